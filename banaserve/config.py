@@ -119,6 +119,8 @@ class ServeConfig:
         tenants: API keys with limits, beside ``api_keys``.
         kv_store_tenant_quota: Largest share of the memory that one tenant may use; 1 for no limit,
             None for half of it where there are several tenants.
+        kv_store_fetch: ``cheaper`` fetches as much of a prefix as is faster than computing it;
+            ``always`` all of it.
         kv_store_verify: Whether memory gets checksums.
         threads_per_instance: OMP threads of each engine; 0 shares the cores among them.
         restart_grace_s: How long a request waits for a restart where no instance serves its role.
@@ -128,8 +130,11 @@ class ServeConfig:
         max_connections_per_address: Of these, from one address without a key; 0: a quarter.
         body_timeout_s: For a request's body, longer by a second for each 64 KiB that have come.
         admin_key: Opens the admin API; empty makes one for the run.
+        ui: Whether the front door has a page under ``/ui``, behind the admin key.
         metrics_key: Opens ``/metrics``, as API keys do then; empty leaves it open to all.
-        migration: Whether layers and heads can move between instances while they serve.
+        migration: Whether layers and heads can move between instances while they serve, where model
+            and options allow it.
+        must_migrate: Whether a server where they do not is refused.
         migration_kv_growth: How many times the KV blocks of the start an instance may once have.
         migration_stall_s: How long a guest may be silent beyond what its work should take.
         migration_overlap: Micro-batches of a step at most, so that an instance and the guests
@@ -139,7 +144,8 @@ class ServeConfig:
         migration_poison: Overwrite KV that has moved away with NaN: for tests.
         migration_transport: By which KV and activations travel between an instance and its guests.
         migration_attention: What instances and guests attend with: vLLM's kernels or ours.
-        pace: Profile of the GPU and model whose time is modelled; empty for real time.
+        pace: Profile of the GPU and model whose time is modelled, or one for each instance, with
+            commas between them; empty for real time.
         dilate: Wall seconds of one modelled second.
         orchestrator: Who decides what moves by itself.
         scale_min: Instances of which the orchestrator removes none.
@@ -173,6 +179,7 @@ class ServeConfig:
     kv_store_peers: tuple[str, ...] = ()
     kv_store_peer_key: str = field(default="", repr=False)
     kv_store_tenant_quota: float | None = None
+    kv_store_fetch: str = "cheaper"
     kv_store_verify: bool = False
     kv_store_salt: str = ""
     routing_policy: str = "load_aware"
@@ -194,8 +201,10 @@ class ServeConfig:
     run_dir: Path | None = None
     log_max_size: str = "64MiB"
     admin_key: str = ""
+    ui: bool = True
     metrics_key: str = ""
     migration: bool = True
+    must_migrate: bool = False
     migration_kv_growth: float = 2.0
     migration_stall_s: float = 1.0
     migration_overlap: int = DEFAULT_MICROBATCHES
@@ -243,6 +252,11 @@ class ServeConfig:
         keys = self.keys
         has_several = len(keys) > 1 or any(one.is_balancer for one in keys)
         return _SHARE_OF_SEVERAL if has_several else 1.0
+
+    @property
+    def paces(self) -> tuple[str, ...]:
+        """Profiles of ``pace``; none where time is real."""
+        return tuple(one.strip() for one in self.pace.split(",")) if self.pace else ()
 
     @property
     def num_instances(self) -> int:
@@ -371,6 +385,11 @@ def _check_numbers(config: ServeConfig) -> None:
 def _check_parts(config: ServeConfig) -> None:
     if config.dilate != 1 and not config.pace:
         raise UserError("--dilate stretches modelled time: give --pace PROFILE too")
+    if len(config.paces) not in (0, 1, config.num_instances):
+        raise UserError(
+            f"--pace names {len(config.paces)} profiles: give one, or one for each of the "
+            f"{config.num_instances} instances"
+        )
     orchestrator = config.orchestrator
     if not orchestrator.interval_s > 0:
         raise UserError(f"--orchestrator-interval {orchestrator.interval_s:g}: must be above 0")

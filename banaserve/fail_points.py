@@ -27,6 +27,8 @@ class FailPoint(StrEnum):
     STORE_BEFORE_REPLY = "store.before_reply"
     SSD_WRITE = "ssd.write"
     SSD_READ = "ssd.read"
+    PEER_REQUEST = "peer.request"
+    PEER_PUSH = "peer.push"
     CLIENT_BEFORE_EXCHANGE = "client.before_exchange"
     CLIENT_BEFORE_COMMIT = "client.before_commit"
     CLIENT_AFTER_COMMIT = "client.after_commit"

@@ -110,6 +110,11 @@ def write_admin(logs: Path, access: AdminAccess) -> None:
         json.dump(access._asdict(), note)
 
 
+def admin_note(logs: Path) -> Path:
+    """The file of that note, which only its user can read."""
+    return logs / _ADMIN
+
+
 def remove_admin(logs: Path) -> None:
     """Take that note away: the server is reached no more."""
     (logs / _ADMIN).unlink(missing_ok=True)
@@ -121,6 +126,15 @@ def find_admin(chosen: Path | None) -> AdminAccess:
     Raises:
         UserError: None or several run.
     """
+    return find_admin_dir(chosen)[1]
+
+
+def find_admin_dir(chosen: Path | None) -> tuple[Path, AdminAccess]:
+    """The same, with the folder of the run.
+
+    Raises:
+        UserError: None or several run.
+    """
     running = dict(_running(chosen))
     if not running:
         where = f"no banaserve serves in {chosen}" if chosen else "no banaserve of yours serves"
@@ -128,8 +142,8 @@ def find_admin(chosen: Path | None) -> AdminAccess:
     if len(running) > 1:
         names = ", ".join(str(folder) for folder in sorted(running))
         raise UserError(f"several run: choose one with --run-dir ({names})")
-    (access,) = running.values()
-    return access
+    ((folder, access),) = running.items()
+    return folder, access
 
 
 def find_offer(chosen: Path | None, port: int) -> Path:

@@ -27,6 +27,10 @@ class Distance(NamedTuple):
     bytes_per_s: float
 
 
+NO_WAYS: Mapping[InstanceId, Distance | None] = MappingProxyType({})
+"""Ways to instances on other machines, where there are none."""
+
+
 class Role(Enum):
     """What the router sends to an instance. The engine itself does not know it."""
 
@@ -80,6 +84,9 @@ class InstanceFacts:
             weights that leave nor guests that come change it. 0 where all share ``memory_bytes``.
         max_kv_blocks: KV blocks that it can never exceed; 0 for no such limit.
         can_move_layers, can_move_heads, can_switch_role: What migrations may do to it.
+        profile: Of its device, where that is another one than most instances have: a built-in
+            profile's name, or its file. Empty where it is theirs.
+        speed: How fast it computes, against theirs.
     """
 
     num_layers: int
@@ -97,6 +104,8 @@ class InstanceFacts:
     can_move_layers: bool = True
     can_move_heads: bool = True
     can_switch_role: bool = True
+    profile: str = ""
+    speed: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,6 +352,9 @@ class InstanceView:
         kv_tokens: Room for the KV of so many tokens; 0 where that is not known.
         far: Instances on other machines, None where the way has not been measured; those that are
             not listed are on the same.
+        kv_token_bytes: K and V of one token in all layers; 0 where that is not known.
+        coming_requests: Requests that will decode there and whose prompt is computed elsewhere as
+            yet; they are not among ``inflight_requests``.
     """
 
     id: InstanceId
@@ -362,6 +374,8 @@ class InstanceView:
     inflight_prefill_pairs: int = 0
     kv_tokens: int = 0
     far: Mapping[InstanceId, Distance | None] = field(default_factory=dict)
+    kv_token_bytes: int = 0
+    coming_requests: int = 0
 
     def report_age_s(self, now_s: float) -> float | None:
         """Seconds since the report was made; None where there is none."""

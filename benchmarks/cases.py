@@ -291,9 +291,9 @@ async def run_system(
                 server.url, name, return_token_ids=True, timeout_s=_TIMEOUT_S, read_late=True
             ) as client:
                 warm_up = [CaseRequest(0.0, one.prompt[:64], 8) for one in asked[:_WARM_UP]]
-                await _send(client, warm_up, dilation)
+                await send(client, warm_up, dilation)
                 began_s = time.time()
-                records = await _send(client, asked, dilation)
+                records = await send(client, asked, dilation)
             told = modelled_time(server.url)
         if told is None:
             raise UserError(f"{server.url} does not say that its time is modelled")
@@ -331,9 +331,10 @@ def options_of(system: System, profile: str, dilation: float, log: Path) -> list
     return [*options, *_OPTIONS]
 
 
-async def _send(
+async def send(
     client: OpenAiClient, asked: Sequence[CaseRequest], dilation: float
 ) -> list[RequestRecord]:
+    """Sends ``asked`` when each is due, and returns what came of them when all have ended."""
     calls = [
         CompletionCall(
             str(n), prompt=one.prompt, max_tokens=one.output_tokens, extra={"ignore_eos": True}
@@ -389,7 +390,10 @@ def num_equal(profile: Profile, answers: Sequence[Answer]) -> int:
         CompletionCall(str(n), prompt=prompt, max_tokens=len(answer), extra={"ignore_eos": True})
         for n, (prompt, answer) in enumerate(answers)
     ]
-    with vllm_server(model.path_or_id, _NAME, *_PLAIN_OPTIONS) as server:
+    # The model's own longest context may not fit into the cache that these few need.
+    longest = max(len(prompt) + len(answer) for prompt, answer in answers)
+    options = (*_PLAIN_OPTIONS, "--max-model-len", str(longest + 1))
+    with vllm_server(model.path_or_id, _NAME, *options) as server:
         expected = asyncio.run(_ask(server.url, calls))
     return sum(one == answer for one, (_, answer) in zip(expected, answers, strict=True))
 

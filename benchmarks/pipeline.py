@@ -4,7 +4,8 @@
 when each layer was fetched, computed and saved. Copies are held back to bandwidths on both sides of
 the break-even that the corrected equations 12 and 13 predict from the time to compute the whole
 prompt. Each prompt runs pipelined, layer by layer, and serial: everything fetched before the
-forward pass and saved after it.
+forward pass and saved after it. Beside these, pipelined too, one of which nothing is fetched, and
+one of which the cost gate lets as many blocks be fetched as it finds best for that link.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import isnan
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.progress import Progress
@@ -36,9 +37,15 @@ from benchmarks.drivers.driven_engine import DrivenEngine, driven_engine
 from benchmarks.drivers.layer_pipeline import Prefill, hidden_fraction, pipeline
 from benchmarks.script import run_script
 
-_FACTORS = (0.4, 0.6, 0.8, 1.25, 2.0, 4.0)
+_FACTORS = (0.2, 0.4, 0.6, 0.8, 1.25, 2.0, 4.0)
 """Bandwidths as multiples of the predicted break-even."""
-_ARRANGEMENTS = ("pipelined", "serial")
+_WAYS: dict[str, dict[str, str]] = {
+    "pipelined": {},
+    "serial": {"arrangement": "serial"},
+    "computed": {"way": "compute"},
+    "cut": {"way": "cut"},
+}
+"""Options of the driven engine; the first one lets the gate learn what the link does."""
 _WARM_UPS = 2
 _FIRST_TOKEN, _LAST_TOKEN = 100, 40_000
 _LOAD, _LOADED, _WAIT, _WAITED, _ATTENDED, _SAVE, _SAVED = range(7)
@@ -47,6 +54,9 @@ _NOTES = [
     "hidden_fraction: of each run the worst bandwidth at which equation 13 is below equation 12",
     "compute_vs_equation_12: what computing the rest took, against T_F (1 - r); above 1 by the "
     "attention over the fetched part, which the equation leaves out, so fetches hide earlier",
+    "pipelined fetches all cached blocks, computed none, cut as many as the cost gate finds best, "
+    "which knows the link from the pipelined prompts before it",
+    "cut_vs_best: step of the cut prompt over the shorter one of pipelined and computed",
     "visible: waits for a layer's fetch, and what follows the forward pass, the commit included",
     "the first layer's fetch and the last layer's save can hide behind nothing: 1/layers of each",
     "layers_of_first_run: load, loaded, wait, waited, attended, save, saved; seconds from the "
@@ -82,7 +92,7 @@ def _measure(given: argparse.Namespace, started_at: datetime) -> result.Result:
         predicted = _prefill(given, engine, warm[-1].compute_s)
         prefix = _tokens(draws, given.cached_blocks, engine)
         engine.prefill(prefix)
-        samples = _Samples([], {(a, f): [] for f in _FACTORS for a in _ARRANGEMENTS})
+        samples = _Samples([], {(way, f): [] for f in _FACTORS for way in _WAYS})
         for _ in range(given.runs):
             _one_run(given, engine, draws, prefix, predicted.break_even_bytes_per_s(), samples)
             progress.advance(task)
@@ -107,15 +117,16 @@ def _one_run(
     samples: _Samples,
 ) -> None:
     samples.full.append(engine.prefill(_tokens(draws, given.blocks, engine)))
-    for (arrangement, factor), times in samples.cached.items():
+    for (way, factor), times in samples.cached.items():
         bandwidth = factor * break_even_bytes_per_s
         rest = _tokens(draws, given.blocks - given.cached_blocks, engine)
         times.append(
             engine.prefill(
                 prefix + rest,
-                arrangement=arrangement,
+                new_link=way == next(iter(_WAYS)),
                 load_bytes_per_s=bandwidth,
                 save_bytes_per_s=bandwidth,
+                **_WAYS[way],
             )
         )
 
@@ -145,6 +156,7 @@ class PrefillTimes:
         fetch_wait_s: How long the forward pass waited for fetches.
         store_wait_s: How long saves went on after the forward pass.
         compute_s: The forward pass without waiting.
+        fetched_blocks: Blocks that were fetched.
         layers: ``[num_layers][7]``: the trace, in seconds from the step's beginning.
     """
 
@@ -154,6 +166,7 @@ class PrefillTimes:
     fetch_wait_s: float
     store_wait_s: float
     compute_s: float
+    fetched_blocks: int
     layers: list[list[float | None]]
 
     @property
@@ -165,13 +178,21 @@ class PrefillTimes:
         return self.fetch_wait_s + self.store_wait_s
 
 
+class FirstTokenTimes(NamedTuple):
+    """A prompt's first token, the seconds until it was there, and the blocks that were fetched."""
+
+    token: int
+    ttft_s: float
+    fetched_blocks: int
+
+
 @dataclass(frozen=True, slots=True)
 class _Samples:
     """What was measured.
 
     Attributes:
         full: The whole prompt computed, once a run.
-        cached: By arrangement and factor, once a run.
+        cached: By way and factor, once a run.
     """
 
     full: list[PrefillTimes]
@@ -234,6 +255,12 @@ class TracedEngine:
             raise UserError(f"a prompt took {len(steps)} steps that moved blocks, not one")
         return times_of(steps[0])
 
+    def first_token(self, prompt: Sequence[int], **options: Any) -> FirstTokenTimes:
+        """What the user of ``prompt`` sees, with the connector's options changed to ``options``."""
+        answer = self._engine.tell(prompt=list(prompt), **options)
+        fetched = sum(step["fetched_blocks"] for step in answer["steps"])
+        return FirstTokenTimes(answer["token"], answer["ttft_s"], fetched)
+
 
 def times_of(step: dict[str, Any]) -> PrefillTimes:
     """What a step's trace says."""
@@ -251,6 +278,7 @@ def times_of(step: dict[str, Any]) -> PrefillTimes:
         fetch_wait_s=fetch_wait_s,
         store_wait_s=step["ended_s"] - step["computed_s"],
         compute_s=step["computed_s"] - began_s - fetch_wait_s,
+        fetched_blocks=step["fetched_blocks"],
         layers=[[None if isnan(at) else at - began_s for at in layer] for layer in layers],
     )
 
@@ -302,7 +330,23 @@ def _figures(
         figures[f"hidden_fraction_at_{factor}x"] = ([_hidden(t) for t in piped], "fraction")
         figures[f"hidden_fraction_serial_at_{factor}x"] = ([_hidden(t) for t in serial], "fraction")
         figures[f"step_vs_serial_at_{factor}x"] = (ratios, "ratio")
+        figures |= _cut_figures(samples, factor)
     return figures
+
+
+def _cut_figures(samples: _Samples, factor: float) -> dict[str, tuple[list[float], str]]:
+    """The cut prompt beside the one that was fetched and the one that was computed."""
+    steps_s = {
+        way: [times.step_s for times in samples.cached[way, factor]]
+        for way in ("pipelined", "computed", "cut")
+    }
+    best = [min(pair) for pair in zip(steps_s["pipelined"], steps_s["computed"], strict=True)]
+    fetched = [float(times.fetched_blocks) for times in samples.cached["cut", factor]]
+    return {
+        **{f"step_{way}_at_{factor}x": (taken, "s") for way, taken in steps_s.items()},
+        f"cut_blocks_fetched_at_{factor}x": (fetched, "blocks"),
+        f"cut_vs_best_at_{factor}x": (paired_ratios(steps_s["cut"], best), "ratio"),
+    }
 
 
 def _raw(samples: _Samples, predicted: Prefill, set_by: float) -> dict[str, Any]:
@@ -380,7 +424,10 @@ def measured_break_even(waits: Sequence[tuple[float, float]]) -> float:
 
 
 def _without_layers(times: PrefillTimes) -> dict[str, float]:
-    names = ("step_s", "fetch_s", "store_s", "fetch_wait_s", "store_wait_s", "compute_s")
+    names = (
+        *("step_s", "fetch_s", "store_s", "fetch_wait_s", "store_wait_s", "compute_s"),
+        "fetched_blocks",
+    )
     return {name: getattr(times, name) for name in names}
 
 

@@ -5,6 +5,10 @@ a store, which computes every prompt, and one whose store has an SSD folder. Pre
 once and written to the folder; then the server is started again with an empty memory. Each run asks
 for a prompt with a prefix that lies on SSD, then for another with the same prefix, which lies in
 memory by then. No engine keeps a cache of its own.
+
+Then one engine inside a process fetches a prefix over links of several speeds, as multiples of the
+one over which fetching all of it takes as long as computing it: all of it is fetched, all of it is
+computed, or it is cut as the cost gate decides, in turn. ``--only links`` measures this alone.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.progress import Progress
 
@@ -28,8 +32,11 @@ from banaserve.bench.loadgen.servers import Server, banaserve_server, end_on_sig
 from banaserve.bench.results import result
 from banaserve.bench.results.statistics import paired_ratios
 from banaserve.errors import UserError
+from benchmarks.pipeline import traced_engine
 from benchmarks.script import run_script
 
+_Figures = dict[str, tuple[list[float], str]]
+_LINK_WARM_UPS = 2
 _BLOCK_TOKENS = 128
 _FIRST_TOKEN, _LAST_TOKEN = 100, 40_000
 _WARM_UP_TOKENS = 400
@@ -49,6 +56,12 @@ class PrefixCase(NamedTuple):
         return f"{self.percent}_{self.place}" if self.percent else "0"
 
 
+_LINKS = (0.25, 0.5, 1.0, 2.0, 4.0)
+"""Speeds of links; over 1.0 fetching the prefix takes as long as computing it."""
+_LINK_WAYS = ("fetch", "compute", "cut")
+_LinkSamples = dict[tuple[float, str], list[tuple[float, int]]]
+"""By link and way: seconds to the first token, and blocks fetched."""
+
 _SHARES = (50, 90)
 _CASES = [
     PrefixCase(0, "nowhere"),
@@ -64,17 +77,31 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--model", default=models.PACKAGED)
     parser.add_argument("--runs", type=positive, default=5)
     parser.add_argument("--prompt-tokens", type=int, default=2000)
+    parser.add_argument("--link-blocks", type=positive, default=7, help="of a prefix over links")
+    parser.add_argument("--only", choices=("places", "links"), help="one part (default: both)")
     parser.add_argument("--folder", type=Path, help="on the disk to measure (default: temporary)")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(list(argv))
     end_on_sigterm()
-    with tempfile.TemporaryDirectory(prefix="bench-", dir=given.folder) as folder:
-        record = asyncio.run(_measure(given, Path(folder) / "store", datetime.now(UTC)))
-    result.deliver(record, given.json)
+    started_at = datetime.now(UTC)
+    figures: _Figures = {}
+    raw: dict[str, Any] = {}
+    if given.only != "links":
+        with tempfile.TemporaryDirectory(prefix="bench-", dir=given.folder) as folder:
+            ttft_s, counts = asyncio.run(_measure_places(given, Path(folder) / "store"))
+        figures |= _figures(given, ttft_s, counts)
+        raw["counts"] = counts
+    if given.only != "places":
+        samples, raw["links"] = _measure_links(given)
+        figures |= link_figures(samples)
+    result.deliver(_result(given, started_at, figures, raw), given.json)
     return 0
 
 
-async def _measure(given: argparse.Namespace, folder: Path, started_at: datetime) -> result.Result:
+async def _measure_places(
+    given: argparse.Namespace, folder: Path
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Times to the first token by case, and what the store's server has counted."""
     model = models.resolve(given.model, None, lambda line: print(line, flush=True))
     draws = random.Random(given.seed)
     prefixes = [
@@ -100,7 +127,36 @@ async def _measure(given: argparse.Namespace, folder: Path, started_at: datetime
                 await bench.one_run(run, recompute_first=number % 2 == 0)
                 progress.advance(task)
             counts = _counts(stored)
-    return _result(given, started_at, bench.ttft_s, counts)
+    return bench.ttft_s, counts
+
+
+def _measure_links(given: argparse.Namespace) -> tuple[_LinkSamples, dict[str, Any]]:
+    """Every way over every link once a run, after what tells how fast this machine computes."""
+    model = models.resolve(given.model, None, lambda line: print(line, flush=True))
+    draws = random.Random(given.seed)
+    samples: _LinkSamples = {(link, way): [] for link in _LINKS for way in _LINK_WAYS}
+    with traced_engine(model.path_or_id, "1GiB") as engine, Progress(transient=True) as progress:
+        task = progress.add_task("over links", total=given.runs)
+        tokens = given.link_blocks * engine.block_size
+        for _ in range(_LINK_WARM_UPS):
+            warm = engine.prefill(_tokens(draws, tokens))
+        prefix = _tokens(draws, tokens)
+        engine.prefill(prefix)
+        parity = tokens * engine.token_layer_bytes * engine.num_layers / warm.compute_s
+        for _ in range(given.runs):
+            # Less than a block behind the prefix, so that nothing of it is in the store next time.
+            prompt = prefix + _tokens(draws, engine.block_size // 2)
+            tokens_seen = set()
+            for (link, way), taken in samples.items():
+                is_new = way == _LINK_WAYS[0]
+                speed = link * parity
+                seen = engine.first_token(prompt, way=way, new_link=is_new, load_bytes_per_s=speed)
+                taken.append((seen.ttft_s, seen.fetched_blocks))
+                tokens_seen.add(seen.token)
+            if len(tokens_seen) > 1:
+                raise UserError(f"one prompt got different first tokens: {sorted(tokens_seen)}")
+            progress.advance(task)
+    return samples, {"bytes_per_s_at_1x": parity}
 
 
 @contextlib.contextmanager
@@ -179,6 +235,7 @@ def _counts(stored: Server) -> dict[str, float]:
         "promotion_wait_seconds",
         "promotion_predicted_seconds",
         "tier_declined_blocks",
+        "declined_blocks",
         "loaded_blocks",
         "load_wait_seconds",
         "predicted_fetch_seconds",
@@ -188,7 +245,7 @@ def _counts(stored: Server) -> dict[str, float]:
         "avoided_compute_seconds",
     )
     counts = {name: stored.metric(f"banaserve_{name}_total") for name in names}
-    for kind in ("fetch", "compute", "unmeasured", "probe"):
+    for kind in ("fetch", "cut", "compute", "unmeasured", "probe"):
         counts[f"decided_{kind}"] = stored.metric("banaserve_fetch_decisions_total", kind=kind)
     for kind in ("arrived", "failed", "late", "abandoned"):
         counts[f"promotion_{kind}"] = stored.metric("banaserve_promotions_total", kind=kind)
@@ -198,10 +255,9 @@ def _counts(stored: Server) -> dict[str, float]:
 def _result(
     given: argparse.Namespace,
     started_at: datetime,
-    ttft_s: dict[str, list[float]],
-    counts: dict[str, float],
+    figures: _Figures,
+    raw: dict[str, Any],
 ) -> result.Result:
-    figures = _figures(given, ttft_s, counts)
     return result.result(
         "prefix-ttft",
         seed=given.seed,
@@ -209,6 +265,8 @@ def _result(
             "model": given.model,
             "runs": given.runs,
             "prompt_tokens": given.prompt_tokens,
+            "link_blocks": given.link_blocks,
+            "only": given.only,
         },
         started_at=started_at,
         figures={name: result.figure(*values) for name, values in figures.items()},
@@ -218,15 +276,19 @@ def _result(
             + ", ".join(f"{whole_blocks(given.prompt_tokens, p)} tokens" for p in _SHARES),
             "ssd_blocks_fraction: of the blocks that lay on SSD only, so many came from there",
             "the page cache is bypassed where the folder's file system has direct I/O",
+            "Nx: fetches are held back to N times the speed at which fetching the whole prefix "
+            "takes as long as computing it; the prompt has half a block more than the prefix",
+            "cut_vs_best: over the shorter of fetch and compute, run by run; the gate knows the "
+            "link from the prompt before, of which all was fetched",
             "float32, one OMP thread an engine, one request at a time",
         ],
-        raw={"counts": counts},
+        raw=raw,
     )
 
 
 def _figures(
     given: argparse.Namespace, ttft_s: dict[str, list[float]], counts: dict[str, float]
-) -> dict[str, tuple[list[float], str]]:
+) -> _Figures:
     """Samples and unit of each figure."""
     recompute_s = ttft_s[_RECOMPUTE]
     figures = {f"ttft_{name}": (samples, "s") for name, samples in ttft_s.items()}
@@ -238,6 +300,25 @@ def _figures(
         whole_blocks(given.prompt_tokens, percent) // _BLOCK_TOKENS for percent in _SHARES
     )
     figures["ssd_blocks_fraction"] = ([counts["promoted_blocks"] / expected], "fraction")
+    return figures
+
+
+def link_figures(samples: _LinkSamples) -> _Figures:
+    """Samples and unit of each figure of the links, from the samples by link and way."""
+    figures: _Figures = {}
+    for link in dict.fromkeys(link for link, _ in samples):
+        ttft_s = {way: [seconds for seconds, _ in samples[link, way]] for way in _LINK_WAYS}
+        best = [min(pair) for pair in zip(ttft_s["fetch"], ttft_s["compute"], strict=True)]
+        blocks = [float(num_blocks) for _, num_blocks in samples[link, "cut"]]
+        at = f"at_{link:g}x"
+        figures |= {f"ttft_{way}_{at}": (seconds, "s") for way, seconds in ttft_s.items()}
+        figures[f"cut_blocks_fetched_{at}"] = (blocks, "blocks")
+        for name, theirs in (
+            ("best", best),
+            ("fetch", ttft_s["fetch"]),
+            ("compute", ttft_s["compute"]),
+        ):
+            figures[f"cut_vs_{name}_{at}"] = (paired_ratios(ttft_s["cut"], theirs), "ratio")
     return figures
 
 

@@ -15,9 +15,14 @@ BENCHMARKS = {
     "cases": Benchmark(
         "benchmarks.cases", "Do the simulator's cases reach their goals on paced engines?"
     ),
+    "cells": Benchmark(
+        "benchmarks.cells.__main__",
+        "What of the control plane grows how with instances, requests and cells?",
+    ),
     "copies": Benchmark(
         "benchmarks.copies", "How near do copies of scattered blocks come to memcpy?"
     ),
+    "demo": Benchmark("benchmarks.demo", "What does it look like when the load swings?"),
     "elastic": Benchmark(
         "benchmarks.elastic.__main__",
         "Does the elastic policy keep up with the best fixed arrangement in hindsight?",
@@ -63,6 +68,9 @@ BENCHMARKS = {
     "pacing": Benchmark(
         "benchmarks.pacing", "How well do paced engines keep the modelled GPU's time?"
     ),
+    "pictures": Benchmark(
+        "benchmarks.pictures", "What does the headline result look like, for README?"
+    ),
     "pipeline": Benchmark(
         "benchmarks.pipeline", "How much of the store's transfers hides behind computing?"
     ),
@@ -91,4 +99,8 @@ BENCHMARKS = {
         "What does the simulator say of the tables of SkyWalker, GORGO and Preble?",
     ),
     "stall": Benchmark("benchmarks.stall", "Does a very long prompt stall the streams of others?"),
+    "timeline": Benchmark(
+        "benchmarks.timeline", "How much of a request's latency do its spans account for?"
+    ),
+    "ui": Benchmark("benchmarks.ui", "What does the page cost, and what do streams feel of it?"),
 }

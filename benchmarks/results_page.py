@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from banaserve.arguments import Parser
-from banaserve.bench.report.report import result_files, section_of
+from banaserve.bench.report import tables
+from banaserve.bench.report.report import result_files
+from banaserve.bench.report.section import section_of
 from banaserve.bench.results import result
+from banaserve.bench.results.digits import row, scaled
 from banaserve.bench.results.result import Figure, Result
 from banaserve.bench.results.statistics import spread_fraction
 from banaserve.errors import UserError
@@ -31,7 +34,16 @@ COMMAND = "python -m benchmarks results"
 
 # Of results with more figures than a page holds, those that are shown. A result that has a table
 # or a page of its own (``compare``, the simulations) shows or links that one.
-_SHOWN = {"migration": ("layers_10.*", "stop_and_copy_10.*", "heads_2.*", "batch.*")}
+_SHOWN = {
+    "elastic-paced": (
+        "*_ratio",
+        "*_ratio_min",
+        "*.paced.goodput",
+        "*.paced.tokens_per_s",
+        "*.paced.ttft_mean_s",
+    ),
+    "migration": ("layers_10.*", "stop_and_copy_10.*", "heads_2.*", "batch.*"),
+}
 _OWN_PAGES = {"simulate-paper": "simulate-paper.md", "simulate-seeds": "simulate-seeds.md"}
 
 
@@ -108,6 +120,8 @@ def _name(record: Result) -> str:
 
 def _arguments(record: Result) -> str:
     """The one option that decides which of a benchmark's questions a result answers."""
+    if record.options.get("constant") is True:
+        return "--constant"
     profile = record.options.get("pace")
     return "" if profile in (None, "None") else f"--pace {profile}"
 
@@ -149,7 +163,9 @@ def _figures(path: Path, record: Result) -> str:
         own = path.with_name(_OWN_PAGES[_name(record)])
         return f"{len(record.figures)} figures, in tables of their own: [{own}](results/{own})."
     if "systems" in record.raw:
-        return _markdown(section_of(record).table)
+        section = section_of(record)
+        answer = "\n".join(f"- {sentence}" for sentence in section.answer)
+        return f"{answer}\n\n{tables.as_markdown(section.table)}\n\n{section.table_note}"
     shown = record.figures
     if len(shown) > MAX_FIGURES:
         patterns = _SHOWN.get(_name(record), ())
@@ -164,14 +180,15 @@ def _figures(path: Path, record: Result) -> str:
     table += [_row(name, one) for name, one in shown.items()]
     left = len(record.figures) - len(shown)
     rest = f"\n\n{left} more figures are in the file." if left else ""
-    return _markdown(table) + rest
+    return tables.as_markdown(table) + rest
 
 
 def _row(name: str, one: Figure) -> list[str]:
     spread = spread_fraction(one.samples)
-    numbers = [f"{value:.4g}" for value in (one.median, one.min, one.max)]
+    factor, unit = scaled(one.samples, one.unit)
+    numbers = row([value * factor for value in (one.median, one.min, one.max)])
     width = "-" if len(one.samples) < 2 or spread == float("inf") else f"{spread:.0%}"
-    return [name, *numbers, width, str(len(one.samples)), one.unit]
+    return [name, *numbers, width, str(len(one.samples)), unit]
 
 
 def _options(record: Result) -> str:
@@ -185,12 +202,6 @@ def _title(path: Path) -> str:
 
 def _anchor(title: str) -> str:
     return title.lower().replace("/", "")
-
-
-def _markdown(table: Sequence[Sequence[str]]) -> str:
-    head, *rows = table
-    lines = (head, ["---"] * len(head), *rows)
-    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in lines)
 
 
 if __name__ == "__main__":

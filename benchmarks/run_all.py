@@ -44,7 +44,7 @@ QUICK: Mapping[str, tuple[str, ...]] = {
     "handover-moved": ("--runs", "1", "--requests", "1", "--prompt-tokens", "400"),
     "pacing": ("--dilations", "2", "--requests", "16"),
     "front": ("--runs", "1", "--streams", "1,64", "--system", "colocated"),
-    "prefix-ttft": ("--runs", "1", "--prompt-tokens", "768"),
+    "prefix-ttft": ("--runs", "1", "--prompt-tokens", "768", "--link-blocks", "3"),
     "stall": ("--runs", "1", "--streams", "4", "--prompt-tokens", "8000"),
     "short-prompts": ("--runs", "1"),
     "recovery": ("--quick",),

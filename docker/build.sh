@@ -3,12 +3,14 @@
 # Docker.
 #   build.sh cpu|cuda VENV
 # TORCH_INDEX names the package index for the CPU build of torch; empty: pip as configured has it.
+# RELEASE, where it is not empty, refuses base images that are not named by their digests.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # The top-level link `kernels` must not be importable by that name.
 export PYTHONSAFEPATH=1
 device=$1
 venv=$2
+[ -z "${RELEASE:-}" ] || python3 docker/pin_images.py --check
 
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check --no-cache-dir --quiet "$@"; }
 

@@ -34,13 +34,14 @@ from banaserve.cli.main import COMMANDS, main
 from banaserve.controller.schemas import (
     ControllerStatus,
     DecisionRecord,
+    NodeRequest,
     PauseRequest,
     RoleRequest,
     ScaleRequest,
     ServerStatus,
 )
 from banaserve.costs import profile
-from banaserve.engine.interface import DrainState, RoleChange, Scaling
+from banaserve.engine.interface import DrainState, NodeChange, NodeStatus, RoleChange, Scaling
 from banaserve.engine.vllm.emulation.metrics import PacedTime
 from banaserve.engine.vllm.migration.api import (
     ClusterPlacement,
@@ -56,6 +57,7 @@ from banaserve.engine.vllm.tracing.events import RequestSummary, RequestTrace
 from banaserve.kvstore.daemon.metrics import prometheus_text
 from banaserve.kvstore.stats import StoreStats, TierReport
 from banaserve.kvstore.tiers.interface import TierStats
+from banaserve.ui.records import PageSnapshot
 
 PACKAGE = Path(banaserve.__file__).parent
 _HELP_WIDTH = "100"
@@ -166,6 +168,11 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         list[DecisionRecord],
         query={"last": "So many of the last ones, the oldest first; all that are kept without it."},
     ),
+    ("GET", "/admin/live"): Operation(
+        "For the page: server-sent events, a `snapshot` a second behind each `decision` that is "
+        "new or has changed.",
+        PageSnapshot,
+    ),
     ("GET", "/admin/traces"): Operation(
         "The last requests.", list[RequestSummary], query={"last": "So many; all without it."}
     ),
@@ -187,6 +194,17 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("GET", "/admin/scalings/{id}"): Operation("One scaling.", Scaling, query=_WAIT),
     ("DELETE", "/admin/scalings/{id}"): Operation("Give it up.", Scaling, status=202),
+    ("GET", "/admin/nodes"): Operation("Machines that engines run on.", list[NodeStatus]),
+    ("GET", "/admin/node-changes"): Operation(
+        "The last nodes that have joined or left.", list[NodeChange]
+    ),
+    ("POST", "/admin/node-changes"): Operation(
+        "Take one more node, or drain one and give it back.", NodeChange, NodeRequest, 202
+    ),
+    ("GET", "/admin/node-changes/{id}"): Operation("One of them.", NodeChange, query=_WAIT),
+    ("DELETE", "/admin/node-changes/{id}"): Operation(
+        "Give it up: the node stays out, or stays.", NodeChange, status=202
+    ),
     ("GET", "/admin/restarts"): Operation("The last rolling restarts.", list[RollingRestart]),
     ("POST", "/admin/restarts"): Operation(
         "Replace all engines one after the other.", RollingRestart, RestartRequest, 202
@@ -209,9 +227,10 @@ def admin_routes() -> set[tuple[str, str]]:
     """Return method and path of every route of the admin API, as the server has them."""
     # The routes' functions ask it only when they are called.
     nothing = cast(Any, SimpleNamespace(begin=None))
-    control = Control(nothing, nothing, nothing, nothing, nothing, nothing, nothing)
+    control = Control(*[nothing] * 8)
     traces = Traces(nothing, nothing)
-    app = cast(Starlette, admin_app(nothing, control, traces))
+    page = cast(Any, SimpleNamespace(viewers=nothing))
+    app = cast(Starlette, admin_app(nothing, control, traces, page))
     return {
         (method, route.path)
         for route in app.routes

@@ -1,7 +1,8 @@
 """Bill of materials and notices of what is installed: ``python requirements/sbom.py FOLDER``.
 
 Writes ``sbom.cdx.json`` (CycloneDX 1.5) and ``THIRD-PARTY-NOTICES`` from the metadata of the
-packages that this Python, or the one of ``--site``, imports. Needs the standard library alone.
+packages that this Python, or the one of ``--site``, imports, and of what banaserve carries of
+others. Needs the standard library alone.
 """
 
 from __future__ import annotations
@@ -9,11 +10,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable
+import tomllib
+from collections.abc import Iterable, Sequence
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
+from typing import NamedTuple
 
 OWN = "banaserve"
+CARRIED = Path(__file__).parents[1] / "banaserve" / "ui" / "vendor.toml"
+"""Says what banaserve's own package holds of others."""
 _UNKNOWN = ("", "UNKNOWN", "none")
 _LICENSE_NAMES = ("licen", "copying", "notice", "authors")
 _MAX_NAME_CHARS = 100
@@ -30,12 +35,37 @@ def main(argv: list[str]) -> int:
     if not found:
         print("sbom: nothing is installed there", file=sys.stderr)
         return 1
+    own = carried(CARRIED)
     known.folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(bill_of_materials(found), indent=1, sort_keys=True) + "\n"
+    text = json.dumps(bill_of_materials(found, own), indent=1, sort_keys=True) + "\n"
     (known.folder / "sbom.cdx.json").write_text(text)
-    (known.folder / "THIRD-PARTY-NOTICES").write_text(notices(found))
-    print(f"{known.folder}: {len(found)} packages")
+    (known.folder / "THIRD-PARTY-NOTICES").write_text(notices(found, own))
+    print(f"{known.folder}: {len(found)} packages, {len(own)} carried by {OWN}")
     return 0
+
+
+class Carried(NamedTuple):
+    """A package whose files are inside ours."""
+
+    name: str
+    version: str
+    licence: str
+    purl: str
+    licence_text: str
+
+
+def carried(told: Path) -> list[Carried]:
+    """What ``told`` lists, with the texts of the licences, which lie beside it."""
+    return [
+        Carried(
+            one["name"],
+            one["version"],
+            one["licence"],
+            one["purl"],
+            (told.parent / one["licence_file"]).read_text().strip(),
+        )
+        for one in tomllib.loads(told.read_text())["package"]
+    ]
 
 
 def packages(found: Iterable[Distribution]) -> list[Distribution]:
@@ -52,9 +82,22 @@ def canonical(name: str) -> str:
     return name.lower().replace("_", "-").replace(".", "-")
 
 
-def bill_of_materials(found: Iterable[Distribution]) -> dict[str, object]:
+def bill_of_materials(
+    found: Iterable[Distribution], own: Sequence[Carried] = ()
+) -> dict[str, object]:
     """CycloneDX 1.5 as plain values; the same for the same packages."""
     components = [_component(one) for one in found]
+    components += [
+        {
+            "type": "library",
+            "bom-ref": one.purl,
+            "purl": one.purl,
+            "name": one.name,
+            "version": one.version,
+            "licenses": [{"license": {"name": one.licence}}],
+        }
+        for one in own
+    ]
     return {
         "bomFormat": "CycloneDX",
         "specVersion": "1.5",
@@ -96,7 +139,7 @@ def licence_of(one: Distribution) -> str:
     return "" if first in _UNKNOWN else first[:_MAX_NAME_CHARS]
 
 
-def notices(found: Iterable[Distribution]) -> str:
+def notices(found: Iterable[Distribution], own: Sequence[Carried] = ()) -> str:
     """Name, version and licence of each package but ours, and the texts that come with it."""
     parts = ["Packages that are distributed together with banaserve, and their licences.\n"]
     for one in found:
@@ -105,6 +148,10 @@ def notices(found: Iterable[Distribution]) -> str:
         title = f"{one.metadata['Name']} {one.version}"
         parts.append(f"{'=' * 78}\n{title}\nLicence: {licence_of(one) or 'see its own files'}\n")
         parts += [f"{'-' * 78}\n{name}\n\n{text}\n" for name, text in licence_texts(one)]
+    for two in own:
+        title = f"{two.name} {two.version}, inside {OWN}"
+        parts.append(f"{'=' * 78}\n{title}\nLicence: {two.licence}\n")
+        parts.append(f"{'-' * 78}\nLICENSE\n\n{two.licence_text}\n")
     return "\n".join(parts)
 
 

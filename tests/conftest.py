@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # the folder of tests itself, below which `triton` would be found where the real one is missing.
 _HELPERS = (
     *("balancer/differential", "cluster", "contract", "e2e", "e2e/migration", "e2e/nemesis"),
-    *("fuzz", "property", "triton", "unit"),
+    *("fuzz", "property", "triton", "ui", "unit"),
 )
 for _name in _HELPERS:
     sys.path.append(str(Path(__file__).parent / _name))

@@ -20,6 +20,7 @@ from banaserve.api.admin_traces import Traces, trace_routes
 from banaserve.api.edge.authenticated import mark_authenticated
 from banaserve.api.edge.refusals import refuse
 from banaserve.api.limits import BodyLimit
+from banaserve.api.live_page import LivePage, live_routes
 from banaserve.api.old_names import renamed, with_old_names
 from banaserve.engine.vllm.migration.api import (
     MigrationRequest,
@@ -47,9 +48,10 @@ class AdminDoor:
         key: str,
         control: Control | None = None,
         traces: Traces | None = None,
+        page: LivePage | None = None,
     ) -> None:
         self._app = app
-        self._admin = BodyLimit(admin_app(coordinator, control, traces), _MAX_BODY_BYTES)
+        self._admin = BodyLimit(admin_app(coordinator, control, traces, page), _MAX_BODY_BYTES)
         self._key = key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -75,11 +77,14 @@ class AdminDoor:
 
 
 def admin_app(
-    coordinator: Coordinator, control: Control | None = None, traces: Traces | None = None
+    coordinator: Coordinator,
+    control: Control | None = None,
+    traces: Traces | None = None,
+    page: LivePage | None = None,
 ) -> ASGIApp:
-    """The endpoints without the key; those of the orchestrator and of traces where there are."""
+    """The endpoints without the key; those of orchestrator, traces and page where there are."""
     routes = [
-        Route(f"{PREFIX}/placement", _placement(coordinator)),
+        Route(f"{PREFIX}/placement", _placement(coordinator, control)),
         *operation_routes("migrations", "migration", coordinator, _migrations, coordinator.begin),
         Route(f"{PREFIX}/overlap", _overlap(coordinator), methods=["POST"]),
         Route(f"{PREFIX}/share", _share(coordinator), methods=["POST"]),
@@ -88,13 +93,18 @@ def admin_app(
         routes += control_routes(control, coordinator)
     if traces is not None:
         routes += trace_routes(traces)
+    if page is not None:
+        routes += live_routes(page)
     return Starlette(routes=routes)
 
 
-def _placement(coordinator: Coordinator) -> Endpoint:
+def _placement(coordinator: Coordinator, control: Control | None) -> Endpoint:
     @refusing
     async def placement(_: Request) -> Response:
-        return answer(with_old_names(await placement_of(coordinator)))
+        found = await placement_of(coordinator)
+        if control is not None:
+            found = msgspec.structs.replace(found, nodes=control.nodes.nodes())
+        return answer(with_old_names(found))
 
     return placement
 

@@ -15,12 +15,13 @@ import msgspec
 from banaserve.controller.schemas import (
     ControllerStatus,
     DecisionRecord,
+    NodeRequest,
     PauseRequest,
     RoleRequest,
     ScaleRequest,
     ServerStatus,
 )
-from banaserve.engine.interface import DrainState, RoleChange, Scaling
+from banaserve.engine.interface import DrainState, NodeChange, NodeStatus, RoleChange, Scaling
 from banaserve.engine.vllm.migration.api import (
     ClusterPlacement,
     GuestSharing,
@@ -265,6 +266,38 @@ class AdminClient:
             UserError: It has ended, or the server cannot be reached.
         """
         return self._call("DELETE", f"/admin/restarts/{restart_id}", RollingRestart)
+
+    def nodes(self) -> list[NodeStatus]:
+        """Nodes that engines run on.
+
+        Raises:
+            UserError: The server cannot be reached.
+        """
+        return self._call("GET", "/admin/nodes", list[NodeStatus])
+
+    def begin_node_change(self, ask: NodeRequest) -> NodeChange:
+        """Begin to add a node, or to remove one.
+
+        Raises:
+            UserError: It is refused, or the server cannot be reached.
+        """
+        return self._call("POST", "/admin/node-changes", NodeChange, msgspec.json.encode(ask))
+
+    def show_node_change(self, change_id: str, wait_s: float = 0.0) -> NodeChange:
+        """How far a change of nodes is; waits so long for its end.
+
+        Raises:
+            UserError: There is none, or the server cannot be reached.
+        """
+        return self._call("GET", f"/admin/node-changes/{change_id}?wait_s={wait_s:g}", NodeChange)
+
+    def abort_node_change(self, change_id: str) -> NodeChange:
+        """Give a change of nodes up.
+
+        Raises:
+            UserError: It has ended, or the server cannot be reached.
+        """
+        return self._call("DELETE", f"/admin/node-changes/{change_id}", NodeChange)
 
     def run(self, ask: MigrationRequest, timeout_s: float = 600.0) -> Migration:
         """Begin a migration and wait for its end, whatever that is.

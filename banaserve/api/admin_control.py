@@ -1,4 +1,4 @@
-"""The admin API's part about instances: status, decisions, pause, roles, drains and scalings."""
+"""The admin API's part about instances: status, decisions, roles, drains, scalings and nodes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from banaserve.api.admin_answers import (
 from banaserve.api.admin_operations import operation_routes
 from banaserve.api.status import status_of
 from banaserve.controller.loop import Controller
-from banaserve.controller.schemas import PauseRequest, RoleRequest, ScaleRequest
-from banaserve.engine.interface import RoleChange, Scaling
+from banaserve.controller.schemas import NodeRequest, PauseRequest, RoleRequest, ScaleRequest
+from banaserve.engine.interface import NodeChange, RoleChange, Scaling
 from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
 from banaserve.engine.vllm.migration.controller.move_executor import MoveExecutor
 from banaserve.engine.vllm.restart.api import RestartRequest
 from banaserve.engine.vllm.restart.rolling import RollingRestarts
 from banaserve.engine.vllm.roles.drain import Drains
 from banaserve.engine.vllm.roles.role_switch import Roles
+from banaserve.engine.vllm.scaling.node_changes import NodeChanges
 from banaserve.engine.vllm.scaling.plan import InstanceCounts
 from banaserve.engine.vllm.scaling.scaler import Scaler
 from banaserve.orchestrator.routing.named import NamedPolicy
@@ -46,6 +47,7 @@ class Control:
     scaler: Scaler
     routing: NamedPolicy
     restarts: RollingRestarts
+    nodes: NodeChanges
 
     async def begin_role(self, ask: RoleRequest) -> RoleChange:
         return self.roles.begin(
@@ -55,6 +57,11 @@ class Control:
     async def begin_scaling(self, ask: ScaleRequest) -> Scaling:
         wanted = InstanceCounts(ask.prefill, ask.decode, ask.colocated, ask.instances)
         return self.scaler.begin(wanted, ask.timeout_s)
+
+    async def begin_node_change(self, ask: NodeRequest) -> NodeChange:
+        if ask.action == "add":
+            return self.nodes.begin_add(ask.node)
+        return self.nodes.begin_remove(ask.node, ask.timeout_s, are_replaced=ask.are_replaced)
 
 
 def control_routes(control: Control, coordinator: Coordinator) -> list[Route]:
@@ -80,6 +87,14 @@ def control_routes(control: Control, coordinator: Coordinator) -> list[Route]:
             msgspec.json.Decoder(ScaleRequest),
             control.begin_scaling,
         ),
+        Route(f"{PREFIX}/nodes", _nodes(control)),
+        *operation_routes(
+            "node-changes",
+            "change of nodes",
+            control.nodes,
+            msgspec.json.Decoder(NodeRequest),
+            control.begin_node_change,
+        ),
         *operation_routes(
             "restarts",
             "restart",
@@ -102,10 +117,20 @@ def _status(control: Control, coordinator: Coordinator) -> Endpoint:
             control.routing,
             time.time(),
             control.restarts.recent(),
+            control.nodes.recent(),
+            control.nodes.nodes(),
         )
         return answer(found)
 
     return status
+
+
+def _nodes(control: Control) -> Endpoint:
+    @refusing
+    async def nodes(_: Request) -> Response:
+        return answer(control.nodes.nodes())
+
+    return nodes
 
 
 def _decisions(control: Control) -> Endpoint:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from starlette.requests import Request
@@ -10,17 +9,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from banaserve.api.admin_answers import PREFIX, Endpoint, answer, last_of, not_found, refusing
-from banaserve.engine.vllm.requests.trace_collection import TracedInstance, trace_of
+from banaserve.engine.vllm.requests.trace_collection import TraceCollector
 from banaserve.engine.vllm.tracing.request_log import RequestLog
-from banaserve.types import InstanceId
 
 
 @dataclass(frozen=True, slots=True)
 class Traces:
-    """The front door's notes, and the instances that have their own."""
+    """The front door's notes, and what asks the engines for theirs."""
 
     requests: RequestLog
-    instances: Mapping[InstanceId, TracedInstance]
+    collector: TraceCollector
 
 
 def trace_routes(traces: Traces) -> list[Route]:
@@ -47,6 +45,6 @@ def _show(traces: Traces) -> Endpoint:
         notes = traces.requests.find(request.path_params["id"])
         if notes is None:
             return not_found("request", request)
-        return answer(await trace_of(notes, traces.instances))
+        return answer(await traces.collector.trace_of(notes))
 
     return trace

@@ -27,6 +27,7 @@ from banaserve.api.auth import KeyMiddleware
 from banaserve.api.bodies.bounds import RequestBounds
 from banaserve.api.bodies.guard import BodyGuard, ChecksGrammars
 from banaserve.api.bodies.parsed_route import take_parsed_bodies
+from banaserve.api.call_times import CallTimes
 from banaserve.api.closing import LastAnswers
 from banaserve.api.edge.edge import Edge
 from banaserve.api.edge.http_protocol import HttpProtocol
@@ -87,14 +88,18 @@ async def make_app(
         Route("/scale_elastic_ep", _no_scaling, methods=["POST"]),
     ]
     # Around the whole application: vLLM has sealed its own list of middleware.
+    return CallTimes(guarded(app, options, grammars), client.tracer)
+
+
+def guarded(app: ASGIApp, options: DoorOptions, grammars: ChecksGrammars | None) -> ASGIApp:
+    """``app`` behind everything that refuses a request before it."""
     held_bytes = max(_MAX_HELD_BYTES, options.max_body_bytes)
-    guarded = BodyGuard(app, options.bounds, grammars)
-    limited = BodyLimit(guarded, options.max_body_bytes, held_bytes)
+    looked_at = BodyGuard(app, options.bounds, grammars)
+    limited = BodyLimit(looked_at, options.max_body_bytes, held_bytes)
     counted = ConcurrencyLimit(limited, options.max_concurrent_requests)
     timed = WebSocketLimit(counted)
-    return KeyMiddleware(
-        RequestLimitsReader(timed, options.dilation), options.keys, options.metrics_key
-    )
+    limits = RequestLimitsReader(timed, options.dilation)
+    return KeyMiddleware(limits, options.keys, options.metrics_key)
 
 
 def vllm_app(args: Namespace, tasks: tuple[Any, ...], model_config: ModelConfig | None) -> FastAPI:

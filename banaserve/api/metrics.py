@@ -1,4 +1,7 @@
-"""``/metrics``: vLLM's per instance, banaserve's own, and the store's."""
+"""``/metrics``: vLLM's per instance, banaserve's own, and the store's.
+
+In Prometheus' text format, or in OpenMetrics where the scraper asks for it: that has exemplars.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,12 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, exposition
 from prometheus_client.core import Metric
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import REGISTRY, Collector
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,6 +28,7 @@ from banaserve.platform.processes import in_daemon_thread
 from banaserve.types import InstanceId
 
 _STORE = "banaserve_kvstore_"
+_OPEN_METRICS = "application/openmetrics-text"
 
 
 Registries = Mapping[InstanceId, CollectorRegistry]
@@ -69,14 +75,28 @@ def _with_id(sample: Any, name: InstanceId) -> Any:
 
 
 class _Chosen(Collector):
-    """All of a page, or the samples of some names."""
+    """All of a page, or the samples of some names; then the store's."""
 
-    def __init__(self, page: _Labelled, names: Sequence[str]) -> None:
+    def __init__(self, page: _Labelled, names: Sequence[str], store: str) -> None:
         self._page = page
         self._names = names
+        self._store = store
 
     def collect(self) -> Iterator[Metric]:
-        return self._page.of(self._names) if self._names else self._page.collect()
+        yield from self._page.of(self._names) if self._names else self._page.collect()
+        yield from text_string_to_metric_families(self._store)
+
+
+class _Page(NamedTuple):
+    """What is asked for.
+
+    Attributes:
+        names: Of samples; all of them where there are none.
+        is_open: In OpenMetrics.
+    """
+
+    names: tuple[str, ...]
+    is_open: bool
 
 
 class StoreAsker:
@@ -126,13 +146,14 @@ class MetricsPage:
         self._store = StoreAsker(store_stats) if store_stats is not None else None
         self._labelled = _Labelled(registries)
         self._thread = ThreadPoolExecutor(1, "metrics")
-        self._pages: SharedCalls[tuple[str, ...], bytes] = SharedCalls(self._made)
+        self._pages: SharedCalls[_Page, bytes] = SharedCalls(self._made)
 
     async def answer(self, request: Request) -> Response:
         """A page; 429 where too many different ones are asked for at once."""
         names = tuple(sorted(set(request.query_params.getlist("name[]"))))
+        is_open = _asks_for_open_metrics(request.headers.get("accept", ""))
         try:
-            page = await self._pages.get(names)
+            page = await self._pages.get(_Page(names, is_open))
         except TooManyCallsError:
             return refuse(
                 "metrics",
@@ -140,22 +161,30 @@ class MetricsPage:
                 "too many different pages of metrics are asked for at once: try again shortly",
                 {"Retry-After": "1"},
             )
-        return Response(page, media_type=CONTENT_TYPE_LATEST)
+        kind = openmetrics.CONTENT_TYPE_LATEST if is_open else exposition.CONTENT_TYPE_LATEST
+        return Response(page, headers={"Content-Type": kind})
 
-    async def _made(self, names: tuple[str, ...]) -> bytes:
-        stats = None
-        if asks := self._store is not None and _asks_for_store(names):
-            assert self._store is not None
-            stats = await self._store.stats()
+    async def _made(self, page: _Page) -> bytes:
+        store = ""
+        if self._store is not None and _asks_for_store(page.names):
+            store = _store_page(await self._store.stats())
         loop = asyncio.get_running_loop()
-        page = await loop.run_in_executor(self._thread, self._page, names)
-        return page + _store_page(stats).encode() if asks else page
+        return await loop.run_in_executor(self._thread, self._written, page, store)
 
-    def _page(self, names: Sequence[str]) -> bytes:
+    def _written(self, page: _Page, store: str) -> bytes:
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Chosen(self._labelled, names))
-        page: bytes = generate_latest(registry)
-        return page
+        registry.register(_Chosen(self._labelled, page.names, store))
+        # The library's other ways of writing names turn the colon of vLLM's into a line.
+        written: bytes = (
+            openmetrics.generate_latest(registry, escaping=openmetrics.ALLOWUTF8)
+            if page.is_open
+            else exposition.generate_latest(registry)
+        )
+        return written
+
+
+def _asks_for_open_metrics(accept: str) -> bool:
+    return any(one.split(";")[0].strip() == _OPEN_METRICS for one in accept.split(","))
 
 
 def _asks_for_store(names: Sequence[str]) -> bool:

@@ -8,7 +8,7 @@ from math import isfinite
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from banaserve.api.errors import error_response
+from banaserve.api.edge.refusals import refuse
 from banaserve.engine.vllm.client import request_limits
 from banaserve.errors import UserError
 from banaserve.types import RequestLimits
@@ -35,7 +35,7 @@ class RequestLimitsReader:
         try:
             limits = limits_of(Headers(scope=scope), self._dilation)
         except UserError as wrong:
-            await error_response(HTTPStatus.BAD_REQUEST, str(wrong))(scope, receive, send)
+            await refuse("slo", HTTPStatus.BAD_REQUEST, str(wrong))(scope, receive, send)
             return
         before = request_limits.set(limits)
         try:

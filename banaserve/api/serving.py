@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import random
 import resource
 import secrets
 import socket
@@ -27,10 +28,11 @@ from banaserve.api.bodies.grammar_checker import GrammarChecker
 from banaserve.api.closing import ClosingDoor, StopSignals, until_none
 from banaserve.api.edge.limits import EdgeLimits
 from banaserve.api.front_socket import FrontSocket
+from banaserve.api.live_page import LivePage
 from banaserve.api.log_rotation import rotating
 from banaserve.api.metrics import MetricsPage
 from banaserve.api.take_over import Offer, SocketOffer
-from banaserve.clock import WallClock
+from banaserve.clock import Clock, WallClock
 from banaserve.config import SLO_AWARE, ServeConfig
 from banaserve.controller.decisions import DecisionLog
 from banaserve.controller.loop import Controller, ControllerOptions
@@ -39,8 +41,9 @@ from banaserve.controller.time_scaling import dilated, stretched
 from banaserve.elastic.forecast_profile import forecast_profile
 from banaserve.engine.vllm.client import DisaggregatedClient
 from banaserve.engine.vllm.cluster import Cluster
-from banaserve.engine.vllm.compat.config import VllmConfig, is_on_cpu, own_budget
+from banaserve.engine.vllm.compat.config import VllmConfig, own_budget
 from banaserve.engine.vllm.compat.engine import EngineDeadError
+from banaserve.engine.vllm.compat.server import get_span_exporter
 from banaserve.engine.vllm.instance import Instance
 from banaserve.engine.vllm.launch.launcher import Launcher
 from banaserve.engine.vllm.liveness.timeouts import ClusterTimeouts
@@ -51,6 +54,7 @@ from banaserve.engine.vllm.monitoring import metrics
 from banaserve.engine.vllm.requests.prefix_lookup import PrefixLookup
 from banaserve.engine.vllm.requests.residency import Residency
 from banaserve.engine.vllm.requests.router import Router
+from banaserve.engine.vllm.requests.trace_collection import TraceCollector
 from banaserve.engine.vllm.restart.admission import Admission
 from banaserve.engine.vllm.restart.rolling import Make, RollingRestarts
 from banaserve.engine.vllm.roles.drain import Drains
@@ -59,13 +63,16 @@ from banaserve.engine.vllm.rpc.engine_api import WorkerApi
 from banaserve.engine.vllm.rpc.typed_rpc import call
 from banaserve.engine.vllm.scaling.autoscaler import Autoscaler
 from banaserve.engine.vllm.scaling.factory import InstanceFactory
+from banaserve.engine.vllm.scaling.node_changes import NodeChanges
 from banaserve.engine.vllm.scaling.scaler import Scaler
+from banaserve.engine.vllm.tracing.http_call import RequestTracer
 from banaserve.errors import BanaServeError, InstanceDeadError, UserError
 from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.daemon.supervised import SupervisedStore
 from banaserve.kvstore.fingerprint import check_alike
 from banaserve.kvstore.sizes import parse_size
+from banaserve.kvstore.stats import StoreStats
 from banaserve.net.descriptors import connections_within
 from banaserve.orchestrator.autoscaling import AutoscaleOptions
 from banaserve.orchestrator.control import ControlLimits, Mode
@@ -73,12 +80,16 @@ from banaserve.orchestrator.routing import registry
 from banaserve.orchestrator.routing.legs import LegOptions
 from banaserve.platform.packages import vllm_version
 from banaserve.run_dir import AdminAccess, RunDir, remove_admin, write_admin
+from banaserve.ui.page import PageDoor
+from banaserve.ui.records import PageInfo
 
 Say = Callable[[str], None]
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 _ANSWER_S, _NUM_ASKED = 30.0, 10
+_FIRST_PAUSE_S, _MOST_PAUSE_S = 0.5, 10.0
+"""Before a question is asked again: in all up to a minute, in which an engine is started again."""
 _MIN_STEP_TIMEOUT_S = 60.0
 _RESERVED_DESCRIPTORS = 512
 """For engines, store and logs."""
@@ -95,6 +106,8 @@ class Parts:
         front: The socket that the front door listens on.
         make_settings: Makes other settings of engines, for rolling restarts.
         instance_bytes: Memory of one instance on a CPU; 0 on GPUs, which are an instance's own.
+        time: How time passes, in words; empty where it is real.
+        model_name: As clients name it.
     """
 
     config: ServeConfig
@@ -106,6 +119,8 @@ class Parts:
     store_socket: str
     make_settings: Make
     instance_bytes: int = 0
+    time: str = ""
+    model_name: str = ""
 
 
 async def serve(parts: Parts, say: Say, on_open: Callable[[], None]) -> None:
@@ -151,12 +166,19 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[], None]) -> None:
         control = await stack.enter_async_context(
             _controlling(parts, router, factory, coordinator, client)
         )
-        traces = Traces(client.requests, cluster.instances)
+        collector = TraceCollector(cluster.instances, WallClock(), lambda: coordinator.committed)
+        traces = Traces(client.requests, collector)
+        client.tracer = await stack.enter_async_context(_tracing(parts, collector))
         grammars = GrammarChecker(client.grammar_vocabulary)
         stack.callback(grammars.close)
         closing = ClosingDoor(await _app(parts, client, cluster, factory, grammars))
         key = parts.config.admin_key or secrets.token_urlsafe(32)
-        app = AdminDoor(closing, coordinator, key, control, traces)
+        page = _page(parts, control, coordinator, client)
+        if page is not None:
+            stack.callback(page.viewers.close)
+        app: ASGIApp = AdminDoor(closing, coordinator, key, control, traces, page)
+        if page is not None:
+            app = PageDoor(app, PageInfo("live", parts.model_name, parts.time))
         sock = await parts.front.obtain(say)
         door = Door(app, sock, parts.args, _edge_limits(parts.config, say))
         closed = await door.open()
@@ -170,6 +192,8 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[], None]) -> None:
             return_when=asyncio.FIRST_COMPLETED,
         )
         drain_s = parts.config.drain_timeout_s
+        if page is not None:
+            page.viewers.close()  # they come again, to the server that follows
         if offer.retired.is_set():
             say(
                 f"process {offer.taker} has taken the front door over: {closing.num_requests} "
@@ -228,9 +252,31 @@ async def _store(parts: Parts, say: Say) -> AsyncIterator[SupervisedStore]:
             if parts.config.take_over is not None:
                 raise UserError(f"--take-over: no server is replaced by one {problem}")
             say(problem)
+        parts.launcher.follow_peers(store.set_peers)
         yield store
     finally:
         await store.stop()
+
+
+@contextlib.asynccontextmanager
+async def _tracing(parts: Parts, collector: TraceCollector) -> AsyncIterator[RequestTracer | None]:
+    """None without ``--otlp-traces-endpoint``: nothing of OpenTelemetry is made then."""
+    endpoint = parts.args.otlp_traces_endpoint
+    if endpoint is None:
+        yield None
+        return
+    from banaserve.engine.vllm.monitoring.otlp import OtlpTracer
+
+    try:
+        exporter = get_span_exporter(endpoint)
+    except ValueError as wrong:
+        raise UserError(f"--otlp-traces-endpoint {endpoint}: {wrong}") from wrong
+    tracer = OtlpTracer(exporter, collector, parts.model_name)
+    tracer.start()
+    try:
+        yield tracer
+    finally:
+        await tracer.close()
 
 
 def _factory(parts: Parts) -> InstanceFactory:
@@ -301,20 +347,35 @@ async def _connect(parts: Parts, router: Router) -> DisaggregatedClient:
     return client
 
 
-async def _answered(ask: Callable[[], Awaitable[T]]) -> T:
+async def _answered(
+    ask: Callable[[], Awaitable[T]],
+    clock: Clock | None = None,
+    draw: Callable[[], float] = random.random,
+) -> T:
     """The answer of every instance that serves; asked again where one has ended meanwhile.
 
-    An engine that dies under such a question may leave it open for ever.
+    An engine that dies under such a question may leave it open for ever. One that is dead says so
+    at once, so there is a pause before each further question: twice as long each time, within
+    bounds, and of that a random part of the second half is left out.
+
+    Args:
+        clock: Of the pauses; the wall's where none is given.
+        draw: Returns a number in [0, 1).
 
     Raises:
         UserError: They have not answered, again and again.
     """
-    for _ in range(_NUM_ASKED):
+    clock = clock or WallClock()
+    for number in range(_NUM_ASKED):
+        if number:
+            pause_s = min(_MOST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (number - 1))
+            logger.warning("an instance has not answered while the server starts: asked again")
+            await clock.sleep(pause_s * (1 - draw() / 2))
         try:
             async with asyncio.timeout(_ANSWER_S):
                 return await ask()
         except (TimeoutError, EngineDeadError):
-            logger.warning("an instance has not answered while the server starts: asked again")
+            pass
     raise UserError("the instances do not answer: see their logs")
 
 
@@ -325,13 +386,11 @@ async def _app(
     factory: InstanceFactory,
     grammars: GrammarChecker,
 ) -> ASGIApp:
-    socket_path = parts.store_socket
-    ask = (lambda: fetch_stats(Path(socket_path))) if parts.config.kv_store else None
     return await make_app(
         parts.args,
         client,
         cluster,
-        MetricsPage(lambda: factory.series.registries, ask),
+        MetricsPage(lambda: factory.series.registries, _store_stats(parts)),
         DoorOptions(
             keys=parts.config.keys,
             metrics_key=parts.config.metrics_key,
@@ -343,6 +402,21 @@ async def _app(
         ),
         grammars,
     )
+
+
+def _store_stats(parts: Parts) -> Callable[[], StoreStats] | None:
+    socket_path = Path(parts.store_socket)
+    return (lambda: fetch_stats(socket_path)) if parts.config.kv_store else None
+
+
+def _page(
+    parts: Parts, control: Control, coordinator: Coordinator, client: DisaggregatedClient
+) -> LivePage | None:
+    """None with ``--no-ui``."""
+    if not parts.config.ui:
+        return None
+    ask = _store_stats(parts)
+    return LivePage(control, coordinator, client.requests, WallClock(), ask)
 
 
 def _edge_limits(config: ServeConfig, say: Say) -> EdgeLimits:
@@ -389,6 +463,7 @@ async def _controlling(
         section={**_section(config, parts.engine_config), **dict(chosen.options)},
         interval_s=chosen.interval_s,
         limits=ControlLimits(concurrent=chosen.concurrent, per_minute=chosen.per_minute),
+        time=parts.time,
     )
     log = DecisionLog(chosen.decision_log)
     options = dilated(options, config.dilate)
@@ -411,9 +486,12 @@ async def _controlling(
     if autoscaler is not None:
         autoscaler.start()
     restarts = _restarts(parts, router, coordinator, client, lambda: scaler.is_under_way)
+    nodes = NodeChanges(parts.launcher, scaler, cluster, clock)
+    nodes.start()
     try:
-        yield Control(controller, executor, roles, drains, scaler, router.policy, restarts)
+        yield Control(controller, executor, roles, drains, scaler, router.policy, restarts, nodes)
     finally:
+        await nodes.stop()
         await restarts.stop()
         if autoscaler is not None:
             await autoscaler.stop()
@@ -480,7 +558,7 @@ def _section(config: ServeConfig, engine_config: VllmConfig) -> dict[str, Any]:
     if chosen.is_elastic:
         num_tokens, num_requests = own_budget(engine_config)
         return {
-            "profile": forecast_profile(config, is_on_cpu()),
+            "profile": forecast_profile(config),
             "dilation": config.dilate,
             "ttft_s": chosen.slo_ttft_s,
             "tpot_s": chosen.slo_tpot_s,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from banaserve.controller.schemas import ControllerStatus, InstanceStatus, MoveLine, ServerStatus
-from banaserve.engine.interface import Scaling
+from banaserve.engine.interface import NodeChange, NodeStatus, Scaling
 from banaserve.engine.vllm.migration.api import Migration
 from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
 from banaserve.engine.vllm.migration.controller.move_executor import seconds_of
@@ -16,6 +16,7 @@ from banaserve.orchestrator.migration.scoring import module_words
 from banaserve.orchestrator.routing.named import NamedPolicy
 from banaserve.types import ClusterView, InstanceView
 
+_OPEN = ("waiting", "running", "draining", "starting", "going back", "joining", "leaving")
 _ENDED_SHOWN = 5
 _WORDS_SHOWN = 48
 
@@ -29,8 +30,10 @@ def status_of(
     routing: NamedPolicy,
     at_s: float,
     restarts: Sequence[RollingRestart] = (),
+    node_changes: Iterable[NodeChange] = (),
+    nodes: Sequence[NodeStatus] = (),
 ) -> ServerStatus:
-    """Returns instances, their moves and the controller; ``at_s`` is seconds since 1970."""
+    """Returns instances, their moves, nodes and the controller; ``at_s`` is seconds since 1970."""
     left_out = judge(view).left_out
     replaced = {
         one.instance
@@ -56,13 +59,16 @@ def status_of(
     ]
     moves += [_scaling_line(scaling) for scaling in scalings]
     moves += [_restart_line(restart) for restart in restarts]
+    moves += [_node_line(change) for change in node_changes]
     ended = [move for move in moves if not _is_open(move)]
     kept = [move for move in moves if _is_open(move)] + ended[-_ENDED_SHOWN:]
-    return ServerStatus(at_s, instances, kept, controller, routing.name, routing.package)
+    return ServerStatus(
+        at_s, instances, kept, controller, routing.name, routing.package, list(nodes)
+    )
 
 
 def _is_open(move: MoveLine) -> bool:
-    return move.state in ("waiting", "running", "draining", "starting", "going back")
+    return move.state in _OPEN
 
 
 def _migration_line(migration: Migration) -> MoveLine:
@@ -77,6 +83,13 @@ def _scaling_line(scaling: Scaling) -> MoveLine:
     now = f": {scaling.now}" if scaling.now else ""
     what = f"to {scaling.wanted}{why}{now}"
     return MoveLine(scaling.id, what, scaling.state, scaling.seconds, scaling.reason)
+
+
+def _node_line(change: NodeChange) -> MoveLine:
+    why = f" ({change.why})" if change.why else ""
+    now = f": {change.now}" if change.now else ""
+    what = f"{change.action} node {change.node}{why}{now}"
+    return MoveLine(change.id, what, change.state, change.seconds, change.reason)
 
 
 def _restart_line(restart: RollingRestart) -> MoveLine:

@@ -203,6 +203,7 @@ def store_rows(stats: StoreStats) -> list[Row]:
         ("layout mismatches", str(stats.layout_mismatches)),
         ("protocol errors", str(stats.protocol_errors)),
         ("lent to peers", f"{stats.lent_blocks} blocks, {format_size(stats.lent_bytes)}"),
+        ("pushed to peers", f"{stats.pushed_blocks} blocks, {stats.received_blocks} received"),
     ]
 
 

@@ -14,7 +14,16 @@ from banaserve.errors import BanaServeError, UserError
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
-_WITH_VLLM = ("safetensors", "starlette", "torch", "transformers", "uvicorn", "vllm", "zmq")
+_WITH_VLLM = (
+    "safetensors",
+    "sse_starlette",
+    "starlette",
+    "torch",
+    "transformers",
+    "uvicorn",
+    "vllm",
+    "zmq",
+)
 """What a plain ``pip install`` of banaserve leaves out; the other commands do without."""
 _ALIASES = {"--version": "version", "-V": "version"}
 P = ParamSpec("P")
@@ -67,9 +76,13 @@ COMMANDS = {
     "scale": Command(
         "banaserve.cli.admin.scale", "app", "Add instances to a running server, or remove some."
     ),
+    "nodes": Command(
+        "banaserve.cli.admin.nodes", "app", "Show a server's nodes, add one, or remove one."
+    ),
     "orchestrator": Command(
         "banaserve.cli.admin.orchestrator", "app", "Pause the orchestrator, or let it go on."
     ),
+    "ui": Command("banaserve.cli.ui", "app", "Show a server's page, or replay a decision log."),
     "bench": Command("banaserve.cli.bench", "bench_command", "Measure one question."),
     "version": Command("banaserve.cli.version", "version_command", "Show versions."),
 }

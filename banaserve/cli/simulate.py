@@ -14,12 +14,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from banaserve.bench.results.statistics import mean_interval
 from banaserve.cli.console import print_rows
 from banaserve.cli.plugins import use_plugins, warn_of_rivalries
+from banaserve.controller.simulated_log import SimulatedLog
 from banaserve.costs import profile as profiles
 from banaserve.errors import UserError
 from banaserve.orchestrator.migration.registry import names
 from banaserve.plugins import PluginGroup
 from banaserve.sim import case as cases
 from banaserve.sim.chrome import ChromeTrace
+from banaserve.sim.cluster import SimCluster
 from banaserve.sim.job import ARRIVALS, AskedSystem, SimulationJob, job
 from banaserve.sim.lengths import DATASETS
 from banaserve.sim.request import SimRequest
@@ -90,6 +92,10 @@ def simulate_command(
     chrome_trace: Annotated[
         Path | None, typer.Option(help="Write steps, requests and moves of the first seed there.")
     ] = None,
+    decision_log: Annotated[
+        Path | None,
+        typer.Option(help="Write decisions of the first seed there, for `banaserve ui --replay`."),
+    ] = None,
 ) -> int:
     """Simulate systems under a load; nothing real runs, and no time but virtual time passes."""
     use_plugins(PluginGroup.ROUTING_POLICIES, PluginGroup.MIGRATION_POLICIES)
@@ -120,11 +126,16 @@ def simulate_command(
     asked_names = [(PluginGroup.ROUTING_POLICIES, one.routing) for one in systems]
     asked_names += [(PluginGroup.MIGRATION_POLICIES, one.migration) for one in systems]
     warn_of_rivalries(*dict.fromkeys(asked_names))
-    return _compare(planned, seeds, seed, as_json, chrome_trace)
+    return _compare(planned, seeds, seed, as_json, chrome_trace, decision_log)
 
 
 def _compare(
-    planned: SimulationJob, seeds: int, seed: int | None, as_json: bool, chrome_trace: Path | None
+    planned: SimulationJob,
+    seeds: int,
+    seed: int | None,
+    as_json: bool,
+    chrome_trace: Path | None,
+    decision_log: Path | None,
 ) -> int:
     """Runs it and shows what came out; the exit code."""
     if seeds < 1:
@@ -135,7 +146,8 @@ def _compare(
         trace = ChromeTrace()
         # A path that cannot be written is said before the work, not after it.
         trace.write(chrome_trace)
-    outcomes = _run(planned, range(first, first + seeds), trace)
+    log = _decision_log(planned, decision_log)
+    outcomes = _run(planned, range(first, first + seeds), trace, log)
     if trace is not None and chrome_trace is not None:
         trace.write(chrome_trace)
     if as_json:
@@ -144,6 +156,23 @@ def _compare(
         _show(planned, outcomes)
     is_reached = all(outcome.get("is_reached", True) for outcome in outcomes)
     return 0 if is_reached else _EXIT_GOAL_MISSED
+
+
+def _decision_log(planned: SimulationJob, path: Path | None) -> SimulatedLog | None:
+    """None where none is asked for.
+
+    Raises:
+        UserError: Several systems decide, or none does.
+    """
+    if path is None:
+        return None
+    if len(_deciding(planned)) != 1:
+        raise UserError("--decision-log is of one system that moves modules: give it with --system")
+    return SimulatedLog(path)
+
+
+def _deciding(planned: SimulationJob) -> list[str]:
+    return [name for name, one in planned.systems.items() if one.migration != "still"]
 
 
 def _pair(instances: str | None) -> tuple[int | None, int | None]:
@@ -155,7 +184,9 @@ def _pair(instances: str | None) -> tuple[int | None, int | None]:
     return int(prefill), int(decode)
 
 
-def _run(planned: SimulationJob, seeds: range, trace: ChromeTrace | None) -> list[dict[str, Any]]:
+def _run(
+    planned: SimulationJob, seeds: range, trace: ChromeTrace | None, log: SimulatedLog | None
+) -> list[dict[str, Any]]:
     """Returns what came out, one entry a seed; a bar on standard error shows how far it is."""
     total = planned.expected_requests * len(planned.systems) * len(seeds)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
@@ -168,8 +199,9 @@ def _run(planned: SimulationJob, seeds: range, trace: ChromeTrace | None) -> lis
             for name, system in planned.systems.items():
                 progress.update(task, description=f"simulating {name}, seed {seed}")
                 watch = None
-                if trace is not None and seed == seeds[0]:
-                    watch = _watcher(trace, name)
+                if seed == seeds[0]:
+                    decides = name in _deciding(planned)
+                    watch = _watcher(name, system.migration, trace, log if decides else None)
                 requests = _told(planned.requests(seed), lambda n: progress.advance(task, n))
                 results[name] = simulate(
                     planned.profile, system, requests, planned.limits, planned.events, watch
@@ -178,8 +210,16 @@ def _run(planned: SimulationJob, seeds: range, trace: ChromeTrace | None) -> lis
     return outcomes
 
 
-def _watcher(trace: ChromeTrace, name: str) -> Callable[[Any], None]:
-    return lambda cluster: trace.watch(name, cluster)
+def _watcher(
+    name: str, policy: str, trace: ChromeTrace | None, log: SimulatedLog | None
+) -> Callable[[SimCluster], None]:
+    def watch(cluster: SimCluster) -> None:
+        if trace is not None:
+            trace.watch(name, cluster)
+        if log is not None:
+            log.watch(policy, cluster)
+
+    return watch
 
 
 def _told(requests: Iterator[SimRequest], tell: Callable[[int], None]) -> Iterator[SimRequest]:

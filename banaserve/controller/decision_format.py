@@ -6,20 +6,34 @@ from banaserve.controller.schemas import (
     DecisionRecord,
     Felt,
     Numbers,
+    PlacedModule,
     Rejection,
     StepRecord,
+    WantedMove,
     WantedStep,
 )
 from banaserve.engine.interface import StepOutcome
 from banaserve.orchestrator.control import Held, Turn, kind_of, words
 from banaserve.orchestrator.measure import load_of
 from banaserve.orchestrator.migration.scoring import module_words
-from banaserve.types import ClusterView, InstanceId, InstanceView, Step
+from banaserve.types import (
+    ClusterView,
+    InstanceId,
+    InstanceView,
+    MoveModule,
+    ReturnModule,
+    Step,
+)
 
 
-def decision_of(turn: Turn, mode: str, policy: str, at_s: float) -> DecisionRecord:
-    """Returns what is kept of ``turn``; the log gives it its number."""
+def decision_of(turn: Turn, mode: str, policy: str, at_s: float, time: str = "") -> DecisionRecord:
+    """Returns what is kept of ``turn``; the log gives it its number.
+
+    Args:
+        time: How time passes, in words; empty where it is real.
+    """
     plan = turn.plan
+    known = [one.facts for one in turn.view.instances.values() if one.facts is not None]
     steps = [wanted(step, None) for step in turn.begin]
     steps += [wanted(step, held) for step, held in turn.held]
     return DecisionRecord(
@@ -34,6 +48,9 @@ def decision_of(turn: Turn, mode: str, policy: str, at_s: float) -> DecisionReco
         left_out={name: str(reason) for name, reason in plan.left_out.items()},
         steps=steps,
         rejected=[Rejection(r.candidate, str(r.reason), r.value) for r in plan.rejected],
+        num_layers=max((one.num_layers for one in known), default=0),
+        num_kv_heads=max((one.num_kv_heads for one in known), default=0),
+        time=time,
     )
 
 
@@ -51,11 +68,25 @@ def wanted(step: Step, held: Held | None) -> WantedStep:
         timeout_s=step.timeout_s,
         predicted=predicted,
         held="" if held is None else str(held),
+        move=_planned(step),
     )
 
 
-def result_of(outcome: StepOutcome) -> StepRecord:
-    """Returns how a step has ended; what it has changed is seen later."""
+def _planned(step: Step) -> WantedMove | None:
+    action = step.action
+    if not isinstance(action, MoveModule | ReturnModule):
+        return None
+    target = action.guest if isinstance(action, MoveModule) else action.host
+    module = action.module
+    return WantedMove(action.host, target, module.first_layer, module.end_layer, list(module.heads))
+
+
+def result_of(outcome: StepOutcome, ended_at_s: float = 0.0) -> StepRecord:
+    """Returns how a step has ended; what it has changed is seen later.
+
+    Args:
+        ended_at_s: Seconds since 1970.
+    """
     return StepRecord(
         ending=str(outcome.ending),
         reason=outcome.reason,
@@ -64,6 +95,7 @@ def result_of(outcome: StepOutcome) -> StepRecord:
         stall_s=outcome.stall_s,
         blocks_gained=outcome.blocks_gained,
         reverted=outcome.reverted,
+        ended_at_s=ended_at_s,
     )
 
 
@@ -112,4 +144,9 @@ def _numbers(view: InstanceView, now_s: float) -> Numbers:
         guest_bytes=report.guest_bytes,
         age_s=now_s - report.at_s,
         away=[f"{module_words(p.module)} at {p.guest}" for p in view.placements],
+        placements=[
+            PlacedModule(p.module.first_layer, p.module.end_layer, list(p.module.heads), p.guest)
+            for p in view.placements
+        ],
+        gpu_busy_fraction=report.gpu_busy_fraction,
     )

@@ -56,6 +56,7 @@ class ControllerOptions:
         policy: Name of the migration policy.
         section: Its options; what is not given of the link is as the executor has learnt it.
         interval_s: From one decision to the next.
+        time: How time passes, in words, for the log; empty where it is real.
     """
 
     mode: Mode = Mode.DRY_RUN
@@ -63,6 +64,7 @@ class ControllerOptions:
     section: Mapping[str, Any] = field(default_factory=dict)
     interval_s: float = 2.0
     limits: ControlLimits = field(default_factory=ControlLimits)
+    time: str = ""
 
 
 @dataclass(slots=True)
@@ -217,7 +219,7 @@ class Controller:
         found = concluded(view, plan, options.mode, self._is_paused, options.limits, before)
         self._remembered = found.after
         mode = "paused" if self._is_paused else options.mode.value
-        decision = decision_of(found, mode, options.policy, self._wall())
+        decision = decision_of(found, mode, options.policy, self._wall(), options.time)
         decision.took_s = self._clock.now() - began_s
         decision = self.log.add(decision)
         self._num_turns += 1
@@ -286,7 +288,7 @@ class Controller:
         except Exception as broken:
             logger.exception("orchestrator: %s", wanted.what)
             outcome = StepOutcome(Ending.FAILED, f"{type(broken).__name__}: {broken}")
-        wanted.result = result_of(outcome)
+        wanted.result = result_of(outcome, self._wall())
         metrics.STEPS.labels(wanted.kind, outcome.ending).inc()
         now_s = self._clock.now()
         if outcome.ending is not Ending.DONE:

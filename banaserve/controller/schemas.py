@@ -3,8 +3,27 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Literal
 
 import msgspec
+
+from banaserve.engine.interface import NodeStatus
+
+DECISION_LOG_VERSION = 1
+"""Grows when readers of the log would misread it; lines of before it was counted have none."""
+
+
+class PlacedModule(msgspec.Struct, frozen=True):
+    """Layers ``first_layer`` to ``end_layer``, without ``end_layer``, that run beside ``at``.
+
+    Attributes:
+        heads: KV heads of each; empty for whole layers.
+    """
+
+    first_layer: int
+    end_layer: int
+    heads: list[int]
+    at: str
 
 
 class Numbers(msgspec.Struct, frozen=True):
@@ -14,7 +33,8 @@ class Numbers(msgspec.Struct, frozen=True):
         compute: Load of compute: busy time times the fill of a step.
         memory: KV blocks in use.
         age_s: Of its report.
-        away: Modules that run elsewhere, in words.
+        away: Modules that run elsewhere, in words; ``placements`` are the same as numbers.
+        gpu_busy_fraction: By NVML; None where its GPUs are not read.
     """
 
     role: str
@@ -31,6 +51,8 @@ class Numbers(msgspec.Struct, frozen=True):
     guest_bytes: int
     age_s: float
     away: list[str]
+    placements: list[PlacedModule] = []
+    gpu_busy_fraction: float | None = None
 
 
 class Felt(msgspec.Struct, frozen=True):
@@ -49,6 +71,7 @@ class StepRecord(msgspec.Struct):
         ending: done, refused, failed, aborted or timed out.
         seconds: It took; ``WantedStep.cost_s`` were predicted.
         changed: By instance, some seconds after the end against the decision; empty until then.
+        ended_at_s: Seconds since 1970.
     """
 
     ending: str
@@ -59,6 +82,22 @@ class StepRecord(msgspec.Struct):
     blocks_gained: int
     reverted: bool
     changed: dict[str, Felt] = {}
+    ended_at_s: float = 0.0
+
+
+class WantedMove(msgspec.Struct, frozen=True):
+    """Modules of ``source`` that a step moves.
+
+    Attributes:
+        target: Where they will run; ``source`` itself where they come home.
+        heads: KV heads of each layer; empty for whole layers.
+    """
+
+    source: str
+    target: str
+    first_layer: int
+    end_layer: int
+    heads: list[int]
 
 
 class WantedStep(msgspec.Struct):
@@ -70,6 +109,7 @@ class WantedStep(msgspec.Struct):
         held: Why it did not begin; empty where it did.
         predicted: By instance.
         result: None until it has ended.
+        move: What it moves; None for one that moves no modules.
     """
 
     what: str
@@ -80,6 +120,7 @@ class WantedStep(msgspec.Struct):
     predicted: dict[str, Felt]
     held: str = ""
     result: StepRecord | None = None
+    move: WantedMove | None = None
 
 
 class Rejection(msgspec.Struct, frozen=True):
@@ -103,6 +144,9 @@ class DecisionRecord(msgspec.Struct):
         left_out: Instances that took no part, each with the reason.
         took_s: Time of the decision itself.
         turns: So many came to the same.
+        num_layers, num_kv_heads: Of the model; 0 where no instance says.
+        time: How time passes, in words; empty where it is real.
+        version: Of the log.
     """
 
     number: int
@@ -118,6 +162,10 @@ class DecisionRecord(msgspec.Struct):
     rejected: list[Rejection]
     took_s: float = 0.0
     turns: int = 1
+    num_layers: int = 0
+    num_kv_heads: int = 0
+    time: str = ""
+    version: int = DECISION_LOG_VERSION
 
 
 class ControllerState(StrEnum):
@@ -195,7 +243,8 @@ class InstanceStatus(msgspec.Struct, frozen=True):
 
 
 class MoveLine(msgspec.Struct, frozen=True):
-    """A migration, role switch or rolling restart under way, or the last ones that ended."""
+    """A migration, role switch, scaling, rolling restart or change of nodes that is under way, or
+    has ended lately."""
 
     id: str
     what: str
@@ -210,6 +259,7 @@ class ServerStatus(msgspec.Struct, frozen=True):
     Attributes:
         routing_policy: Name of the policy that chooses instances for requests.
         routing_package: Name and version of the package that it is from; empty for banaserve's own.
+        nodes: That engines run on; empty where that is the server's own machine.
     """
 
     at_s: float
@@ -218,6 +268,7 @@ class ServerStatus(msgspec.Struct, frozen=True):
     controller: ControllerStatus
     routing_policy: str = ""
     routing_package: str = ""
+    nodes: list[NodeStatus] = []
 
 
 class PauseRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -255,3 +306,20 @@ class ScaleRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     colocated: int | None = None
     instances: int | None = None
     timeout_s: float = 300.0
+
+
+class NodeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Take one more node, or drain one and give it back.
+
+    Attributes:
+        action: ``add`` or ``remove``.
+        node: ``HOST:PORT`` of its agent; with ``--cluster`` the address of one of Ray's nodes that
+            is to be added.
+        timeout_s: For the last request of each instance of a node that is removed.
+        are_replaced: As many instances are added on other nodes before it leaves.
+    """
+
+    action: Literal["add", "remove"]
+    node: str
+    timeout_s: float = 300.0
+    are_replaced: bool = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import permutations
 from typing import NamedTuple
 
 from banaserve.types import InstanceId, InstanceView, Role
@@ -12,7 +13,7 @@ PREFILL_STEP_TOKENS = 2048
 
 
 class Arrangement(NamedTuple):
-    """Roles by their numbers; which instance has which does not matter where all are alike.
+    """Roles by their numbers; which instance has which matters where devices are not alike.
 
     Attributes:
         step_tokens: Most tokens of a step where prompts are computed.
@@ -71,12 +72,49 @@ def arrangement_of(views: Sequence[InstanceView]) -> Arrangement:
     )
 
 
-def assign(wanted: Arrangement, views: Sequence[InstanceView]) -> Mapping[InstanceId, Role]:
+Order = tuple[str, ...]
+"""Profiles of devices in the order in which they get instances that prefill; the last ones decode.
+Empty where it does not matter which instance has which role."""
+
+_MOST_PERMUTED = 3
+"""Kinds of devices of which every order is looked at; of more, each kind first and each last."""
+
+
+def device_of(view: InstanceView) -> str:
+    """Returns the profile of the instance's device; empty for that of the cluster."""
+    return view.facts.profile if view.facts is not None else ""
+
+
+def orders(views: Sequence[InstanceView]) -> tuple[Order, ...]:
+    """Returns every order of the devices of ``views``; one that is empty where all are alike."""
+    kinds = sorted({device_of(view) for view in views})
+    if len(kinds) < 2:
+        return ((),)
+    if len(kinds) <= _MOST_PERMUTED:
+        return tuple(permutations(kinds))
+    found = []
+    for one in kinds:
+        others = tuple(kind for kind in kinds if kind != one)
+        found += [(one, *others), (*others, one)]
+    return tuple(dict.fromkeys(found))
+
+
+def assign(
+    wanted: Arrangement, views: Sequence[InstanceView], order: Order = ()
+) -> Mapping[InstanceId, Role]:
     """Returns the new roles of those that change, as few as can be.
 
     Who prefills only afterwards is taken from those that decode least, who decodes only from
     those with the least left to prefill: what they still have runs on beside the new work.
+
+    Args:
+        order: Says how many of each kind of device have which role; within a kind as above.
     """
+    if order:
+        found: dict[InstanceId, Role] = {}
+        for kind, part in _by_kind(wanted, views, order).items():
+            found.update(assign(part, [view for view in views if device_of(view) == kind]))
+        return found
     open_ = {
         Role.PREFILL: wanted.num_prefill,
         Role.DECODE: wanted.num_decode,
@@ -89,14 +127,37 @@ def assign(wanted: Arrangement, views: Sequence[InstanceView]) -> Mapping[Instan
         having.sort(key=lambda view: (-_work(view, role), view.id))
         changes += having[open_[role] :]
         open_[role] -= min(open_[role], len(having))
-    found = {}
+    changed: dict[InstanceId, Role] = {}
     for role in (Role.PREFILL, Role.DECODE, Role.COLOCATED):
         other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
         changes.sort(key=lambda view: (_work(view, other), view.id))
         for view in changes[: open_[role]]:
-            found[view.id] = role
+            changed[view.id] = role
         changes = changes[open_[role] :]
-    return found
+    return changed
+
+
+def _by_kind(
+    wanted: Arrangement, views: Sequence[InstanceView], order: Order
+) -> dict[str, Arrangement]:
+    """The first kinds prefill, the last ones decode, those between do both."""
+    free = {kind: sum(device_of(view) == kind for view in views) for kind in order}
+
+    def filled(number: int, kinds: Sequence[str]) -> dict[str, int]:
+        """Of each kind, how many of ``number`` instances it has."""
+        found = {}
+        for kind in kinds:
+            found[kind] = min(number, free[kind])
+            free[kind] -= found[kind]
+            number -= found[kind]
+        return found
+
+    prefill = filled(wanted.num_prefill, order)
+    decode = filled(wanted.num_decode, order[::-1])
+    return {
+        kind: Arrangement(prefill[kind], decode[kind], free[kind], wanted.step_tokens)
+        for kind in order
+    }
 
 
 def _work(view: InstanceView, role: Role) -> float:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from banaserve.costs.profile import Profile
 from banaserve.orchestrator.model.calibration import StepWork
-from banaserve.sim.cell import Cell
+from banaserve.sim.cell import Cell, Far
 from banaserve.sim.instance import SimInstance
 from banaserve.sim.request import SimRequest
 from banaserve.sim.system import System
@@ -190,6 +190,7 @@ def forecast(
     placements: Sequence[ModulePlacement] = (),
     *,
     watch: bool = False,
+    far: Far | None = None,
 ) -> Forecast:
     """Simulates ``future`` on instances of ``roles``, each with its step's tokens.
 
@@ -199,6 +200,8 @@ def forecast(
         steps: Of a plan, which begins at once.
         placements: Modules that are away already.
         watch: Tell the use of each instance.
+        far: Ways between instances on different machines, in the profile's time: KV that is
+            handed over and the messages of modules take what they take.
     """
     timeline = Timeline()
     cell = Cell(
@@ -209,6 +212,7 @@ def forecast(
         None,
         0,
         lambda _: None,
+        far=far,
     )
     for name, _, step_tokens in roles:
         cell.instances[name].set_step_tokens(step_tokens)

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-from banaserve import models
 from banaserve.config import ServeConfig
 from banaserve.costs import profile as profiles
-from banaserve.errors import UserError
-
-_PACKAGED_PROFILE = "smollm2-135m-cpu"
+from banaserve.elastic.options import ElasticOptions
 
 
-def forecast_profile(config: ServeConfig, on_cpu: bool) -> str:
-    """Returns its name or file: as given, else that of modelled time, else the packaged model's.
+def forecast_profile(config: ServeConfig) -> str:
+    """Returns its name or file: as given, else that of modelled time, else none.
 
-    Args:
-        on_cpu: Whether the engines compute on one.
+    Without one the instances say what they are and what their steps take: a profile that nobody
+    asked for is of another machine than this one, be it of the same model.
 
     Raises:
-        UserError: None of these is of the model and the device that serve, so that every forecast
-            would be of others; or there is no such profile.
+        UserError: There is no such profile, or none and modules are to move, which needs one.
     """
-    found = dict(config.orchestrator.options).get("profile", config.pace or None)
-    if found is None:
-        if config.model != models.PACKAGED or not on_cpu:
-            device = "a CPU" if on_cpu else "this device"
-            raise UserError(
-                f"the elastic policy has no step times of {config.model} on {device} to forecast "
-                f"with: give --orchestrator-option profile=NAME ({', '.join(profiles.names())}, or "
-                "a .toml file), or --pace"
-            )
-        found = _PACKAGED_PROFILE
-    profiles.load(str(found))
-    return str(found)
+    options = dict(config.orchestrator.options)
+    found = str(options.get("profile", next(iter(config.paces), "")))
+    if found:
+        profiles.load(found)
+    ElasticOptions(profile=found, modules=str(options.get("modules", "none")))
+    return found

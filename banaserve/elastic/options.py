@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from banaserve.costs import profile as profiles
 from banaserve.elastic import modules
 from banaserve.elastic.forecast import ServiceLimits
 from banaserve.errors import UserError
@@ -17,7 +18,12 @@ class ElasticOptions:
     """Options of ``elastic``.
 
     Attributes:
-        profile: Device and model of the forecast: a built-in profile's name, or its file.
+        profile: Device and model of the forecast: a built-in profile's name, or its file. Empty is
+            what the instances say of themselves: the shape of their model, and learnt step times.
+        devices: ``own`` forecasts each instance by the profile of its device, where it has one;
+            ``one`` takes all for what ``profile`` says.
+        step_times: ``profile`` forecasts with the profile's; ``learnt`` with those that instances
+            have learnt, and not before they have.
         dilation: Seconds on the wall of one modelled second; 1 where time is not stretched.
         ttft_s, tpot_s: Limits of a request that is served well; 0 is none, and with neither the
             forecast looks at latency.
@@ -52,6 +58,8 @@ class ElasticOptions:
     """
 
     profile: str = "opt-13b-a100"
+    devices: str = "own"
+    step_times: str = "profile"
     dilation: float = 1.0
     ttft_s: float = 0.0
     tpot_s: float = 0.0
@@ -93,6 +101,15 @@ class ElasticOptions:
         ):
             if not getattr(self, name) > 0:
                 raise UserError(f"{name} is {getattr(self, name)}: give more than 0")
+        if self.devices not in ("own", "one"):
+            raise UserError(f"devices is {self.devices!r}: give own or one")
+        if self.step_times not in ("profile", "learnt"):
+            raise UserError(f"step_times is {self.step_times!r}: give profile or learnt")
+        if self.kinds and not self.profile:
+            raise UserError(
+                f"modules is {self.modules!r}: what they bring is forecast by a profile: give "
+                f"profile=NAME ({', '.join(profiles.names())}, or a .toml file)"
+            )
         if self.roles not in ("any", "fixed"):
             raise UserError(f"roles is {self.roles!r}: give any or fixed")
         if self.modules != "none" and not set(self.kinds) <= set(modules.KINDS):
@@ -106,6 +123,11 @@ class ElasticOptions:
         sizes = self._sizes()
         if not sizes or min(sizes) < 1:
             raise UserError(f"chunks is {self.chunks!r}: give numbers of tokens, as 512,2048")
+
+    @property
+    def are_times_learnt(self) -> bool:
+        """Whether forecasts take the step times that instances have learnt."""
+        return not self.profile or self.step_times == "learnt"
 
     @property
     def step_sizes(self) -> tuple[int, ...]:

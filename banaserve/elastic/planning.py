@@ -7,11 +7,12 @@ from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from banaserve.costs.profile import Profile
-from banaserve.elastic.arrangement import Arrangement, assign
+from banaserve.elastic.arrangement import Arrangement, Order, assign
 from banaserve.orchestrator.migration import slabs
 from banaserve.orchestrator.migration.scoring import module_words
 from banaserve.orchestrator.model.moving import migration_s
 from banaserve.types import (
+    Distance,
     Influence,
     InstanceFacts,
     InstanceId,
@@ -52,14 +53,19 @@ class Wanted(NamedTuple):
     Attributes:
         returns: Modules that come home first; the others that are away stay there.
         moves: Modules that leave then.
+        order: Which devices have which role.
     """
 
     arrangement: Arrangement
     returns: tuple[ModulePlacement, ...] = ()
     moves: tuple[PlannedMove, ...] = ()
+    order: Order = ()
 
     def __str__(self) -> str:
         words = [str(self.arrangement)]
+        if self.order:
+            kinds = (kind or "the others" for kind in self.order)
+            words.append(f"to prefill {', then '.join(kinds)}")
         words += [f"{module_words(one.module)} of {one.host} home" for one in self.returns]
         words += [f"{module_words(one.module)} of {one.host} at {one.guest}" for one in self.moves]
         return ", ".join(words)
@@ -107,11 +113,13 @@ class Ledger:
         self._held[one.guest] -= one.guest_bytes
 
 
-def modelled(views: Sequence[InstanceView], facts: InstanceFacts) -> tuple[InstanceView, ...]:
+def modelled(
+    views: Sequence[InstanceView], facts: InstanceFacts, dilation: float = 1.0
+) -> tuple[InstanceView, ...]:
     """Returns ``views`` with what modules away take of a guest in the memory of ``facts``.
 
     An engine that stands for a modelled one has memory of its own. Modules of one that has other
-    layers or heads say nothing here, and are left out.
+    layers or heads say nothing here, and are left out. Ways are in the profile's time.
     """
     ledger, found = Ledger(facts, ()), []
     names = {view.id for view in views}
@@ -121,8 +129,17 @@ def modelled(views: Sequence[InstanceView], facts: InstanceFacts) -> tuple[Insta
             if one.guest in names:
                 held = ledger.put(one.host, one.guest, one.module)
                 placements.append(replace(one, guest_bytes=held))
-        found.append(replace(view, placements=tuple(placements)))
+        far = {
+            name: None if way is None else modelled_way(way, dilation)
+            for name, way in view.far.items()
+        }
+        found.append(replace(view, placements=tuple(placements), far=far))
     return tuple(found)
+
+
+def modelled_way(distance: Distance, dilation: float) -> Distance:
+    """Returns a measured way in the profile's time: its seconds last ``dilation`` seconds."""
+    return Distance(distance.round_trip_s / dilation, distance.bytes_per_s * dilation)
 
 
 def is_modelled(view: InstanceView, facts: InstanceFacts) -> bool:
@@ -141,13 +158,16 @@ def placements_of(views: Iterable[InstanceView]) -> tuple[ModulePlacement, ...]:
 
 
 def must_return(
-    wanted: Arrangement, views: Sequence[InstanceView], placements: Sequence[ModulePlacement]
+    wanted: Arrangement,
+    views: Sequence[InstanceView],
+    placements: Sequence[ModulePlacement],
+    order: Order = (),
 ) -> tuple[ModulePlacement, ...]:
     """Returns those of ``placements`` that come home before ``wanted``.
 
     Whose host or guest changes its role: it was sent there for what the two of them did.
     """
-    changed = assign(wanted, views)
+    changed = assign(wanted, views, order)
     return tuple(one for one in placements if one.host in changed or one.guest in changed)
 
 
@@ -155,18 +175,20 @@ def changes_of(
     wanted: Arrangement,
     views: Sequence[InstanceView],
     feasible: Callable[[int], int] = lambda step_tokens: step_tokens,
+    order: Order = (),
 ) -> tuple[Change, ...]:
     """Those who will do both first, then who prefills: so each leg is always served.
 
     Args:
         feasible: The size of a step that engines take where one is asked for.
+        order: Which devices have which role.
     """
-    changed = assign(wanted, views)
+    changed = assign(wanted, views, order)
     roles = {view.id: changed.get(view.id, view.role) for view in views}
-    order = (Role.COLOCATED, Role.PREFILL, Role.DECODE)
+    in_turn = (Role.COLOCATED, Role.PREFILL, Role.DECODE)
     return tuple(
         Change(name, role, feasible(wanted.tokens_of(role)))
-        for role in order
+        for role in in_turn
         for name, own in roles.items()
         if own is role
     )
@@ -241,7 +263,8 @@ def _return_step(
     num_bytes = slabs.moved_bytes(profile.facts, one.module, used, False)
     action = ReturnModule(one.host, one.guest, one.module, num_bytes)
     felt = (one.guest, Influence(guest_bytes=-one.guest_bytes))
-    return _timed(action, (felt,), num_bytes, profile, dilation, gain)
+    distance = views[one.guest].far.get(one.host)
+    return _timed(action, (felt,), num_bytes, profile, distance, dilation, gain)
 
 
 def _move_step(
@@ -262,7 +285,9 @@ def _move_step(
         move.guest: Influence(kv_blocks=grown[move.guest], guest_bytes=held),
     }
     action = MoveModule(move.host, move.guest, move.module, num_bytes)
-    return _timed(action, tuple(sorted(felt.items())), num_bytes, profile, dilation, gain)
+    distance = views[move.host].far.get(move.guest)
+    both = tuple(sorted(felt.items()))
+    return _timed(action, both, num_bytes, profile, distance, dilation, gain)
 
 
 def _timed(
@@ -270,10 +295,14 @@ def _timed(
     felt: tuple[tuple[InstanceId, Influence], ...],
     num_bytes: int,
     profile: Profile,
+    distance: Distance | None,
     dilation: float,
     gain: float,
 ) -> Step:
-    cost_s = migration_s(num_bytes, profile.between) * dilation
+    link = profile.between
+    if distance is not None:
+        link = link.over(modelled_way(distance, dilation))
+    cost_s = migration_s(num_bytes, link) * dilation
     timeout_s = max(_LEAST_TIMEOUT_S * dilation, _TIMEOUT_FACTOR * cost_s)
     return Step(action, felt, cost_s, gain, timeout_s)
 

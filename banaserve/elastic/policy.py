@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
-from banaserve.costs import profile as profiles
 from banaserve.elastic.decision import Decision, LoadMemory, Situation
+from banaserve.elastic.learnt_times import are_learnt, profile_of
 from banaserve.elastic.load import load_stats
 from banaserve.elastic.options import ElasticOptions
 from banaserve.elastic.planning import Change, placements_of, steps_of
@@ -63,7 +63,7 @@ def plan_of(decision: Decision, cluster: ClusterView, options: ElasticOptions) -
     steps = steps_of(
         decision._replace(changes=changes),
         cluster.instances,
-        profiles.load(options.profile) if has_modules else None,
+        profile_of(options, list(cluster.instances.values())) if has_modules else None,
         options.dilation,
         options.window_s,
     )
@@ -102,6 +102,9 @@ def decide(situation: Situation, options: ElasticOptions) -> Decision:
         memory = memory._replace(next_s=now_s, is_settled=False)  # another best arrangement
     if now_s < memory.next_s:
         return Decision((), (), 0.0, memory, "the load is what it was")
+    if options.are_times_learnt and not are_learnt(situation.instances):
+        memory = memory._replace(next_s=now_s + options.first_plan_s)
+        return Decision((), (), 0.0, memory, "what steps take has not been learnt yet")
     is_known = memory.is_settled and not _is_missing(memory.wanted, situation.instances)
     search = Search(situation, memory.since_s, options)
     decision = search.homeward(memory.num_for_home) if is_known else search.best()

@@ -11,9 +11,15 @@ from dataclasses import replace
 from itertools import pairwise
 from math import sqrt
 
-from banaserve.costs import profile as profiles
 from banaserve.elastic import modules
-from banaserve.elastic.arrangement import arrangement_of, arrangements
+from banaserve.elastic.arrangement import (
+    Arrangement,
+    arrangement_of,
+    arrangements,
+    assign,
+    device_of,
+    orders,
+)
 from banaserve.elastic.decision import Candidate, Decision, LoadMemory, Situation
 from banaserve.elastic.forecast import (
     Forecast,
@@ -22,6 +28,7 @@ from banaserve.elastic.forecast import (
     forecast,
     future_of,
 )
+from banaserve.elastic.learnt_times import profile_of
 from banaserve.elastic.options import ElasticOptions
 from banaserve.elastic.planning import (
     Wanted,
@@ -55,8 +62,12 @@ class Search:
 
     def __init__(self, situation: Situation, since_s: float, options: ElasticOptions) -> None:
         self._options = options
-        self._profile = profiles.load(options.profile)
-        self._views = modelled(situation.instances, self._profile.facts)
+        self._profile = profile_of(options, situation.instances)
+        self._views = modelled(
+            _seen(situation.instances, options), self._profile.facts, options.dilation
+        )
+        self._far = {view.id: view.far for view in self._views if view.far}
+        self._orders = orders(self._views) if options.roles == "any" else ((),)
         self._present = arrangement_of(self._views)
         self._away = placements_of(self._views)
         self._bounds: list[Candidate] = []
@@ -68,7 +79,10 @@ class Search:
             routing_options=options.routing_options,
             overlap_fraction=None,
             attention_fraction=None,
+            devices={view.id: kind for view in self._views if (kind := device_of(view))},
         )
+        # What a module would take of another device is not modelled here.
+        self._kinds = () if self._system.devices else options.kinds
         now_s, requests = situation.now_s, situation.requests
         since_s = max(since_s, now_s - options.window_s)
         lately = [one for one in requests if one.arrival_s >= since_s]
@@ -93,7 +107,11 @@ class Search:
         """
         stay = Wanted(self._present)
         held = self._told(stay)
-        others = self._screened(self._arranged())
+        arranged = self._arranged()
+        others = self._screened(arranged)
+        if self._looks_at_latency:
+            plain = [one for one in arranged if is_plain(one.arrangement)]
+            others = list(dict.fromkeys((*others, *plain)))
         if self._away:
             others = list(dict.fromkeys((Wanted(self._present, self._away), *others)))
         found = {stay: held} | {other: self._told(other) for other in others}
@@ -140,7 +158,7 @@ class Search:
         reason = str(best)
         home = Wanted(self._present, self._away)
         doubt = ""
-        if best not in (stay, home):
+        if best not in (stay, home) and not self._is_back(best):
             if gain < max(least, options.certainty * chance_of(found[best], held)):
                 doubt = f"{best} would be better by {gain:.3f} only"
             elif gain + self._gain_if_denser(best, stay) < 0:
@@ -155,9 +173,9 @@ class Search:
         if best == home:
             return Decision((), shown, max(0.0, gain), None, str(home), self._away)
         return Decision(
-            changes_of(best.arrangement, self._views, options.feasible),
+            changes_of(best.arrangement, self._views, options.feasible, best.order),
             shown,
-            gain,
+            max(0.0, gain),
             None,
             reason,
             best.returns,
@@ -167,10 +185,9 @@ class Search:
     def _slower(self, found: Mapping[Wanted, Forecast], stay: Wanted) -> dict[Wanted, float]:
         """By how much each works slower than the fastest: what is there now may be slow itself.
 
-        The fastest with modules as they are: else some would go and come for speed alone.
+        The fastest with modules as they are: else some would go and come for speed alone. Without
+        limits, too: a mean of logarithms likes best who serves some at once and others never.
         """
-        if self._options.limits == ServiceLimits():
-            return dict.fromkeys(found, 0.0)
         lost = {one: slowdown(told, found[stay]) for one, told in found.items()}
         fastest = min(value for one, value in lost.items() if not one.moves)
         return {one: max(0.0, value - fastest - _AS_FAST) for one, value in lost.items()}
@@ -186,16 +203,26 @@ class Search:
         lost = self._options.slowdown_weight * (slower[best] - slower[stay])
         return found[best].mean - found[stay].mean - lost
 
+    @property
+    def _looks_at_latency(self) -> bool:
+        return self._options.limits == ServiceLimits()
+
+    def _is_back(self, one: Wanted) -> bool:
+        """Whether it goes back to what plain engines do, which needs no gain without limits."""
+        back = is_plain(one.arrangement) and not is_plain(self._present)
+        return self._looks_at_latency and back
+
     def _least(self, held: Forecast) -> float:
-        """Least gain for which anything changes; where no arrangement can do much, it is much."""
-        return self._options.margin * max(abs(held.mean), self._options.margin)
+        return least_gain(held.mean, self._options)
 
     def _handicap(self, one: Wanted, least: float) -> float:
         """What modules away must bring: to leave more than to stay away, so that none goes and
-        comes."""
+        comes. Without limits instances that do not do both have to bring as much to stay so."""
+        is_apart = self._looks_at_latency and not is_plain(one.arrangement)
+        apart = least / 2 if is_apart else 0.0
         if one.moves:
-            return least
-        return least / 2 if len(one.returns) < len(self._away) else 0.0
+            return least + apart
+        return apart + (least / 2 if len(one.returns) < len(self._away) else 0.0)
 
     def _arranged(self) -> list[Wanted]:
         """Everything but what there is, each with modules away as now and with all at home."""
@@ -204,9 +231,13 @@ class Search:
         for one in arrangements(len(views), options.step_sizes):
             if one == self._present:
                 found.append(Wanted(one, self._away))
+                for order in self._orders:
+                    if order and assign(one, views, order):
+                        found.append(Wanted(one, self._away, (), order))
             elif options.roles == "any" or one[:3] == self._present[:3]:
-                kept = must_return(one, views, self._away)
-                found += [Wanted(one, kept), Wanted(one, self._away)]
+                for order in self._orders:
+                    kept = must_return(one, views, self._away, order)
+                    found += [Wanted(one, kept, (), order), Wanted(one, self._away, (), order)]
         return [one for one in dict.fromkeys(found) if one != Wanted(self._present)]
 
     def _screened(self, others: list[Wanted]) -> list[Wanted]:
@@ -224,13 +255,13 @@ class Search:
             return found[: options.kept]
 
         if len(others) >= options.coarse:
-            by_roles: dict[tuple[int, ...], list[Wanted]] = {}
+            by_roles: dict[tuple[object, ...], list[Wanted]] = {}
             for one in others:
-                by_roles.setdefault(one.arrangement[:3], []).append(one)
+                by_roles.setdefault((*one.arrangement[:3], one.order), []).append(one)
             middle = [sizes[len(sizes) // 2] for sizes in by_roles.values()]
             half = short[: self._num_under_way + options.screened_requests // 2]
-            roles = {one.arrangement[:3] for one in best_of(middle, half)}
-            others = [one for one in others if one.arrangement[:3] in roles]
+            roles = {(*one.arrangement[:3], one.order) for one in best_of(middle, half)}
+            others = [one for one in others if (*one.arrangement[:3], one.order) in roles]
         return best_of(others, short)
 
     def _moved(self, found: dict[Wanted, Forecast]) -> dict[Wanted, Forecast]:
@@ -241,7 +272,7 @@ class Search:
             gone = set(one.returns)
             kept = [placement for placement in self._away if placement not in gone]
             for some in modules.candidates(
-                options.kinds, found[one].use, self._by_id(), kept, self._profile
+                self._kinds, found[one].use, self._by_id(), kept, self._profile
             ):
                 bounded.append((some.bound, one._replace(moves=some.moves)))
         bounded.sort(key=lambda pair: -pair[0])
@@ -260,7 +291,7 @@ class Search:
         return {view.id: view for view in self._views}
 
     def _told(self, wanted: Wanted, *, watch: bool = False) -> Forecast:
-        return self._forecast(wanted, self._future, watch=watch or bool(self._options.kinds))
+        return self._forecast(wanted, self._future, watch=watch or bool(self._kinds))
 
     def _forecast(
         self, wanted: Wanted, future: Sequence[FutureRequest], *, watch: bool = False
@@ -271,7 +302,7 @@ class Search:
             view.id: replace(view, step_tokens=options.feasible(self._present.tokens_of(view.role)))
             for view in self._views
         }
-        changes = changes_of(wanted.arrangement, self._views, options.feasible)
+        changes = changes_of(wanted.arrangement, self._views, options.feasible, wanted.order)
         steps = steps_of(
             Decision(changes, (), 0.0, None, "", wanted.returns, wanted.moves),
             views,
@@ -292,7 +323,35 @@ class Search:
             steps,
             self._away,
             watch=watch,
+            far=self._far,
         )
+
+
+def is_plain(arrangement: Arrangement) -> bool:
+    """Whether all instances do both, as plain engines behind a balancer do."""
+    return arrangement.num_both == arrangement.size
+
+
+def least_gain(mean: float, options: ElasticOptions) -> float:
+    """Returns the least gain for which anything changes where the worth of a request is ``mean``.
+
+    With limits a share of that worth, and something where no arrangement can do much. Without them
+    worth is a logarithm of time, in which a difference is a share of the time already: what a
+    request takes, a second or ten, says nothing of how sure a gain has to be.
+    """
+    if options.limits == ServiceLimits():
+        return options.margin
+    return options.margin * max(abs(mean), options.margin)
+
+
+def _seen(views: Sequence[InstanceView], options: ElasticOptions) -> Sequence[InstanceView]:
+    """Instances as the options say that they are to be taken."""
+    if options.devices == "own":
+        return views
+    return [
+        replace(view, facts=replace(view.facts, profile="", speed=1.0)) if view.facts else view
+        for view in views
+    ]
 
 
 def rate_doubt(arrivals_s: Sequence[float]) -> float:

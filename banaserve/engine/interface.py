@@ -112,6 +112,53 @@ class Scaling(msgspec.Struct):
         return self.state in ("starting", "draining")
 
 
+class NodeStatus(msgspec.Struct, frozen=True):
+    """A machine that engines run on, other than the server's own; over HTTP as JSON.
+
+    Attributes:
+        state: ready, leaving or away.
+        instances: That it has.
+        num_free: How many more it has room for; negative where it has too many.
+        num_gpus: That instances may have; 0 on CPU.
+        memory_bytes: That was available when the server took it.
+        problem: Why it is away; empty where it is not.
+    """
+
+    name: str
+    state: str
+    instances: list[str] = []
+    num_free: int = 0
+    num_gpus: int = 0
+    memory_bytes: int = 0
+    problem: str = ""
+
+
+class NodeChange(msgspec.Struct):
+    """A node that joins a server, or leaves it; over HTTP as JSON.
+
+    Attributes:
+        node: As whoever asked for it names it; once it has joined, as ``status`` does.
+        action: add or remove.
+        state: joining, leaving, done, failed or aborted.
+        why: Who wants it, where that is no person.
+        now: What is waited for, in words.
+        reason: Why it failed; empty where it did not.
+    """
+
+    id: str
+    node: str
+    action: str
+    state: str
+    why: str = ""
+    now: str = ""
+    seconds: float = 0.0
+    reason: str = ""
+
+    @property
+    def is_open(self) -> bool:
+        return self.state in ("joining", "leaving")
+
+
 class Executor(Protocol):
     """Carries out the steps of migration plans on real or simulated instances."""
 

@@ -1,13 +1,13 @@
-"""Requests of an operator to a running store: statistics and clearing, without a fingerprint."""
+"""Requests of an operator to a running store: statistics, clearing and peers; no fingerprint."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from banaserve.errors import ProtocolError, StoreUnavailableError
+from banaserve.errors import ProtocolError, StoreUnavailableError, UserError
 from banaserve.kvstore import wire
 from banaserve.kvstore.channel import StoreChannel
 from banaserve.kvstore.stats import StoreStats
@@ -41,6 +41,23 @@ def clear_store(socket_path: Path, timeout_s: float = 5.0) -> ClearedBlocks:
         seq = channel.next_seq()
         reply = channel.call(seq, wire.Clear(seq), wire.Cleared)
         return ClearedBlocks(reply.num_dropped, reply.num_dropped_from_tiers)
+
+
+def set_peers(socket_path: Path, peers: Sequence[str], timeout_s: float = 5.0) -> None:
+    """Let a store fetch blocks from the stores at ``peers``, and from no others.
+
+    Args:
+        peers: ``HOST:PORT`` of each.
+
+    Raises:
+        StoreUnavailableError: There is no answer.
+        UserError: An address is none, or the store was started without a key of peers.
+    """
+    with _operator_channel(socket_path, timeout_s) as channel:
+        seq = channel.next_seq()
+        reply = channel.call(seq, wire.SetPeers(seq, list(peers)), wire.PeersSet)
+    if reply.problem:
+        raise UserError(reply.problem)
 
 
 @contextmanager

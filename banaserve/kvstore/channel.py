@@ -240,7 +240,7 @@ class StoreLink:
         self._channel: StoreChannel | None = None
         self._pid = os.getpid()
         # Messages that could not be sent yet: without them slots would stay in use for nothing.
-        self._untold: list[wire.ReleaseLeases | wire.Abandon] = []
+        self._untold: list[wire.OneWay] = []
         self._retry_at_s = 0.0
         self._retry_pause_s = FIRST_RETRY_S
         self._was_greeted = False
@@ -297,7 +297,7 @@ class StoreLink:
         self._note_away("it closes its connections")
         return None
 
-    def tell(self, message: wire.ReleaseLeases | wire.Abandon) -> None:
+    def tell(self, message: wire.OneWay) -> None:
         """Send now where the store is present, else before the next call."""
         if message.generation != self.generation:
             return

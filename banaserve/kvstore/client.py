@@ -172,6 +172,38 @@ class StoreClient:
             return [Lookup.MISS if state is Lookup.PENDING else state for state in states]
         return states
 
+    def push(self, to: str, keys: Sequence[bytes], tenant: bytes = b"") -> None:
+        """Have a prompt's blocks sent to another machine's store, without waiting.
+
+        Blocks that are being written follow as ``note_written`` says that their layers are, and
+        can be read there soon after their commit. Where the store has no such peer, or it is away,
+        nothing is sent: readers there fetch the blocks once they are committed.
+
+        Args:
+            to: ``HOST:PORT`` of the store, as this store knows its peer.
+            keys: From the prompt's first block on, as acquired and reserved.
+            tenant: Pays for the slots there.
+
+        Raises:
+            ValueError: As for ``exchange``.
+        """
+        _check_keys(keys)
+        _check_terms(tenant, 0.0)
+        with self._lock:
+            self._link.tell(wire.PushBlocks(self._link.generation, to, list(keys), tenant))
+
+    def note_written(self, slots: Sequence[Slot], num_layers: int, part: int = 0) -> None:
+        """Say that ``part`` of the first layers of reserved slots is written, without waiting.
+
+        Args:
+            num_layers: So many, the first included; they are not written again.
+        """
+        serials = [slot.serial for slot in slots]
+        if serials:
+            with self._lock:
+                told = wire.LayersWritten(slots[0].generation, serials, part, num_layers)
+                self._link.tell(told)
+
     def commit(self, slots: Sequence[Slot], part: int = 0) -> bool:
         """Say that ``part`` of reserved slots is written, and wait until the store knows.
 

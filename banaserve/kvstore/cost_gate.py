@@ -1,4 +1,4 @@
-"""Cost gate: fetch a prefix or compute it, by predictors that learn online. Pure.
+"""Cost gate: how many blocks of a prefix to fetch, by predictors that learn online. Pure.
 
 Nothing here reads a clock: callers pass what was done and how long it took.
 """
@@ -11,33 +11,22 @@ from enum import Enum
 
 import numpy as np
 
+from banaserve.kvstore.prefix_cut import (
+    ALONE,
+    FetchWork,
+    HeldPrefix,
+    PassCosts,
+    StepBeside,
+    best_cut,
+    predict_steps,
+)
+
 _WINDOW = 64
 _MIN_SAMPLES = 2
 _RIDGE = 0.002
 _ROBUST_ROUNDS = 4
 _HUBER = 1.5
 """Residuals above this many typical ones count less, in proportion."""
-
-
-@dataclass(frozen=True, slots=True)
-class FetchWork:
-    """What a forward pass computes, or part of it. Adds up.
-
-    Attributes:
-        tokens: Tokens computed.
-        attended: Pairs of a computed token and a token it attends to.
-    """
-
-    tokens: int = 0
-    attended: int = 0
-
-    @classmethod
-    def of(cls, num_tokens: int, num_before: int) -> FetchWork:
-        """Of ``num_tokens`` tokens of one sequence that come after ``num_before`` others."""
-        return cls(num_tokens, num_tokens * num_before + num_tokens * (num_tokens + 1) // 2)
-
-    def __add__(self, other: FetchWork) -> FetchWork:
-        return FetchWork(self.tokens + other.tokens, self.attended + other.attended)
 
 
 class ComputePredictor:
@@ -56,7 +45,7 @@ class ComputePredictor:
     def __init__(self, min_tokens: int = 64) -> None:
         self._min_tokens = min_tokens
         self._samples: deque[tuple[float, float, float]] = deque(maxlen=_WINDOW)
-        self._fitted: tuple[float, float, float] | None = None
+        self._fitted: PassCosts | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -73,25 +62,27 @@ class ComputePredictor:
 
     def predict_pass(self, work: FetchWork) -> float | None:
         """Seconds of a whole pass; None before enough has been measured."""
-        if not self.is_ready:
-            return None
-        fixed, per_token, per_pair = self._coefficients()
-        return fixed + per_token * work.tokens + per_pair * work.attended
+        share_s = self.predict_share(work)
+        return None if share_s is None else self._coefficients().fixed_s + share_s
 
     def predict_share(self, work: FetchWork) -> float | None:
         """Seconds that ``work`` adds to a pass that runs anyway; None as above."""
-        if not self.is_ready:
+        if (costs := self.costs) is None:
             return None
-        _, per_token, per_pair = self._coefficients()
-        return per_token * work.tokens + per_pair * work.attended
+        return costs.token_s * work.tokens + costs.pair_s * work.attended
 
-    def _coefficients(self) -> tuple[float, float, float]:
+    @property
+    def costs(self) -> PassCosts | None:
+        """What passes cost; None before enough has been measured."""
+        return self._coefficients() if self.is_ready else None
+
+    def _coefficients(self) -> PassCosts:
         if self._fitted is None:
             self._fitted = _fit(np.asarray(self._samples, dtype=np.float64))
         return self._fitted
 
 
-def _fit(samples: np.ndarray) -> tuple[float, float, float]:
+def _fit(samples: np.ndarray) -> PassCosts:
     """Robust ridge regression with coefficients >= 0.
 
     Args:
@@ -109,7 +100,7 @@ def _fit(samples: np.ndarray) -> tuple[float, float, float]:
         typical = max(float(np.median(residuals)), 1e-3)
         weights = np.minimum(1.0, _HUBER * typical / np.maximum(residuals, 1e-12)) ** 2
     a, b, c = found / scale
-    return float(a), float(b), float(c)
+    return PassCosts(float(a), float(b), float(c))
 
 
 def _non_negative_ridge(columns: np.ndarray, target: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -160,63 +151,92 @@ class FetchPredictor:
 class GateDecision(Enum):
     """Decision of the gate.
 
-    UNMEASURED fetches: a fetch is what the store is for, and it is measured by doing it. PROBE
-    fetches although computing seems cheaper, once in a while, since a speed that is never measured
-    again can never be seen to have recovered.
+    CUT fetches the first blocks behind computing the others. UNMEASURED fetches: a fetch is what
+    the store is for, and it is measured by doing it. PROBE fetches although computing seems
+    cheaper, once in a while, since a speed that is never measured again can never be seen to have
+    recovered.
     """
 
     FETCH = "fetch"
+    CUT = "cut"
     COMPUTE = "compute"
     UNMEASURED = "unmeasured"
     PROBE = "probe"
 
-    @property
-    def fetches(self) -> bool:
-        return self is not GateDecision.COMPUTE
-
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A decision and the predictions it rests on; None where nothing was measured yet."""
+    """A decision and the predictions it rests on; None where nothing was measured yet.
+
+    Attributes:
+        fetched_blocks: So many from the first on are fetched.
+        fetch_s: Fetching all of them.
+        compute_s: What computing all of them adds to a pass.
+        step_s: The step with what was decided, fetches that nothing hides included.
+        spared_s: Of ``compute_s``, what the fetched blocks spare.
+    """
 
     decision: GateDecision
-    fetch_s: float | None
-    compute_s: float | None
+    fetched_blocks: int
+    fetch_s: float | None = None
+    compute_s: float | None = None
+    step_s: float | None = None
+    spared_s: float | None = None
 
 
 class CostGate:
     """Decides for one instance; owns its predictors.
 
     Args:
+        num_layers: Of the model: while one is computed the next one is fetched.
         enabled: False fetches always (for measurements).
         probe_every: Of so many refusals in a row the last one becomes a PROBE.
     """
 
-    def __init__(self, *, enabled: bool = True, probe_every: int = 32) -> None:
+    def __init__(self, *, num_layers: int = 1, enabled: bool = True, probe_every: int = 32) -> None:
         self.compute = ComputePredictor()
         self.fetch = FetchPredictor()
-        self._enabled = enabled
+        self.enabled = enabled
+        self._num_layers = num_layers
         self._probe_every = probe_every
         self._num_refused = 0
 
-    def decide(self, num_blocks: int, work: FetchWork, *, handed_over: bool = False) -> Verdict:
-        """Whether to fetch ``num_blocks`` or to do ``work`` instead.
+    def decide(
+        self, prefix: HeldPrefix, beside: StepBeside = ALONE, *, handed_over: bool = False
+    ) -> Verdict:
+        """How many blocks of ``prefix`` to fetch; the others are computed.
+
+        Those that ``predict_steps`` says take least time, the most of them where several do.
 
         Args:
-            handed_over: Another instance has done ``work`` for this request: doing it twice is
-                never the answer, however slow copies are at the moment.
+            prefix: What lies in the pool.
+            beside: The step that the request joins, without it.
+            handed_over: Another instance has computed the prefix for this request: doing that
+                twice is never the answer, however slow copies are at the moment.
         """
-        fetch_s, compute_s = self.fetch.predict(num_blocks), self.compute.predict_share(work)
-        if fetch_s is None or compute_s is None:
-            return Verdict(GateDecision.UNMEASURED, fetch_s, compute_s)
-        if fetch_s < compute_s or not self._enabled or handed_over:
+        whole = prefix.num_blocks
+        block_s, costs = self.fetch.predict(1), self.compute.costs
+        fetch_s, compute_s = self.fetch.predict(whole), self.compute.predict_share(prefix.work)
+        if block_s is None or costs is None:
+            return Verdict(GateDecision.UNMEASURED, whole, fetch_s, compute_s)
+        steps_s = predict_steps(prefix, costs, block_s, self._num_layers, beside)
+        best = whole if handed_over or not self.enabled else best_cut(steps_s)
+        decision = self._decision(best, whole)
+        if decision is GateDecision.PROBE:
+            best = whole
+        spared = FetchWork.of(prefix.tokens_of(best), prefix.num_before)
+        spared_s = self.compute.predict_share(spared)
+        return Verdict(decision, best, fetch_s, compute_s, float(steps_s[best]), spared_s)
+
+    def _decision(self, num_fetched: int, whole: int) -> GateDecision:
+        if num_fetched:
             self._num_refused = 0
-            return Verdict(GateDecision.FETCH, fetch_s, compute_s)
+            return GateDecision.FETCH if num_fetched == whole else GateDecision.CUT
         self._num_refused += 1
-        if self._num_refused >= self._probe_every:
-            self._num_refused = 0
-            return Verdict(GateDecision.PROBE, fetch_s, compute_s)
-        return Verdict(GateDecision.COMPUTE, fetch_s, compute_s)
+        if self._num_refused < self._probe_every:
+            return GateDecision.COMPUTE
+        self._num_refused = 0
+        return GateDecision.PROBE
 
     def block_budget_s(self, num_blocks: int, work: FetchWork) -> float:
         """Seconds that a tier below the pool may take for each of ``num_blocks``.
@@ -225,7 +245,7 @@ class CostGate:
         so the tier's own gate lets everything through.
         """
         compute_s = self.compute.predict_share(work)
-        if not self._enabled or compute_s is None or num_blocks == 0:
+        if not self.enabled or compute_s is None or num_blocks == 0:
             return 0.0
         fetch_s = self.fetch.predict(num_blocks) or 0.0
         return max((compute_s - fetch_s) / num_blocks, 1e-9)

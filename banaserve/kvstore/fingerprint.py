@@ -27,16 +27,19 @@ class Fingerprint(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         kv_cache_dtype: Of the KV cache, such as ``auto`` or ``fp8``.
         block_size_tokens: Tokens in one block.
         num_layers: Layers that have a KV cache.
-        num_kv_heads: KV heads of the whole model, over all parts.
-        head_size: Elements of one head.
+        num_kv_heads: KV heads of the whole model, over all parts; 1 where all share a latent.
+        head_size: Elements of one head, or of a latent.
         layout: Name of the memory layout of one layer's block.
         isa: Instruction set that the layout is packed for; empty where it does not matter.
         page_bytes: Bytes of one layer's block in one part.
-        num_parts: Tensor-parallel ranks that each write their part of a block.
+        num_parts: Tensor-parallel ranks that each write their part of a block; of latents each
+            has them all.
         salt: Keeps tenants apart: other salt, other blocks.
         probe: Hex of vLLM's hash of a known token list, which shows that block hashes agree.
         weights: Digest of what decides the values that the model computes: a model's name alone
             says little of a folder whose files were replaced.
+        attention: Kind of attention that reads them: ``full`` keeps a key and a value of each head
+            and token, ``mla`` one latent of each token.
 
     Raises:
         ValueError: A field is out of range.
@@ -57,6 +60,7 @@ class Fingerprint(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     salt: str = ""
     probe: str = ""
     weights: str = ""
+    attention: str = "full"
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:

@@ -22,6 +22,8 @@ from banaserve.kvstore.records import MAX_SERIAL
 from banaserve.kvstore.sizes import format_size
 from banaserve.platform import linux
 
+Numbers = npt.NDArray[np.int64]
+"""Of an engine's blocks or the store's slots, ``[num]``."""
 POISON = 0xFF
 _WORD_BYTES = 8
 _FAILED = 1 << 63

@@ -70,6 +70,11 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
         protocol_errors: Connections closed because of what they sent.
         lent_blocks: Blocks that stores of other machines have fetched.
         lent_bytes: Of them.
+        pushed_blocks: Blocks that were offered to those stores while they were being written, and
+            committed.
+        pushed_by_layer_blocks: Of ``pushed_blocks``, those of which some layers were told to be
+            there before the others were written.
+        received_blocks: Blocks that those stores have sent so.
         tiers: Below memory, fastest first.
     """
 
@@ -99,4 +104,7 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     protocol_errors: int
     lent_blocks: int
     lent_bytes: int
+    pushed_blocks: int
+    pushed_by_layer_blocks: int
+    received_blocks: int
     tiers: tuple[TierReport, ...]

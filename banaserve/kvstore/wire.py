@@ -16,13 +16,14 @@ from banaserve.errors import ProtocolError
 from banaserve.kvstore.fingerprint import MAX_PARTS, Fingerprint
 from banaserve.kvstore.stats import StoreStats
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_MESSAGE_BYTES = 16 * 2**20
 MAX_KEYS = 65536
 MIN_KEY_BYTES = 16
 MAX_KEY_BYTES = 64
 MAX_TENANT_BYTES = 64
 MAX_COMPUTE_BLOCK_S = 1e6
+MAX_PEERS = 1024
 _LENGTH_BYTES = 4
 _MAX_INT = 2**63 - 1
 
@@ -41,7 +42,8 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ClientHello(_Message, frozen=True, tag="hello"):
-    """First message of a connection. Without a fingerprint it may only ask for stats and clear."""
+    """First message of a connection. Without a fingerprint it is an operator's, who asks for no
+    block."""
 
     seq: Number
     version: Number
@@ -68,6 +70,28 @@ class ExchangeSlots(_Message, frozen=True, tag="exchange"):
     compute_block_s: Seconds = 0.0
 
 
+class PushBlocks(_Message, frozen=True, tag="push"):
+    """Send the blocks of these keys, a prompt's from its first on, to the store at ``to``.
+
+    Those that are being written follow layer by layer (``LayersWritten``), and may be read there
+    once they are committed here. Nothing happens where ``to`` is no peer of this store.
+    """
+
+    generation: Number
+    to: Name
+    keys: Keys
+    tenant: Tenant = b""
+
+
+class LayersWritten(_Message, frozen=True, tag="written"):
+    """``part`` of the first ``num_layers`` layers is written; whoever copies them may."""
+
+    generation: Number
+    serials: Serials
+    part: Part
+    num_layers: Number
+
+
 class Commit(_Message, frozen=True, tag="commit"):
     seq: Number
     generation: Number
@@ -92,6 +116,13 @@ class GetStats(_Message, frozen=True, tag="stats"):
 
 class Clear(_Message, frozen=True, tag="clear"):
     seq: Number
+
+
+class SetPeers(_Message, frozen=True, tag="peers"):
+    """Fetch blocks from the stores at these ``HOST:PORT`` from now on, and from no others."""
+
+    seq: Number
+    peers: Annotated[list[Name], msgspec.Meta(max_length=MAX_PEERS)]
 
 
 class Goodbye(_Message, frozen=True, tag="goodbye"):
@@ -155,18 +186,31 @@ class Cleared(_Message, frozen=True, tag="cleared"):
     num_dropped_from_tiers: Number
 
 
+class PeersSet(_Message, frozen=True, tag="peers"):
+    """``problem`` says why the peers are what they were; empty where they are as asked."""
+
+    seq: Number
+    problem: str
+
+
 Request = (
     ClientHello
     | LookupKeys
     | ExchangeSlots
+    | PushBlocks
+    | LayersWritten
     | Commit
     | Abandon
     | ReleaseLeases
     | GetStats
     | Clear
+    | SetPeers
     | Goodbye
 )
-Reply = Welcome | ClientRefused | Looked | SlotsGranted | Committed | Stats | Cleared
+Reply = Welcome | ClientRefused | Looked | SlotsGranted | Committed | Stats | Cleared | PeersSet
+
+OneWay = PushBlocks | LayersWritten | Abandon | ReleaseLeases
+"""Requests without an answer that name a generation."""
 
 _encoder = msgspec.msgpack.Encoder()
 T = TypeVar("T")

@@ -9,6 +9,11 @@ _INTERVAL_S = 1.0
 _MAX_CHARS = 300
 
 
+def printable(text: str) -> str:
+    """``text`` as one line: what clients name must not look like other lines, or move a cursor."""
+    return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in text)
+
+
 class RefusalLog:
     """Passes the first line of a cause on, and after a second the next with a count of the rest.
 
@@ -34,5 +39,5 @@ class RefusalLog:
             return
         self._next_s[cause] = now_s + _INTERVAL_S
         held = self._num_held.pop(cause, 0)
-        line = line[:_MAX_CHARS]
+        line = printable(line[:_MAX_CHARS])
         self._log(f"{line} ({held} more since the last line)" if held else line)

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from banaserve.errors import BanaServeError, ProtocolError, UserError
 from banaserve.net.addresses import written
 from banaserve.nodes.credentials import ClusterCredentials
-from banaserve.nodes.inspection import inspect_node
 from banaserve.nodes.link import CONNECT_S, NodeLink, NodeLostError, accepted
-from banaserve.nodes.link_measuring import echo, measure_link
+from banaserve.nodes.measuring.inspection import inspect_node
+from banaserve.nodes.measuring.link_measuring import echo, measure_link
 from banaserve.nodes.messages import (
     MAX_FRAME_BYTES,
     PROTOCOL,

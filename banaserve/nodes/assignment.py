@@ -123,27 +123,35 @@ def _shares(waiting: dict[Role, int], count: int, left: int) -> dict[Role, int]:
     return shares
 
 
+def no_room(node: NodeFacts, need: InstanceNeed) -> str:
+    """In words, why a node can have no instance."""
+    return f"it has {_has(node, need)}, and an instance needs {_each(need)}"
+
+
+def _has(node: NodeFacts, need: InstanceNeed) -> str:
+    its = f"{len(node.gpus)} GPUs" if need.num_gpus else format_size(node.memory_bytes)
+    if node.max_instances is None:
+        return its
+    return f"{its} and {node.max_instances} CPUs, one for each,"
+
+
+def _each(need: InstanceNeed) -> str:
+    if need.num_gpus:
+        return f"{need.num_gpus} GPUs on one node"
+    each = f"{format_size(need.memory_bytes)} of memory"
+    if need.node_bytes:
+        each += f", beside {format_size(need.node_bytes)} for a node's store"
+    return each
+
+
 def _missing(
     nodes: Sequence[NodeFacts], rooms: Sequence[int], num_instances: int, need: InstanceNeed
 ) -> str:
-    if need.num_gpus:
-        each = f"{need.num_gpus} GPUs on one node"
-        has = [f"{len(node.gpus)} GPUs" for node in nodes]
-    else:
-        each = f"{format_size(need.memory_bytes)} of memory"
-        if need.node_bytes:
-            each += f", beside {format_size(need.node_bytes)} for a node's store"
-        has = [format_size(node.memory_bytes) for node in nodes]
-    lent = [node.max_instances for node in nodes]
-    has = [
-        its if num is None else f"{its} and {num} CPUs, one for each,"
-        for its, num in zip(has, lent, strict=True)
-    ]
     words = "; ".join(
-        f"{node.name} has {its} (room for {one})"
-        for node, its, one in zip(nodes, has, rooms, strict=True)
+        f"{node.name} has {_has(node, need)} (room for {one})"
+        for node, one in zip(nodes, rooms, strict=True)
     )
     return (
-        f"{num_instances} instances, each of which needs {each}: {words}: "
+        f"{num_instances} instances, each of which needs {_each(need)}: {words}: "
         "more nodes, fewer instances (--pd) or less for each"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from banaserve.errors import ProtocolError
@@ -20,6 +20,8 @@ from banaserve.nodes.messages import (
     PortFound,
     PrepareNode,
     SessionOpened,
+    SetStorePeers,
+    StorePeersSet,
     StoreRestarted,
 )
 from banaserve.nodes.places import AgentPlace
@@ -112,6 +114,14 @@ class NodeClient:
         """
         await self._ask(order, NodePrepared, _PREPARE_S)
         self.is_ready = True
+
+    async def set_store_peers(self, peers: Sequence[str]) -> None:
+        """Let the node's store fetch blocks from these, and no others.
+
+        Raises:
+            NodeLostError: The node is away.
+        """
+        await self._ask(SetStorePeers(tuple(peers)), StorePeersSet, _ANSWER_S)
 
     async def wait_lost(self) -> None:
         """Return when the node is away."""

@@ -2,61 +2,33 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import secrets
 import signal
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
+from banaserve.engine.interface import NodeStatus
 from banaserve.engine.vllm.launch.launcher import GuestPlace
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
-from banaserve.engine.vllm.monitoring import metrics
 from banaserve.errors import InstanceDeadError, MigrationError, UserError
 from banaserve.kvstore.daemon.options import StoreOptions
-from banaserve.kvstore.peers.options import PeerOptions
-from banaserve.net.addresses import host_and_port, written
+from banaserve.net.addresses import written
 from banaserve.nodes import shim
-from banaserve.nodes.assignment import InstanceNeed, NodeAssignment, NodeFacts, assign, room
-from banaserve.nodes.client import RETRY_S, NodeClient
-from banaserve.nodes.credentials import ClusterCredentials
+from banaserve.nodes.assignment import room
+from banaserve.nodes.client import NodeClient
 from banaserve.nodes.link import NodeLostError
-from banaserve.nodes.messages import JoinSession, NodeStore, PrepareNode, SessionOpened
-from banaserve.nodes.model_check import model_digest
+from banaserve.nodes.messages import JoinSession, SessionOpened
 from banaserve.nodes.places import Places
+from banaserve.nodes.pool import NodePool, NodeWork, OnPeers, PoolNode
 from banaserve.nodes.remote_process import SOCKET_NAMES
-from banaserve.nodes.ways import NodeWays
 from banaserve.transport.registry import SHARED_MEMORY, TCP
-from banaserve.types import Distance, InstanceId, Role
+from banaserve.types import Distance
 
-logger = logging.getLogger(__name__)
 LOOKUP_STORE_SIZE = "64MiB"
 """Of the server's own store where all engines are elsewhere: it only asks the others."""
-
-
-@dataclass(frozen=True, slots=True)
-class NodeWork:
-    """What a server wants of its nodes.
-
-    Attributes:
-        instances: Ids and roles at the start.
-        need: Of each.
-        vllm_argv: Options of engines that are started without their own.
-        forks: Whether engines are forked, which only those on CPU can be.
-        threads: OMP threads of an engine; 0 shares a node's processors among its engines.
-        store: Of each node; None for no store.
-    """
-
-    instances: Sequence[tuple[InstanceId, Role]]
-    need: InstanceNeed
-    vllm_argv: tuple[str, ...]
-    forks: bool
-    threads: int
-    store: StoreOptions | None
 
 
 class NodesLauncher:
@@ -69,20 +41,10 @@ class NodesLauncher:
     """
 
     def __init__(self, places: Places, key: str, work: NodeWork, server: str) -> None:
-        self._credentials = ClusterCredentials.of(key)
-        self._places = places
+        self._pool = NodePool(places, key, work, server)
         self._key = key
-        self._work = work
-        self._server = server
-        self._clients: list[NodeClient] = []
-        self._orders: dict[str, PrepareNode] = {}
-        self._facts: dict[NodeClient, NodeFacts] = {}
-        self._place: dict[str, NodeClient] = {}
-        self._devices: dict[str, str] = {}
-        self._keepers: list[asyncio.Task[None]] = []
+        self._place: dict[str, PoolNode] = {}
         self._shims: list[subprocess.Popen[bytes]] = []
-        self._peers = PeerOptions()
-        self._ways = NodeWays(self._credentials)
 
     # ---- the nodes
 
@@ -92,105 +54,70 @@ class NodesLauncher:
         Raises:
             UserError: A node cannot be reached or used, or they have no room for the instances.
         """
-        self._clients = [
-            NodeClient(place, self._credentials, self._server, metrics.STORE_RESTARTS.inc)
-            for place in await self._places.open(say)
-        ]
-        say(f"taking nodes {', '.join(client.name for client in self._clients)}")
-        try:
-            async with asyncio.TaskGroup() as group:
-                for client in self._clients:
-                    group.create_task(self._take(client))
-            facts = [self._facts[client] for client in self._clients]
-            assigned = assign(facts, self._work.instances, self._work.need)
-            await self._make_orders(assigned)
-            for one in assigned:
-                names = ", ".join(instance_id for instance_id, _ in one.instances)
-                say(f"node {one.node}: {names or 'no instance'}")
-            async with asyncio.TaskGroup() as group:
-                for client in self._clients:
-                    group.create_task(client.prepare(self._orders[client.name]))
-        except* NodeLostError as failures:
-            raise UserError(str(failures.exceptions[0])) from None
-        kept = enumerate(self._clients)
-        self._keepers = [asyncio.create_task(self._keep(*one)) for one in kept]
-        self._keepers.append(asyncio.create_task(self._ways.keep_measuring(self._clients)))
-
-    async def _take(self, client: NodeClient) -> None:
-        opened = await client.open()
-        self._facts[client] = NodeFacts(client.name, opened.gpus, opened.memory_bytes)
-
-    async def _make_orders(self, assigned: Sequence[NodeAssignment]) -> None:
-        clients = {client.name: client for client in self._clients}
-        digest = await self._digest(())
-        stores: dict[str, str] = {}
-        if self._work.store is not None:
-            for client in self._clients:
-                stores[client.name] = written(client.host, await client.free_port())
-        self._peers = PeerOptions(peers=tuple(stores.values()), key=secrets.token_hex(32))
-        for one in assigned:
-            client = clients[one.node]
-            ids = [str(instance_id) for instance_id, _ in one.instances]
-            self._place.update(dict.fromkeys(ids, client))
-            devices = dict(zip(ids, one.devices, strict=False))
-            self._devices.update(devices)
-            self._orders[client.name] = PrepareNode(
-                vllm_argv=self._work.vllm_argv,
-                forks=self._work.forks,
-                environment={"OMP_NUM_THREADS": str(self._threads(client, len(ids)))},
-                devices=devices,
-                devices_each=self._work.need.num_gpus,
-                store=self._store_of(client, stores),
-                model_digest=digest,
-            )
-
-    def _threads(self, client: NodeClient, num_instances: int) -> int:
-        processors = client.opened.num_processors if client.opened is not None else 1
-        return self._work.threads or max(1, processors // max(1, num_instances))
-
-    def _store_of(self, client: NodeClient, stores: Mapping[str, str]) -> NodeStore | None:
-        if (options := self._work.store) is None:
-            return None
-        return NodeStore(
-            size=options.size,
-            ssd=str(options.ssd) if options.ssd is not None else "",
-            ssd_size=options.ssd_size,
-            distributed=options.distributed,
-            tenant_quota=options.tenant_quota,
-            verify_memory=options.verify_memory,
-            listen=stores[client.name],
-            peers=tuple(where for name, where in stores.items() if name != client.name),
-            key=self._peers.key,
-        )
-
-    async def _keep(self, number: int, client: NodeClient) -> None:
-        """Take a node again that was lost: what ran there has ended, and begins empty."""
-        order = self._orders[client.name]
-        while True:
-            await client.wait_lost()
-            logger.warning("node %s is away: %s", client.name, client.problem)
-            while not client.is_ready:
-                await asyncio.sleep(RETRY_S)
-                try:
-                    client.place = await self._places.find(number)
-                    await client.open()
-                    await client.prepare(_at_home(order, client))
-                except (NodeLostError, UserError) as error:
-                    client.problem = str(error)
-                else:
-                    logger.info("node %s is back", client.name)
+        assigned = await self._pool.open(say)
+        for node, one in zip(self._pool.nodes, assigned, strict=True):
+            self._place.update((str(instance_id), node) for instance_id, _ in one.instances)
 
     async def leave(self) -> None:
         """Give the nodes back: what runs there for this server ends."""
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
-        await asyncio.gather(*(client.close() for client in self._clients))
-        await self._places.close()
+        await self._pool.leave()
+
+    def nodes(self) -> list[NodeStatus]:
+        return [
+            NodeStatus(
+                name=node.name,
+                state="leaving" if node.is_leaving else _state(node.client),
+                instances=self._instances_of(node),
+                num_free=self._free(node),
+                num_gpus=len(node.facts.gpus),
+                memory_bytes=node.facts.memory_bytes,
+                problem="" if node.client.is_ready else node.client.problem,
+            )
+            for node in self._pool.nodes
+        ]
+
+    def num_free_places(self) -> int:
+        return sum(max(0, self._free(node)) for node in self._pool.nodes if _takes(node))
+
+    async def gained(self) -> list[str]:
+        return await self._pool.places.gained()
+
+    async def add_node(
+        self, address: str, vllm_argv: tuple[str, ...], say: Callable[[str], None]
+    ) -> str:
+        fullest = max((len(self._instances_of(node)) for node in self._pool.nodes), default=0)
+        node = await self._pool.add(address, vllm_argv, max(1, fullest), say)
+        return node.name
+
+    def hold_node(self, name: str, *, is_held: bool) -> None:
+        self._named(name).is_leaving = is_held
+
+    async def remove_node(self, name: str) -> None:
+        node = self._named(name)
+        if names := self._instances_of(node):
+            raise MigrationError(f"node {name} has instances still: {', '.join(names)}")
+        await self._pool.remove(node)
+
+    def follow_peers(self, told: OnPeers) -> None:
+        self._pool.follow(told)
+
+    def _named(self, name: str) -> PoolNode:
+        for node in self._pool.nodes:
+            if node.name == name:
+                return node
+        have = ", ".join(node.name for node in self._pool.nodes)
+        raise UserError(f"there is no node {name}: this server has {have}")
+
+    def _instances_of(self, node: PoolNode) -> list[str]:
+        return [name for name, its in self._place.items() if its is node]
+
+    def _free(self, node: PoolNode) -> int:
+        """How many instances more it can have."""
+        return room(node.facts, self._pool.work.need) - len(self._instances_of(node))
 
     def local_store(self, options: StoreOptions) -> StoreOptions:
         """The store beside the front door asks those of the nodes, and holds nothing."""
-        return replace(options, size=LOOKUP_STORE_SIZE, ssd=None, peers=self._peers)
+        return replace(options, size=LOOKUP_STORE_SIZE, ssd=None, peers=self._pool.peers())
 
     # ---- instances
 
@@ -198,22 +125,28 @@ class NodesLauncher:
         return False
 
     def node_of(self, instance_id: str) -> str:
-        client = self._place.get(instance_id)
-        return client.name if client is not None else ""
+        node = self._place.get(instance_id)
+        return node.name if node is not None else ""
 
     def distance(self, source: str, target: str) -> Distance | None:
-        return self._ways.distance(self.node_of(source), self.node_of(target))
+        return self._pool.ways.distance(self.node_of(source), self.node_of(target))
+
+    def store_beside(self, source: str, target: str) -> str:
+        here, there = self._place.get(source), self._place.get(target)
+        if here is None or there is None or here is there:
+            return ""
+        return there.store
 
     def is_there(self, instance_id: str) -> bool:
-        client = self._place.get(instance_id)
-        return client is not None and client.is_ready
+        node = self._place.get(instance_id)
+        return node is not None and node.client.is_ready
 
     def address_there(self, instance_id: str, address: str) -> str:
         opened = self._opened(instance_id)
         return f"ipc://{opened.folder}/{Path(address).name}"
 
-    def _node_of(self, instance_id: str) -> NodeClient:
-        return self._place[instance_id]
+    def _client_of(self, instance_id: str) -> NodeClient:
+        return self._place[instance_id].client
 
     async def start(
         self,
@@ -225,21 +158,22 @@ class NodesLauncher:
         handshake = handshake_address.removeprefix("ipc://")
         stem = handshake.removesuffix(f".{SOCKET_NAMES[0]}")
         targets = {name: f"{stem}.{name}" for name in SOCKET_NAMES}
-        digest = await self._digest(vllm_argv)
+        digest = await self._pool.digest(vllm_argv)
         order = JoinSession(
             self._opened(instance_id).incarnation,
             instance_id,
             Path(stem).name,
             vllm_argv=vllm_argv,
             model_digest=digest,
+            instances=tuple(self._instances_of(self._place[instance_id])),
         )
         return self._start_shim(instance_id, order, targets, log_path)
 
     async def guest_place(
         self, host: str, target: str, guest_id: str, transport: str, sockets: Path
     ) -> GuestPlace:
-        folder, here = self._opened(host).folder, self._node_of(host)
-        there = self._node_of(target)
+        folder, here = self._opened(host).folder, self._client_of(host)
+        there = self._client_of(target)
         if here is there and transport == SHARED_MEMORY:
             return GuestPlace(f"{folder}/{guest_id}.s", transport, folder, here.host)
         self._opened(target)
@@ -256,22 +190,18 @@ class NodesLauncher:
     ) -> int:
         opened = self._opened(address.target)
         own = msgspec.structs.replace(
-            address, folder=opened.folder, listen_host=self._node_of(address.target).host
+            address, folder=opened.folder, listen_host=self._client_of(address.target).host
         )
         order = JoinSession(
             opened.incarnation,
             guest=msgspec.json.encode(own),
             vllm_argv=vllm_argv,
-            model_digest=await self._digest(vllm_argv),
+            model_digest=await self._pool.digest(vllm_argv),
         )
         return self._start_shim(address.target, order, {}, log_path)
 
-    async def _digest(self, vllm_argv: tuple[str, ...]) -> str:
-        """Of the files of the model that these options name, or those that all were made with."""
-        return await asyncio.to_thread(model_digest, vllm_argv or self._work.vllm_argv)
-
     def _opened(self, instance_id: str) -> SessionOpened:
-        client = self._node_of(instance_id)
+        client = self._client_of(instance_id)
         if client.opened is None or not client.is_ready:
             raise InstanceDeadError(
                 f"instance {instance_id}: node {client.name} is away: {client.problem}"
@@ -281,7 +211,7 @@ class NodesLauncher:
     def _start_shim(
         self, instance_id: str, order: JoinSession, targets: dict[str, str], log_path: Path
     ) -> int:
-        client = self._node_of(instance_id)
+        client = self._client_of(instance_id)
         launch = shim.ShimLaunch(client.place.host, client.place.port, self._key, order, targets)
         self._shims = [one for one in self._shims if one.poll() is None]
         process = shim.start(launch, log_path)
@@ -293,17 +223,15 @@ class NodesLauncher:
         return ""
 
     def reserve(self, instance_id: str) -> None:
-        if instance_id in self._place or not self._facts:
+        if instance_id in self._place or not self._pool.nodes:
             return
-        had = dict.fromkeys(self._facts, 0)
-        for client in self._place.values():
-            had[client] += 1
-        free = {one: room(facts, self._work.need) - had[one] for one, facts in self._facts.items()}
-        here = [client for client in self._clients if client.is_ready]
-        chosen = max(here, key=lambda client: (free[client], -had[client]), default=None)
-        if chosen is None or free[chosen] < 1:
+        here = [node for node in self._pool.nodes if _takes(node)]
+        with_room = [node for node in here if self._free(node) > 0]
+        if not with_room:
             raise MigrationError("no node has room for another instance")
-        self._place[instance_id] = chosen
+        # Evenly, as at the start; among equals where most room is left.
+        had = {node: len(self._instances_of(node)) for node in with_room}
+        self._place[instance_id] = min(with_room, key=lambda one: (had[one], -self._free(one)))
 
     def release(self, instance_id: str) -> None:
         self._place.pop(instance_id, None)
@@ -315,10 +243,10 @@ class NodesLauncher:
             process.wait()
 
 
-def _at_home(order: PrepareNode, client: NodeClient) -> PrepareNode:
-    """An order for a node that may be another machine than the one that it was made for."""
-    if order.store is None:
-        return order
-    port = host_and_port("store", order.store.listen)[1]
-    store = msgspec.structs.replace(order.store, listen=written(client.host, port))
-    return msgspec.structs.replace(order, store=store)
+def _takes(node: PoolNode) -> bool:
+    """Whether instances may be added there."""
+    return node.client.is_ready and not node.is_leaving
+
+
+def _state(client: NodeClient) -> str:
+    return "ready" if client.is_ready else "away"

@@ -14,7 +14,7 @@ import msgspec
 
 from banaserve.errors import ProtocolError
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_FRAME_BYTES = 1 << 20
 MAX_CHANNELS = 64
 """Connections of one process at once: an engine opens one to each of three sockets."""
@@ -117,6 +117,16 @@ class PortFound(_Said, frozen=True):
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
+class SetStorePeers(_Said, frozen=True):
+    """Let the node's store fetch blocks from those at these ``HOST:PORT``, and from no others."""
+
+    peers: _Words
+
+
+class StorePeersSet(_Said, frozen=True):
+    """The store has been told, or is when it has been started again."""
+
+
 class StoreRestarted(_Said, frozen=True):
     """The node's store had ended and runs again."""
 
@@ -131,6 +141,7 @@ class JoinSession(_Said, frozen=True):
         vllm_argv: Options; empty where they are those that the node was prepared with.
         model_digest: Of the files of the model in the options, as the server has them; empty where
             it has none.
+        instances: All that this node has for the server; devices of others are free again.
     """
 
     incarnation: _Name
@@ -139,6 +150,7 @@ class JoinSession(_Said, frozen=True):
     guest: Annotated[bytes, msgspec.Meta(max_length=1 << 16)] = b""
     vllm_argv: _Words = ()
     model_digest: _Word = ""
+    instances: _Words = ()
 
 
 class ProcessStarted(_Said, frozen=True):
@@ -251,6 +263,8 @@ NodeMessage = (
     | NodePrepared
     | FreePort
     | PortFound
+    | SetStorePeers
+    | StorePeersSet
     | StoreRestarted
     | JoinSession
     | ProcessStarted

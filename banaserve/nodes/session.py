@@ -34,6 +34,8 @@ from banaserve.nodes.messages import (
     PortFound,
     PrepareNode,
     SessionOpened,
+    SetStorePeers,
+    StorePeersSet,
     StoreRestarted,
 )
 from banaserve.nodes.model_check import check_model
@@ -69,6 +71,7 @@ class NodeSession:
         self._telling: set[asyncio.Task[None]] = set()
         self._vllm_argv: tuple[str, ...] = ()
         self._variables: list[str] = []
+        self._with_devices: set[str] = set()
 
     async def run(self) -> None:
         """Serve until the server is gone.
@@ -95,6 +98,10 @@ class NodeSession:
                     await self._link.send(NodePrepared())
                 case FreePort():
                     await self._link.send(PortFound(_free_port(self._host)))
+                case SetStorePeers(peers):
+                    if self._store is not None:
+                        await self._store.set_peers(peers)
+                    await self._link.send(StorePeersSet())
                 case _:
                     await self._link.send(NodeRefused(f"a {type(said).__name__} belongs elsewhere"))
                     return
@@ -103,6 +110,7 @@ class NodeSession:
         if self._launcher is not None:
             raise UserError("the node has been prepared already")
         self._vllm_argv = order.vllm_argv
+        self._with_devices = set(order.devices)
         await asyncio.to_thread(check_model, order.vllm_argv, order.model_digest)
         for name, value in order.environment.items():
             if name not in os.environ:
@@ -164,7 +172,10 @@ class NodeSession:
             if not (order.engine and order.stem):
                 raise UserError("an order without an engine")
             stem = self._folder / order.stem
+            for name in self._with_devices.difference(order.instances):
+                launcher.release(name)
             launcher.reserve(order.engine)
+            self._with_devices = {*self._with_devices.intersection(order.instances), order.engine}
 
             async def start(log: Path) -> int:
                 shake = f"ipc://{stem}.h"

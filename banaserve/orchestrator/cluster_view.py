@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from banaserve.types import (
     ClusterView,
-    Distance,
     InstanceFacts,
     InstanceId,
     InstanceReport,
@@ -25,13 +24,11 @@ class Known:
         num_kv_blocks: Of its pool at present.
         overlap_fraction: As in its report; None where its guests are waited for, or it has not
             been learnt.
-        far: As of the instance's view.
     """
 
     facts: InstanceFacts | None
     num_kv_blocks: int = 0
     overlap_fraction: float | None = None
-    far: Mapping[InstanceId, Distance | None] = field(default_factory=dict)
 
 
 def with_guests(
@@ -95,4 +92,4 @@ def _completed(view: InstanceView, known: Known | None, arrived_s: float | None)
             weight_bytes=weight_bytes,
             overlap_fraction=known.overlap_fraction,
         )
-    return replace(view, facts=facts, report=report, changed_s=changed_s, far=known.far)
+    return replace(view, facts=facts, report=report, changed_s=changed_s)

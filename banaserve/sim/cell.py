@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
+from banaserve.costs.devices import device_of, relative_speed
 from banaserve.costs.profile import Profile
 from banaserve.costs.steps import StepCosts
 from banaserve.errors import NoInstanceError
@@ -22,6 +24,7 @@ from banaserve.sim.system import System
 from banaserve.sim.timeline import Timeline
 from banaserve.types import (
     ClusterView,
+    Distance,
     InstanceId,
     InstanceView,
     ObservedRequest,
@@ -33,6 +36,22 @@ from banaserve.types import (
 _REPEAT_S = 0.5
 """A request that no instance can take is tried again after this."""
 
+Far = Mapping[InstanceId, Mapping[InstanceId, Distance | None]]
+"""Of each instance the ways to those on other machines, as ``InstanceView.far`` has them."""
+
+
+class CellListener(Protocol):
+    """Told what becomes of a cell's requests, which are then not kept in ``Cell.finished``."""
+
+    def began(self, request: SimRequest) -> None:
+        """A prompt is computed; again where one runs again."""
+
+    def ended(self, request: SimRequest) -> None:
+        """The last token has come."""
+
+    def stranded(self, request: SimRequest) -> bool:
+        """No instance serves; true takes the request away, else it waits for one to come back."""
+
 
 class Cell:
     """Routes requests over its instances, hands KV over, and moves what its policy says.
@@ -42,11 +61,17 @@ class Cell:
         finished: Requests that have ended, in that order.
         num_refused: Requests that fit no instance.
         num_restarted: Legs that ran again because an instance died.
+        num_handed_over: Prompts fetched by the instance that decodes, and those of them that came
+            from another machine: ``num_handed_far``.
         store: The global store's prefixes, where the system has one; shared by all cells.
+        on_turn: Called with each turn of the control loop before its steps begin.
 
     Args:
         turn: Its place among the cells.
         lighter: Called with ``turn`` when a request has ended.
+        far: Ways between instances on different machines; none are where all share one.
+        nodes: Instances of each machine, where they share a prefix cache (``System.cache``).
+        listener: Told what becomes of requests.
     """
 
     def __init__(
@@ -58,15 +83,24 @@ class Cell:
         store: SimPrefixCache | None,
         turn: int,
         lighter: Callable[[int], None],
+        *,
+        far: Far | None = None,
+        nodes: Sequence[Sequence[InstanceId]] = (),
+        listener: CellListener | None = None,
     ) -> None:
         self._timeline = timeline
         self._system = system
+        self._listener = listener
         self._turn, self._lighter = turn, lighter
-        self._token_s = profile.shape.token_bytes / profile.link.bytes_per_s
-        self._hop_s = profile.link.hop_s
+        self._token_bytes = profile.shape.token_bytes
+        self._link = profile.between
+        self._token_s = self._token_bytes / self._link.bytes_per_s
+        self._hop_s = self._link.hop_s
         self._routing = routings.make_named(system.routing, start=turn, **system.routing_options)
         self._migration = migrations.make_named(system.migration, **system.migration_options)
-        self._max_tokens = min(profile.model.max_context_tokens, profile.memory.kv_tokens)
+        own = {name: self._profile_of(name, profile) for name, _ in roles}
+        kv_tokens = min(one.memory.kv_tokens for one in own.values())
+        self._max_tokens = min(profile.model.max_context_tokens, kv_tokens)
         self._block_tokens = profile.memory.block_tokens
         self._memory = control.Remembered()
         self.store = store
@@ -77,18 +111,30 @@ class Cell:
         self._output_lengths = OutputLengthWindow()
         self.num_refused = 0
         self.num_restarted = 0
+        self.num_handed_over = self.num_handed_far = 0
         self._num_returning = 0
         self.instances = {
             instance.id: instance
-            for instance in (self._start(name, role, profile) for name, role in roles)
+            for instance in (self._start(name, role, own[name], profile) for name, role in roles)
         }
+        for name, ways in (far or {}).items():
+            self.instances[name].far = ways
+        if system.cache == "node":
+            for node in nodes:
+                shared = SimPrefixCache(system.store_tokens, HASH_BLOCK_TOKENS)
+                self.caches.update(dict.fromkeys(node, shared))
         self._everyone = tuple(self.instances.values())
         self._views: dict[InstanceId, InstanceView] = {}
+        self.on_turn: list[Callable[[control.Turn], None]] = []
         self.placing = Placing(
             timeline, self.instances, profile, system.overlap_fraction, system.attention_fraction
         )
 
-    def _start(self, name: str, role: Role, profile: Profile) -> SimInstance:
+    def _profile_of(self, name: str, usual: Profile) -> Profile:
+        given = self._system.devices.get(name)
+        return usual if given is None else device_of(given, usual)
+
+    def _start(self, name: str, role: Role, profile: Profile, usual: Profile) -> SimInstance:
         engine = SimEngine(
             InstanceId(name),
             self._timeline,
@@ -106,7 +152,12 @@ class Cell:
         prefill = profile.prefill
         tokens = self._system.limits.step_tokens
         step_s = prefill.fixed_s + tokens * prefill.token_s + tokens**2 * prefill.pair_s
-        return SimInstance(engine, role, profile.facts, tokens / step_s, self._token_s)
+        facts = profile.facts
+        if profile is not usual:
+            facts = replace(
+                facts, profile=self._system.devices[name], speed=relative_speed(profile, usual)
+            )
+        return SimInstance(engine, role, facts, tokens / step_s, self._token_s)
 
     # ---- a request's way
 
@@ -162,7 +213,10 @@ class Cell:
             asked = RequestView(RequestId(str(request.id)), tokens, cached, request.max_tokens)
             route = self._routing.route(asked, self.view())
         except NoInstanceError:
-            if not self.is_lost:
+            if self._listener is not None and self._listener.stranded(request):
+                self.load -= 1
+                self._lighter(self._turn)
+            elif not self.is_lost:
                 self._timeline.after(_REPEAT_S, self._send, request)
             return
         request.decode = self.instances[route.decode]
@@ -172,6 +226,8 @@ class Cell:
             cached = min(cache.lookup(request.hash_ids, request.prompt_tokens), tokens - 1)
         request.cached_tokens = request.found_tokens = cached
         request.to_compute = tokens - cached
+        if first is not request.decode:
+            request.decode.expect(request)
         first.take(request, tokens, request.to_compute)
         first.engine.submit(request)
 
@@ -179,6 +235,9 @@ class Cell:
         """A prompt is computed: hand it over, unless it decodes where it is."""
         here = self.instances[engine.name]
         here.prefilled(request)
+        request.comes()
+        if self._listener is not None:
+            self._listener.began(request)
         if request.hash_ids:
             cache = self.caches.get(here.id) or self.store
             if cache is not None:
@@ -191,7 +250,7 @@ class Cell:
         else:
             request.held_by = engine
         target = request.decode
-        if target.engine.is_dead:
+        if not target.is_ready:
             self._restart(request)
             return False
         target.take(request, request.kv_tokens)
@@ -205,13 +264,22 @@ class Cell:
             return
         instance = self.instances[engine.name]
         start_s = max(self._timeline.now_s, instance.link_free_s)
-        done_s = start_s + request.kv_tokens * self._token_s + 2 * self._hop_s
+        token_s, hop_s = self._token_s, self._hop_s
+        self.num_handed_over += 1
+        if instance.id in (ways := request.prefill.far):
+            self.num_handed_far += 1
+            if (distance := ways[instance.id]) is not None:
+                link = self._link.over(distance)
+                token_s, hop_s = self._token_bytes / link.bytes_per_s, link.hop_s
+        done_s = start_s + request.kv_tokens * token_s + 2 * hop_s
         instance.link_free_s = done_s
         self._timeline.at(done_s, self._fetched, request)
 
     def _fetched(self, request: SimRequest) -> None:
-        source, request.held_by = request.held_by, None
         engine = request.decode.engine
+        if engine.loading.get(request.id) is not request:
+            return  # The engine has died: what was there runs again elsewhere, or will.
+        source, request.held_by = request.held_by, None
         if source is not None and source.is_dead:
             engine.drop(request)
             request.decode.leave(request)
@@ -227,9 +295,17 @@ class Cell:
         self.load -= 1
         self._output_lengths.ended(request.output_tokens)
         self._lighter(self._turn)
-        self.finished.append(request)
+        if self._listener is None:
+            self.finished.append(request)
+        else:
+            self._listener.ended(request)
 
     # ---- control and faults
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether an instance serves, as far as the router knows."""
+        return any(one.is_ready for one in self._everyone)
 
     @property
     def is_lost(self) -> bool:
@@ -244,6 +320,8 @@ class Cell:
         view = replace(self.view(), requests=self.observed())
         turn = control.turn(view, self._migration, Mode.ON, False, limits, self._memory)
         self._memory = turn.after
+        for told in self.on_turn:
+            told(turn)
         if turn.plan.is_ordered:
             self.placing.begin_in_order(turn.begin)
         else:
@@ -252,23 +330,55 @@ class Cell:
 
     def kill(self, name: InstanceId, back_after_s: float | None) -> None:
         """The instance dies; its requests run again elsewhere."""
-        dead = self.instances[name]
-        lost = dead.engine.kill()
-        self._num_returning += back_after_s is not None
-        dead.inflight = dead.inflight_tokens = 0
-        dead.forget_prompts()
-        dead.is_dirty = True
+        self.kill_node([name], back_after_s)
+
+    def kill_node(
+        self, names: Sequence[InstanceId], back_after_s: float | None, notice_s: float = 0.0
+    ) -> None:
+        """Instances die together, and the prefix cache of each with them.
+
+        Args:
+            names: Those that are alive.
+            back_after_s: When they serve again, empty; None is never. More than ``notice_s``.
+            notice_s: Until then the router sends requests there; they run elsewhere afterwards.
+        """
+        dead = [self.instances[name] for name in names]
+        lost = [request for one in dead for request in one.engine.kill()]
+        self._num_returning += len(dead) * (back_after_s is not None)
+        for one in dead:
+            if (cache := self.caches.get(one.id)) is not None:
+                cache.clear()
+            self._abort_moves(one)
+        if notice_s:
+            self._timeline.after(notice_s, self._notice, (dead, lost))
+        else:
+            self._notice((dead, lost))
+        if back_after_s is not None:
+            for one in dead:
+                self._timeline.after(back_after_s, self._revive, one)
+
+    def _abort_moves(self, dead: SimInstance) -> None:
         for step in self.placing.lose(dead):
             self._memory = self._memory.with_failed(step.action, self._timeline.now_s)
-        for request in lost:
+
+    def _notice(self, told: tuple[list[SimInstance], list[SimRequest]]) -> None:
+        """The router knows that instances are dead: what was there, or was sent there, goes on."""
+        dead, lost = told
+        for one in dead:
+            lost += one.engine.kill()
+            self._abort_moves(one)
+            one.is_ready = False
+            one.inflight = one.inflight_tokens = 0
+            one.forget_prompts()
+            one.is_dirty = True
+        for request in sorted(lost, key=lambda request: request.id):
             request.uncounted_tokens = 0
             self._restart(request)
-        if back_after_s is not None:
-            self._timeline.after(back_after_s, self._revive, dead)
 
     def _revive(self, dead: SimInstance) -> None:
         self._num_returning -= 1
         dead.engine.is_dead = False
+        dead.is_ready = True
         dead.changed_s = self._timeline.now_s
         dead.is_dirty = True
 
@@ -278,8 +388,11 @@ class Cell:
         if request.held_by is not None and not request.held_by.is_dead:
             request.held_by.release(request.kv_tokens)
         request.held_by = None
+        request.comes()
         request.start_over()
-        if self._system.handover == "store" and request.generated:
+        # A store of one machine is lost with it, and what it held of a request is not told apart.
+        is_kept = self._system.handover == "store" and self._system.cache != "node"
+        if is_kept and request.generated:
             whole = (request.all_tokens - 1) // self._block_tokens * self._block_tokens
             request.cached_tokens, request.to_compute = whole, request.all_tokens - whole
         self._send(request)

@@ -48,6 +48,8 @@ class SimCluster:
             else None
         )
         self.store = store
+        for name in system.devices:
+            check_known("instance with a device of its own", name, [n for n, _ in system.roles()])
         groups = cells_of(system)[part.place :: part.of]
         self._least_first: list[tuple[float, int]] = []
         self._lighter: set[int] = set()

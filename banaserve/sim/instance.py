@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from banaserve.orchestrator.migration import slabs
 from banaserve.sim.engine import SimEngine
 from banaserve.sim.request import SimRequest
-from banaserve.types import InstanceFacts, InstanceReport, InstanceView, ModulePlacement, Role
+from banaserve.types import (
+    Distance,
+    InstanceFacts,
+    InstanceId,
+    InstanceReport,
+    InstanceView,
+    ModulePlacement,
+    Role,
+)
 
 REPORT_S = 0.5
 """An instance that nothing happened to reports this often."""
@@ -27,6 +36,8 @@ class SimInstance:
         inflight_prefill_tokens: Of those, tokens still to compute.
         fetch_token_s: Time to fetch the KV of one token.
         link_free_s: When the last fetch in its queue will be done.
+        far: Ways to instances on other machines, as its view has them.
+        is_ready: It serves, as far as the router knows.
         is_dirty: Its view is out of date.
         view_old_s: When its view will be out of date for its age.
     """
@@ -49,9 +60,12 @@ class SimInstance:
         self.changed_s: float | None = None
         self.inflight = 0
         self.inflight_tokens = 0
+        self.coming = 0
         self.fetch_token_s = fetch_token_s
         self.forget_prompts()
         self.link_free_s = 0.0
+        self.far: Mapping[InstanceId, Distance | None] = {}
+        self.is_ready = True
         self.is_dirty = True
         self.view_old_s = 0.0
         self.busy_fraction = 0.0
@@ -59,6 +73,7 @@ class SimInstance:
         self._own_step_tokens = engine.limits.step_tokens
         self._fill_of_full_step()
         self._tokens_per_s = tokens_per_s
+        self._kv_token_bytes = facts.num_layers * facts.layer_token_bytes
         self._last = (0.0, 0.0, 0.0)
         self._report: InstanceReport | None = None
         self._view: InstanceView | None = None
@@ -92,6 +107,12 @@ class SimInstance:
         if request.uncounted_tokens:
             self._count_prompt(request, -1)
             request.uncounted_tokens = 0
+        self.is_dirty = True
+
+    def expect(self, request: SimRequest) -> None:
+        """``request`` will decode here once its prompt is computed elsewhere."""
+        request.expected_by = self
+        self.coming += 1
         self.is_dirty = True
 
     def leave(self, request: SimRequest) -> None:
@@ -128,14 +149,15 @@ class SimInstance:
         age_s = float("inf") if report is None else now_s - report.at_s
         if self._view is not None and not self.is_dirty and age_s <= REPORT_S:
             return self._view
-        if report is None or age_s >= _FRESH_S:
+        is_silent = self.engine.is_dead and self.is_ready
+        if report is None or (age_s >= _FRESH_S and not is_silent):
             report = self._report = self._make_report(now_s)
         self.is_dirty = False
         self.view_old_s = report.at_s + REPORT_S
         self._view = InstanceView(
             self.id,
             self.role,
-            not self.engine.is_dead,
+            self.is_ready,
             report,
             self.inflight,
             max(0, self.inflight_prefill_tokens),
@@ -149,6 +171,9 @@ class SimInstance:
             self.inflight_prefill_requests,
             self.inflight_prefill_pairs,
             self.engine.kv_tokens,
+            self.far,
+            self._kv_token_bytes,
+            self.coming,
         )
         return self._view
 

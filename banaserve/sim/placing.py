@@ -166,9 +166,13 @@ class Placing:
             work = host.engine.work
             for placement in host.placements:
                 share = self._share(placement.module, work)
-                relief += self._relief(placement.module, share, work)
-                hop_s += self._hop_s(host, placement.module)
-                shares[placement.guest] += share * host.busy_fraction
+                relieved = self._relief(placement.module, share, work)
+                guest = self._instances[placement.guest]
+                times_there = host.facts.speed / guest.facts.speed
+                # What the host waits for takes as long as the guest's device needs.
+                relief += relieved - (share - relieved) * (times_there - 1)
+                hop_s += self._hop_s(host, placement)
+                shares[placement.guest] += share * host.busy_fraction * times_there
             costs.relief = relief
             costs.hop_s = hop_s
         for name, share in shares.items():
@@ -198,11 +202,12 @@ class Placing:
             return modules.relief(self._profile, module, work)
         return self._overlap * share
 
-    def _hop_s(self, host: SimInstance, module: Module) -> float:
+    def _hop_s(self, host: SimInstance, placement: ModulePlacement) -> float:
         tokens = len(host.engine.decoding)
         if host.engine.prefilling:
             tokens += _PREFILL_STEP_TOKENS
-        return modules.hop_s(self._profile, module, tokens)
+        distance = host.far.get(placement.guest)
+        return modules.hop_s(self._profile, placement.module, tokens, distance)
 
     def _take_home(self, host: SimInstance, module: Module) -> None:
         for placement in host.placements:

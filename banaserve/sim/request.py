@@ -22,6 +22,7 @@ class SimRequest:
         joined_step, end_step: Decode steps of its engine at which it joined and will end.
         first_s, end_s: When its first and its last token came; -1 before.
         prefill, decode: Engines of its two legs; prefill is None where one serves both.
+        expected_by: The instance that will decode it, until its prompt is computed elsewhere.
         held_by: The engine that keeps its KV until it is fetched.
         counted_tokens: Its tokens in the router's counts of the instance that it is at,
         uncounted_tokens: and of those, the ones that have to be computed there first.
@@ -35,6 +36,7 @@ class SimRequest:
         "decode",
         "end_s",
         "end_step",
+        "expected_by",
         "first_s",
         "found_tokens",
         "generated",
@@ -82,6 +84,7 @@ class SimRequest:
         self.uncounted_tokens = 0
         self.prefill: Any = None
         self.decode: Any = None
+        self.expected_by: Any = None
         self.held_by: Any = None
 
     @property
@@ -93,6 +96,13 @@ class SimRequest:
     def needed_tokens(self) -> int:
         """KV that it takes when it is admitted: its whole prompt, or what it fetches."""
         return self.to_compute + self.cached_tokens if self.to_compute else self.kv_tokens
+
+    def comes(self) -> None:
+        """Nobody waits for its prompt any more: it is computed, or lost."""
+        if self.expected_by is not None:
+            self.expected_by.coming -= 1
+            self.expected_by.is_dirty = True
+            self.expected_by = None
 
     def start_over(self) -> None:
         """Its KV is lost: everything so far has to be computed again."""

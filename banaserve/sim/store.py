@@ -34,6 +34,10 @@ class SimPrefixCache:
         self.asked_tokens += prompt_tokens
         return tokens
 
+    def clear(self) -> None:
+        """Forget all blocks, as a machine does that dies."""
+        self._blocks.clear()
+
     def insert(self, hash_ids: tuple[int, ...]) -> None:
         """Keep the blocks of a computed prompt; children go out before their parents."""
         for block in reversed(hash_ids):

@@ -15,7 +15,7 @@ from banaserve.types import Role
 
 KINDS = ("banaserve", "colocated", "static")
 HANDOVERS = ("pull", "store")
-CACHES = ("global", "local", "none")
+CACHES = ("global", "local", "node", "none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +26,9 @@ class System:
         kind: Names the row in results, and says which defaults hold; see ``preset``.
         handover: ``store`` frees the KV of a prefill instance when its step ends; ``pull`` keeps
             it until the decode instance has fetched it (DistServe).
-        cache: Where prefixes are found: in one store, in each engine, or nowhere.
-        store_tokens: Capacity of the store.
+        cache: Where prefixes are found: in one store, in each engine, on the machine of the one
+            that computes the prompt, or nowhere.
+        store_tokens: Capacity of the store, or of each machine's.
         control_s: Period of the control loop.
         history_s: How long requests are kept for the policy to look at; 0 is not at all.
         control_limits: What it may begin, and over which time reports are smoothed.
@@ -38,6 +39,8 @@ class System:
         attention_fraction: Share of a layer's time that moved heads take along; None is that of
             the steps at hand.
         limits: Of each engine, whatever its role.
+        devices: Profiles of instances whose device is another one than that of the cluster, by
+            their ids.
     """
 
     kind: str
@@ -58,6 +61,7 @@ class System:
     overlap_fraction: float | None = 0.0
     attention_fraction: float | None = 0.3
     limits: EngineLimits = field(default_factory=EngineLimits)
+    devices: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_known("kind of system", self.kind, KINDS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -17,11 +18,18 @@ from banaserve.transport.errors import (
     TransferTimeoutError,
 )
 from banaserve.transport.frames import ONE_WAY, PREFIX, REFUSAL, REPLY, REQUEST, FrameHeader
-from banaserve.transport.interface import Message, Tensor
-from banaserve.transport.seal import CODE_BYTES, Seal
+from banaserve.transport.interface import Bytes, Message, Tensor
+from banaserve.transport.seal import CODE_BYTES, FrameCode, Seal
 from banaserve.transport.stream import ByteStream
 
 MAX_KEPT = 1024
+_NO_BYTES: Bytes = np.empty(0, np.uint8)
+_CHECKED_BYTES = 1 << 18
+"""Received, then checked while they are in the cache."""
+
+
+Place = Callable[[FrameHeader, Sequence[int]], Sequence[Bytes]]
+"""Memory for a frame's first tensors, of these sizes; each is received there where it fits."""
 
 
 class StreamChannel:
@@ -55,11 +63,21 @@ class StreamChannel:
     def send(self, message: Message, timeout_s: float) -> None:
         self._write(message, ONE_WAY, 0, time.monotonic() + timeout_s)
 
-    def call(self, message: Message, timeout_s: float) -> Message:
+    def call(self, message: Message, timeout_s: float, into: Sequence[Bytes] = ()) -> Message:
+        """As ``Channel.call``.
+
+        Args:
+            into: Memory for the reply's first tensors, each of which is received there where it has
+                its size. Whatever is there after an error means nothing.
+        """
         deadline = time.monotonic() + timeout_s
         token = self._write(message, REQUEST, 0, deadline)
+
+        def place(header: FrameHeader, sizes: Sequence[int]) -> Sequence[Bytes]:
+            return into if header.kind == REPLY and header.token == token else ()
+
         while True:
-            header, answer = self._next_frame(deadline)
+            header, answer = self._next_frame(deadline, place)
             if header.kind in (ONE_WAY, REQUEST):
                 self._keep(header, answer, deadline)
             elif header.token != token:
@@ -71,10 +89,27 @@ class StreamChannel:
             else:
                 return answer
 
-    def receive(self, timeout_s: float) -> Message:
+    def receive(
+        self,
+        timeout_s: float,
+        place: Callable[[bytes, Sequence[int]], Sequence[Bytes]] | None = None,
+    ) -> Message:
+        """As ``Channel.receive``.
+
+        Args:
+            place: Memory for the first tensors of a message with this body and tensors of these
+                sizes, as ``into`` of ``call``. Nothing has been checked yet: only bytes that mean
+                nothing until the message is returned may be given.
+        """
         deadline = time.monotonic() + timeout_s
+
+        def place_of(header: FrameHeader, sizes: Sequence[int]) -> Sequence[Bytes]:
+            if place is None or header.kind not in (ONE_WAY, REQUEST):
+                return ()
+            return place(header.body, sizes)
+
         while not self._kept:
-            header, message = self._next_frame(deadline)
+            header, message = self._next_frame(deadline, place_of)
             if header.kind in (ONE_WAY, REQUEST):
                 self._keep(header, message, deadline)
             else:
@@ -106,22 +141,22 @@ class StreamChannel:
             self._check_open()
             seq = self._last_sent + 1
             parts = frames.encode(message, seq, kind, token)
-            if self._seal is not None:
-                parts.append(self._seal.sign(parts))
             self._last_sent = seq
             try:
+                if self._seal is not None:
+                    parts.append(self._seal.sign(parts))
                 self._stream.write(parts, deadline)
             except (PeerGoneError, TransferTimeoutError) as error:
                 self._break(str(error))
                 raise
             return seq
 
-    def _next_frame(self, deadline: float) -> tuple[FrameHeader, Message]:
+    def _next_frame(self, deadline: float, place: Place) -> tuple[FrameHeader, Message]:
         while True:
             self._check_open()
             self._stream_wait(deadline)
             try:
-                header, tensors = self._read_frame(deadline)
+                header, tensors = self._read_frame(deadline, place)
             except (ProtocolError, PeerGoneError) as error:
                 raise self._break(str(error)) from None
             if header.seq <= self._last_received:
@@ -139,21 +174,21 @@ class StreamChannel:
         except PeerGoneError as error:
             raise self._break(str(error)) from None
 
-    def _read_frame(self, deadline: float) -> tuple[FrameHeader, tuple[Tensor, ...]]:
-        prefix = self._read(PREFIX.size, deadline)
+    def _read_frame(self, deadline: float, place: Place) -> tuple[FrameHeader, tuple[Tensor, ...]]:
+        code = self._seal.next_received() if self._seal is not None else None
+        prefix = self._read(PREFIX.size, deadline, code)
         header_bytes, payload_bytes = PREFIX.unpack(prefix)
         frames.check_lengths(header_bytes, payload_bytes)
-        encoded = self._read(header_bytes, deadline)
-        header = frames.decode(encoded)
+        header = frames.decode(self._read(header_bytes, deadline, code))
         sizes = frames.tensor_sizes(header)
         if sum(sizes) != payload_bytes:
             raise ProtocolError(f"tensors of {sum(sizes)} bytes in a payload of {payload_bytes}")
-        buffers = [np.empty(size, np.uint8) for size in sizes]
-        for buffer in buffers:
-            self._stream.read_into(frames.view_of(buffer), deadline)
-        if self._seal is not None:
-            code = bytes(self._read(CODE_BYTES, deadline))
-            if not self._seal.verify([prefix, encoded, *map(frames.view_of, buffers)], code):
+        buffers = _buffers(sizes, place(header, sizes))
+        self._read_parts([frames.view_of(buffer) for buffer in buffers], deadline, code)
+        if self._seal is not None and code is not None:
+            theirs = bytearray(CODE_BYTES)
+            self._stream.read_into(memoryview(theirs), deadline)
+            if not self._seal.accept(code, bytes(theirs)):
                 raise ProtocolError("a frame has a wrong code")
         tensors = tuple(
             Tensor(dtype, shape, buffer)
@@ -161,10 +196,21 @@ class StreamChannel:
         )
         return header, tensors
 
-    def _read(self, num_bytes: int, deadline: float) -> bytearray:
+    def _read(self, num_bytes: int, deadline: float, code: FrameCode | None) -> bytearray:
         target = bytearray(num_bytes)
-        self._stream.read_into(memoryview(target), deadline)
+        self._read_parts([memoryview(target)], deadline, code)
         return target
+
+    def _read_parts(
+        self, targets: Sequence[memoryview], deadline: float, code: FrameCode | None
+    ) -> None:
+        if code is None:
+            self._stream.read_parts(targets, deadline)
+            return
+        for some in _portions(targets):
+            self._stream.read_parts(some, deadline)
+            for part in some:
+                code.add(part)
 
     def _check_open(self) -> None:
         if self._broken is not None:
@@ -174,3 +220,28 @@ class StreamChannel:
         self._broken = self._broken or reason
         self._stream.close()
         return PeerGoneError(self._broken)
+
+
+def _portions(targets: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """The same bytes in turn, at most ``_CHECKED_BYTES`` at once."""
+    portion: list[memoryview] = []
+    room = _CHECKED_BYTES
+    for target in targets:
+        for first in range(0, target.nbytes, _CHECKED_BYTES):
+            part = target[first : first + _CHECKED_BYTES]
+            if part.nbytes > room:
+                yield portion
+                portion, room = [], _CHECKED_BYTES
+            portion.append(part)
+            room -= part.nbytes
+    if portion:
+        yield portion
+
+
+def _buffers(sizes: Sequence[int], given: Sequence[Bytes]) -> list[Bytes]:
+    """Memory for a frame's tensors: what was given where it fits, else new memory."""
+    offered = [*given, *[_NO_BYTES] * (len(sizes) - len(given))]
+    return [
+        target if size and target.nbytes == size else np.empty(size, np.uint8)
+        for target, size in zip(offered, sizes, strict=False)
+    ]

@@ -141,24 +141,6 @@ def gather(target: Memory, source: Memory, offsets: Runs, run_bytes: int) -> Non
     copy_runs(target, source, packed, offsets, run_bytes)
 
 
-def gather_checksummed(target: Memory, source: Memory, offsets: Runs, run_bytes: int) -> int:
-    """``gather``; the XXH3-64 of what ``target`` then holds, even if ``source`` changes meanwhile.
-
-    Raises:
-        ValueError: A run leaves its memory.
-    """
-    packed = np.arange(offsets.size, dtype=np.int64) * run_bytes
-    return _native.copy_regions_checksummed(
-        target.address,
-        source.address,
-        packed,
-        offsets,
-        run_bytes,
-        target.num_bytes,
-        source.num_bytes,
-    )
-
-
 def scatter(target: Memory, offsets: Runs, source: Memory, run_bytes: int) -> None:
     """Copy runs that lie one after the other in ``source`` to ``offsets`` of ``target``."""
     packed = np.arange(offsets.size, dtype=np.int64) * run_bytes

@@ -7,18 +7,85 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from pathlib import Path
 
+from banaserve.net.connections import address_of
 from banaserve.platform.linux import MAX_SOCKET_PATH_BYTES
 from banaserve.transport.errors import RefusedError
 
-MAX_PEERS = 64
+MAX_CONNECTIONS = 64
+MAX_STRANGERS = 64
+"""Of the connections on which somebody has to prove something first."""
 GREETING_S = 5.0
 _BACKLOG = 64
 _PAUSE_S = 0.05
 """After a failed accept: where file descriptors have run out, the next one would fail at once."""
+
+
+class ConnectionPlaces:
+    """Connections of a service. Any thread may call.
+
+    Args:
+        num_places: So many at most; who comes when all are taken is turned away.
+        num_strangers: Of these, so many at most that have proved nothing: the oldest of the address
+            that has most of them makes way for a new one, as it does where all places are taken.
+            None where whoever connects is turned away or stays.
+    """
+
+    def __init__(self, num_places: int = MAX_CONNECTIONS, num_strangers: int | None = None) -> None:
+        self._num_places, self._num_strangers = num_places, num_strangers
+        self._lock = threading.Lock()
+        self._taken: dict[socket.socket, None] = {}
+        self._unproved: dict[socket.socket, bytes] = {}
+
+    def take(self, sock: socket.socket, peer: Hashable = None) -> bool:
+        """Whether ``sock`` has a place; another connection may have been ended for it.
+
+        Args:
+            peer: Its other end as ``accept`` tells it; a /64 of IPv6 counts as one address.
+        """
+        address = address_of(peer)
+        with self._lock:
+            is_full = len(self._taken) >= self._num_places
+            if is_full or len(self._unproved) == self._num_strangers:
+                evicted = self._crowding(address)
+                if evicted is None:
+                    return False
+                del self._taken[evicted], self._unproved[evicted]
+                with suppress(OSError):
+                    evicted.shutdown(socket.SHUT_RDWR)  # its thread closes it
+            self._taken[sock] = None
+            if self._num_strangers is not None:
+                self._unproved[sock] = address
+            return True
+
+    def _crowding(self, address: bytes) -> socket.socket | None:
+        """The one that makes way for one from ``address``."""
+        counts = Counter([address, *self._unproved.values()])
+        return max(self._unproved, key=lambda sock: counts[self._unproved[sock]], default=None)
+
+    def proved(self, sock: socket.socket) -> bool:
+        """Its peer knows the secret; returns whether it still has its place, which it keeps."""
+        with self._lock:
+            self._unproved.pop(sock, None)
+            return sock in self._taken
+
+    def leave(self, sock: socket.socket) -> None:
+        """It is closed."""
+        with self._lock:
+            self._taken.pop(sock, None)
+            self._unproved.pop(sock, None)
+            sock.close()
+
+    def end_all(self) -> None:
+        """Wake every thread that serves one."""
+        with self._lock:
+            for sock in self._taken:
+                with suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
 
 
 class Service:
@@ -29,16 +96,21 @@ class Service:
         listener: A listening socket, which the service closes.
         serve: Talks with one peer until it goes; the socket is closed for it. What it raises ends
             that connection alone.
+        places: Of its connections.
     """
 
     def __init__(
-        self, name: str, listener: socket.socket, serve: Callable[[socket.socket], None]
+        self,
+        name: str,
+        listener: socket.socket,
+        serve: Callable[[socket.socket], None],
+        places: ConnectionPlaces | None = None,
     ) -> None:
         self._name = name
         self._listener = listener
         self._serve = serve
         self._lock = threading.Lock()
-        self._peers: set[socket.socket] = set()
+        self._places = places or ConnectionPlaces()
         self._closed = False
         self._thread = threading.Thread(target=self._accept, name=name, daemon=True)
         self._thread.start()
@@ -47,28 +119,26 @@ class Service:
         """Stop listening and end every connection."""
         with self._lock:
             self._closed = True
-            peers = list(self._peers)
         # A close alone would not wake a thread that waits in accept or recv.
-        for sock in (self._listener, *peers):
-            with suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._places.end_all()
         self._thread.join()
         self._listener.close()
 
     def _accept(self) -> None:
         while True:
             try:
-                sock, _ = self._listener.accept()
+                sock, peer = self._listener.accept()
             except OSError:
                 if self._closed:
                     return
                 time.sleep(_PAUSE_S)
                 continue
             with self._lock:
-                if self._closed or len(self._peers) >= MAX_PEERS:
+                if self._closed or not self._places.take(sock, peer):
                     sock.close()
                     continue
-                self._peers.add(sock)
             threading.Thread(
                 target=self._talk, args=(sock,), name=f"{self._name}-peer", daemon=True
             ).start()
@@ -77,9 +147,7 @@ class Service:
         # A peer that sends nonsense or goes costs its own connection and nothing else.
         with suppress(Exception):
             self._serve(sock)
-        with self._lock:
-            self._peers.discard(sock)
-            sock.close()
+        self._places.leave(sock)
 
 
 def listen_unix(folder: str, name: str) -> tuple[socket.socket, Path]:

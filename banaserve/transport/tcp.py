@@ -1,8 +1,9 @@
 """TCP transport: slices are received by a thread of the offering side, checked, and copied.
 
-Each request and each answer is a fixed head with a code over it; the head of one that is followed
-by bytes holds their checksum. So a third party cannot forge where bytes go, and damaged bytes are
-noticed before they reach a region.
+Each request and each answer is a fixed head with a code over it, and so are the bytes that follow
+one. A third party can forge neither where bytes go nor what they are: a code that is wrong ends
+the connection before its bytes reach a region. They are checked while they are in the cache, where
+a code costs hardly more than a checksum: 0.043 against 0.031 seconds of a core for each GiB.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from banaserve.errors import ProtocolError
 from banaserve.transport.errors import (
@@ -25,7 +25,7 @@ from banaserve.transport.errors import (
 )
 from banaserve.transport.interface import MAX_EPOCH, RegionDescriptor
 from banaserve.transport.local_region import LocalRegion, reserve
-from banaserve.transport.memory import SLICE_BYTES, Memory, Plan, Runs, gather_checksummed, scatter
+from banaserve.transport.memory import SLICE_BYTES, Memory, Plan, Runs, gather, scatter
 from banaserve.transport.plans import check_offsets
 from banaserve.transport.remote import PlannedRegion, PlanTicket
 from banaserve.transport.seal import CODE_BYTES, Seal
@@ -33,10 +33,10 @@ from banaserve.transport.served import ServedTransport
 from banaserve.transport.stream import ByteStream, SocketStream
 
 OPEN, WRITE, READ = range(3)
-DONE, OUTSIDE, STALE, CLOSED, DAMAGED = range(5)
+DONE, OUTSIDE, STALE, CLOSED = range(4)
 MAX_RUNS = SLICE_BYTES
-_REQUEST = struct.Struct("<BQQQIQ16s")
-_ANSWER = struct.Struct("<BQQQ")
+_REQUEST = struct.Struct("<BQQQI16s")
+_ANSWER = struct.Struct("<BQQ")
 NAME = "tcp"
 # Slices under way at once: the peer checks one while the next is sent.
 _WINDOW = 3
@@ -46,6 +46,8 @@ _MAX_RUNS_AHEAD = 2048
 # Only waiting for a ticket has a deadline; the connection itself has none.
 _FOREVER_S = 1e6
 _NO_ID = bytes(16)
+_CHECKED_BYTES = 1 << 18
+"""Received, then checked while they are in the cache."""
 _NO_OFFSETS = np.empty(0, np.int64)
 
 
@@ -57,7 +59,7 @@ class TcpTransport(ServedTransport):
     def _open(
         self, descriptor: RegionDescriptor, stream: SocketStream, seal: Seal, deadline: float
     ) -> PlannedRegion:
-        hello = BulkRequest(OPEN, 1, 0, 0, 0, 0, descriptor.region_id)
+        hello = BulkRequest(OPEN, 1, 0, 0, 0, descriptor.region_id)
         stream.write(sign_request(hello, _NO_OFFSETS, seal), deadline)
         stream.wait_readable(deadline)
         try:
@@ -72,7 +74,7 @@ class TcpTransport(ServedTransport):
         request, _ = read_request(stream, seal, 1, time.monotonic() + _FOREVER_S)
         region = self._find(request.region_id) if request.kind == OPEN else None
         status = DONE if region is not None else CLOSED
-        stream.write(sign_answer(BulkAnswer(status, 1, 0, 0), seal), time.monotonic() + _FOREVER_S)
+        stream.write(sign_answer(BulkAnswer(status, 1, 0), seal), time.monotonic() + _FOREVER_S)
         if region is not None:
             _Responder(stream, seal, region).run()
 
@@ -94,35 +96,31 @@ class _Responder:
             request, offsets = read_request(self._stream, self._seal, seq, deadline)
             data = self._bytes[: request.run_bytes * request.num_runs]
             if request.kind == WRITE:
-                self._stream.read_into(memoryview(data.data), deadline)
-            status, total = self._do(request, offsets, data)
-            follows = request.kind == READ and status == DONE
-            answer = BulkAnswer(status, seq, self._region.epoch, total)
-            parts = sign_answer(answer, self._seal)
-            self._stream.write([*parts, data.data] if follows else parts, deadline)
+                read_bytes(self._stream, self._seal, data, deadline)
+            status = self._do(request, offsets, data)
+            parts = sign_answer(BulkAnswer(status, seq, self._region.epoch), self._seal)
+            if request.kind == READ and status == DONE:
+                parts += sign_bytes(data, self._seal)
+            self._stream.write(parts, deadline)
 
-    def _do(
-        self, request: BulkRequest, offsets: Runs, data: npt.NDArray[np.uint8]
-    ) -> tuple[int, int]:
-        """The answer's status, and the checksum of what was put into ``data``."""
-        region, total = self._region, 0
+    def _do(self, request: BulkRequest, offsets: Runs, data: npt.NDArray[np.uint8]) -> int:
+        """The answer's status. ``data`` is written to the region, or read from it."""
+        region = self._region
         if request.kind == OPEN:
             raise ProtocolError("a region is opened once on a connection")
         try:
             check_offsets(offsets, request.run_bytes, region.descriptor.num_bytes, "the region")
-            if request.kind == WRITE and checksum(data) != request.checksum:
-                return DAMAGED, 0
             with region.use(request.epoch):
                 memory, staged = region.memory, Memory.of(data)
                 if request.kind == WRITE:
                     scatter(memory, offsets, staged, request.run_bytes)
                 else:
-                    total = gather_checksummed(staged, memory, offsets, request.run_bytes)
+                    gather(staged, memory, offsets, request.run_bytes)
         except StaleEpochError:
-            return STALE, 0
+            return STALE
         except RefusedError:
-            return CLOSED if region.is_closed else OUTSIDE, 0
-        return DONE, total
+            return CLOSED if region.is_closed else OUTSIDE
+        return DONE
 
 
 class TcpRemote(PlannedRegion):
@@ -191,17 +189,16 @@ class TcpRemote(PlannedRegion):
 
     def _send(self, part: Plan) -> int:
         self._seq += 1
-        kind, total, data = READ, 0, self._staging[:0]
+        kind, offsets = WRITE if part.writes else READ, part.remote_offsets
+        request = BulkRequest(kind, self._seq, part.epoch, part.num_bytes, offsets.size, _NO_ID)
         if part.writes:
+            # Staged: what is signed is what is sent, whatever is written here meanwhile.
             data = self._staging[: part.local_offsets.size * part.num_bytes]
-            kind, staged = WRITE, Memory.of(data)
-            total = gather_checksummed(staged, part.local, part.local_offsets, part.num_bytes)
-        offsets = part.remote_offsets
-        request = BulkRequest(
-            kind, self._seq, part.epoch, part.num_bytes, offsets.size, total, _NO_ID
-        )
+            gather(Memory.of(data), part.local, part.local_offsets, part.num_bytes)
         parts = sign_request(request, offsets, self._seal)
-        self._stream.write([*parts, data.data], time.monotonic() + _FOREVER_S)
+        if part.writes:
+            parts += sign_bytes(data, self._seal)
+        self._stream.write(parts, time.monotonic() + _FOREVER_S)
         return self._seq
 
     def _take_answer(self, seq: int, part: Plan) -> None:
@@ -209,15 +206,11 @@ class TcpRemote(PlannedRegion):
         answer = read_answer(self._stream, self._seal, seq, deadline)
         if answer.status == STALE:
             raise StaleEpochError(f"the region is at epoch {answer.detail}, not {part.epoch}")
-        if answer.status == DAMAGED:
-            raise PeerGoneError("bytes were damaged on their way to the peer")
         if answer.status != DONE:
             raise RefusedError("the region is closed or smaller than its descriptor says")
         if not part.writes:
             data = self._staging[: part.local_offsets.size * part.num_bytes]
-            self._stream.read_into(memoryview(data.data), deadline)
-            if checksum(data) != answer.checksum:
-                raise PeerGoneError("bytes were damaged on their way from the peer")
+            read_bytes(self._stream, self._seal, data, deadline)
             scatter(part.local, part.local_offsets, Memory.of(data), part.num_bytes)
 
 
@@ -234,7 +227,6 @@ class BulkRequest(NamedTuple):
         epoch: Of the transfer.
         run_bytes: Of each run.
         num_runs: How many offsets follow.
-        checksum: Of the bytes that follow a WRITE.
         region_id: For OPEN.
     """
 
@@ -243,23 +235,37 @@ class BulkRequest(NamedTuple):
     epoch: int
     run_bytes: int
     num_runs: int
-    checksum: int
     region_id: bytes
 
 
 class BulkAnswer(NamedTuple):
-    """``detail`` is the region's epoch; ``checksum`` covers the bytes that follow a READ."""
+    """``detail`` is the region's epoch."""
 
     status: int
     seq: int
     detail: int
-    checksum: int
 
 
-def checksum(data: npt.NDArray[np.uint8]) -> int:
-    """XXH3-64."""
-    value: int = xxhash.xxh3_64_intdigest(data.data)
-    return value
+def sign_bytes(data: npt.NDArray[np.uint8], seal: Seal) -> list[memoryview | bytes]:
+    """The parts that follow a WRITE or the answer to a READ; a frame of their own."""
+    return [data.data, seal.sign([data.data])]
+
+
+def read_bytes(
+    stream: ByteStream, seal: Seal, target: npt.NDArray[np.uint8], deadline: float
+) -> None:
+    """Fill ``target`` with what ``sign_bytes`` has sent.
+
+    Raises:
+        ProtocolError: It is not what the peer has sent now; what is in ``target`` means nothing.
+    """
+    code = seal.next_received()
+    for first in range(0, target.size, _CHECKED_BYTES):
+        part = target[first : first + _CHECKED_BYTES].data
+        stream.read_into(part, deadline)
+        code.add(part)
+    if not seal.accept(code, bytes(_read(stream, CODE_BYTES, deadline))):
+        raise ProtocolError("bytes were changed on their way from the peer")
 
 
 def sign_request(

@@ -1,8 +1,16 @@
-"""Engine that traces its transfers, told over stdin what to run; for ``bench pipeline``.
+"""Engine that traces its transfers, told over stdin what to run.
 
-Usage: ``python -m benchmarks.drivers.traced MODEL SOCKET``. Each line of stdin is a JSON object:
-``prompt`` (token ids) and any of the connector's options for measurements. Each answer is a line
-of JSON: what the engine is, then for each prompt the trace of the step that computed it.
+For ``bench pipeline`` and ``bench prefix-ttft``. Usage: ``python -m benchmarks.drivers.traced MODEL
+SOCKET``. Each line of stdin is a JSON object:
+
+- ``prompt``: token ids;
+- ``way``: of the prefix that the store has, ``fetch`` all (the default), ``compute`` all, or
+  ``cut`` it as the cost gate decides;
+- ``new_link``: whether what the gate knows of fetches is forgotten first;
+- any of the connector's options for measurements.
+
+Each answer is a line of JSON: what the engine is, then for each prompt the trace of the step that
+computed it, the seconds to its first token, and that token.
 """
 
 from __future__ import annotations
@@ -10,9 +18,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import time
 from typing import Any
 
 from banaserve.engine.vllm.settings.environment import set_environment
+from banaserve.kvstore.cost_gate import FetchPredictor
 from benchmarks.drivers.answers import say, take_stdout
 
 _MAX_TOKENS = 4096
@@ -24,11 +34,12 @@ def main() -> int:
     replies = take_stdout()
     set_environment()
     from banaserve.engine.vllm.compat.kv_connector import get_kv_transfer_group
-    from banaserve.engine.vllm.compat.offline import LLM, SamplingParams
+    from banaserve.engine.vllm.compat.offline import LLM, SamplingParams, scheduler_connector
 
     engine = LLM(model, **_engine_options(socket))
     connector: Any = get_kv_transfer_group()
     worker, start = connector.worker, connector.worker.options
+    gate = scheduler_connector(engine.llm_engine).gate
     kind = connector.fingerprint
     say(
         replies,
@@ -36,14 +47,23 @@ def main() -> int:
         num_layers=kind.num_layers,
         page_bytes=kind.page_bytes,
     )
-    one_token = SamplingParams(max_tokens=1, temperature=0.0)
     for line in sys.stdin:
         told = json.loads(line)
         prompt = {"prompt_token_ids": told.pop("prompt")}
+        way = told.pop("way", "fetch")
+        gate.enabled = way == "cut"
+        if told.pop("new_link", False):
+            gate.fetch = FetchPredictor()
+        one_token = SamplingParams(
+            max_tokens=1, temperature=0.0, skip_reading_prefix_cache=way == "compute"
+        )
         worker.configure(dataclasses.replace(start, **told))
         worker.trace.steps.clear()
-        engine.generate([prompt], one_token, use_tqdm=False)
-        say(replies, steps=[dataclasses.asdict(step) for step in worker.trace.steps])
+        began_s = time.perf_counter()
+        (answer,) = engine.generate([prompt], one_token, use_tqdm=False)
+        ttft_s = time.perf_counter() - began_s
+        steps = [dataclasses.asdict(step) for step in worker.trace.steps]
+        say(replies, steps=steps, ttft_s=ttft_s, token=answer.outputs[0].token_ids[0])
     return 0
 
 

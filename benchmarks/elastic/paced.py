@@ -297,7 +297,11 @@ def _result(
     return result.result(
         "elastic-paced",
         seed=0,
-        options={name: value for name, value in vars(given).items() if name != "json"},
+        options={
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in vars(given).items()
+            if name != "json"
+        },
         started_at=began,
         figures=figures,
         notes=[str(__doc__)],

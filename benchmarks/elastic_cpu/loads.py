@@ -34,14 +34,14 @@ class ChatLoad:
     open: int
 
     def shortened(self) -> ChatLoad:
-        """The same with a third of the conversations."""
-        return replace(self, closed=-(-self.closed // 3), open=-(-self.open // 3))
+        """The same with a ninth of the conversations."""
+        return replace(self, closed=-(-self.closed // 9), open=-(-self.open // 9))
 
 
 LOADS = {
-    "shared-prefixes": ChatLoad(512, 4, 64, 16, 1, 20, 12),
-    "chats": ChatLoad(0, 0, 96, 16, 3, 8, 4),
-    "nothing-shared": ChatLoad(0, 0, 256, 16, 1, 16, 10),
+    "shared-prefixes": ChatLoad(512, 12, 64, 16, 1, 60, 36),
+    "chats": ChatLoad(0, 0, 96, 16, 3, 24, 12),
+    "nothing-shared": ChatLoad(0, 0, 256, 16, 1, 48, 30),
 }
 CONCURRENCY = 4
 """Conversations under way where some are kept so."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from statistics import median
 
+import numpy as np
 import torch
 
 from banaserve.engine.vllm.kv_connector.gpu_block_copy import GpuCopier, QueuedCopy
@@ -114,11 +115,11 @@ class _Step:
         saves[-1].join()
 
     def _load(self, layer: int) -> QueuedCopy:
-        ids = range(_BLOCKS)
+        ids = np.arange(_BLOCKS, dtype=np.int64)
         return self.copier.load(layer, self._view, ids, ids, self.copier.mark())
 
     def _save(self, layer: int) -> QueuedCopy:
-        ids = range(_BLOCKS, 2 * _BLOCKS)
+        ids = np.arange(_BLOCKS, 2 * _BLOCKS, dtype=np.int64)
         return self.copier.save(layer, self._view, ids, ids, self.copier.mark())
 
     def _compute(self, count: int) -> None:

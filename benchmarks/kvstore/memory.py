@@ -231,21 +231,34 @@ class PoolBench:
         )
 
     def _copy(self, slots: list[Slot], arrangement: str, *, is_put: bool) -> None:
-        indices = np.asarray([slot.index for slot in slots], dtype=np.int64)
-        pool = indices * self._view.slot_bytes
+        slot_numbers = np.asarray([slot.index for slot in slots], dtype=np.int64)
         numbers = np.arange(len(slots), dtype=np.int64)
-        if arrangement == "whole":
-            self._move(pool, numbers * self._block_bytes, self._block_bytes, is_put)
-            return
-        for layer in range(NUM_LAYERS):
-            inside = self._view.fingerprint.offset_bytes(layer)
-            own = (layer * self.num_blocks + numbers) * self._page_bytes
-            self._move(pool + inside, own, self._page_bytes, is_put)
-
-    def _move(self, pool: Offsets, own: Offsets, num_bytes: int, is_put: bool) -> None:
         memory = self._bytes_of(self._source if is_put else self._target)
-        here, there = memory.ctypes.data, self._view.base_address
-        own_size, pool_size = memory.size, self._view.memory.size
+        here, size = memory.ctypes.data, memory.size
+        if arrangement == "whole":
+            own = numbers * self._block_bytes
+            self._move((here, size, own), slot_numbers, 0, self._block_bytes, is_put)
+            return
+        # As the connector's copier does: the numbers are those of every layer.
+        own = numbers * self._page_bytes
+        for layer in range(NUM_LAYERS):
+            first = layer * self.num_blocks * self._page_bytes
+            inside = self._view.fingerprint.offset_bytes(layer)
+            mine = (here + first, size - first, own)
+            self._move(mine, slot_numbers, inside, self._page_bytes, is_put)
+
+    def _move(
+        self,
+        mine: tuple[int, int, Offsets],
+        slots: Offsets,
+        in_slot: int,
+        num_bytes: int,
+        is_put: bool,
+    ) -> None:
+        """Copy between ``mine`` (address, bytes, offsets) and ``in_slot`` bytes into the slots."""
+        here, own_size, own = mine
+        there, pool_size = self._view.base_address + in_slot, self._view.memory.size - in_slot
+        pool = slots * self._view.slot_bytes
         if is_put:
             _native.copy_regions(
                 there, here, pool, own, num_bytes, pool_size, own_size, streaming=True

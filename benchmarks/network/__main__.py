@@ -1,9 +1,17 @@
-"""KV blocks of one prompt over a link between two hosts, beside Mooncake Store and plain TCP.
+"""KV blocks of a prompt over a link between two hosts: their speed, and how much of it is hidden.
 
 ``python -m benchmarks network``. The hosts are network namespaces of this machine, joined by links
 of a set rate (``tc tbf``): it needs root. Each run fetches the blocks of another prompt by each way
 in turn; ``network_fraction`` is the share of the link that the store's bytes reach, from the first
-question to the last block.
+question to the last block. ``mooncake`` and ``tcp`` are the same for Mooncake Store and for one
+plain connection.
+
+``hidden_fraction`` is of a hand-over: the share of what the other host waits for a prompt's blocks
+after its prefill that is gone where they are pushed layer by layer while they are computed, instead
+of asked for once all are there. The prefill's layers end at even times, their KV is written to the
+store's slots by a client, and nothing is computed. It takes half of the time that the link needs
+for the blocks (``below`` break-even: half of it cannot be hidden), and one and a half times
+(``above``).
 """
 
 from __future__ import annotations
@@ -31,6 +39,8 @@ from benchmarks.script import run_script
 GBIT = 1e9
 _RATES = (1.0, 10.0)
 _OURS, _OTHER, _BOUND = "network", "mooncake", "tcp"
+_PREFILLS = {"below": 0.5, "above": 1.5}
+"""Times of the prefill, in those that the link needs for the blocks."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -81,8 +91,9 @@ def _measure(
         for host in network.hosts:
             network.limit(host, gbits * GBIT)
         block = (given.block_bytes, given.blocks)
+        store = StoreWay(network.hosts, stack, folder, *block)
         ways: dict[str, Way] = {
-            _OURS: StoreWay(network.hosts, stack, folder, *block),
+            _OURS: store,
             _BOUND: StreamWay(network.hosts, num_bytes),
         }
         if missing_mooncake() is None:
@@ -97,10 +108,26 @@ def _measure(
             if _OTHER in ways:
                 ours, other = (samples[f"{n}_fraction_{gbits:g}gbit"][-1] for n in (_OURS, _OTHER))
                 samples[f"over_mooncake_{gbits:g}gbit"].append(ours / other)
+            _hand_over(store, run, num_bytes * 8 / (gbits * GBIT), f"{gbits:g}gbit", samples)
             progress.advance(task)
 
 
+def _hand_over(
+    store: StoreWay, run: int, link_s: float, rate: str, samples: dict[str, list[float]]
+) -> None:
+    for name, times in _PREFILLS.items():
+        asked_s, pushed_s = (
+            store.exposed_s(f"{name}-{run}-{is_pushed}", times * link_s, is_pushed=is_pushed)
+            for is_pushed in (False, True)
+        )
+        samples[f"asked_exposed_s_{rate}_{name}"].append(asked_s)
+        samples[f"pushed_exposed_s_{rate}_{name}"].append(pushed_s)
+        samples[f"hidden_fraction_{rate}_{name}"].append(1.0 - pushed_s / asked_s)
+
+
 def _unit(name: str) -> str:
+    if "_s_" in name:
+        return "s"
     return "ratio" if name.startswith("over") else "fraction"
 
 

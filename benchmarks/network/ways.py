@@ -20,7 +20,7 @@ from banaserve.bench.loadgen.servers import end_with_parent
 from banaserve.errors import UserError
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.fingerprint import Fingerprint
-from banaserve.kvstore.interface import Lookup
+from banaserve.kvstore.interface import Lookup, Slot
 from banaserve.kvstore.peers.options import KEY_VARIABLE
 from benchmarks.network.hosts import Host
 
@@ -79,6 +79,7 @@ class StoreWay:
         )
         self._block = np.random.default_rng(0).integers(0, 256, block_bytes, np.uint8)
         addresses = [f"{host.address}:{STORE_PORT}" for host in hosts]
+        self._target_address = addresses[1]
         self._source = self._client(source, stack, folder, addresses[0], addresses[1])
         self._target = self._client(target, stack, folder, addresses[1], addresses[0])
 
@@ -106,11 +107,42 @@ class StoreWay:
                 raise UserError(path.with_suffix(".log").read_text().strip())
         client = StoreClient(path, self._fingerprint, client_name="bench", timeout_s=10.0)
         stack.callback(client.close)
+        client.connect()
         return client
 
     def fetch_s(self, run: int) -> float:
-        keys = [f"{run}-{number}".encode().ljust(32, b".") for number in range(self._num_blocks)]
+        keys = self._keys(f"{run}")
         self._write(keys)
+        return self._collected_s(keys)
+
+    def exposed_s(self, run: str, prefill_s: float, *, is_pushed: bool) -> float:
+        """Seconds from the end of a prompt's prefill until the other host has all of its blocks.
+
+        Args:
+            run: Names the prompt.
+            prefill_s: The prefill takes so long, each layer as long as the others, and leaves its
+                KV in the store after each.
+            is_pushed: Whether the store is told where the blocks go before they are computed.
+        """
+        keys = self._keys(run)
+        slots = self._reserve(keys)
+        if is_pushed:
+            self._source.push(self._target_address, keys)
+        began_s = time.perf_counter()
+        for layer in range(_NUM_LAYERS):
+            self._fill(slots, layer)
+            until_s = began_s + prefill_s * (layer + 1) / _NUM_LAYERS
+            time.sleep(max(0.0, until_s - time.perf_counter()))
+            self._source.note_written(slots, layer + 1)
+        ended_s = time.perf_counter()
+        self._source.commit(slots)
+        self._collected_s(keys)
+        return self._came_s - ended_s
+
+    def _keys(self, run: str) -> list[bytes]:
+        return [f"{run}-{number}".encode().ljust(32, b".") for number in range(self._num_blocks)]
+
+    def _collected_s(self, keys: list[bytes]) -> float:
         began_s = time.perf_counter()
         until_s = began_s + _DEADLINE_S
         found = self._target.exchange(acquire=keys)
@@ -125,17 +157,30 @@ class StoreWay:
             if time.perf_counter() > until_s:
                 raise UserError("blocks do not arrive on the other host")
             time.sleep(_POLL_S)
-        seconds = time.perf_counter() - began_s
+        self._came_s = time.perf_counter()
         self._check(found.slots)
         assert found.lease is not None
         self._target.release(found.lease)
-        return seconds
+        return self._came_s - began_s
 
-    def _write(self, keys: list[bytes]) -> None:
+    def _reserve(self, keys: list[bytes]) -> list[Slot]:
         pairs = list(zip(keys, [None, *keys[:-1]], strict=True))
         slots = [one for one in self._source.exchange(reserve=pairs).reserved if one is not None]
         if len(slots) < len(keys):
             raise UserError("the pool has no room for the blocks of a prompt")
+        return slots
+
+    def _fill(self, slots: Sequence[Slot], layer: int) -> None:
+        view, page_bytes = self._source.view(), self._fingerprint.page_bytes
+        page = self._block[layer * page_bytes : (layer + 1) * page_bytes]
+        for number, slot in enumerate(slots):
+            first = view.offset_bytes(slot, layer)
+            view.memory[first : first + page_bytes] = page
+            if layer == 0:
+                view.memory[first] = number % 256
+
+    def _write(self, keys: list[bytes]) -> None:
+        slots = self._reserve(keys)
         view = self._source.view()
         for number, slot in enumerate(slots):
             first = view.offset_bytes(slot)

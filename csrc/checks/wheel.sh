@@ -41,6 +41,20 @@ digest = _native.copy_regions_checksummed(
 assert target.tobytes() == source and digest == xxhash.xxh3_64_intdigest(source)
 print(f"[wheel-check] copies and checksums with {_native.copy_instructions() or 'memcpy'}")
 EOF
+# The page is no Python: setuptools has to be told of it.
+"$work/empty/bin/python" - <<'EOF'
+import importlib.metadata
+import pathlib
+
+import banaserve
+
+static = pathlib.Path(banaserve.__file__).parent / "ui" / "static"
+for name in ("index.html", "app.js", "style.css", "vendor/uPlot.js", "vendor/uPlot.LICENSE"):
+    assert (static / name).stat().st_size, name
+names = [str(one) for one in importlib.metadata.files("banaserve") or ()]
+assert any(one.endswith("uPlot.LICENSE") and "licenses" in one for one in names), names
+print(f"[wheel-check] the page: {sum(1 for one in static.rglob('*.*'))} files")
+EOF
 cd "$OLDPWD"
 
 cuda=$("$work/empty/bin/python" -c 'import importlib.util as u

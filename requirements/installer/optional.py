@@ -1,20 +1,34 @@
-"""What tests of optional parts need: NIXL and Ray; Debian's libibverbs, Redis and two proxies.
+"""What tests of optional parts need: NIXL, Ray and Playwright; axe-core; packages of Debian.
 
-Where the system's packages cannot be installed they are named, and their tests skip.
+Where the system's packages, or npm's, cannot be installed they are named, and their tests skip.
 """
 
 from __future__ import annotations
 
+import base64
 import ctypes
+import hashlib
 import os
 import shutil
+import tarfile
+import tempfile
 from pathlib import Path
 
 from installer import places, tools
 from installer.commands import run
 from installer.console import say
 
-_PROGRAMS = {"redis-server": "redis-server", "nginx": "nginx-light", "haproxy": "haproxy"}
+_PROGRAMS = {
+    "redis-server": "redis-server",
+    "nginx": "nginx-light",
+    "haproxy": "haproxy",
+    "chromium": "chromium",
+}
+_AXE = "axe-core@4.14.1"
+_AXE_DIGEST = (
+    "FHfa+lmNjQZfJz1q8wKqIDwC6DExcHt/pkjNQb09a3NPjCKg2rhu5qb2S4r76ASyFNNtuFooJpZe37OgudVGtQ=="
+)
+"""SHA-512 of the package, as npm's registry says it."""
 _SBIN = "/usr/local/sbin:/usr/sbin"
 """Not on every user's path, and Debian puts proxies there."""
 
@@ -23,12 +37,15 @@ def install(tool: tools.Tool) -> None:
     """Install all of it that can be.
 
     Raises:
-        Problem: NIXL or Ray could not be had.
+        Problem: NIXL, Ray or Playwright could not be had.
     """
-    say("installing NIXL and Ray")
+    say("installing NIXL, Ray and Playwright")
     # Without what NIXL requires: that is torch, in whatever build the index has. What Ray requires
     # is there: vLLM does too.
-    tool.install("--require-hashes", "-r", places.DEV_FULL, what="installing NIXL and Ray")
+    tool.install(
+        "--require-hashes", "-r", places.DEV_FULL, what="installing NIXL, Ray and Playwright"
+    )
+    _bring_axe()
     missing = _missing()
     # Not where systemd runs: it would start the server that comes with Redis.
     in_container = os.geteuid() == 0 and not Path("/run/systemd/system").is_dir()
@@ -39,6 +56,31 @@ def install(tool: tools.Tool) -> None:
         missing = _missing()
     if missing:
         say(f"tests that need them skip; to run them, as root: apt-get install {' '.join(missing)}")
+
+
+def _bring_axe() -> None:
+    """axe-core, which looks for what keeps people out of a page: one file into ``.venv``."""
+    file = places.VENV / "axe-core" / "axe.min.js"
+    if file.exists():
+        return
+    if shutil.which("npm") is None:
+        say("tests of the page's accessibility skip: they need axe-core, which npm brings")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        run(["npm", "pack", "--silent", _AXE], cwd=Path(folder))
+        packed = list(Path(folder).glob("*.tgz"))
+        if [_digest(one) for one in packed] != [_AXE_DIGEST]:
+            say(f"{_AXE} could not be had from npm, and its tests skip: see {places.LOG}")
+            return
+        with tarfile.open(packed[0]) as package:
+            member = package.extractfile("package/axe.min.js")
+            assert member is not None, "the digest says which files there are"
+            file.parent.mkdir(exist_ok=True)
+            file.write_bytes(member.read())
+
+
+def _digest(file: Path) -> str:
+    return base64.b64encode(hashlib.sha512(file.read_bytes()).digest()).decode()
 
 
 def _missing() -> list[str]:

@@ -199,8 +199,8 @@ class Pipe:
         self.unread = 0
         self.ends = []
 
-    def get_extra_info(self, _name):
-        return ("127.0.0.1", 9)
+    def get_extra_info(self, name):
+        return ("127.0.0.1", 9) if name == "peername" else None
 
     def get_write_buffer_size(self):
         return self.unread

@@ -69,9 +69,16 @@ class RayNode:
 
 
 class RayCluster:
-    """A head without CPUs on the first host, and a node on each other."""
+    """A head without CPUs on the first host, and a node on others.
 
-    def __init__(self, hosts: list[Host], folder: Path, num_cpus: int) -> None:
+    Args:
+        num_nodes: That are started with it; ``start_node`` starts one on a host that has none.
+    """
+
+    def __init__(
+        self, hosts: list[Host], folder: Path, num_cpus: int, num_nodes: int | None = None
+    ) -> None:
+        self._num_nodes = len(hosts) - 1 if num_nodes is None else num_nodes
         self._folder, self._num_cpus = folder, num_cpus
         # Paths of its sockets are longer than those that pytest's folders leave room for. Ray uses
         # the path that its head does on every node: there another folder lies in its place.
@@ -91,7 +98,7 @@ class RayCluster:
         if self.head.process.poll() is not None:
             self.head = self._start_head()
         self.head.wait()
-        self.nodes = [self.start_node(number) for number in range(len(self._temps))]
+        self.nodes = [self.start_node(number) for number in range(self._num_nodes)]
         for node in self.nodes:
             node.wait()
 

@@ -127,6 +127,19 @@ def test_a_budget_holds_from_the_next_step_on_and_stops_nothing_that_runs() -> N
 
 
 @pytest.mark.e2e
+def test_the_stores_connector_hears_how_long_steps_are() -> None:
+    """It predicts what one step computes while it fetches."""
+    serving, told = Serving([]), []
+    serving.scheduler.vllm_config.kv_transfer_config = SimpleNamespace(
+        kv_connector="StoreConnector"
+    )
+    serving.scheduler.connector = SimpleNamespace(limit_steps=told.append)
+    serving.set_budget(16, 1)
+    serving.set_budget(10_000, 1)
+    assert told == [16, STEP_TOKENS]
+
+
+@pytest.mark.e2e
 def test_more_than_the_runner_has_buffers_for_is_cut() -> None:
     serving = Serving([(90, 2)] * 6)
     serving.set_budget(16, 1)

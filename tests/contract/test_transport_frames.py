@@ -26,21 +26,20 @@ from banaserve.transport.stream import SocketStream
 from depth import num_examples
 
 WAIT_S = 20.0
+KEYS = (bytes(32), bytes([1]) * 32)
 
 
 def pair(sealed=False):
     """Two channels within this process, and their streams."""
     ours, theirs = (SocketStream(sock) for sock in socket.socketpair())
-    keys = (bytes(32), bytes([1]) * 32)
-    seals = (Seal(*keys), Seal(*reversed(keys))) if sealed else (None, None)
+    seals = (Seal(*KEYS), Seal(*reversed(KEYS))) if sealed else (None, None)
     return (StreamChannel(ours, seals[0]), StreamChannel(theirs, seals[1])), (ours, theirs)
 
 
 def faulty_pair(kind, sealed=False, **given):
     """A channel whose frames go wrong, and the channel at the other end."""
     ours, theirs = (SocketStream(sock) for sock in socket.socketpair())
-    keys = (bytes(32), bytes([1]) * 32)
-    seals = (Seal(*keys), Seal(*reversed(keys))) if sealed else (None, None)
+    seals = (Seal(*KEYS), Seal(*reversed(KEYS))) if sealed else (None, None)
     broken = faults.FaultyStream(ours, faults.Faults(kind, **given))
     return StreamChannel(broken, seals[0]), StreamChannel(theirs, seals[1])
 
@@ -50,9 +49,8 @@ def tensor(num_bytes, dtype="uint8", seed=0):
     return Tensor(dtype, (num_bytes // frames.ITEM_BYTES[dtype],), data)
 
 
-@pytest.mark.parametrize("sealed", [False, True])
-def test_a_frame_that_comes_twice_is_delivered_once(sealed):
-    sender, receiver = faulty_pair("duplicate", sealed)
+def test_a_frame_that_comes_twice_is_delivered_once():
+    sender, receiver = faulty_pair("duplicate")
     for body in (b"1", b"2", b"3"):
         sender.send(Message(body), WAIT_S)
     assert [receiver.receive(WAIT_S).body for _ in range(3)] == [b"1", b"2", b"3"]
@@ -134,17 +132,115 @@ def test_a_one_way_message_that_comes_before_the_reply_is_kept():
         ours.reply(by_the_way, Message(b""), WAIT_S)
 
 
-def test_a_frame_recorded_on_one_connection_is_of_no_use_on_another():
-    (sender, _), _ = pair(sealed=True)
-    frame = b"".join(frames.encode(Message(b"pay"), 1, frames.ONE_WAY, 0))
-    code = Seal(bytes(32), bytes(32)).sign([frame])
+def recorded(*bodies):
+    """Frames as one side of a connection sends them, and the keys of that connection."""
     ours, theirs = socket.socketpair()
-    receiver = StreamChannel(SocketStream(theirs), Seal(b"x" * 32, b"other".ljust(32)))
-    ours.sendall(frame + code)
-    with pytest.raises(PeerGoneError, match="wrong code"):
-        receiver.receive(WAIT_S)
-    ours.close()
+    sender = StreamChannel(SocketStream(ours), Seal(*KEYS))
+    found = []
+    for body in bodies:
+        sender.send(Message(body, (tensor(1000),)), WAIT_S)
+        found.append(theirs.recv(65536))
     sender.close()
+    theirs.close()
+    return found
+
+
+def delivered(sent, seal):
+    """The bodies that a channel delivers of these bytes, and why it broke."""
+    ours, theirs = socket.socketpair()
+    receiver = StreamChannel(SocketStream(theirs), seal)
+    ours.sendall(b"".join(sent))
+    ours.close()
+    bodies = []
+    while True:
+        try:
+            bodies.append(receiver.receive(WAIT_S).body)
+        except PeerGoneError as error:
+            break_reason = str(error)
+            break
+    with pytest.raises(PeerGoneError):
+        receiver.receive(WAIT_S)
+    return bodies, break_reason
+
+
+@pytest.mark.parametrize(
+    ("arrange", "num_delivered", "reason"),
+    [
+        (lambda a, b, c: [a, b, c], 3, "closed"),
+        (lambda a, b, c: [a, a, b], 1, "wrong code"),
+        (lambda a, b, c: [a, b, a], 2, "wrong code"),
+        (lambda a, b, c: [b, a, c], 0, "wrong code"),
+        (lambda a, b, c: [a, c], 1, "wrong code"),
+        (lambda a, b, c: [a, b[:-1]], 1, "closed"),
+        (lambda a, b, c: [a, b[:-16] + c[-16:]], 1, "wrong code"),
+        (lambda a, b, c: [a, b[:-16] + bytes(16)], 1, "wrong code"),
+    ],
+    ids=["as sent", "twice", "again later", "reordered", "left out", "cut", "other code", "zeros"],
+)
+def test_signed_frames_are_delivered_once_and_in_their_order(arrange, num_delivered, reason):
+    bodies, why = delivered(arrange(*recorded(b"1", b"2", b"3")), Seal(*reversed(KEYS)))
+    assert bodies == [b"1", b"2", b"3"][:num_delivered]
+    assert reason in why
+
+
+@pytest.mark.parametrize("at", range(0, 1050, 75))
+def test_a_flipped_bit_anywhere_in_a_signed_frame_breaks_the_channel(at):
+    (frame,) = recorded(b"pay")
+    wrong = bytearray(frame)
+    wrong[at % len(frame)] ^= 1 << at % 8
+    # Lengths that grew wait for bytes that do not come.
+    assert delivered([bytes(wrong)], Seal(*reversed(KEYS)))[0] == []
+
+
+@pytest.mark.parametrize(
+    ("sending", "receiving"),
+    [(b"x" * 32, b"y" * 32), KEYS],
+    ids=["another connection", "reflected"],
+)
+def test_a_recorded_frame_is_of_no_use_elsewhere(sending, receiving):
+    bodies, why = delivered(recorded(b"pay"), Seal(sending, receiving))
+    assert (bodies, why) == ([], "a frame has a wrong code")
+
+
+def test_a_channel_whose_key_is_used_up_says_so_and_ends():
+    ours, theirs = socket.socketpair()
+    sender = StreamChannel(SocketStream(ours), Seal(*KEYS, max_frames=2))
+    receiver = StreamChannel(SocketStream(theirs), Seal(*reversed(KEYS)))
+    for body in (b"1", b"2"):
+        sender.send(Message(body), WAIT_S)
+        assert receiver.receive(WAIT_S).body == body
+    for _ in range(2):
+        with pytest.raises(PeerGoneError, match="used its key up"):
+            sender.send(Message(b"3"), WAIT_S)
+    with pytest.raises(PeerGoneError, match="closed"):
+        receiver.receive(WAIT_S)
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+@pytest.mark.parametrize("num_bytes", [0, 1, 4096, 600_000])
+def test_a_reply_is_received_into_given_memory_where_it_has_its_size(sealed, num_bytes):
+    (ours, theirs), _ = pair(sealed)
+    block = tensor(num_bytes, seed=3)
+
+    def answer():
+        for _ in range(2):
+            request = theirs.receive(WAIT_S)
+            theirs.send(Message(b"by the way", (tensor(num_bytes, seed=4),)), WAIT_S)
+            theirs.reply(request, Message(b"answer", (block, tensor(8))), WAIT_S)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    into = np.zeros(num_bytes, np.uint8)
+    reply = ours.call(Message(b"question"), WAIT_S, [into])
+    assert np.array_equal(into, block.data)
+    assert np.shares_memory(reply.tensors[0].data, into) is (num_bytes > 0)
+    assert np.array_equal(ours.receive(WAIT_S).tensors[0].data, tensor(num_bytes, seed=4).data)
+
+    other = np.zeros(num_bytes + 1, np.uint8)
+    reply = ours.call(Message(b"question"), WAIT_S, [other])
+    thread.join()
+    assert np.array_equal(reply.tensors[0].data, block.data)
+    assert not other.any()
 
 
 def test_a_closed_channel_wakes_the_peer_at_once():

@@ -28,16 +28,25 @@ def reference_tokens(
     *,
     dtype: str = "float32",
     alone: bool = False,
+    custom_ops: Sequence[str] = (),
+    adapter: str = "",
 ) -> dict[str, list[list[int]]]:
     """The tokens of each sampling's answers, in the order of the prompts, by its name.
 
     Args:
         alone: Whether a prompt begins when the one before has been answered.
+        custom_ops: vLLM's: kernels that it is to go without, or with.
+        adapter: Folder of a LoRA adapter that answers; empty where the model does.
     """
     script = Path(__file__).with_name("reference_tokens.py")
     with TemporaryDirectory() as folder:
         asked = {"model": model, "prompts": prompts, "samplings": samplings}
-        asked |= {"dtype": dtype, "alone": alone}
+        asked |= {
+            "dtype": dtype,
+            "alone": alone,
+            "custom_ops": list(custom_ops),
+            "adapter": adapter,
+        }
         job, out, log = (Path(folder) / name for name in ("job.json", "out.json", "log"))
         job.write_text(json.dumps(asked))
         with log.open("wb") as output:

@@ -1,8 +1,9 @@
 """One vLLM engine, nothing of banaserve: what every other arrangement must answer.
 
 Usage: python reference_tokens.py JOB.json OUT.json, with JOB = {model, prompts, samplings,
-dtype, alone}. Each sampling is run over all prompts, one after the other where they are to be
-alone; OUT = {name: [[token, ...], ...]}. Of several sequences the tokens follow one another.
+dtype, alone, custom_ops, adapter}. Each sampling is run over all prompts, one after the other where
+they are to be alone; OUT = {name: [[token, ...], ...]}. Of several sequences the tokens follow one
+another.
 """
 
 import json
@@ -19,6 +20,7 @@ os.environ.update(
 
 def main() -> None:
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
     from vllm.sampling_params import StructuredOutputsParams
 
     job = json.loads(Path(sys.argv[1]).read_text())
@@ -29,7 +31,10 @@ def main() -> None:
         kv_cache_memory_bytes=2 << 30,
         max_num_batched_tokens=8192,
         distributed_executor_backend="uni",
+        compilation_config={"custom_ops": job["custom_ops"]},
+        enable_lora=bool(job["adapter"]),
     )
+    adapter = LoRARequest("adapter", 1, job["adapter"]) if job["adapter"] else None
     prompts = [{"prompt_token_ids": tokens} for tokens in job["prompts"]]
     answers = {}
     for name, sampling in job["samplings"].items():
@@ -42,7 +47,9 @@ def main() -> None:
         outputs = [
             output
             for some in together
-            for output in engine.generate(some, SamplingParams(**sampling), use_tqdm=False)
+            for output in engine.generate(
+                some, SamplingParams(**sampling), use_tqdm=False, lora_request=adapter
+            )
         ]
         answers[name] = [
             [token for one in output.outputs for token in one.token_ids] for output in outputs

@@ -504,8 +504,10 @@ def test_the_trace_of_a_request_shows_both_legs_in_order(
     (answer_id,) = {piece.id for piece in stream}
     where = ("--run-dir", str(server.run_dir))
     assert main(["trace", answer_id, *where]) == 0
-    shown = capsys.readouterr().out
-    times_ms = [float(line.split()[0]) for line in shown.splitlines()[2:]]
+    parts, shown = capsys.readouterr().out.split("\n\n")
+    for words in ("receive", "queue", "prefill", "hand-over", "decode", "respond"):
+        assert any(line.strip().startswith(words) for line in parts.splitlines()), (words, parts)
+    times_ms = [float(line.split()[0]) for line in shown.splitlines()[1:]]
     assert times_ms == sorted(times_ms)
     wanted = {
         "front door": [
@@ -521,7 +523,7 @@ def test_the_trace_of_a_request_shows_both_legs_in_order(
         "d0": ["hand-over: ", "store asked", "fetched in", "decode: ", "lets it go: 3 output"],
     }
     for process, in_order in wanted.items():
-        lines = iter(shown.splitlines()[2:])
+        lines = iter(shown.splitlines()[1:])
         for words in in_order:
             assert any(f" {process} " in line and words in line for line in lines), (words, shown)
     assert shown.index("prompt: ") < shown.index("prefill leg ended") < shown.index("hand-over: ")

@@ -55,6 +55,8 @@ ENDS_SOMETIME = {"temperature": 1.0, "logit_bias": {str(small_model.THINK_END): 
 MAX_TOKENS = 280
 MARGIN_TOKENS = 25
 """On either side of the end of reasoning: so far an engine may be ahead of who reads its stream."""
+MOST_KILLS = 3
+"""For one on the right side of that end: a busy machine is late."""
 SEEDS = range(1, 9)
 PARSERS = ["deepseek_r1", "qwen3"]
 KINDS = ("text", "schema", "completion", "tool", "budget")
@@ -170,11 +172,14 @@ def test_no_answer_notices_a_kill(
     after = 3 if place == "within" else end + 3
     # By turns: one that ends six times within minutes is given up.
     victim, other = ("d0", "d1") if place == "within" else ("d1", "d0")
-    found, resumed_tokens = killed(server, victim, other, kind, after)
-    assert differences({name: kind}, {name: expected}, {name: found}) == {}
-    (resumed,) = resumed_tokens
-    assert after <= resumed
-    assert (resumed <= end) == (place == "within")
+    places = []
+    while place not in places and len(places) < MOST_KILLS:  # a kill may come late
+        found, resumed_tokens = killed(server, victim, other, kind, after)
+        assert differences({name: kind}, {name: expected}, {name: found}) == {}
+        (resumed,) = resumed_tokens
+        assert after <= resumed
+        places.append("within" if resumed <= end else "behind")
+    assert place in places, places
 
 
 def killed(

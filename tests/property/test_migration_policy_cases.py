@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 import migration_clusters as known
+from banaserve.controller.time_scaling import stretched
 from banaserve.orchestrator.migration import scoring
 from banaserve.orchestrator.migration.interface import MigrationPlan, RejectReason
-from banaserve.orchestrator.migration.registry import make, names
+from banaserve.orchestrator.migration.registry import POLICIES, make, names
 from banaserve.types import (
     Attempt,
     ClusterView,
@@ -82,6 +83,33 @@ def test_what_crosses_a_slow_way_costs_what_it_takes() -> None:
     host = InstanceId("d0")
     assert dict(far.influence)[host].step_s > dict(near.influence)[host].step_s
     assert far.action.num_bytes < near.action.num_bytes
+
+
+@pytest.mark.parametrize("factor", [1.0, 4.0])
+def test_in_stretched_time_everything_is_on_the_wall_clock_and_so_are_ways(factor: float) -> None:
+    """Steps, links and a way that take so many times as long: the same plan, as many times as dear.
+
+    A measured way is not converted, since nothing else that it is compared with is.
+    """
+    way = Distance(1e-4 * factor, 5e9 / factor)
+    now_s, step_s = 100.0 * factor, 0.03 * factor
+    p0 = instance("p0", 0.95, 0.35, now_s=now_s, step_s=step_s)
+    d0 = instance("d0", 0.35, 0.95, now_s=now_s, step_s=step_s)
+    views = [replace(p0, far={d0.id: way}), replace(d0, far={p0.id: way})]
+    views = [replace(v, prefill_tokens_per_s=v.prefill_tokens_per_s / factor) for v in views]
+    learnt = {
+        "link_bytes_per_s": 12.5e9 / factor,
+        "link_sync_s": 0.005 * factor,
+        "link_hop_s": 20e-6 * factor,
+    }
+    options = stretched(POLICIES.get("repaired").Options, {}, factor)
+    [step] = make("repaired", **options, **learnt).plan(cluster(*views, now_s=now_s)).steps
+    [usual] = make("repaired").plan(far_2b(Distance(1e-4, 5e9))).steps
+    assert step.action == usual.action
+    assert step.cost_s == pytest.approx(factor * usual.cost_s)
+    host = InstanceId("d0")
+    felt_s = dict(step.influence)[host].step_s
+    assert felt_s == pytest.approx(factor * dict(usual.influence)[host].step_s)
 
 
 def test_what_is_too_far_is_refused_with_the_seconds_of_a_step() -> None:

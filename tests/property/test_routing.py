@@ -15,6 +15,7 @@ from banaserve.orchestrator.routing.load_aware import LoadAwareOptions, dispatch
 from banaserve.orchestrator.routing.registry import make
 from banaserve.types import (
     ClusterView,
+    Distance,
     InstanceId,
     InstanceReport,
     InstanceView,
@@ -196,3 +197,69 @@ def test_equal_load_starves_no_instance(
                 )
     assert set(got.values()) == {rounds}
     assert len(got) == len(views)
+
+
+ways = st.none() | st.builds(
+    Distance, round_trip_s=st.floats(1e-6, 0.1), bytes_per_s=st.floats(1e6, 1e11)
+)
+
+
+@st.composite
+def machines(draw: st.DrawFn) -> ClusterView:
+    """A cluster over up to four machines, between which ways are as long as they like."""
+    views = draw(st.lists(instances(st.sampled_from(Role)), min_size=1, max_size=10))
+    by_id = {view.id: view for view in views}
+    node_of = {name: draw(st.integers(0, 3)) for name in by_id}
+    way_of = {(one, other): draw(ways) for one in range(4) for other in range(4)}
+    found = {}
+    for name, view in by_id.items():
+        others = (other for other in by_id if node_of[other] != node_of[name])
+        far = {other: way_of[node_of[name], node_of[other]] for other in others}
+        found[name] = replace(view, far=far, kv_token_bytes=1000)
+    return ClusterView(NOW_S, found)
+
+
+@policies
+@given(requests, machines())
+def test_a_near_instance_wins_only_where_it_is_as_good(
+    name: str, section: dict[str, Any], request: RequestView, cluster: ClusterView
+) -> None:
+    """Of one that knows no machines each choice differs by one request at most, or not at all."""
+    blind = ClusterView(NOW_S, {n: replace(v, far={}) for n, v in cluster.instances.items()})
+    near, usual = (answer(make(name, **section), request, one) for one in (cluster, blind))
+    if isinstance(near, str) or isinstance(usual, str) or usual.prefill is None:
+        assert near == usual
+        return
+    views = cluster.instances
+    assert near.prefill is not None
+    if name == "round_robin":
+        assert near == usual
+        return
+    ready = [view for view in views.values() if view.ready]
+    first = [view for view in ready if view.role is not Role.DECODE]
+    second = [view for view in ready if view.role is not Role.PREFILL]
+    one, other = views[near.prefill], views[usual.prefill]
+    if section.get("preset") == "published":
+        assert one is other
+    else:
+        assert queued(one, first) == queued(other, first)
+    got, least = views[near.decode], views[usual.decode]
+    model = LoadAwareOptions().model(second, NOW_S)
+
+    def is_as_good(view: InstanceView) -> bool:
+        if name == "least_requests":
+            alike = model.present_requests(view) == model.present_requests(least)
+            return alike and (model.report(view) is None) == (model.report(least) is None)
+        return model.decode_load(view) <= model.decode_load(least) + model.request_share(least)
+
+    assert is_as_good(got)
+    if usual.decode not in other.far:
+        assert near == usual
+    elif near.decode in one.far:
+        assert all(view.id in one.far for view in second if is_as_good(view))
+
+
+def queued(view: InstanceView, candidates: list[InstanceView]) -> tuple[int, int]:
+    """Requests and tokens ahead, which have to be equal where two are equally good."""
+    model = LoadAwareOptions().model(candidates, NOW_S)
+    return model.queue_requests(view), view.inflight_prefill_tokens

@@ -24,7 +24,7 @@ from banaserve.elastic.options import ElasticOptions
 from banaserve.elastic.planning import Change, changes_of
 from banaserve.elastic.policy import Elastic, decide, plan_of
 from banaserve.elastic.process import DecisionProcess
-from banaserve.elastic.search import denser, rate_doubt
+from banaserve.elastic.search import denser, least_gain, rate_doubt
 from banaserve.errors import UserError
 from banaserve.orchestrator.migration import registry
 from banaserve.sim.batch import EngineLimits
@@ -157,6 +157,22 @@ def test_a_forecast_sees_what_a_run_of_the_same_requests_gives():
     assert max(ends_s) == pytest.approx(ran["total_s"], rel=1e-6)
     within = sum(value > 0.5 for value in told.values) / len(told.values)
     assert within == pytest.approx(ran["goodput_fraction"], abs=0.05)
+
+
+@pytest.mark.parametrize("e2e_s", [0.5, 1.0, 1.05, 20.0])
+def test_without_limits_a_tenth_of_the_time_must_be_won_however_long_it_is(e2e_s: float):
+    """At a second a request its worth is about nothing, and so was what a change had to bring."""
+    options = ElasticOptions()
+    mean = NO_LIMITS.value(0.1, 0.01, e2e_s)
+    least = least_gain(mean, options)
+    assert NO_LIMITS.value(0.1, 0.01, 0.95 * e2e_s) - mean < least
+    assert NO_LIMITS.value(0.1, 0.01, 0.85 * e2e_s) - mean > least
+
+
+def test_with_limits_the_least_gain_is_a_share_of_the_worth():
+    options = ElasticOptions(ttft_s=1.0)
+    assert least_gain(0.9, options) == pytest.approx(0.09)
+    assert least_gain(0.0, options) == pytest.approx(0.01)
 
 
 def test_worth_falls_with_time_and_margin_counts():

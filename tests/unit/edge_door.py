@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 import uvloop
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from banaserve.access.tenants import TenantKey
 from banaserve.api.app import Door
@@ -202,13 +202,21 @@ async def serving(
     keys: tuple[str, ...] = ("good",),
     max_requests: int = 64,
     sessions: SessionLimits | None = None,
+    guards: Callable[[ASGIApp], ASGIApp] | None = None,
     **tls: Any,
 ) -> AsyncIterator[Rig]:
-    """A door that is open, in the order of layers of ``banaserve.api.app.make_app``."""
+    """A door that is open, in the order of layers of ``banaserve.api.app.guarded``.
+
+    Args:
+        guards: Puts other layers around the application than those that look at no body.
+    """
     app = Application()
-    counted = ConcurrencyLimit(BodyLimit(app, 2**20), max_requests)
-    known = [TenantKey(key=key) for key in keys]
-    stack = KeyMiddleware(WebSocketLimit(counted, sessions), known)
+    if guards is not None:
+        stack = guards(app)
+    else:
+        counted = ConcurrencyLimit(BodyLimit(app, 2**20), max_requests)
+        known = [TenantKey(key=key) for key in keys]
+        stack = KeyMiddleware(WebSocketLimit(counted, sessions), known)
     args = Namespace(
         **{**NO_TLS, **tls},
         ssl_cert_reqs=0,

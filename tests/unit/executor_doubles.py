@@ -16,6 +16,7 @@ from banaserve.types import InstanceId, InstanceReport, InstanceView, Role
 
 FACTS = doubles.FACTS
 CONFIG = SimpleNamespace(
+    additional_config={},
     cache_config=SimpleNamespace(num_gpu_blocks=300, block_size=16),
     parallel_config=None,
     model_config=SimpleNamespace(
@@ -86,13 +87,16 @@ class World:
         for name, one in instances.items():
             self.cluster.coordinator.hosts[name].instance = one
         self.instances = instances
+        self.served = SimpleNamespace(
+            instances=instances, views=lambda: {n: one.view() for n, one in instances.items()}
+        )
         self.engine = instances[InstanceId("d0")].engine
         clock = WallClock()
         self.roles = Roles(instances, clock)
         self.overseer = GuestMonitor(self.cluster.coordinator)
         self.cluster.on_guest_end = self.overseer.guest_ended
         self.executor = MoveExecutor(
-            SimpleNamespace(instances=instances),  # type: ignore[arg-type]
+            self.served,  # type: ignore[arg-type]
             self.cluster.coordinator,
             self.roles,
             clock,

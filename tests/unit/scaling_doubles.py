@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import executor_doubles as doubles
 from banaserve.clock import WallClock
+from banaserve.engine.interface import NodeStatus
+from banaserve.engine.vllm.launch.launcher import OnThisMachine
 from banaserve.engine.vllm.roles.drain import Drains
 from banaserve.engine.vllm.scaling.scaler import Scaler
-from banaserve.errors import InstanceDeadError, MigrationError
+from banaserve.errors import InstanceDeadError, MigrationError, UserError
 from banaserve.types import InstanceId, Role
 
 
@@ -44,7 +48,7 @@ class Cluster:
 
     def __init__(self, world: doubles.World) -> None:
         self.instances: dict[InstanceId, Any] = world.instances
-        self.newest_settings = object()
+        self.newest_settings = SimpleNamespace(argv=("--model", "newest"))
         self._coordinator = world.cluster.coordinator
 
     def instance(self, name: InstanceId) -> Any:
@@ -58,8 +62,71 @@ class Cluster:
         self._coordinator.instance_ended(name)
 
 
+class Machines(OnThisMachine):
+    """Nodes without machines; see ``Launcher``.
+
+    Attributes:
+        on: Instances of each node.
+        unusable: Why some cannot join.
+        asked: What nodes have been added with.
+        new: That the cluster gains.
+    """
+
+    def __init__(self, **on: str) -> None:
+        self.on = {name: names.split() for name, names in on.items()}
+        self.unusable: dict[str, str] = {}
+        self.asked: list[tuple[str, tuple[str, ...]]] = []
+        self.new: list[str] = []
+        self.may_join = asyncio.Event()
+        self.may_join.set()
+        self._held: set[str] = set()
+
+    def nodes(self) -> list[NodeStatus]:
+        return [
+            NodeStatus(name, "leaving" if name in self._held else "ready", list(names))
+            for name, names in self.on.items()
+        ]
+
+    async def gained(self) -> list[str]:
+        new, self.new = self.new, []
+        return new
+
+    async def add_node(
+        self, address: str, vllm_argv: tuple[str, ...], say: Callable[[str], None]
+    ) -> str:
+        say(f"looking for {address}")
+        self.asked.append((address, vllm_argv))
+        await self.may_join.wait()
+        if problem := self.unusable.get(address):
+            raise UserError(problem)
+        self.on[address] = []
+        return address
+
+    def hold_node(self, name: str, *, is_held: bool) -> None:
+        if name not in self.on:
+            raise UserError(f"there is no node {name}")
+        (self._held.add if is_held else self._held.discard)(name)
+
+    async def remove_node(self, name: str) -> None:
+        if self.on[name]:
+            raise MigrationError(f"node {name} has instances still")
+        del self.on[name]
+
+    def reserve(self, instance_id: str) -> None:
+        free = [name for name in self.on if name not in self._held]
+        self.on[min(free, key=lambda name: len(self.on[name]))].append(instance_id)
+
+    def release(self, instance_id: str) -> None:
+        for names in self.on.values():
+            if instance_id in names:
+                names.remove(instance_id)
+
+
 class Factory:
     """Makes instances; see ``InstanceFactory``.
+
+    Args:
+        machines: That have room for them; None for this one.
 
     Attributes:
         made: All of them.
@@ -67,7 +134,8 @@ class Factory:
         discarded: Ids that were given back.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, machines: Machines | None = None) -> None:
+        self._machines = machines
         self.made: list[NewInstance] = []
         self.num_devices = 10
         self.discarded: list[InstanceId] = []
@@ -82,11 +150,15 @@ class Factory:
         if not self.num_devices:
             raise MigrationError("no GPUs are left")
         self.num_devices -= 1
+        if self._machines is not None:
+            self._machines.reserve(name)
         self.made.append(NewInstance(name, role, self.may_start))
         return self.made[-1]
 
     def discard(self, name: InstanceId) -> None:
         self.discarded.append(name)
+        if self._machines is not None:
+            self._machines.release(name)
 
 
 def scaler_of(world: doubles.World, drains: Drains, factory: Any = None, **options: bool) -> Scaler:

@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from banaserve.engine.vllm.compat.requests import RequestOutput
-from seeded_engine import WORDS, token_at
-
-MAX_MODEL_LEN = 64
+from seeded_engine import MAX_MODEL_LEN, WORDS, token_at
 
 
 @dataclass

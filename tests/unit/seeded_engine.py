@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import itertools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
+import model_shapes
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.compat.kv_cache import Request
 from banaserve.engine.vllm.continuation import output_of
@@ -30,13 +31,15 @@ from banaserve.kvstore.cost_gate import CostGate
 from banaserve.kvstore.interface import Exchanged, Lease, Lookup, Slot
 from banaserve.kvstore.tiers.interface import TierOutcome
 from fingerprints import FINGERPRINT
-from seeded_machine import LoopClock, Troubles
+from seeded_host import BlockPool, HostSide
+from seeded_machine import LoopClock, Process, Troubles
+from seeded_modules import BLOCK
+from seeded_threads import run_on_thread
 from tiering_doubles import ScriptedTier, Store
 
-BLOCK = 4
 WORDS = [f"{chr(97 + i)}{chr(97 + i)} " for i in range(20)]
-BLOCKS: Any = SimpleNamespace(get_block_ids=lambda: [list(range(100))])
-"""Of any request: where its KV lies in an engine plays no part here."""
+MAX_MODEL_LEN = 64
+_STORE_ANSWERS_S = 1.0
 _OUTCOMES = [TierOutcome.DONE] * 6 + [TierOutcome.FAILED, TierOutcome.MISSING, TierOutcome.CORRUPT]
 
 
@@ -79,24 +82,74 @@ class Tails:
 
 
 class SharedStore:
-    """The store's service over one tier that ends its copies a while later, in any way."""
+    """The store's service over one tier that ends its copies a while later, in any way.
 
-    def __init__(self, store: Store, tier: ScriptedTier, troubles: Troubles) -> None:
-        self.service, self.view, self.generation = store.service, store.view, store.generation
-        self.store = store
-        self._tier = tier
+    Args:
+        make: Makes a daemon's store and its tier; what the tier held outlives the daemon.
+
+    Attributes:
+        is_away: Its daemon is dead or starts.
+        is_hung: It stands still: what it is asked waits.
+    """
+
+    def __init__(self, make: Callable[[], tuple[Store, ScriptedTier]], troubles: Troubles) -> None:
+        self._make = make
         self._troubles = troubles
         self._copy_s = troubles.draws.choice([0.1, 1.0])
         self._sessions = itertools.count(2)
         self._timer: asyncio.TimerHandle | None = None
+        self._late: list[Callable[[], None]] = []
+        self.is_away = self.is_hung = False
+        self.num_starts = 0
+        self.start()
 
-    def link(self, name: str, weights: str) -> StoreLink:
-        """A new client's connection."""
+    def start(self) -> None:
+        """A daemon is there, with nothing in its memory."""
+        self.store, self._tier = self._make()
+        self.service, self.view, self.generation = (
+            self.store.service,
+            self.store.view,
+            self.store.generation,
+        )
+        self.is_away = self.is_hung = False
+        self.num_starts += 1
+
+    def die(self) -> None:
+        """The daemon is dead."""
+        self.is_away, self.is_hung = True, False
+        self._late.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def hang(self) -> None:
+        """It stands still."""
+        self.is_hung = not self.is_away
+
+    def go_on(self) -> None:
+        """It has stood still, and answers all that it was asked meanwhile."""
+        if not self.is_hung:
+            return
+        self.is_hung = False
+        late, self._late = self._late, []
+        for act in late:
+            act()
+        self.turn()
+
+    def greet(self, name: str, weights: str) -> int:
+        """Connect a client; the number of its session."""
         session = next(self._sessions)
         fingerprint = msgspec.structs.replace(FINGERPRINT, model=weights)
         hello = wire.ClientHello(1, wire.PROTOCOL_VERSION, name, fingerprint)
         assert isinstance(self.service.greet(session, hello), wire.Welcome)
-        return StoreLink(self, session)
+        return session
+
+    def when_it_goes_on(self, act: Callable[[], None]) -> None:
+        """Do now, or in order once a hung daemon goes on, what it does by itself."""
+        if self.is_hung:
+            self._late.append(act)
+        else:
+            act()
 
     @property
     def is_copying(self) -> bool:
@@ -104,6 +157,8 @@ class SharedStore:
         return self._timer is not None
 
     def turn(self) -> None:
+        if self.is_away or self.is_hung:
+            return
         loop = asyncio.get_running_loop()
         self.store.now_s = 100.0 + loop.time()
         self.store.turn()
@@ -118,13 +173,23 @@ class SharedStore:
 
 
 class StoreLink:
-    """One client's connection to the store; see ``StoreClient``."""
+    """One client's connection to the store; see ``StoreClient``.
 
-    def __init__(self, shared: SharedStore, session: int) -> None:
+    Attributes:
+        session: At the present daemon.
+        waited_s: For answers that have not come, since it was asked last.
+    """
+
+    def __init__(self, shared: SharedStore, name: str, weights: str) -> None:
         self._shared = shared
-        self._session = session
+        self._name, self._weights = name, weights
+        self._generation = shared.generation
+        self.session = shared.greet(name, weights)
         self._writing: dict[int, Slot] = {}
         self._keys: dict[int, bytes] = {}
+        self._untold: list[wire.Request] = []
+        self._is_lagging = self._has_died = False
+        self.waited_s = 0.0
 
     def exchange(
         self,
@@ -136,10 +201,12 @@ class StoreLink:
     ) -> Exchanged:
         asked = wire.ExchangeSlots(2, list(acquire), list(reserve), tenant, compute_block_s)
         granted = self._answer(asked)
+        if granted is None:
+            return Exchanged(None, (), (None,) * len(reserve))
         assert isinstance(granted, wire.SlotsGranted)
         slots, lease = [self._slot(pair) for pair in granted.slots], None
         if granted.lease_id is not None:
-            lease = Lease(granted.lease_id, self._shared.generation, len(slots))
+            lease = Lease(granted.lease_id, self._generation, len(slots))
         reserved = [None if pair is None else self._slot(pair) for pair in granted.reserved]
         self._writing |= {slot.serial: slot for slot in reserved if slot is not None}
         asked_for = [*acquire[: len(slots)], *(key for key, _ in reserve)]
@@ -158,81 +225,185 @@ class StoreLink:
 
     def lookup(self, keys: Sequence[bytes]) -> list[Lookup]:
         looked = self._answer(wire.LookupKeys(4, list(keys)))
+        if looked is None:
+            return [Lookup.MISS] * len(keys)
         assert isinstance(looked, wire.Looked)
         return [Lookup(state) for state in looked.states]
 
     def arrivals(self, slots: Sequence[Slot]) -> list[Lookup]:
+        if self._is_lost:
+            return [Lookup.MISS] * len(slots)
         return self._shared.view.states(slots)
 
     def release(self, lease: Lease) -> None:
-        self._answer(wire.ReleaseLeases(lease.generation, lease.id))
+        self._tell(lease.generation, wire.ReleaseLeases(lease.generation, lease.id))
 
     def abandon(self, slots: Sequence[Slot]) -> None:
-        self._answer(wire.Abandon(self._shared.generation, self._written(slots), None))
+        generations = {slot.generation for slot in slots}
+        for generation in generations:
+            mine = self._written([one for one in slots if one.generation == generation])
+            self._tell(generation, wire.Abandon(generation, mine, None))
 
-    def commit(self, slots: Sequence[Slot]) -> None:
-        committed = self._answer(wire.Commit(3, self._shared.generation, self._written(slots), 0))
-        assert committed == wire.Committed(3, True)
+    def commit(self, slots: Sequence[Slot]) -> bool:
+        if len({slot.generation for slot in slots}) > 1:
+            self.abandon(slots)
+            return False
+        generation, serials = slots[0].generation, self._written(slots)
+        committed = self._answer(wire.Commit(3, generation, serials, 0))
+        if committed is None:
+            self._tell(generation, wire.Abandon(generation, serials, 0))
+            return False
+        is_present = generation == self._generation
+        assert committed == wire.Committed(3, is_present)
+        return is_present
 
     def memory(self, slot: Slot) -> Any:
         return self._shared.store.memory((slot.index, slot.serial))
 
-    def read(self, slot: Slot) -> None:
-        """Check that its block is there and is what its key says."""
+    def read(self, slot: Slot) -> bool:
+        """Check that its block is what its key says; False where its store has gone."""
+        if self._is_lost or slot.generation != self._shared.generation:
+            return False
         assert self.arrivals([slot]) == [Lookup.HIT], "a block is fetched that is not there"
         assert np.all(self.memory(slot) == self._keys[slot.serial][0]), "a wrong block is fetched"
+        return True
 
     def write(self, slots: Sequence[Slot]) -> None:
         for slot in slots:
-            self.memory(slot)[:] = self._keys[slot.serial][0]
+            if not self._shared.is_away and slot.generation == self._shared.generation:
+                self.memory(slot)[:] = self._keys[slot.serial][0]
         self.commit(slots)
 
     def lose(self) -> None:
         """The process dies: nothing is asked any more, and what is held is not given back."""
-        self._shared.service.leave(self._session)
+        self._has_died = True
+        if self._is_present:
+            service, session = self._shared.service, self.session
+            self._shared.when_it_goes_on(lambda: service.leave(session) and None)
 
     def end(self) -> None:
         """Nothing is left of the process; up to now it may have written."""
+        if not self._is_present:
+            return
         for slot in self._writing.values():
-            self.memory(slot)[:] = 0xEE
-        self._shared.service.drop(self._session)
+            if slot.generation == self._generation:
+                self.memory(slot)[:] = 0xEE
+        service, session = self._shared.service, self.session
+        self._shared.when_it_goes_on(lambda: service.drop(session))
         self._shared.turn()
 
     def close(self) -> None:
         self.lose()
         self.end()
 
+    # ---- inside
+
+    @property
+    def _is_present(self) -> bool:
+        """Whether the daemon that it was connected to is there."""
+        return not self._shared.is_away and self._generation == self._shared.generation
+
+    @property
+    def _is_lost(self) -> bool:
+        return not self._is_present
+
     def _written(self, slots: Sequence[Slot]) -> list[int]:
-        return [self._writing.pop(slot.serial).serial for slot in slots]
+        for slot in slots:
+            self._writing.pop(slot.serial, None)
+        return [slot.serial for slot in slots]
 
     def _slot(self, pair: tuple[int, int]) -> Slot:
-        return Slot(pair[0], self._shared.generation, pair[1])
+        return Slot(pair[0], self._generation, pair[1])
+
+    def _connect(self) -> None:
+        """To a daemon that has been started since."""
+        self._generation = self._shared.generation
+        self.session = self._shared.greet(self._name, self._weights)
+        self._is_lagging = False
+        self._writing.clear()
+        self._keys.clear()
+        self._untold.clear()
 
     def _answer(self, asked: wire.Request) -> wire.Reply | None:
-        answer = self._shared.service.answer(self._session, asked)
-        self._shared.turn()
+        """None where the store is away, or does not answer in time."""
+        shared = self._shared
+        if shared.is_away:
+            return None
+        if not self._is_present and not shared.is_hung:
+            self._connect()
+        if shared.is_hung:
+            if not self._is_lagging and self._is_present:
+                self._is_lagging = True
+                self.waited_s += _STORE_ANSWERS_S
+                shared.when_it_goes_on(lambda: self._take_late(asked))
+            return None
+        self._tell_untold()
+        answer = shared.service.answer(self.session, asked)
+        shared.turn()
         return answer
+
+    def _take_late(self, asked: wire.Request) -> None:
+        """An answer that nobody waits for: what it grants goes back."""
+        service, generation = self._shared.service, self._generation
+        reply = service.answer(self.session, asked)
+        self._is_lagging = False
+        if not isinstance(reply, wire.SlotsGranted) or self._has_died:
+            return
+        if reply.lease_id is not None:
+            service.answer(self.session, wire.ReleaseLeases(generation, reply.lease_id))
+        serials = [pair[1] for pair in reply.reserved if pair is not None]
+        if serials:
+            service.answer(self.session, wire.Abandon(generation, serials, None))
+
+    def _tell(self, generation: int, said: wire.Request) -> None:
+        if generation != self._generation or not self._is_present:
+            return
+        self._untold.append(said)
+        if not self._shared.is_hung:
+            self._tell_untold()
+            self._shared.turn()
+
+    def _tell_untold(self) -> None:
+        untold, self._untold = self._untold, []
+        for said in untold:
+            self._shared.service.answer(self.session, said)
 
 
 class Core:
     """Steps over the requests that it has been sent.
 
+    Args:
+        side: With modules that move; None where none can.
+
     Attributes:
         front: What its outputs go to; None before that is there.
     """
 
-    def __init__(self, name: str, weights: str, shared: SharedStore, troubles: Troubles) -> None:
+    def __init__(
+        self,
+        name: str,
+        weights: str,
+        shared: SharedStore,
+        troubles: Troubles,
+        side: HostSide | None,
+    ) -> None:
         self.name, self.weights = name, weights
         self.front: Front | None = None
         self.requests: dict[str, Request] = {}
-        self._link = shared.link(name, weights)
+        self.side = side
+        self.num_lost_steps = 0
+        self._pool = BlockPool() if side is None else side.pool
+        self._link = StoreLink(shared, name, weights)
         client: Any = self._link
         tails: Any = Tails()
-        self._side = StoreConnectorScheduler(client, tails, BLOCK, CostGate(), LoopClock())
+        self._connector = StoreConnectorScheduler(
+            client, tails, BLOCK, CostGate(num_layers=4), LoopClock(), MAX_MODEL_LEN
+        )
         self._troubles = troubles
         self._inbox: list[compat.EngineCoreRequest | str] = []
-        self._running: set[str] = set()
+        self._running: dict[str, int] = {}
         self._questions: list[asyncio.Future[None]] = []
+        self._calls: list[tuple[str, Sequence[Any], asyncio.Future[Any]]] = []
         self._has_work = asyncio.Event()
         self._step_s = troubles.draws.choice([0.02, 0.05, 0.1])
 
@@ -250,6 +421,13 @@ class Core:
         self._has_work.set()
         return question
 
+    def call(self, method: str, args: Sequence[Any]) -> asyncio.Future[Any]:
+        """A call of its worker or its core, between two steps."""
+        reply = asyncio.get_running_loop().create_future()
+        self._calls.append((method, args, reply))
+        self._has_work.set()
+        return reply
+
     def die(self) -> None:
         self._link.lose()
 
@@ -258,19 +436,34 @@ class Core:
 
     # ---- what it does
 
-    async def run(self, may_go_on: asyncio.Event) -> None:
+    async def run(self, process: Process) -> None:
         while True:
             await self._has_work.wait()
-            await may_go_on.wait()
+            await process.may_go_on.wait()
             self._read()
+            await self._answer(process)
             scheduled, plan = self._plan()
-            await asyncio.sleep(self._took_s(scheduled))
-            await may_go_on.wait()
-            self._copy(plan)
-            self._side.step_done(StepResult(plan.step, self._step_s, 0.001 * len(plan.loads)))
-            self._put_out(scheduled)
-            if not self.requests and not self._inbox:
+            waited_s, self._link.waited_s = self._link.waited_s, 0.0
+            await asyncio.sleep(self._took_s(scheduled) + waited_s)
+            await process.may_go_on.wait()
+            good, left_out = await self._compute(process, scheduled, plan)
+            self._connector.step_done(StepResult(plan.step, self._step_s, 0.001 * len(plan.loads)))
+            self._put_out([one for one in scheduled if one[0].request_id not in left_out], good)
+            if not self.requests and not self._inbox and not self._calls:
                 self._has_work.clear()
+
+    async def _answer(self, process: Process) -> None:
+        calls, self._calls = self._calls, []
+        for method, args, reply in calls:
+            if self.side is None:
+                answer: Any = {"type": "Refused", "reason": "this engine cannot migrate"}
+            else:
+                side = self.side
+                answer = await run_on_thread(
+                    process, lambda s=side, m=method, a=args: s.answer(m, a)
+                )
+            if not reply.done():
+                reply.set_result(answer)
 
     def _took_s(self, scheduled: Sequence[tuple[Request, int]]) -> float:
         """Prompts take longer; nothing but a look at those that wait takes no time."""
@@ -295,22 +488,25 @@ class Core:
 
     def _forget(self, request_id: str) -> None:
         if self.requests.pop(request_id, None) is not None:
-            self._running.discard(request_id)
-            self._side.finished(request_id)
+            self._running.pop(request_id, None)
+            self._pool.take(request_id)
+            self._connector.finished(request_id)
+
+    def _blocks(self, request_id: str) -> Any:
+        return [self._pool.by_request[request_id]]
 
     def _plan(self) -> tuple[list[tuple[Request, int]], StepPlan]:
         """Requests of the next step with the tokens that each has had, and its copies."""
-        running = [self.requests[name] for name in self.requests if name in self._running]
-        cached = [(one, one.num_tokens - 1) for one in running]
+        cached = [(self.requests[name], num) for name, num in self._running.items()]
         new = []
         for name, request in self.requests.items():
-            if name in self._running or (found := self._side.match(request, 0)) is None:
+            if name in self._running or (found := self._connector.match(request, 0)) is None:
                 continue
-            if self._troubles.happen(0.05):
-                continue  # no block is free
-            self._side.allocated(request, BLOCKS, found)
+            if not self._may_begin(request):
+                continue
+            blocks: Any = SimpleNamespace(get_block_ids=lambda n=name: self._blocks(n))
+            self._connector.allocated(request, blocks, found)
             new.append((request, found))
-        self._running |= {one.request_id for one, _ in new}
         scheduled = [*new, *cached]
         output: Any = SimpleNamespace(
             scheduled_new_reqs=[
@@ -321,23 +517,83 @@ class Core:
                 num_computed_tokens=[num for _, num in cached],
             ),
             num_scheduled_tokens={one.request_id: one.num_tokens - num for one, num in scheduled},
-            kv_connector_block_state=SimpleNamespace(
-                get_block_ids=lambda _: BLOCKS.get_block_ids()
-            ),
+            kv_connector_block_state=SimpleNamespace(get_block_ids=self._blocks),
         )
-        plan = self._side.plan(output)
+        plan = self._connector.plan(output)
+        self._running |= {one.request_id: one.num_tokens for one, _ in new}
         return scheduled, plan
 
-    def _copy(self, plan: StepPlan) -> None:
-        for copy in (*plan.loads, *plan.early_loads):
-            self._link.read(copy.slot)
-        saves = [copy.slot for copy in plan.saves]
-        if saves and self._troubles.happen(0.02):
-            self._link.abandon(saves)
-        elif saves:
-            self._link.write(saves)
+    def _may_begin(self, request: Request) -> bool:
+        if self._troubles.happen(0.05):
+            return False
+        most = min(request.num_tokens + request.max_tokens, MAX_MODEL_LEN)
+        return self._pool.give(request.request_id, most)
 
-    def _put_out(self, scheduled: Sequence[tuple[Request, int]]) -> None:
+    async def _compute(
+        self, process: Process, scheduled: Sequence[tuple[Request, int]], plan: StepPlan
+    ) -> tuple[set[str], set[str]]:
+        """Requests whose tokens are right, and those that put out none in this step."""
+        copies = [*plan.loads, *plan.early_loads]
+        missed = {copy.block_id for copy in copies if not self._link.read(copy.slot)}
+        left_out = self._begin_again(missed)
+        names = {request.request_id for request, _ in scheduled}
+        kept = {name for name in names - left_out if name in self.requests}
+        good, saves = kept, self._savable(plan, kept)
+        if self.side is not None:
+            batch = [
+                (request.request_id, list(request.all_token_ids), num)
+                for request, num in scheduled
+                if request.request_id in kept
+            ]
+            fetched = {copy.block_id for copy in copies} - missed
+            loads, saved = self._tokens_of(fetched), self._tokens_of({b for b, _ in saves})
+            side = self.side
+            good, is_lost = await run_on_thread(process, lambda: side.run(batch, loads, saved))
+            if is_lost or not side.may_save:
+                self._link.abandon([copy.slot for copy in plan.saves])
+                saves = []
+            if is_lost:
+                self.num_lost_steps += 1
+                left_out = left_out | names
+                for name in list(self._running):
+                    self._pool.take(name)
+                self._running.clear()
+        self._save(plan, saves)
+        return good, left_out
+
+    def _begin_again(self, missed: set[int]) -> set[str]:
+        """Requests that compute in their next step what could not be fetched in this one."""
+        found = set()
+        for name in self._running:
+            table = self._pool.by_request[name]
+            if bad := [at for at, block in enumerate(table) if block in missed]:
+                self._running[name] = bad[0] * BLOCK
+                found.add(name)
+        return found
+
+    def _savable(self, plan: StepPlan, names: set[str]) -> list[tuple[int, Slot]]:
+        mine = {block for name in names for block in self._pool.by_request.get(name, ())}
+        return [(copy.block_id, copy.slot) for copy in plan.saves if copy.block_id in mine]
+
+    def _tokens_of(self, blocks: set[int]) -> dict[int, list[int]]:
+        found = {}
+        for name, table in self._pool.by_request.items():
+            for at, block in enumerate(table):
+                if block in blocks:
+                    tokens = self.requests[name].all_token_ids
+                    found[block] = list(tokens[at * BLOCK : (at + 1) * BLOCK])
+        return found
+
+    def _save(self, plan: StepPlan, saves: Sequence[tuple[int, Slot]]) -> None:
+        slots = [slot for _, slot in saves]
+        if slots and self._troubles.happen(0.02):
+            self._link.abandon(slots)
+        elif slots:
+            self._link.write(slots)
+        if others := [copy.slot for copy in plan.saves if copy.slot not in slots]:
+            self._link.abandon(others)
+
+    def _put_out(self, scheduled: Sequence[tuple[Request, int]], good: set[str]) -> None:
         outputs = []
         for request, num_cached in scheduled:
             if request.request_id not in self.requests:
@@ -347,6 +603,9 @@ class Core:
             assert prompt is not None
             position = request.num_output_tokens
             token = token_at(self.weights, prompt, position, params.seed or 0)
+            if request.request_id not in good:
+                token = (token + 1) % len(WORDS)
+            self._running[request.request_id] = request.num_tokens
             request.append_output_token_ids(token)
             is_last = request.num_output_tokens >= request.max_tokens
             finish = compat.FinishReason.LENGTH if is_last else None
@@ -373,7 +632,8 @@ class Front:
         self.resources = SimpleNamespace(engine_dead=False)
         self.log_requests, self.logger_manager = False, None
         cache = SimpleNamespace(num_gpu_blocks=64, block_size=BLOCK)
-        self.vllm_config = SimpleNamespace(cache_config=cache)
+        self.vllm_config = model_shapes.configured()
+        self.vllm_config.cache_config = cache
         self._board, self._delay_s, self._reads = board, delay_s, True
         core.front = self
 
@@ -419,6 +679,16 @@ class Front:
     async def _add_request(self, request: Any, *more: Any) -> None:
         self.output_processor.add_request(request, *more)
         await self.add_request_async(request)
+
+    async def collective_rpc(
+        self, method: str, timeout: float | None = None, args: Sequence[Any] = ()
+    ) -> list[Any]:
+        return [await self.call_utility_async(method, *args)]
+
+    async def call_utility_async(self, method: str, *args: Any) -> Any:
+        if self.resources.engine_dead:
+            raise compat.EngineDeadError
+        return await self.core.call(method, args)
 
     async def is_paused(self) -> bool:
         if self.resources.engine_dead:

@@ -13,8 +13,10 @@ import msgspec
 import zmq
 
 from banaserve.engine.vllm.launch.launcher import OnThisMachine
+from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
 from banaserve.errors import InstanceDeadError
 from banaserve.sim.timeline import Timeline, VirtualTimeLoop
+from seeded_threads import Thread, run_on_thread
 
 T = TypeVar("T")
 FIRST_PID = 10_000_000
@@ -74,13 +76,15 @@ class Troubles:
 
 
 class Process:
-    """A process of an engine.
+    """A process of an engine or a guest.
 
     Attributes:
         dying: Set when it does nothing any more.
         ended: Set when nothing is left of it.
         may_go_on: Cleared while it stands still.
         engine: What runs in it.
+        threads: Of its own, that have not ended.
+        parked: Of them, those that are due while it stands still.
     """
 
     def __init__(self, pid: int, engine: Any) -> None:
@@ -88,7 +92,20 @@ class Process:
         self.dying, self.ended = asyncio.Event(), asyncio.Event()
         self.may_go_on = asyncio.Event()
         self.may_go_on.set()
+        self.threads: list[Thread] = []
+        self.parked: list[Thread] = []
         self.task: asyncio.Task[None] | None = None
+
+    def stop(self) -> None:
+        """Let it stand still from here on."""
+        self.may_go_on.clear()
+
+    def go_on(self) -> None:
+        """Let it go on where it stands still."""
+        self.may_go_on.set()
+        due, self.parked = self.parked, []
+        for thread in due:
+            thread.go_on()
 
 
 class HandshakeSocket:
@@ -127,7 +144,9 @@ class Machine(OnThisMachine):
         make: Makes the engine of an instance, with the options that it is started with.
 
     Attributes:
-        num_deaths: Of processes that served or were starting.
+        num_deaths: Of engines that served or were starting; ``num_guest_deaths`` of guests.
+        make_guest: Makes what runs in a guest, from its address and its host's options.
+        on_dying: Called with each process that dies.
         failures: Of engines that found something wrong.
         sockets: Of handshakes under way, by address.
         delay_s: Of a message from an engine.
@@ -138,7 +157,9 @@ class Machine(OnThisMachine):
         self, troubles: Troubles, make: Callable[[str, tuple[str, ...]], Any], die_in_s: float
     ) -> None:
         self.processes: dict[int, Process] = {}
-        self.num_deaths = 0
+        self.num_deaths = self.num_guest_deaths = 0
+        self.make_guest: Callable[[GuestAddress, tuple[str, ...]], Any] | None = None
+        self.on_dying: Callable[[Process], None] = lambda _: None
         self.failures: list[BaseException] = []
         self.sockets: dict[str, HandshakeSocket] = {}
         self.last_death_s: list[float] = []
@@ -170,6 +191,20 @@ class Machine(OnThisMachine):
         process.task.add_done_callback(self._note)
         return process.pid
 
+    async def start_guest(
+        self, address: GuestAddress, _: Path, vllm_argv: tuple[str, ...] = ()
+    ) -> int:
+        await asyncio.sleep(self._troubles.some_s(0.1))
+        if self._troubles.happen(0.05):
+            raise InstanceDeadError("the engine parent is lost")
+        assert self.make_guest is not None
+        engine = self.make_guest(address, vllm_argv)
+        process = Process(FIRST_PID + len(self.processes), engine)
+        self.processes[process.pid] = process
+        process.task = asyncio.create_task(run_on_thread(process, engine.main))
+        process.task.add_done_callback(self._note)
+        return process.pid
+
     async def _run(self, process: Process, address: str) -> None:
         loop, loads_s = asyncio.get_running_loop(), self._troubles.some_s(2.0)
         await asyncio.sleep(loads_s)
@@ -177,7 +212,7 @@ class Machine(OnThisMachine):
         if is_broken or self._troubles.happen(0.1):
             self.kill(process.pid)
         if self._troubles.happen(0.05):
-            process.may_go_on.clear()
+            process.stop()
         await process.may_go_on.wait()
         if (socket := self.sockets.get(address)) is None:
             return  # its instance has given up waiting
@@ -185,7 +220,7 @@ class Machine(OnThisMachine):
         await socket.answered.wait()
         await asyncio.sleep(loads_s)
         socket.say("READY")
-        await process.engine.run(process.may_go_on)
+        await process.engine.run(process)
 
     def _note(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (failure := task.exception()) is not None:
@@ -202,10 +237,16 @@ class Machine(OnThisMachine):
         process.dying.set()
         assert process.task is not None
         process.task.cancel()
+        for thread in list(process.threads):
+            thread.kill()
+        self.on_dying(process)
         process.engine.die()
         loop = asyncio.get_running_loop()
-        self.num_deaths += 1
-        self.last_death_s.append(loop.time())
+        if self.is_guest(process):
+            self.num_guest_deaths += 1
+        else:
+            self.num_deaths += 1
+            self.last_death_s.append(loop.time())
         loop.call_later(self._troubles.some_s(self._die_in_s), self._end, process)
 
     @staticmethod
@@ -241,4 +282,22 @@ class Machine(OnThisMachine):
 
     @property
     def living(self) -> list[Process]:
+        """Engines."""
+        return [one for one in self._alive if not self.is_guest(one)]
+
+    @property
+    def guests(self) -> list[Process]:
+        return [one for one in self._alive if self.is_guest(one)]
+
+    @property
+    def _alive(self) -> list[Process]:
         return [one for one in self.processes.values() if not one.dying.is_set()]
+
+    @staticmethod
+    def is_guest(process: Process) -> bool:
+        return hasattr(process.engine, "main")
+
+    def is_stopped(self, pid: int) -> bool:
+        """See ``process_stats.is_stopped``."""
+        process = self.processes.get(pid)
+        return process is not None and not process.may_go_on.is_set()

@@ -56,21 +56,6 @@ class Factory:
     def discard(self, _: InstanceId) -> None: ...
 
 
-class Coordinator:
-    """Nothing runs beside any instance."""
-
-    def adopt(self, _: Instance) -> None: ...
-
-    async def vacate(self, _: InstanceId) -> None: ...
-
-    def stays(self, _: InstanceId) -> None: ...
-
-    async def forget(self, _: InstanceId) -> None: ...
-
-    def recent(self) -> list[Any]:
-        return []
-
-
 class InputProcessor:
     """Takes token ids as they are, and gives each request an id of its own."""
 

@@ -1,7 +1,9 @@
 """A server without processes in virtual time: real cluster and client, all from one seed.
 
 Clients ask, read slowly, hang up or abort; engines die, stall or do not start; an operator drains,
-scales, switches roles and restarts. Then it is quiet, and everything has to be in order.
+scales, switches roles and restarts. Layers and heads move away, on and home in mid-stream, and
+their guests die; the store's daemon dies or hangs. Then it is quiet, and everything has to be in
+order.
 """
 
 from __future__ import annotations
@@ -14,10 +16,12 @@ import random
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from banaserve.config import Budget
@@ -29,6 +33,23 @@ from banaserve.engine.vllm.instance import Inflight, Instance, State
 from banaserve.engine.vllm.launch.engine_settings import EngineSettings
 from banaserve.engine.vllm.liveness import probe
 from banaserve.engine.vllm.liveness.timeouts import ClusterTimeouts
+from banaserve.engine.vllm.migration import checks
+from banaserve.engine.vllm.migration.api import (
+    MigrationRequest,
+    MoveHeads,
+    MoveLayers,
+    Return,
+)
+from banaserve.engine.vllm.migration.controller import guest_monitor, guest_pool, process_stats
+from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
+from banaserve.engine.vllm.migration.guest import server as guest_server
+from banaserve.engine.vllm.migration.host import block_mover, host, move, unit_builder
+from banaserve.engine.vllm.migration.host.move import Move
+from banaserve.engine.vllm.migration.kv import store_copier
+from banaserve.engine.vllm.migration.modules import layer_proxy
+from banaserve.engine.vllm.migration.rpc import guest_client, messages
+from banaserve.engine.vllm.migration.types import ALLOWED, MovePhase
+from banaserve.engine.vllm.migration.units import guest_unit, layers
 from banaserve.engine.vllm.requests.disagg_request import MAX_DEATHS, EnginesDiedError
 from banaserve.engine.vllm.requests.lora import Adapters
 from banaserve.engine.vllm.requests.prefix_lookup import PrefixLookup
@@ -40,15 +61,21 @@ from banaserve.engine.vllm.roles.role_switch import Budgets, Roles
 from banaserve.engine.vllm.scaling.plan import InstanceCounts
 from banaserve.engine.vllm.scaling.scaler import Scaler
 from banaserve.engine.vllm.tracing.request_log import RequestLog
-from banaserve.errors import InstanceDeadError, UserError
+from banaserve.errors import BanaServeError, InstanceDeadError, MigrationError, UserError
+from banaserve.kvstore.daemon import supervised
 from banaserve.orchestrator.routing import registry
 from banaserve.orchestrator.routing.legs import LegOptions
 from banaserve.orchestrator.routing.named import NamedPolicy
 from banaserve.types import InstanceId, Role
 from seeded_answers import MAX_MODEL_LEN, Answer, ClientRequest, fits
-from seeded_engine import BLOCK, WORDS, Core, SharedStore, hash_blocks
+from seeded_daemon import VirtualDaemon
+from seeded_engine import WORDS, Core, SharedStore, StoreLink, hash_blocks
+from seeded_guests import GuestProcess, Network, VirtualLeash, VirtualPulse
+from seeded_host import HostSide
 from seeded_machine import LoopClock, Machine, Process, Troubles
-from seeded_parts import Coordinator, Factory, InputProcessor
+from seeded_modules import BLOCK, FACTS, NUM_HEADS, NUM_LAYERS
+from seeded_parts import Factory, InputProcessor
+from seeded_threads import Select, Threading, Time, current
 from tiering_doubles import ScriptedTier, Store
 
 TROUBLE_S = 8.0
@@ -57,7 +84,21 @@ QUIET_S = 300.0
 """More than any pause before a restart: by then all that can come back has."""
 AMPLE_S = 200.0
 """More than a request needs that loses as many instances as it may."""
+GUESTS_FRACTION = 0.25
+"""Of seeds: those whose modules move take several times as long."""
 WEIGHTS = ("w0", "w1", "w2")
+_NOWHERE = Path("/nowhere")
+_TIMED = (
+    host,
+    move,
+    guest_client,
+    unit_builder,
+    block_mover,
+    store_copier,
+    layers,
+    guest_server,
+    supervised,
+)
 TIMEOUTS = ClusterTimeouts(start_s=30.0, stall_s=4.0, spin_s=12.0, retry_s=15.0, unserved_s=30.0)
 NO_INSTANCE_S = 20.0
 _FLEETS = [
@@ -88,9 +129,8 @@ class Server:
         self.draws = random.Random(seed)
         self.troubles = Troubles(self.draws)
         self.clock = LoopClock()
-        self.tier = ScriptedTier("disk", depth=4)
-        store = Store(stack, self.tier, num_slots=self.draws.choice([6, 12, 24]))
-        self.store = SharedStore(store, self.tier, self.troubles)
+        self.has_guests = self.draws.random() < GUESTS_FRACTION
+        self._make_store(stack)
         self.machine = Machine(self.troubles, self._core, self.draws.choice([0.01, 0.5, 2.0]))
         self.timeout_s = self.draws.choice([8.0, AMPLE_S, AMPLE_S, AMPLE_S])
         self.answers: list[Answer] = []
@@ -100,8 +140,25 @@ class Server:
         self._make_cluster()
         self._make_client()
 
+    def _make_store(self, stack: ExitStack) -> None:
+        num_slots, on_disk = self.draws.choice([6, 12, 24]), dict[bytes, bytes]()
+
+        def make() -> tuple[Store, ScriptedTier]:
+            tier = ScriptedTier("disk", depth=4)
+            tier.blocks = on_disk
+            return Store(stack, tier, num_slots=num_slots), tier
+
+        self.store = SharedStore(make, self.troubles)
+        self.daemon = VirtualDaemon(self.store, self.troubles)
+
     def _core(self, name: str, argv: tuple[str, ...]) -> Core:
-        return Core(name, argv[0] if argv else WEIGHTS[0], self.store, self.troubles)
+        weights = argv[0] if argv else WEIGHTS[0]
+        side = HostSide(WEIGHTS.index(weights)) if self.has_guests else None
+        return Core(name, weights, self.store, self.troubles, side)
+
+    def _guest(self, address: messages.GuestAddress, argv: tuple[str, ...]) -> GuestProcess:
+        weights = WEIGHTS.index(argv[0]) if argv else 0
+        return GuestProcess(self.machine, self.network, address, weights)
 
     def _make_cluster(self) -> None:
         budgets = Budgets.__new__(Budgets)
@@ -109,7 +166,8 @@ class Server:
         config: Any = SimpleNamespace(weights=WEIGHTS[0])
         settings = EngineSettings(config, budgets)
         factory: Any = Factory(self.machine, self.clock)
-        coordinator: Any = Coordinator()
+        self.network = Network(self.troubles)
+        self.machine.make_guest, self.machine.on_dying = self._guest, self.network.lose
         fleet = self.draws.choice(_FLEETS)
         letters = {Role.PREFILL: "p", Role.DECODE: "d", Role.COLOCATED: "c"}
         made = [
@@ -125,12 +183,16 @@ class Server:
             self.router.lookups.by_weights[weights] = self._lookup(weights)
         self.roles = Roles(self.cluster.instances, self.clock)
         self.drains = Drains(self.cluster.instances, self.roles)
+        self._factory = factory
+
+    def _make_operators(self, coordinator: Coordinator) -> None:
+        self.coordinator = coordinator
         self.scaler = Scaler(
             self.cluster,
             coordinator,
             self.roles,
             self.drains,
-            factory,
+            self._factory,
             self.clock,
             TIMEOUTS.start_s,
             is_restarting=lambda: self.restarts.is_under_way,
@@ -138,7 +200,7 @@ class Server:
         self.restarts = RollingRestarts(
             self.cluster,
             coordinator,
-            settings,
+            next(iter(self.cluster.instances.values())).settings,  # started: its weights are known
             self._other_settings,
             self._check_engine,
             lambda _: None,
@@ -150,7 +212,7 @@ class Server:
     def _lookup(self, weights: str) -> PrefixLookup:
         made: Any = PrefixLookup.__new__(PrefixLookup)
         made._block_size, made._hasher = BLOCK, hash_blocks
-        made._client = self.store.link("front-door", weights)
+        made._client = StoreLink(self.store, "front-door", weights)
         return made
 
     @staticmethod
@@ -181,24 +243,41 @@ class Server:
 
     async def go(self) -> None:
         """Trouble, then quiet, then the end; what does not hold raises AssertionError."""
-        async with asyncio.timeout(TROUBLE_S + self.timeout_s + 3 * QUIET_S):
+        async with asyncio.timeout(TROUBLE_S + self.timeout_s + 4 * QUIET_S):
+            nothing: Any = None
+            launcher: Any = self.machine
             await self._start()
-            async with asyncio.TaskGroup() as group:
-                for _ in range(self.draws.randrange(8, 20)):
-                    group.create_task(self._ask_later())
-                acts = [group.create_task(one) for one in (self._disturb(), self._operate())]
-                await asyncio.sleep(TROUBLE_S)
-                self.troubles.are_over = True
-                for act in acts:
-                    act.cancel()
-            await self._comes_back()
-            await self._answers_again()
-            await asyncio.sleep(1.0)  # the last step gives back what it read
-            self._check_nothing_is_left()
+            async with guest_monitor.live_migration(
+                self.cluster, launcher, nothing, _NOWHERE, _NOWHERE, 1.0, "shm"
+            ) as coordinator:
+                self._make_operators(coordinator)
+                await self._be_troubled()
+                await self._comes_back()
+                await self._answers_again()
+                self._check_guests()
+                await self._come_home()
+                await self._answers_again()
+                await asyncio.sleep(1.0)  # the last step gives back what it read
+                self._check_nothing_is_left()
+                await self._stop_operators()
             await self._stop()
+
+    async def _be_troubled(self) -> None:
+        acts = [self._disturb(), self._disturb_store(), self._operate()]
+        if self.has_guests:
+            acts += [self._disturb_guests(), self._migrate()]
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self.draws.randrange(8, 20)):
+                group.create_task(self._ask_later())
+            tasks = [group.create_task(one) for one in acts]
+            await asyncio.sleep(TROUBLE_S)
+            self.troubles.are_over = True
+            for task in tasks:
+                task.cancel()
 
     async def _start(self) -> None:
         self.troubles.are_over = True
+        await self.daemon.start()
         await self.cluster.start(lambda _: None)
         self.troubles.are_over = False
 
@@ -216,7 +295,7 @@ class Server:
     @property
     def _is_changing(self) -> bool:
         controls = (self.scaler.is_under_way, self.restarts.is_under_way, self.roles.is_changing)
-        return any(controls)
+        return any(controls) or any(one.is_open for one in self.coordinator.recent())
 
     async def _answers_again(self) -> None:
         asked = [self._request() for _ in range(4)]
@@ -227,11 +306,27 @@ class Server:
         for answer in answers:
             assert answer.is_whole, f"{answer.request.name}: {answer.error!r} while all is well"
 
-    async def _stop(self) -> None:
+    async def _come_home(self) -> None:
+        """All that is away, and its guests end."""
+        for host_state in self.coordinator.hosts.values():
+            with contextlib.suppress(MigrationError):  # it cannot migrate
+                await host_state.refresh()
+            for unit in host_state.units(self.coordinator.guests):
+                migration = await self.coordinator.begin(unit.modules.return_request(host_state.id))
+                await self.coordinator.wait(migration.id)
+                assert migration.state == "done", f"{unit} stays away: {migration.error}"
+        await asyncio.sleep(guest_monitor.IDLE_S + 10.0)
+        assert not self.machine.guests, "guests are left that nobody needs"
+        assert not list(self.coordinator.guests)
+
+    async def _stop_operators(self) -> None:
         await self.roles.stop()
         await self.scaler.stop()
         await self.restarts.stop()
+
+    async def _stop(self) -> None:
         await self.cluster.stop()
+        await self.daemon.stop()
         await asyncio.sleep(3.0)  # processes end
         await until(lambda: not self.store.is_copying)
         for process in self.machine.processes.values():
@@ -357,15 +452,34 @@ class Server:
                 if self.machine.living and self.troubles.happen(probability):
                     act(self.draws.choice(self.machine.living))
 
+    async def _disturb_guests(self) -> None:
+        acts = {self._kill: 0.2, self._stall: 0.05, self._stop_for_a_while: 0.1}
+        while True:
+            await asyncio.sleep(self.draws.uniform(0.0, 0.4))
+            for act, probability in acts.items():
+                if self.machine.guests and self.troubles.happen(probability):
+                    act(self.draws.choice(self.machine.guests))
+
+    async def _disturb_store(self) -> None:
+        while True:
+            await asyncio.sleep(0.5)
+            if self.troubles.happen(0.1):
+                self.daemon.kill()
+            elif self.troubles.happen(0.05):
+                self.store.hang()
+                if self.draws.random() < 0.5:
+                    until_s = self.draws.uniform(0.1, 6.0)
+                    asyncio.get_running_loop().call_later(until_s, self.store.go_on)
+
     def _kill(self, process: Process) -> None:
         self.machine.kill(process.pid)
 
     def _stall(self, process: Process) -> None:
-        process.may_go_on.clear()
+        process.stop()
 
     def _stop_for_a_while(self, process: Process) -> None:
-        process.may_go_on.clear()
-        asyncio.get_running_loop().call_later(self.draws.uniform(0.1, 3.0), process.may_go_on.set)
+        process.stop()
+        asyncio.get_running_loop().call_later(self.draws.uniform(0.1, 3.0), process.go_on)
 
     def _fail_client(self, process: Process) -> None:
         if process.engine.front is not None:
@@ -400,6 +514,34 @@ class Server:
                 done = self.draws.choice(acts)()
                 if done is not None:
                     await done
+
+    async def _migrate(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await asyncio.sleep(self.draws.uniform(0.05, 0.7))
+                group.create_task(self._move_something())
+
+    async def _move_something(self) -> None:
+        with contextlib.suppress(BanaServeError):
+            migration = await self.coordinator.begin(self._some_move())
+            if self.draws.random() < 0.2:
+                await asyncio.sleep(self.draws.uniform(0.0, 1.0))
+                self.coordinator.abort(migration.id)
+
+    def _some_move(self) -> MigrationRequest:
+        draws = self.draws
+        target = self._any()
+        source = draws.choice([self._any(), next(iter(self.cluster.instances))])
+        kind = draws.random()
+        if kind < 0.4:
+            start = draws.randrange(NUM_LAYERS)
+            end = draws.randrange(start + 1, NUM_LAYERS + 1)
+            return MoveLayers(source, target, (start, end), precopy=draws.random() < 0.8)
+        if kind < 0.7:
+            chosen = draws.sample(range(NUM_LAYERS), draws.choice([1, 1, 2]))
+            heads = [(0,), (1,), tuple(range(NUM_HEADS))]
+            return MoveHeads(source, target, {layer: draws.choice(heads) for layer in chosen})
+        return Return(source)
 
     def _any(self) -> str:
         return self.draws.choice(list(self.cluster.instances))
@@ -448,6 +590,7 @@ class Server:
             assert not llm.output_processor.request_states, f"{one.id} has front-end states"
             assert not llm.output_processor.external_req_ids
             assert not llm.core.requests, f"{one.id} computes for nobody"
+            self._check_memory(one.id, llm.core.side)
         assert not self.router.trials._turns.locked()
         assert not self.client._sequences
         assert not self.client.requests._open
@@ -455,6 +598,32 @@ class Server:
         held = (stats.num_leases, stats.leased_slots, stats.writing_slots, stats.promoting_slots)
         assert held == (0, 0, 0, 0), f"the store has leases or slots that nobody uses: {held}"
         assert stats.quarantined_slots == 0
+
+    def _check_guests(self) -> None:
+        """Each holds the units that its host has put there, at the host's epoch, and no others."""
+        placed: dict[str, dict[str, int]] = {}
+        for one in self.cluster.instances.values():
+            llm: Any = one.llm
+            for unit in llm.core.side.host.placement if llm.core.side is not None else ():
+                residence = unit.residence
+                epochs = placed.setdefault(residence.link.guest_id, {})
+                epochs[unit.unit_id] = residence.working_epoch
+        for process in self.machine.guests:
+            server = process.engine.server
+            held = {} if server is None else server._units
+            found = {name: unit.epoch for name, unit in held.items()}
+            assert found == placed.pop(process.engine.name, {}), f"{process.engine.name}: {found}"
+        assert not placed, f"units are where no guest is: {placed}"
+
+    def _check_memory(self, name: str, side: HostSide | None) -> None:
+        if side is None:
+            return
+        side.check()
+        assert not list(side.host.placement), f"{name} has modules away"
+        assert not [one for one in side.host.moves if not one.is_over], f"moves of {name} go on"
+        assert not side.pool.used, f"blocks of {name} are used by nobody"
+        assert side.pool.num_blocks == side.host.kv.num_blocks, f"the pool of {name} is not whole"
+        assert not side.host.links, f"{name} has links to guests"
 
 
 class Complaints(logging.Handler):
@@ -467,17 +636,56 @@ class Complaints(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info:
             self.found.append(f"{record.getMessage()}: {record.exc_info[1]!r}")
+        elif "Traceback" in record.getMessage():
+            self.found.append(record.getMessage())
+
+
+class WatchedMove(Move):
+    """A move of which each phase has to follow from the one before."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        before = getattr(self, "_phase", None)
+        if name == "_phase" and before not in (None, value):
+            assert value in ALLOWED[before], f"{before} becomes {value}"
+            assert value is not MovePhase.PREPARING
+        super().__setattr__(name, value)
 
 
 @contextlib.contextmanager
 def _in_virtual_machine(server: Server) -> Iterator[None]:
-    """Let instances see the server's machine in place of this one."""
+    """Let instances, hosts and guests see the server's machine in place of this one."""
+    machine = server.machine
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(instances, "processes", server.machine)
-        patch.setattr(instances, "os", server.machine.os)
-        patch.setattr(instances, "zmq", server.machine.zmq)
+        patch.setattr(instances, "processes", machine)
+        patch.setattr(instances, "os", machine.os)
+        patch.setattr(instances, "zmq", machine.zmq)
         patch.setattr(instances, "weights_of", lambda config: config.weights)
         patch.setattr(probe, "is_on_cpu", lambda: server.draws.random() < 0.5)
+        for module in (host, move, guest_client):
+            patch.setattr(module, "threading", Threading)
+        for module in _TIMED:
+            patch.setattr(module, "time", Time)
+        patch.setattr(host, "Move", WatchedMove)
+        patch.setattr(guest_client, "select", Select)
+        patch.setattr(guest_client, "Pulse", VirtualPulse)
+        leash = SimpleNamespace(on=lambda pid: VirtualLeash(machine, pid))
+        patch.setattr(guest_client, "Leash", leash)
+        patch.setattr(messages, "connect", server.network.connect)
+        patch.setattr(messages, "create", server.network.transport)
+        patch.setattr(guest_pool, "processes", machine)
+        patch.setattr(guest_pool, "os", machine.os)
+        patch.setattr(process_stats, "is_stopped", machine.is_stopped)
+        patch.setattr(guest_monitor, "model_facts", lambda _: FACTS)
+        patch.setattr(checks, "check_heads", lambda *_: None)
+        metadata = SimpleNamespace(attn_metadata={})
+        patch.setattr(layer_proxy, "get_forward_context", lambda: metadata)
+        patch.setattr(guest_server, "os", SimpleNamespace(getpid=lambda: current().owner.pid))
+        patch.setattr(guest_server, "_own_config", lambda config: config)
+        patch.setattr(guest_server, "adopt_kv_layout", lambda *_: None)
+        patch.setattr(guest_server, "run_low_priority", lambda work: work())
+        patch.setattr(guest_unit, "device_of", lambda _: torch.device("cpu"))
+        patch.setattr(guest_unit, "attends_with", lambda _: None)
+        server.daemon.patches(lambda name, value: patch.setattr(supervised, name, value))
         yield
 
 

@@ -13,18 +13,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import executor_doubles as doubles
 from admin_server import AdminServer
 from banaserve.api.admin import AdminDoor
-from banaserve.api.admin_control import Control
 from banaserve.cli.admin.decisions import lines_of
 from banaserve.cli.main import main
 from banaserve.cli.serve.options.command_line import parse_serve_argv
-from banaserve.clock import WallClock
-from banaserve.controller.decisions import DecisionLog
-from banaserve.controller.loop import Controller, ControllerOptions
 from banaserve.controller.schemas import (
-    ControllerState,
     DecisionRecord,
     Felt,
     Numbers,
@@ -32,17 +26,13 @@ from banaserve.controller.schemas import (
     StepRecord,
     WantedStep,
 )
-from banaserve.engine.vllm.restart.api import EngineRestart, RestartRequest, RollingRestart
-from banaserve.engine.vllm.roles.drain import Drains
+from banaserve.engine.vllm.restart.api import RestartRequest
 from banaserve.errors import UserError
 from banaserve.kvstore.sizes import format_size
-from banaserve.orchestrator.control import Mode
-from banaserve.orchestrator.routing.registry import make_named
 from banaserve.types import InstanceId, Role
-from scaling_doubles import scaler_of
+from served_admin import KEY, Served
 from waiting import until
 
-KEY = "the-admin-key"
 AUTH = {"Authorization": f"Bearer {KEY}"}
 NUMBERS = Numbers("decode", 0.25, 0.9, 0.5, 0.5, 0.04, 12.0, 4, 2, 0, 300, 0, 0.1, [])
 DECISION = DecisionRecord(
@@ -71,45 +61,6 @@ DECISION = DecisionRecord(
     ],
     rejected=[Rejection("move heads", "no room", 0.5), Rejection("move layers", "no room")],
 )
-
-
-async def users_app(scope: Any, receive: Any, send: Any) -> None:
-    raise AssertionError("nothing here is for users")
-
-
-class Served:
-    """The admin API over instances without engines; the loop of the orchestrator stands."""
-
-    async def open(self, folder: Path) -> AdminDoor:
-        self.world = doubles.World(folder)
-        self.world.overseer.start()
-        await self.world.executor.discover()
-        options = ControllerOptions(mode=Mode.ON, interval_s=3600)
-        self.controller = Controller(
-            self.world.executor, options, DecisionLog(), WallClock(), lambda: 1.7e9
-        )
-        self.controller.start()
-        await until(lambda: self.controller.status().state is ControllerState.RUNNING)
-        drains = Drains(self.world.instances, self.world.roles)
-        self.scaler = scaler_of(self.world, drains)
-        self.restarts: Any = Restarts()
-        control = Control(
-            self.controller,
-            self.world.executor,
-            self.world.roles,
-            drains,
-            self.scaler,
-            make_named("round_robin"),
-            self.restarts,
-        )
-        return AdminDoor(users_app, self.world.cluster.coordinator, KEY, control)
-
-    async def close(self) -> None:
-        await self.scaler.stop()
-        await self.controller.stop()
-        await self.world.roles.stop()
-        await self.world.overseer.stop()
-        await self.world.cluster.close()
 
 
 @pytest.fixture
@@ -230,33 +181,37 @@ async def test_a_scaling_over_the_api(served):
     assert len((await served.client.get("/admin/scalings")).json()) == 1
 
 
-class Restarts:
-    """Takes one restart, which goes on until it is given up."""
-
-    def __init__(self) -> None:
-        self.asked: list[RestartRequest] = []
-        self.found: dict[str, RollingRestart] = {}
-
-    async def begin(self, ask: RestartRequest) -> RollingRestart:
-        if ask.model == "bad":
-            raise UserError("no engine could serve it")
-        self.asked.append(ask)
-        engines = [EngineRestart("p1", "draining", 2), EngineRestart("d0")]
-        self.found["s1"] = RollingRestart("s1", "running", engines, ask.model)
-        return self.found["s1"]
-
-    def get(self, name: str) -> RollingRestart | None:
-        return self.found.get(name)
-
-    def recent(self) -> list[RollingRestart]:
-        return list(self.found.values())
-
-    async def wait(self, name: str, _: float) -> RollingRestart:
-        return self.found[name]
-
-    def abort(self, name: str) -> RollingRestart:
-        self.found[name].state = "aborted"
-        return self.found[name]
+async def test_nodes_over_the_api(served):
+    p1 = served.world.instances[InstanceId("p1")]
+    p1.inflight_requests, p1.keeps_streams = 1, True
+    begun = await served.client.post("/admin/node-changes", json={"action": "add", "node": "c"})
+    assert (begun.status_code, begun.json()["state"]) == (202, "joining")
+    assert (await served.client.get("/admin/node-changes/n1?wait_s=20")).json()["state"] == "done"
+    shown = (await served.client.get("/admin/nodes")).json()
+    assert [(one["name"], one["instances"]) for one in shown] == [
+        ("a", ["d0", "p0"]),
+        ("b", ["p1", "x0"]),
+        ("c", []),
+    ]
+    ask = {"action": "remove", "node": "b"}
+    assert (await served.client.post("/admin/node-changes", json=ask)).status_code == 202
+    await until(lambda: served.scaler.get("s1").leaving == "p1")
+    found = (await served.client.get("/admin/status")).json()
+    assert {one["name"]: one["state"] for one in found["nodes"]}["b"] == "leaving"
+    words = {move["id"]: (move["what"], move["state"]) for move in found["moves"]}
+    assert words["n2"] == ("remove node b: its instances leave (s1)", "leaving")
+    assert words["s1"] == ("to no instance on node b: p1: 1 requests left", "draining")
+    assert (await served.client.delete("/admin/node-changes/n2")).status_code == 202
+    ended = (await served.client.get("/admin/node-changes/n2?wait_s=20")).json()
+    assert ended["state"] == "aborted"
+    placed = (await served.client.get("/admin/placement")).json()["nodes"]
+    assert {one["name"]: one["state"] for one in placed} == dict.fromkeys("abc", "ready")
+    none = await served.client.post("/admin/node-changes", json={**ask, "node": "z"})
+    assert (none.status_code, none.json()["error"]["message"]) == (400, "there is no node z")
+    wrong = await served.client.post("/admin/node-changes", json={**ask, "action": "drop"})
+    assert wrong.status_code == 400
+    assert (await served.client.delete("/admin/node-changes/n1")).status_code == 409
+    assert (await served.client.get("/admin/node-changes/n9")).status_code == 404
 
 
 async def test_a_rolling_restart_over_the_api(served):
@@ -409,6 +364,31 @@ def test_the_commands(server, capsys):
     assert (code, out) == (0, "s3: draining; `banaserve status` shows how far it is\n")
     code, _, err = banaserve("scale", "--pd", "1,2")
     assert (code, len(err.splitlines()), "such as 3:2" in err) == (2, 1, True)
+
+
+def test_the_commands_of_nodes(server, capsys):
+    def banaserve(*argv: str) -> tuple[int, str, str]:
+        code = main(["nodes", *argv, "--url", server.url, "--admin-key", KEY])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    code, out, _ = banaserve("list")
+    assert (code, out.split()[0], len(out.splitlines())) == (0, "NODE", 3)
+    server.served.machines.unusable["z:1"] = "node z:1: it has another cluster key"
+    code, out, err = banaserve("add", "z:1")
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1].endswith("node z:1: it has another cluster key")
+    code, out, err = banaserve("add", "c:1")
+    assert (code, out.startswith("node c:1 has joined after")) == (0, True)
+    assert {one["name"] for one in json.loads(banaserve("list", "--json")[1])} == {"a", "b", "c:1"}
+    code, out, _ = banaserve("remove", "b", "--json")
+    assert (code, json.loads(out)["state"]) == (0, "done")
+    code, _, err = banaserve("remove", "b")
+    assert (code, len(err.splitlines()), "there is no node b" in err) == (2, 1, True)
+    code, _, err = banaserve("remove", "a", "--shrink", "--timeout", "0")
+    assert (code, len(err.splitlines()), "more than 0 seconds" in err) == (2, 1, True)
+    code, out, _ = banaserve("remove", "a", "--no-wait")
+    assert (code, out) == (0, "n4: leaving; `banaserve status` shows how far it is\n")
 
 
 def test_a_decision_in_words():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from banaserve.cli.admin import placement, status
+from banaserve.cli.admin.node_tables import node_rows
 from banaserve.controller.schemas import (
     ControllerState,
     ControllerStatus,
     InstanceStatus,
     ServerStatus,
 )
+from banaserve.engine.interface import NodeStatus
 from banaserve.engine.vllm.migration.api import (
     ClusterPlacement,
     InstancePlacement,
@@ -52,3 +54,17 @@ def test_what_is_away_stands_below_its_host() -> None:
         ("d1", "n:2", "decode", "it has ended"),
     ]
     assert {len(row) for row in rows} == {8}
+
+
+def test_each_node_says_what_it_has_and_why_it_is_away() -> None:
+    rows = node_rows(
+        [
+            NodeStatus("a:1", "ready", ["p0", "d0"], 1, 8, 1 << 30),
+            NodeStatus("b:1", "away", [], -1, 0, 3 << 30, "node b:1 is gone"),
+        ]
+    )
+    assert rows == [
+        ("NODE", "STATE", "INSTANCES", "ROOM FOR", "GPUS", "MEMORY", "PROBLEM"),
+        ("a:1", "ready", "p0, d0", "1", "8", "1 GiB", "-"),
+        ("b:1", "away", "-", "0", "-", "3 GiB", "node b:1 is gone"),
+    ]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from banaserve.bench.results import result
 from benchmarks.elastic import __main__ as script
+from benchmarks.elastic import paced
 from benchmarks.elastic.__main__ import PARTS
 from benchmarks.elastic.cells import LoadCell
 from benchmarks.elastic.constant import (
@@ -18,6 +20,7 @@ from benchmarks.elastic.constant import (
     constant_table,
 )
 from benchmarks.elastic.figures import ablation_table, figures
+from benchmarks.elastic.paced_cells import PacedCell
 from benchmarks.elastic.runs import CellOutcome, Outcome, elastic_system, saturation_per_s
 
 CELL = LoadCell("opt-13b-a100", "alpaca capped", "steady", 0.9, 0, 1)
@@ -94,6 +97,38 @@ def test_a_run_that_was_broken_off_goes_on(
     monkeypatch.setattr(result, "commit", lambda: ("decaf", False))
     with pytest.raises(KeyboardInterrupt):
         script.main(argv)
+
+
+def test_a_paced_cell_is_kept_with_the_folder_of_its_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kinds = {"goodput": 0.5, "tokens_per_s": 100.0, "ttft_mean_s": 1.0}
+    told = dict.fromkeys(paced._UNITS, 1.0) | kinds
+    kept_time = {"profile": "p", "source": "s", "dilation": 2.0, "late_fraction": 0.0}
+    run = {
+        "paced": told,
+        "simulated": told,
+        "modelled_time": {**kept_time, "num_steps": 1, "num_overrun": 0},
+        "num_failed": 0,
+        "num_equal": 0,
+        "num_compared": 0,
+    }
+    ran = []
+
+    def run_cell(given: Any, one: PacedCell, _console: object) -> dict[str, Any]:
+        ran.append(one.name)
+        return {"duration_s": given.duration, "colocated": run, "elastic": run}
+
+    monkeypatch.setattr(paced, "_run_cell", run_cell)
+    file = tmp_path / "paced.json"
+    argv = ["--data", str(tmp_path), "--json", str(file)]
+    assert paced.main(["longbench-8", *argv]) == 0
+    assert paced.main(["longbench-8", "longbench-16", *argv]) == 0
+    assert ran == ["longbench-8", "longbench-16"]
+    kept = result.read(file)
+    assert kept.options["data"] == str(tmp_path)
+    assert kept.figures["goodput_ratio_min"].samples == [1.0]
+    capsys.readouterr()
 
 
 def test_saturation_grows_with_the_instances() -> None:

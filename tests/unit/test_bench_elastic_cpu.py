@@ -78,8 +78,8 @@ def test_prompts_of_one_prefix_share_it_and_no_more() -> None:
     assert len({tuple(words[: load.prefix_tokens + 8]) for words in prompts}) == len(prompts)
 
 
-def test_a_short_run_has_a_third_of_each_and_never_none() -> None:
-    load = ChatLoad(0, 0, 8, 4, 3, 9, 1).shortened()
+def test_a_short_run_has_a_ninth_of_each_and_never_none() -> None:
+    load = ChatLoad(0, 0, 8, 4, 3, 27, 1).shortened()
     assert (load.closed, load.open, load.turns) == (3, 1, 3)
 
 

@@ -20,6 +20,7 @@ from banaserve.api.app import vllm_app
 from banaserve.api.bodies.bounds import BodyRefusedError, RequestBounds, read_outline
 from banaserve.api.bodies.grammars import GrammarSpec, grammars_of
 from banaserve.api.bodies.guard import LONG_BYTES, BodyGuard
+from banaserve.api.bodies.pace import FRACTION, LEAST_S, ValidationPace
 from banaserve.api.bodies.parsed_route import take_parsed_bodies
 from banaserve.api.bodies.shape import JsonShape, measure, upper_bound
 from banaserve.api.limits import BodyLimit
@@ -31,7 +32,7 @@ HELLO = {"role": "user", "content": "hi"}
 
 
 def text(value: Any) -> bytes:
-    return json.dumps(value).encode()
+    return value if isinstance(value, bytes) else json.dumps(value).encode()
 
 
 @pytest.mark.parametrize(
@@ -97,6 +98,11 @@ REFUSED = {
     "best_of": ({"best_of": 10**30}, 400, "n"),
     "n of many prompts": ({"n": 100, "prompt": ["a"] * 100}, 400, "sequences"),
     "logprobs": ({"top_logprobs": 2_000}, 400, "logprobs"),
+    "n behind spaces": ({"n": " " * 100 + "100000"}, 400, "n"),
+    "n behind zeros": ({"n": "0" * 100 + "100000"}, 400, "n"),
+    "n by an exponent": (b'{"n": 0.%b1e105}' % (b"0" * 100), 400, "n"),
+    "n in escapes": (b'{"n": "\\u0031\\u0030\\u0030\\u0030\\u0030\\u0030"}', 400, "n"),
+    "n without end": (b'{"n": 1%b}' % (b"0" * 10_000), 400, "n"),
     "logit_bias": ({"logit_bias": {str(i): 1 for i in range(3_000)}}, 400, "logit_bias"),
     "nested parameters": ({"sampling_params": {"n": 1_000}}, 400, "n"),
     "a long grammar": ({"structured_outputs": {"regex": "a" * 300_000}}, 413, "grammar_bytes"),
@@ -108,7 +114,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("body", "status", "cause"), REFUSED.values(), ids=REFUSED)
 def test_what_is_beyond_a_bound_is_refused_in_one_line(
-    body: dict[str, Any], status: int, cause: str
+    body: dict[str, Any] | bytes, status: int, cause: str
 ) -> None:
     with pytest.raises(BodyRefusedError) as refused:
         read_outline(text(body), BOUNDS)
@@ -291,6 +297,75 @@ async def test_objects_of_all_bodies_together_are_bounded_and_given_back() -> No
     async with door(guarded(max_held_object_bytes=2**20)) as client:
         answer = await client.post("/v1/x", json=body)
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+
+
+async def test_what_a_check_that_breaks_has_counted_is_given_back() -> None:
+    class Breaking:
+        async def check(self, _: Any) -> None:
+            raise RuntimeError("no process can be started")
+
+    body = {"prompt": [1] * 200_000, "structured_outputs": {"regex": "a"}}
+    guard = BodyGuard(application(), BOUNDS, Breaking())
+    async with door(guard) as client:
+        with pytest.raises(RuntimeError):
+            await client.post("/v1/x", json=body)
+    assert guard._held_object_bytes == 0
+
+
+SLOW = {
+    "parts": {"messages": [{"role": "user", "content": [{"text": ""}] * 1_900}]},
+    "parts of a batch": {"messages": [[{"role": "user", "content": [{"text": ""}] * 1_900}]]},
+    "parts of an item": {"input": [{"role": "user", "content": [{"text": ""}] * 1_900}]},
+    "token ids": {"prompt": [1] * 1_900_000},
+}
+QUICK = {
+    "messages": {"messages": [HELLO] * 300, "tools": [{"a": {"b": [{}] * 5}}] * 300},
+    "prose": {"prompt": "a, {[" * 500_000},
+}
+
+
+@pytest.mark.parametrize("body", SLOW.values(), ids=SLOW)
+async def test_slow_validations_take_a_fifth_of_the_loop_however_many_there_are(
+    body: dict[str, Any],
+) -> None:
+    now_s, waits_s = 100.0, list[float]()
+
+    async def sleep(seconds: float) -> None:
+        waits_s.append(seconds)
+
+    guard = guarded(pace=ValidationPace(lambda: now_s, sleep))
+    async with door(guard) as client:
+        answers = [(await client.post("/v1/x", json=body)).status_code for _ in range(3)]
+        quick = await client.post("/v1/x", json=QUICK["messages"])
+    assert answers == [200] * 3
+    assert quick.status_code == 200
+    first_s, second_s = waits_s
+    assert second_s == pytest.approx(2 * first_s)
+    assert first_s >= LEAST_S / FRACTION
+
+
+@pytest.mark.parametrize("body", QUICK.values(), ids=QUICK)
+async def test_other_requests_wait_for_no_validation(body: dict[str, Any]) -> None:
+    guard = guarded(pace=ValidationPace(lambda: 100.0, lambda _: pytest.fail("waits")))
+    async with door(guard) as client:
+        assert (await client.post("/v1/x", json=body)).status_code == 200
+        assert (await client.post("/v1/x", json=body)).status_code == 200
+
+
+async def test_a_validation_that_would_wait_for_long_is_refused() -> None:
+    async def sleep(_: float) -> None: ...
+
+    before = refusals("validation")
+    pace = ValidationPace(lambda: 100.0, sleep)
+    for _ in range(1000):
+        try:
+            await pace.wait(0.13)
+        except BodyRefusedError:
+            break
+    async with door(guarded(pace=pace)) as client:
+        answer = await client.post("/v1/x", json=SLOW["parts"])
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert refusals("validation") == before + 1
 
 
 async def test_uploads_and_empty_bodies_pass() -> None:

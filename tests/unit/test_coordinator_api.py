@@ -391,6 +391,13 @@ def test_serve_options(monkeypatch):
     assert (config.migration, config.admin_key) == (False, "a")
     config = parse_serve_argv(["--migration", "on", "--migration-kv-growth", "3"])
     assert (config.migration, config.migration_kv_growth, config.admin_key) == (True, 3.0, "")
+    asked = {word: parse_serve_argv(["--migration", word]) for word in ("auto", "on", "off")}
+    assert {w: (c.migration, c.must_migrate) for w, c in asked.items()} == {
+        "auto": (True, False),
+        "on": (True, True),
+        "off": (False, False),
+    }
+    assert parse_serve_argv([]) == asked["auto"]
     monkeypatch.setenv("BANASERVE_ADMIN_KEY", "from the environment")
     assert parse_serve_argv([]).admin_key == "from the environment"
     for argv, words in [

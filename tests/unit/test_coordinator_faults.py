@@ -12,10 +12,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from banaserve.engine.vllm.migration.api import Return
+from banaserve.engine.vllm.migration.api import MoveLayers, Return
 from banaserve.engine.vllm.migration.controller import host_client, timeouts
 from banaserve.engine.vllm.migration.controller.guest_monitor import GuestMonitor
 from banaserve.engine.vllm.migration.controller.status import placement_of
+from banaserve.errors import InstanceDeadError
 from migration_doubles import LAYERS, Cluster, done, run
 from waiting import until
 
@@ -87,6 +88,24 @@ async def test_a_host_that_dies_takes_its_moves_and_guests_with_it(cluster, held
     again = await done(cluster.coordinator, LAYERS)
     assert again.moves[0].phase == "done"
     assert list(cluster.d0.engine.units) == ["m2.0"]
+
+
+@pytest.mark.parametrize("comes_back", [False, True], ids=["dead", "started again"])
+async def test_a_migration_that_waits_ends_with_the_engine_it_was_planned_for(
+    cluster, caplog, comes_back
+):
+    cluster.engine.held = {"preparing"}
+    first = await cluster.coordinator.begin(LAYERS)
+    second = await cluster.coordinator.begin(MoveLayers("d0", "p0", (0, 2)))
+    await until(lambda: first.moves[0].phase == "preparing")
+    cluster.d0.die()
+    cluster.coordinator.instance_ended(cluster.d0.id)
+    if comes_back:
+        cluster.d0.restart()
+    await cluster.coordinator.wait(second.id)
+    assert (second.state, second.error) == ("failed", "instance d0 has ended")
+    assert cluster.d0.engine.calls == ([] if comes_back else ["attach", "prepare"])
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 @pytest.mark.parametrize("where", ["prepare", "precopy", "commit"])
@@ -169,6 +188,49 @@ async def test_an_idle_guest_is_detached(cluster, overseer):
     assert "detach" not in cluster.engine.calls
     await done(cluster.coordinator, Return("d0"))
     await until(lambda: "detach" in cluster.engine.calls)
+
+
+async def test_a_guest_that_dies_idle_is_forgotten_by_its_host(cluster, overseer):
+    """Its host would keep the connection's descriptor and its view of the guest's memory."""
+    overseer._idle_s = 1000.0
+    await done(cluster.coordinator, LAYERS)
+    await done(cluster.coordinator, Return("d0"))
+    (guest,) = cluster.coordinator.guests
+    cluster.launcher.processes[0].kill()
+    await until(lambda: not list(cluster.coordinator.guests))
+    cluster.engine.guests[guest.id] = {"state": "lost", "reason": "killed"}
+    await until(lambda: cluster.engine.guests == {})
+
+
+async def test_a_host_that_dies_while_it_is_looked_at_stops_no_other_look(cluster, caplog):
+    await done(cluster.coordinator, LAYERS)
+    monitor = GuestMonitor(cluster.coordinator)
+    host_state = cluster.coordinator.hosts["d0"]
+
+    async def dies(_: object) -> None:
+        cluster.coordinator.instance_ended("d0")
+
+    monitor._end_lost_guests = dies  # between two calls to the host
+    await monitor._look(1)
+    assert host_state.status is None
+
+
+@pytest.mark.parametrize("act", ["grow_pool", "shrink_pool"])
+async def test_a_pool_whose_engine_ends_meanwhile_is_not_counted(cluster, act):
+    await done(cluster.coordinator, LAYERS)
+    host_state, resize = cluster.coordinator.hosts["d0"], cluster.engine.call_utility_async
+
+    async def ends_after(method: str, *args: int) -> Any:
+        reply = await resize(method, *args)
+        if method == "banaserve_resize_pool":
+            cluster.d0.die()
+            cluster.coordinator.instance_ended("d0")
+        return reply
+
+    cluster.engine.call_utility_async = ends_after
+    with pytest.raises(InstanceDeadError):
+        await (host_state.grow_pool() if act == "grow_pool" else host_state.shrink_pool(300))
+    assert host_state.grown_blocks == 0
 
 
 async def test_the_target_counts_its_guests_and_the_host_what_is_away(cluster, overseer):

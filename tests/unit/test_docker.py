@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
+import shutil
+import subprocess
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
-from prometheus_client.registry import REGISTRY
 
 from banaserve.cli.serve.options.command_line import parse_serve_argv
-from banaserve.engine.vllm.monitoring import metrics  # noqa: F401  (registers its families)
-from banaserve.engine.vllm.monitoring import metrics as moves_metrics  # noqa: F401
-from banaserve.kvstore.daemon.metrics import prometheus_text
-from banaserve.kvstore.stats import StoreStats, TierReport
-from banaserve.kvstore.tiers.interface import TierStats
+from grafana_dashboard import DASHBOARD
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
 COMPOSE = yaml.safe_load((DOCKER / "compose.yml").read_text())
 SERVICES = COMPOSE["services"]
-DASHBOARD = json.loads((DOCKER / "grafana" / "dashboards" / "banaserve.json").read_text())
 IMAGES = [DOCKER / "Dockerfile.cpu", DOCKER / "Dockerfile.cuda"]
 
 
@@ -106,53 +106,117 @@ def test_the_build_context_holds_what_the_build_needs_and_no_more():
     kept = [line[1:] for line in lines if line.startswith("!")]
     assert all((ROOT / name).exists() for name in kept)
     needed = {"pyproject.toml", "setup.py", "README.md", "LICENSE", "csrc", "banaserve"}
-    assert needed | {"requirements", "docker/build.sh"} == set(kept)
+    docker = {f"docker/{name}" for name in ("build.sh", "pin_images.py", *PINS.NAMES)}
+    assert needed | {"requirements"} | docker == set(kept)
 
 
-def store_metrics() -> set[str]:
-    tier = TierReport(stats=TierStats(**dict.fromkeys(TierStats.__struct_fields__, 0)))
-    numbers = dict.fromkeys(StoreStats.__struct_fields__, 0)
-    text = prometheus_text(StoreStats(**{**numbers, "tiers": (tier,)}))
-    return set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)) | {"banaserve_kvstore_up"}
+# ---- digests of images
 
 
-def own_metrics() -> set[str]:
-    suffixes = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"], "gauge": [""]}
-    return {
-        family.name + suffix
-        for family in REGISTRY.collect()
-        for suffix in suffixes.get(family.type, [])
-        if family.name.startswith("banaserve_")
-    }
+def pin_images() -> Any:
+    spec = importlib.util.spec_from_file_location("pin_images", DOCKER / "pin_images.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def vllm_metrics() -> set[str]:
-    package = Path(importlib.util.find_spec("vllm").origin).parent
-    text = (package / "v1" / "metrics" / "loggers.py").read_text()
-    names = set(re.findall(r'name="(vllm:\w+)"', text))
-    return names | {name + suffix for name in names for suffix in ("_total", "_bucket")}
+PINS = pin_images()
+DIGEST = "sha256:" + "ab" * 32
+FILE = """FROM python:3.11-slim AS build
+COPY --from=build /a /a
+FROM build
+    image: prom/prometheus:v3@sha256:stale
+    image: banaserve:${DEVICE:-cpu}
+"""
 
 
-def test_every_metric_of_the_dashboard_exists():
-    known = own_metrics() | store_metrics() | vllm_metrics()
-    shown = {
-        name
-        for panel in DASHBOARD["panels"]
-        for target in panel.get("targets", [])
-        for name in re.findall(r"\b(?:banaserve_|vllm:)\w+", target["expr"])
-    }
-    assert len(shown) > 40
-    assert shown - known == set()
+class Registry(BaseHTTPRequestHandler):
+    """Knows one image, and tells its digest to whoever shows the token that it gives."""
+
+    def do_GET(self) -> None:
+        assert "scope=repository%3Alibrary%2Fpython%3Apull" in self.path
+        body = json.dumps({"token": "anyone"}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_HEAD(self) -> None:
+        url = f"http://{self.headers['Host']}/token"
+        if self.headers.get("Authorization") != "Bearer anyone":
+            self.send_response(401)
+            scope = "repository:library/python:pull"
+            self.send_header(
+                "WWW-Authenticate", f'Bearer realm="{url}",service="r",scope="{scope}"'
+            )
+        elif self.path == "/v2/library/python/manifests/3.11":
+            self.send_response(200)
+            self.send_header("Docker-Content-Digest", DIGEST)
+        else:
+            self.send_response(404)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None: ...
 
 
-def test_panels_do_not_overlap():
-    taken = set()
-    for panel in DASHBOARD["panels"]:
-        place = panel["gridPos"]
-        cells = {
-            (x, y)
-            for x in range(place["x"], place["x"] + place["w"])
-            for y in range(place["y"], place["y"] + place["h"])
-        }
-        assert not cells & taken, panel["title"]
-        taken |= cells
+def test_a_registry_is_asked_for_digests():
+    with ThreadingHTTPServer(("127.0.0.1", 0), Registry) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+
+        def at(image: str) -> Any:
+            return PINS.place_of(image)._replace(registry=f"http://127.0.0.1:{server.server_port}")
+
+        assert PINS.digest_of("python:3.11", at) == DIGEST
+        with pytest.raises(PINS.NoDigestError, match=r"python:4: .* 404"):
+            PINS.digest_of("python:4", at)
+        server.shutdown()
+    with pytest.raises(PINS.NoDigestError, match="does not tell its digest"):
+        PINS.digest_of("python:3.11", at)
+
+
+@pytest.mark.parametrize(
+    ("image", "registry", "repository", "tag"),
+    [
+        ("python:3.11", "registry-1.docker.io", "library/python", "3.11"),
+        ("python", "registry-1.docker.io", "library/python", "latest"),
+        ("nvidia/cuda:13", "registry-1.docker.io", "nvidia/cuda", "13"),
+        ("quay.io/a/b:1", "quay.io", "a/b", "1"),
+        ("localhost:5000/a", "localhost:5000", "a", "latest"),
+    ],
+)
+def test_short_names_of_images_are_read_as_docker_does(image, registry, repository, tag):
+    assert PINS.place_of(image) == (f"https://{registry}", repository, tag)
+
+
+def test_every_image_of_others_gets_its_digest_and_nothing_else_changes():
+    assert PINS.unpinned(FILE) == ["python:3.11-slim", "prom/prometheus:v3"]
+    done = PINS.pinned(FILE, lambda _: DIGEST)
+    assert PINS.unpinned(done) == []
+    assert done.replace(f"@{DIGEST}", "") == FILE.replace("@sha256:stale", "")
+    assert PINS.pinned(done, lambda _: DIGEST) == done
+    for name in PINS.NAMES:
+        text = (DOCKER / name).read_text()
+        assert PINS.unpinned(PINS.pinned(text, lambda _: DIGEST)) == []
+
+
+def test_a_release_is_not_built_on_images_without_digests(tmp_path):
+    for name in ("docker", "requirements"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    cuda = tmp_path / "docker" / "Dockerfile.cuda"
+    cuda.write_text(cuda.read_text() + "\nFROM evil:latest\n")
+
+    def build(release: str) -> subprocess.CompletedProcess[str]:
+        command = ["bash", str(tmp_path / "docker" / "build.sh"), "cpu", "/dev/null/nowhere"]
+        env = {**os.environ, "RELEASE": release}
+        return subprocess.run(command, env=env, capture_output=True, text=True)
+
+    refused = build("1")
+    assert refused.returncode == 1
+    assert "Dockerfile.cuda: evil:latest has no digest: `make pin-images`" in refused.stderr
+    assert "no digest" not in build("").stderr  # it goes on, to a folder that cannot be
+    for name in PINS.NAMES:
+        path = tmp_path / "docker" / name
+        path.write_text(PINS.pinned(path.read_text(), lambda _: DIGEST))
+    assert "no digest" not in build("1").stderr

@@ -20,12 +20,13 @@ FOLDERS = ("banaserve", "benchmarks", "csrc", "docs", "tests")
 OTHERS = {
     *("--extra-index-url", "--no-deps", "--no-build-isolation", "--require-hashes", "--dtype"),
     *("--kv-transfer-config", "--scheduler-cls", "--ssl-ciphers", "--quantization"),
-    "--scheduling-policy",
+    *("--scheduling-policy", "--compilation-config"),
     *("--gpu-memory-utilization", "--kv-cache-memory-bytes", "--max-num-seqs"),
     *("--enable-prompt-tokens-details", "--enforce-eager", "--no-enforce-eager"),
     # Of the checker of another vLLM, which is no command.
     *("--only-breaks", "--cache"),
     "--page",  # of a benchmark, whose options are its own
+    *("--otlp-traces-endpoint", "--enable-feature"),  # of vLLM, and of Prometheus
 }
 WITH_OPTIONS = [
     ROOT / "README.md",

@@ -9,8 +9,8 @@ import pytest
 
 from banaserve.cli.doctor.checks import CheckStatus
 from banaserve.cli.doctor.node_checks import check_links, check_nodes
+from banaserve.nodes.measuring.survey import LinkReport, NodeReport
 from banaserve.nodes.messages import Inspected, LinkMeasured
-from banaserve.nodes.survey import LinkReport, NodeReport
 
 OK, WARNING, MISSING = CheckStatus.OK, CheckStatus.WARNING, CheckStatus.MISSING
 HAS = Inspected("banaserve 1, vLLM 2", "3.11.7", ("0", "1"), 8 << 30, 16, 0.0)

@@ -264,6 +264,27 @@ async def test_the_rest_of_a_refused_body_has_its_time_too() -> None:
 
 
 @on_uvloop
+async def test_a_body_without_end_behind_its_answer_is_cut_off() -> None:
+    before = refused("unwanted")
+    async with serving_a_stream(EdgeLimits(max_unwanted_bytes=2**20)) as rig:
+        callers = [await rig.caller() for _ in range(2)]
+        for caller in callers:
+            await caller.send(f"{HEAD}Transfer-Encoding: chunked\r\n\r\n")
+            assert (await caller.answer())[0] == 401
+        endless, fine = callers
+        chunk = b"10000\r\n" + b"x" * 2**16 + b"\r\n"
+        await fine.send(15 * chunk + b"0\r\n\r\n")
+        await fine.send(f"{HEAD}{KEY}Content-Length: 2\r\n\r\nhi")
+        assert await fine.answer() == (200, b"hi")
+        with contextlib.suppress(ConnectionError):
+            for _ in range(100):
+                await endless.send(chunk)
+        assert await endless.is_closed()
+        assert (await rig.ask())[0] == 200
+    assert refused("unwanted") == before + 1
+
+
+@on_uvloop
 async def test_a_client_that_never_reads_is_dropped_and_a_slow_one_is_not() -> None:
     before = refused("unread")
     async with serving_a_stream() as rig:

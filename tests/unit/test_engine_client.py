@@ -351,7 +351,7 @@ def router_of(instances: list[Any], policy: NamedPolicy) -> Router:
 
 def _viewed(name: str) -> SimpleNamespace:
     view = InstanceView(InstanceId(name), Role.COLOCATED, True, None, 0, 0, 1.0)
-    return SimpleNamespace(id=view.id, view=lambda: view, weights="w", is_leaving=False)
+    return SimpleNamespace(id=view.id, view=lambda _: view, weights="w", is_leaving=False, node="")
 
 
 class _Broken:

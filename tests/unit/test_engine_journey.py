@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from vllm.v1.metrics.stats import IterationStats
 from banaserve.clock import WallClock
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.continuation import output_of, with_output
+from banaserve.engine.vllm.kv_connector.handover import Handover
 from banaserve.engine.vllm.requests.disagg_request import (
     EnginesDiedError,
     Prediction,
@@ -31,7 +33,9 @@ from banaserve.engine.vllm.requests.disagg_request import (
 from banaserve.engine.vllm.requests.router import WeightsReplacedError
 from banaserve.engine.vllm.requests.sequences import run_sequences, sequences_of
 from banaserve.engine.vllm.requests.trials import Trials
+from banaserve.engine.vllm.tracing.events import TraceLine
 from banaserve.engine.vllm.tracing.request_log import RequestNotes
+from banaserve.engine.vllm.tracing.spans import FRONT_DOOR, spans_of
 from banaserve.types import NOWHERE, InstanceId, Route
 from waiting import until
 
@@ -63,6 +67,19 @@ class Engine:
         self.aborted: list[str] = []
         self.given_back = asyncio.Event()
         self.given_back.set()
+        self.store = ""
+        self.num_coming = 0
+
+    def store_beside(self, other: Engine) -> str:
+        return other.store if other.store != self.store else ""
+
+    @contextlib.contextmanager
+    def expecting(self) -> Iterator[None]:
+        self.num_coming += 1
+        try:
+            yield
+        finally:
+            self.num_coming -= 1
 
     async def wait_given_back(self) -> None:
         await self.given_back.wait()
@@ -213,6 +230,40 @@ async def test_a_stream_that_goes_on_elsewhere_lacks_nothing(options: dict[str, 
     assert reader.text == "".join(WORDS[1:11])
     assert second.legs[0].prompt_token_ids == [0]
     assert list(output_of(second.legs[0].sampling_params)) == list(range(1, 11))
+
+
+async def test_a_death_in_mid_stream_is_seen_in_the_parts_of_its_time() -> None:
+    prefill, first, second = Engine("p0"), Engine("d0"), Engine("d1")
+    work = job(streamed())
+    reader = Reader(work, Engines(first, second, prefill=prefill))
+    await reader.reaches(prefill)
+    prefill.compute(1)
+    await reader.reaches(first)
+    first.compute(4)
+    await reader.read()
+    compat.mark_dead(first)
+    await reader.reaches(second)
+    second.compute(5)
+    while not reader.finished:
+        await reader.read()
+    notes = work.notes
+    notes.end("length")
+    lines = [
+        TraceLine(one.at_s - notes.arrived_s, FRONT_DOOR, one.event, one.leg_id)
+        for one in notes.events()
+    ]
+    spans = spans_of(notes.summary(), lines)
+    found = [(one.name, one.process, bool(one.error)) for one in spans]
+    assert found == [
+        ("prefill", "p0", False),
+        ("hand-over", "d0", False),
+        ("decode", "d0", True),
+        ("prefill", "d1", False),
+        ("decode", "d1", False),
+        ("respond", FRONT_DOOR, False),
+    ]
+    assert spans[2].error.endswith("tried again")
+    assert spans[3].attributes["resumed_tokens"] == 5
 
 
 @pytest.mark.parametrize("options", [{}, {"stop": ["never seen"]}, {"stream_interval": 3}])
@@ -437,6 +488,30 @@ async def test_an_engine_says_what_it_found_of_a_prompt_that_was_not_looked_up(
     engine.compute(1, num_cached=7)
     await reader.read()
     assert given.notes.cached_tokens == noted
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "pushed_to"),
+    [("", "", ""), ("a:1", "b:1", "b:1"), ("a:1", "a:1", ""), ("a:1", "", "")],
+)
+async def test_a_prefill_leg_names_the_store_of_its_decode_legs_machine(
+    here: str, there: str, pushed_to: str
+) -> None:
+    prefill, decode = Engine("p0"), Engine("d0")
+    prefill.store, decode.store = here, there
+    reader = Reader(job(streamed()), Engines(decode, prefill=prefill))
+    await reader.reaches(prefill)
+    params = prefill.legs[0].sampling_params
+    assert params is not None
+    handover = Handover.of((params.extra_args or {})["kv_transfer_params"])
+    assert handover == Handover(leaves_tail=True, push_to=pushed_to)
+    # The router knows meanwhile that it will decode there.
+    assert (prefill.num_coming, decode.num_coming) == (0, 1)
+    prefill.compute(1)
+    await reader.reaches(decode)
+    assert (prefill.num_coming, decode.num_coming) == (0, 0)
+    decode.compute(1)
+    await reader.read()
 
 
 async def test_an_abort_by_id_ends_a_request_on_its_prefill_leg() -> None:

@@ -128,7 +128,10 @@ def test_the_prefill_leg_computes_one_token_and_leaves_the_original_alone() -> N
     assert (params.max_tokens, params.min_tokens, params.stop) == (1, 1, [])
     assert params.logit_bias == {1: 2.0}
     assert params.output_kind is RequestOutputKind.FINAL_ONLY
-    assert Handover.of((params.extra_args or {})["kv_transfer_params"]).leaves_tail
+    transfer = (params.extra_args or {})["kv_transfer_params"]
+    assert Handover.of(transfer) == Handover(leaves_tail=True)
+    pushed = params_of(prefill_leg(given, keeps_token=True, push_to="h:1")).extra_args or {}
+    assert Handover.of(pushed["kv_transfer_params"]) == Handover(leaves_tail=True, push_to="h:1")
     original = params_of(given)
     assert (original.max_tokens, original.stop, original.extra_args) == (32, ["x"], None)
 
@@ -245,14 +248,28 @@ def test_the_decode_leg_says_what_the_store_has(
 
 
 @pytest.mark.parametrize(
-    "handover", [Handover(leaves_tail=True), Handover(tokens=300), Handover(is_stored=True)]
+    "handover",
+    [
+        Handover(leaves_tail=True),
+        Handover(leaves_tail=True, push_to="10.0.0.2:7100"),
+        Handover(tokens=300),
+        Handover(is_stored=True),
+    ],
 )
 def test_a_handover_survives_its_way_through_vllm(handover: Handover) -> None:
     assert Handover.of(handover.to_params()) == handover
 
 
 @pytest.mark.parametrize(
-    "given", [None, {}, {"banaserve_handover": True}, {"banaserve_handover": "x"}, {"other": 1}]
+    "given",
+    [
+        None,
+        {},
+        {"banaserve_handover": True},
+        {"banaserve_handover": "x"},
+        {"banaserve_push_to": "h:1"},
+        {"other": 1},
+    ],
 )
 def test_what_a_client_sends_there_is_no_handover(given: dict[str, object] | None) -> None:
     assert Handover.of(given) == Handover()

@@ -20,10 +20,11 @@ from banaserve.engine.vllm.kv_connector.metadata import StepResult
 from banaserve.engine.vllm.kv_connector.prefix_matcher import ASK_AGAIN_S, UNDECIDED_FOR_S
 from banaserve.engine.vllm.kv_connector.request_state import LONGEST_WAIT_S, tenant_of
 from banaserve.engine.vllm.kv_connector.scheduler import StoreConnectorScheduler
-from banaserve.kvstore.cost_gate import CostGate, FetchWork
+from banaserve.kvstore.cost_gate import CostGate
 from banaserve.kvstore.interface import Exchanged, Lease, Lookup, Slot
+from banaserve.kvstore.prefix_cut import FetchWork
 
-BLOCK = 16
+BLOCK, LAYERS, STEP_TOKENS = 16, 8, 2048
 HIT, MISS, PENDING = Lookup.HIT, Lookup.MISS, Lookup.PENDING
 
 
@@ -47,6 +48,7 @@ class AccountingStore:
         undecided: Answers that say so from now on.
         wait_s: What it predicts.
         exchanges: Every exchange so far: (acquired, reserved, tenant, compute_block_s).
+        pushes: Every push so far: (to, keys, tenant), and what was reserved then.
     """
 
     def __init__(self) -> None:
@@ -55,6 +57,7 @@ class AccountingStore:
         self.undecided = 0
         self.wait_s = 1.0
         self.exchanges: list[tuple[list[bytes], list[bytes], bytes, float]] = []
+        self.pushes: list[tuple[str, list[bytes], bytes, set[bytes]]] = []
         self.leases: dict[int, list[Slot]] = {}
         self.reservations: dict[int, bytes] = {}
         self._next = 1
@@ -87,6 +90,9 @@ class AccountingStore:
                 self.reservations[granted[-1].serial] = key
         undecided, self.undecided = self.undecided > 0, max(0, self.undecided - 1)
         return Exchanged(lease, slots, granted, ready, self.wait_s, undecided)
+
+    def push(self, to: str, keys: Sequence[bytes], tenant: bytes = b"") -> None:
+        self.pushes.append((to, list(keys), tenant, {*self.reservations.values()}))
 
     def lookup(self, keys: Sequence[bytes]) -> list[Lookup]:
         written = {*self.reservations.values(), *self.written_elsewhere}
@@ -126,9 +132,16 @@ class Bench:
 
     def __init__(self, **gate: object) -> None:
         self.store, self.clock = AccountingStore(), ManualClock()
-        self.gate = CostGate(**gate)  # type: ignore[arg-type]
+        self.gate = CostGate(num_layers=LAYERS, **gate)  # type: ignore[arg-type]
         tails = NoTails()
-        self.side = StoreConnectorScheduler(self.store, tails, BLOCK, self.gate, self.clock)  # type: ignore[arg-type]
+        self.side = StoreConnectorScheduler(
+            self.store,  # type: ignore[arg-type]
+            tails,  # type: ignore[arg-type]
+            BLOCK,
+            self.gate,
+            self.clock,
+            STEP_TOKENS,
+        )
         self._number = 0
 
     def request(
@@ -374,6 +387,47 @@ def test_what_is_dearer_to_fetch_is_computed(bench: Bench) -> None:
     assert bench.counted("decided_compute") == 1
 
 
+def test_of_a_slow_link_the_first_blocks_are_fetched_while_the_others_are_computed(
+    bench: Bench,
+) -> None:
+    teach(bench, block_fetch_s=0.03)
+    request = bench.request(9)
+    bench.hold(request, [HIT] * 8)
+    # Computing a block takes 16 ms: three are fetched in 90 ms while 97 tokens are computed.
+    assert bench.side.match(request, 0) == 3 * BLOCK
+    plan = bench.schedule(request, 3 * BLOCK)
+    assert [copy.block_id for copy in plan.loads] == [100, 101, 102]
+    assert plan.early_loads == []
+    # Those that were cut off are in the store: only the last block is saved.
+    assert [copy.block_id for copy in plan.saves] == [108]
+    assert bench.counted("decided_cut") == 1
+    assert bench.counted("declined_blocks") == 5
+    assert bench.counted("avoided_compute_seconds") == pytest.approx(0.048, rel=0.1)
+    assert len(bench.store.leases) == 1
+    bench.side.step_done(StepResult(plan.step))
+    assert bench.store.leases == {}
+
+
+def test_who_shares_a_step_with_others_fetches_behind_their_work_too(bench: Bench) -> None:
+    teach(bench, block_fetch_s=0.03)
+    other, request = bench.request(40), bench.request(9)
+    bench.hold(request, [HIT] * 8)
+    assert bench.side.match(other, 0) == 0
+    bench.side.allocated(other, None, 0)  # type: ignore[arg-type]
+    assert bench.side.match(request, 0) == 8 * BLOCK
+
+
+@pytest.mark.parametrize(("step_tokens", "num_fetched"), [(2048, 3), (32, 1)])
+def test_only_what_the_next_step_computes_hides_a_fetch(
+    bench: Bench, step_tokens: int, num_fetched: int
+) -> None:
+    teach(bench, block_fetch_s=0.03)
+    bench.side.ahead.max_tokens = step_tokens
+    request = bench.request(9)
+    bench.hold(request, [HIT] * 8)
+    assert bench.side.match(request, 0) == num_fetched * BLOCK
+
+
 def test_what_was_handed_over_is_fetched_however_dear(bench: Bench) -> None:
     teach(bench, block_fetch_s=0.1)
     request = bench.request(4, handover=Handover(tokens=3 * BLOCK))
@@ -518,3 +572,40 @@ def test_whatever_happens_nothing_stays_held() -> None:
         bench.side.step_done(done)
     assert bench.store.leases == {}
     assert bench.store.reservations == {}
+
+
+def test_a_prompt_is_pushed_once_its_slots_are_reserved_and_it_is_scheduled(bench: Bench) -> None:
+    """All of it, what the store has already included: the other machine's may lack that."""
+    request = bench.request(
+        4, salt="salt", handover=Handover(leaves_tail=True, push_to="10.0.0.2:7100")
+    )
+    bench.hold(request, [HIT] * 2)
+    for _ in range(3):
+        bench.side.match(request, 0)
+        bench.pass_over()
+    assert bench.store.pushes == []
+    matched = bench.side.match(request, 0)
+    assert matched is not None
+    plan = bench.schedule(request, matched)
+    keys = list(request.block_hashes)
+    to, pushed, tenant, reserved = bench.store.pushes.pop()
+    assert (to, pushed, tenant) == ("10.0.0.2:7100", keys, tenant_of("salt"))
+    assert reserved == {*keys[2:]}
+    assert plan.pushed == [copy.slot for copy in plan.saves]
+    assert len(plan.pushed) == 2
+    bench.side.finished(request.request_id)
+    assert bench.store.pushes == []
+
+
+@pytest.mark.parametrize(
+    "handover", [None, Handover(leaves_tail=True), Handover(tokens=65), Handover(is_stored=True)]
+)
+def test_nothing_else_is_pushed(bench: Bench, handover: Handover | None) -> None:
+    request = bench.request(4, handover=handover)
+    matched = bench.side.match(request, 0)
+    while matched is None:
+        bench.clock.now_s += LONGEST_WAIT_S
+        matched = bench.side.match(request, 0)
+    plan = bench.schedule(request, matched)
+    assert len(plan.saves) == 4
+    assert (plan.pushed, bench.store.pushes) == ([], [])

@@ -18,6 +18,8 @@ from banaserve.engine.vllm.monitoring import metrics
         ("measured_compute_seconds", "banaserve_measured_compute_seconds_total", {}),
         ("promotion_wait_seconds", "banaserve_promotion_wait_seconds_total", {}),
         ("promotion_late", "banaserve_promotions_total", {"kind": "late"}),
+        ("decided_cut", "banaserve_fetch_decisions_total", {"kind": "cut"}),
+        ("declined_blocks", "banaserve_declined_blocks_total", {}),
         ("decided_compute", "banaserve_fetch_decisions_total", {"kind": "compute"}),
     ],
 )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +21,7 @@ from banaserve.engine.vllm.kv_connector.block_copy import make_copier
 from banaserve.engine.vllm.kv_connector.metadata import (
     BlockCopy,
     ConnectorOptions,
+    MappedCopies,
     StepPlan,
     StepResult,
 )
@@ -442,3 +446,68 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, object], mess
 def test_options_are_read() -> None:
     read = ConnectorOptions.of({"socket": "s", "cost_gate": False, "load_bytes_per_s": 5})
     assert read == ConnectorOptions("s", cost_gate=False, load_bytes_per_s=5)
+
+
+def test_the_store_is_told_of_layers_that_are_saved_and_go_on(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In their order, for the slots that are pushed alone, and each once its bytes are there."""
+    writer = engine(0.0)
+    saves = writer.reserve(range(3))
+    pushed = [copy.slot for copy in saves[:2]]
+    told: list[tuple[list[Slot], int, int]] = []
+
+    def note(slots: Sequence[Slot], num_layers: int, part: int = 0) -> None:
+        view = writer.client.view()
+        for copy in saves[:2]:
+            begin = view.offset_bytes(copy.slot, num_layers - 1)
+            block = view.memory[begin : begin + PAGE_BYTES].view("float32")
+            assert (block == copy.block_id + 100.0 * (num_layers - 1)).all()
+        told.append((list(slots), num_layers, part))
+
+    monkeypatch.setattr(writer.client, "note_written", note)
+    plan = StepPlan(1, saves=saves, pushed=pushed)
+    writer.worker.begin_step(plan)
+    writer.worker.start_loads(plan)
+    for name in NAMES:
+        number_blocks(name, writer.caches[name])
+        writer.worker.save_layer(name, plan)
+    writer.worker.end_step(plan)
+    assert told == [(pushed, number, 0) for number in range(1, LAYERS + 1)]
+    told.clear()
+    writer.step(saves=writer.reserve(range(3, 4)))
+    assert told == []
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(LAYERS))))
+def test_layers_are_told_of_from_the_first_on(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, order: tuple[int, ...]
+) -> None:
+    """A guest's layers are saved elsewhere, and may come in any order."""
+    writer = engine(0.0)
+    plan = StepPlan(1, saves=writer.reserve(range(1)))
+    plan.pushed = [copy.slot for copy in plan.saves]
+    told: list[int] = []
+    monkeypatch.setattr(
+        writer.client, "note_written", lambda slots, num_layers, part: told.append(num_layers)
+    )
+    worker = writer.worker
+    worker.begin_step(plan)
+    assert worker.slots_to_fill(plan).view is not None
+    seen: set[int] = set()
+    for layer in order:
+        worker.saved_elsewhere([NAMES[layer]], 1e-3)
+        seen.add(layer)
+        first = next(n for n in range(LAYERS + 1) if n not in seen)
+        assert (told[-1] if told else 0) == first
+    assert told == sorted(set(told))
+    worker.end_step(plan)
+
+
+def test_the_numbers_of_a_steps_copies_are_made_once_for_all_layers() -> None:
+    view = SimpleNamespace(generation=3)
+    copies = MappedCopies(view, [BlockCopy(7, Slot(2, 3, 11)), BlockCopy(5, Slot(9, 3, 12))])  # type: ignore[arg-type]
+    assert (copies.block_ids.tolist(), copies.slots.tolist()) == ([7, 5], [2, 9])
+    assert copies.block_ids.dtype == copies.slots.dtype == np.int64
+    assert copies.block_ids is copies.block_ids
+    assert copies.slots is copies.slots

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -41,9 +40,7 @@ async def test_a_new_executor_finds_what_is_away_and_can_take_it_home(world):
         host_state.status = None
     world.instances[D0].placements = ()
 
-    again = MoveExecutor(
-        SimpleNamespace(instances=world.instances), coordinator, world.roles, WallClock(), 2.0
-    )
+    again = MoveExecutor(world.served, coordinator, world.roles, WallClock(), 2.0)
     await again.discover()
     await until(lambda: world.instances[D0].placements)
     seen = again.view()

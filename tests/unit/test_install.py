@@ -21,7 +21,15 @@ _FOREIGN = ("PIP_", "UV_", "PYTHON", "MAKE", "MFLAGS")
 """Beginnings of variables that must not reach the installer: these tests may run below make."""
 sys.path.insert(0, str(ROOT / "requirements"))
 
-from installer import consistency, diagnosis, lock, pip_settings, progress  # noqa: E402
+from installer import (  # noqa: E402
+    consistency,
+    diagnosis,
+    lock,
+    optional,
+    pip_settings,
+    places,
+    progress,
+)
 from installer.commands import Ended  # noqa: E402
 
 TORCH, TORCH_CPU = "torch-2.13.0-py3-none-any.whl", "torch-2.13.0+cpu-py3-none-any.whl"
@@ -519,3 +527,31 @@ def test_the_installer_needs_nothing_but_python():
                 module = getattr(node, "module", None) or node.names[0].name
                 known = {"installer", *sys.stdlib_module_names}
                 assert module.split(".")[0] in known, f"{path.name}: {module}"
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("echo wrong > axe-core-4.14.1.tgz", "could not be had from npm"),
+        ("exit 1", "could not be had from npm"),
+        (None, "which npm brings"),
+    ],
+)
+def test_a_package_of_npm_is_what_was_published_or_left_out(
+    program: str | None,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if program is not None:
+        npm = tmp_path / "npm"
+        npm.write_text(f"#!/bin/sh\n{program}\n")
+        npm.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin" if program is not None else str(tmp_path))
+    monkeypatch.setattr(places, "VENV", tmp_path / "venv")
+    monkeypatch.setattr(places, "LOG", tmp_path / "log")
+    optional._bring_axe()
+    told = capsys.readouterr()
+    assert said in told.out + told.err
+    assert not (tmp_path / "venv").exists()

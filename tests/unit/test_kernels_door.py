@@ -147,18 +147,27 @@ def test_what_vllm_writes_for_no_window_is_none(window: Any) -> None:
     check_plain(layer(sliding_window=window, logits_soft_cap=None), "a")
 
 
+OUR_KERNELS = {"banaserve_migration": {"attention": "kernels"}}
+
+
 @pytest.mark.parametrize(
-    ("kind", "graphs", "second", "why"),
+    ("kind", "graphs", "second", "use_mla", "attends", "why"),
     [
-        ("cuda", "FULL", False, "CUDA graphs.*--enforce-eager"),
-        ("cuda", "PIECEWISE", False, "CUDA graphs"),
-        ("cuda", "NONE", True, "VLLM_USE_V2_MODEL_RUNNER=0"),
-        ("xpu", "NONE", False, "lies on xpu"),
-        ("cuda", "NONE", False, ""),
-        ("cpu", "NONE", True, ""),
+        ("cuda", "FULL", False, False, {}, "CUDA graphs.*--enforce-eager"),
+        ("cuda", "PIECEWISE", False, False, {}, "CUDA graphs"),
+        ("cuda", "NONE", True, False, {}, "VLLM_USE_V2_MODEL_RUNNER=0"),
+        ("xpu", "NONE", False, False, {}, "lies on xpu"),
+        ("cuda", "NONE", False, False, {}, ""),
+        ("cpu", "NONE", True, False, {}, ""),
+        ("cuda", "NONE", False, True, {}, "MLA's latents"),
+        ("cpu", "NONE", True, True, OUR_KERNELS, "MLA's latents"),
+        ("cpu", "NONE", True, True, {}, ""),
+        ("cpu", "NONE", True, False, OUR_KERNELS, ""),
     ],
 )
-def test_what_cannot_be_on_a_gpu_is_said(kind: str, graphs: str, second: bool, why: str) -> None:
+def test_what_cannot_be_on_a_gpu_or_with_our_kernels_is_said(
+    kind: str, graphs: str, second: bool, use_mla: bool, attends: dict[str, Any], why: str
+) -> None:
     from vllm.config import CompilationMode, CUDAGraphMode
 
     parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1)
@@ -168,7 +177,14 @@ def test_what_cannot_be_on_a_gpu_is_said(kind: str, graphs: str, second: bool, w
             mode=CompilationMode.NONE, cudagraph_mode=CUDAGraphMode[graphs]
         ),
         use_v2_model_runner=second,
-        model_config=SimpleNamespace(use_mla=False, quantization=None),
+        model_config=SimpleNamespace(
+            use_mla=use_mla,
+            quantization=None,
+            is_hybrid=False,
+            is_attention_free=False,
+            has_inner_state=False,
+        ),
+        additional_config=attends,
         speculative_config=None,
         parallel_config=parallel,
         lora_config=None,
@@ -187,9 +203,11 @@ def test_kv_that_cannot_get_slabs_is_refused() -> None:
         return {str(i): torch.zeros(shape, device=kind) for i, kind in enumerate(kinds)}
 
     checks.check_tensors(caches("cpu", "cpu"), "LBHNC")
+    checks.check_tensors({"a": torch.zeros(5, 1, 4, 8)}, "LBNHC")
     one = torch.zeros(5, 2, 4, 8)
     for given, layout, why in (
         (caches("cpu"), "LBNHC", "laid out as LBNHC.*VLLM_KV_CACHE_LAYOUT=LBHNC"),
+        ({"a": torch.zeros(5, 1, 4, 8)}, "BLHNC", "laid out as BLHNC"),
         (caches("cpu", dim=3), "LBHNC", "other dimensions"),
         (caches("cpu", "meta"), "LBHNC", "several devices"),
         ({"a": one, "b": one}, "LBHNC", "share one"),

@@ -12,9 +12,10 @@ from banaserve.kvstore.cost_gate import (
     ComputePredictor,
     CostGate,
     FetchPredictor,
-    FetchWork,
     GateDecision,
+    Verdict,
 )
+from banaserve.kvstore.prefix_cut import FetchWork, HeldPrefix, StepBeside
 
 FIXED_S, TOKEN_S, PAIR_S = 0.02, 0.004, 2e-6
 
@@ -141,41 +142,82 @@ def taught(block_fetch_s: float, **options: object) -> CostGate:
     return gate
 
 
-BLOCK = FetchWork.of(128, 0)
+BLOCK = HeldPrefix(num_blocks=1, block_tokens=128, num_tokens=128)
+EIGHT = HeldPrefix(num_blocks=8, block_tokens=128, num_tokens=1024, num_after=128)
 
 
 def test_fetches_before_anything_is_measured() -> None:
-    verdict = CostGate().decide(1, BLOCK)
-    assert (verdict.decision, verdict.fetch_s, verdict.compute_s) == (
-        GateDecision.UNMEASURED,
-        None,
-        None,
-    )
-    assert CostGate().block_budget_s(1, BLOCK) == 0.0
+    assert CostGate().decide(BLOCK) == Verdict(GateDecision.UNMEASURED, 1)
+    assert CostGate().block_budget_s(1, BLOCK.work) == 0.0
 
 
 @pytest.mark.parametrize(
     ("block_fetch_s", "decision"), [(0.01, GateDecision.FETCH), (0.3, GateDecision.COMPUTE)]
 )
 def test_the_cheaper_way_is_taken(block_fetch_s: float, decision: GateDecision) -> None:
-    verdict = taught(block_fetch_s).decide(1, BLOCK)
+    verdict = taught(block_fetch_s).decide(BLOCK)
     assert verdict.decision is decision
     assert verdict.fetch_s == pytest.approx(block_fetch_s)
     assert verdict.compute_s == pytest.approx(0.128, rel=0.1)
-    assert verdict.decision.fetches is (decision is GateDecision.FETCH)
+    assert verdict.fetched_blocks == (decision is GateDecision.FETCH)
+
+
+@pytest.mark.parametrize(
+    ("block_fetch_s", "decision", "fetched_blocks"),
+    [
+        (0.01, GateDecision.FETCH, 8),
+        # Four in 0.56 s, behind five that are computed in 0.64 s; five would take 0.7 s.
+        (0.14, GateDecision.CUT, 4),
+        (0.6, GateDecision.CUT, 1),
+        (40.0, GateDecision.COMPUTE, 0),
+    ],
+)
+def test_of_a_long_prefix_as_much_is_fetched_as_hides_behind_computing_the_rest(
+    block_fetch_s: float, decision: GateDecision, fetched_blocks: int
+) -> None:
+    verdict = taught(block_fetch_s, num_layers=30).decide(EIGHT)
+    assert (verdict.decision, verdict.fetched_blocks) == (decision, fetched_blocks)
+    assert verdict.fetch_s == pytest.approx(8 * block_fetch_s)
+    assert verdict.compute_s == pytest.approx(1.024, rel=0.1)
+    assert verdict.spared_s == pytest.approx(0.128 * fetched_blocks, rel=0.1)
+    # Within what the fit makes of it, the step is as long as the longer of the two, or a bit more.
+    longer_s = max(fetched_blocks * block_fetch_s, 0.128 * (9 - fetched_blocks))
+    assert verdict.step_s == pytest.approx(longer_s, rel=0.1)
+
+
+def test_without_layers_it_is_all_or_nothing() -> None:
+    """What is fetched before the pass begins hides behind nothing."""
+    decisions = [taught(s).decide(EIGHT).fetched_blocks for s in (0.01, 0.1, 0.12, 0.14, 0.6)]
+    assert decisions == [8, 8, 8, 0, 0]
+
+
+def test_a_prefix_that_was_handed_over_is_fetched_whole() -> None:
+    gate = taught(0.6, num_layers=30)
+    assert gate.decide(EIGHT).decision is GateDecision.CUT
+    verdict = gate.decide(EIGHT, handed_over=True)
+    assert (verdict.decision, verdict.fetched_blocks) == (GateDecision.FETCH, 8)
+
+
+def test_what_others_compute_in_the_step_hides_a_fetch_and_what_they_fetch_delays_it() -> None:
+    gate = taught(0.14, num_layers=30)
+    busy = StepBeside(FetchWork.of(1024, 0))
+    assert gate.decide(EIGHT, busy).fetched_blocks == 8
+    fetching = StepBeside(FetchWork.of(1024, 0), fetched_blocks=8)
+    assert gate.decide(EIGHT, fetching).fetched_blocks == 4
 
 
 def test_a_refused_tier_is_tried_again_once_in_a_while() -> None:
     gate = taught(0.3, probe_every=4)
-    decisions = [gate.decide(1, BLOCK).decision for _ in range(8)]
+    verdicts = [gate.decide(BLOCK) for _ in range(8)]
+    decisions = [verdict.decision for verdict in verdicts]
     assert decisions == [*[GateDecision.COMPUTE] * 3, GateDecision.PROBE] * 2
-    assert GateDecision.PROBE.fetches
+    assert [verdict.fetched_blocks for verdict in verdicts] == [0, 0, 0, 1] * 2
 
 
 def test_a_gate_that_is_off_fetches() -> None:
     gate = taught(0.3, enabled=False)
-    assert gate.decide(1, BLOCK).decision is GateDecision.FETCH
-    assert gate.block_budget_s(1, BLOCK) == 0.0
+    assert gate.decide(BLOCK).decision is GateDecision.FETCH
+    assert gate.block_budget_s(1, BLOCK.work) == 0.0
 
 
 def test_a_tier_may_take_what_computing_takes_less_the_copy_from_the_pool() -> None:

@@ -6,17 +6,33 @@ import os
 import secrets
 import signal
 import socket
+import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from banaserve.errors import UserError
+from banaserve.kvstore.admin import set_peers
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.daemon.options import StoreOptions
+from banaserve.kvstore.interface import Lookup
+from banaserve.kvstore.peers.door import PeerDoor
+from banaserve.kvstore.peers.messages import (
+    VERSION,
+    PeerHello,
+    PeerWelcome,
+    message_of,
+    reply_in,
+)
 from banaserve.kvstore.peers.options import KEY_VARIABLE, PeerOptions
-from peer_store import FINGERPRINT, KEY, NUM_SLOTS, SLOT_BYTES, PeerStore, chain
+from banaserve.transport.connect import over_tcp
+from banaserve.transport.service import MAX_STRANGERS, ConnectionPlaces
+from peer_store import DEADLINE_S, FINGERPRINT, KEY, NUM_SLOTS, SLOT_BYTES, PeerStore, chain
+from store_process import fork_store
 from waiting import eventually
 
 
@@ -61,6 +77,59 @@ def test_both_ways_and_over_several_peers(tmp_path: Path, stack: ExitStack) -> N
         for number in range(len(stores)):
             eventually(lambda s=store, n=number: s.read(chain(100 * n, 3)) == 3)
     assert sum(store.stats().lent_blocks for store in stores) >= 12
+
+
+def test_peers_that_come_and_go_while_a_store_runs(tmp_path: Path, stack: ExitStack) -> None:
+    here, one, other = (PeerStore(tmp_path, stack, name) for name in ("here", "one", "other"))
+    for store in (here, one, other):
+        store.start()
+    one.write(chain(0, 4))
+    other.write(chain(100, 4))
+    assert here.read(chain(0, 2)) == here.read(chain(100, 2)) == 0
+    set_peers(here.path, [one.address])
+    eventually(lambda: here.read(chain(0, 2)) == 2)
+    set_peers(here.path, [one.address, other.address])
+    eventually(lambda: here.read(chain(100, 2)) == 2)
+    set_peers(here.path, [other.address])
+    assert here.read(chain(0, 4)) == 2, "what came is here, and no more comes"
+    assert here.read(chain(100, 4)) == 4
+    one.kill()
+    set_peers(here.path, [])
+    assert here.read(chain(100, 6)) == 4
+    assert here.peers().stats.problem == ""
+    set_peers(here.path, [other.address])
+    other.write(chain(200, 3))
+    eventually(lambda: here.read(chain(200, 3)) == 3)
+
+
+def test_a_peer_that_stands_still_is_left_without_waiting(
+    linked: tuple[PeerStore, PeerStore],
+) -> None:
+    there, here = linked
+    there.write(chain(0, 4))
+    os.kill(there.process.pid, signal.SIGSTOP)
+    # Asked, and not answered: nothing is said of these keys until it is known to be gone.
+    here.client.lookup(chain(0, 4))
+    set_peers(here.path, [], timeout_s=1.0)
+    assert here.read(chain(0, 4)) == 0
+    os.kill(there.process.pid, signal.SIGCONT)
+    set_peers(here.path, [there.address])
+    eventually(lambda: here.read(chain(0, 4)) == 4)
+
+
+def test_peers_that_cannot_be_set(two: tuple[PeerStore, PeerStore], tmp_path: Path) -> None:
+    there, here = two
+    here.start()
+    with pytest.raises(UserError, match="write HOST:PORT"):
+        set_peers(here.path, [there.address, "nowhere"])
+    assert here.peers().stats.problem == ""
+    alone = fork_store(tmp_path / "alone", NUM_SLOTS * SLOT_BYTES)
+    try:
+        with pytest.raises(UserError, match="started without a key of peers"):
+            set_peers(tmp_path / "alone", [here.address])
+    finally:
+        alone.kill()
+        alone.wait()
 
 
 def test_a_block_that_is_evicted_meanwhile_is_computed_again(
@@ -137,10 +206,126 @@ def test_strangers_keep_no_peer_out(linked: tuple[PeerStore, PeerStore]) -> None
     # One who has seen a handshake cannot repeat it: the answer is to a number of this connection.
     strangers[3].sendall(bytes(32))
     assert here.read(chain(0, 3)) == 3
-    eventually(lambda: there.log.read_text().count("turned away") >= 15)
+    # Nor do they fill the log: one line a second.
+    eventually(lambda: "turned away" in there.log.read_text())
+    assert there.log.read_text().count("turned away") < 15
     for sock in strangers:
         sock.close()
     assert here.read(chain(0, 6)) == 6
+
+
+class _NoBlocks:
+    def states(self, keys: Sequence[bytes]) -> list[Lookup]:
+        return [Lookup.MISS] * len(keys)
+
+    def lent(self, key: bytes, num_bytes: int) -> Any:
+        raise AssertionError("nothing is fetched")
+
+
+def test_silent_strangers_make_way_for_peers_and_peers_for_nobody() -> None:
+    def peer() -> Any:
+        sock = socket.create_connection(("127.0.0.1", door.port))
+        return over_tcp(sock, KEY.encode(), time.monotonic() + DEADLINE_S, listening=False)
+
+    def is_served(channel: Any) -> bool:
+        reply = channel.call(message_of(PeerHello(VERSION)), DEADLINE_S)
+        return reply_in(reply) == PeerWelcome(VERSION)
+
+    door = PeerDoor("127.0.0.1", 0, KEY.encode(), _NoBlocks(), None)  # type: ignore[arg-type]
+    with ExitStack() as stack:
+        stack.callback(door.close)
+        first = peer()
+        stack.callback(first.close)
+        assert is_served(first)
+        for _ in range(3 * MAX_STRANGERS):
+            stranger = socket.create_connection(("127.0.0.1", door.port))
+            stack.callback(stranger.close)
+        second = peer()
+        stack.callback(second.close)
+        assert is_served(second)
+        assert is_served(first)
+
+
+def test_peers_of_thirty_nodes_have_their_places_beside_strangers() -> None:
+    """Five connections each, as a store opens them: more than strangers ever have."""
+    with ExitStack() as stack:
+        door = PeerDoor("127.0.0.1", 0, KEY.encode(), _NoBlocks(), None)  # type: ignore[arg-type]
+        stack.callback(door.close)
+        peers = []
+        for number in range(5 * 30):
+            if number % 5 == 0:
+                stranger = socket.create_connection(("127.0.0.1", door.port))
+                stack.callback(stranger.close)
+            sock = socket.create_connection(("127.0.0.1", door.port))
+            peers.append(
+                over_tcp(sock, KEY.encode(), time.monotonic() + DEADLINE_S, listening=False)
+            )
+            stack.callback(peers[-1].close)
+        for channel in peers:
+            reply = channel.call(message_of(PeerHello(VERSION)), DEADLINE_S)
+            assert reply_in(reply) == PeerWelcome(VERSION)
+
+
+def test_strangers_are_bounded_however_many_places_there_are() -> None:
+    places = ConnectionPlaces(100, num_strangers=2)
+    socks = [socket.socket() for _ in range(5)]
+    assert all(places.take(sock) for sock in socks[:2])
+    assert places.proved(socks[0])
+    assert places.take(socks[2])
+    assert places.take(socks[3])  # in place of the second
+    assert not places.proved(socks[1])
+    assert places.proved(socks[2])
+    assert places.take(socks[4])
+    assert places.proved(socks[3])
+    for sock in socks:
+        sock.close()
+
+
+@pytest.mark.parametrize("makes_way", [False, True])
+def test_who_comes_last_is_turned_away_where_all_have_proved_themselves(makes_way: bool) -> None:
+    places = ConnectionPlaces(2, 2 if makes_way else None)
+    socks = [socket.socket() for _ in range(4)]
+    assert places.take(socks[0])
+    assert places.take(socks[1])
+    assert places.take(socks[2]) is makes_way  # in place of the first
+    assert places.proved(socks[1])
+    assert places.proved(socks[0]) is not makes_way
+    assert places.proved(socks[2]) is makes_way
+    assert not places.take(socks[3])
+    places.leave(socks[1])
+    assert places.take(socks[3])
+    for sock in socks:
+        sock.close()
+
+
+def test_strangers_of_one_address_make_way_for_those_of_others() -> None:
+    places = ConnectionPlaces(4, num_strangers=4)
+    socks = [socket.socket() for _ in range(30)]
+    try:
+        few = socks[:2]
+        for number, sock in enumerate(few):
+            assert places.take(sock, (f"10.0.0.{number}", 1))
+        for number, sock in enumerate(socks[2:]):  # without pause, from one network
+            assert places.take(sock, (f"2001:db8::{number}", 1, 0, 0))
+        assert all(places.proved(sock) for sock in few)
+        assert not places.proved(socks[2])
+    finally:
+        for sock in socks:
+            sock.close()
+
+
+def test_a_peer_of_another_address_is_served_while_strangers_connect_without_pause() -> None:
+    door = PeerDoor("127.0.0.1", 0, KEY.encode(), _NoBlocks(), None)  # type: ignore[arg-type]
+    at, deadline = ("127.0.0.1", door.port), time.monotonic() + DEADLINE_S
+    with ExitStack() as stack:
+        stack.callback(door.close)
+        sock = socket.create_connection(at, source_address=("127.0.0.2", 0))
+        for _ in range(3 * MAX_STRANGERS):  # between its connection and its proof
+            stack.callback(socket.create_connection(at).close)
+        channel = over_tcp(sock, KEY.encode(), deadline, listening=False)
+        stack.callback(channel.close)
+        reply = channel.call(message_of(PeerHello(VERSION)), DEADLINE_S)
+        assert reply_in(reply) == PeerWelcome(VERSION)
 
 
 @pytest.mark.parametrize(

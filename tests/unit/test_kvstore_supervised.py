@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from banaserve.bench.loadgen.servers import free_port
 from banaserve.errors import StoreUnavailableError, UserError
 from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.daemon.supervised import StorePatience, SupervisedStore
 from banaserve.kvstore.interface import Lookup
+from banaserve.kvstore.peers.options import PeerOptions
 from banaserve.kvstore.tiers.ssd.check import check_folder
 from banaserve.platform.processes import is_running
 from fingerprints import FINGERPRINT
@@ -69,6 +71,31 @@ async def test_a_daemon_that_hangs_is_started_again(tmp_path: Path) -> None:
         await until(lambda: store.pid != first)
         await asyncio.to_thread(eventually, lambda: answers(store.socket_path))
         assert not is_running(first)
+    finally:
+        await store.stop()
+
+
+async def test_peers_that_are_set_outlive_a_restart(tmp_path: Path) -> None:
+    restarted = asyncio.Event()
+    peers = PeerOptions(f"127.0.0.1:{free_port()}", (), "k" * 16)
+    options = StoreOptions(size="64KiB", peers=peers)
+    store = SupervisedStore(tmp_path / "kv", options, tmp_path / "log", restarted.set)
+    await store.start()
+
+    def problem() -> str:
+        return fetch_stats(store.socket_path).tiers[0].stats.problem
+
+    try:
+        assert problem() == ""
+        await store.set_peers(["127.0.0.1:9"])
+        await asyncio.to_thread(eventually, lambda: "127.0.0.1:9" in problem())
+        with pytest.raises(UserError, match="write HOST:PORT"):
+            await store.set_peers(["nowhere"])
+        os.kill(store.pid, signal.SIGKILL)
+        await restarted.wait()
+        await store.set_peers(["127.0.0.1:10"])  # there may be nobody to be told
+        await asyncio.to_thread(eventually, lambda: answers(store.socket_path))
+        await asyncio.to_thread(eventually, lambda: "127.0.0.1:10" in problem())
     finally:
         await store.stop()
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-from prometheus_client import REGISTRY, CollectorRegistry, Counter
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
 from prometheus_client.parser import text_string_to_metric_families
 
 pytest.importorskip("starlette")
@@ -22,6 +23,7 @@ from banaserve.api.edge.refusals import REFUSED
 from banaserve.api.metrics import MetricsPage, StoreAsker
 from banaserve.api.shared_calls import SharedCalls, TooManyCallsError
 from banaserve.errors import StoreUnavailableError
+from banaserve.kvstore.stats import StoreStats
 from waiting import until
 
 
@@ -41,8 +43,9 @@ def names() -> Iterator[SimpleNamespace]:
     REGISTRY.unregister(ours)
 
 
-async def answered(page: MetricsPage, query: str) -> Response:
-    scope = {"type": "http", "method": "GET", "path": "/metrics", "headers": []}
+async def answered(page: MetricsPage, query: str, accept: str = "") -> Response:
+    headers = [(b"accept", accept.encode())] if accept else []
+    scope = {"type": "http", "method": "GET", "path": "/metrics", "headers": headers}
     return await page.answer(Request({**scope, "query_string": query.encode()}))
 
 
@@ -85,6 +88,73 @@ async def test_the_store_is_asked_only_for_its_own_names(names: SimpleNamespace)
     assert num_asked == 0
     found = await asked(page, "name[]=banaserve_kvstore_leased_slots")
     assert (num_asked, found["banaserve_kvstore_up"]) == (1, {"": 0.0})
+
+
+# ---- OpenMetrics
+
+PROMETHEUS = (
+    "application/openmetrics-text;version=1.0.0;q=0.6,application/openmetrics-text;version=0.0.1;"
+    "q=0.5,text/plain;version=1.0.0;q=0.4,text/plain;version=0.0.4;q=0.3,*/*;q=0.2"
+)
+
+
+STATS = StoreStats(
+    **{
+        name: 7 if name == "hits" else 0 for name in StoreStats.__struct_fields__ if name != "tiers"
+    },
+    tiers=(),
+)
+
+
+@pytest.fixture
+def latency() -> Iterator[Histogram]:
+    one = Histogram(f"banaserve_latency_{uuid.uuid4().hex}", "Ours", buckets=(1.0, 2.0))
+    yield one
+    REGISTRY.unregister(one)
+
+
+async def test_a_scraper_that_asks_gets_examples_and_the_same_samples(
+    names: SimpleNamespace, latency: Histogram
+) -> None:
+    latency.observe(1.5, {"trace_id": "ab" * 16, "span_id": "cd" * 8})
+    page = MetricsPage(lambda: names.registries, lambda: STATS)
+    answer = await answered(page, "", PROMETHEUS)
+    assert answer.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
+    text = bytes(answer.body).decode()
+    assert text.endswith("# EOF\n")
+    found = {one.name: one for one in open_metrics(text)}
+    family = found[latency._name]
+    [told] = [one for one in family.samples if one.exemplar]
+    assert told.labels == {"le": "2.0"}
+    assert (told.exemplar.value, told.exemplar.labels["trace_id"]) == (1.5, "ab" * 16)
+    theirs = found[names.theirs.removesuffix("_total")]
+    counted = [one for one in theirs.samples if one.name == names.theirs]
+    values = {one.labels["instance_id"]: one.value for one in counted}
+    assert values == {"p0": 1.0, "d0": 2.0}
+    assert found["banaserve_kvstore_hits"].type == "counter"
+    assert found["banaserve_kvstore_hits"].samples[0].value == 7
+    plain = await asked(page, "")
+    of_store = {name: of for name, of in plain.items() if name.startswith("banaserve_kvstore_")}
+    written = {s.name: s.value for one in found.values() for s in one.samples if not s.labels}
+    assert of_store["banaserve_kvstore_hits_total"] == {"": 7.0}
+    assert all(written[name] == of[""] for name, of in of_store.items())
+
+
+@pytest.mark.parametrize("accept", ["", "*/*", "text/plain;version=0.0.4", "text/html", "x" * 9000])
+async def test_others_get_the_text_format_without_examples(latency: Histogram, accept: str) -> None:
+    latency.observe(1.5, {"trace_id": "ab" * 16})
+    answer = await answered(MetricsPage(dict, None), f"name[]={latency._name}_bucket", accept)
+    assert answer.headers["content-type"].startswith("text/plain")
+    text = bytes(answer.body).decode()
+    assert f'{latency._name}_bucket{{le="2.0"}} 1.0' in text
+    assert "trace_id" not in text
+
+
+async def test_both_formats_at_once_are_two_pages(latency: Histogram) -> None:
+    page = MetricsPage(dict, None)
+    open_one, plain = await asyncio.gather(answered(page, "", PROMETHEUS), answered(page, ""))
+    assert b"# EOF" in bytes(open_one.body)
+    assert b"# EOF" not in bytes(plain.body)
 
 
 # ---- many who ask

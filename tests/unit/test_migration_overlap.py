@@ -236,10 +236,12 @@ def test_a_model_that_does_something_between_its_layers(second: Any, why: str) -
         ({"is_encoder_decoder": True}, None, "encoder"),
         ({"is_mm_prefix_lm": True}, None, "image"),
         ({"uses_mrope": True}, None, "positions"),
+        ({"use_mla": True}, None, "MLA"),
     ],
 )
 def test_engines_whose_steps_cannot_be_cut(facts: Any, connector: str | None, why: str) -> None:
-    plain = {"is_encoder_decoder": False, "is_mm_prefix_lm": False, "uses_mrope": False}
+    kinds = ("is_encoder_decoder", "is_mm_prefix_lm", "uses_mrope", "use_mla")
+    plain = dict.fromkeys(kinds, False)
     transfer = connector and SimpleNamespace(kv_connector=connector)
     config: Any = SimpleNamespace(
         model_config=SimpleNamespace(**{**plain, **facts}), kv_transfer_config=transfer

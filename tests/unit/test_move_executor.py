@@ -17,10 +17,15 @@ pytest.importorskip("vllm")
 
 
 import executor_doubles as doubles
+from banaserve.costs import profile as profiles
 from banaserve.engine.interface import Ending
 from banaserve.engine.vllm.migration.api import MoveHeads, MoveLayers, Return
 from banaserve.engine.vllm.migration.controller import move_executor as executors
-from banaserve.engine.vllm.migration.controller.move_executor import ask_of, instance_facts
+from banaserve.engine.vllm.migration.controller.move_executor import (
+    ask_of,
+    instance_facts,
+    with_device,
+)
 from banaserve.engine.vllm.migration.units.heads import HeadSet
 from banaserve.engine.vllm.migration.units.layers import LayerRange
 from banaserve.errors import MigrationError, NoAnswerError, UserError
@@ -105,6 +110,20 @@ def test_facts_of_an_engine():
         **{**vars(CONFIG), "cache_config": SimpleNamespace(num_gpu_blocks=0, block_size=16)}
     )
     assert instance_facts(empty, FACTS, 2.0, True) is None
+
+
+def test_a_modelled_device_is_a_fact_of_its_instance_alone(tmp_path):
+    text = (profiles.BUILT_IN / "opt-13b-a100.toml").read_text()
+    slow = tmp_path / "slow.toml"
+    slow.write_text(text.replace("fixed_s = 19.93e-3", "fixed_s = 79.72e-3"))
+    pacing = {"profile": "opt-13b-a100", "folder": "", "devices": {"d1": str(slow)}}
+    config = SimpleNamespace(**{**vars(CONFIG), "additional_config": {"banaserve_pacing": pacing}})
+    usual = instance_facts(config, FACTS, 2.0, True)
+    assert with_device(usual, config, InstanceId("d0")) == usual
+    assert with_device(usual, CONFIG, InstanceId("d1")) == usual
+    own = with_device(usual, config, InstanceId("d1"))
+    assert (own.profile, 0.3 < own.speed < 0.9) == (str(slow), True)
+    assert replace(own, profile="", speed=1.0) == usual
 
 
 async def test_who_cannot_migrate_may_still_switch_roles(world):
@@ -195,7 +214,7 @@ async def test_requests_are_in_the_view_where_the_policy_looks_at_them(world):
     assert world.executor.view().requests == ()
     request, asked = ObservedRequest(1.0, 5, 0, 0, None, None, None), []
     looking = executors.MoveExecutor(
-        SimpleNamespace(instances=world.instances),
+        world.served,
         world.cluster.coordinator,
         world.roles,
         SimpleNamespace(now=lambda: 1000.0),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,7 +20,7 @@ from banaserve.net.connections import ConnectionTable, address_of
 from banaserve.net.descriptors import connections_within, is_own_fault, raise_descriptor_limit
 from banaserve.net.keep_alive import IDLE_S, keep_alive
 from banaserve.net.refusal_log import RefusalLog
-from banaserve.net.stalled_writes import StalledWrites
+from banaserve.net.stalled_writes import StalledWrites, num_unread_bytes
 
 
 class Connection:
@@ -207,6 +210,15 @@ def test_a_cause_is_logged_once_a_second_and_says_what_was_left_out() -> None:
     assert lines[2:] == ["a head (4 more since the last line)"]
 
 
+def test_what_clients_name_makes_no_lines_of_its_own() -> None:
+    lines: list[str] = []
+    RefusalLog(lines.append).say("elements", "refused: a\nERROR forged\x1b[2J\r\u2028b\u0085")
+    (line,) = lines
+    assert line.isprintable()
+    assert len(line.splitlines()) == 1
+    assert "ERROR forged" in line
+
+
 def test_bytes_that_change_are_not_stalled() -> None:
     stalled = StalledWrites()
     for now_s, num_bytes, expected_s in (
@@ -220,3 +232,31 @@ def test_bytes_that_change_are_not_stalled() -> None:
         (70.0, 90, 0.0),
     ):
         assert stalled.stalled_s(num_bytes, now_s) == expected_s
+
+
+@pytest.mark.parametrize(
+    ("has_tls", "waiting", "counts_the_kernels"),
+    [(True, 0, True), (False, 0, False), (True, 7, False), (False, 7, False)],
+)
+def test_over_tls_what_waits_in_the_kernel_is_unread_too(
+    has_tls: bool, waiting: int, counts_the_kernels: bool
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = socket.create_connection(listener.getsockname())
+        server, _ = listener.accept()
+    extra = {"socket": server, "sslcontext": object() if has_tls else None}
+    transport: Any = SimpleNamespace(
+        get_write_buffer_size=lambda: waiting, get_extra_info=extra.__getitem__
+    )
+    with client, server:
+        server.setblocking(False)
+        assert num_unread_bytes(transport) == waiting
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                server.send(bytes(2**16))
+        found = num_unread_bytes(transport)
+        assert found > 0 if counts_the_kernels else found == waiting
+        stalled = StalledWrites()
+        stalled.stalled_s(found, 100.0)
+        assert stalled.stalled_s(num_unread_bytes(transport), 230.0) == (130.0 if found else 0.0)
+    assert num_unread_bytes(transport) == waiting

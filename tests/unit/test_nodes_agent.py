@@ -8,184 +8,31 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
 from banaserve.errors import InstanceDeadError, UserError
-from banaserve.net.addresses import written
 from banaserve.nodes import agent as agents
 from banaserve.nodes import client as clients
 from banaserve.nodes import link as links
-from banaserve.nodes.agent import NodeAgent
-from banaserve.nodes.assignment import InstanceNeed
 from banaserve.nodes.credentials import ClusterCredentials
-from banaserve.nodes.launcher import NodesLauncher, NodeWork
 from banaserve.nodes.link import connect
+from banaserve.nodes.measuring.survey import HERE, survey_nodes
 from banaserve.nodes.messages import Inspect, JoinSession, LinkMeasured, SessionOpened
 from banaserve.nodes.model_check import model_digest
 from banaserve.nodes.places import AgentPlace, GivenPlaces
-from banaserve.nodes.session import NodeSession
-from banaserve.nodes.survey import HERE, survey_nodes
 from banaserve.nodes.versions import own_version
 from banaserve.platform.processes import is_running, wait_dying, wait_ended
-from banaserve.run_dir import RunDir
-from banaserve.types import InstanceId, Role
+from node_doubles import KEY, Front, Scripts, launcher_of, opened, patched, start_node
 from waiting import until
-
-KEY = "a-key-of-a-cluster"
-ENGINE = """
-import os, socket, sys
-print("engine", os.getpid(), flush=True)
-sock = socket.socket(socket.AF_UNIX)
-sock.connect(sys.argv[1])
-sock.sendall(b"HELLO")
-while said := sock.recv(100):
-    print(said.decode(), flush=True)
-    if said == b"end":
-        raise SystemExit("SomeError: asked to end")
-    sock.sendall(said.upper())
-"""
-SLEEP = "import time; time.sleep(600)"
-
-
-class Scripts:
-    """A node's launcher whose engines are scripts.
-
-    Attributes:
-        pids: Of all that it has started.
-    """
-
-    def __init__(self) -> None:
-        self.pids: list[int] = []
-        self.argv: list[tuple[str, ...]] = []
-        self.addresses: list[GuestAddress] = []
-
-    def reserve(self, instance_id: str) -> None:
-        """Scripts need no devices."""
-
-    async def start(
-        self, instance_id: str, handshake: str, log: Path, argv: tuple[str, ...] = ()
-    ) -> int:
-        self.argv.append(argv)
-        return self._run(log, ENGINE, handshake.removeprefix("ipc://"))
-
-    async def start_guest(
-        self, address: GuestAddress, log: Path, argv: tuple[str, ...] = ()
-    ) -> int:
-        self.addresses.append(address)
-        return self._run(log, SLEEP)
-
-    def _run(self, log: Path, *arguments: str) -> int:
-        with log.open("ab") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-c", *arguments], stdout=output, stderr=output
-            )
-        self.pids.append(process.pid)
-        return process.pid
-
-    def close(self) -> None:
-        for pid in self.pids:
-            if is_running(pid):
-                os.kill(pid, signal.SIGKILL)
-
-
-@dataclass
-class Node:
-    """An agent that runs in this process."""
-
-    port: int
-    stop: asyncio.Event
-    serving: asyncio.Task[None]
-    said: list[str]
-
-    @property
-    def address(self) -> str:
-        return written("127.0.0.1", self.port)
-
-    async def end(self) -> None:
-        self.stop.set()
-        await self.serving
-
-
-async def start_node(folder: Path, port: int = 0) -> Node:
-    said: list[str] = []
-    stop, opened = asyncio.Event(), asyncio.get_running_loop().create_future()
-    agent = NodeAgent(ClusterCredentials.of(KEY), RunDir(folder, folder), said.append)
-    serving = asyncio.create_task(agent.serve("127.0.0.1", port, stop, opened.set_result))
-    return Node(await opened, stop, serving, said)
 
 
 @pytest.fixture
 def scripts(monkeypatch: pytest.MonkeyPatch) -> Scripts:
-    made = Scripts()
-
-    async def make(*_: object) -> Scripts:
-        return made
-
-    monkeypatch.setattr(NodeSession, "_make_launcher", make)
-    for name in ("OMP_NUM_THREADS", "BANASERVE_STORE_SOCKET"):
-        monkeypatch.delenv(name, raising=False)  # a node that is prepared sets them
-        monkeypatch.setenv(name, "1")
-    return made
-
-
-def launcher_of(*nodes: Node, server: str = "the server") -> NodesLauncher:
-    work = NodeWork(
-        instances=[(InstanceId("p0"), Role.PREFILL), (InstanceId("d0"), Role.DECODE)],
-        need=InstanceNeed(),
-        vllm_argv=("--model", "small"),
-        forks=True,
-        threads=1,
-        store=None,
-    )
-    places = GivenPlaces([node.address for node in nodes])
-    return NodesLauncher(places, KEY, work, server)
-
-
-@asynccontextmanager
-async def opened(*nodes: Node, server: str = "the server") -> AsyncIterator[NodesLauncher]:
-    launcher = launcher_of(*nodes, server=server)
-    try:
-        await launcher.open(lambda _: None)
-        yield launcher
-    finally:
-        await launcher.leave()
-        launcher.close()
-
-
-class Front:
-    """The server's end of one engine's sockets."""
-
-    def __init__(self, folder: Path, instance_id: str = "d0") -> None:
-        self.stem = folder / f"{instance_id}.1"
-        self.address = f"ipc://{self.stem}.h"
-        self.log = folder / f"{instance_id}.log"
-        self._came: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = (
-            asyncio.Queue()
-        )
-        self._server: asyncio.Server | None = None
-
-    async def __aenter__(self) -> Front:
-        self._server = await asyncio.start_unix_server(
-            lambda reader, writer: self._came.put_nowait((reader, writer)), f"{self.stem}.h"
-        )
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        assert self._server is not None
-        self._server.close()
-
-    async def hello(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        reader, writer = await self._came.get()
-        assert await reader.readexactly(5) == b"HELLO"
-        return reader, writer
+    return patched(monkeypatch)
 
 
 def test_an_engine_there_talks_with_the_server_and_ends(scripts: Scripts, tmp_path: Path) -> None:
@@ -235,7 +82,7 @@ def test_who_kills_what_stands_for_an_engine_ends_the_engine(
 def test_an_agent_that_ends_ends_all_and_the_next_begins_empty(
     scripts: Scripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("banaserve.nodes.launcher.RETRY_S", 0.05)
+    monkeypatch.setattr("banaserve.nodes.pool.RETRY_S", 0.05)
 
     async def run() -> None:
         node = await start_node(tmp_path)
@@ -333,14 +180,14 @@ class Moving(GivenPlaces):
 def test_a_node_that_comes_back_elsewhere_is_used_as_before(
     scripts: Scripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("banaserve.nodes.launcher.RETRY_S", 0.05)
-    monkeypatch.setattr("banaserve.nodes.ways._LOOK_S", 0.05)
+    monkeypatch.setattr("banaserve.nodes.pool.RETRY_S", 0.05)
+    monkeypatch.setattr("banaserve.nodes.measuring.ways._LOOK_S", 0.05)
 
     async def run() -> None:
         lost, stays = [await start_node(tmp_path) for _ in range(2)]
         places = Moving([lost.address, stays.address])
         launcher = launcher_of(lost, stays)
-        launcher._places = places
+        launcher._pool.places = places
         try:
             await launcher.open(lambda _: None)
             await until(lambda: launcher.distance("p0", "d0") is not None)
@@ -353,7 +200,7 @@ def test_a_node_that_comes_back_elsewhere_is_used_as_before(
             launcher.reserve("p1")
             assert launcher.node_of("p1") in (other.address, stays.address)
             await until(lambda: launcher.distance("p0", "d0") is not None)
-            assert not [pair for pair in launcher._ways._measured if lost.address in pair]
+            assert not [pair for pair in launcher._pool.ways._measured if lost.address in pair]
         finally:
             await launcher.leave()
             launcher.close()
@@ -366,8 +213,8 @@ def test_a_node_that_comes_back_elsewhere_is_used_as_before(
 def test_a_way_that_cannot_be_measured_any_more_is_not_known(
     scripts: Scripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("banaserve.nodes.ways._LOOK_S", 0.05)
-    monkeypatch.setattr("banaserve.nodes.ways.AGAIN_S", 0.05)
+    monkeypatch.setattr("banaserve.nodes.measuring.ways._LOOK_S", 0.05)
+    monkeypatch.setattr("banaserve.nodes.measuring.ways.AGAIN_S", 0.05)
 
     async def run() -> None:
         nodes = [await start_node(tmp_path) for _ in range(2)]
@@ -451,16 +298,11 @@ def test_a_model_that_a_node_lacks_is_named(
         node = await start_node(tmp_path)
         launcher = launcher_of(node)
         missing = tmp_path / "no-model"
-        launcher._work = msgspec_replace(launcher._work, ("--model", str(missing)))
+        launcher._pool.work = replace(launcher._pool.work, vllm_argv=("--model", str(missing)))
         with pytest.raises(UserError, match=rf"node {node.address} refuses: {missing}: this node"):
             await launcher.open(lambda _: None)
         await launcher.leave()
         await node.end()
-
-    def msgspec_replace(work: NodeWork, argv: tuple[str, ...]) -> NodeWork:
-        from dataclasses import replace
-
-        return replace(work, vllm_argv=argv)
 
     asyncio.run(run())
 

@@ -37,6 +37,9 @@ OPT = profiles.BUILT_IN / "opt-13b-a100.toml"
         (["--pace", "opt-13b-a100", "--dilate", "nan"], "--dilate nan"),
         (["--pace", "opt-13b-a100", "--dilate", "much"], "--dilate"),
         (["--dilate", "4"], "--dilate stretches modelled time"),
+        (["--pace", "opt-13b-a100,opt-13b-a100,opt-13b-a100"], "one for each of the 2 instances"),
+        (["--pace", "opt-13b-a100,llama-13b-a100"], "profiles of two models"),
+        (["--pace", "opt-13b-a100,"], "unknown profile: "),
         (["--model", MINIATURE], "needs --pace"),
     ],
 )
@@ -72,6 +75,23 @@ def test_a_miniature_runs_unless_a_model_is_named():
     config = parse_serve_argv(["--pace", "opt-13b-a100", "--dilate", "2.5"])
     assert (config.pace, config.dilate) == ("opt-13b-a100", 2.5)
     assert parse_serve_argv([]).model == models.PACKAGED
+
+
+def test_instances_may_have_devices_of_their_own(tmp_path):
+    text = OPT.read_text().replace("kv_tokens = 66_144", "kv_tokens = 33_072")
+    other = tmp_path / "other.toml"
+    other.write_text(text.replace('name = "opt-13b-a100"', 'name = "small"'))
+    pace = f"opt-13b-a100,{other},opt-13b-a100"
+    config = ServeConfig(model=MINIATURE, pace=pace, prefill=1, decode=2)
+    options = emulation.vllm_options(config, tmp_path)
+    settings = json.loads(options[options.index("--additional-config.banaserve_pacing") + 1])
+    assert settings["profile"] == "opt-13b-a100"
+    assert settings["devices"] == {"d0": str(other)}
+    kv_bytes = int(options[options.index("--kv-cache-memory-bytes") + 1])
+    alike = ServeConfig(model=MINIATURE, pace="opt-13b-a100", prefill=1, decode=2)
+    usual = emulation.vllm_options(alike, tmp_path)
+    assert kv_bytes < int(usual[usual.index("--kv-cache-memory-bytes") + 1])
+    assert emulation.words(config).endswith(", d0 small")
 
 
 def test_a_miniature_keeps_the_modelled_memory_in_tokens(tmp_path):

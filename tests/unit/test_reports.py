@@ -6,9 +6,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.engine import FinishReason
+from vllm.v1.metrics.stats import FinishedRequestStats, SchedulerStats
 
-from banaserve.engine.vllm.monitoring.reports import ReportBoard
+from banaserve.engine.vllm.monitoring.reports import ReportBoard, never_below_zero
 from banaserve.types import InstanceId
 
 STEP_S = 0.005
@@ -74,3 +75,12 @@ def test_the_last_steps_before_a_pause_are_not_lost() -> None:
     assert board.meter.model.fit.num_samples == 2
     assert board.last is not None
     assert board.last.num_running == 0
+
+
+def test_a_first_token_from_elsewhere_makes_no_time_negative() -> None:
+    """It came before the engine that ends the request had scheduled it."""
+    times = {"queued_time": -0.2, "prefill_time": -0.1, "decode_time": 0.5, "inference_time": 0.4}
+    finished = FinishedRequestStats(finish_reason=FinishReason.LENGTH, e2e_latency=0.9, **times)
+    never_below_zero([finished])
+    assert (finished.queued_time, finished.prefill_time) == (0.0, 0.0)
+    assert (finished.decode_time, finished.inference_time, finished.e2e_latency) == (0.5, 0.4, 0.9)

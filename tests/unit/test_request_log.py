@@ -15,7 +15,7 @@ from banaserve.cli.admin.trace import heading, list_rows, parts_of, trace_rows
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.kv_connector.metadata import StepResult
 from banaserve.engine.vllm.kv_connector.request_notes import ConnectorNotes
-from banaserve.engine.vllm.requests.trace_collection import trace_of
+from banaserve.engine.vllm.requests.trace_collection import TraceCollector
 from banaserve.engine.vllm.tracing.events import (
     MAX_EVENTS,
     CopiesEnded,
@@ -28,7 +28,9 @@ from banaserve.engine.vllm.tracing.events import (
     LegFailed,
     LegOutput,
     LookedUp,
+    MoveCommitted,
     NoInstance,
+    Prepared,
     PromotionEnded,
     RequestEnded,
     RequestEvent,
@@ -263,13 +265,15 @@ class Core:
         self._notes, self._dead = notes, dead
         self.engine_core = self
 
-    async def call_utility_async(self, method: str, name: str) -> object:
+    async def call_utility_async(self, method: str, names: list[str]) -> object:
         if self._dead:
             raise compat.EngineDeadError
         assert method == "banaserve_notes"
-        connector = SimpleNamespace(notes_of=self._notes.of) if self._notes else None
-        core = SimpleNamespace(scheduler=SimpleNamespace(connector=connector))
-        return msgspec.msgpack.decode(msgspec.msgpack.encode(compat._notes(core, name)))
+        connector = SimpleNamespace(notes_of=self._notes.answer) if self._notes else None
+        transfer = SimpleNamespace(kv_connector="StoreConnector")
+        config = SimpleNamespace(kv_transfer_config=transfer)
+        core = SimpleNamespace(scheduler=SimpleNamespace(connector=connector, vllm_config=config))
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(compat._notes(core, names)))
 
 
 def traced() -> tuple[RequestNotes, ConnectorNotes, ConnectorNotes]:
@@ -288,6 +292,10 @@ def traced() -> tuple[RequestNotes, ConnectorNotes, ConnectorNotes]:
         notes.first_output("prefill", None)
         notes.output_tokens, notes.finish_reason = 3, "length"
     return notes, prefill, decode
+
+
+async def trace_of(notes: RequestNotes, instances: dict[Any, Any], *moves: Any) -> RequestTrace:
+    return await TraceCollector(instances, notes._clock, lambda: moves).trace_of(notes)
 
 
 def live(core: Core | None, incarnation: int = 1) -> Any:
@@ -342,8 +350,8 @@ async def test_a_trace_says_whose_notes_are_not_there(
 
 
 async def test_a_trace_says_whose_notes_break_their_contract() -> None:
-    async def utility(method: str, name: str) -> object:
-        return {"type": "Answered", "value": [{"request_id": name}]}
+    async def utility(method: str, names: list[str]) -> object:
+        return {"type": "Answered", "value": [{"request_id": names[0]}]}
 
     notes, prefill, _ = traced()
     d0: Any = SimpleNamespace(engine_core=SimpleNamespace(call_utility_async=utility))
@@ -354,6 +362,15 @@ async def test_a_trace_says_whose_notes_break_their_contract() -> None:
 
 
 WORDS: list[tuple[RequestEvent, str]] = [
+    (Prepared(), "body read, rendered and tokenised"),
+    (
+        MoveCommitted("d0", "m1", "layers 2 to 4", "p0", 0.0125),
+        "layers 2 to 4 of d0 moved to p0; its steps stood still for 12.5 ms",
+    ),
+    (
+        MoveCommitted("d0", "m2", "layers 2 to 4", None, 0.001),
+        "layers 2 to 4 of d0 moved to home; its steps stood still for 1.0 ms",
+    ),
     (LookedUp(256, 0.0021), "store asked for the router: 256 tokens cached; took 2.1 ms"),
     (
         NoInstance("none is ready"),
@@ -408,11 +425,17 @@ WORDS: list[tuple[RequestEvent, str]] = [
         "waited 250.0 ms for a tier: late, 1 of 2 blocks; 10.0 ms predicted",
     ),
     (
-        GateDecided("fetch", True, 2, 256, 0.001, 0.2),
-        "cost gate: fetch 2 blocks, 256 tokens (fetch); predicted 1.0 ms against 200.0 ms",
+        GateDecided("fetch", 2, 2, 256, 0.001, 0.2, 0.05),
+        "cost gate: fetch 2 blocks, 256 tokens (fetch); predicted 1.0 ms against 200.0 ms; "
+        "step of 50.0 ms",
     ),
     (
-        GateDecided("compute", False, 1, 16, None, None),
+        GateDecided("cut", 3, 8, 1024, 0.9, 1.2, 0.7),
+        "cost gate: fetch 3 of 8 blocks, 1024 tokens (cut); predicted 900.0 ms against "
+        "1200.0 ms; step of 700.0 ms",
+    ),
+    (
+        GateDecided("compute", 0, 1, 16, None, None, None),
         "cost gate: compute 1 block, 16 tokens (compute)",
     ),
     (

@@ -57,6 +57,7 @@ def test_each_package_is_there_with_version_and_licence(
         ("pkg:pypi/first-one@1.0", "MIT"),
         ("pkg:pypi/second@1.0", "BSD License"),
         ("pkg:pypi/third@1.0", "A whole text"),
+        ("pkg:npm/uplot@1.6.32", "MIT"),
     ]
 
 

@@ -16,12 +16,18 @@ from prometheus_client import REGISTRY
 import executor_doubles as doubles
 from banaserve.clock import WallClock
 from banaserve.engine.vllm.launch.devices import Devices
+from banaserve.engine.vllm.launch.launcher import OnThisMachine
 from banaserve.engine.vllm.migration.api import MoveLayers
 from banaserve.engine.vllm.monitoring import metrics
 from banaserve.engine.vllm.roles.drain import Drains
 from banaserve.engine.vllm.scaling import factory as factories
 from banaserve.engine.vllm.scaling.autoscaler import Autoscaler
-from banaserve.engine.vllm.scaling.plan import InstanceCounts, InstanceLoad, plan_scaling
+from banaserve.engine.vllm.scaling.plan import (
+    InstanceCounts,
+    InstanceLoad,
+    plan_leaving,
+    plan_scaling,
+)
 from banaserve.errors import BanaServeError, MigrationError, UserError
 from banaserve.orchestrator.autoscaling import AutoscaleOptions, LoadsSince, next_step
 from banaserve.types import ClusterView, InstanceId, InstanceReport, InstanceView, Role
@@ -117,6 +123,40 @@ def test_what_is_refused(
         return
     with pytest.raises(error, match=said):
         planned()
+
+
+@pytest.mark.parametrize(
+    ("there", "leaving", "added", "add", "remove", "refusal"),
+    [
+        ("p0 p1 d0 d1", "p1 d1", "same", "p2 d2", "d1 p1", ""),
+        ("p0 p1 d0 d1", "p1 d1", "", "", "d1 p1", ""),
+        ("p0 p1:2 d0 d1:1", "p1 d1", "", "", "d1 p1", ""),
+        ("p0 d0 c0", "c0", "both", "c1", "c0", ""),
+        ("p0 p1/d d0", "p1", "same", "d1", "p1", ""),
+        ("p0 p1/d d0", "p1", "both", "c0", "p1", ""),
+        ("p0 d0", "", "same", "", "", ""),
+        ("p0 p1 d0", "d0", "", "", "", "decode would be left to nobody"),
+        ("p0 p1 d0", "d0", "same", "d1", "d0", ""),
+        ("p0 p1! d0", "p0", "", "", "", "prefill would be left to p1, which is drained"),
+    ],
+)
+def test_what_leaves_with_its_node(
+    there: str, leaving: str, added: str, add: str, remove: str, refusal: str
+) -> None:
+    present = members(there)
+    roles = {"same": lambda role: role, "both": lambda _: Role.COLOCATED, "": None}
+
+    def planned() -> Any:
+        ids = [one.id for one in present]
+        return plan_leaving(present, leaving.split(), ids, roles[added])
+
+    if refusal:
+        with pytest.raises(MigrationError, match=refusal):
+            planned()
+        return
+    plan = planned()
+    assert [name for name, _ in plan.add] == add.split()
+    assert list(plan.remove) == remove.split()
 
 
 # ---- what becomes of them
@@ -384,6 +424,12 @@ def test_shared_devices_are_free_when_the_last_has_gone() -> None:
     devices.reserve("d1")
 
 
+def test_the_first_instance_of_a_node_that_has_joined_has_devices_too() -> None:
+    devices = Devices({}, ["3", "4", "5"], 2)
+    devices.reserve("d7")
+    assert devices.of("d7") == "3,4"
+
+
 def test_a_cpu_has_no_devices_to_run_out_of() -> None:
     devices = Devices({})
     devices.reserve("p1")
@@ -395,10 +441,21 @@ def test_more_instances_need_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(factories.psutil, "virtual_memory", lambda: available)
     monkeypatch.setattr(factories, "EngineSeries", lambda _: None)
     nothing: Any = None
-    one = factories.InstanceFactory(*[nothing] * 6, instance_bytes=1 << 30)
+    here: Any = OnThisMachine()
+    one = factories.InstanceFactory(nothing, here, *[nothing] * 4, instance_bytes=1 << 30)
     one.check_memory(3)
     with pytest.raises(MigrationError, match="4 more instances need about 4 GiB"):
         one.check_memory(4)
+
+
+def test_more_instances_need_room_on_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factories, "EngineSeries", lambda _: None)
+    nothing: Any = None
+    nodes: Any = SimpleNamespace(num_free_places=lambda: 2)
+    one = factories.InstanceFactory(nothing, nodes, *[nothing] * 4, instance_bytes=1 << 60)
+    one.check_memory(2)
+    with pytest.raises(MigrationError, match="3 more instances, and the nodes have room for 2"):
+        one.check_memory(3)
 
 
 def test_what_has_gone_has_no_series() -> None:

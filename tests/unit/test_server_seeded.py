@@ -14,6 +14,8 @@ from seeded_server import Server, run_seed
 
 SEEDS = seeds(in_long=10_000, otherwise=40)
 PARTS = 4
+REGRESSIONS = (3839, 4593)
+"""A restart whose settings did not say what weights an engine had."""
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +39,11 @@ def test_each_request_ends_once_with_its_own_tokens_and_nothing_is_left(part: in
     if len(SEEDS) > 1:
         assert num_whole > 0.6 * num_asked
         assert num_deaths > 0.2 * num_asked
+
+
+@pytest.mark.parametrize("seed", REGRESSIONS)
+def test_a_seed_that_has_failed_once(seed: int) -> None:
+    run(seed)
 
 
 def test_a_seed_runs_the_same_way_again() -> None:

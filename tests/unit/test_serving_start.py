@@ -28,6 +28,34 @@ from banaserve.types import InstanceId, InstanceView, Role
 from waiting import until
 
 
+class Pauses:
+    """A clock of its own, which goes on when somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.slept_s: list[float] = []
+
+    def now(self) -> float:
+        return sum(self.slept_s)
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept_s.append(seconds)
+
+
+@pytest.mark.parametrize(("drawn", "share"), [(0.0, 1.0), (0.5, 0.75), (1.0, 0.5)])
+async def test_dead_instances_are_asked_again_after_pauses_that_grow(drawn, share):
+    async def ask() -> str:
+        asked_s.append(clock.now())
+        raise EngineDeadError
+
+    clock, asked_s = Pauses(), []
+    with pytest.raises(UserError, match="do not answer"):
+        await serving._answered(ask, clock, lambda: drawn)
+    longest = [0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0, 10.0, 10.0]
+    assert clock.slept_s == [share * pause_s for pause_s in longest]
+    assert len(asked_s) == len(longest) + 1
+    assert asked_s[-1] == clock.now() <= 60.0
+
+
 async def test_a_question_that_is_never_answered_is_asked_again(monkeypatch):
     monkeypatch.setattr(serving, "_ANSWER_S", 0.01)
     asked = []
@@ -40,14 +68,14 @@ async def test_a_question_that_is_never_answered_is_asked_again(monkeypatch):
             raise EngineDeadError
         return "facts"
 
-    assert await serving._answered(ask) == "facts"
+    assert await serving._answered(ask, Pauses()) == "facts"
     assert len(asked) == 3
 
 
 async def test_instances_that_never_answer_end_the_start_in_one_line(monkeypatch):
     monkeypatch.setattr(serving, "_ANSWER_S", 0.001)
     with pytest.raises(UserError, match="do not answer: see their logs"):
-        await serving._answered(asyncio.Event().wait)
+        await serving._answered(asyncio.Event().wait, Pauses())
 
 
 class SlowClock:
@@ -174,8 +202,7 @@ def test_elastic_asks_engines_for_steps_that_they_can_do(num_tokens, num_request
             assert given.num_tokens == change.step_tokens
 
 
-def test_what_the_command_line_says_reaches_the_policy(monkeypatch):
-    monkeypatch.setattr(serving, "is_on_cpu", lambda: True)
+def test_what_the_command_line_says_reaches_the_policy():
     argv = ["--instances", "2", "--slo-ttft", "2", "--pace", "opt-13b-a100", "--dilate", "4"]
     config = parse_serve_argv(argv)
     assert serving._section(config, engines(2048, 128)) == {

@@ -15,6 +15,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import model_shapes
 from banaserve.clock import WallClock
 from banaserve.engine.vllm import instance as instances
 from banaserve.engine.vllm.cluster import Cluster
@@ -74,7 +75,10 @@ async def test_one_that_is_given_up_while_it_connects_does_not_serve(
             resources=SimpleNamespace(engine_dead=False), _ensure_output_queue_task=int
         ),
         output_processor=SimpleNamespace(propagate_error=str, request_states={}),
-        vllm_config=SimpleNamespace(cache_config=SimpleNamespace(num_gpu_blocks=1, block_size=16)),
+        vllm_config=SimpleNamespace(
+            cache_config=SimpleNamespace(num_gpu_blocks=1, block_size=16),
+            **vars(model_shapes.configured()),
+        ),
         _run_output_handler=int,
         shutdown=lambda timeout: None,
     )

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -142,7 +143,7 @@ def test_a_file_that_could_shrink_is_refused():
 
 def request(**changed):
     given = {"kind": bulk.WRITE, "seq": 2, "epoch": 1, "run_bytes": 8, "num_runs": 1}
-    return bulk.BulkRequest(**{**given, "checksum": 0, "region_id": bytes(16), **changed})
+    return bulk.BulkRequest(**{**given, "region_id": bytes(16), **changed})
 
 
 @pytest.mark.parametrize(
@@ -166,6 +167,59 @@ def test_a_request_that_is_not_the_peers_next_one_is_refused(sent, key, reason):
     theirs.close()
 
 
+def flipped(parts, number):
+    changed = bytearray(parts[number])
+    changed[len(changed) // 2] ^= 1
+    return [*parts[:number], bytes(changed), *parts[number + 1 :]]
+
+
+@pytest.mark.parametrize("harm", ["none", "changed", "replayed", "swapped"])
+def test_bytes_that_are_not_the_peers_next_ones_are_refused(harm):
+    ours, theirs = (SocketStream(sock) for sock in socket.socketpair())
+    sending, receiving = Seal(b"a" * 32, b"b" * 32), Seal(b"b" * 32, b"a" * 32)
+    slices = [np.full(300_000, number, np.uint8) for number in (1, 2)]
+    first, second = (bulk.sign_bytes(data, sending) for data in slices)
+    sent = {
+        "none": [*first, *second],
+        "changed": [*first, *flipped(second, 0)],
+        "replayed": [*first, *first],
+        "swapped": [*second, *first],
+    }[harm]
+    target, deadline = np.zeros(300_000, np.uint8), time.monotonic() + 20.0
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(ours.write, sent, deadline)
+        if harm == "swapped":
+            with pytest.raises(ProtocolError, match="changed"):
+                bulk.read_bytes(theirs, receiving, target, deadline)
+        else:
+            bulk.read_bytes(theirs, receiving, target, deadline)
+            assert np.array_equal(target, slices[0])
+        if harm == "none":
+            bulk.read_bytes(theirs, receiving, target, deadline)
+            assert np.array_equal(target, slices[1])
+        else:  # and none after one that was refused
+            with pytest.raises(ProtocolError, match="changed"):
+                bulk.read_bytes(theirs, receiving, target, deadline)
+    ours.close()
+    theirs.close()
+
+
+def test_what_was_changed_on_its_way_reaches_no_region(tmp_path):
+    options = TransportOptions(folder=str(tmp_path), secret=bytes(16))
+    owner, peer = (registry.create("tcp", options) for _ in range(2))
+    offered = owner.offer(SLICE_BYTES, 1)
+    opened, offsets = peer.open(offered.descriptor, 20.0), np.zeros(1, np.int64)
+    written = np.full(SLICE_BYTES, 7, np.uint8)
+    opened.submit_write(Memory.of(written), offsets, offsets, 4096, 1).wait(20.0)
+    write = opened._stream.write
+    opened._stream.write = lambda parts, deadline: write(flipped(parts, 3), deadline)
+    with pytest.raises(PeerGoneError):
+        opened.submit_write(Memory.of(written), offsets, offsets + 4096, 4096, 1).wait(20.0)
+    assert np.flatnonzero(offered.memory.view()).size == 4096
+    peer.close()
+    owner.close()
+
+
 @pytest.mark.parametrize("run_bytes", [64, 4096])
 def test_reads_of_many_small_runs_end_where_the_kernel_buffers_little(tmp_path, run_bytes):
     options = TransportOptions(folder=str(tmp_path), secret=bytes(16))
@@ -173,7 +227,7 @@ def test_reads_of_many_small_runs_end_where_the_kernel_buffers_little(tmp_path, 
     offered = owner.offer(4 * SLICE_BYTES, 1)
     offered.memory.view()[:] = np.arange(4 * SLICE_BYTES, dtype=np.int64) % 251
     opened = peer.open(offered.descriptor, 20.0)
-    for sock in (opened._stream._sock, *owner._service._peers):
+    for sock in (opened._stream._sock, *owner._service._places._taken):
         for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             sock.setsockopt(socket.SOL_SOCKET, buffer, 32 * 1024)
     local = np.zeros(4 * SLICE_BYTES, np.uint8)

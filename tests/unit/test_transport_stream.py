@@ -57,3 +57,34 @@ def test_who_reads_and_who_writes_notice_that_it_is_closed():
             with pytest.raises(PeerGoneError):
                 ended.result(20.0)
     theirs.close()
+
+
+@pytest.mark.parametrize(
+    "sizes", [(1, 70_000, 3, 0, 5_000), (16_384,) * 40, (4_096, 1), (2,) * 600]
+)
+def test_parts_are_filled_in_their_turn_and_what_follows_is_kept(sizes):
+    ours, theirs = (SocketStream(sock) for sock in socket.socketpair())
+    sent = os.urandom(sum(sizes) + 100)
+    targets = [bytearray(size) for size in sizes]
+    with ThreadPoolExecutor(1) as pool:
+        writes = pool.submit(ours.write, [sent], monotonic() + 20.0)
+        theirs.read_parts([memoryview(target) for target in targets], monotonic() + 20.0)
+        rest = bytearray(100)
+        theirs.read_into(memoryview(rest), monotonic() + 20.0)
+        writes.result(20.0)
+    assert b"".join(targets) + rest == sent
+    ours.close()
+    theirs.close()
+
+
+def test_what_is_large_in_all_is_received_where_it_belongs(monkeypatch):
+    """Layers of many blocks, each of them small: none is copied out of the stream's own buffer."""
+    ours, theirs = (SocketStream(sock) for sock in socket.socketpair())
+    monkeypatch.setattr(theirs, "_view", memoryview(bytearray(theirs._view)).toreadonly())
+    targets = [bytearray(8_192) for _ in range(16)]
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(ours.write, [bytes([1]) * 16 * 8_192], monotonic() + 20.0)
+        theirs.read_parts([memoryview(target) for target in targets[:-1]], monotonic() + 20.0)
+    assert all(target == bytes([1]) * 8_192 for target in targets[:-1])
+    ours.close()
+    theirs.close()

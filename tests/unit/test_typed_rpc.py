@@ -31,7 +31,7 @@ from banaserve.engine.vllm.migration.worker_api import (
 )
 from banaserve.engine.vllm.rpc.engine_api import CoreApi, PoolResize, PoolStatus, WorkerApi
 from banaserve.engine.vllm.rpc.typed_rpc import RemoteCall, call, implements
-from banaserve.engine.vllm.tracing.events import EngineNotes
+from banaserve.engine.vllm.tracing.events import EngineAnswer, EngineNotes
 from banaserve.errors import MigrationError, ProtocolError
 from banaserve.kvstore.fingerprint import Fingerprint
 
@@ -85,7 +85,7 @@ CALLS: list[tuple[RemoteCall[Any], object]] = [
     (call(CoreApi.banaserve_pool_info), POOL),
     (call(CoreApi.banaserve_resize_pool, 450, True), PoolResize(POOL, 2)),
     (call(CoreApi.banaserve_set_budget, 2048, 16), Budget(2048, 16)),
-    (call(CoreApi.banaserve_notes, "cmpl-1"), [NOTES]),
+    (call(CoreApi.banaserve_notes, ["cmpl-1"]), EngineAnswer(7.5, [[NOTES]])),
     (call(WorkerApi.banaserve_fingerprint), FINGERPRINT),
 ]
 CONTRACTS = (MigrationApi, CoreApi, WorkerApi)

@@ -10,15 +10,19 @@ from typing import Any, Protocol
 
 import msgspec
 from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from banaserve.api.bodies.bounds import (
     BodyRefusedError,
+    Outline,
     RequestBounds,
     no_json,
     read_outline,
+    validation_s,
 )
 from banaserve.api.bodies.grammars import GrammarSpec, grammars_of
+from banaserve.api.bodies.pace import ValidationPace
 from banaserve.api.bodies.shape import measure
 from banaserve.api.edge.refusals import refuse
 from banaserve.api.limits import RETRY_AFTER_S
@@ -59,9 +63,11 @@ class BodyGuard:
         bounds: RequestBounds,
         grammars: ChecksGrammars | None,
         max_held_object_bytes: int = _MAX_HELD_OBJECT_BYTES,
+        pace: ValidationPace | None = None,
     ) -> None:
         self._app, self._bounds = app, bounds
         self._grammars = grammars
+        self._pace = pace or ValidationPace()
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "body")
         self._max_held_object_bytes = max_held_object_bytes
         self._held_object_bytes = 0
@@ -76,31 +82,43 @@ class BodyGuard:
         body = await _whole(receive)
         if body is None:
             return
-        object_bytes = 0
+        held = _Held()
         try:
-            specs, object_bytes = await self._look(scope, body)
+            refusal = await self._refusal(scope, body, held)
+            if refusal is not None:
+                await refusal(scope, receive, send)
+            else:
+                await self._app(scope, _replayed(body, receive), send)
+        finally:
+            self._held_object_bytes -= held.object_bytes
+
+    async def _refusal(self, scope: Scope, body: bytes, held: _Held) -> Response | None:
+        """Returns the answer to ``body`` where it is refused."""
+        try:
+            specs, cost_s = await self._look(scope, body, held)
+            await self._pace.wait(cost_s)
             if specs and self._grammars is not None:
                 await self._grammars.check(specs)
         except BodyRefusedError as refusal:
-            self._held_object_bytes -= object_bytes
             status = refusal.status
             is_busy = status == HTTPStatus.SERVICE_UNAVAILABLE
             headers = {"Retry-After": str(RETRY_AFTER_S)} if is_busy else None
-            answer = refuse(refusal.cause, HTTPStatus(status), str(refusal), headers)
-            await answer(scope, receive, send)
-            return
-        try:
-            await self._app(scope, _replayed(body, receive), send)
-        finally:
-            self._held_object_bytes -= object_bytes
+            return refuse(refusal.cause, HTTPStatus(status), str(refusal), headers)
+        return None
 
-    async def _look(self, scope: Scope, body: bytes) -> tuple[list[GrammarSpec], int]:
-        """Returns the grammars of ``body`` and what its objects are counted as."""
+    async def _look(
+        self, scope: Scope, body: bytes, held: _Held
+    ) -> tuple[list[GrammarSpec], float]:
+        """Returns the grammars of ``body`` and how long its validation will take.
+
+        Counts the objects that a long one becomes in ``held``.
+        """
         if len(body) < LONG_BYTES:
             outline = read_outline(body, self._bounds) if body.strip() else None
-            return (grammars_of(outline) if outline is not None else []), 0
+            return _found(outline, 0)
         loop = asyncio.get_running_loop()
-        object_bytes = await loop.run_in_executor(self._threads, _object_bytes, body)
+        shape = await loop.run_in_executor(self._threads, measure, body)
+        object_bytes = shape.object_bytes
         if self._held_object_bytes + object_bytes > self._max_held_object_bytes:
             raise BodyRefusedError(
                 HTTPStatus.SERVICE_UNAVAILABLE,
@@ -108,27 +126,34 @@ class BodyGuard:
                 "requests under way hold too many objects; try again shortly",
             )
         self._held_object_bytes += object_bytes
-        try:
-            specs, scope[PARSED] = await loop.run_in_executor(
-                self._threads, _parse, body, self._bounds
-            )
-        except BaseException:
-            self._held_object_bytes -= object_bytes
-            raise
-        return specs, object_bytes
+        held.object_bytes = object_bytes
+        found, scope[PARSED] = await loop.run_in_executor(
+            self._threads, _parse, body, self._bounds, shape.values
+        )
+        return found
 
 
-def _object_bytes(body: bytes) -> int:
-    return measure(body).object_bytes
+class _Held:
+    """What one request is counted with."""
+
+    object_bytes = 0
 
 
-def _parse(body: bytes, bounds: RequestBounds) -> tuple[list[GrammarSpec], Any]:
+def _found(outline: Outline | None, num_values: int) -> tuple[list[GrammarSpec], float]:
+    if outline is None:
+        return [], 0.0
+    return grammars_of(outline), validation_s(outline, num_values)
+
+
+def _parse(
+    body: bytes, bounds: RequestBounds, num_values: int
+) -> tuple[tuple[list[GrammarSpec], float], Any]:
     outline = read_outline(body, bounds)
     try:
         parsed = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise no_json(error) from None
-    return (grammars_of(outline) if outline is not None else []), parsed
+    return _found(outline, num_values), parsed
 
 
 async def _whole(receive: Receive) -> bytes | None:

@@ -35,7 +35,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._in_head = True
         self._is_refused = self._is_authenticated = False
         # Of the head under way, or of what surrounds a body.
-        self._framing_bytes = self._num_fields = self._body_bytes = 0
+        self._framing_bytes = self._num_fields = self._body_bytes = self._unwanted_bytes = 0
         # 0: nothing of a request is under way.
         self._due_s = self._swept_s = 0.0
         self._refusal: tuple[str, HTTPStatus, str] | None = None
@@ -111,14 +111,25 @@ class HttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
         self._in_head = False
-        self._body_bytes = 0
+        self._body_bytes = self._unwanted_bytes = 0
         self._due_s = monotonic() + self._limits.body_s
 
     def on_body(self, body: bytes) -> None:
         num_bytes = len(body)
         self._body_bytes += num_bytes
         self._framing_bytes = max(0, self._framing_bytes - num_bytes - _CHUNK_LINES_BYTES)
+        if self.cycle.response_complete:
+            self._count_unwanted(num_bytes)
         super().on_body(body)
+
+    def _count_unwanted(self, num_bytes: int) -> None:
+        """A client may send a body to its end whatever was answered, but not for ever."""
+        self._unwanted_bytes += num_bytes
+        limit = self._limits.max_unwanted_bytes
+        if self._unwanted_bytes > limit and not self._is_refused:
+            note("unwanted", 0, f"more than {limit} bytes of a body have come behind its answer")
+            self._is_refused = True
+            self.transport.abort()
 
     def on_message_complete(self) -> None:
         self._in_head = True

@@ -19,6 +19,7 @@ class EdgeLimits:
         handshake_s: Longest TLS handshake.
         max_head_bytes: Of a head, and of what surrounds a chunked body.
         max_fields: Of a head.
+        max_unwanted_bytes: Of a body whose request has been answered before its end.
     """
 
     max_connections: int = 16384
@@ -30,3 +31,4 @@ class EdgeLimits:
     handshake_s: float = 10.0
     max_head_bytes: int = 64 * 1024
     max_fields: int = 256
+    max_unwanted_bytes: int = 32 * 2**20

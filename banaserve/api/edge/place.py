@@ -7,7 +7,7 @@ from collections.abc import Hashable
 
 from banaserve.api.edge.edge import Edge, EdgeConnection
 from banaserve.api.edge.refusals import note
-from banaserve.net.stalled_writes import StalledWrites
+from banaserve.net.stalled_writes import StalledWrites, num_unread_bytes
 
 
 class EdgePlace:
@@ -42,7 +42,7 @@ class EdgePlace:
     def drop_if_unread(self, transport: Transport, now_s: float) -> bool:
         """Abort where the client has read nothing for too long; returns whether it was so."""
         limit_s = self._edge.limits.unread_s
-        if self._stalled.stalled_s(transport.get_write_buffer_size(), now_s) <= limit_s:
+        if self._stalled.stalled_s(num_unread_bytes(transport), now_s) <= limit_s:
             return False
         note("unread", 0, f"a client has read nothing for {limit_s:g} s")
         transport.abort()

@@ -12,7 +12,7 @@ import httptools
 
 from banaserve.balancer.http import replies
 from banaserve.balancer.http.request import MAX_HEAD_BYTES, ClientRequest, RequestRefusedError
-from banaserve.net.stalled_writes import StalledWrites
+from banaserve.net.stalled_writes import StalledWrites, num_unread_bytes
 
 MAX_PIPELINED = 16
 HEAD_TIMEOUT_S = 10.0
@@ -275,7 +275,7 @@ class ClientConnection(asyncio.Protocol):
 
     def sweep(self, now_s: float) -> None:
         """Close the connection where its client has taken too long, to send or to read."""
-        unread = self._transport.get_write_buffer_size()
+        unread = num_unread_bytes(self._transport)
         if self._stalled.stalled_s(unread, now_s) >= UNREAD_S:
             self._handler.dropped("unread", f"a client has read nothing for {UNREAD_S:g} s")
             self._transport.abort()

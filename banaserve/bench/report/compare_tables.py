@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from banaserve.bench.report.tables import Table
 from banaserve.bench.serving.summary import Summary
 
-Table = list[list[str]]
 Cells = Mapping[str, Sequence[Summary]]
 
 

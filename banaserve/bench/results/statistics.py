@@ -62,15 +62,6 @@ def mean_interval(samples: Sequence[float]) -> Interval:
     return Interval(mean - half, mean, mean + half)
 
 
-def interval_text(samples: Sequence[float], factor: float = 1.0) -> str:
-    """Returns a mean and the half of its 95% interval; of one sample only that."""
-    values = [value * factor for value in samples]
-    if len(values) < 2:
-        return f"{values[0]:.4g}"
-    low, mean, high = mean_interval(values)
-    return f"{mean:.4g} ± {(high - low) / 2:.2g}"
-
-
 def paired_ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
     """Returns ours / theirs pair by pair, so that what both runs of a pair suffered cancels out.
 

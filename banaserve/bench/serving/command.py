@@ -34,8 +34,8 @@ from banaserve.bench.loadgen.loops import run_fast
 from banaserve.bench.loadgen.modelled_time import modelled_time
 from banaserve.bench.loadgen.target import ServerUnderTest, find_target, load_tokenizer, try_out
 from banaserve.bench.results import result
+from banaserve.bench.results.digits import interval_text
 from banaserve.bench.results.result import ModelledTime
-from banaserve.bench.results.statistics import interval_text
 from banaserve.bench.serving.cell import CellId, Progress
 from banaserve.bench.serving.run import (
     RunFolder,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import msgspec
 import typer
 
-from banaserve.cli.admin.nodes import with_nodes
+from banaserve.cli.admin.node_tables import node_rows, with_nodes
 from banaserve.cli.admin.options import JsonOption, ServerOptions, with_server_options
 from banaserve.cli.console import print_rows
 from banaserve.engine.vllm.migration.api import (
@@ -35,6 +35,8 @@ def placement(
         typer.echo(json.dumps(msgspec.to_builtins(found), indent=2))
         return
     print_rows(rows(found), {"down": "red"})
+    if found.nodes:
+        print_rows(node_rows(found.nodes), {"away": "red", "leaving": "yellow"})
     for guest in found.guests:
         typer.echo(
             f"guest {guest.guest_id} (process {guest.pid}) takes {format_size(guest.num_bytes)} "

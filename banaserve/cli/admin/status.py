@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from banaserve.cli.admin.nodes import with_nodes
+from banaserve.cli.admin.node_tables import node_rows, with_nodes
 from banaserve.cli.admin.options import JsonOption, ServerOptions, with_server_options
 from banaserve.cli.console import make_table, print_rows
 from banaserve.controller.schemas import ControllerStatus, InstanceStatus, MoveLine, ServerStatus
@@ -48,6 +48,8 @@ STYLES = {
     "timed out": "yellow",
     "running": "cyan",
     "starting": "cyan",
+    "joining": "cyan",
+    "leaving": "yellow",
     **dict.fromkeys(_HEADING, "bold"),
 }
 
@@ -87,6 +89,8 @@ def _print(found: ServerStatus, as_json: bool) -> None:
     typer.echo(controller_line(found.controller))
     typer.echo(routing_line(found))
     print_rows(instance_rows(found), STYLES)
+    if found.nodes:
+        print_rows(node_rows(found.nodes), STYLES)
     if found.moves:
         print_rows(move_rows(found.moves), STYLES)
 
@@ -101,6 +105,7 @@ def _screen(found: ServerStatus) -> Group:
         Text(),
         make_table(instance_rows(found), STYLES),
         Text(),
+        make_table(node_rows(found.nodes) if found.nodes else [], STYLES),
         make_table(move_rows(found.moves), STYLES),
     )
 

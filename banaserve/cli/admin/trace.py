@@ -1,4 +1,7 @@
-"""``banaserve trace``: the path of one request through front door and engines, event by event."""
+"""``banaserve trace``: the path of one request through front door and engines.
+
+First the parts of its time, then every event.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import msgspec
 import typer
 
 from banaserve.cli.admin.options import JsonOption, ServerOptions, with_server_options
+from banaserve.cli.admin.trace_spans import HEADING, span_rows
 from banaserve.cli.console import print_rows
 from banaserve.engine.vllm.tracing.events import (
     CopiesEnded,
@@ -22,7 +26,9 @@ from banaserve.engine.vllm.tracing.events import (
     LegFailed,
     LegOutput,
     LookedUp,
+    MoveCommitted,
     NoInstance,
+    Prepared,
     PromotionEnded,
     RequestEnded,
     RequestEvent,
@@ -41,7 +47,7 @@ STYLES = {
     "error": "red",
     "closed": "yellow",
     "under way": "cyan",
-    **dict.fromkeys((*_LIST_HEADING, *_HEADING), "bold"),
+    **dict.fromkeys((*_LIST_HEADING, *_HEADING, *HEADING), "bold"),
 }
 
 
@@ -52,8 +58,8 @@ def trace(
     request_id: Annotated[
         str | None,
         typer.Argument(
-            help="The answer's id or the X-Request-Id that was sent, or its beginning; "
-            "without it the last requests are listed."
+            help="The answer's id or the X-Request-Id that was sent, or its beginning, or the id "
+            "of its OpenTelemetry trace; without it the last requests are listed."
         ),
     ] = None,
     as_json: JsonOption = False,
@@ -69,6 +75,9 @@ def trace(
         typer.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
         return
     typer.echo(heading(found.summary))
+    if rows := span_rows(found.spans):
+        print_rows(rows, STYLES)
+        typer.echo()
     print_rows(trace_rows(found), STYLES)
     for line in found.missing:
         typer.echo(f"not known: {line}")
@@ -108,6 +117,8 @@ def heading(one: RequestSummary) -> str:
     line += f"{_count(one.output_tokens, 'output token')}, "
     if one.ttft_s is not None:
         line += f"first after {_ms(one.ttft_s)} ms, "
+    if one.trace_id:
+        line += f"trace {one.trace_id}, "
     return line + (f"{one.end} after {_ms(one.took_s)} ms" if one.end else "under way")
 
 
@@ -124,6 +135,8 @@ def trace_rows(found: RequestTrace) -> list[tuple[str, ...]]:
 def parts_of(event: RequestEvent) -> Iterator[str]:
     """What happened, in words."""
     match event:
+        case Prepared():
+            yield "body read, rendered and tokenised"
         case LookedUp():
             yield f"store asked for the router: {_count(event.cached_tokens, 'token')} cached"
             yield f"took {_ms(event.took_s)} ms"
@@ -152,6 +165,9 @@ def parts_of(event: RequestEvent) -> Iterator[str]:
             yield f"request ended: {event.how}, {_count(event.output_tokens, 'output token')}"
             if event.error:
                 yield event.error
+        case MoveCommitted():
+            yield f"{event.modules} of {event.instance} moved to {event.to or 'home'}"
+            yield f"its steps stood still for {_ms(event.stall_s)} ms"
         case _:
             yield from _engine_parts(event)
 
@@ -190,11 +206,16 @@ def _engine_parts(event: RequestEvent) -> Iterator[str]:
             yield f"waited {_ms(event.wait_s)} ms for a tier: {event.outcome}, {arrived}"
             yield f"{_ms(event.predicted_s)} ms predicted"
         case GateDecided():
-            verdict = "fetch" if event.fetches else "compute"
             work = f"{_count(event.blocks, 'block')}, {_count(event.tokens, 'token')}"
-            yield f"cost gate: {verdict} {work} ({event.decision})"
+            if 0 < event.fetched_blocks < event.blocks:
+                yield f"cost gate: fetch {event.fetched_blocks} of {work} ({event.decision})"
+            else:
+                verdict = "fetch" if event.fetched_blocks else "compute"
+                yield f"cost gate: {verdict} {work} ({event.decision})"
             if event.fetch_s is not None and event.compute_s is not None:
                 yield f"predicted {_ms(event.fetch_s)} ms against {_ms(event.compute_s)} ms"
+            if event.step_s is not None:
+                yield f"step of {_ms(event.step_s)} ms"
         case StepsPlanned():
             yield from _steps(event)
         case CopiesEnded():

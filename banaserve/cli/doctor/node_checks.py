@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from banaserve.cli.doctor.checks import CheckStatus, Finding
 from banaserve.kvstore.sizes import format_size
-from banaserve.nodes.survey import LinkReport, NodeReport
+from banaserve.nodes.measuring.survey import LinkReport, NodeReport
 
 MAX_CLOCK_S = 1.0
 SLOW_ROUND_TRIP_S = 5e-3

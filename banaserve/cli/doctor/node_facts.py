@@ -16,12 +16,12 @@ from banaserve.cli.doctor.checks import Finding
 from banaserve.errors import UserError
 from banaserve.models import hub
 from banaserve.nodes.assignment import InstanceNeed
+from banaserve.nodes.by_ray.places import RayPlaces
 from banaserve.nodes.credentials import ClusterCredentials
+from banaserve.nodes.measuring.survey import LinkReport, NodeReport, survey_nodes
 from banaserve.nodes.messages import Inspect
 from banaserve.nodes.model_check import model_digest
 from banaserve.nodes.places import GivenPlaces, Places
-from banaserve.nodes.ray_places import RayPlaces
-from banaserve.nodes.survey import LinkReport, NodeReport, survey_nodes
 from banaserve.nodes.versions import own_version
 
 

@@ -33,7 +33,7 @@ from banaserve.orchestrator.control import Mode
 from banaserve.orchestrator.routing import registry
 from banaserve.platform.linux import available_memory_bytes
 from banaserve.plugins import PluginGroup
-from banaserve.run_dir import RunDir, open_run_dir
+from banaserve.run_dir import RunDir, admin_note, open_run_dir
 from banaserve.transport import registry as transports
 from banaserve.transport.interface import MIN_SECRET_BYTES, TransportOptions
 
@@ -90,7 +90,7 @@ def _check(config: ServeConfig) -> None:
     if config.migration and config.migration_transport != transports.SHARED_MEMORY:
         _check_transport(config.migration_transport)
     if config.orchestrator.is_elastic:
-        forecast_profile(config, on_cpu=True)  # on another device it is asked again, behind vLLM
+        forecast_profile(config)
 
 
 def _check_transport(name: str) -> None:
@@ -132,6 +132,7 @@ def _serve(
         facts = {
             "dtype": launch.dtype_words(config, parts),
             "model": launch.model_words(config, parts),
+            "moves": launch.migration_words(config, parts),
             "time": emulation.words(config),
         }
         launch.run(parts, say, lambda: _banner(config, model, run, terminal, scheme, facts))
@@ -161,6 +162,7 @@ def _banner(
         "",
         f"  banaserve serves {model.served_name} ({shape})",
         f"  API    {url}/v1",
+        *([f"  page   {url}/ui ({_page_key(config, run)})"] if config.ui else []),
         f"  logs   {Path(run.logs)}",
         f"  routing  {registry.POLICIES.label(config.routing_policy)}",
         *(f"  {name:<5}  {words}" for name, words in facts.items() if words),
@@ -171,6 +173,11 @@ def _banner(
         "",
     ]
     print("\n".join(lines), file=terminal, flush=True)
+
+
+def _page_key(config: ServeConfig, run: RunDir) -> str:
+    """Where the key of the page is found; the key itself is not for a terminal's history."""
+    return "its key: --admin-key" if config.admin_key else f"its key: {admin_note(run.logs)}"
 
 
 class Leaving:

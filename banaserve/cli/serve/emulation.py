@@ -10,6 +10,7 @@ from banaserve import models
 from banaserve.config import MINIATURE, ServeConfig
 from banaserve.costs import miniatures
 from banaserve.costs import profile as profiles
+from banaserve.costs.devices import device_of
 from banaserve.costs.profile import Profile
 from banaserve.errors import UserError
 from banaserve.sim.batch import EngineLimits
@@ -19,16 +20,34 @@ BLOCK_TOKENS = 32
 
 
 def profile_of(config: ServeConfig) -> Profile | None:
-    """The modelled GPU and model; None where time is real.
+    """The modelled GPU and model, of the first instance; None where time is real.
 
     Raises:
-        UserError: There is no such profile, or a key of it is missing or absurd.
+        UserError: There is no such profile, or a key of it is missing or absurd, or profiles are
+            of several models.
     """
-    if config.pace:
-        return profiles.load(config.pace)
+    if config.paces:
+        usual = profiles.load(config.paces[0])
+        for other in config.paces[1:]:
+            device_of(other, usual)
+        return usual
     if config.model == MINIATURE:
         raise UserError(f"--model {MINIATURE} needs --pace PROFILE: what it is a miniature of")
     return None
+
+
+def _devices(config: ServeConfig) -> dict[str, str]:
+    """Profiles of the instances that have another one than the first, by their ids."""
+    ids = [str(name) for name, _ in config.instances()]
+    usual, *_ = config.paces
+    return {
+        name: _absolute(own) for name, own in zip(ids, config.paces, strict=False) if own != usual
+    }
+
+
+def _absolute(name: str) -> str:
+    """Engines may have another working directory."""
+    return str(Path(name).resolve()) if name.endswith(".toml") else name
 
 
 def resolve(config: ServeConfig, say: Callable[[str], None]) -> models.ResolvedModel:
@@ -46,8 +65,8 @@ def resolve(config: ServeConfig, say: Callable[[str], None]) -> models.ResolvedM
 def vllm_options(config: ServeConfig, logs: Path) -> list[str]:
     """vLLM's options for paced engines; those of the user come after them.
 
-    A miniature has as many KV tokens as the modelled GPU holds of the modelled model, and the
-    limits of a simulated engine.
+    A miniature has as many KV tokens as the modelled GPU holds of the modelled model, the smallest
+    one where they are not alike, and the limits of a simulated engine.
 
     Raises:
         UserError: The user gives a miniature another number type.
@@ -59,10 +78,13 @@ def vllm_options(config: ServeConfig, logs: Path) -> list[str]:
         return []
     if config.model == MINIATURE:
         _check_dtype(config.vllm_argv)
-    name = str(Path(config.pace).resolve()) if config.pace.endswith(".toml") else config.pace
-    options = pacing_options(PacingSettings(name, str(logs), config.dilate))
+    usual, *others = config.paces
+    settings = PacingSettings(_absolute(usual), str(logs), config.dilate, _devices(config))
+    options = pacing_options(settings)
     if config.model == MINIATURE:
-        num_blocks = profile.memory.kv_tokens // BLOCK_TOKENS
+        # Engines start with equal options: all have the room of the smallest.
+        all_of_them = [profile, *(device_of(one, profile) for one in others)]
+        num_blocks = min(one.memory.kv_tokens for one in all_of_them) // BLOCK_TOKENS
         kv_bytes = num_blocks * BLOCK_TOKENS * miniatures.of(profile).token_bytes
         options += ["--dtype", "float32", "--block-size", str(BLOCK_TOKENS)]
         options += ["--kv-cache-memory-bytes", str(kv_bytes)]
@@ -88,6 +110,8 @@ def words(config: ServeConfig) -> str:
     if profile is None:
         return ""
     told = f"MODELLED, not measured: {profile.name} ({profile.source})"
+    for name, own in _devices(config).items():
+        told += f", {name} {device_of(own, profile).name}"
     return f"{told}; 1 s of it takes {config.dilate:g} s" if config.dilate != 1 else told
 
 

@@ -21,8 +21,7 @@ from banaserve.cli.serve import emulation
 from banaserve.cli.serve.compiling import CompileChoice, choose_compiling, find_compiler
 from banaserve.cli.sockets import check_tls
 from banaserve.config import MINIATURE, ServeConfig
-from banaserve.elastic.forecast_profile import forecast_profile
-from banaserve.errors import UserError
+from banaserve.errors import MigrationError, UserError
 from banaserve.kvstore.sizes import format_size, parse_size
 from banaserve.models import ResolvedModel, cache
 from banaserve.nodes.options import NodeOptions
@@ -35,7 +34,8 @@ if TYPE_CHECKING:
     from banaserve.engine.vllm.compat.config import VllmConfig
     from banaserve.engine.vllm.launch.devices import Devices
     from banaserve.engine.vllm.launch.engine_settings import EngineSettings
-    from banaserve.nodes.launcher import NodesLauncher, NodeWork
+    from banaserve.nodes.launcher import NodesLauncher
+    from banaserve.nodes.pool import NodeWork
 
 logger = logging.getLogger(__name__)
 _ENGINE_BYTES = 700 * 2**20
@@ -84,12 +84,13 @@ def prepared(
     on_cpu = is_on_cpu()
     nodes = NodeOptions.of(config)
     Budgets.of(config, engine_config)  # what cannot be stops here
-    if config.orchestrator.is_elastic:
-        forecast_profile(config, on_cpu)
     if config.kv_store:
-        from banaserve.engine.vllm.kv_connector.block_hash import check_parallel
+        from banaserve.engine.vllm.kv_connector.block_hash import check_model, check_parallel
 
         check_parallel(engine_config.parallel_config)
+        check_model(engine_config.model_config)
+    if config.must_migrate and (blocker := _migration_blocker(engine_config)):
+        raise UserError(f"--migration on: {blocker}; without it nothing moves and the rest works")
     emulation.begin(config, engine_config.parallel_config.world_size, on_cpu, run.logs)
     instance_bytes = 0
     if on_cpu:
@@ -114,7 +115,17 @@ def prepared(
     try:
         make = SettingsMaker(config, model, engine_config, store_socket, run.logs)
         yield Parts(
-            config, engine_config, args, launcher, front, run, store_socket, make, instance_bytes
+            config,
+            engine_config,
+            args,
+            launcher,
+            front,
+            run,
+            store_socket,
+            make,
+            instance_bytes,
+            emulation.words(config),
+            str(engine_config.model_config.served_model_name),
         )
     finally:
         launcher.close()
@@ -126,7 +137,7 @@ def _node_work(
     """What this server wants of the nodes that its engines are to run on."""
     from banaserve.kvstore.daemon.options import StoreOptions
     from banaserve.nodes.assignment import InstanceNeed
-    from banaserve.nodes.launcher import NodeWork
+    from banaserve.nodes.pool import NodeWork
 
     store = StoreOptions.of(config) if config.kv_store else None
     node_bytes = parse_size(store.size) if store is not None else 0
@@ -141,9 +152,9 @@ def _node_work(
 
 
 def _nodes_launcher(options: NodeOptions, work: NodeWork, run: RunDir) -> NodesLauncher:
+    from banaserve.nodes.by_ray.places import RayPlaces
     from banaserve.nodes.launcher import NodesLauncher
     from banaserve.nodes.places import GivenPlaces, Places
-    from banaserve.nodes.ray_places import RayPlaces
 
     server, key = f"{os.uname().nodename}:{run.logs}", options.key
     places: Places = GivenPlaces(options.addresses)
@@ -248,13 +259,35 @@ def dtype_words(config: ServeConfig, parts: Parts) -> str:
 def model_words(config: ServeConfig, parts: Parts) -> str:
     """What the banner says of how the engines run the model; empty on GPUs."""
     from banaserve.engine.vllm.compat.config import is_on_cpu
+    from banaserve.engine.vllm.settings.engine_args import goes_without_rotary_kernel
 
     if not is_on_cpu():
         return ""
     if _gives(config.vllm_argv, *_EAGER):
         is_eager = parts.engine_config.model_config.enforce_eager
-        return str(CompileChoice(not is_eager, "given by --[no-]enforce-eager"))
-    return str(_compiling(config))
+        words = str(CompileChoice(not is_eager, "given by --[no-]enforce-eager"))
+    else:
+        words = str(_compiling(config))
+    if goes_without_rotary_kernel(parts.engine_config):
+        words += "; MLA without vLLM's rotary kernel, which is wrong on CPUs"
+    return words
+
+
+def migration_words(config: ServeConfig, parts: Parts) -> str:
+    """What the banner says of moves; empty where they can be made or are not wanted."""
+    blocker = _migration_blocker(parts.engine_config) if config.migration else ""
+    return f"nothing can move: {blocker}" if blocker else ""
+
+
+def _migration_blocker(engine_config: VllmConfig) -> str:
+    """Why engines cannot migrate, as far as their configuration shows; empty where they can."""
+    from banaserve.engine.vllm.migration.checks import check_config
+
+    try:
+        check_config(engine_config)
+    except MigrationError as blocker:
+        return str(blocker)
+    return ""
 
 
 def run(parts: Parts, say: Callable[[str], None], on_open: Callable[[], None]) -> None:
@@ -292,7 +325,9 @@ def _vllm_argv(
         argv += engine_args.preble_options()
     argv += emulation.vllm_options(config, logs)
     if config.kv_store:
-        argv += engine_args.store_options(store_socket, config.kv_store_salt)
+        argv += engine_args.store_options(
+            store_socket, config.kv_store_salt, cost_gate=config.kv_store_fetch == "cheaper"
+        )
     argv += config.vllm_argv
     if config.migration:
         from banaserve.engine.vllm.settings import migration_settings as migration_config

@@ -43,6 +43,7 @@ from banaserve.engine.vllm.compat.server import (
 )
 from banaserve.engine.vllm.continuation import take_client_args
 from banaserve.engine.vllm.monitoring import metrics
+from banaserve.engine.vllm.monitoring.request_times import observe
 from banaserve.engine.vllm.requests.disagg_request import (
     DEAD,
     MAX_DEATHS,
@@ -56,7 +57,8 @@ from banaserve.engine.vllm.requests.lora import Adapters
 from banaserve.engine.vllm.requests.router import Router
 from banaserve.engine.vllm.requests.sequences import run_sequences, sequences_of
 from banaserve.engine.vllm.requests.session_tokens import SessionTokens
-from banaserve.engine.vllm.tracing.events import LookedUp
+from banaserve.engine.vllm.tracing.events import LookedUp, Prepared
+from banaserve.engine.vllm.tracing.http_call import RequestTracer, http_call
 from banaserve.engine.vllm.tracing.request_log import RequestLog, RequestNotes
 from banaserve.types import NO_LIMITS, RequestLimits
 
@@ -97,6 +99,7 @@ class DisaggregatedClient(EngineClient):
 
     Attributes:
         requests: Notes of the last requests, for ``banaserve trace``.
+        tracer: Makes OpenTelemetry spans of requests; None where that is not asked for.
     """
 
     def __init__(
@@ -118,7 +121,8 @@ class DisaggregatedClient(EngineClient):
         self._supported_tasks: tuple[Any, ...] = ()
         self._sequences: dict[int, Sequence[RequestContext]] = {}
         self._clock = WallClock()
-        self.requests = RequestLog(self._clock)
+        self.requests = RequestLog(self._clock, on_end=observe)
+        self.tracer: RequestTracer | None = None
 
     async def adopt_engine_facts(self) -> None:
         """Take over what the engines decided at start: context length, cache size, tasks."""
@@ -145,7 +149,12 @@ class DisaggregatedClient(EngineClient):
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run the prefill leg, then the decode leg; see ``disagg_request``."""
-        arrived_s, arrived_at_s = self._clock.now(), time.time()
+        call = http_call.get()
+        if call is None:
+            arrived_s, arrived_at_s = self._clock.now(), time.time()
+        else:
+            arrived_s, arrived_at_s = call.received_s, call.arrived_at_s
+        options.pop("trace_headers", None)  # of no use to engines: their spans are made here
         options = self._adapters.resolve_lora(options)
         take_client_args(sampling_params)
         terms = tenant_terms.get()
@@ -161,7 +170,11 @@ class DisaggregatedClient(EngineClient):
         num_tokens = len(request.prompt_token_ids or ())
         if terms is not None:
             terms.use_tokens(num_tokens)
-        with self.requests.following(request_id, num_tokens, arrived_s, arrived_at_s) as notes:
+        arrived = (arrived_s, arrived_at_s, call)
+        with self.requests.following(request_id, num_tokens, *arrived) as notes:
+            if call is not None and self.tracer is not None:
+                notes.span = self.tracer.begin(call, notes, sampling_params)
+            notes.note(Prepared())
             context = await self._prepare(request, prompt_text, notes)
             sequences = sequences_of(context)
             notes.tokens_so_far = lambda: sum(one.num_output_tokens for one in sequences)
@@ -280,6 +293,7 @@ class DisaggregatedClient(EngineClient):
         """Compute a request of a pooling model; see ``pool``."""
         if isinstance(prompt, dict) and (salt := _own(prompt.get("cache_salt"))) is not None:
             prompt["cache_salt"] = salt
+        options.pop("trace_headers", None)
         request = (prompt, pooling_params, request_id)
         options = self._adapters.resolve_lora(options)
         stream = pool(self._cluster, self._deadline(), *request, **options)
@@ -440,7 +454,7 @@ class DisaggregatedClient(EngineClient):
             raise compat.EngineDeadError
 
     async def is_tracing_enabled(self) -> bool:
-        return self.vllm_config.observability_config.otlp_traces_endpoint is not None
+        return self.tracer is not None
 
     async def get_supported_tasks(self) -> tuple[Any, ...]:
         return self._supported_tasks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from banaserve.clock import Clock
 from banaserve.engine.vllm.generations import Member
@@ -12,7 +12,7 @@ from banaserve.engine.vllm.launch.engine_settings import EngineSettings
 from banaserve.engine.vllm.liveness.supervisor import Supervisor
 from banaserve.engine.vllm.liveness.timeouts import ClusterTimeouts
 from banaserve.errors import InstanceDeadError
-from banaserve.types import InstanceId, Role
+from banaserve.types import Distance, InstanceId, InstanceView, Role
 
 _POLL_S = 0.02
 _BOTH = Role.COLOCATED.legs
@@ -98,6 +98,23 @@ class Cluster:
 
     def serving(self) -> list[Instance]:
         return [i for i in self.instances.values() if i.state is State.READY]
+
+    def views(self) -> dict[InstanceId, InstanceView]:
+        """All instances as policies see them, with the ways between those on different machines."""
+        by_node: dict[str, list[Instance]] = {}
+        for one in self.instances.values():
+            by_node.setdefault(one.node, []).append(one)
+        far = {node: self._ways_from(node, by_node) for node in by_node}
+        return {one.id: one.view(far[node]) for node, its in by_node.items() for one in its}
+
+    @staticmethod
+    def _ways_from(
+        node: str, by_node: Mapping[str, Sequence[Instance]]
+    ) -> Mapping[InstanceId, Distance | None]:
+        """Of each instance on ``node``, to all that are on others."""
+        [first, *_] = by_node[node]
+        others = (one for other, its in by_node.items() if other != node for one in its)
+        return {one.id: first.distance_to(one) for one in others}
 
     async def taking(self) -> list[Instance]:
         """Those that are sent new requests; those that serve, where there are none.

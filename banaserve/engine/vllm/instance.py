@@ -15,7 +15,7 @@ import logging
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -32,11 +32,19 @@ from banaserve.engine.vllm.monitoring import metrics
 from banaserve.engine.vllm.monitoring.gpu_monitor import GpuMeter
 from banaserve.engine.vllm.monitoring.reports import EngineSeries, ReportBoard
 from banaserve.engine.vllm.roles.role_switch import Budgets
+from banaserve.engine.vllm.settings.kv_bytes import kv_token_bytes
 from banaserve.errors import InstanceDeadError
 from banaserve.orchestrator.cluster_view import with_guests
 from banaserve.platform import processes
 from banaserve.run_dir import tail_of
-from banaserve.types import Distance, InstanceId, InstanceView, ModulePlacement, Role
+from banaserve.types import (
+    NO_WAYS,
+    Distance,
+    InstanceId,
+    InstanceView,
+    ModulePlacement,
+    Role,
+)
 
 _ERROR = re.compile(r"\b((?:[\w.]*(?:Error|Exception)): .{1,300})")
 _LAST_LINES = 200
@@ -181,6 +189,8 @@ class Instance:
         self._prefill_tokens_per_s = _DEFAULT_PREFILL_TOKENS_PER_S
         self.step_tokens = 0
         self._kv_tokens = 0
+        self._kv_token_bytes = 0
+        self._num_coming = 0
         self._guests = (0, 0.0)
         self._placements: tuple[ModulePlacement, ...] = ()
         self._epoch = 0
@@ -223,6 +233,7 @@ class Instance:
         compat.start_output_handler(self.llm)
         cache = self.llm.vllm_config.cache_config
         self._kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
+        self._kv_token_bytes = kv_token_bytes(self.llm.vllm_config)
         self._board.block_tokens = cache.block_size
         await self.take_budget(self.role, self.step_tokens)
         self._check_is_wanted()
@@ -395,7 +406,12 @@ class Instance:
         """Streams on it that can go on elsewhere."""
         return len(self._movable)
 
-    def view(self) -> InstanceView:
+    def view(self, far: Mapping[InstanceId, Distance | None] = NO_WAYS) -> InstanceView:
+        """Returns the instance as policies see it.
+
+        Args:
+            far: Ways to instances on other machines.
+        """
         return InstanceView(
             id=self.id,
             role=self.role,
@@ -412,11 +428,23 @@ class Instance:
             inflight_prefill_requests=self.inflight.prefill_requests,
             inflight_prefill_pairs=self.inflight.prefill_pairs,
             kv_tokens=self._kv_tokens,
+            far=far,
+            kv_token_bytes=self._kv_token_bytes,
+            coming_requests=self._num_coming,
         )
 
     def _new_board(self) -> ReportBoard:
         full_step = self.settings.budgets.of_role(self.role).num_tokens
         return ReportBoard(self.id, self._clock, full_step, self._gpu)
+
+    @contextlib.contextmanager
+    def expecting(self) -> Iterator[None]:
+        """Counts a request that will decode here while its prompt is computed elsewhere."""
+        self._num_coming += 1
+        try:
+            yield
+        finally:
+            self._num_coming -= 1
 
     def set_guests(self, num_bytes: int, busy_fraction: float) -> None:
         """Memory and time that guests beside this instance take."""
@@ -488,6 +516,10 @@ class Instance:
     def distance_to(self, other: Instance) -> Distance | None:
         """Way to the machine of another instance; None where it has not been measured."""
         return self._launcher.distance(self.id, other.id)
+
+    def store_beside(self, other: Instance) -> str:
+        """``HOST:PORT`` of another instance's store; empty where it is this one's too."""
+        return self._launcher.store_beside(self.id, other.id)
 
     @property
     def weights(self) -> str:

@@ -1,12 +1,19 @@
-"""Methods that banaserve adds to vLLM's worker, called between engine steps."""
+"""Methods that banaserve adds to vLLM's worker, called between engine steps.
+
+vLLM imports this in the process of every worker: there it changes what runners do, too.
+"""
 
 from __future__ import annotations
 
+from banaserve.engine.vllm.compat import runner_hooks
 from banaserve.engine.vllm.compat.kv_connector import get_kv_transfer_group, has_kv_transfer_group
 from banaserve.engine.vllm.migration.host.worker_rpc import MigrationMethods
 from banaserve.engine.vllm.rpc.engine_api import WorkerApi
 from banaserve.engine.vllm.rpc.typed_rpc import implements
+from banaserve.engine.vllm.runner_setup import prepare_runners
 from banaserve.kvstore.fingerprint import Fingerprint
+
+runner_hooks.before_runners(prepare_runners)
 
 
 class WorkerExtension(MigrationMethods):

@@ -25,6 +25,9 @@ _COUNTERS = {
     "protocol_errors": "Connections closed because of what they sent.",
     "lent_blocks": "Blocks that stores of other machines have fetched.",
     "lent_bytes": "Bytes of these blocks.",
+    "pushed_blocks": "Blocks offered to those stores while they were being written, and committed.",
+    "pushed_by_layer_blocks": "Of these, blocks whose first layers went before their last.",
+    "received_blocks": "Blocks that those stores have sent so.",
 }
 _GAUGES = {
     "capacity_bytes": "Size of the pool.",

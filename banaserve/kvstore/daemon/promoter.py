@@ -71,11 +71,29 @@ class Promoter:
         self._tiers = tiers
         self._clock = clock
         self._loads: dict[int, tuple[AttachedTier, TierLoad]] = {}
+        self._expected: dict[int, Callable[[float], float]] = {}
 
     def carve(self, carved: CarvedPool) -> None:
         """Work on another pool geometry. Nothing may be under way."""
         assert not self._loads
         self._carved = carved
+
+    @property
+    def expects_any(self) -> bool:
+        """Whether blocks come that no tier was asked for."""
+        return bool(self._expected)
+
+    def expect(self, entry: IndexEntry, left_s: Callable[[float], float] | None) -> None:
+        """Something else than a tier fills the slot of ``entry``.
+
+        Args:
+            left_s: Predicts, at a time of the clock, how much longer that takes; None where it
+                has ended.
+        """
+        if left_s is None:
+            self._expected.pop(entry.serial, None)
+        else:
+            self._expected[entry.serial] = left_s
 
     def source_of(self, entry: IndexEntry) -> AttachedTier | None:
         """The tier that fills the slot of ``entry``."""
@@ -175,8 +193,11 @@ class Promoter:
     def _wait_for(self, result: Climb, coming: Sequence[IndexEntry]) -> None:
         now_s = self._clock()
         for entry in coming:
-            _, load = self._loads[entry.serial]
-            wait_s = load.began_s + load.predicted_s - now_s
+            if (left_s := self._expected.get(entry.serial)) is not None:
+                wait_s = left_s(now_s)
+            else:
+                _, load = self._loads[entry.serial]
+                wait_s = load.began_s + load.predicted_s - now_s
             result.wait_s = max(result.wait_s, wait_s, _SHORTEST_WAIT_S)
 
     def _lease(self, result: Climb, wish: Wish, entries: Sequence[IndexEntry]) -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 import selectors
 import socket
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +15,18 @@ from banaserve.errors import ProtocolError
 from banaserve.fail_points import FailPoint, reach
 from banaserve.kvstore import wire
 from banaserve.kvstore.daemon.attached_tier import AttachedTier, attach
+from banaserve.kvstore.daemon.calls import DaemonCalls
 from banaserve.kvstore.daemon.lending import Lending
 from banaserve.kvstore.daemon.listener import Connection, StoreListener, make_way
+from banaserve.kvstore.daemon.pushing import Pushing
 from banaserve.kvstore.daemon.quarantine import Quarantine
 from banaserve.kvstore.daemon.service import StoreService
 from banaserve.kvstore.daemon.tiering import NOTE_EVERY_S, Tiering
 from banaserve.kvstore.daemon.watcher import PoolWatcher
+from banaserve.kvstore.mailbox import Mailbox
 from banaserve.kvstore.peers.door import PeerDoor
 from banaserve.kvstore.peers.options import NO_PEERS, PeerOptions
+from banaserve.kvstore.peers.push import Push, PushLink
 from banaserve.kvstore.peers.tier import PeersTier
 from banaserve.kvstore.pool import Board, SlotPool
 from banaserve.kvstore.sizes import format_size
@@ -82,25 +87,44 @@ class StoreServer:
         self._pool = SlotPool(config.pool_bytes)
         self._board = Board(self._pool.num_bytes)
         self._selector = selectors.DefaultSelector()
-        self._tiering = Tiering(_attached_tiers(config), self._selector)
+        peers = PeersTier([], config.peers.secret) if config.peers.is_used else None
+        if peers is not None:
+            peers.set_addresses(_addresses(config.peers.peers))
+        self._tiering = Tiering(_attached_tiers(config, peers), self._selector)
         watcher = PoolWatcher(
             self._board,
             self._tiering,
             poisons=config.poison_free_slots,
             verifies=config.verify_memory,
         )
-        self._service = StoreService(self._pool, self._tiering, watcher, config.tenant_quota)
+        pushing = self._pushing = _pushing(config.peers, self._selector)
+
+        def set_peers(addresses: Sequence[str]) -> None:
+            assert peers is not None
+            assert pushing is not None
+            found = _addresses(addresses)
+            peers.set_addresses(found)
+            pushing.set_peers(found)
+
+        self._service = StoreService(
+            self._pool,
+            self._tiering,
+            watcher,
+            config.tenant_quota,
+            pushing,
+            set_peers if peers is not None else None,
+        )
         self._quarantine = Quarantine(self._selector, self._service.drop)
         # Only here: filling the memory and reading the tiers' indexes take long, and who connects
         # is to be answered at once.
-        self._lending = Lending(self._service, self._selector)
+        self._calls = DaemonCalls(self._selector)
         self._door: PeerDoor | None = None
         try:
             if config.peers.listen:
-                self._door = _open_door(config.peers, self._lending)
+                self._door = _open_door(config.peers, Lending(self._service, self._calls))
             self._listener = StoreListener(config.socket_path)
         except BaseException:
-            self._close_door()
+            self._close_peers()
             self._tiering.close(CLOSE_TIERS_S)
             raise
         self._connections: dict[int, Connection] = {}
@@ -130,6 +154,8 @@ class StoreServer:
             for key, events in self._selector.select(timeout_s):
                 key.data(events)
             self._tiering.pump()
+            if self._pushing is not None:
+                self._pushing.look()
 
     def stop(self) -> None:
         """Make ``run`` return soon. Safe from any thread and from signal handlers."""
@@ -143,7 +169,7 @@ class StoreServer:
         Blocks for ``drain_s`` and a few seconds more at most.
         """
         self._listener.close()
-        self._close_door()
+        self._close_peers()
         self._quarantine.close()
         for connection in self._connections.values():
             connection.close()
@@ -166,10 +192,12 @@ class StoreServer:
         """Where peers fetch blocks; 0 where they cannot."""
         return self._door.port if self._door is not None else 0
 
-    def _close_door(self) -> None:
+    def _close_peers(self) -> None:
         if self._door is not None:
             self._door.close()
-        self._lending.close()
+        if self._pushing is not None:
+            self._pushing.close()
+        self._calls.close()
 
     def _on_wake(self, _events: int) -> None:
         self._wake_reader.recv(4096)
@@ -285,12 +313,14 @@ def _open_spare() -> int:
         return -1
 
 
-def _attached_tiers(config: DaemonConfig) -> list[AttachedTier]:
+def _addresses(peers: Sequence[str]) -> list[tuple[str, int]]:
+    return [host_and_port("--kv-store-peer", peer) for peer in peers]
+
+
+def _attached_tiers(config: DaemonConfig, peers: PeersTier | None) -> list[AttachedTier]:
     """Fastest first: a local disk, the memory of other machines, what they all share."""
     found = [attach(spec) for spec in config.tiers]
-    if config.peers.peers:
-        addresses = [host_and_port("--kv-store-peer", peer) for peer in config.peers.peers]
-        peers = PeersTier(addresses, config.peers.secret)
+    if peers is not None:
         num_local = sum(spec.name == "ssd" for spec in config.tiers)
         found.insert(num_local, AttachedTier(peers.name, peers, takes_blocks=False))
     return found
@@ -298,4 +328,13 @@ def _attached_tiers(config: DaemonConfig) -> list[AttachedTier]:
 
 def _open_door(options: PeerOptions, lending: Lending) -> PeerDoor:
     host, port = host_and_port("--kv-store-listen", options.listen)
-    return PeerDoor(host, port, options.secret, lending)
+    return PeerDoor(host, port, options.secret, lending, lending)
+
+
+def _pushing(options: PeerOptions, selector: selectors.BaseSelector) -> Pushing | None:
+    if not options.is_used:
+        return None
+    over: Mailbox[Push] = Mailbox()
+    pushing = Pushing(lambda address: PushLink(address, options.secret, over), over, selector)
+    pushing.set_peers(_addresses(options.peers))
+    return pushing

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from banaserve.errors import ProtocolError
+from banaserve.errors import ProtocolError, UserError
 from banaserve.kvstore import wire
 from banaserve.kvstore.daemon.carved_pool import CarvedPool
 from banaserve.kvstore.daemon.promoter import Climb, Wish
+from banaserve.kvstore.daemon.pushing import Pushing
+from banaserve.kvstore.daemon.receiving import Receiving
 from banaserve.kvstore.daemon.tiering import Tiering
 from banaserve.kvstore.daemon.watcher import PoolWatcher
 from banaserve.kvstore.fingerprint import Fingerprint
@@ -60,17 +62,32 @@ class StoreService:
         tiering: The tiers below it.
         watcher: Carries what becomes of slots over to board, memory and tiers.
         tenant_quota: Largest share of the slots that one tenant may use; 1 sets no limit.
+        pushing: Sends blocks to other machines' stores; None where there are none.
+
+    Attributes:
+        receiving: Takes blocks that those stores send.
+        set_peers: Lets blocks be fetched from the stores at these addresses; raises UserError where
+            it cannot.
     """
 
     def __init__(
-        self, pool: SlotPool, tiering: Tiering, watcher: PoolWatcher, tenant_quota: float = 1.0
+        self,
+        pool: SlotPool,
+        tiering: Tiering,
+        watcher: PoolWatcher,
+        tenant_quota: float = 1.0,
+        pushing: Pushing | None = None,
+        set_peers: Callable[[Sequence[str]], None] | None = None,
     ) -> None:
+        self.receiving = Receiving(tiering.promoter)
+        self._pushing = pushing
         self.pool_bytes = pool.num_bytes
         self.num_protocol_errors = 0
         self._pool = pool
         self._tiering = tiering
         self._watcher = watcher
         self._tenant_quota = tenant_quota
+        self._set_peers = set_peers
         self._sessions: dict[int, Session] = {}
         self._quarantined_ids: set[int] = set()
         self._index = BlockIndex(0)
@@ -127,6 +144,8 @@ class StoreService:
             case wire.Clear():
                 num_dropped_from_tiers = self._tiering.clear()
                 return wire.Cleared(request.seq, self._index.clear(), num_dropped_from_tiers)
+            case wire.SetPeers():
+                return wire.PeersSet(request.seq, self._peers_problem(request.peers))
         if session.fingerprint is None:
             raise ProtocolError("a request for blocks without a fingerprint")
         match request:
@@ -138,6 +157,11 @@ class StoreService:
                 return wire.Looked(request.seq, bytes(states))
             case wire.ExchangeSlots():
                 return self._exchange(session, session.fingerprint, request)
+            case wire.PushBlocks() if request.generation == self._generation:
+                self._push(session, session.fingerprint, request)
+            case wire.LayersWritten() if request.generation == self._generation:
+                if self._pushing is not None:
+                    self._pushing.written(request.serials, request.part, request.num_layers)
             case wire.Commit():
                 return wire.Committed(request.seq, self._commit(request))
             case wire.Abandon() if request.generation == self._generation:
@@ -146,6 +170,16 @@ class StoreService:
             case wire.ReleaseLeases() if request.generation == self._generation:
                 self._index.release(request.lease_id)
         return None
+
+    def _peers_problem(self, peers: Sequence[str]) -> str:
+        """Set the peers; one line where that cannot be."""
+        if self._set_peers is None:
+            return "this store shares blocks with no other: it was started without a key of peers"
+        try:
+            self._set_peers(peers)
+        except UserError as error:
+            return str(error)
+        return ""
 
     # ---- stores of other machines, which know keys with their namespace
 
@@ -224,6 +258,9 @@ class StoreService:
             protocol_errors=self.num_protocol_errors,
             lent_blocks=self._num_lent,
             lent_bytes=self._lent_bytes,
+            pushed_blocks=self._pushing.num_blocks if self._pushing is not None else 0,
+            pushed_by_layer_blocks=self._pushing.num_by_layer if self._pushing is not None else 0,
+            received_blocks=self.receiving.num_blocks,
             tiers=self._tiering.reports(),
         )
 
@@ -270,7 +307,10 @@ class StoreService:
         """Cut the pool into slots of ``slot_bytes``; False where it is in use."""
         if slot_bytes == self._slot_bytes:
             return True
-        if self._num_loans or not self._tiering.settle(SETTLE_S):
+        is_copied = self._pushing is not None and self._pushing.is_busy
+        if self._num_loans or is_copied or self.receiving.is_busy:
+            return False
+        if not self._tiering.settle(SETTLE_S):
             return False
         num_slots = self.pool_bytes // slot_bytes
         self._slot_bytes = slot_bytes
@@ -286,6 +326,7 @@ class StoreService:
         carved = self._carved = CarvedPool(self._pool, self._index, slot_bytes)
         self._watcher.carve(carved)
         self._tiering.carve(carved)
+        self.receiving.carve(carved)
         log.info("%d slots of %s", num_slots, format_size(slot_bytes))
         return True
 
@@ -320,7 +361,8 @@ class StoreService:
 
     def _acquire(self, keys: list[bytes], session: Session, request: wire.ExchangeSlots) -> Climb:
         grant = self._index.acquire(keys, session.id)
-        if not keys or not self._tiering.has_tiers:
+        promoter = self._tiering.promoter
+        if not keys or not (self._tiering.has_tiers or promoter.expects_any):
             return Climb(grant)
         first_parent = None
         if grant is None:
@@ -328,7 +370,14 @@ class StoreService:
             parent = dict(request.reserve).get(request.acquire[0])
             first_parent = parent and session.namespace + parent
         wish = Wish(keys, first_parent, session.id, request.tenant, request.compute_block_s)
-        return self._tiering.promoter.climb(grant, wish)
+        return promoter.climb(grant, wish)
+
+    def _push(self, session: Session, fingerprint: Fingerprint, request: wire.PushBlocks) -> None:
+        if self._pushing is None or self._carved is None:
+            return
+        keys = [session.namespace + key for key in request.keys]
+        if not self._pushing.begin(request.to, keys, request.tenant, self._carved, fingerprint):
+            log.warning("%s pushes to %s, which is no peer", session.client_name, request.to)
 
     def _commit(self, request: wire.Commit) -> bool:
         if request.generation != self._generation:

@@ -9,12 +9,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from banaserve.errors import StoreUnavailableError, UserError
-from banaserve.kvstore.admin import fetch_stats
+from banaserve.kvstore.admin import fetch_stats, set_peers
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.platform.processes import StallWatch, in_daemon_thread, wait_ended, wait_readable
 from banaserve.run_dir import tail_of
@@ -95,7 +95,26 @@ class SupervisedStore:
             if not tier.stats.available
         ]
 
+    async def set_peers(self, peers: Sequence[str]) -> None:
+        """Let the store fetch blocks from these stores, and from no others; also after a restart.
+
+        Raises:
+            UserError: An address is none, or the store was started without a key of peers.
+        """
+        options = replace(self._options, peers=replace(self._options.peers, peers=tuple(peers)))
+        options.peers.check()
+        self._options = options
+        await self._tell_peers()
+
+    async def _tell_peers(self) -> None:
+        peers = self._options.peers.peers
+        try:
+            await in_daemon_thread(lambda: set_peers(self.socket_path, peers))
+        except StoreUnavailableError as error:
+            log.warning("its peers are told when it has been started again: %s", error)
+
     async def _launch(self) -> None:
+        launched = self._options
         readable, writable = os.pipe()
         try:
             try:
@@ -111,6 +130,8 @@ class SupervisedStore:
             self._process.kill()
             self._process.wait()
             raise UserError(f"the KV cache store did not start: {self._last_line()}")
+        if self._options is not launched:
+            await self._tell_peers()
 
     async def _until_written(self, readable: int, process: subprocess.Popen[bytes]) -> None:
         """Return when a daemon that starts says that it is ready, or ends; ends one that hangs."""

@@ -7,11 +7,10 @@ import queue
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
-
-import numpy as np
 
 from banaserve.errors import ProtocolError
 from banaserve.kvstore.mailbox import Mailbox
@@ -52,7 +51,7 @@ class PeerLoad:
     """A block on its way from a peer.
 
     Attributes:
-        memory: Written to only once the whole block has come.
+        memory: Received into; means something only once ``outcome`` is DONE.
         outcome: Once it has ended.
     """
 
@@ -94,13 +93,14 @@ class PeerLink:
     Attributes:
         queued_bytes: Of loads that have not ended; its owner counts.
         problem: Why it is not asked; its owner sets it to what it was told.
+        address: Host and port of its door.
     """
 
     def __init__(self, host: str, port: int, key: bytes, events: Mailbox[PeerEvent]) -> None:
         self.name = f"{host}:{port}"
         self.queued_bytes = 0
         self.problem = f"{self.name}: not reached yet"
-        self._address = (host, port)
+        self.address = (host, port)
         self._key = key
         self._events = events
         self._asks: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
@@ -213,26 +213,12 @@ class PeerLink:
     # ---- both
 
     def _connected(self) -> StreamChannel:
-        """A connection whose other side knows the key and speaks this version."""
-        deadline = time.monotonic() + CONNECT_S
-        try:
-            sock = socket.create_connection(self._address, CONNECT_S)
-        except TimeoutError:
-            raise TransferTimeoutError("it does not answer") from None
-        except OSError as error:
-            raise PeerGoneError(f"{error.strerror or error}") from None
-        channel = over_tcp(sock, self._key, deadline, listening=False)
+        channel, sock = connect_to_peer(self.address, self._key)
         with self._lock:
             self._channels[channel] = sock
-        try:
-            if self._is_over.is_set():
-                raise PeerGoneError("closed")
-            answer, _ = _exchange(channel, PeerHello(VERSION), ANSWER_S)
-            if not isinstance(answer, PeerWelcome) or answer.version != VERSION:
-                raise ProtocolError("it speaks another version: install the same banaserve")
-        except BaseException:
+        if self._is_over.is_set():
             self._drop(channel)
-            raise
+            raise PeerGoneError("closed")
         return channel
 
     def _drop(self, channel: StreamChannel) -> None:
@@ -251,15 +237,52 @@ class PeerLink:
             self._events.put(event)
 
 
-def _exchange(
-    channel: StreamChannel, request: PeerRequest, timeout_s: float
+def connect_to_peer(address: tuple[str, int], key: bytes) -> tuple[StreamChannel, socket.socket]:
+    """A connection whose other side knows the key and speaks this version, and its socket.
+
+    Raises:
+        TransportError: Nobody is there who does.
+        ProtocolError: It speaks another version.
+    """
+    deadline = time.monotonic() + CONNECT_S
+    try:
+        sock = socket.create_connection(address, CONNECT_S)
+    except TimeoutError:
+        raise TransferTimeoutError("it does not answer") from None
+    except OSError as error:
+        raise PeerGoneError(f"{error.strerror or error}") from None
+    channel = over_tcp(sock, key, deadline, listening=False)
+    try:
+        answer, _ = exchange(channel, PeerHello(VERSION), ANSWER_S)
+        if not isinstance(answer, PeerWelcome) or answer.version != VERSION:
+            raise ProtocolError("it speaks another version: install the same banaserve")
+    except BaseException:
+        channel.close()
+        raise
+    return channel, sock
+
+
+def exchange(
+    channel: StreamChannel,
+    request: PeerRequest,
+    timeout_s: float,
+    into: Sequence[BlockBytes] = (),
 ) -> tuple[PeerReply, Message]:
-    message = channel.call(message_of(request), timeout_s)
+    """A request and its answer.
+
+    Args:
+        into: As of ``StreamChannel.call``.
+
+    Raises:
+        TransportError: There is no answer.
+        ProtocolError: It is none.
+    """
+    message = channel.call(message_of(request), timeout_s, into)
     return reply_in(message), message
 
 
 def _states(channel: StreamChannel, keys: list[bytes]) -> bytes:
-    answer, _ = _exchange(channel, AskBlocks(keys), ANSWER_S)
+    answer, _ = exchange(channel, AskBlocks(keys), ANSWER_S)
     if not isinstance(answer, BlockStates) or len(answer.states) != len(keys):
         raise ProtocolError("it has answered something else")
     return answer.states
@@ -273,14 +296,15 @@ def _silent_s(sock: socket.socket) -> float:
 
 
 def _fetch(channel: StreamChannel, load: PeerLoad) -> TierOutcome:
-    answer, message = _exchange(channel, FetchBlock(load.key, load.memory.size), LOAD_S)
+    memory = load.memory
+    answer, message = exchange(channel, FetchBlock(load.key, memory.size), LOAD_S, [memory])
     match answer:
         case BlockMissing():
             return TierOutcome.MISSING
         case BlockSent() if len(message.tensors) == 1:
             (tensor,) = message.tensors
-            if tensor.data.dtype != np.uint8 or tensor.data.size != load.memory.size:
+            if tensor.data.size != memory.size:
                 raise ProtocolError("it has sent a block of another size")
-            load.memory[:] = tensor.data
+            assert tensor.data is memory
             return TierOutcome.DONE
     raise ProtocolError("it has answered something else")

@@ -1,7 +1,8 @@
 """Messages between the stores of two machines.
 
 Every message is the body of a ``transport.interface.Message`` over a connection on which both
-sides have proved that they know the key; a block travels beside it, as its only tensor.
+sides have proved that they know the key; blocks travel beside it, as its tensors. A block is asked
+for (``FetchBlock``), or pushed while it is being written: offered, sent range by range, and ended.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from banaserve.errors import ProtocolError
 from banaserve.kvstore.tiers.interface import BlockBytes
 from banaserve.transport.interface import Message, Tensor
 
-VERSION = 1
+VERSION = 2
 MAX_KEYS = 1024
 MAX_BLOCK_BYTES = 2**28
+MAX_TENANT_BYTES = 64
 _MIN_KEY_BYTES, _MAX_KEY_BYTES = 32, 80
 
 BlockKey = Annotated[bytes, msgspec.Meta(min_length=_MIN_KEY_BYTES, max_length=_MAX_KEY_BYTES)]
@@ -45,6 +47,61 @@ class FetchBlock(_Said, frozen=True, tag="fetch"):
     num_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCK_BYTES)]
 
 
+_PushId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_NumBytes = Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCK_BYTES)]
+_FirstByte = Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCK_BYTES)]
+_Numbers = Annotated[
+    list[Annotated[int, msgspec.Meta(ge=0, lt=MAX_KEYS)]], msgspec.Meta(max_length=MAX_KEYS)
+]
+
+
+class OfferPush(_Said, frozen=True, tag="offer"):
+    """Blocks of a prompt that are being computed, which are sent as they are written.
+
+    Attributes:
+        push_id: Of this connection, not used on it before.
+        keys: In the order of their chain; each is the parent of the next.
+        first_parent: Of the first key; None where it begins the chain.
+        num_bytes: Of each block.
+        tenant: Pays for the slots.
+    """
+
+    push_id: _PushId
+    keys: Annotated[list[BlockKey], msgspec.Meta(min_length=1, max_length=MAX_KEYS)]
+    first_parent: BlockKey | None
+    num_bytes: _NumBytes
+    tenant: Annotated[bytes, msgspec.Meta(max_length=MAX_TENANT_BYTES)]
+
+
+class PushRange(_Said, frozen=True, tag="range"):
+    """The bytes from ``first_byte`` on of some wanted blocks, a tensor each; has no answer.
+
+    Of each block the ranges come in order, without gaps.
+    """
+
+    push_id: _PushId
+    numbers: _Numbers
+    first_byte: _FirstByte
+
+
+class EndPush(_Said, frozen=True, tag="end"):
+    """These blocks may be read, all of them having been sent; those will not come. No answer."""
+
+    push_id: _PushId
+    done: _Numbers
+    failed: _Numbers
+
+
+class PeerAlive(_Said, frozen=True, tag="alive"):
+    """Nothing is to be sent at the moment; has no answer."""
+
+
+class PushWanted(_Said, frozen=True, tag="wanted"):
+    """Places in ``OfferPush.keys`` of the blocks that are to be sent."""
+
+    numbers: _Numbers
+
+
 class PeerWelcome(_Said, frozen=True, tag="welcome"):
     version: Annotated[int, msgspec.Meta(ge=0, le=2**31)]
 
@@ -63,28 +120,28 @@ class BlockMissing(_Said, frozen=True, tag="missing"):
     """It is not there any more, or has another size."""
 
 
-PeerRequest = PeerHello | AskBlocks | FetchBlock
-PeerReply = PeerWelcome | BlockStates | BlockSent | BlockMissing
+PeerRequest = PeerHello | AskBlocks | FetchBlock | OfferPush | PushRange | EndPush | PeerAlive
+PeerReply = PeerWelcome | BlockStates | BlockSent | BlockMissing | PushWanted
 
 _encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(PeerRequest)
 _replies = msgspec.msgpack.Decoder(PeerReply)
 
 
-def message_of(said: PeerRequest | PeerReply, block: BlockBytes | None = None) -> Message:
-    """What carries ``said``, and a block beside it."""
-    tensors = () if block is None else (Tensor("uint8", (block.size,), block),)
+def message_of(said: PeerRequest | PeerReply, *blocks: BlockBytes) -> Message:
+    """What carries ``said``, and blocks or parts of them beside it."""
+    tensors = tuple(Tensor("uint8", (block.size,), block) for block in blocks)
     return Message(_encoder.encode(said), tensors)
 
 
-def request_in(message: Message) -> PeerRequest:
+def request_in(body: bytes) -> PeerRequest:
     """What a peer asks.
 
     Raises:
         ProtocolError: It is no request.
     """
     try:
-        return _requests.decode(message.body)
+        return _requests.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ProtocolError(f"not a request of a store: {error}") from None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -82,7 +83,10 @@ class PeersTier:
     ) -> None:
         self._clock = clock
         self._events: Mailbox[PeerEvent] = Mailbox()
+        self._key = key
         self._links = [PeerLink(host, port, key, self._events) for host, port in addresses]
+        self._closing: list[threading.Thread] = []
+        self._is_closed = False
         self._tickets = itertools.count(1)
         self._loads: dict[int, PeerLoad] = {}
         self._completions: list[Completion] = []
@@ -94,6 +98,35 @@ class PeersTier:
     def fd(self) -> int:
         """Readable when ``poll`` has something to return or ``lookup`` may say more."""
         return self._events.fd
+
+    def set_addresses(self, addresses: Sequence[tuple[str, int]]) -> None:
+        """Ask these peers from now on, and no others; returns before the new ones are reached.
+
+        What is on its way from one that is left out fails.
+        """
+        if self._is_closed:
+            return
+        self._take_events()
+        wanted = dict.fromkeys(addresses)
+        for link in [one for one in self._links if one.address not in wanted]:
+            self._leave(link)
+        here = {link.address for link in self._links}
+        self._links += [
+            PeerLink(host, port, self._key, self._events)
+            for host, port in wanted
+            if (host, port) not in here
+        ]
+
+    def _leave(self, link: PeerLink) -> None:
+        self._links.remove(link)
+        link.problem = f"{link.name}: it is no peer any more"
+        self._forget(link)
+        for key in [key for key, question in self._questions.items() if link in question.open]:
+            self._on_answer(link, key, is_there=False)
+        # Its threads may be waiting for a machine that is gone.
+        self._closing = [one for one in self._closing if one.is_alive()]
+        self._closing.append(threading.Thread(target=link.close, name=f"close-{link.name}"))
+        self._closing[-1].start()
 
     def lookup(self, keys: Sequence[bytes]) -> list[Lookup]:
         """What is known of each key, from the peers' answers of the last moments."""
@@ -161,7 +194,7 @@ class PeersTier:
         """Counters and gauges of this moment; out of service where no peer answers."""
         self._take_events()
         problems = [link.problem for link in self._links if link.problem]
-        is_alone = len(problems) == len(self._links)
+        is_alone = bool(problems) and len(problems) == len(self._links)
         stats = self._counters.stats(
             self.name,
             problem="; ".join(problems) if is_alone else "",
@@ -181,9 +214,12 @@ class PeersTier:
             assert link.queued_bytes == sum(queued)
 
     def close(self) -> None:
-        """Break off what is under way."""
+        """Break off what is under way; returns when nothing touches memory any more."""
+        self._is_closed = True
         for link in self._links:
             link.close()
+        for thread in self._closing:
+            thread.join()
         self._events.close()
 
     def _holders(self, key: bytes) -> Sequence[PeerLink]:
@@ -200,7 +236,7 @@ class PeersTier:
                 case AskedPeer(link, keys, states):
                     for key, state in zip(keys, states or bytes(len(keys)), strict=True):
                         self._on_answer(link, key, state == Lookup.HIT)
-                case LinkChange(link, problem):
+                case LinkChange(link, problem) if link in self._links:
                     link.problem = problem
                     if problem:
                         self._forget(link)

@@ -15,6 +15,9 @@ from banaserve.types import Attempt, Module
 BREADTH = 2
 """Hosts, and guests for each of them, that are looked at for one resource."""
 
+_SORTED = 256
+"""Up to so many, sorting all takes less time than looking for both ends."""
+
 
 class Pair(NamedTuple):
     """A host, a guest and the load that lies between them."""
@@ -76,8 +79,8 @@ def _pairs(
         found: Sequence[Projected], role: str, may: Callable[[Projected], RejectReason | None]
     ) -> list[Projected]:
         able = []
+        limits = (now_s, options.dwell_s, options.max_moves_per_instance)
         for instance in found:
-            limits = (now_s, options.dwell_s, options.max_moves_per_instance)
             if reason := may(instance) or refusals.may_change(instance, *limits):
                 refused.append(Rejected(f"{instance.id} as {role}", reason, load(instance)))
             else:
@@ -88,8 +91,13 @@ def _pairs(
     look = 4 * BREADTH
     everyone = projection.values()
     loaded = [(load(instance), instance.id, instance) for instance in everyone]
-    hosts = [instance for _, _, instance in heapq.nlargest(look, loaded)]
-    guests = [instance for _, _, instance in heapq.nsmallest(look, loaded)]
+    if len(loaded) <= _SORTED:
+        loaded.sort()
+        fullest, emptiest = loaded[: -look - 1 : -1], loaded[:look]
+    else:
+        fullest, emptiest = heapq.nlargest(look, loaded), heapq.nsmallest(look, loaded)
+    hosts = [instance for _, _, instance in fullest]
+    guests = [instance for _, _, instance in emptiest]
     able_hosts = usable(hosts, "host", refusals.may_host)
     able_guests = usable(guests, "guest", refusals.may_guest)
     return [

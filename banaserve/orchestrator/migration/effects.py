@@ -108,8 +108,9 @@ def influences(
 
     The work of the module, ``share`` of what the host does in all, loads the guest in full. It
     relieves the host only by ``overlap_of`` it: for the rest host and guest take turns, and
-    the host's step lasts as long as before. Each hop lengthens the step, which costs the host
-    compute too. A module that is away already is taken to come home.
+    the host's step lasts as long as before, or longer beside a guest that computes more slowly.
+    Each hop lengthens the step, which costs the host compute too. A module that is away already is
+    taken to come home.
     """
     share = module_share(host, module, options.attention_fraction)
     overlap = overlap_of(host, options)
@@ -122,14 +123,17 @@ def influences(
     hop_compute = host.compute * min(1.0, hop_s / host.step_s) if host.step_s > 0 else 0.0
     sign = -1.0 if module in host.away else 1.0
     work = sign * share * whole_compute
+    times_there = host.facts.speed / guest.facts.speed
+    longer = (times_there - 1) * (1 - overlap)
     on_host = Influence(
-        compute=sign * hop_compute - overlap * work,
+        compute=sign * hop_compute - overlap * work + longer * work,
         kv_blocks=effect.host_blocks,
-        step_s=sign * (hop_s - overlap * share * whole_step_s),
+        step_s=sign * (hop_s - overlap * share * whole_step_s + longer * share * whole_step_s),
     )
-    room = max(0.1, 1 - max(0.0, work))
+    work_there = work * times_there
+    room = max(0.1, 1 - max(0.0, work_there))
     on_guest = Influence(
-        compute=work,
+        compute=work_there,
         kv_blocks=effect.guest_blocks,
         guest_bytes=effect.guest_bytes,
         step_s=guest.step_s * (1 / room - 1),

@@ -116,20 +116,12 @@ class Projected:
         after = home.blocks(self.facts, guest_bytes)
         return max(0, self.kv_blocks + after - self.model_blocks)
 
-    def feel(self, influence: Influence, horizon_s: float) -> None:
-        """Add what a step is predicted to change."""
-        # No max(): a role switch is felt by all instances, which is most of a plan's time.
-        compute = self.compute + influence.compute
-        self.compute = compute if compute > 0 else 0.0
-        waiting = self.waiting + influence.waiting_s / horizon_s
-        self.waiting = waiting if waiting > 0 else 0.0
-        wanted = self.wanted_blocks + influence.memory * self.kv_blocks
-        self.wanted_blocks = wanted if wanted > 0 else 0.0
-        if influence.kv_blocks or influence.guest_bytes or influence.step_s:
-            self.model_blocks = None
-            self.kv_blocks = max(1, self.kv_blocks + influence.kv_blocks)
-            self.guest_bytes = max(0, self.guest_bytes + influence.guest_bytes)
-            self.step_s = max(0.0, self.step_s + influence.step_s)
+    def resize(self, influence: Influence) -> None:
+        """Add what a step is predicted to change of its memory and of its steps' time."""
+        self.model_blocks = None
+        self.kv_blocks = max(1, self.kv_blocks + influence.kv_blocks)
+        self.guest_bytes = max(0, self.guest_bytes + influence.guest_bytes)
+        self.step_s = max(0.0, self.step_s + influence.step_s)
 
 
 Projection = dict[InstanceId, Projected]
@@ -137,7 +129,8 @@ Projection = dict[InstanceId, Projected]
 
 def project(cluster: ClusterView, views: Sequence[InstanceView], horizon_s: float) -> Projection:
     """Returns ``views``, which have facts and reports, with all steps under way done."""
-    projection = {view.id: _projected(view, horizon_s) for view in views}
+    own_blocks: dict[int, int] = {}
+    projection = {view.id: _projected(view, horizon_s, own_blocks) for view in views}
     for view in cluster.instances.values():
         for placement in view.placements:
             if placement.guest in projection:
@@ -147,37 +140,50 @@ def project(cluster: ClusterView, views: Sequence[InstanceView], horizon_s: floa
     return projection
 
 
-def _projected(view: InstanceView, horizon_s: float) -> Projected:
+def _projected(view: InstanceView, horizon_s: float, own_blocks: dict[int, int]) -> Projected:
+    """Returns ``view`` as it is; ``own_blocks`` are those of facts by identity, found so far."""
+    # Most of a plan over thousands of instances that has nothing to do: no call that can be saved.
     report, facts = view.report, view.facts
     assert report is not None
     assert facts is not None
+    role, speed, step_s = view.role, view.prefill_tokens_per_s, report.step_s
+    guest_bytes, running, used = report.guest_bytes, report.num_running, report.kv_used_fraction
     away = {placement.module: placement for placement in view.placements}
-    kv_blocks = max(1, report.num_kv_blocks or slabs.blocks(facts, away, report.guest_bytes))
-    waiting_s = (
-        view.inflight_prefill_tokens / view.prefill_tokens_per_s
-        if (view.prefill_tokens_per_s > 0)
-        else 0.0
-    )
+    kv_blocks = report.num_kv_blocks
+    if not kv_blocks:
+        if away or guest_bytes:
+            kv_blocks = slabs.blocks(facts, away, guest_bytes)
+        else:
+            known = own_blocks.get(id(facts))
+            if known is None:
+                known = own_blocks[id(facts)] = slabs.blocks(facts, (), 0)
+            kv_blocks = known
+    if kv_blocks < 1:
+        kv_blocks = 1
+    waiting = view.inflight_prefill_tokens / speed / horizon_s if speed > 0 else 0.0
     # What waits at a decode instance waits for blocks; elsewhere it waits for compute.
-    waits_for_blocks = report.num_waiting if view.role is Role.DECODE else 0
-    share = report.kv_used_fraction / report.num_running if report.num_running else 0.0
-    prefill_tokens = view.prefill_tokens_per_s * report.step_s
-    assumed_tokens = report.num_running if view.role is Role.DECODE else prefill_tokens
+    waiting_blocks = 0.0
+    if role is Role.DECODE:
+        batch_tokens: float = running
+        if running:
+            waiting_blocks = report.num_waiting * (used / running)
+    else:
+        batch_tokens = speed * step_s
     return Projected(
-        id=view.id,
-        facts=facts,
-        role=view.role,
-        compute=report.busy_fraction * report.step_fill_fraction,
-        waiting=min(MAX_WAITING_SHARE, waiting_s / horizon_s),
-        wanted_blocks=(report.kv_used_fraction + min(MAX_WAITING_SHARE, waits_for_blocks * share))
+        view.id,
+        facts,
+        role,
+        report.busy_fraction * report.step_fill_fraction,
+        waiting if waiting < MAX_WAITING_SHARE else MAX_WAITING_SHARE,
+        (used + (waiting_blocks if waiting_blocks < MAX_WAITING_SHARE else MAX_WAITING_SHARE))
         * kv_blocks,
-        kv_blocks=kv_blocks,
-        guest_bytes=report.guest_bytes,
-        step_s=report.step_s,
-        batch_tokens=report.step_tokens or assumed_tokens,
-        changed_s=view.changed_s,
-        overlap_fraction=report.overlap_fraction,
-        away=away,
+        kv_blocks,
+        guest_bytes,
+        step_s,
+        report.step_tokens or batch_tokens,
+        view.changed_s,
+        report.overlap_fraction,
+        away,
         far=view.far,
     )
 
@@ -186,8 +192,18 @@ def take(projection: Projection, step: Step, horizon_s: float, now_s: float) -> 
     """Change ``projection`` to what it is once ``step`` is done."""
     action = step.action
     for instance_id, influence in step.influence:
-        if instance_id in projection:
-            projection[instance_id].feel(influence, horizon_s)
+        instance = projection.get(instance_id)
+        if instance is None:
+            continue
+        # No max() and no call: a role switch is felt by all instances, which is much of a plan.
+        compute = instance.compute + influence.compute
+        instance.compute = compute if compute > 0 else 0.0
+        waiting = instance.waiting + influence.waiting_s / horizon_s
+        instance.waiting = waiting if waiting > 0 else 0.0
+        wanted = instance.wanted_blocks + influence.memory * instance.kv_blocks
+        instance.wanted_blocks = wanted if wanted > 0 else 0.0
+        if influence.kv_blocks or influence.guest_bytes or influence.step_s:
+            instance.resize(influence)
     for instance_id in step.instances:
         if instance_id in projection:
             projection[instance_id].num_moves += 1
@@ -221,8 +237,9 @@ def gap_of(projection: Projection, scalar: ScalarLoad) -> float:
     if len(projection) < 2:
         return 0.0
     if scalar.how == "maximum":
-        compute = [instance.compute_load for instance in projection.values()]
-        memory = [instance.memory_load for instance in projection.values()]
+        # Written out: two properties of each instance take twice as long.
+        compute = [instance.compute + instance.waiting for instance in projection.values()]
+        memory = [instance.wanted_blocks / instance.kv_blocks for instance in projection.values()]
         return max(_cut_gap(compute), _cut_gap(memory))
     numbers = [scalar.of(instance.load) for instance in projection.values()]
     return max(numbers) - min(numbers)

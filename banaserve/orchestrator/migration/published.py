@@ -162,11 +162,10 @@ class _Loop:
         return free(facts, host.taken, size)
 
     def _move(self, host: Projected, guest: Projected, module: Module, gap: float) -> bool:
-        words = scoring.words_of("move", module, host.id, guest.id)
         effect = effects.leaving(host, guest, module, self.options)
         for instance, added in ((host, effect.host_blocks), (guest, effect.guest_blocks)):
-            if refusal := scoring.room_refusal(instance, added, self.options):
-                return self._refuse(words, refusal, gap)
+            if added < 0 and (refusal := scoring.room_refusal(instance, added, self.options)):
+                return self._refuse_move(host, guest, module, refusal, gap)
         facts, load = host.facts, self.loads[host.id]
         share = slabs.num_slabs(facts, module) / (facts.num_layers * facts.num_kv_heads)
         moved = Load(load.compute * share, load.memory * share)
@@ -174,7 +173,7 @@ class _Loop:
         closed = 2 * self.scalar.of(moved) if self.scalar.how != "maximum" else gap * share
         value = published_efficiency(gap, gap - closed, cost_s) if cost_s > 0 else float("inf")
         if value < self.options.rho_per_s:
-            return self._refuse(words, RejectReason.NOT_WORTH_IT, value)
+            return self._refuse_move(host, guest, module, RejectReason.NOT_WORTH_IT, value)
         influence = (
             (host.id, _influence(moved, -1, effect.host_blocks, 0)),
             (guest.id, _influence(moved, 1, effect.guest_blocks, effect.guest_bytes)),
@@ -194,15 +193,16 @@ class _Loop:
         self.loads[name] = load
         self.extremes.change(name, self.scalar.of(load))
 
+    def _refuse_move(
+        self, host: Projected, guest: Projected, module: Module, reason: RejectReason, value: float
+    ) -> bool:
+        words = scoring.words_of("move", module, host.id, guest.id)
+        return self._refuse(words, reason, value)
+
     def _refuse(self, words: str, reason: RejectReason, value: float) -> bool:
         self.rejected.append(Rejected(words, reason, value))
         return False
 
 
 def _influence(moved: Load, sign: int, kv_blocks: int, guest_bytes: int) -> Influence:
-    return Influence(
-        compute=sign * moved.compute,
-        memory=sign * moved.memory,
-        kv_blocks=kv_blocks,
-        guest_bytes=guest_bytes,
-    )
+    return Influence(sign * moved.compute, kv_blocks, guest_bytes, 0.0, 0.0, sign * moved.memory)

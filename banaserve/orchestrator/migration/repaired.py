@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar
 
 from banaserve.orchestrator.measure import ScalarLoad, judge
@@ -66,7 +67,7 @@ class Repaired:
         )
 
 
-@dataclass(slots=True)
+@dataclass
 class _Search:
     """One plan in the making."""
 
@@ -79,10 +80,23 @@ class _Search:
     returns: list[tuple[InstanceId, Module]] | None = None
     leading_s: float = float("-inf")
 
-    @property
+    @cached_property
     def overlaps(self) -> bool:
-        """Whether any host would not wait for all of a guest's work."""
+        """Whether any host would not wait for all of a guest's work; no step changes that."""
         return any(effects.overlap_of(one, self.options) > 0 for one in self.projection.values())
+
+    @cached_property
+    def num_switching(self) -> int:
+        """How many instances may change roles within a dwell time, less those that just have.
+
+        No step changes that: one that changes its role has another one of the two afterwards.
+        """
+        options, now_s = self.options, self.cluster.now_s
+        both = [p for p in self.projection.values() if p.role is not Role.COLOCATED]
+        recent = sum(
+            p.changed_s is not None and now_s - p.changed_s < options.dwell_s for p in both
+        )
+        return max(_LEAST_SWITCHES, int(options.switch_fraction * len(both))) - recent
 
     def run(self) -> str:
         """Takes steps until none is worth it; returns why there are no more."""
@@ -201,15 +215,10 @@ class _Search:
 
     def _switches_left(self) -> int:
         """How many more instances may change roles, those that have just changed counted in."""
-        options, now_s = self.options, self.cluster.now_s
-        both = [p for p in self.projection.values() if p.role is not Role.COLOCATED]
-        recent = sum(
-            p.changed_s is not None and now_s - p.changed_s < options.dwell_s for p in both
-        )
         planned = sum(
             isinstance(step.action, SwitchRole) for step in (*self.cluster.under_way, *self.steps)
         )
-        return max(_LEAST_SWITCHES, int(options.switch_fraction * len(both))) - recent - planned
+        return self.num_switching - planned
 
     def _returns(self) -> Iterator[Weighed | Rejected]:
         """Weighs every return before the first step, then only the best of them again."""

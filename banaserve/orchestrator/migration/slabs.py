@@ -20,7 +20,8 @@ def slab_block_bytes(facts: InstanceFacts) -> int:
 
 def num_slabs(facts: InstanceFacts, module: Module) -> int:
     """Slabs of ``module``."""
-    return module.num_layers * (len(module.heads) or facts.num_kv_heads)
+    # The number of layers is written out: several times for each candidate of a plan.
+    return (module.end_layer - module.first_layer) * (len(module.heads) or facts.num_kv_heads)
 
 
 class Home(NamedTuple):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from math import inf
 from typing import NamedTuple
 
 from banaserve.orchestrator.migration.projection import Projected, Projection
 from banaserve.orchestrator.model.utilisation import PRESSURE_POWER
 from banaserve.types import Influence, InstanceId, Role
-
-_SWITCHES = ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL))
 
 
 class PowerSums(NamedTuple):
@@ -26,13 +25,15 @@ class PowerSums(NamedTuple):
     s4: float
 
     @classmethod
-    def of(cls, loads: Iterable[float]) -> PowerSums:
-        n, s1, s2, s3, s4 = 0, 0.0, 0.0, 0.0, 0.0
+    def of(cls, loads: Sequence[float]) -> PowerSums:
+        s1 = s2 = s3 = s4 = 0.0
         for load in loads:
             square = load * load
-            n, s1, s2 = n + 1, s1 + load, s2 + square
-            s3, s4 = s3 + square * load, s4 + square * square
-        return cls(n, s1, s2, s3, s4)
+            s1 += load
+            s2 += square
+            s3 += square * load
+            s4 += square * square
+        return cls(len(loads), s1, s2, s3, s4)
 
     def without(self, load: float) -> PowerSums:
         return PowerSums(
@@ -77,38 +78,57 @@ def switches(
 
     One that may not change is returned only where none may.
     """
-    by_role = {
-        role: [p for p in projection.values() if p.role is role]
-        for role in (Role.PREFILL, Role.DECODE)
-    }
-    # Written out: properties of thousands of instances take most of the time otherwise.
-    compute = {
-        role: PowerSums.of([p.compute + p.waiting for p in by_role[role]]) for role in by_role
-    }
-    memory = {
-        role: PowerSums.of([p.wanted_blocks / p.kv_blocks for p in by_role[role]])
-        for role in by_role
-    }
+    sides = [_Side.of(projection, role) for role in (Role.PREFILL, Role.DECODE)]
     found = []
-    for old, new in _SWITCHES:
-        if len(by_role[old]) <= min_per_role or not by_role[new]:
+    for old, new in (sides, sides[::-1]):
+        if len(old.members) <= min_per_role or not new.members:
             continue
-        free = [p for p in by_role[old] if not p.away and not p.num_guests and not p.num_moves]
-        able = [p for p in free if p.facts.can_switch_role]
-        if not able:
+        least = old.least_loaded()
+        if least is None:
             continue
-        least = min(able, key=_both_loads)
-        if not may_change(least, new):
-            willing = [p for p in able if may_change(p, new)]
-            least = min(willing or able, key=_both_loads)
-        fall = pressure_fall(compute[old], compute[new], least.compute_load)
-        fall += pressure_fall(memory[old], memory[new], least.memory_load)
-        found.append(Switch(least, old, new, fall))
+        if not may_change(least, new.role):
+            least = old.least_loaded(_into(new.role, may_change)) or least
+        fall = pressure_fall(old.compute, new.compute, least.compute_load)
+        fall += pressure_fall(old.memory, new.memory, least.memory_load)
+        found.append(Switch(least, old.role, new.role, fall))
     return found
 
 
-def _both_loads(p: Projected) -> tuple[float, str]:
-    return (p.compute + p.waiting) + p.wanted_blocks / p.kv_blocks, p.id
+def _into(role: Role, may_change: Callable[[Projected, Role], bool]) -> Callable[[Projected], bool]:
+    return lambda instance: may_change(instance, role)
+
+
+class _Side(NamedTuple):
+    """Instances of one role and their loads, in the order of the projection."""
+
+    role: Role
+    members: list[Projected]
+    computes: list[float]
+    memories: list[float]
+    compute: PowerSums
+    memory: PowerSums
+
+    @classmethod
+    def of(cls, projection: Projection, role: Role) -> _Side:
+        members = [p for p in projection.values() if p.role is role]
+        # Written out: properties of thousands of instances take most of the time otherwise.
+        computes = [p.compute + p.waiting for p in members]
+        memories = [p.wanted_blocks / p.kv_blocks for p in members]
+        sums = PowerSums.of(computes), PowerSums.of(memories)
+        return cls(role, members, computes, memories, *sums)
+
+    def least_loaded(self, may: Callable[[Projected], bool] | None = None) -> Projected | None:
+        """Returns the free one with least to do, the first by name among equals, or None."""
+        least, least_load = None, inf
+        for p, compute, memory in zip(self.members, self.computes, self.memories, strict=True):
+            load = compute + memory
+            # A loop of its own: tuples of thousands of instances wake the garbage collector.
+            if load > least_load or (load == least_load and least is not None and p.id > least.id):
+                continue
+            is_free = not p.away and not p.num_guests and not p.num_moves
+            if is_free and p.facts.can_switch_role and (may is None or may(p)):
+                least, least_load = p, load
+        return least
 
 
 def influence(
@@ -116,18 +136,19 @@ def influence(
 ) -> tuple[tuple[InstanceId, Influence], ...]:
     """Returns what every instance of both roles will feel of ``switch``."""
     leaver = switch.instance
-    stays = [p for p in projection.values() if p.role is switch.old and p is not leaver]
-    joined = [p for p in projection.values() if p.role is switch.new]
-    on_each = _part(leaver, 1 / len(stays), horizon_s)
-    shares = {p.id: on_each for p in stays}
+    old, new = switch.old, switch.new
+    stays = [p.id for p in projection.values() if p.role is old and p is not leaver]
+    joined = [p for p in projection.values() if p.role is new]
+    shares = dict.fromkeys(stays, _part(leaver, 1 / len(stays), horizon_s))
     total_compute = total_waiting = total_memory = 0.0
     falls = len(joined) / (len(joined) + 1) - 1
     for p in joined:
         compute, waiting, memory = p.compute, p.waiting, p.wanted_blocks / p.kv_blocks
-        total_compute, total_waiting = total_compute + compute, total_waiting + waiting
+        total_compute += compute
+        total_waiting += waiting
         total_memory += memory
         shares[p.id] = Influence(
-            compute=compute * falls, waiting_s=waiting * falls * horizon_s, memory=memory * falls
+            compute * falls, 0, 0, 0.0, waiting * falls * horizon_s, memory * falls
         )
     members = len(joined) + 1
     shares[leaver.id] = Influence(

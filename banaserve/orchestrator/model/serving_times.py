@@ -140,9 +140,14 @@ class InstanceTimes(NamedTuple):
         own_s = max(own_s, leg.fetched * self.fetch_token_s - self.fixed_s)
         return self.under_way_s + steps * self._beside_s + self.ahead_s + own_s
 
-    def handover_s(self, prompt_tokens: int) -> float:
-        """Time from the end of a prompt computed elsewhere to the step that goes on from it."""
-        return prompt_tokens * self.fetch_token_s + self.under_way_s
+    def handover_s(self, prompt_tokens: int, way_s: float = 0.0) -> float:
+        """Time from the end of a prompt computed elsewhere to the step that goes on from it.
+
+        Args:
+            way_s: That its KV takes from another machine. It is fetched while it comes, layer by
+                layer, so that the slower of both counts.
+        """
+        return max(prompt_tokens * self.fetch_token_s, way_s) + self.under_way_s
 
     def step_s_with(self, more_requests: int = 0, more_tokens: float = 0.0) -> float:
         """Time of a step that only decodes, when all that is to come has come, and so much more."""

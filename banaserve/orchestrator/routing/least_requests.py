@@ -50,7 +50,29 @@ class LeastRequests(LegByLeg):
     def choose_decode(self, views: Sequence[InstanceView], now_s: float) -> InstanceView:
         model = LoadModel.of(views, now_s, stale_after_s=self._options.stale_after_s)
 
-        def rank(view: InstanceView) -> tuple[int, bool]:
-            return model.present_requests(view), model.report(view) is None
+        return min(views, key=lambda view: _rank(view, model))
 
-        return min(views, key=rank)
+    def as_good_prefill(
+        self,
+        request: RequestView,
+        chosen: InstanceView,
+        views: Sequence[InstanceView],
+        now_s: float,
+    ) -> Sequence[InstanceView]:
+        """Those with as many requests."""
+        return [one for one in self.as_good_decode(chosen, views, now_s) if one.role is chosen.role]
+
+    def as_good_decode(
+        self, chosen: InstanceView, views: Sequence[InstanceView], now_s: float
+    ) -> Sequence[InstanceView]:
+        """Those with as many requests."""
+        model = LoadModel.of(views, now_s, stale_after_s=self._options.stale_after_s)
+        least = _rank(chosen, model)
+        return (
+            chosen,
+            *(one for one in views if one is not chosen and _rank(one, model) == least),
+        )
+
+
+def _rank(view: InstanceView, model: LoadModel) -> tuple[int, bool]:
+    return model.present_requests(view), model.report(view) is None

@@ -109,10 +109,14 @@ class LoadModel(NamedTuple):
         return max(view.inflight_requests, report.num_waiting if report else 0)
 
     def present_requests(self, view: InstanceView) -> int:
-        """Requests that a decode instance runs or will run: the router's own, or all reported."""
+        """Requests that a decode instance runs or will run.
+
+        The router's own, or all reported, and those that are still prefilled elsewhere: without
+        them a burst would go where the first of it went.
+        """
         report = self.report(view)
         reported = report.num_running + report.num_waiting if report else 0
-        return max(view.inflight_requests, reported)
+        return max(view.inflight_requests, reported) + view.coming_requests
 
     def decode_load(self, view: InstanceView) -> float:
         """The greatest of three shares: KV memory, places in the batch, prefill work ahead.
@@ -126,6 +130,13 @@ class LoadModel(NamedTuple):
         """
         return self.decode_rank(view)[0]
 
+    def request_share(self, view: InstanceView) -> float:
+        """What one more request that decodes adds to ``decode_load``, at most; above 0."""
+        report = self.report(view)
+        running = report.num_running if report is not None else 0
+        own_share = report.kv_used_fraction / running if report is not None and running else 0.0
+        return max(own_share or self.assumed_kv_fraction, 1 / self.max_running_requests)
+
     def decode_rank(self, view: InstanceView) -> tuple[float, int, bool]:
         """Returns ``decode_load``, ``present_requests`` and whether there is no fresh report."""
         report = self.report(view)
@@ -136,6 +147,7 @@ class LoadModel(NamedTuple):
             running, kv_share = report.num_running, report.kv_used_fraction
             present = max(present, running + report.num_waiting)
             own_share = kv_share / running if running else 0.0
+        present += view.coming_requests
         tokens = view.inflight_prefill_tokens
         load = max(
             kv_share + (present - running) * (own_share or self.assumed_kv_fraction),

@@ -204,6 +204,33 @@ class LoadAware(LegByLeg):
     def choose_decode(self, views: Sequence[InstanceView], now_s: float) -> InstanceView:
         return least_loaded(views, self._options.model(views, now_s))
 
+    def as_good_prefill(
+        self,
+        request: RequestView,
+        chosen: InstanceView,
+        views: Sequence[InstanceView],
+        now_s: float,
+    ) -> Sequence[InstanceView]:
+        """Those with exactly as much ahead; the published form takes the head of its list."""
+        if self._options.preset == PUBLISHED:
+            return (chosen,)
+        model, tokens = self._options.model(views, now_s), request.uncached_tokens
+        least = _prefill_rank(0, chosen, model, tokens)
+        equals = (one for one in views if _prefill_rank(0, one, model, tokens) == least)
+        return (chosen, *(one for one in equals if one.role is chosen.role and one is not chosen))
+
+    def as_good_decode(
+        self, chosen: InstanceView, views: Sequence[InstanceView], now_s: float
+    ) -> Sequence[InstanceView]:
+        """Those that are no fuller yet than ``chosen`` would be with this request.
+
+        So the load that any request finds is at most its own above the least one.
+        """
+        model = self._options.model(views, now_s)
+        most = model.decode_load(chosen) + model.request_share(chosen)
+        others = (one for one in views if one is not chosen and model.decode_load(one) <= most)
+        return (chosen, *others)
+
     def choose_both(
         self, request: RequestView, views: Sequence[InstanceView], now_s: float
     ) -> InstanceView:

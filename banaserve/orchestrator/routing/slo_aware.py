@@ -15,6 +15,7 @@ from math import exp
 from typing import ClassVar, NamedTuple
 
 from banaserve.errors import UserError
+from banaserve.orchestrator.model.handing_over import way_s
 from banaserve.orchestrator.model.serving_times import (
     NO_PROMPTS,
     InstanceTimes,
@@ -206,15 +207,20 @@ def _apart(s: RouteSituation, options: SloAwareOptions) -> Iterator[LegCandidate
         times = s.times[view.id]
         tokens = leg.prompt + leg.output / 2
         fetched = leg.prompt - s.leg_at(view.id).resident
-        begins_s = times.room_s(leg.prompt + leg.output, mean) + times.handover_s(fetched)
-        token_s, waits_s = times.token_s_behind(1, tokens, leg.output), 0.0
-        if s.first_token_waits:
-            begins_s, waits_s = 0.0, begins_s + token_s
-        own = _tokens(s, times, token_s, tokens, begins_s)
+        room_s = times.room_s(leg.prompt + leg.output, mean)
+        token_s = times.token_s_behind(1, tokens, leg.output)
         harm = _harm(s, view.id, 0.0, times.added_token_s(tokens))
+        by_way: dict[float, tuple[_Tokens, float]] = {}
         for first, ttft_s, first_harm in firsts:
             if first.id == view.id or first.role is view.role:
                 continue
+            taken_s = way_s(first, view, fetched)
+            if (begun := by_way.get(taken_s)) is None:
+                begins_s, waits_s = room_s + times.handover_s(fetched, taken_s), 0.0
+                if s.first_token_waits:
+                    begins_s, waits_s = 0.0, begins_s + token_s
+                begun = by_way[taken_s] = _tokens(s, times, token_s, tokens, begins_s), waits_s
+            own, waits_s = begun
             both = Harm(first_harm.excess + harm.excess, first_harm.delay_s + harm.delay_s)
             yield _candidate(s, options, first.id, view.id, ttft_s + waits_s, own, both, 1.0)
 

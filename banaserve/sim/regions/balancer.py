@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from banaserve.orchestrator.replicas.fleet import Fleet, Report
@@ -15,7 +15,7 @@ from banaserve.orchestrator.replicas.interface import (
     ReplicaView,
     RoutingDecision,
 )
-from banaserve.sim.regions.replica import ReplicaJob, SimReplica
+from banaserve.sim.regions.replica import BLOCK_TOKENS, UNIT_BYTES, BalancedReplica, ReplicaJob
 from banaserve.sim.timeline import Timeline
 
 PROBE_S = 0.1
@@ -25,16 +25,28 @@ RoundTrips = dict[tuple[str, str], float]
 
 
 class SimBalancer:
-    """One balancer of one region, with replicas anywhere and peers."""
+    """One balancer of one region, with replicas anywhere and peers.
+
+    Attributes:
+        num_requests: Messages with requests that it has sent, and with their answers that it got:
+            one for the first token, one for the last.
+        num_reports: Messages with reports and probes that it got.
+        num_forwarded: Requests sent to peers.
+        num_refused: Requests that a replica has sent back.
+
+    Args:
+        goes_on: Whether it is still to probe its replicas; None is for ever.
+    """
 
     def __init__(
         self,
         region: str,
         policy: ReplicaPolicy,
-        replicas: Sequence[SimReplica],
+        replicas: Sequence[BalancedReplica],
         round_trips_ms: RoundTrips,
         timeline: Timeline,
         staleness_s: float = 0.0,
+        goes_on: Callable[[], bool] | None = None,
     ) -> None:
         self.region = region
         self.id = ReplicaId(f"balancer-{region}")
@@ -44,6 +56,8 @@ class SimBalancer:
         self._peers: dict[ReplicaId, SimBalancer] = {}
         self._round_trips_ms = round_trips_ms
         self._timeline = timeline
+        self._goes_on = goes_on
+        self.num_requests = self.num_reports = self.num_forwarded = self.num_refused = 0
         for replica in replicas:
             view = ReplicaView(replica.id, replica.region)
             view.round_trip_ms = round_trips_ms[region, replica.region]
@@ -70,10 +84,10 @@ class SimBalancer:
         replicas = self._replicas.values()
         return Report(
             self._timeline.now_s,
-            pending=sum(len(replica.waiting) for replica in replicas),
-            running=sum(len(replica.running) for replica in replicas),
+            pending=sum(replica.num_waiting for replica in replicas),
+            running=sum(replica.num_running for replica in replicas),
             queue_length=len(self.queue),
-            num_available=sum(not replica.waiting for replica in replicas),
+            num_available=sum(replica.has_room for replica in replicas),
         )
 
     def _pump(self) -> None:
@@ -91,17 +105,35 @@ class SimBalancer:
         peer = self._peers.get(target)
         region = peer.region if peer is not None else self._replicas[target].region
         one_way_s = self._round_trips_ms[self.region, region] / 2000
+        self.num_requests += 1
+        self.num_forwarded += peer is not None
 
         def first(_: object = None) -> None:
+            self.num_requests += 1
             self.fleet.first_token(flight, self._timeline.now_s)
             job.on_first()
 
         def done(_: object = None) -> None:
+            self.num_requests += 1
             job.hit_tokens = sent.hit_tokens
-            num_output = len(job.output) // 8 * 16
+            num_output = len(job.output) // UNIT_BYTES * BLOCK_TOKENS
             self.fleet.finished(flight, self._timeline.now_s, num_output, sent.hit_tokens)
+            forget()
             job.on_done()
             self._pump()
+
+        def refused(_: object = None) -> None:
+            self.num_refused += 1
+            self.fleet.failed(flight, self._timeline.now_s)
+            self.fleet.set_available(target, False)
+            forget()
+            self.queue.appendleft(job)
+            self._pump()
+
+        def forget() -> None:
+            # Circles of millions of requests are more than a collector can look through.
+            sent.on_first = sent.on_done = _nothing
+            sent.on_refused = None
 
         request = replace(job.request, was_forwarded=peer is not None or job.request.was_forwarded)
         sent = ReplicaJob(
@@ -109,6 +141,7 @@ class SimBalancer:
             job.output,
             lambda: self._timeline.after(one_way_s, first),
             lambda: self._timeline.after(one_way_s, done),
+            lambda: self._timeline.after(one_way_s, refused),
         )
         arrive = peer.take if peer is not None else self._replicas[target].submit
         self._timeline.after(one_way_s, arrive, sent)
@@ -117,21 +150,36 @@ class SimBalancer:
         now_s = self._timeline.now_s
         self._read_reports(now_s)
         self.fleet.policy.tick(now_s)
-        self._timeline.after(PROBE_S, self._probe)
+        if self._goes_on is None or self._goes_on():
+            self._timeline.after(PROBE_S, self._probe)
 
     def _read_reports(self, now_s: float) -> None:
+        for replica in self._replicas.values():
+            view = self.fleet.get(replica.id)
+            if view is not None and view.is_available is not replica.is_ready:
+                one_way_s = self._round_trips_ms[self.region, replica.region] / 2000
+                self._timeline.after(one_way_s, self._probed, (replica.id, replica.is_ready))
         if Need.REPORTS not in self.fleet.policy.needs:
             return
         for replica in self._replicas.values():
             one_way_s = self._round_trips_ms[self.region, replica.region] / 2000
             report = Report(
-                now_s, len(replica.waiting), len(replica.running), replica.kv_used_fraction
+                now_s, replica.num_waiting, replica.num_running, replica.kv_used_fraction
             )
             self._timeline.after(one_way_s, self._told, (replica.id, report))
         for peer in self._peers.values():
             one_way_s = self._round_trips_ms[self.region, peer.region] / 2000
             self._timeline.after(one_way_s, self._told, (peer.id, peer.report()))
 
+    def _probed(self, what: tuple[ReplicaId, bool]) -> None:
+        self.fleet.set_available(*what)
+        self._pump()
+
     def _told(self, what: tuple[ReplicaId, Report]) -> None:
+        self.num_reports += 1
         self.fleet.reported(*what)
         self._pump()
+
+
+def _nothing() -> None:
+    """Stands for what is never called again."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from banaserve.orchestrator.replicas.interface import ReplicaId, Request
 from banaserve.orchestrator.replicas.preble.tree import CacheTree
@@ -48,16 +49,48 @@ class ReplicaJob:
         output: Digests of the answer's blocks, fixed beforehand.
         hit_tokens: What the replica that served it had cached.
         on_first: Called when the first token leaves the replica; ``on_done`` with the last.
+        on_refused: Called where the replica serves nothing at present and sends it back.
     """
 
     request: Request
     output: bytes
     on_first: Callable[[], None]
     on_done: Callable[[], None]
+    on_refused: Callable[[], None] | None = None
     left_to_prefill: int = 0
     left_to_decode: int = 0
     hit_tokens: int = 0
     held_tokens: int = 0
+
+
+class BalancedReplica(Protocol):
+    """A replica as a simulated balancer knows it: one engine, or a cell of many."""
+
+    id: ReplicaId
+    region: str
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in no batch yet."""
+
+    @property
+    def num_running(self) -> int:
+        """Requests in a batch."""
+
+    @property
+    def kv_used_fraction(self) -> float:
+        """Share of its KV memory in use."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it serves at all."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it would begin another request at once, as a peer is told."""
+
+    def submit(self, job: ReplicaJob) -> None:
+        """Take in ``job``."""
 
 
 class SimReplica:
@@ -80,6 +113,22 @@ class SimReplica:
     @property
     def outstanding(self) -> int:
         return len(self.waiting) + len(self.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
+
+    @property
+    def is_ready(self) -> bool:
+        return True
+
+    @property
+    def has_room(self) -> bool:
+        return not self.waiting
 
     @property
     def kv_used_fraction(self) -> float:

@@ -29,6 +29,24 @@ LLAMA = {
     "intermediate_size": 384,
     "initializer_range": 0.08,
 }
+# Latents of the one size that vLLM decodes on a CPU without AMX.
+LATENT = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "intermediate_size": 256,
+    "initializer_range": 0.08,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "greedy",
+}
 STORE_BYTES = 512 << 20
 # Guests that are to be given up are started with less patience.
 MIGRATION = {"poison": True, "overlap": 1, "stall_s": 10.0}
@@ -102,6 +120,11 @@ ENGINES = {
     "mixtral": EngineKind(
         random_model("mixtral", **GROUPED, num_local_experts=4, sliding_window=None),
         options=RANDOM,
+    ),
+    "deepseek_v2": EngineKind(
+        random_model("deepseek_v2", **LATENT),
+        # As a server has it: see ``rotate_latents_in_torch``.
+        options={**RANDOM, "compilation_config": {"custom_ops": ["-rotary_embedding"]}},
     ),
     "qwen2": EngineKind(random_model("qwen2", **GROUPED), options=RANDOM),
     "mistral": EngineKind(

@@ -41,6 +41,7 @@ def add_front_door(parser: argparse.ArgumentParser) -> None:
     )
     add("--admin-key", help="opens the admin API (one is made for the run and kept in its folder)")
     add("--admin-key-file", type=Path, metavar="FILE", help="holds that key")
+    add("--no-ui", action="store_true", help="no page under /ui, which the admin key opens")
     add("--metrics-key", help="needed for /metrics, where an API key does too (all may read it)")
     add("--metrics-key-file", type=Path, metavar="FILE", help="holds that key")
     add("--max-body-size", default=_DEFAULTS.max_body_size)

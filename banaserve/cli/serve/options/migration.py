@@ -15,9 +15,10 @@ def add_migration(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--migration",
-        choices=("on", "off"),
-        default="on" if _DEFAULTS.migration else "off",
-        help="whether layers and heads can move between instances while they serve",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="whether layers and heads can move between instances while they serve; auto: where "
+        "model and options allow it; on: refuse to start where they do not",
     )
     add(
         "--migration-kv-growth",

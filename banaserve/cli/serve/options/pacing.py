@@ -15,9 +15,9 @@ def add_pacing(parser: argparse.ArgumentParser) -> None:
     add(
         "--pace",
         default=_DEFAULTS.pace,
-        metavar="PROFILE",
+        metavar="PROFILE[,PROFILE...]",
         help="model the time of a GPU and model: a profile's name or .toml file (a miniature runs "
-        "unless --model is given)",
+        "unless --model is given), or one for each instance, prefill first, all of one model",
     )
     add(
         "--dilate",

@@ -52,6 +52,13 @@ def add_store(parser: argparse.ArgumentParser) -> None:
         "(0.5 with several keys, else 1)",
     )
     add(
+        "--kv-store-fetch",
+        choices=("cheaper", "always"),
+        default=_DEFAULTS.kv_store_fetch,
+        help="fetch as much of a prefix as is faster than computing it (cheaper), or all of it "
+        "(always)",
+    )
+    add(
         "--kv-store-verify",
         action="store_true",
         help="keep checksums of KV blocks in memory and check them before each use",

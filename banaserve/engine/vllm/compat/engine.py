@@ -35,7 +35,7 @@ from banaserve.engine.vllm.compat.config import VllmConfig, own_budget
 from banaserve.engine.vllm.continuation import output_of
 from banaserve.engine.vllm.rpc.engine_api import CoreApi
 from banaserve.engine.vllm.rpc.typed_rpc import implements
-from banaserve.engine.vllm.tracing.events import EngineNotes
+from banaserve.engine.vllm.tracing.events import EngineAnswer
 
 __all__ = [
     "PRE_IMPORTED",
@@ -317,15 +317,24 @@ def _set_budget(core: Any, num_tokens: int, num_requests: int) -> Budget:
     most_tokens, most_requests = own_budget(scheduler.vllm_config)
     scheduler.max_num_scheduled_tokens = min(num_tokens, most_tokens)
     scheduler.max_num_active_reqs = min(num_requests, most_requests)
+    if (connector := _store_connector(core)) is not None:
+        connector.limit_steps(scheduler.max_num_scheduled_tokens)
     return Budget(scheduler.max_num_scheduled_tokens, scheduler.max_num_active_reqs)
 
 
 def install_notes_utility() -> None:
-    """Let engine cores of this process say what their connector noted of a request."""
+    """Let engine cores of this process say what their connector noted of requests."""
     add_utility(CoreApi.banaserve_notes.__name__, _notes)
 
 
 @implements(CoreApi.banaserve_notes)
-def _notes(core: Any, name: str) -> list[EngineNotes] | None:
-    connector = core.scheduler.connector
-    return None if connector is None else connector.notes_of(name)
+def _notes(core: Any, names: list[str]) -> EngineAnswer | None:
+    connector = _store_connector(core)
+    return None if connector is None else connector.notes_of(names)
+
+
+def _store_connector(core: Any) -> Any:
+    """The store's connector; None without one, and where users bring one of their own along."""
+    config = core.scheduler.vllm_config.kv_transfer_config
+    is_ours = config is not None and config.kv_connector == "StoreConnector"
+    return core.scheduler.connector if is_ours else None

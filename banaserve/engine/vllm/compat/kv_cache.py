@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import (
@@ -32,6 +33,7 @@ __all__ = [
     "get_request_block_hasher",
     "hash_block_tokens",
     "init_none_hash",
+    "write_latents",
 ]
 
 
@@ -58,3 +60,25 @@ def cpu_instruction_set(spec: FullAttentionSpec) -> str:
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     return str(_get_attn_isa(spec.dtype, spec.block_size, spec.head_size))
+
+
+def write_latents(
+    attention: Any, latents: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Let an ``MLAAttention`` write latents where it pleases, at a scale of 1.
+
+    Args:
+        latents: ``[num_tokens, latent + positions]`` in the model's type.
+        blocks: ``[num_blocks, block_size, row]`` in the cache's.
+        slots: ``[num_tokens]`` int64, the place of each token: block times block size plus row.
+    """
+    sizes = [attention.kv_lora_rank, attention.qk_rope_head_dim]
+    values, positions = (part.contiguous() for part in latents.split(sizes, dim=-1))
+    attention.impl.do_kv_cache_update(
+        values,
+        positions.unsqueeze(1),
+        blocks,
+        slots,
+        attention.kv_cache_dtype,
+        torch.ones((), dtype=torch.float32, device=latents.device),
+    )

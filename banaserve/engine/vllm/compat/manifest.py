@@ -167,7 +167,7 @@ _CONFIG = [
     *_attributes("config", "vllm.config", "ModelConfig", "identity and shape of the model",
                  "model revision dtype quantization hf_overrides hf_text_config max_model_len "
                  "logits_processors enforce_eager use_mla is_encoder_decoder is_mm_prefix_lm "
-                 "uses_mrope"),
+                 "uses_mrope architecture is_hybrid is_attention_free has_inner_state"),
     *_attributes("config", "vllm.config", "ModelConfig", "what the front door goes by",
                  "tokenizer skip_tokenizer_init"),
     *_methods("config", "vllm.config", "ModelConfig", "what the front door goes by",
@@ -190,11 +190,13 @@ _CONFIG = [
                  "scheduler_cls", Hook.SET),
     *_attributes("config", "vllm.config", "CompilationConfig", "refuses compiled engines; modules "
                  "by name", "mode cudagraph_mode static_forward_context"),
+    *_attributes("config", "vllm.config", "CompilationConfig", "kernels that MLA goes without",
+                 "custom_ops", Hook.SET),
     *_attributes("config", "vllm.config", "DeviceConfig", "CPU or GPU", "device_type"),
     *_attributes("config", "vllm.config.load", "LoadConfig", "whether weights are real",
                  "load_format"),
-    *_attributes("config", "vllm.config", "ObservabilityConfig", "whether requests are traced",
-                 "otlp_traces_endpoint"),
+    *_attributes("config", "vllm.config", "ObservabilityConfig", "spans are the front door's",
+                 "otlp_traces_endpoint", Hook.SET),
     *_attributes("config", "vllm.config", "KVTransferConfig", "options of the connector",
                  "kv_connector kv_connector_extra_config"),
     *_methods("config", "vllm.config", "KVTransferConfig", "options of the connector",
@@ -275,6 +277,8 @@ _SERVER = [
               "ReasoningParserManager"),
     *_methods("server", "vllm.reasoning", "ReasoningParserManager",
               "parsers that users bring along", "import_reasoning_parser(plugin_path)"),
+    *_functions("server", "vllm.tracing.otel", "sends spans of requests",
+                "get_span_exporter(endpoint)"),
     *_functions("server", "vllm.tokenizers", "vocabulary for checks of grammars",
                 "cached_tokenizer_from_config(model_config=)"),
     *_functions("server", "vllm.renderers", "prompts of requests", "renderer_from_config(config)"),
@@ -442,6 +446,10 @@ _ENGINE = [
               "PromptTokenStats()", "SchedulerStats"),
     *_attributes("engine", _STATS, "IterationStats", "counts a token that prefill sampled",
                  "prompt_token_stats", Hook.SET),
+    *_attributes("engine", _STATS, "IterationStats", "times of requests are never negative",
+                 "finished_requests"),
+    *_attributes("engine", _STATS, "FinishedRequestStats", "times of requests are never negative",
+                 "queued_time prefill_time decode_time inference_time", Hook.SET),
     *_attributes("engine", _STATS, "SchedulerStats", "reports of instances",
                  "num_running_reqs num_waiting_reqs num_skipped_waiting_reqs kv_cache_usage "
                  "kv_connector_stats"),
@@ -550,6 +558,12 @@ _KV_CACHE = [
     Entry("kv_cache", "vllm", "_custom_ops", NameKind.MODULE, "copies of blocks on a GPU"),
     *_functions("kv_cache", "vllm._custom_ops", "copies of blocks on a GPU",
                 "swap_blocks_batch(src_ptrs, dst_ptrs, sizes)"),
+    *_attributes("kv_cache", "vllm.model_executor.layers.attention.mla_attention", "MLAAttention",
+                 "layout of latents",
+                 "impl kv_lora_rank qk_rope_head_dim kv_cache_dtype"),
+    *_methods("kv_cache", "vllm.v1.attention.backend", "MLAAttentionImpl", "layout of latents",
+              "do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, "
+              "k_scale)"),
     *_functions("kv_cache", "vllm.v1.attention.backends.cpu_attn", "layout of K on CPU",
                 "_get_attn_isa(dtype, block_size, head_size)"),
 ]  # fmt: skip
@@ -699,6 +713,11 @@ _MODEL = [
 _GPU_RUNNER = "vllm.v1.worker.gpu_model_runner"
 
 _RUNNER = [
+    *_classes("runner_hooks", "vllm.v1.worker.worker_base", "workers in processes of their own",
+              "WorkerWrapperBase"),
+    *_methods("runner_hooks", "vllm.v1.worker.worker_base", "WorkerWrapperBase",
+              "workers in processes of their own do what ours does", "init_device()",
+              hook=Hook.WRAPPED),
     *_classes("runner_hooks", "vllm.v1.worker.cpu_model_runner", "steps on CPU",
               "CPUModelRunner"),
     *_classes("runner_hooks", _GPU_RUNNER, "steps on a GPU", "GPUModelRunner"),

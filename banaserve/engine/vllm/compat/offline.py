@@ -7,10 +7,15 @@ from typing import Any
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 
-__all__ = ["LLM", "EngineArgs", "SamplingParams", "running_requests"]
+__all__ = ["LLM", "EngineArgs", "SamplingParams", "running_requests", "scheduler_connector"]
 
 
 def running_requests(engine: Any) -> list[Any]:
     """The requests that the scheduler of an ``LLM``'s engine has taken up."""
     running: list[Any] = engine.engine_core.engine_core.scheduler.running
     return running
+
+
+def scheduler_connector(engine: Any) -> Any:
+    """The connector of an ``LLM``'s engine in the scheduler's role."""
+    return engine.engine_core.engine_core.scheduler.connector

@@ -40,6 +40,17 @@ def gpu_model_runner(config: Any) -> type[Any]:
     return GPUModelRunner
 
 
+def before_runners(prepare: Callable[[Any], object]) -> None:
+    """Call ``prepare`` with its configuration before a worker of this process makes its runner."""
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    def init_device(call: Call, wrapper: Any) -> Any:
+        prepare(wrapper.vllm_config)
+        return call(wrapper)
+
+    _wrap(WorkerWrapperBase, "init_device", init_device)
+
+
 # ---- methods of a model runner, or of its class
 
 

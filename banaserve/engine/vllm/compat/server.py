@@ -20,6 +20,7 @@ from vllm.renderers import renderer_from_config
 from vllm.renderers.inputs.preprocess import extract_prompt_components
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.tool_parsers import ToolParserManager
+from vllm.tracing.otel import get_span_exporter
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.input_processor import InputProcessor
 
@@ -41,6 +42,7 @@ __all__ = [
     "bind_engines",
     "build_app",
     "extract_prompt_components",
+    "get_span_exporter",
     "init_app_state",
     "keep_alive_s",
     "keep_serving",

@@ -23,6 +23,7 @@ class PacingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         profile: Name or path of the modelled GPU and model.
+        devices: The same of instances whose GPU is another one, by their ids.
         folder: Where the steps of each instance are recorded.
         dilation: Wall seconds of one modelled second.
     """
@@ -30,6 +31,7 @@ class PacingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     profile: str
     folder: str
     dilation: float = 1.0
+    devices: dict[str, str] = {}
 
 
 def settings_of(config: VllmConfig) -> PacingSettings | None:
@@ -48,4 +50,7 @@ def settings_of(config: VllmConfig) -> PacingSettings | None:
 
 def pacing_options(settings: PacingSettings) -> list[str]:
     """vLLM options of a paced engine; vLLM joins them with other additional options."""
-    return [f"--additional-config.{KEY}", json.dumps(msgspec.to_builtins(settings))]
+    told = msgspec.to_builtins(settings)
+    if not settings.devices:
+        del told["devices"]
+    return [f"--additional-config.{KEY}", json.dumps(told)]

@@ -39,7 +39,7 @@ def install(config: VllmConfig, runner_class: type[Any], instance: str) -> TimeH
     settings = settings_of(config)
     if settings is None:
         return REAL_TIME
-    profile = profiles.load(settings.profile)
+    profile = profiles.load(settings.devices.get(instance, settings.profile))
     pacer = Pacer(profile, instance, Path(settings.folder), settings.dilation)
     shape = _shape_of(config)
     compat.on_wake(pacer.woke)

@@ -13,7 +13,7 @@ import torch
 import banaserve._native as _native
 from banaserve.engine.vllm.compat import kv_cache as compat
 from banaserve.engine.vllm.kv_connector.gpu_block_copy import Addresses, QueueCopies
-from banaserve.kvstore.pool import PoolView
+from banaserve.kvstore.pool import Numbers, PoolView
 
 
 def copies_of_vllm() -> QueueCopies:
@@ -47,6 +47,8 @@ class Copy(Protocol):
 class BlockCopier(Protocol):
     """Copies whole pages of one layer; called from copy threads, not from the forward pass.
 
+    Blocks and slots are numbers, ``[num_copies]`` int64, as in ``MappedCopies``.
+
     Attributes:
         is_synchronous: Whether the engine's work is done when its calls return. If not, a step's
             wall time says nothing of its work unless the step waits for a copy behind it.
@@ -58,15 +60,11 @@ class BlockCopier(Protocol):
         """A point in the engine's work that later copies must wait for; from its thread."""
         ...
 
-    def load(
-        self, layer: int, view: PoolView, blocks: Sequence[int], slots: Sequence[int], after: Any
-    ) -> Copy:
+    def load(self, layer: int, view: PoolView, blocks: Numbers, slots: Numbers, after: Any) -> Copy:
         """Copy slots into blocks, behind the engine's work up to ``after``."""
         ...
 
-    def save(
-        self, layer: int, view: PoolView, blocks: Sequence[int], slots: Sequence[int], after: Any
-    ) -> Copy:
+    def save(self, layer: int, view: PoolView, blocks: Numbers, slots: Numbers, after: Any) -> Copy:
         """Copy blocks into slots, behind the engine's work up to ``after``."""
         ...
 
@@ -130,31 +128,33 @@ class HostCopier:
         return None
 
     def load(
-        self, layer: int, view: PoolView, blocks: Sequence[int], slots: Sequence[int], after: None
+        self, layer: int, view: PoolView, blocks: Numbers, slots: Numbers, after: None
     ) -> EndedCopy:
         began_s = time.perf_counter()
+        in_slot = view.fingerprint.offset_bytes(layer, self._part)
         _native.copy_regions(
             self._bases[layer],
-            view.base_address,
-            self._block_offsets(blocks),
-            self._slot_offsets(layer, view, slots),
+            view.base_address + in_slot,
+            _offsets(blocks, self._page_bytes),
+            _offsets(slots, view.slot_bytes),
             self._page_bytes,
             self._cache_bytes,
-            view.memory.size,
+            view.memory.size - in_slot,
         )
         return EndedCopy(time.perf_counter() - began_s)
 
     def save(
-        self, layer: int, view: PoolView, blocks: Sequence[int], slots: Sequence[int], after: None
+        self, layer: int, view: PoolView, blocks: Numbers, slots: Numbers, after: None
     ) -> EndedCopy:
         began_s = time.perf_counter()
+        in_slot = view.fingerprint.offset_bytes(layer, self._part)
         _native.copy_regions(
-            view.base_address,
+            view.base_address + in_slot,
             self._bases[layer],
-            self._slot_offsets(layer, view, slots),
-            self._block_offsets(blocks),
+            _offsets(slots, view.slot_bytes),
+            _offsets(blocks, self._page_bytes),
             self._page_bytes,
-            view.memory.size,
+            view.memory.size - in_slot,
             self._cache_bytes,
             streaming=True,  # it is the other instance that reads the slot
         )
@@ -163,12 +163,9 @@ class HostCopier:
     def close(self) -> None:
         return
 
-    def _block_offsets(self, blocks: Sequence[int]) -> np.ndarray:
-        return np.asarray(blocks, dtype=np.int64) * self._page_bytes
 
-    def _slot_offsets(self, layer: int, view: PoolView, slots: Sequence[int]) -> np.ndarray:
-        inside = view.fingerprint.offset_bytes(layer, self._part)
-        return np.asarray(slots, dtype=np.int64) * view.slot_bytes + inside
+def _offsets(numbers: Numbers, each_bytes: int) -> Numbers:
+    return np.asarray(numbers, np.int64) * each_bytes
 
 
 class ThrottledCopier:
@@ -197,16 +194,12 @@ class ThrottledCopier:
     def mark(self) -> Any:
         return self._inner.mark()
 
-    def load(
-        self, layer: int, view: PoolView, blocks: Sequence[int], slots: Sequence[int], after: Any
-    ) -> Copy:
+    def load(self, layer: int, view: PoolView, blocks: Numbers, slots: Numbers, after: Any) -> Copy:
         began_s = time.perf_counter()
         copy = self._inner.load(layer, view, blocks, slots, after)
         return self._held_back(copy, began_s, len(blocks), self.load_bytes_per_s)
 
-    def save(
-        self, layer: int, view: PoolView, blocks: Sequence[int], slots: Sequence[int], after: Any
-    ) -> Copy:
+    def save(self, layer: int, view: PoolView, blocks: Numbers, slots: Numbers, after: Any) -> Copy:
         began_s = time.perf_counter()
         copy = self._inner.save(layer, view, blocks, slots, after)
         return self._held_back(copy, began_s, len(blocks), self.save_bytes_per_s)

@@ -19,7 +19,7 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
 from banaserve.engine.vllm.compat import kv_cache as compat
-from banaserve.engine.vllm.compat.config import ParallelConfig, VllmConfig
+from banaserve.engine.vllm.compat.config import ModelConfig, ParallelConfig, VllmConfig
 from banaserve.engine.vllm.compat.kv_cache import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
 from banaserve.engine.vllm.settings.migration_settings import packs_nothing, settings_of
 from banaserve.errors import UserError
@@ -89,10 +89,11 @@ def describe_blocks(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Finge
     """All that two instances must agree on before they read each other's blocks.
 
     Raises:
-        UserError: The model's KV cache is not one group of plain attention layers, or its parts
+        UserError: The model's KV cache is not one group of alike attention layers, or its parts
             are not those of tensor parallel ranks.
     """
-    spec = _plain_attention_spec(kv_cache_config)
+    spec = _attention_spec(kv_cache_config)
+    is_latent = isinstance(spec, MLAAttentionSpec)
     model, parallel = config.model_config, config.parallel_config
     check_parallel(parallel)
     return Fingerprint(
@@ -103,7 +104,7 @@ def describe_blocks(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Finge
         kv_cache_dtype=f"{config.cache_config.cache_dtype}, {spec.dtype}",
         block_size_tokens=spec.block_size,
         num_layers=len(kv_cache_config.kv_cache_groups[0].layer_names),
-        num_kv_heads=spec.num_kv_heads * parallel.tensor_parallel_size,
+        num_kv_heads=1 if is_latent else spec.num_kv_heads * parallel.tensor_parallel_size,
         head_size=spec.head_size,
         layout=str(kv_cache_config.kv_cache_layout or "default"),
         isa=_instruction_set(config, spec),
@@ -112,7 +113,30 @@ def describe_blocks(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Finge
         salt=str(config.kv_transfer_config.get_from_extra_config("salt", "")),
         probe=_probe(config, spec.block_size),
         weights=describe_weights(model, str(config.load_config.load_format)),
+        attention="mla" if is_latent else "full",
     )
+
+
+def check_model(model_config: ModelConfig) -> None:
+    """Return if all that the model keeps of a sequence lies in blocks that may be shared.
+
+    What only a KV cache that has been laid out shows, ``describe_blocks`` and ``check_latents``
+    refuse.
+
+    Raises:
+        UserError: It keeps something else, which a block that is fetched would lack.
+    """
+    what = ""
+    if model_config.is_hybrid or model_config.is_attention_free or model_config.has_inner_state:
+        what = "keeps states of Mamba or linear-attention layers"
+    elif model_config.is_encoder_decoder:
+        what = "keeps what its encoder has read"
+    if what:
+        raise UserError(
+            f"{model_config.architecture} {what} beside its KV blocks, which the KV cache store "
+            "does not share yet, so that prefill could not hand over to decode; serve it without "
+            "the store: --colocated N --no-kv-store"
+        )
 
 
 def check_parallel(parallel: ParallelConfig) -> None:
@@ -131,17 +155,12 @@ def check_parallel(parallel: ParallelConfig) -> None:
         )
 
 
-def _plain_attention_spec(kv_cache_config: KVCacheConfig) -> FullAttentionSpec:
+def _attention_spec(kv_cache_config: KVCacheConfig) -> FullAttentionSpec:
     groups = kv_cache_config.kv_cache_groups
     spec = groups[0].kv_cache_spec if groups else None
     if len(groups) != 1 or not isinstance(spec, FullAttentionSpec):
         raise UserError(
             "this model mixes kinds of attention, which the KV cache store does not share yet; "
-            "serve it without the store: --colocated N --no-kv-store"
-        )
-    if isinstance(spec, MLAAttentionSpec):
-        raise UserError(
-            "this model uses MLA, which the KV cache store does not share yet; "
             "serve it without the store: --colocated N --no-kv-store"
         )
     return spec
@@ -150,11 +169,11 @@ def _plain_attention_spec(kv_cache_config: KVCacheConfig) -> FullAttentionSpec:
 def _instruction_set(config: VllmConfig, spec: FullAttentionSpec) -> str:
     """CPU attention packs K inside a block for the instruction set: part of the layout.
 
-    Our kernels do not.
+    Our kernels do not, and neither does what attends to latents, token by token in one row each.
     """
     if torch.cuda.is_available():
         return "cuda"
-    if packs_nothing(settings_of(config)):
+    if isinstance(spec, MLAAttentionSpec) or packs_nothing(settings_of(config)):
         return "plain"
     return compat.cpu_instruction_set(spec)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from banaserve.clock import WallClock
-from banaserve.engine.vllm.compat.config import VllmConfig
+from banaserve.engine.vllm.compat.config import VllmConfig, own_budget
 from banaserve.engine.vllm.compat.kv_connector import (
     ConnectorBase,
     KVConnectorMetadata,
@@ -19,7 +19,8 @@ from banaserve.engine.vllm.compat.kv_connector import (
     KVConnectorWorkerMetadata,
     get_tensor_model_parallel_rank,
 )
-from banaserve.engine.vllm.kv_connector.block_hash import TailHasher, describe_blocks
+from banaserve.engine.vllm.kv_connector.block_hash import TailHasher, check_model, describe_blocks
+from banaserve.engine.vllm.kv_connector.latent_layout import check_latents
 from banaserve.engine.vllm.kv_connector.metadata import (
     ConnectorOptions,
     MappedCopies,
@@ -31,7 +32,7 @@ from banaserve.engine.vllm.kv_connector.metadata import (
 from banaserve.engine.vllm.kv_connector.scheduler import StoreConnectorScheduler
 from banaserve.engine.vllm.kv_connector.worker import StoreConnectorWorker
 from banaserve.engine.vllm.settings.environment import INSTANCE_VARIABLE, STORE_VARIABLE
-from banaserve.engine.vllm.tracing.events import EngineNotes
+from banaserve.engine.vllm.tracing.events import EngineAnswer
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.cost_gate import CostGate
 
@@ -51,6 +52,7 @@ class StoreConnector(ConnectorBase):
 
     Attributes:
         client_name: Of this instance at the store.
+        gate: Decides in the scheduler's role; in the other one it learns nothing.
         holds_saves: Layers go by without being saved: the tokens that run are not the step's last.
     """
 
@@ -60,6 +62,8 @@ class StoreConnector(ConnectorBase):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        self._config = vllm_config
+        check_model(vllm_config.model_config)
         self.fingerprint = describe_blocks(vllm_config, kv_cache_config)
         options = ConnectorOptions.of(vllm_config.kv_transfer_config.kv_connector_extra_config)
         options = replace(options, socket=os.environ.get(STORE_VARIABLE, options.socket))
@@ -73,13 +77,15 @@ class StoreConnector(ConnectorBase):
         client.connect(within_s=_CONNECT_WITHIN_S)
         self._client = client
         block_size = self.fingerprint.block_size_tokens
+        self.gate = CostGate(num_layers=self.fingerprint.num_layers, enabled=options.cost_gate)
         self._scheduler = (
             StoreConnectorScheduler(
                 client,
                 TailHasher(vllm_config, block_size),
                 block_size,
-                CostGate(enabled=options.cost_gate),
+                self.gate,
                 WallClock(),
+                own_budget(vllm_config)[0],
             )
             if role is KVConnectorRole.SCHEDULER
             else None
@@ -128,12 +134,17 @@ class StoreConnector(ConnectorBase):
         self._scheduler.finished(request.request_id)
         return False, None
 
-    def notes_of(self, name: str) -> list[EngineNotes]:
-        """What became of a request of this name; only where this connector has the scheduler's
-        role. Empty where it is not known, or not any more.
+    def limit_steps(self, num_tokens: int) -> None:
+        """From now on a step has so many tokens at most; for the scheduler's role."""
+        assert self._scheduler is not None
+        self._scheduler.ahead.max_tokens = num_tokens
+
+    def notes_of(self, names: list[str]) -> EngineAnswer:
+        """What became of requests of these names; only where this connector has the scheduler's
+        role. Those of a name are empty where it is not known, or not any more.
         """
         assert self._scheduler is not None
-        return self._scheduler.notes.of(name)
+        return self._scheduler.notes.answer(names)
 
     # ---- worker
 
@@ -145,9 +156,12 @@ class StoreConnector(ConnectorBase):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         assert self._worker is not None
-        self._worker.register(
-            {name: kv_caches[name] for name in self.layer_names}, self.fingerprint.page_bytes
-        )
+        caches = {name: kv_caches[name] for name in self.layer_names}
+        if self.fingerprint.attention == "mla":
+            attentions = self._config.compilation_config.static_forward_context
+            for name, cache in caches.items():
+                check_latents(attentions[name], cache, self._config.model_config.dtype)
+        self._worker.register(caches, self.fingerprint.page_bytes)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

@@ -27,7 +27,7 @@ try:
 except ImportError:  # built without BANASERVE_CUDA=1
     _native_cuda = None  # type: ignore[assignment]
 from banaserve.errors import UserError
-from banaserve.kvstore.pool import PoolView
+from banaserve.kvstore.pool import Numbers, PoolView
 
 Addresses = npt.NDArray[np.int64]
 CopyPages = Callable[[Addresses, Addresses], None]
@@ -49,11 +49,11 @@ class GpuPages(Protocol):
     Loads are queued on one stream and saves on one, by one thread at a time each.
     """
 
-    def load(self, layer: int, blocks: Sequence[int], host: Addresses, copy: CopyPages) -> None:
+    def load(self, layer: int, blocks: Numbers, host: Addresses, copy: CopyPages) -> None:
         """Copy the pages at ``host`` into ``blocks``."""
         ...
 
-    def save(self, layer: int, blocks: Sequence[int], host: Addresses, copy: CopyPages) -> None:
+    def save(self, layer: int, blocks: Numbers, host: Addresses, copy: CopyPages) -> None:
         """Copy ``blocks`` to the pages at ``host``."""
         ...
 
@@ -79,13 +79,13 @@ class _WholeBlocks:
         self._bases = [tensor.data_ptr() for tensor in layers]
         self._block_bytes = layers[0].stride()[0] * layers[0].element_size()
 
-    def load(self, layer: int, blocks: Sequence[int], host: Addresses, copy: CopyPages) -> None:
+    def load(self, layer: int, blocks: Numbers, host: Addresses, copy: CopyPages) -> None:
         copy(self._addresses(layer, blocks), host)
 
-    def save(self, layer: int, blocks: Sequence[int], host: Addresses, copy: CopyPages) -> None:
+    def save(self, layer: int, blocks: Numbers, host: Addresses, copy: CopyPages) -> None:
         copy(host, self._addresses(layer, blocks))
 
-    def _addresses(self, layer: int, blocks: Sequence[int]) -> Addresses:
+    def _addresses(self, layer: int, blocks: Numbers) -> Addresses:
         return np.asarray(blocks, dtype=np.int64) * self._block_bytes + self._bases[layer]
 
 
@@ -99,14 +99,14 @@ class _PackedBlocks:
         self._packed = packed
         self._load_stage, self._save_stage = packed.stage(), packed.stage()
 
-    def load(self, layer: int, blocks: Sequence[int], host: Addresses, copy: CopyPages) -> None:
+    def load(self, layer: int, blocks: Numbers, host: Addresses, copy: CopyPages) -> None:
         for part, room in self._pieces(len(blocks), self._load_stage):
             copy(room, host[part])
-            self._packed.unpack(layer, blocks[part], self._load_stage)
+            self._packed.unpack(layer, list(blocks[part]), self._load_stage)
 
-    def save(self, layer: int, blocks: Sequence[int], host: Addresses, copy: CopyPages) -> None:
+    def save(self, layer: int, blocks: Numbers, host: Addresses, copy: CopyPages) -> None:
         for part, room in self._pieces(len(blocks), self._save_stage):
-            self._packed.pack(layer, blocks[part], self._save_stage)
+            self._packed.pack(layer, list(blocks[part]), self._save_stage)
             copy(host[part], room)
 
     def _pieces(self, count: int, stage: torch.Tensor) -> Iterator[tuple[slice, Addresses]]:
@@ -290,8 +290,8 @@ class GpuCopier:
         self,
         layer: int,
         view: PoolView,
-        blocks: Sequence[int],
-        slots: Sequence[int],
+        blocks: Numbers,
+        slots: Numbers,
         after: torch.cuda.Event,
     ) -> QueuedCopy:
         # Blocks may have belonged to a request whose last step still runs on the engine's stream.
@@ -303,8 +303,8 @@ class GpuCopier:
         self,
         layer: int,
         view: PoolView,
-        blocks: Sequence[int],
-        slots: Sequence[int],
+        blocks: Numbers,
+        slots: Numbers,
         after: torch.cuda.Event,
     ) -> QueuedCopy:
         host = self._host(layer, view, slots)
@@ -338,7 +338,7 @@ class GpuCopier:
             ended.record(stream)
         return QueuedCopy(began, ended, tuple(kept))
 
-    def _host(self, layer: int, view: PoolView, slots: Sequence[int]) -> Addresses:
+    def _host(self, layer: int, view: PoolView, slots: Numbers) -> Addresses:
         first = view.base_address + view.fingerprint.offset_bytes(layer, self._part)
         return np.asarray(slots, dtype=np.int64) * view.slot_bytes + first
 

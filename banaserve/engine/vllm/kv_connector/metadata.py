@@ -6,7 +6,10 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
+
+import numpy as np
 
 from banaserve.engine.vllm.compat.kv_connector import (
     KVConnectorMetadata,
@@ -16,7 +19,7 @@ from banaserve.engine.vllm.compat.kv_connector import (
 from banaserve.errors import StoreUnavailableError, UserError
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.interface import Slot
-from banaserve.kvstore.pool import PoolView
+from banaserve.kvstore.pool import Numbers, PoolView
 from banaserve.names import check_known
 from banaserve.orchestrator.model.calibration import StepWork
 
@@ -32,7 +35,7 @@ class ConnectorOptions:
     Attributes:
         socket: Path of the store's socket.
         salt: Deployments with different salts never share blocks.
-        cost_gate: Whether a prefix is fetched only where computing it would take longer.
+        cost_gate: Whether of a prefix only what shortens its step is fetched, or all of it.
         arrangement: "pipelined" fetches layer i+1 and saves layer i-1 while layer i computes;
             "serial" fetches everything before the forward pass and saves everything after it.
         load_bytes_per_s: Fetches are held back to this speed; 0 does not.
@@ -95,6 +98,8 @@ class StepPlan(KVConnectorMetadata):
         early_loads: Blocks that this step also writes new tokens into: all their layers are
             fetched before the forward pass, or the fetch would overwrite the new tokens.
         saves: Copied out layer by layer, each after its layer's attention.
+        pushed: Of ``saves``, slots whose blocks go to another machine's store meanwhile: it is told
+            of each layer that is saved.
         work: What the step computes; None where it computes nothing.
         settled: What failed in steps up to this one was known when this step was planned.
     """
@@ -103,6 +108,7 @@ class StepPlan(KVConnectorMetadata):
     loads: list[BlockCopy] = field(default_factory=list)
     early_loads: list[BlockCopy] = field(default_factory=list)
     saves: list[BlockCopy] = field(default_factory=list)
+    pushed: list[Slot] = field(default_factory=list)
     work: StepWork | None = None
     settled: int = 0
 
@@ -118,6 +124,7 @@ class StepResult(KVConnectorWorkerMetadata):
         fetch_s: Seconds of its fetches, whether or not anything waited for them.
         fetched_blocks: Blocks that they brought.
         saved_blocks: Blocks that were committed to the store.
+        save_s: Seconds of its saves and their commit, whether or not anything waited for them.
     """
 
     step: int
@@ -125,6 +132,7 @@ class StepResult(KVConnectorWorkerMetadata):
     fetch_s: float = 0.0
     fetched_blocks: int = 0
     saved_blocks: int = 0
+    save_s: float = 0.0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepResult:
         """Of two workers: the step has ended where both have, and the slower one counts."""
@@ -136,6 +144,7 @@ class StepResult(KVConnectorWorkerMetadata):
             max(self.fetch_s, other.fetch_s),
             max(self.fetched_blocks, other.fetched_blocks),
             min(self.saved_blocks, other.saved_blocks),
+            max(self.save_s, other.save_s),
         )
 
 
@@ -184,14 +193,27 @@ def stats_from_wire(data: dict[str, Any] | None) -> TransferStats | None:
     return TransferStats(data=data) if data else None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MappedCopies:
     """Copies whose slots all lie in ``view``: in the pool of another life of the store, their
     places would hold other blocks. Without a view there are no copies.
+
+    The numbers are made once and serve every layer: made anew for each they cost as much as
+    copying a block or two.
     """
 
     view: PoolView | None = None
     copies: Sequence[BlockCopy] = ()
+
+    @cached_property
+    def block_ids(self) -> Numbers:
+        """The engine's blocks, ``[num_copies]`` int64, in the order of ``copies``."""
+        return np.fromiter((copy.block_id for copy in self.copies), np.int64, len(self.copies))
+
+    @cached_property
+    def slots(self) -> Numbers:
+        """The store's slots, ``[num_copies]`` int64, in the order of ``copies``."""
+        return np.fromiter((copy.slot.index for copy in self.copies), np.int64, len(self.copies))
 
     @classmethod
     def of(cls, copies: Sequence[BlockCopy], client: StoreClient) -> MappedCopies:

@@ -1,4 +1,4 @@
-"""Prefix matching of waiting requests against the store, and the gate: fetch or compute.
+"""Prefix matching of waiting requests against the store, and the gate: how much of it to fetch.
 
 ``PrefixMatcher`` asks the store once for each waiting request and never waits for a tier.
 ``EngineCostGate`` decides, and learns from the steps that the worker has run.
@@ -24,10 +24,12 @@ from banaserve.engine.vllm.kv_connector.request_state import (
     SaveCandidate,
     full_block_offers,
 )
+from banaserve.engine.vllm.kv_connector.step_ahead import StepAhead
 from banaserve.engine.vllm.tracing.events import GateDecided, PromotionEnded, StoreAsked
 from banaserve.kvstore.client import StoreClient
-from banaserve.kvstore.cost_gate import CostGate, FetchWork, Verdict
+from banaserve.kvstore.cost_gate import CostGate, Verdict
 from banaserve.kvstore.interface import Exchanged, Lookup
+from banaserve.kvstore.prefix_cut import FetchWork, HeldPrefix, StepBeside
 from banaserve.kvstore.wire import MAX_KEYS
 
 _KEPT_STEPS = 64
@@ -79,24 +81,23 @@ class EngineCostGate:
         )
 
     def decide(
-        self, num_blocks: int, num_tokens: int, num_before: int, *, handed_over: bool = False
+        self, prefix: HeldPrefix, beside: StepBeside, *, handed_over: bool = False
     ) -> Verdict:
-        """Whether to fetch ``num_tokens`` tokens in ``num_blocks`` blocks that lie in the pool.
+        """How many blocks of ``prefix`` to fetch.
 
         Args:
-            num_blocks: Blocks to copy.
-            num_tokens: Tokens that would be computed otherwise.
-            num_before: Tokens before them.
+            prefix: What lies in the pool.
+            beside: The step that the request joins, without it.
             handed_over: Another instance has computed them, and this one is to fetch them.
         """
-        work = FetchWork.of(num_tokens, num_before)
-        return self._gate.decide(num_blocks, work, handed_over=handed_over)
+        return self._gate.decide(prefix, beside, handed_over=handed_over)
 
-    def count(self, verdict: Verdict) -> None:
-        """A request was scheduled by this verdict."""
-        self._stats.add(**{f"decided_{verdict.decision.value}": 1})
-        if verdict.decision.fetches and verdict.compute_s is not None:
-            self._stats.add(avoided_compute_seconds=verdict.compute_s)
+    def count(self, verdict: Verdict, num_found: int) -> None:
+        """A request was scheduled by this verdict, on so many blocks that were found."""
+        declined = num_found - verdict.fetched_blocks
+        self._stats.add(**{f"decided_{verdict.decision.value}": 1}, declined_blocks=declined)
+        if verdict.spared_s:
+            self._stats.add(avoided_compute_seconds=verdict.spared_s)
 
     def planned(self, step: int, computes: Iterable[tuple[int, int]], num_loads: int) -> None:
         """A step was planned.
@@ -144,7 +145,8 @@ class PrefixMatcher:
         client: The store.
         tails: Names partial last blocks.
         block_size: Tokens a block.
-        gate: Says whether a prefix in the pool is worth fetching.
+        gate: Says how much of a prefix in the pool is worth fetching.
+        ahead: The step that matched requests join.
         clock: For how long a prefix on its way is waited for.
         stats: Counts what became of it.
         notes: Keeps it for each request.
@@ -156,6 +158,7 @@ class PrefixMatcher:
         tails: TailHasher,
         block_size: int,
         gate: EngineCostGate,
+        ahead: StepAhead,
         clock: Clock,
         stats: ConnectorCounters,
         notes: ConnectorNotes,
@@ -165,6 +168,7 @@ class PrefixMatcher:
         self._tails = tails
         self._block_size = block_size
         self._gate = gate
+        self._ahead = ahead
         self._clock = clock
         self._stats = stats
         self._matched: dict[str, RequestState] = {}
@@ -314,6 +318,11 @@ class PrefixMatcher:
             offers.append(SaveCandidate(len(hashes), request.num_tokens, tail, parent))
         return offers
 
+    def prompt_keys(self, request: compat.Request) -> list[bytes]:
+        """Keys of all blocks of a prompt, the partial last one included."""
+        tail = self._tails.key(request, request.num_tokens)
+        return [*request.block_hashes, *([tail] if tail else [])][:MAX_KEYS]
+
     def _take(
         self, tracked: RequestState, covered: int, num_computed_tokens: int, now_s: float
     ) -> int:
@@ -325,24 +334,30 @@ class PrefixMatcher:
         extra = min(tokens, tracked.request.num_tokens - 1) - num_computed_tokens
         if extra <= 0:
             return 0
-        is_owed = self._is_owed(tracked.request)
-        tracked.verdict = self._gate.decide(
-            len(tracked.hits), extra, num_computed_tokens, handed_over=is_owed
+        num_found = len(tracked.hits)
+        num_after = tracked.request.num_tokens - num_computed_tokens - extra
+        prefix = HeldPrefix(num_found, self._block_size, extra, num_computed_tokens, num_after)
+        verdict = self._gate.decide(
+            prefix, self._ahead.beside(), handed_over=self._is_owed(tracked.request)
         )
-        verdict = tracked.verdict
-        decided = GateDecided(
-            verdict.decision.value,
-            verdict.decision.fetches,
-            len(tracked.hits),
-            extra,
-            verdict.fetch_s,
-            verdict.compute_s,
+        self._notes.note(
+            tracked.request.request_id,
+            GateDecided(
+                decision=verdict.decision.value,
+                fetched_blocks=verdict.fetched_blocks,
+                blocks=num_found,
+                tokens=extra,
+                fetch_s=verdict.fetch_s,
+                compute_s=verdict.compute_s,
+                step_s=verdict.step_s,
+            ),
         )
-        self._notes.note(tracked.request.request_id, decided)
-        if verdict.decision.fetches:
-            return extra
-        self.release_hits(tracked)
-        return 0
+        tracked.verdict, tracked.num_found = verdict, num_found
+        if verdict.fetched_blocks == 0:
+            self.release_hits(tracked)
+        # The lease covers those that are cut off too, and ends with the others'.
+        del tracked.hits[verdict.fetched_blocks :]
+        return prefix.tokens_of(verdict.fetched_blocks)
 
     def _settle(self, tracked: RequestState, now_s: float) -> None:
         """Give up on what has not come up, and reserve slots for computing it."""
@@ -405,7 +420,7 @@ class PrefixMatcher:
         """The scheduler has taken the request: what its match holds is the caller's now."""
         self._matched.pop(tracked.request.request_id, None)
         if tracked.verdict is not None:
-            self._gate.count(tracked.verdict)
+            self._gate.count(tracked.verdict, tracked.num_found)
         tracked.promotion = tracked.verdict = None
 
     def end_step(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -13,6 +13,7 @@ from banaserve.engine.vllm.tracing.events import (
     KEPT_REQUESTS,
     MAX_EVENTS,
     CopiesEnded,
+    EngineAnswer,
     EngineEvent,
     EngineFinished,
     EngineNotes,
@@ -120,7 +121,9 @@ class ConnectorNotes:
     def __init__(self, clock: Clock, kept: int = KEPT_REQUESTS) -> None:
         self._clock = clock
         self._open: dict[str, _Record] = {}
-        self._ended: deque[_Record] = deque(maxlen=kept)
+        self._kept = kept
+        self._ended: deque[_Record] = deque()
+        self._by_id: dict[str, list[_Record]] = {}
         self._copies: dict[int, dict[str, _Copies]] = {}
         self._saves_of_step: dict[int, int] = {}
 
@@ -129,6 +132,7 @@ class ConnectorNotes:
     ) -> None:
         """The scheduler looks at a request for the first time."""
         record = self._open[request_id] = _Record(request_id, prompt_tokens)
+        self._by_id.setdefault(request_id, []).append(record)
         event = EngineReceived(prompt_tokens, leaves_tail, handed_over)
         record.add(self._clock.now(), event)
 
@@ -176,6 +180,7 @@ class ConnectorNotes:
                 done.fetch_s,
                 done.compute_s,
                 planned_saves - done.saved_blocks,
+                done.save_s,
             )
             copies.record.add(now_s, event)
 
@@ -184,11 +189,27 @@ class ConnectorNotes:
         if (record := self._open.pop(request_id, None)) is not None:
             record.add(self._clock.now(), EngineFinished(output_tokens))
             self._ended.append(record)
+            if len(self._ended) > self._kept:
+                self._forget(self._ended.popleft())
+
+    def _forget(self, record: _Record) -> None:
+        others = [one for one in self._by_id[record.request_id] if one is not record]
+        if others:
+            self._by_id[record.request_id] = others
+        else:
+            del self._by_id[record.request_id]
 
     def of(self, name: str) -> list[EngineNotes]:
         """Notes of the request of this id, or of all the sequences that vLLM made of it."""
-        known = chain(self._ended, self._open.values())
-        return [record.notes() for record in known if _is_named(record.request_id, name)]
+        known = self._by_id.get(name)
+        if known is None:
+            every = chain(self._ended, self._open.values())
+            known = [record for record in every if _is_named(record.request_id, name)]
+        return [record.notes() for record in known]
+
+    def answer(self, names: Sequence[str]) -> EngineAnswer:
+        """Notes of several requests, and the time of this machine's clock."""
+        return EngineAnswer(self._clock.now(), [self.of(name) for name in names])
 
 
 def _is_named(request_id: str, name: str) -> bool:

@@ -13,6 +13,7 @@ from enum import Enum
 
 from banaserve.engine.vllm.compat import kv_cache as compat
 from banaserve.engine.vllm.kv_connector.block_hash import chain
+from banaserve.engine.vllm.kv_connector.handover import Handover
 from banaserve.kvstore.cost_gate import Verdict
 from banaserve.kvstore.interface import Lease, Lookup, Slot
 
@@ -132,8 +133,10 @@ class RequestState:
         promotion: Of ``hits``; None where the store is not being asked.
         ask_again_at_s: Not None while the store could not say what it has.
         undecided_until_s: Until when it may say so.
-        verdict: What the cost gate said of the hits; None where there were none.
+        verdict: What the cost gate said of the blocks found; None where there were none.
+        num_found: How many it decided on.
         offers: What the store was last offered.
+        push_to: Where its prompt's blocks are sent while they are computed; empty for nowhere.
         num_claimed: Full blocks below this index have been offered to the store.
     """
 
@@ -146,13 +149,16 @@ class RequestState:
     ask_again_at_s: float | None = None
     undecided_until_s: float = 0.0
     verdict: Verdict | None = None
+    num_found: int = 0
     offers: list[SaveCandidate] = field(default_factory=list)
     saves: list[PendingSave] = field(default_factory=list)
     num_claimed: int = 0
+    push_to: str = ""
 
     @classmethod
     def of(cls, request: compat.Request) -> RequestState:
-        return cls(request, tenant_of(request.cache_salt))
+        handover = Handover.of(request.kv_transfer_params)
+        return cls(request, tenant_of(request.cache_salt), push_to=handover.push_to)
 
     def keep(self, offers: Sequence[SaveCandidate], reserved: Sequence[Slot | None]) -> None:
         """Remember which offers the store took."""

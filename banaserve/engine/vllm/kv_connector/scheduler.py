@@ -24,6 +24,7 @@ from banaserve.engine.vllm.kv_connector.request_state import (
     SaveCandidate,
     full_block_offers,
 )
+from banaserve.engine.vllm.kv_connector.step_ahead import StepAhead
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.cost_gate import CostGate
 from banaserve.kvstore.interface import Lease
@@ -33,8 +34,17 @@ from banaserve.orchestrator.model.calibration import StepWork
 class StoreConnectorScheduler:
     """One per engine; called from the scheduler's thread only. Never waits for a tier.
 
+    Args:
+        client: The store.
+        tails: Names partial last blocks.
+        block_size: Tokens a block.
+        gate: Decides how much of a prefix is fetched.
+        clock: For how long a prefix on its way is waited for.
+        step_tokens: Most tokens of a step.
+
     Attributes:
         notes: Events of its last requests, for ``banaserve trace``.
+        ahead: The step to be planned next.
     """
 
     def __init__(
@@ -44,6 +54,7 @@ class StoreConnectorScheduler:
         block_size: int,
         gate: CostGate,
         clock: Clock,
+        step_tokens: int,
     ) -> None:
         self._client = client
         self._block_size = block_size
@@ -55,8 +66,9 @@ class StoreConnectorScheduler:
         self.stats = ConnectorCounters()
         self._gate = EngineCostGate(gate, block_size, self.stats)
         self.notes = ConnectorNotes(clock)
+        self.ahead = StepAhead(self._tracked, step_tokens)
         self._matcher = PrefixMatcher(
-            client, tails, block_size, self._gate, clock, self.stats, self.notes
+            client, tails, block_size, self._gate, self.ahead, clock, self.stats, self.notes
         )
 
     # ---- before a request is scheduled
@@ -81,12 +93,26 @@ class StoreConnectorScheduler:
         """The scheduler has given the request its blocks: plan the fetch."""
         tracked = self._track(request)
         self._matcher.scheduled(tracked)
+        self._push(tracked)
+        first = tracked.first_hit
+        has_tokens = first * self._block_size + num_external_tokens
+        fetched_blocks = len(tracked.hits) if num_external_tokens else 0
+        self.ahead.admit(has_tokens, request.num_tokens, fetched_blocks)
         if num_external_tokens == 0:
             self._matcher.release_hits(tracked)
             return
-        first = tracked.first_hit
         block_ids = blocks.get_block_ids()[0][first:]
-        self._loads.append((tracked, block_ids, first * self._block_size + num_external_tokens))
+        self._loads.append((tracked, block_ids, has_tokens))
+
+    def _push(self, tracked: RequestState) -> None:
+        """Its slots are reserved, and it is about to be computed: the decode leg's store is told.
+
+        Only now: one that is matched and not scheduled gives its slots back, and may do so often.
+        """
+        request = tracked.request
+        if tracked.push_to and not request.num_output_tokens:
+            keys = self._matcher.prompt_keys(request)
+            self._client.push(tracked.push_to, keys, tracked.tenant)
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
         """The copies of this step."""
@@ -94,6 +120,7 @@ class StoreConnectorScheduler:
         self._count(output)
         batch = scheduled(output)
         self.notes.planned(self._step, batch)
+        self.ahead.planned(batch)
         plan = StepPlan(step=self._step, settled=self._last_done)
         self._plan_loads(plan)
         self._claim_decoded(output)
@@ -151,6 +178,8 @@ class StoreConnectorScheduler:
                 block_ids = state.get_block_ids(request_id)
                 assert block_ids is not None
                 plan.saves += [BlockCopy(block_ids[0][save.index], save.slot) for save in ready]
+                if tracked is not None and tracked.push_to:
+                    plan.pushed += [save.slot for save in ready]
                 self.notes.copies(plan.step, request_id, saved=len(ready))
 
     def _count(self, output: SchedulerOutput) -> None:

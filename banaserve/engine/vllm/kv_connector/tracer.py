@@ -38,6 +38,7 @@ class StepTrace:
         computed_s: When the forward pass had ended; then saves are waited for.
         ended_s: When everything had ended and was committed.
         layers: ``[num_layers][Moment]``, nan for what did not happen.
+        fetched_blocks: Blocks that it fetched.
     """
 
     step: int
@@ -46,6 +47,7 @@ class StepTrace:
     forward_s: float = nan
     computed_s: float = nan
     ended_s: float = nan
+    fetched_blocks: int = 0
 
 
 @dataclass(slots=True)
@@ -73,8 +75,9 @@ class Tracer:
         if self._current is not None:
             self._current.layers[layer][moment] = time.perf_counter()
 
-    def end(self, computed_s: float) -> None:
+    def end(self, computed_s: float, fetched_blocks: int) -> None:
         if self._current is not None:
+            self._current.fetched_blocks = fetched_blocks
             self._current.computed_s = computed_s
             self._current.ended_s = time.perf_counter()
             self.steps.append(self._current)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 
@@ -30,6 +30,7 @@ from banaserve.engine.vllm.kv_connector.metadata import (
 from banaserve.engine.vllm.kv_connector.tracer import Moment, Tracer
 from banaserve.fail_points import FailPoint, reach
 from banaserve.kvstore.client import StoreClient
+from banaserve.kvstore.interface import Slot
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,9 @@ class RunningStep:
         saves: A save for each layer so far.
         target: Where this step's saves go, once it was asked for.
         deferred: Layers whose save waits for the end of the forward pass.
+        pushed: Slots of which the store is told how many layers are written.
+        written: Layers that are, in any order.
+        num_told: So many from the first on the store knows of.
         waited_s: How long the engine's thread has waited for fetches.
     """
 
@@ -53,10 +57,14 @@ class RunningStep:
     saves: list[Future[Copy | None]] = field(default_factory=list)
     target: MappedCopies | None = None
     deferred: list[int] = field(default_factory=list)
+    pushed: Sequence[Slot] = ()
+    written: set[int] = field(default_factory=set)
+    num_told: int = 0
     waited_s: float = 0.0
     fetched_blocks: int = 0
     saved_blocks: int = 0
     fetch_s: float = 0.0
+    save_s: float = 0.0
     compute_s: float | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -69,6 +77,21 @@ class RunningStep:
             if self.target is None:
                 self.target = MappedCopies.of(copies, client)
             return self.target
+
+    def note_written(self, layers: Iterable[int], client: StoreClient, part: int) -> None:
+        """Some layers have been copied into the slots: tell the store, where it pushes them."""
+        if not self.pushed:
+            return
+        with self.lock:
+            self.written.update(layers)
+            num_layers = self.num_told
+            while num_layers in self.written:
+                num_layers += 1
+            if num_layers > self.num_told and self.target is not None:
+                self.num_told = num_layers
+                visible = {copy.slot for copy in self.target.copies}
+                slots = [slot for slot in self.pushed if slot in visible]
+                client.note_written(slots, num_layers, part)
 
 
 class StoreConnectorWorker:
@@ -129,7 +152,7 @@ class StoreConnectorWorker:
     # ---- one step, in the order in which vLLM calls
 
     def begin_step(self, plan: StepPlan) -> None:
-        self._step = RunningStep(time.perf_counter())
+        self._step = RunningStep(time.perf_counter(), pushed=plan.pushed)
         self._client.let_go_if_lost()
         if plan.loads or plan.early_loads or plan.saves:
             self.trace.begin(plan.step, self._step.began_s)
@@ -204,6 +227,8 @@ class StoreConnectorWorker:
             save: Future[Copy | None] = Future()
             save.set_result(EndedCopy(seconds / len(layer_names)))
             self._step.saves.append(save)
+        layers = [self._layer_index[name] for name in layer_names]
+        self._step.note_written(layers, self._client, self._part)
         num_bytes = len(layer_names) * len(self._step.target.copies) * self._page_bytes
         self.stats.add(saved_bytes=num_bytes, guest_saved_bytes=num_bytes)
 
@@ -217,12 +242,17 @@ class StoreConnectorWorker:
         self._commit(plan)
         now_s = time.perf_counter()
         self._measure(plan, computed_s, now_s)
-        self.trace.end(computed_s)
+        self.trace.end(computed_s, self._step.fetched_blocks)
 
     def done(self, plan: StepPlan) -> StepResult:
         step = self._step
         return StepResult(
-            plan.step, step.compute_s, step.fetch_s, step.fetched_blocks, step.saved_blocks
+            plan.step,
+            step.compute_s,
+            step.fetch_s,
+            step.fetched_blocks,
+            step.saved_blocks,
+            step.save_s,
         )
 
     def take_failed_blocks(self) -> set[int]:
@@ -292,13 +322,11 @@ class StoreConnectorWorker:
     def _load(self, layer: int, source: MappedCopies, after: object) -> Copy:
         assert self._copier is not None
         assert source.view is not None
-        copies = source.copies
-        blocks, slots = [c.block_id for c in copies], [c.slot.index for c in copies]
         self.trace.stamp(layer, Moment.LOAD)
         reach(FailPoint.CONNECTOR_LOAD)
-        copy = self._copier.load(layer, source.view, blocks, slots, after)
+        copy = self._copier.load(layer, source.view, source.block_ids, source.slots, after)
         self.trace.stamp(layer, Moment.LOADED)
-        self.stats.add(loaded_bytes=len(copies) * self._page_bytes)
+        self.stats.add(loaded_bytes=len(source.copies) * self._page_bytes)
         return copy
 
     def _save(
@@ -306,15 +334,16 @@ class StoreConnectorWorker:
     ) -> Copy | None:
         assert self._copier is not None
         target = step.target_of(copies, self._client)
-        view, same = target.view, target.copies
-        if view is None:
+        if target.view is None:
             return None
-        blocks, slots = [c.block_id for c in same], [c.slot.index for c in same]
         self.trace.stamp(layer, Moment.SAVE)
         reach(FailPoint.CONNECTOR_SAVE)
-        copy = self._copier.save(layer, view, blocks, slots, after)
+        copy = self._copier.save(layer, target.view, target.block_ids, target.slots, after)
         self.trace.stamp(layer, Moment.SAVED)
-        self.stats.add(saved_bytes=len(same) * self._page_bytes)
+        self.stats.add(saved_bytes=len(target.copies) * self._page_bytes)
+        if step.pushed:
+            copy.finish()  # what is not there yet must not be sent
+            step.note_written([layer], self._client, self._part)
         return copy
 
     def _commit(self, plan: StepPlan) -> None:
@@ -324,6 +353,7 @@ class StoreConnectorWorker:
         if not plan.saves:
             return
         self.stats.add(save_seconds=save_s)
+        began_s = time.perf_counter()
         target = self._step.target
         # Blocks computed after a failed fetch hold garbage until vLLM has run the step again.
         is_garbage = is_abandoned or plan.settled < self._last_failed_step
@@ -335,3 +365,4 @@ class StoreConnectorWorker:
         if saved and self._client.commit(saved, part=self._part):
             self._step.saved_blocks = len(saved)
             self.stats.add(saved_blocks=len(saved))
+        self._step.save_s = save_s + time.perf_counter() - began_s

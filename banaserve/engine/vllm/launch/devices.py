@@ -13,7 +13,7 @@ class Devices:
     Args:
         given: Values of CUDA_VISIBLE_DEVICES by instance; empty on CPU.
         visible: Every device that instances may have; none on CPU.
-        num_each: Of an instance that is added.
+        num_each: Of an instance that is added; 0 on CPU.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Devices:
         Raises:
             MigrationError: There are not enough.
         """
-        if not self._given or instance_id in self._given:
+        if not self._num_each or instance_id in self._given:
             return
         taken = {name.strip() for group in self._given.values() for name in group.split(",")}
         free = [name for name in self._visible if name not in taken]

@@ -10,19 +10,20 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 import msgspec
 
+from banaserve.engine.interface import NodeStatus
 from banaserve.engine.vllm.launch import messages
 from banaserve.engine.vllm.launch.devices import Devices
 from banaserve.engine.vllm.launch.parent_link import ORDER_S, ParentLink, ParentLostError
 from banaserve.engine.vllm.launch.spawn import LaunchKind, spawn
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
 from banaserve.engine.vllm.monitoring import metrics
-from banaserve.errors import InstanceDeadError
+from banaserve.errors import InstanceDeadError, UserError
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.platform.processes import in_daemon_thread
 from banaserve.transport.connect import tcp_address
@@ -102,6 +103,53 @@ class Launcher(Protocol):
         """Options of the store beside the front door."""
         ...
 
+    def follow_peers(self, told: Callable[[Sequence[str]], Awaitable[None]]) -> None:
+        """Tell this where the stores of other machines listen, each time that changes."""
+        ...
+
+    def nodes(self) -> list[NodeStatus]:
+        """Machines that engines run on; none where that is this one."""
+        ...
+
+    def num_free_places(self) -> int | None:
+        """For how many more instances they have room; None where this machine's memory decides."""
+        ...
+
+    async def gained(self) -> list[str]:
+        """Machines that have come since this was asked last; ``add_node`` takes them."""
+        ...
+
+    async def add_node(
+        self, address: str, vllm_argv: tuple[str, ...], say: Callable[[str], None]
+    ) -> str:
+        """Take one more machine, for instances that are added from now on; returns its name.
+
+        Args:
+            vllm_argv: Of engines that are started now.
+            say: Called with what is waited for.
+
+        Raises:
+            UserError: It cannot be used, and is as it was.
+        """
+        ...
+
+    def hold_node(self, name: str, *, is_held: bool) -> None:
+        """Give a machine no more instances, or give it some again.
+
+        Raises:
+            UserError: There is none of this name.
+        """
+        ...
+
+    async def remove_node(self, name: str) -> None:
+        """Give back a machine that has no instance.
+
+        Raises:
+            UserError: There is none of this name.
+            MigrationError: It has instances.
+        """
+        ...
+
     def is_local(self, instance_id: str) -> bool:
         """Whether the instance's process is this machine's, and not one that stands for it."""
         ...
@@ -112,6 +160,13 @@ class Launcher(Protocol):
 
     def distance(self, source: str, target: str) -> Distance | None:
         """Way from the machine of one instance to that of another; None where it is not known."""
+        ...
+
+    def store_beside(self, source: str, target: str) -> str:
+        """``HOST:PORT`` of the store on the target's machine, as the source's knows its peer.
+
+        Empty where both have the same, or there is none.
+        """
         ...
 
     def is_there(self, instance_id: str) -> bool:
@@ -159,6 +214,29 @@ class OnThisMachine:
     def local_store(self, options: StoreOptions) -> StoreOptions:
         return options
 
+    def follow_peers(self, told: Callable[[Sequence[str]], Awaitable[None]]) -> None:
+        """They are those of the options, and stay."""
+
+    def nodes(self) -> list[NodeStatus]:
+        return []
+
+    def num_free_places(self) -> int | None:
+        return None
+
+    async def gained(self) -> list[str]:
+        return []
+
+    async def add_node(
+        self, address: str, vllm_argv: tuple[str, ...], say: Callable[[str], None]
+    ) -> str:
+        _refuse_nodes()
+
+    def hold_node(self, name: str, *, is_held: bool) -> None:
+        _refuse_nodes()
+
+    async def remove_node(self, name: str) -> None:
+        _refuse_nodes()
+
     def is_local(self, instance_id: str) -> bool:
         return True
 
@@ -167,6 +245,9 @@ class OnThisMachine:
 
     def distance(self, source: str, target: str) -> Distance | None:
         return None
+
+    def store_beside(self, source: str, target: str) -> str:
+        return ""
 
     def is_there(self, instance_id: str) -> bool:
         return True
@@ -181,6 +262,13 @@ class OnThisMachine:
 
     def address_there(self, instance_id: str, address: str) -> str:
         return address
+
+
+def _refuse_nodes() -> NoReturn:
+    raise UserError(
+        "this server's engines run on its own machine: nodes join one that was started with --node "
+        "or --cluster"
+    )
 
 
 class ForkLauncher(OnThisMachine):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from banaserve.engine.interface import NodeStatus
+
 Heads = dict[int, tuple[int, ...]]
 """KV heads by layer."""
 
@@ -290,8 +292,13 @@ class InstancePlacement(msgspec.Struct, frozen=True):
 
 
 class ClusterPlacement(msgspec.Struct, frozen=True):
-    """The whole cluster."""
+    """The whole cluster.
+
+    Attributes:
+        nodes: That engines run on; empty where that is the server's own machine.
+    """
 
     instances: list[InstancePlacement]
     guests: list[GuestStatus]
     migrations: list[Migration]
+    nodes: list[NodeStatus] = []

@@ -9,12 +9,15 @@ from typing import Any
 from torch import nn
 
 from banaserve.engine.vllm.compat.config import CompilationMode, CUDAGraphMode, VllmConfig
-from banaserve.engine.vllm.compat.kv_cache import FullAttentionSpec, MLAAttentionSpec
+from banaserve.engine.vllm.compat.kv_cache import FullAttentionSpec
+from banaserve.engine.vllm.settings.migration_settings import packs_nothing, settings_of
 from banaserve.errors import MigrationError
 
 _PARTIAL_LOAD_FORMATS = ("auto", "hf", "safetensors", "pt", "mistral", "dummy")
 LAYOUT = "LBHNC"
 """Layer, block, head, token, key and value: the order in which pages travel."""
+_OF_ONE_HEAD = "LBNHC"
+"""The same where there is one head, as of latents: token before head."""
 _WHOLE_MODEL_QUANTISATION = ("bitsandbytes", "gguf", "torchao")
 
 
@@ -31,8 +34,10 @@ def check_config(config: VllmConfig) -> None:
 
 def _config_blocker(config: VllmConfig) -> str | None:
     model, parallel = config.model_config, config.parallel_config
-    if model.use_mla:
-        return "MLA keeps one latent for all heads, which cannot be split or moved by layer yet"
+    if model.is_hybrid or model.is_attention_free or model.has_inner_state:
+        return "states of Mamba or linear-attention layers would have to move with their requests"
+    if model.use_mla and attends_with_kernels(config):
+        return "only vLLM's own attention on CPU reads MLA's latents, and its kernels would not"
     if config.speculative_config is not None:
         return "speculative decoding reads states of layers that may be elsewhere"
     if config.compilation_config.mode != CompilationMode.NONE:
@@ -49,6 +54,12 @@ def _config_blocker(config: VllmConfig) -> str | None:
     if load_format not in _PARTIAL_LOAD_FORMATS:
         return f"weights of format {load_format} cannot be loaded for some layers alone"
     return None
+
+
+def attends_with_kernels(config: VllmConfig) -> bool:
+    """Whether our kernels are to attend in place of vLLM's."""
+    is_on_cpu = str(config.device_config.device_type) == "cpu"
+    return not is_on_cpu or packs_nothing(settings_of(config))
 
 
 def _device_blocker(config: VllmConfig) -> str | None:
@@ -70,6 +81,8 @@ def overlap_blocker(config: VllmConfig) -> str:
         return "an encoder's tokens look at later ones"
     if model.is_mm_prefix_lm:
         return "tokens of an image look at later ones"
+    if model.use_mla:
+        return "vLLM's MLA keeps what it prepares for the prompts of one part alone"
     if model.uses_mrope:
         return "its positions have several rows for each token"
     transfer = config.kv_transfer_config
@@ -85,7 +98,7 @@ def check_groups(groups: Iterable[Any]) -> None:
         groups: vLLM's KV cache groups.
 
     Raises:
-        MigrationError: Not one group of plain attention.
+        MigrationError: Not one group of full attention, be it to keys and values or to latents.
     """
     specs = [group.kv_cache_spec for group in groups]
     if len(specs) != 1:
@@ -93,9 +106,9 @@ def check_groups(groups: Iterable[Any]) -> None:
             "this engine cannot migrate: the model mixes kinds of attention, whose blocks have "
             "ids of their own"
         )
-    if not isinstance(specs[0], FullAttentionSpec) or isinstance(specs[0], MLAAttentionSpec):
+    if not isinstance(specs[0], FullAttentionSpec):
         raise MigrationError(
-            f"this engine cannot migrate: {type(specs[0]).__name__} is not plain attention"
+            f"this engine cannot migrate: {type(specs[0]).__name__} is not full attention"
         )
 
 
@@ -123,11 +136,15 @@ def find_layers(model: nn.Module, names: Mapping[int, str]) -> tuple[str, nn.Mod
 
 
 def check_heads(attention: Any, name: str) -> None:
-    """Refuse to split an attention whose heads are not alike.
+    """Refuse to split an attention whose heads are not alike, or have no KV of their own.
 
     Raises:
         MigrationError: With the reason.
     """
+    if getattr(attention, "kv_lora_rank", None) is not None:
+        raise MigrationError(
+            f"{name} keeps one latent for all of its heads: move the whole layer instead"
+        )
     impl = getattr(attention.impl, "inner", attention.impl)
     for attribute, what in (("alibi_slopes", "ALiBi"), ("sinks", "attention sinks")):
         if getattr(impl, attribute, None) is not None:
@@ -147,7 +164,8 @@ def check_tensors(kv_caches: Mapping[str, Any], layout: str) -> None:
             devices, shared by layers, or of different shapes.
     """
     tensors = list(kv_caches.values())
-    if layout != LAYOUT:
+    has_one_head = all(tensor.dim() == 4 and tensor.shape[1] == 1 for tensor in tensors)
+    if layout != LAYOUT and not (has_one_head and layout == _OF_ONE_HEAD):
         raise MigrationError(
             f"this engine cannot migrate: its KV is laid out as {layout}, and not each block in "
             f"one run, head by head; start it with VLLM_KV_CACHE_LAYOUT={LAYOUT}"

@@ -64,6 +64,29 @@ PREDICTED = Histogram(
     ["time", "legs"],
     buckets=(0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0),
 )
+# Names and buckets follow OpenTelemetry's conventions for servers of generative AI:
+# gen_ai.server.time_to_first_token and gen_ai.server.request.duration.
+TTFT_S = Histogram(
+    "banaserve_time_to_first_token_seconds",
+    "From a request's arrival to its first output, over all of its legs",
+    buckets=[
+        *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+        *(10.0, 20.0, 40.0, 80.0, 160.0),
+    ],
+)
+LATENCY_S = Histogram(
+    "banaserve_request_duration_seconds",
+    "From a request's arrival to its end, over all of its legs, by how it ended: stop, length, "
+    "other for vLLM's other reasons, closed by its client, or error",
+    ["end"],
+    buckets=[0.01 * 2**i for i in range(16)],
+)
+TRACE_SPANS = Counter(
+    "banaserve_trace_spans",
+    "OpenTelemetry spans by what came of them: sent, failed (the collector refused them or did not "
+    "answer), dropped (no room while it was slow)",
+    ["outcome"],
+)
 STORE_RESTARTS = Counter("banaserve_store_restarts", "Restarts of the store daemon")
 
 _TRANSFERS = {
@@ -88,6 +111,7 @@ _TRANSFERS = {
         "promotion_wait_seconds": "Seconds that requests waited for them",
         "promotion_predicted_seconds": "Seconds that the store predicted for these waits",
         "tier_declined_blocks": "KV blocks left in a tier because computing them was cheaper",
+        "declined_blocks": "KV blocks left in the pool because computing them was cheaper",
         "predicted_fetch_seconds": "Predicted seconds of fetches from the pool",
         "measured_fetch_seconds": "Seconds of the fetches that were predicted",
         "predicted_compute_seconds": "Predicted seconds of prefill steps without waiting",
@@ -98,7 +122,8 @@ _TRANSFERS = {
 _BY_KIND = {
     "decided": Counter(
         "banaserve_fetch_decisions",
-        "Requests with a prefix in the pool: fetch (cheaper), compute (cheaper), unmeasured "
+        "Requests with a prefix in the pool: fetch (all of it is cheaper), cut (its first blocks, "
+        "while the others are computed), compute (none, which is cheaper), unmeasured "
         "(fetched), probe (fetched to measure again)",
         ["instance_id", "kind"],
     ),

@@ -6,7 +6,7 @@ They arrive in the statistics that vLLM sends with its outputs.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -289,6 +289,8 @@ class EngineSeries:
                 mm_cache_stats: MultiModalCacheStats | None = None,
                 engine_idx: int = 0,
             ) -> None:
+                if iteration_stats is not None:
+                    never_below_zero(iteration_stats.finished_requests)
                 logger.record(scheduler_stats, iteration_stats, mm_cache_stats, index)
                 if scheduler_stats is not None:
                     on_stats(scheduler_stats)
@@ -328,3 +330,14 @@ def _logger_apart(config: VllmConfig, index: int) -> tuple[Any, CollectorRegistr
 def _vllm_collectors() -> list[Collector]:
     found = list(REGISTRY._collector_to_names)
     return [one for one in found if str(getattr(one, "_name", "")).startswith("vllm:")]
+
+
+def never_below_zero(finished: Iterable[Any]) -> None:
+    """Let no stretch of a request's time be negative.
+
+    vLLM counts from the engine's own scheduling. A first token from prefill, or from the engine
+    where a stream was before, comes before the engine that ends the request has scheduled it.
+    """
+    for one in finished:
+        for name in ("queued_time", "prefill_time", "decode_time", "inference_time"):
+            setattr(one, name, max(0.0, getattr(one, name)))

@@ -312,11 +312,15 @@ class RequestContext:
             prediction.observe_tpot((now_s - self._first_s) / more)
 
 
-async def prefill(context: RequestContext, instance: Instance) -> None:
-    """Run the prefill leg: afterwards the prompt lies in the store and ``context.first`` is set."""
+async def prefill(context: RequestContext, instance: Instance, push_to: str = "") -> None:
+    """Run the prefill leg: afterwards the prompt lies in the store and ``context.first`` is set.
+
+    Args:
+        push_to: Store of the decode leg's machine, where it is another one; empty for none.
+    """
     llm = _client(instance)
     keeps_token = context.first_token_blocker is None
-    leg = prefill_leg(context.request, keeps_token)
+    leg = prefill_leg(context.request, keeps_token, push_to)
     queue = LegOutputCollector(RequestOutputKind.FINAL_ONLY, leg.request_id)
     loop = asyncio.get_running_loop()
     num_tokens = len(context.request.prompt_token_ids or ())
@@ -339,7 +343,7 @@ async def prefill(context: RequestContext, instance: Instance) -> None:
             instance.learn_prefill_speed(to_compute, loop.time() - started_s)
     finish_reason = output.outputs[0].finish_reason
     ended = LegEnded("prefill", instance.id, finish_reason, output.num_cached_tokens)
-    context.notes.note(ended)
+    context.notes.note(ended, leg.request_id)
     if context.aborted:
         return
     if finish_reason not in ("length", "stop"):
@@ -390,12 +394,11 @@ async def decode(
                 assert isinstance(output, RequestOutput)
                 finished = output.finished
                 if is_awaited and len(context.tokens_so_far) > num_before:
-                    context.notes.note(LegOutput(leg_name, instance.id))
+                    context.notes.note(LegOutput(leg_name, instance.id), context.request.request_id)
                     is_awaited = False
                 if finished and is_sent:
-                    context.notes.note(
-                        LegEnded(leg_name, instance.id, output.outputs[0].finish_reason)
-                    )
+                    ended = LegEnded(leg_name, instance.id, output.outputs[0].finish_reason)
+                    context.notes.note(ended, context.request.request_id)
                 yield output
         except DEAD:
             context.num_beside = max(context.num_beside, instance.inflight_requests)
@@ -520,7 +523,9 @@ async def run_request(
             )
             leg = "prefill"
             if route.prefill is not None and not context.prefilled and not context.aborted:
-                await prefill(context, cluster.instance(route.prefill))
+                computes, decodes = map(cluster.instance, (route.prefill, route.decode))
+                with decodes.expecting():
+                    await prefill(context, computes, computes.store_beside(decodes))
                 if context.prefilled:
                     router.has_computed(route.prefill, context.request)
                 context.comes()
@@ -566,7 +571,7 @@ async def run_request(
             metrics.MOVED.inc()
             left = route.decode if leg == "decode" or route.prefill is None else route.prefill
             moved = LegFailed(leg, left, "drained", context.num_deaths, "goes on elsewhere")
-            context.notes.note(moved)
+            context.notes.note(moved, context.request.request_id)
         except WeightsReplacedError:
             if not context.start_over():
                 raise
@@ -594,7 +599,8 @@ def _note_death(
     context: RequestContext, leg: str, instance: InstanceId, death: Exception, next_step: str
 ) -> None:
     why = str(death) or type(death).__name__
-    context.notes.note(LegFailed(leg, instance, why, context.num_deaths, next_step))
+    failed = LegFailed(leg, instance, why, context.num_deaths, next_step)
+    context.notes.note(failed, context.request.request_id)
 
 
 def _comes_from_store(context: RequestContext, route: Route) -> bool:

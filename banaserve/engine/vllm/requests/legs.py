@@ -42,10 +42,13 @@ def give_seed(params: SamplingParams) -> None:
         params.seed = secrets.randbits(_SEED_BITS)
 
 
-def prefill_leg(request: compat.EngineCoreRequest, keeps_token: bool) -> compat.EngineCoreRequest:
+def prefill_leg(
+    request: compat.EngineCoreRequest, keeps_token: bool, push_to: str = ""
+) -> compat.EngineCoreRequest:
     """The request with one output token, its prompt's KV to be left in the store.
 
     Args:
+        push_to: Store of another machine that gets it while it is computed; empty for none.
         keeps_token: The token is the answer's first one; otherwise it is thrown away, and
             sampled in the cheapest way.
     """
@@ -64,7 +67,7 @@ def prefill_leg(request: compat.EngineCoreRequest, keeps_token: bool) -> compat.
     params.max_tokens = 1
     params.detokenize = False
     params.output_kind = RequestOutputKind.FINAL_ONLY
-    params.extra_args = _with_handover(given, Handover(leaves_tail=True))
+    params.extra_args = _with_handover(given, Handover(leaves_tail=True, push_to=push_to))
     leg.sampling_params = params
     return leg
 

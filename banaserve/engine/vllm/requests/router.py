@@ -140,7 +140,7 @@ class Router:
                 route = self.policy.route(view, seen)
                 if split_blocker is not None and route.prefill is not None:
                     route = Route(None, route.decode, route.reason)
-                notes.routed(self.policy.label, route, split_blocker, seen)
+                notes.routed(self.policy.label, route, split_blocker, seen, request.request_id)
                 return route
             except PolicyError as failure:
                 self._log(failure)
@@ -148,7 +148,7 @@ class Router:
                 raise error from None
             except NoInstanceError as nobody:
                 if not waits:
-                    notes.note(NoInstance(str(nobody)))
+                    notes.note(NoInstance(str(nobody)), request.request_id)
                 waits = True
                 is_late = self._clock.now() >= until_s and not self.cluster.is_replacing
                 if self.cluster.has_failed or is_late:
@@ -158,7 +158,7 @@ class Router:
     def _view(self) -> ClusterView:
         return ClusterView(
             now_s=self._clock.now(),
-            instances={i.id: i.view() for i in self.cluster.instances.values()},
+            instances=self.cluster.views(),
             output_lengths=self.output_lengths.lengths,
         )
 

@@ -1,26 +1,28 @@
-"""Put together what all processes have noted of one request."""
+"""Put together what all processes have noted of requests."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
+from banaserve.clock import Clock
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.rpc.engine_api import CoreApi
 from banaserve.engine.vllm.rpc.typed_rpc import call
 from banaserve.engine.vllm.tracing.events import (
     KEPT_REQUESTS,
+    EngineAnswer,
     EngineNotes,
-    RequestEvent,
+    MoveCommitted,
     RequestTrace,
     TraceLine,
 )
 from banaserve.engine.vllm.tracing.request_log import RequestNotes, TracedLeg
+from banaserve.engine.vllm.tracing.spans import FRONT_DOOR, spans_of
 from banaserve.errors import ProtocolError
 from banaserve.types import InstanceId
 
-FRONT_DOOR = "front door"
 _ANSWER_S = 10.0
 """An engine answers between two steps, and one with a long prompt takes its time."""
 
@@ -32,59 +34,139 @@ class TracedInstance(Protocol):
     llm: compat.AsyncLLM | None
 
 
-async def trace_of(
-    notes: RequestNotes, instances: Mapping[InstanceId, TracedInstance]
-) -> RequestTrace:
-    """Returns the request's trace; asks the engines that it ran on, all at once.
+class _Life(NamedTuple):
+    """One life of an instance: one that was started again has lost its notes."""
 
-    An engine that does not answer is named in ``missing``: this never raises for one.
+    instance: str
+    incarnation: int
+
+
+class TraceCollector:
+    """Asks engines for their notes of requests.
+
+    Args:
+        clock: Of the front door's notes.
+        moves: The last moves that were committed, and when their hosts went on.
     """
-    legs = list(dict.fromkeys(notes.legs))
-    answers = await asyncio.gather(*(_ask(leg, instances) for leg in legs))
-    timed: list[tuple[float, str, RequestEvent]] = [
-        (at_s, FRONT_DOOR, event) for at_s, event in notes.events()
-    ]
-    missing = _dropped(FRONT_DOOR, notes.num_dropped)
-    for leg, answer in zip(legs, answers, strict=True):
-        if isinstance(answer, str):
-            missing.append(answer)
-            continue
-        for found in answer:
-            timed += [(at_s, leg.instance, event) for at_s, event in found.events]
-            missing += _dropped(leg.instance, found.num_dropped)
-    timed.sort(key=lambda one: one[0])
-    lines = [TraceLine(at_s - notes.arrived_s, process, event) for at_s, process, event in timed]
-    return RequestTrace(notes.summary(), lines, list(dict.fromkeys(missing)))
+
+    def __init__(
+        self,
+        instances: Mapping[InstanceId, TracedInstance],
+        clock: Clock,
+        moves: Callable[[], Iterable[tuple[float, MoveCommitted]]] = tuple,
+    ) -> None:
+        self._instances = instances
+        self._clock = clock
+        self._moves = moves
+
+    async def trace_of(self, notes: RequestNotes) -> RequestTrace:
+        """Returns the request's trace; see ``traces_of``."""
+        (found,) = await self.traces_of([notes])
+        return found
+
+    async def traces_of(self, requests: Sequence[RequestNotes]) -> list[RequestTrace]:
+        """Returns a trace for each request; asks the engines that they ran on, all at once.
+
+        Each engine is asked once. One that does not answer is named in ``missing``: this never
+        raises for one.
+        """
+        names: dict[_Life, dict[str, None]] = {}
+        for notes in requests:
+            for leg in notes.legs:
+                names.setdefault(_Life(leg.instance, leg.incarnation), {})[leg.name] = None
+        answers = await asyncio.gather(*(self._ask(life, list(of)) for life, of in names.items()))
+        known = dict(zip(names, answers, strict=True))
+        moves = list(self._moves())
+        return [self._trace(notes, known, moves) for notes in requests]
+
+    def _trace(
+        self,
+        notes: RequestNotes,
+        known: Mapping[_Life, Mapping[str, list[EngineNotes]] | str],
+        moves: Iterable[tuple[float, MoveCommitted]],
+    ) -> RequestTrace:
+        arrived_s = notes.arrived_s
+        lines = [
+            TraceLine(one.at_s - arrived_s, FRONT_DOOR, one.event, one.leg_id)
+            for one in notes.events()
+        ]
+        missing = _dropped(FRONT_DOOR, notes.num_dropped)
+        for leg in dict.fromkeys(notes.legs):
+            answer = _of_leg(leg, known)
+            if isinstance(answer, str):
+                missing.append(answer)
+                continue
+            for found in answer:
+                lines += [
+                    TraceLine(at_s - arrived_s, leg.instance, event, leg.name)
+                    for at_s, event in found.events
+                ]
+                missing += _dropped(leg.instance, found.num_dropped)
+        summary = notes.summary()
+        lines += [
+            TraceLine(at_s - arrived_s, FRONT_DOOR, move)
+            for at_s, move in moves
+            if 0.0 <= at_s - arrived_s <= summary.took_s
+            and any(leg.instance == move.instance for leg in notes.legs)
+        ]
+        lines.sort(key=lambda line: line.at_s)
+        missing = list(dict.fromkeys(missing))
+        return RequestTrace(summary, lines, missing, spans_of(summary, lines))
+
+    async def _ask(self, life: _Life, names: list[str]) -> dict[str, list[EngineNotes]] | str:
+        """An engine's notes of legs, by name, or why there are none."""
+        name = life.instance
+        instance = self._instances.get(InstanceId(name))
+        if instance is None:
+            return f"{name} has been removed, and its notes with it"
+        if instance.llm is None:
+            return f"{name} is down, and its notes with it"
+        if instance.incarnation != life.incarnation:
+            return f"{name} was started again since, and its notes are lost"
+        began_s = self._clock.now()
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                asked = call(CoreApi.banaserve_notes, names)
+                reply = await compat.call_utility(instance.llm, asked.name, *asked.args)
+                answer = asked.read(reply)
+        except TimeoutError:
+            return f"{name} has not answered in {_ANSWER_S:.0f} s"
+        except compat.EngineDeadError:
+            return f"{name} is down, and its notes with it"
+        except ProtocolError as wrong:
+            return f"{name}: {wrong}"
+        if answer is None:
+            return f"{name} runs without a store, and so without notes"
+        return dict(zip(names, _on_our_clock(answer, began_s, self._clock.now()), strict=True))
+
+
+def _of_leg(
+    leg: TracedLeg, known: Mapping[_Life, Mapping[str, list[EngineNotes]] | str]
+) -> list[EngineNotes] | str:
+    answer = known[_Life(leg.instance, leg.incarnation)]
+    if isinstance(answer, str):
+        return answer
+    if not answer[leg.name]:
+        return f"{leg.instance} does not know it: it keeps its last {KEPT_REQUESTS} requests"
+    return answer[leg.name]
+
+
+def _on_our_clock(
+    answer: EngineAnswer, asked_s: float, answered_s: float
+) -> list[list[EngineNotes]]:
+    """The notes with times of this machine's clock.
+
+    An engine of another machine has another one: it read its clock about halfway between question
+    and answer, so that times are off by half of the round trip at most.
+    """
+    if asked_s <= answer.now_s <= answered_s:
+        return answer.found
+    ahead_s = answer.now_s - (asked_s + answered_s) / 2
+    for of_name in answer.found:
+        for notes in of_name:
+            notes.events = [(at_s - ahead_s, event) for at_s, event in notes.events]
+    return answer.found
 
 
 def _dropped(process: str, num_dropped: int) -> list[str]:
     return [f"{num_dropped} later events of {process} were not kept"] if num_dropped else []
-
-
-async def _ask(
-    leg: TracedLeg, instances: Mapping[InstanceId, TracedInstance]
-) -> Sequence[EngineNotes] | str:
-    """An engine's notes of a leg, or why there are none."""
-    name = leg.instance
-    instance = instances.get(InstanceId(name))
-    if instance is None:
-        return f"{name} has been removed, and its notes with it"
-    if instance.llm is None:
-        return f"{name} is down, and its notes with it"
-    if instance.incarnation != leg.incarnation:
-        return f"{name} was started again since, and its notes are lost"
-    try:
-        async with asyncio.timeout(_ANSWER_S):
-            asked = call(CoreApi.banaserve_notes, leg.name)
-            found = asked.read(await compat.call_utility(instance.llm, asked.name, *asked.args))
-    except TimeoutError:
-        return f"{name} has not answered in {_ANSWER_S:.0f} s"
-    except compat.EngineDeadError:
-        return f"{name} is down, and its notes with it"
-    except ProtocolError as wrong:
-        return f"{name}: {wrong}"
-    if found is None:
-        return f"{name} runs without a store, and so without notes"
-    if not found:
-        return f"{name} does not know it: it keeps its last {KEPT_REQUESTS} requests"
-    return found

@@ -64,6 +64,8 @@ _SHAPE = (
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
 )
 _TOKENIZER = (
     "tokenizer.json",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from banaserve.config import Budget
-from banaserve.engine.vllm.tracing.events import EngineNotes
+from banaserve.engine.vllm.tracing.events import EngineAnswer
 from banaserve.kvstore.fingerprint import Fingerprint
 
 
@@ -63,10 +63,10 @@ class CoreApi:
         """
         raise NotImplementedError
 
-    def banaserve_notes(self, name: str) -> list[EngineNotes] | None:
-        """What became of the requests that the engine calls ``name``; None without a store.
+    def banaserve_notes(self, names: list[str]) -> EngineAnswer | None:
+        """What became of the requests that the engine calls ``names``; None without a store.
 
-        Empty where it does not know them, or not any more.
+        Those of a name are empty where it does not know them, or not any more.
         """
         raise NotImplementedError
 

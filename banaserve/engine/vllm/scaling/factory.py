@@ -51,11 +51,19 @@ class InstanceFactory:
         self._instance_bytes = instance_bytes
 
     def check_memory(self, num_instances: int) -> None:
-        """Return if the machine has the memory that so many more instances take.
+        """Return if the machine has the memory that so many more instances take, or nodes have.
 
         Raises:
-            MigrationError: It has not.
+            MigrationError: They have not.
         """
+        num_free = self._launcher.num_free_places()
+        if num_free is not None:
+            if num_instances > num_free:
+                raise MigrationError(
+                    f"{num_instances} more instances, and the nodes have room for {num_free}: add "
+                    "one with `banaserve nodes add`"
+                )
+            return
         needed = num_instances * self._instance_bytes
         available = psutil.virtual_memory().available
         if needed > available:

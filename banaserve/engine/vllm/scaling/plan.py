@@ -6,7 +6,7 @@ Pure: equal arguments, equal plan. Roles are counted, not names: they change whi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -108,6 +108,32 @@ def plan_scaling(
     return ScalePlan(tuple(_named(add, used_ids)), tuple(remove))
 
 
+def plan_leaving(
+    members: Sequence[InstanceLoad],
+    leaving: Collection[InstanceId],
+    used_ids: Collection[InstanceId],
+    added: Callable[[Role], Role] | None,
+) -> ScalePlan:
+    """Return how the instances ``leaving`` are removed.
+
+    Args:
+        members: The oldest first.
+        used_ids: That instances of this run have or had.
+        added: The role of the instance that is added in the place of one of such a role; None adds
+            none.
+
+    Raises:
+        MigrationError: A leg would be left to nobody, or to instances that do not serve at present.
+    """
+    gone = [member for member in members if member.id in leaving]
+    stay = [member for member in members if member.id not in leaving]
+    add = [added(member.role) for member in gone] if added is not None else []
+    if gone:
+        _check_served(stay, add)
+    order = _leaving_first(gone)
+    return ScalePlan(tuple(_named(add, used_ids)), tuple(member.id for member in order))
+
+
 def _to_roles(
     members: Sequence[InstanceLoad], wanted: InstanceCounts
 ) -> tuple[list[Role], list[InstanceId]]:
@@ -170,6 +196,8 @@ def _check_served(stay: Sequence[InstanceLoad], add: Sequence[Role]) -> None:
     for leg in _LEGS:
         left = [one for one in stay if leg in one.role.legs]
         is_added = any(leg in role.legs for role in add)
+        if not is_added and not left:
+            raise MigrationError(f"{leg.value} would be left to nobody")
         if not is_added and not any(one.takes for one in left):
             names = ", ".join(one.id for one in left)
             raise MigrationError(

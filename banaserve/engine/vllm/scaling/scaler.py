@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from banaserve.clock import Clock
 from banaserve.engine.interface import Scaling
@@ -19,7 +19,13 @@ from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
 from banaserve.engine.vllm.roles.drain import Drains
 from banaserve.engine.vllm.roles.role_switch import Roles
 from banaserve.engine.vllm.scaling.factory import InstanceFactory
-from banaserve.engine.vllm.scaling.plan import InstanceCounts, InstanceLoad, ScalePlan, plan_scaling
+from banaserve.engine.vllm.scaling.plan import (
+    InstanceCounts,
+    InstanceLoad,
+    ScalePlan,
+    plan_leaving,
+    plan_scaling,
+)
 from banaserve.errors import BanaServeError, MigrationError, UserError
 from banaserve.types import InstanceId, Role
 
@@ -92,13 +98,49 @@ class Scaler:
             UserError: What is wanted makes no sense here.
             MigrationError: It cannot be done at present.
         """
-        if not timeout_s > 0:
-            raise UserError(f"timeout_s={timeout_s:g}: give more than 0 seconds")
+        self._check_free(timeout_s)
         self._check(wanted)
-        plan = self._plan(wanted)
+        return self._begin(_words(wanted), timeout_s, why, lambda: self._plan(wanted))
+
+    def begin_leaving(
+        self, leaving: Collection[InstanceId], timeout_s: float, where: str, *, are_replaced: bool
+    ) -> Scaling:
+        """Begin to remove these instances, whatever they do, and to add as many before.
+
+        Args:
+            timeout_s: For the last request of each.
+            where: What they leave, in words.
+            are_replaced: Others are added in their places.
+
+        Raises:
+            UserError: What is wanted makes no sense here.
+            MigrationError: It cannot be done at present.
+        """
+        self._check_free(timeout_s)
+        added = self._added_for if are_replaced else None
+        first = plan_leaving(self._members(), leaving, self._used_ids, added)
+
+        def plan() -> ScalePlan:
+            return plan_leaving(self._members(), leaving, self._used_ids, None)
+
+        return self._begin(f"no instance on {where}", timeout_s, "", plan, first)
+
+    def _added_for(self, role: Role) -> Role:
+        return Role.COLOCATED if self._roles_follow_load else role
+
+    def _begin(
+        self,
+        words: str,
+        timeout_s: float,
+        why: str,
+        plan_now: Callable[[], ScalePlan],
+        first: ScalePlan | None = None,
+    ) -> Scaling:
+        """Begin with the plan ``first``, and remove what ``plan_now`` says after what it adds."""
+        plan = first if first is not None else plan_now()
         self._factory.check_memory(len(plan.add))
         state = "starting" if plan.add else "draining"
-        scaling = Scaling(f"s{next(self._numbers)}", _words(wanted), state, why=why)
+        scaling = Scaling(f"s{next(self._numbers)}", words, state, why=why)
         self._scalings[scaling.id] = scaling
         for old in list(self._scalings)[:-_KEPT]:
             del self._scalings[old]
@@ -106,7 +148,7 @@ class Scaler:
             scaling.state = "done"
             return scaling
         self._began_s = self._clock.now()
-        self._task = asyncio.create_task(self._run(scaling, wanted, plan, timeout_s))
+        self._task = asyncio.create_task(self._run(scaling, plan, plan_now, timeout_s))
         return scaling
 
     def get(self, scaling_id: str) -> Scaling | None:
@@ -145,13 +187,19 @@ class Scaler:
 
     # ---- checks
 
-    def _check(self, wanted: InstanceCounts) -> None:
+    def _check_free(self, timeout_s: float) -> None:
+        if not timeout_s > 0:
+            raise UserError(f"timeout_s={timeout_s:g}: give more than 0 seconds")
         if last := next((one for one in self._scalings.values() if one.is_open), None):
             raise MigrationError(
                 f"scaling {last.id} to {last.wanted} is under way: wait for its end, or abort it"
             )
         if self._is_restarting():
             raise MigrationError("a rolling restart is under way: wait for its end, or abort it")
+        if self._roles.is_changing and not self._roles_follow_load:
+            raise MigrationError("an instance is switching its role: wait for its end")
+
+    def _check(self, wanted: InstanceCounts) -> None:
         if self._roles_follow_load and wanted.total is None:
             raise UserError("the roles follow the load on this server: give --instances N")
         if not self._roles_follow_load and wanted.total is not None:
@@ -163,27 +211,31 @@ class Scaler:
             raise UserError(
                 "this server has no KV cache store to hand over through: give --colocated N"
             )
-        if self._roles.is_changing and not self._roles_follow_load:
-            raise MigrationError("an instance is switching its role: wait for its end")
 
-    def _plan(self, wanted: InstanceCounts) -> ScalePlan:
-        members = [
+    def _members(self) -> list[InstanceLoad]:
+        return [
             InstanceLoad(one.id, one.role, one.inflight_requests, one.view().ready)
             for one in self._cluster.instances.values()
         ]
-        return plan_scaling(members, wanted, self._used_ids)
+
+    def _plan(self, wanted: InstanceCounts) -> ScalePlan:
+        return plan_scaling(self._members(), wanted, self._used_ids)
 
     # ---- running
 
     async def _run(
-        self, scaling: Scaling, wanted: InstanceCounts, plan: ScalePlan, timeout_s: float
+        self,
+        scaling: Scaling,
+        plan: ScalePlan,
+        plan_now: Callable[[], ScalePlan],
+        timeout_s: float,
     ) -> None:
         outcome = "failed"
         try:
             if plan.add:
                 await self._add(scaling, plan.add)
             scaling.state = "draining"
-            await self._remove_what_is_too_much(scaling, wanted, timeout_s)
+            await self._remove_what_is_too_much(scaling, plan_now, timeout_s)
             outcome = "done"
         except GivenUpError:
             outcome = "aborted"
@@ -263,7 +315,7 @@ class Scaler:
     # ---- removing
 
     async def _remove_what_is_too_much(
-        self, scaling: Scaling, wanted: InstanceCounts, timeout_s: float
+        self, scaling: Scaling, plan_now: Callable[[], ScalePlan], timeout_s: float
     ) -> None:
         """Planned anew each time: what there is may be another than at the beginning."""
         while True:
@@ -275,7 +327,7 @@ class Scaler:
                 if self._clock.now() >= until_s:
                     raise MigrationError("an instance is still switching its role")
                 await self._pause(scaling)
-            leaving = self._plan(wanted).remove
+            leaving = plan_now().remove
             if not leaving:
                 return
             await self._remove(scaling, leaving[0], until_s)

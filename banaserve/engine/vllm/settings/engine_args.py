@@ -14,13 +14,14 @@ import msgspec
 
 from banaserve.config import ServeConfig
 from banaserve.engine.vllm.compat import server as compat
-from banaserve.engine.vllm.compat.config import UsageContext, VllmConfig
+from banaserve.engine.vllm.compat.config import UsageContext, VllmConfig, is_on_cpu
 from banaserve.engine.vllm.compat.server import AsyncEngineArgs
 from banaserve.errors import UserError
 
 T = TypeVar("T")
 STORE_CONNECTOR = "StoreConnector"
 WORKER_EXTENSION = "banaserve.engine.vllm.worker.WorkerExtension"
+_ROTARY = "rotary_embedding"
 _BEFORE = "give it before --, where it is banaserve's"
 _ONE_ENGINE = "each engine is one data-parallel rank: give more instances with --pd or --colocated"
 _ONE_SERVER = "banaserve has one API server of its own, over HTTP"
@@ -80,16 +81,41 @@ def engine_config(args: Namespace) -> VllmConfig:
     """The configuration of every engine, from vLLM's parsed options.
 
     vLLM settles some of them in ``args``, where its API server reads them: parsers of reasoning.
+    ``--otlp-traces-endpoint`` stays in ``args`` alone: banaserve traces requests over all engines,
+    where each client of an engine would make a span of its leg.
 
     Raises:
         UserError: The options and the model do not fit together.
     """
     engine_args = AsyncEngineArgs.from_cli_args(args)
     try:
-        return engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+        config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
     except (ValueError, OSError, NotImplementedError) as refused:
         first = str(refused).strip().splitlines()
         raise UserError(f"vLLM cannot serve this: {' '.join(first)[:400]}") from refused
+    if is_on_cpu():
+        rotate_latents_in_torch(config)
+    config.observability_config.otlp_traces_endpoint = None
+    return config
+
+
+def rotate_latents_in_torch(config: VllmConfig) -> None:
+    """Let engines of a model with MLA rotate positions in PyTorch, on a CPU.
+
+    vLLM 0.32's rotary kernel for CPUs takes queries of shape ``[tokens, heads, size]``, which MLA
+    alone gives it, for ones of one head, and rotates others of the same number: answers depend on
+    what else is in the batch, and are not those of the model. What the user says of the kernel in
+    ``--compilation-config`` stays.
+    """
+    asked = config.compilation_config.custom_ops
+    if config.model_config.use_mla and not any(one[1:] == _ROTARY for one in asked):
+        config.compilation_config.custom_ops = [*asked, f"-{_ROTARY}"]
+
+
+def goes_without_rotary_kernel(config: VllmConfig) -> bool:
+    """Whether engines of a model with MLA rotate positions in PyTorch."""
+    is_named = f"-{_ROTARY}" in config.compilation_config.custom_ops
+    return config.model_config.use_mla and is_named
 
 
 def load_parsers(args: Namespace) -> None:
@@ -104,17 +130,26 @@ def load_parsers(args: Namespace) -> None:
         raise UserError(f"{missing.args[-1] if missing.args else missing}") from missing
 
 
-def store_options(socket_path: str, salt: str) -> list[str]:
+def store_options(socket_path: str, salt: str, *, cost_gate: bool = True) -> list[str]:
     """vLLM options that put the store's connector into every engine.
 
     A failed fetch is computed again rather than failing the request.
+
+    Args:
+        socket_path: Where the store answers.
+        salt: Deployments with other salts share no blocks.
+        cost_gate: Whether of a prefix only what shortens its step is fetched, or all of it.
     """
     transfer = {
         "kv_connector": STORE_CONNECTOR,
         "kv_connector_module_path": "banaserve.engine.vllm.kv_connector.connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"socket": socket_path, "salt": salt},
+        "kv_connector_extra_config": {
+            "socket": socket_path,
+            "salt": salt,
+            "cost_gate": cost_gate,
+        },
     }
     return ["--kv-transfer-config", json.dumps(transfer)]
 

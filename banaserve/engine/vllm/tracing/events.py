@@ -10,6 +10,10 @@ import msgspec
 # ---- noted by the front door
 
 
+class Prepared(msgspec.Struct, frozen=True, tag=True):
+    """The body has been read, checked and rendered, and the prompt tokenised."""
+
+
 class LookedUp(msgspec.Struct, frozen=True, tag=True):
     """The front door asked the store how much of the prompt it holds.
 
@@ -139,6 +143,24 @@ class RequestEnded(msgspec.Struct, frozen=True, tag=True):
     error: str = ""
 
 
+class MoveCommitted(msgspec.Struct, frozen=True, tag=True):
+    """Modules of an instance changed their place while a leg ran there: its steps stood still.
+
+    Attributes:
+        instance: Whose modules they are.
+        move_id: As ``banaserve placement`` names the move.
+        modules: In words.
+        to: The instance beside which they run from now on; None: home.
+        stall_s: That the engine stood still, until the event.
+    """
+
+    instance: str
+    move_id: str
+    modules: str
+    to: str | None
+    stall_s: float
+
+
 # ---- noted by the scheduler's side of an engine's connector
 
 
@@ -192,16 +214,20 @@ class GateDecided(msgspec.Struct, frozen=True, tag=True):
     """The cost gate's verdict on the blocks that were found.
 
     Attributes:
-        tokens: That would be computed otherwise.
-        fetch_s, compute_s: Predictions; None where nothing was measured yet.
+        fetched_blocks: So many from the first on are fetched; the others are computed.
+        blocks: That were found.
+        tokens: That would be computed if none were fetched.
+        fetch_s, compute_s: Predictions for all blocks; None where nothing was measured yet.
+        step_s: For the step as decided, with what others compute in it; None as above.
     """
 
     decision: str
-    fetches: bool
+    fetched_blocks: int
     blocks: int
     tokens: int
     fetch_s: float | None
     compute_s: float | None
+    step_s: float | None
 
 
 class StepsPlanned(msgspec.Struct, frozen=True, tag=True):
@@ -235,6 +261,7 @@ class CopiesEnded(msgspec.Struct, frozen=True, tag=True):
         fetch_s: Of all fetches of the step.
         compute_s: Of the step's forward pass; None where the worker cannot tell.
         lost_saves: Blocks of the step, of all requests, that could not be committed.
+        save_s: Of all saves of the step and their commit, whether or not anything waited.
     """
 
     step: int
@@ -243,6 +270,7 @@ class CopiesEnded(msgspec.Struct, frozen=True, tag=True):
     fetch_s: float
     compute_s: float | None
     lost_saves: int
+    save_s: float = 0.0
 
 
 class EngineFinished(msgspec.Struct, frozen=True, tag=True):
@@ -261,7 +289,8 @@ EngineEvent = (
     | EngineFinished
 )
 FrontEvent = (
-    LookedUp
+    Prepared
+    | LookedUp
     | NoInstance
     | Routed
     | LegBegan
@@ -270,6 +299,7 @@ FrontEvent = (
     | LegFailed
     | FirstToken
     | RequestEnded
+    | MoveCommitted
 )
 RequestEvent = FrontEvent | EngineEvent
 
@@ -292,6 +322,18 @@ class EngineNotes(msgspec.Struct):
     num_dropped: int
 
 
+class EngineAnswer(msgspec.Struct):
+    """Notes of one engine on several requests.
+
+    Attributes:
+        now_s: The engine's monotonic clock as it answers: that of another machine is another one.
+        found: For each name that was asked for, in its order.
+    """
+
+    now_s: float
+    found: list[list[EngineNotes]]
+
+
 # ---- what the admin API answers
 
 
@@ -305,6 +347,9 @@ class RequestSummary(msgspec.Struct):
         ttft_s: From its arrival to its first output; None before that.
         took_s: From its arrival to its end, or until now.
         end: How it ended; empty while it is under way.
+        received_s: That its body took to come in, before its arrival.
+        answered_s: From its arrival to the last byte of the answer; None before that.
+        trace_id: Of the OpenTelemetry trace that it is part of; empty for none.
     """
 
     id: str
@@ -316,6 +361,9 @@ class RequestSummary(msgspec.Struct):
     ttft_s: float | None
     took_s: float
     end: str
+    received_s: float = 0.0
+    answered_s: float | None = None
+    trace_id: str = ""
 
 
 class TraceLine(msgspec.Struct):
@@ -324,11 +372,37 @@ class TraceLine(msgspec.Struct):
     Attributes:
         at_s: Since the request's arrival.
         process: ``front door`` or an instance's id.
+        leg_id: The engine's id of the leg, or that of its sequence; empty for the whole request.
     """
 
     at_s: float
     process: str
     event: RequestEvent
+    leg_id: str = ""
+
+
+class TraceSpan(msgspec.Struct):
+    """A part of a request's time. Those without a parent follow each other from end to end.
+
+    Attributes:
+        start_s, end_s: Since the request's arrival; the body's way in begins before that.
+        process: ``front door`` or an instance's id.
+        parent: Index of the span that it is part of; -1 for none.
+        attributes: By the names that OpenTelemetry gets, without their prefix ``banaserve.``.
+        error: Why it ended before its end; empty where it did not.
+    """
+
+    name: str
+    start_s: float
+    end_s: float
+    process: str
+    parent: int = -1
+    attributes: dict[str, str | int | float] = {}
+    error: str = ""
+
+    @property
+    def took_s(self) -> float:
+        return self.end_s - self.start_s
 
 
 class RequestTrace(msgspec.Struct):
@@ -337,8 +411,10 @@ class RequestTrace(msgspec.Struct):
     Attributes:
         lines: In the order of time, over all processes.
         missing: What is not known, and why; for people.
+        spans: The same as parts of the request's time, each after its parent.
     """
 
     summary: RequestSummary
     lines: list[TraceLine]
     missing: list[str]
+    spans: list[TraceSpan] = []

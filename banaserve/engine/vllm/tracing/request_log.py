@@ -20,6 +20,7 @@ from banaserve.engine.vllm.tracing.events import (
     RouteCandidate,
     Routed,
 )
+from banaserve.engine.vllm.tracing.http_call import HttpCall, RequestSpan
 from banaserve.errors import UserError
 from banaserve.types import ClusterView, InstanceId, ObservedRequest, Route
 
@@ -69,6 +70,18 @@ class TracedLeg(NamedTuple):
     name: str
 
 
+class Noted(NamedTuple):
+    """An event of the front door.
+
+    Attributes:
+        leg_id: The engine's id of the leg, or that of its sequence; empty for the whole request.
+    """
+
+    at_s: float
+    event: FrontEvent
+    leg_id: str = ""
+
+
 class RequestNotes:
     """Notes of one request; all times are on the clock of the log.
 
@@ -80,6 +93,8 @@ class RequestNotes:
         output_tokens: That have gone to the client; known when the request has ended.
         tokens_so_far: Tells how many there are before that.
         num_dropped: Events beyond ``MAX_EVENTS``.
+        call: The HTTP request that it came with; None for none.
+        span: OpenTelemetry's span of it; None where it is not traced.
     """
 
     def __init__(
@@ -89,6 +104,7 @@ class RequestNotes:
         prompt_tokens: int,
         arrived_s: float,
         arrived_at_s: float,
+        call: HttpCall | None = None,
     ) -> None:
         self._clock = clock
         self.request_id = request_id
@@ -103,16 +119,24 @@ class RequestNotes:
         self.first_output_s: float | None = None
         self.finish_reason: str | None = None
         self.ended: tuple[float, RequestEnded] | None = None
-        self._events: list[tuple[float, FrontEvent | _SeenRoute]] = []
+        self.call = call
+        self.span: RequestSpan | None = None
+        self._events: list[tuple[float, FrontEvent | _SeenRoute, str]] = []
 
-    def note(self, event: FrontEvent) -> None:
-        self._note(event)
+    def note(self, event: FrontEvent, leg_id: str = "") -> None:
+        """``leg_id`` is the engine's id of the leg; empty for the whole request."""
+        self._note(event, leg_id)
 
     def routed(
-        self, policy: str, route: Route, split_blocker: str | None, view: ClusterView
+        self,
+        policy: str,
+        route: Route,
+        split_blocker: str | None,
+        view: ClusterView,
+        leg_id: str = "",
     ) -> None:
         """The policy chose ``route`` from ``view``."""
-        self._note(_SeenRoute(policy, route, split_blocker, view))
+        self._note(_SeenRoute(policy, route, split_blocker, view), leg_id)
 
     def leg_began(
         self, leg: str, instance: str, incarnation: int, name: str, resumed_tokens: int = 0
@@ -120,7 +144,7 @@ class RequestNotes:
         """A leg is about to be sent to an engine, under ``name``."""
         if len(self.legs) < MAX_EVENTS:
             self.legs.append(TracedLeg(instance, incarnation, name))
-        self._note(LegBegan(leg, instance, name, resumed_tokens))
+        self._note(LegBegan(leg, instance, name, resumed_tokens), name)
 
     def first_output(self, source: str, blocker: str | None) -> None:
         """The first output goes to the client."""
@@ -131,19 +155,19 @@ class RequestNotes:
         """The request has left; it is noted whatever else was."""
         self.ended = (self._clock.now(), RequestEnded(how, self.output_tokens, error))
 
-    def _note(self, event: FrontEvent | _SeenRoute) -> None:
+    def _note(self, event: FrontEvent | _SeenRoute, leg_id: str = "") -> None:
         if len(self._events) < MAX_EVENTS:
-            self._events.append((self._clock.now(), event))
+            self._events.append((self._clock.now(), event, leg_id))
         else:
             self.num_dropped += 1
 
-    def events(self) -> list[tuple[float, FrontEvent]]:
+    def events(self) -> list[Noted]:
         """In the order in which they happened."""
-        found: list[tuple[float, FrontEvent]] = [
-            (at_s, event.event() if isinstance(event, _SeenRoute) else event)
-            for at_s, event in self._events
+        found = [
+            Noted(at_s, event.event() if isinstance(event, _SeenRoute) else event, leg_id)
+            for at_s, event, leg_id in self._events
         ]
-        return [*found, self.ended] if self.ended is not None else found
+        return [*found, Noted(*self.ended)] if self.ended is not None else found
 
     def observed(self) -> ObservedRequest:
         """What a policy may know of it; a request that decodes is where its last leg is."""
@@ -160,25 +184,39 @@ class RequestNotes:
 
     def summary(self) -> RequestSummary:
         ended_s = self.ended[0] if self.ended is not None else self._clock.now()
-        first_s = self.first_output_s
+        first_s, call = self.first_output_s, self.call
+        answered_s = call.answered_s if call is not None else None
         return RequestSummary(
             id=self.request_id,
             arrived_at_s=self.arrived_at_s,
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
-            output_tokens=self.output_tokens,
+            output_tokens=self.output_tokens if self.ended is not None else self.tokens_so_far(),
             instances=list(dict.fromkeys(leg.instance for leg in self.legs)),
             ttft_s=None if first_s is None else first_s - self.arrived_s,
             took_s=ended_s - self.arrived_s,
             end=self.ended[1].how if self.ended is not None else "",
+            received_s=call.received_s - call.began_s if call is not None else 0.0,
+            answered_s=None if answered_s is None else answered_s - self.arrived_s,
+            trace_id=self.span.trace_id if self.span is not None else "",
         )
 
 
 class RequestLog:
-    """Requests under way and the last ones that have ended. Used on the event loop only."""
+    """Requests under way and the last ones that have ended. Used on the event loop only.
 
-    def __init__(self, clock: Clock, kept: int = KEPT_REQUESTS) -> None:
+    Args:
+        on_end: Called with the notes of each request that has ended; None where nothing is.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        kept: int = KEPT_REQUESTS,
+        on_end: Callable[[RequestNotes], None] | None = None,
+    ) -> None:
         self._clock = clock
+        self._on_end = on_end
         self._open: dict[int, RequestNotes] = {}
         self._ended: deque[RequestNotes] = deque(maxlen=kept)
         self._observed: deque[ObservedRequest] | None = None
@@ -189,15 +227,21 @@ class RequestLog:
 
     @contextlib.contextmanager
     def following(
-        self, request_id: str, prompt_tokens: int, arrived_s: float, arrived_at_s: float
+        self,
+        request_id: str,
+        prompt_tokens: int,
+        arrived_s: float,
+        arrived_at_s: float,
+        call: HttpCall | None = None,
     ) -> Iterator[RequestNotes]:
         """Keep notes of a request that has arrived, until the block ends, however it does.
 
         Args:
             arrived_s: On the clock of the log.
             arrived_at_s: Seconds since 1970.
+            call: The HTTP request that it came with; None for none.
         """
-        notes = RequestNotes(self._clock, request_id, prompt_tokens, arrived_s, arrived_at_s)
+        notes = RequestNotes(self._clock, request_id, prompt_tokens, arrived_s, arrived_at_s, call)
         self._open[id(notes)] = notes
         how, error = "closed", ""
         try:
@@ -207,6 +251,8 @@ class RequestLog:
             raise
         finally:
             notes.end(notes.finish_reason or how, error)
+            if self._on_end is not None:
+                self._on_end(notes)
             del self._open[id(notes)]
             self._ended.append(notes)
             if self._observed is not None:
@@ -227,16 +273,28 @@ class RequestLog:
         found += [notes.observed() for notes in self._open.values()]
         return sorted(found, key=lambda request: request.arrival_s)
 
+    def lately(self, since_s: float) -> list[ObservedRequest]:
+        """Requests under way, and those that have ended since; looks at no others."""
+        found = []
+        for notes in reversed(self._ended):
+            if notes.ended is not None and notes.ended[0] < since_s:
+                break
+            found.append(notes.observed())
+        return found[::-1] + [notes.observed() for notes in self._open.values()]
+
     def find(self, wanted: str) -> RequestNotes | None:
         """The request of this id, or the only one whose id begins so; None where there is none.
 
-        The id may be given without ``chatcmpl-`` or ``cmpl-``, as a client's X-Request-Id is. Of
-        several requests of one id the last is returned.
+        The id may be given without ``chatcmpl-`` or ``cmpl-``, as a client's X-Request-Id is, and
+        it may be that of the request's OpenTelemetry trace. Of several requests of one id the last
+        is returned.
 
         Raises:
             UserError: The beginnings of several ids fit.
         """
         fitting = [notes for notes in self._all() if _fits(notes.request_id, wanted)]
+        if not fitting:
+            fitting = [one for one in self._all() if one.span and one.span.trace_id == wanted]
         exact = [notes for notes in fitting if wanted in _names(notes.request_id)]
         ids = sorted({notes.request_id for notes in exact or fitting})
         if len(ids) > 1:

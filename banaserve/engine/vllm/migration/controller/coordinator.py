@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import itertools
 import logging
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from banaserve.clock import WallClock
 from banaserve.engine.vllm.migration.api import (
     Migration,
     MigrationRequest,
@@ -19,7 +21,7 @@ from banaserve.engine.vllm.migration.api import (
     Return,
 )
 from banaserve.engine.vllm.migration.controller.guest_pool import GuestPool
-from banaserve.engine.vllm.migration.controller.host_client import HostInstance
+from banaserve.engine.vllm.migration.controller.host_client import HostClient, HostInstance
 from banaserve.engine.vllm.migration.controller.host_state import HostState
 from banaserve.engine.vllm.migration.controller.planner import (
     AvailableBytes,
@@ -35,6 +37,7 @@ from banaserve.engine.vllm.migration.controller.planner import (
 from banaserve.engine.vllm.migration.controller.task import AbortedError, MigrationTask
 from banaserve.engine.vllm.migration.units.registry import unit_asked
 from banaserve.engine.vllm.monitoring import metrics
+from banaserve.engine.vllm.tracing.events import MoveCommitted
 from banaserve.errors import BanaServeError, MigrationError
 from banaserve.names import check_known
 from banaserve.types import InstanceId
@@ -59,6 +62,8 @@ class Coordinator:
     Attributes:
         hosts: By the instances' ids.
         leaving: Instances that are being removed: nothing is moved from or to them.
+        committed: The last moves that were committed, and when their hosts went on, on the
+            machine's monotonic clock: for traces of requests that ran there.
     """
 
     def __init__(
@@ -75,6 +80,7 @@ class Coordinator:
         self._available = available
         self._numbers = itertools.count(1)
         self._migrations: dict[str, Migration] = {}
+        self.committed: deque[tuple[float, MoveCommitted]] = deque(maxlen=_KEPT)
         self._aborts: set[str] = set()
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -94,15 +100,21 @@ class Coordinator:
         target = None if isinstance(ask, Return) else self._target(ask.source, ask.target)
         async with host_state.planning:
             await host_state.refresh()
+            link = host_state.link()
             ops = self._plan(ask, host_state)
             taken = self._check_room(ops, target, host_state) if target is not None else 0
             migration = self._make(ask, ops, target, taken)
             host_state.moving[migration.id] = [op.modules for op in ops]
-        task = asyncio.create_task(self._run(migration, ops, host_state, ask.copies_ahead))
+        task = asyncio.create_task(self._run(migration, ops, host_state, link, ask.copies_ahead))
         self._tasks[migration.id] = task
         task.add_done_callback(lambda _: self._tasks.pop(migration.id, None))
         await asyncio.sleep(0)  # a task that is cancelled before its first step runs no handler
         return migration
+
+    def _note_commit(self, migration: Migration, move: MoveStatus) -> None:
+        stall_s = float(move.facts.get("stall_s", 0.0))
+        moved = MoveCommitted(migration.host, move.move_id, move.modules, migration.to, stall_s)
+        self.committed.append((WallClock().now(), moved))
 
     def get(self, migration_id: str) -> Migration | None:
         return self._migrations.get(migration_id)
@@ -276,13 +288,18 @@ class Coordinator:
     # ---- running
 
     async def _run(
-        self, migration: Migration, ops: Sequence[Op], host_state: HostState, precopy: bool
+        self,
+        migration: Migration,
+        ops: Sequence[Op],
+        host_state: HostState,
+        link: HostClient,
+        precopy: bool,
     ) -> None:
         outcome = "failed"
         try:
             async with host_state.turn:
                 migration.state = "running"
-                await self._move_all(migration, ops, host_state, precopy)
+                await self._move_all(migration, ops, host_state, link, precopy)
             outcome = "done"
         except AbortedError:
             outcome = "aborted"
@@ -304,9 +321,15 @@ class Coordinator:
             await self._look_again(host_state)
 
     async def _move_all(
-        self, migration: Migration, ops: Sequence[Op], host_state: HostState, precopy: bool
+        self,
+        migration: Migration,
+        ops: Sequence[Op],
+        host_state: HostState,
+        link: HostClient,
+        precopy: bool,
     ) -> None:
         for op, move in zip(ops, migration.moves, strict=True):
+            link.check()  # the plan is of the incarnation that was asked what is away
             target = InstanceId(migration.to) if migration.to is not None else None
             course = MigrationTask(
                 host_state,
@@ -317,6 +340,7 @@ class Coordinator:
                 num_bytes(op.modules, self.facts, host_state.kv),
                 lambda: migration.id in self._aborts,
                 precopy,
+                lambda move=move: self._note_commit(migration, move),  # type: ignore[misc]
             )
             try:
                 await course.run()

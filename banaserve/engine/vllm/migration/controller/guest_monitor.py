@@ -98,10 +98,11 @@ class GuestMonitor:
             await self._detach_idle(host_state)
 
     def _concerns(self, host_state: HostState) -> bool:
-        """Whether it has a guest, or had something away or too large a pool when last seen."""
-        away = host_state.status is not None and host_state.status.units
+        """Whether it has a guest, or knew of one, had something away or too large a pool before."""
+        status = host_state.status
+        knows_any = status is not None and (status.units or status.guests)
         has_guest = any(guest.host == host_state.id for guest in self._guests)
-        return bool(away) or has_guest or host_state.grown_blocks > 0
+        return bool(knows_any) or has_guest or host_state.grown_blocks > 0
 
     def _take_over(self, host_state: HostState) -> None:
         """What the host says of its units is what holds."""
@@ -160,6 +161,8 @@ class GuestMonitor:
 
     async def _fit_pool(self, host_state: HostState) -> None:
         """After a loss the pool is larger than its memory: shrink it as soon as that can be."""
+        if host_state.status is None:
+            return  # its engine has ended meanwhile
         kv = host_state.kv
         if host_state.grown_blocks > kv.blocks_gained and not host_state.turn.locked():
             await host_state.shrink_pool(kv.num_blocks + kv.blocks_gained)

@@ -111,19 +111,21 @@ class HostState:
     async def grow_pool(self) -> int:
         """Let the pool grow to what is free; returns by how many blocks it has."""
         link = self.link()
-        await self.refresh()
-        allowed = self.kv.num_blocks + self.kv.blocks_gained
+        kv = (await self.refresh()).kv
+        allowed = kv.num_blocks + kv.blocks_gained
         now = (await link.pool_info()).num_blocks
         await link.resize_pool(max(now, allowed))  # also lets go of blocks that were held
-        self.grown_blocks = self.kv.blocks_gained
+        link.check()
+        self.grown_blocks = kv.blocks_gained
         return max(0, allowed - now)
 
     async def shrink_pool(self, num_blocks: int) -> int:
         """Try to shrink the pool; returns how many blocks in use are in the way."""
-        link = self.link()
+        link, num_at_start = self.link(), self.kv.num_blocks
         busy = 0
         if (await link.pool_info()).num_blocks > num_blocks:
             busy = (await link.resize_pool(num_blocks)).busy
+        link.check()
         if not busy:
-            self.grown_blocks = num_blocks - self.kv.num_blocks
+            self.grown_blocks = num_blocks - num_at_start
         return busy

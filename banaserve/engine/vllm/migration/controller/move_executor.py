@@ -13,9 +13,12 @@ from dataclasses import replace
 from statistics import median
 
 from banaserve.clock import Clock
+from banaserve.costs import profile as profiles
+from banaserve.costs.devices import device_of, relative_speed
 from banaserve.engine.interface import Ending, StepOutcome
 from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.compat.config import VllmConfig
+from banaserve.engine.vllm.emulation.config import settings_of as pacing_of
 from banaserve.engine.vllm.instance import Instance
 from banaserve.engine.vllm.migration.api import Migration, MigrationRequest
 from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
@@ -30,7 +33,6 @@ from banaserve.orchestrator.model.calibration import TransferTime, eased
 from banaserve.orchestrator.model.moving import Link
 from banaserve.types import (
     ClusterView,
-    Distance,
     InstanceFacts,
     InstanceId,
     Module,
@@ -87,6 +89,17 @@ def instance_facts(
         can_move_layers=can_move,
         can_move_heads=can_move,
     )
+
+
+def with_device(
+    facts: InstanceFacts | None, config: VllmConfig, name: InstanceId
+) -> InstanceFacts | None:
+    """Returns ``facts`` with the instance's modelled device, where it is not that of the others."""
+    settings = pacing_of(config)
+    if facts is None or settings is None or (own := settings.devices.get(name)) is None:
+        return facts
+    usual = profiles.load(settings.profile)
+    return replace(facts, profile=own, speed=relative_speed(device_of(own, usual), usual))
 
 
 def ask_of(action: MoveModule | ReturnModule) -> MigrationRequest:
@@ -194,7 +207,8 @@ class MoveExecutor:
         instances = self._cluster.instances.values()
         known = {instance.id: self._known(instance) for instance in instances}
         now_s = self._clock.now()
-        view = cluster_view(now_s, (i.view() for i in instances), known, self._under_way())
+        views = self._cluster.views().values()
+        view = cluster_view(now_s, views, known, self._under_way())
         if self._requests is None:
             return view
         return replace(view, requests=self._requests(now_s - _HISTORY_S))
@@ -206,19 +220,15 @@ class MoveExecutor:
         can_move = self._migration_blockers.get(name) == ""
         key = (name, instance.incarnation, can_move)
         if key not in self._facts:
-            self._facts[key] = instance_facts(
+            found = instance_facts(
                 llm.vllm_config, self._coordinator.facts, self._kv_growth, can_move
             )
+            self._facts[key] = with_device(found, llm.vllm_config, name)
         host_state = self._coordinator.hosts[name]
         blocks = (llm.vllm_config.cache_config.num_gpu_blocks or 0) + host_state.grown_blocks
         parts = host_state.max_microbatches
         overlap = instance.board.meter.overlap_fraction(parts) if parts > 1 else None
-        return Known(self._facts[key], blocks, overlap, self._far(instance))
-
-    def _far(self, instance: Instance) -> dict[InstanceId, Distance | None]:
-        """Ways to instances on other machines."""
-        others = self._cluster.instances.values()
-        return {one.id: instance.distance_to(one) for one in others if one.node != instance.node}
+        return Known(self._facts[key], blocks, overlap)
 
     def _under_way(self) -> list[Step]:
         """Own steps as they were decided, and what people have begun."""

@@ -34,6 +34,7 @@ class MigrationTask:
         num_bytes: That travel, for timeouts.
         is_aborted: Asked between two looks at the host, until COMMIT.
         precopy: Whether KV is copied while the host serves.
+        on_commit: Called once the host goes on with the unit in its new place.
 
     Attributes:
         blocks_gained: By how much the host's pool has grown; negative where it has shrunk.
@@ -49,6 +50,7 @@ class MigrationTask:
         num_bytes: int,
         is_aborted: Callable[[], bool],
         precopy: bool = True,
+        on_commit: Callable[[], None] = lambda: None,
     ) -> None:
         self.blocks_gained = 0
         self._host_state = host_state
@@ -60,6 +62,7 @@ class MigrationTask:
         self._num_bytes = num_bytes
         self._is_aborted = is_aborted
         self._precopy = precopy
+        self._on_commit = on_commit
         self._guest: GuestHandle | None = None
         self._begun = False
 
@@ -156,6 +159,7 @@ class MigrationTask:
             except MigrationError:
                 if not await self._is_committed():
                     raise
+        self._on_commit()
 
     async def _is_committed(self) -> bool:
         """After a commit whose answer is an error, or late."""

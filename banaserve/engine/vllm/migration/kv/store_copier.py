@@ -21,7 +21,7 @@ from banaserve.engine.vllm.migration.kv.host_kv import HostKv, KvRun
 from banaserve.engine.vllm.migration.kv.remote_kv import RemoteKv, wait_all
 from banaserve.engine.vllm.migration.rpc.messages import SlotCopies
 from banaserve.errors import GuestLostError
-from banaserve.kvstore.pool import PoolView
+from banaserve.kvstore.pool import Numbers, PoolView
 from banaserve.transport.interface import Ticket
 from banaserve.transport.memory import Memory
 
@@ -121,26 +121,22 @@ class StoreCopier:
     def mark(self) -> Any:
         return self._inner.mark()
 
-    def load(
-        self, layer: int, view: PoolView, blocks: Sequence[int], slots: Sequence[int], after: Any
-    ) -> Copy:
+    def load(self, layer: int, view: PoolView, blocks: Numbers, slots: Numbers, after: Any) -> Copy:
         # A fetched block is written as much as a computed one: a move has to copy it again.
         self._dirty_blocks.mark_loaded(blocks)
         parts = self._where_is(self._names[layer])
         if all(kv is None for _, kv in parts):
             return self._inner.load(layer, view, blocks, slots, after)
-        return self._copy(layer, view, blocks, slots, parts, saves=False)
+        return self._copy(layer, view, _plain(blocks), slots, parts, saves=False)
 
-    def save(
-        self, layer: int, view: PoolView, blocks: Sequence[int], slots: Sequence[int], after: Any
-    ) -> Copy:
+    def save(self, layer: int, view: PoolView, blocks: Numbers, slots: Numbers, after: Any) -> Copy:
         parts = self._where_is(self._names[layer])
         older = self._older_blocks(self._names[layer])
         if older is not None and (away := older[0].among(np.asarray(blocks, np.int64))).any():
             return self._save_both(layer, view, blocks, slots, away, older[1])
         if all(kv is None for _, kv in parts):
             return self._inner.save(layer, view, blocks, slots, after)
-        return self._copy(layer, view, blocks, slots, parts, saves=True)
+        return self._copy(layer, view, _plain(blocks), slots, parts, saves=True)
 
     def close(self) -> None:
         self._inner.close()
@@ -149,8 +145,8 @@ class StoreCopier:
         self,
         layer: int,
         view: PoolView,
-        blocks: Sequence[int],
-        slots: Sequence[int],
+        blocks: Numbers,
+        slots: Numbers,
         away: npt.NDArray[np.bool_],
         guest: RemoteKv,
     ) -> EndedCopy:
@@ -159,7 +155,7 @@ class StoreCopier:
         page = KvRun(0, self._host.page_bytes)
         for held_by, chosen in ((guest, away), (None, ~away)):
             mine = np.asarray(blocks, np.int64)[chosen].tolist()
-            theirs = np.asarray(slots, np.int64)[chosen].tolist()
+            theirs = np.asarray(slots, np.int64)[chosen]
             if mine:
                 parts = [(page, held_by)]
                 seconds += self._copy(layer, view, mine, theirs, parts, saves=True).seconds
@@ -170,7 +166,7 @@ class StoreCopier:
         layer: int,
         view: PoolView,
         blocks: Sequence[int],
-        slots: Sequence[int],
+        slots: Numbers,
         parts: Sequence[tuple[KvRun, RemoteKv | None]],
         *,
         saves: bool,
@@ -191,3 +187,9 @@ class StoreCopier:
         except GuestLostError as lost:
             self._on_lost(lost)
         return EndedCopy(time.perf_counter() - began_s)
+
+
+def _plain(blocks: Numbers) -> list[int]:
+    """Numbers that a message to a guest can carry."""
+    numbers: list[int] = np.asarray(blocks, np.int64).tolist()
+    return numbers

@@ -1,0 +1,131 @@
+"""Live state of the server for its page: ``GET /admin/live``, a stream of server-sent events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+
+import msgspec
+import psutil
+from sse_starlette import EventSourceResponse
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from banaserve.api.admin_answers import PREFIX
+from banaserve.api.admin_control import Control
+from banaserve.api.edge.refusals import refuse
+from banaserve.api.metrics import StoreAsker
+from banaserve.api.status import status_of
+from banaserve.clock import Clock
+from banaserve.engine.vllm.migration.api import UnitModules
+from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
+from banaserve.engine.vllm.migration.units.base import MigrationUnit
+from banaserve.engine.vllm.migration.units.registry import write_modules
+from banaserve.engine.vllm.tracing.request_log import RequestLog
+from banaserve.kvstore.stats import StoreStats
+from banaserve.ui.figures import WINDOW_S
+from banaserve.ui.snapshot import modules_away, snapshot_of
+from banaserve.ui.viewers import Look, Viewers
+
+_DECISIONS, _REQUESTS = 40, 30
+_STORE_S = 0.5
+"""A store that hangs is shown as one that does not answer, and keeps nothing else back."""
+_SEND_S = 20.0
+"""A browser that takes nothing for so long is dropped; it comes again when it is back."""
+
+
+class LivePage:
+    """Looks at a running server; asks no engine.
+
+    Args:
+        clock: Of ``requests``.
+        store_stats: Asks the store, None where there is none; may block, may raise
+            StoreUnavailableError.
+    """
+
+    def __init__(
+        self,
+        control: Control,
+        coordinator: Coordinator,
+        requests: RequestLog,
+        clock: Clock,
+        store_stats: Callable[[], StoreStats] | None,
+    ) -> None:
+        self._control = control
+        self._coordinator = coordinator
+        self._requests = requests
+        self._clock = clock
+        self._store = StoreAsker(store_stats, _STORE_S) if store_stats is not None else None
+        self.viewers = Viewers(self.look, clock)
+        psutil.cpu_percent()  # the next call counts from here
+
+    async def look(self) -> Look:
+        """Everything that the page shows."""
+        control, coordinator = self._control, self._coordinator
+        stats = await self._store.stats() if self._store is not None else None
+        status = status_of(
+            control.executor.view(),
+            coordinator,
+            control.roles,
+            control.scaler.recent(),
+            control.controller.status(),
+            control.routing,
+            time.time(),
+            control.restarts.recent(),
+        )
+        away = {
+            host.id: [
+                modules_away(_plain(unit.modules), unit.at, str(unit.modules))
+                for unit in host.units(coordinator.guests)
+            ]
+            for host in coordinator.hosts.values()
+        }
+        moving = {
+            migration_id: [_plain(unit) for unit in units]
+            for host in coordinator.hosts.values()
+            for migration_id, units in host.moving.items()
+        }
+        facts, now_s = coordinator.facts, self._clock.now()
+        snapshot = snapshot_of(
+            status,
+            (facts.num_layers, facts.num_kv_heads),
+            away,
+            coordinator.recent(),
+            moving,
+            self._requests.lately(now_s - WINDOW_S),
+            now_s,
+            stats,
+            self._requests.last(_REQUESTS),
+            psutil.cpu_percent() / 100,
+        )
+        return Look(snapshot, control.controller.log.last(_DECISIONS))
+
+
+def _plain(unit: MigrationUnit) -> UnitModules:
+    found: UnitModules = msgspec.convert(write_modules(unit), UnitModules)
+    return found
+
+
+def live_routes(page: LivePage) -> list[Route]:
+    """Behind the admin key like everything there: the page sends it as a header."""
+    return [Route(f"{PREFIX}/live", _live(page.viewers), methods=["GET"])]
+
+
+def _live(viewers: Viewers) -> Callable[[Request], object]:
+    async def live(_: Request) -> Response:
+        if viewers.is_full:
+            return refuse(
+                "viewers",
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                "too many pages are open: close one and try again",
+                {"Retry-After": "5"},
+            )
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        stream: Response = EventSourceResponse(
+            viewers.events(), headers=headers, send_timeout=_SEND_S
+        )
+        return stream
+
+    return live

@@ -1,0 +1,109 @@
+"""Systems in order by one figure at one load, and who leads. Pure.
+
+A leader is one that every other is told apart from: over several runs of the same requests by the
+95% interval (Student's t) of the paired differences, which must not contain zero, and by
+``MIN_LEAD_FRACTION`` of the better value at least; after a single run, which has no spread, by
+``MIN_LEAD_OF_ONE_RUN_FRACTION``. Where several cannot be told from the best, they lead together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from banaserve.bench.report.serving_metrics import SERVING_METRICS, ServingMetric, loads_of
+from banaserve.bench.results.statistics import mean_interval
+from banaserve.bench.serving.summary import Summary
+
+MIN_LEAD_FRACTION = 0.01
+MIN_LEAD_OF_ONE_RUN_FRACTION = 0.05
+
+
+class Standing(NamedTuple):
+    """Who is where by ``metric`` at ``load``.
+
+    Attributes:
+        load: The load's name, as ``Summary.load_name``.
+        means: By system, best first, in the metric's unit; systems without this figure, or that
+            lost more requests than others where it is a latency, are in none of these.
+        leaders: The best, and those that are not told apart from it.
+        others: Systems that have the figure and are not compared, since they lost more requests.
+        missing: Systems that do not have the figure at this load.
+    """
+
+    load: str
+    metric: ServingMetric
+    means: dict[str, float]
+    leaders: list[str]
+    others: list[str]
+    missing: list[str]
+
+    @property
+    def leader(self) -> str | None:
+        """The one that leads alone, among two at least."""
+        is_alone = len(self.leaders) == 1 and len(self.means) > 1
+        return self.leaders[0] if is_alone else None
+
+    def ratio(self, system: str) -> float | None:
+        """Returns the system's value over the best one; None where that is zero."""
+        best = next(iter(self.means.values()))
+        return self.means[system] / best if best else None
+
+
+def standings(
+    systems: Mapping[str, Sequence[Summary]], metrics: Sequence[ServingMetric] = SERVING_METRICS
+) -> list[Standing]:
+    """Returns one for each load and metric that some system has, loads first."""
+    found = []
+    for load, by_system in loads_of(systems).items():
+        fewest = min(_failed_fraction(cells) for cells in by_system.values())
+        spoilt = [name for name, cells in by_system.items() if _failed_fraction(cells) > fewest]
+        for metric in metrics:
+            values = {name: _by_seed(cells, metric) for name, cells in by_system.items()}
+            have = {name: one for name, one in values.items() if one}
+            if not have:
+                continue
+            others = [name for name in have if metric.is_latency and name in spoilt]
+            compared = {name: one for name, one in have.items() if name not in others}
+            missing = [name for name in systems if name not in have]
+            found.append(_standing(load, metric, compared, others, missing))
+    return found
+
+
+def _standing(
+    load: str,
+    metric: ServingMetric,
+    values: Mapping[str, Mapping[int, float]],
+    others: list[str],
+    missing: list[str],
+) -> Standing:
+    means = {name: sum(one.values()) / len(one) for name, one in values.items()}
+    ordered = sorted(means, key=lambda name: means[name], reverse=metric.is_more_better)
+    leaders = ordered[:1]
+    leaders += [one for one in ordered[1:] if not _is_apart(values[ordered[0]], values[one])]
+    return Standing(load, metric, {n: means[n] for n in ordered}, leaders, others, missing)
+
+
+def _is_apart(best: Mapping[int, float], other: Mapping[int, float]) -> bool:
+    seeds = [seed for seed in best if seed in other]
+    differences = [other[seed] - best[seed] for seed in seeds]
+    if not differences:
+        return False
+    size = abs(sum(best[seed] for seed in seeds))
+    lead = abs(sum(differences)) / size if size else float(any(differences))
+    if len(seeds) < 2:
+        return lead >= MIN_LEAD_OF_ONE_RUN_FRACTION
+    low, _, high = mean_interval(differences)
+    return lead >= MIN_LEAD_FRACTION and not low <= 0 <= high
+
+
+def _by_seed(cells: Sequence[Summary], metric: ServingMetric) -> dict[int, float]:
+    return {
+        cell.seed: cell.metrics[metric.key] * metric.factor
+        for cell in cells
+        if metric.key in cell.metrics
+    }
+
+
+def _failed_fraction(cells: Sequence[Summary]) -> float:
+    return sum(cell.failed for cell in cells) / max(1, sum(cell.requests for cell in cells))

@@ -1,0 +1,146 @@
+"""Tables of a report, the best value of each row marked, and their form in HTML and Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+
+from banaserve.bench.report.serving_metrics import (
+    SERVING_METRICS,
+    ServingMetric,
+    load_words,
+    loads_of,
+)
+from banaserve.bench.report.standings import Standing, standings
+from banaserve.bench.results.digits import interval_text, number, row, scaled, with_half
+from banaserve.bench.results.result import Figure
+from banaserve.bench.results.statistics import mean_interval
+from banaserve.bench.serving.summary import Summary
+
+Table = list[list[str]]
+NO_VALUE = "-"
+LIKE_THE_BEST = "≈"
+MARKS = (
+    f"Bold: the best of its row; {LIKE_THE_BEST}: not told apart from it; in brackets: not "
+    "compared, since the system lost more requests than others."
+)
+
+
+class Best(str):
+    """A cell that is the best of its row."""
+
+    __slots__ = ()
+
+
+def serving_table(systems: Mapping[str, Sequence[Summary]]) -> Table:
+    """Returns a row for each load and figure and a column for each system: means over seeds.
+
+    Of one system alone it has a column for each load, and nothing is marked.
+    """
+    if len(systems) == 1:
+        [cells] = systems.values()
+        return _of_one(cells)
+    places = {(one.load, one.metric): one for one in standings(systems)}
+    table = [["load", "figure", *systems]]
+    for load, by_system in loads_of(systems).items():
+        words = load_words(next(iter(by_system.values()))[0])
+        for count in ("requests", "failed"):
+            counts = [_total(by_system.get(name, ()), count) for name in systems]
+            table.append([words, count, *counts])
+        for metric in SERVING_METRICS:
+            standing = places.get((load, metric))
+            if standing is not None:
+                table.append([words, metric.heading(), *_cells(standing, by_system, systems)])
+    return table
+
+
+def _of_one(cells: Sequence[Summary]) -> Table:
+    loads = {load_words(one[""][0]): one[""] for one in loads_of({"": cells}).values()}
+    table = [["figure", *loads]]
+    table += [
+        [count, *(_total(same, count) for same in loads.values())]
+        for count in ("requests", "failed")
+    ]
+    for metric in SERVING_METRICS:
+        shown = [_shown(_samples(same, metric)) for same in loads.values()]
+        if any(one != NO_VALUE for one in shown):
+            table.append([metric.heading(), *shown])
+    return table
+
+
+def _total(cells: Sequence[Summary], count: str) -> str:
+    return number(sum(getattr(one, count) for one in cells)) if cells else NO_VALUE
+
+
+def _samples(cells: Sequence[Summary], metric: ServingMetric) -> list[float]:
+    found = [one.metrics[metric.key] for one in cells if metric.key in one.metrics]
+    return [value * metric.factor for value in found]
+
+
+def _shown(samples: Sequence[float]) -> str:
+    return interval_text(samples) if samples else NO_VALUE
+
+
+def _cells(
+    standing: Standing, by_system: Mapping[str, Sequence[Summary]], systems: Iterable[str]
+) -> list[str]:
+    samples = {name: _samples(by_system.get(name, ()), standing.metric) for name in systems}
+    texts = {name: _shown(values) for name, values in samples.items()}
+    single = {name: values[0] for name, values in samples.items() if len(values) == 1}
+    texts |= zip(single, row(list(single.values())), strict=True)
+    for name in standing.others:
+        texts[name] = f"[{texts[name]}]"
+    return [_marked(name, texts, standing) for name in systems]
+
+
+def _marked(name: str, texts: Mapping[str, str], standing: Standing) -> str:
+    compared = list(standing.means)
+    if name not in compared or len({standing.means[one] for one in compared}) == 1:
+        return texts[name]
+    if standing.means[name] == standing.means[compared[0]]:
+        return Best(texts[name])
+    return f"{texts[name]} {LIKE_THE_BEST}" if name in standing.leaders else texts[name]
+
+
+def figure_table(figures: Mapping[str, Figure]) -> Table:
+    """Returns a row for each figure, in a unit of a size that fits."""
+    rows = [["figure", "median", "min", "max", "mean ± 95%", "runs", "unit"]]
+    for name, one in figures.items():
+        factor, unit = scaled(one.samples, one.unit)
+        numbers = row([value * factor for value in (one.median, one.min, one.max)])
+        mean = _mean(one.samples, factor)
+        rows.append([name, *numbers, mean, str(len(one.samples)), unit])
+    return rows
+
+
+def _mean(samples: Sequence[float], factor: float) -> str:
+    if len(samples) < 2:
+        return NO_VALUE
+    low, mean, high = mean_interval([value * factor for value in samples])
+    return with_half(mean, (high - low) / 2)
+
+
+def as_html(table: Table) -> str:
+    """Returns the table as an element; headings of rows stand left."""
+    head, *rows = table
+    parts = [f"<table><thead><tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr>"]
+    parts.append("</thead><tbody>")
+    parts += [f"<tr>{''.join(_html_cell(cell) for cell in cells)}</tr>" for cells in rows]
+    return "\n".join((*parts, "</tbody></table>"))
+
+
+def _html_cell(cell: str) -> str:
+    is_best = isinstance(cell, Best)
+    return f'<td class="best">{escape(cell)}</td>' if is_best else f"<td>{escape(cell)}</td>"
+
+
+def as_markdown(table: Table) -> str:
+    """Returns the table in GitHub's form, the best values bold."""
+    head, *rows = table
+    lines = (head, ["---"] * len(head), *rows)
+    return "\n".join(f"| {' | '.join(_markdown_cell(cell) for cell in cells)} |" for cells in lines)
+
+
+def _markdown_cell(cell: str) -> str:
+    text = cell.replace("|", "\\|")
+    return f"**{text}**" if isinstance(cell, Best) else text

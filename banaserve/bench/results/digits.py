@@ -1,0 +1,102 @@
+"""Figures as text: as many digits as they bear, no exponents, units of a size that fits. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from banaserve.bench.results.statistics import mean_interval
+
+_MOST_DIGITS = 6
+_SMALLEST_PLAIN = 1e-6
+_SCALES: dict[str, Sequence[tuple[float, str]]] = {
+    "s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")),
+    "B": ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1.0, "bytes")),
+    "bytes": ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1.0, "bytes")),
+    "B/s": ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1.0, "bytes/s")),
+    "bytes/s": ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1.0, "bytes/s")),
+}
+
+
+def number(value: float, digits: int = 4) -> str:
+    """Returns ``value`` with that many significant digits; whole numbers stay whole.
+
+    Thousands are set apart by commas. Below a millionth, and only there, it has an exponent.
+    """
+    if value == 0:
+        return "0"
+    if abs(value) < _SMALLEST_PLAIN:
+        return f"{value:.2g}"
+    if float(value).is_integer():
+        return _plain(value, 0)
+    shown = _plain(value, _place(value) - digits + 1)
+    return shown.rstrip("0").rstrip(".") if "." in shown else shown
+
+
+def row(values: Sequence[float]) -> list[str]:
+    """Returns values that are compared, all to the same place.
+
+    Three digits of the smallest, unless the largest then had more than four.
+    """
+    sizes = [abs(value) for value in values if value]
+    if not sizes or min(sizes) < _SMALLEST_PLAIN or all(float(v).is_integer() for v in values):
+        return [number(value) for value in values]
+    place = max(_place(min(sizes)) - 2, _place(max(sizes)) - 3)
+    return [_plain(value, place) for value in values]
+
+
+def interval_text(samples: Sequence[float], factor: float = 1.0) -> str:
+    """Returns a mean and half the width of its 95% interval; of one sample only that.
+
+    The half has two digits, and the mean ends at the same place: ``710 ± 180``.
+    """
+    values = [value * factor for value in samples]
+    if len(values) < 2:
+        return number(values[0])
+    low, mean, high = mean_interval(values)
+    return with_half(mean, (high - low) / 2)
+
+
+def with_half(mean: float, half: float) -> str:
+    """Returns ``mean ± half``, both to the place of the half's second digit."""
+    if half == 0:
+        return f"{number(mean)} ± 0"
+    place = _place(half) - 1
+    # 0.0996 is 0.10 with two digits.
+    place = _place(round(half, -place)) - 1
+    most = _place(mean) - _MOST_DIGITS + 1 if mean else place
+    if place >= most:
+        if max(abs(mean), half) < _SMALLEST_PLAIN:
+            return f"{mean:.2g} ± {half:.2g}"
+        return f"{_plain(mean, place)} ± {_plain(half, place)}"
+    bound = _plain(10.0**most, most)
+    shown = _plain(half, most)
+    return (
+        f"{_plain(mean, most)} ± {shown if float(shown.replace(',', '')) else f'less than {bound}'}"
+    )
+
+
+def scaled(values: Sequence[float], unit: str) -> tuple[float, str]:
+    """Returns a factor and the unit that it leads to, for all of ``values`` alike.
+
+    Seconds and bytes come in a size in which the largest is at least one; other units stay.
+    """
+    largest = max((abs(value) for value in values), default=0.0)
+    scales = _SCALES.get(unit, ())
+    if not scales or largest == 0:
+        return 1.0, unit
+    for size, name in scales:
+        if largest >= size:
+            return 1 / size, name
+    return 1 / scales[-1][0], scales[-1][1]
+
+
+def _place(value: float) -> int:
+    """The power of ten of its first digit."""
+    return math.floor(math.log10(abs(value)))
+
+
+def _plain(value: float, place: int) -> str:
+    rounded = round(value, -place)
+    shown = f"{rounded:,.{max(0, -place)}f}"
+    return shown if float(shown.replace(",", "")) else shown.lstrip("-")

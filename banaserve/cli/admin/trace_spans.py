@@ -1,0 +1,72 @@
+"""Parts of a request's time as rows: the waterfall that ``banaserve trace ID`` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from banaserve.engine.vllm.tracing.events import TraceSpan
+
+HEADING = ("PART", "FROM", "MS", "PROCESS", "", "ABOUT")
+_COLUMNS = 32
+_TOLD_MS = 0.05
+"""Shorter parts without parts of their own are left out."""
+
+
+def span_rows(spans: Sequence[TraceSpan]) -> list[tuple[str, ...]]:
+    """A heading, and a row for each part, each below the one that it belongs to; none of nothing.
+
+    Bars are on one scale, from the first part's beginning to the last one's end.
+    """
+    if not spans:
+        return []
+    first_s = min(one.start_s for one in spans)
+    took_s = max(one.end_s for one in spans) - first_s
+    rows: list[tuple[str, ...]] = [HEADING]
+    for index in _in_order(spans):
+        one, depth = spans[index], _depth(spans, index)
+        has_parts = any(other.parent == index for other in spans)
+        if 1e3 * one.took_s < _TOLD_MS and not has_parts and not one.error:
+            continue
+        rows.append(
+            (
+                "  " * depth + one.name,
+                f"{1e3 * one.start_s:.1f}",
+                f"{1e3 * one.took_s:.1f}",
+                one.process,
+                _bar(one.start_s - first_s, one.end_s - first_s, took_s),
+                ", ".join(_about(one)),
+            )
+        )
+    return rows
+
+
+def _in_order(spans: Sequence[TraceSpan], parent: int = -1) -> list[int]:
+    """Indices by their beginning, each followed by its parts."""
+    found: list[int] = []
+    own = [index for index, one in enumerate(spans) if one.parent == parent]
+    for index in sorted(own, key=lambda index: spans[index].start_s):
+        found += [index, *_in_order(spans, index)]
+    return found
+
+
+def _depth(spans: Sequence[TraceSpan], index: int) -> int:
+    depth = 0
+    while (index := spans[index].parent) >= 0:
+        depth += 1
+    return depth
+
+
+def _bar(start_s: float, end_s: float, took_s: float) -> str:
+    if took_s <= 0:
+        return ""
+    first = min(_COLUMNS - 1, round(_COLUMNS * start_s / took_s))
+    last = max(first + 1, round(_COLUMNS * end_s / took_s))
+    return " " * first + "█" * (last - first)
+
+
+def _about(one: TraceSpan) -> list[str]:
+    words = [
+        f"{name.replace('_', ' ')} {round(value, 1) if isinstance(value, float) else value}"
+        for name, value in one.attributes.items()
+    ]
+    return [one.error, *words] if one.error else words

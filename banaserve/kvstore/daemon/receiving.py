@@ -1,0 +1,89 @@
+"""Blocks that stores of other machines push into this one's slots, before anybody asks for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from banaserve.kvstore.daemon.carved_pool import CarvedPool
+from banaserve.kvstore.daemon.promoter import MAX_PROMOTING_FRACTION, Promoter
+from banaserve.kvstore.peers.messages import OfferPush
+from banaserve.kvstore.peers.reception import Reception
+from banaserve.kvstore.records import IndexEntry
+from banaserve.kvstore.tiers.interface import BlockBytes
+
+
+class Receiving:
+    """Pushes under way. One thread calls everything.
+
+    A pushed block is on its way up like one from a tier: it may be leased, and is readable only
+    once its sender has committed it and all of it has come.
+
+    Args:
+        promoter: Tells readers how long to wait.
+        clock: Seconds, never going back.
+
+    Attributes:
+        num_blocks: That have come.
+    """
+
+    def __init__(self, promoter: Promoter, clock: Callable[[], float] = time.monotonic) -> None:
+        self.num_blocks = 0
+        self._promoter = promoter
+        self._clock = clock
+        self._carved: CarvedPool | None = None
+        self._entries: dict[Reception, dict[int, IndexEntry]] = {}
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether slots are being written to."""
+        return bool(self._entries)
+
+    def carve(self, carved: CarvedPool) -> None:
+        """Work on another pool geometry. Nothing may be under way."""
+        assert not self._entries
+        self._carved = carved
+
+    def accept(self, offer: OfferPush) -> Reception:
+        """Give slots to blocks that are not here, as far as there are any."""
+        entries = dict(self._promoted(offer))
+        memory: dict[int, BlockBytes] = {}
+        if self._carved is not None:
+            memory = {number: self._carved.bytes_of(entry) for number, entry in entries.items()}
+        reception = Reception(offer, memory, self._clock())
+        if entries:
+            self._entries[reception] = entries
+            for entry in entries.values():
+                self._promoter.expect(entry, reception.left_s)
+        return reception
+
+    def _promoted(self, offer: OfferPush) -> list[tuple[int, IndexEntry]]:
+        carved, found = self._carved, []
+        if carved is None or offer.num_bytes != carved.slot_bytes:
+            return []
+        index, parent = carved.index, offer.first_parent
+        most = max(1, int(index.num_slots * MAX_PROMOTING_FRACTION))
+        for number, key in enumerate(offer.keys):
+            if index.get(key) is None:
+                if index.num_promoting >= most:
+                    break
+                entry = index.promote(key, parent, offer.tenant)
+                if entry is None:
+                    break
+                found.append((number, entry))
+            parent = key
+        return found
+
+    def end(self, reception: Reception, done: Sequence[int], failed: Sequence[int]) -> None:
+        """Blocks of a push have come as a whole, or will not come."""
+        entries = self._entries.get(reception)
+        if entries is None or self._carved is None:
+            return
+        for numbers, filled in ((done, True), (failed, False)):
+            for number in numbers:
+                entry = entries.pop(number)
+                self._promoter.expect(entry, None)
+                self._carved.index.end_promotion(entry, filled=filled)
+        self.num_blocks += len(done)
+        if not entries:
+            del self._entries[reception]

@@ -1,0 +1,262 @@
+"""Connection on which blocks are pushed to the store of one other machine, with its thread."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from banaserve.errors import ProtocolError
+from banaserve.fail_points import FailPoint, InjectedError, reach
+from banaserve.kvstore.mailbox import Mailbox
+from banaserve.kvstore.peers.link import ANSWER_S, HEARTBEAT_S, RETRY_S, connect_to_peer, exchange
+from banaserve.kvstore.peers.messages import (
+    EndPush,
+    OfferPush,
+    PeerAlive,
+    PeerRequest,
+    PushRange,
+    PushWanted,
+    message_of,
+)
+from banaserve.kvstore.tiers.interface import BlockBytes
+from banaserve.net.addresses import written
+from banaserve.transport.channel import StreamChannel
+from banaserve.transport.errors import PeerGoneError, TransportError
+from banaserve.transport.frames import MAX_TENSORS
+
+log = logging.getLogger(__name__)
+
+SEND_S = 5.0
+"""For one message: a peer that takes nothing in for so long is gone."""
+IDLE_S = 10.0
+"""A connection on which nothing is pushed is closed, before the peer does."""
+_FRAME_BYTES = 4 << 20
+
+
+@dataclass(eq=False)
+class Push:
+    """Blocks of one prompt on their way to a peer. Their memory stays until it is over.
+
+    Attributes:
+        offer: Of them, with an id that no other push of this store has.
+        memory: Of each block.
+        wanted: Those that the peer takes; known to the link's thread alone.
+    """
+
+    offer: OfferPush
+    memory: Sequence[BlockBytes]
+    wanted: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    push: Push
+    numbers: Sequence[int]
+    first_byte: int
+    end_byte: int
+
+    def follows(self, other: _Range) -> bool:
+        """Whether these are the next bytes of the same blocks."""
+        is_same = other.push is self.push and other.numbers == self.numbers
+        return is_same and other.end_byte == self.first_byte
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    push: Push
+    done: Sequence[int]
+    failed: Sequence[int]
+    is_last: bool
+
+
+_Item = Push | _Range | _End | PeerAlive
+_ALIVE = PeerAlive()
+
+
+class _Held(NamedTuple):
+    """What was taken from the queue too early."""
+
+    item: _Item | None
+
+
+class PushLink:
+    """Pushes blocks to one store, in the order in which they are told to be there.
+
+    A peer that cannot be reached, or is lost, costs the pushes under way and nothing else.
+
+    Args:
+        address: Host and port of the peer's door.
+        key: That both know.
+        over: Gets each push that is over: nothing reads its memory any more.
+    """
+
+    def __init__(self, address: tuple[str, int], key: bytes, over: Mailbox[Push]) -> None:
+        self.name = written(*address)
+        self._address = address
+        self._key = key
+        self._over = over
+        self._items: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._channel: StreamChannel | None = None
+        self._active: set[Push] = set()
+        self._held: _Held | None = None
+        self._idle_s = 0.0
+        self._retry_at_s = 0.0
+        self._is_over = False
+        self._thread = threading.Thread(target=self._run, name=f"push-{self.name}", daemon=True)
+        self._thread.start()
+
+    def begin(self, push: Push) -> None:
+        """Offer blocks; what becomes of them is told by ``ready`` and ``end``."""
+        self._items.put(push)
+
+    def ready(self, push: Push, numbers: Sequence[int], first_byte: int, end_byte: int) -> None:
+        """The bytes in this range of these blocks are final, if the block is ever done."""
+        self._items.put(_Range(push, numbers, first_byte, end_byte))
+
+    def end(self, push: Push, done: Sequence[int], failed: Sequence[int], *, is_last: bool) -> None:
+        """These blocks may be read, all their bytes being ready; those never will be."""
+        self._items.put(_End(push, done, failed, is_last))
+
+    def close(self) -> None:
+        """Break everything off; returns when the thread touches memory no more."""
+        with self._lock:
+            self._is_over = True
+            channel = self._channel
+        if channel is not None:
+            channel.close()
+        self._items.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._is_over:
+            item = self._next()
+            if item is None:
+                return
+            if isinstance(item, _Range):
+                item = self._with_next(item)
+            try:
+                self._do(item)
+            except (TransportError, ProtocolError, InjectedError) as error:
+                self._lose(error)
+
+    def _with_next(self, item: _Range) -> _Range:
+        """``item`` and the layers of the same blocks that have become ready behind it.
+
+        A link that is behind sends runs of many layers: a message of small ones costs the peer more
+        time than 10 Gbit/s leave it.
+        """
+        while self._held is None:
+            try:
+                held = self._items.get_nowait()
+            except queue.Empty:
+                break
+            if not isinstance(held, _Range) or not held.follows(item):
+                self._held = _Held(held)
+                break
+            item = replace(item, end_byte=held.end_byte)
+        return item
+
+    def _next(self) -> _Item | None:
+        if self._held is not None:
+            held, self._held = self._held, None
+            return held.item
+        try:
+            return self._items.get(timeout=HEARTBEAT_S if self._channel is not None else None)
+        except queue.Empty:
+            return _ALIVE
+
+    def _do(self, item: _Item) -> None:
+        match item:
+            case Push():
+                self._active.add(item)
+                self._offer(item)
+            case PeerAlive():
+                self._keep_alive()
+            case _Range(push) | _End(push) if push not in self._active:
+                return  # its connection was lost
+            case _Range(push, numbers, first_byte, end_byte):
+                wanted = [number for number in numbers if number in push.wanted]
+                self._send_range(push, wanted, first_byte, end_byte)
+            case _End(push, done, failed, is_last):
+                self._send_end(push, done, failed)
+                if is_last:
+                    self._forget(push)
+
+    def _offer(self, push: Push) -> None:
+        if self._channel is None and time.monotonic() < self._retry_at_s:
+            self._forget(push)
+            return
+        answer, _ = exchange(self._connected(), push.offer, ANSWER_S)
+        if not isinstance(answer, PushWanted):
+            raise ProtocolError("it has answered something else")
+        push.wanted = set(answer.numbers)
+        self._idle_s = 0.0
+
+    def _connected(self) -> StreamChannel:
+        if self._channel is None:
+            channel, _ = connect_to_peer(self._address, self._key)
+            with self._lock:
+                self._channel = channel
+                if self._is_over:
+                    raise PeerGoneError("closed")
+        return self._channel
+
+    def _keep_alive(self) -> None:
+        self._idle_s = 0.0 if self._active else self._idle_s + HEARTBEAT_S
+        if self._idle_s >= IDLE_S:
+            self._drop_channel()
+        elif self._active:
+            self._send(PeerAlive())
+
+    def _send_range(self, push: Push, numbers: Sequence[int], first: int, end: int) -> None:
+        for some, first_byte, end_byte in _frames(numbers, first, end):
+            reach(FailPoint.PEER_PUSH)
+            parts = [push.memory[number][first_byte:end_byte] for number in some]
+            self._send(PushRange(push.offer.push_id, some, first_byte), *parts)
+
+    def _send_end(self, push: Push, done: Sequence[int], failed: Sequence[int]) -> None:
+        of_peer = [[number for number in one if number in push.wanted] for one in (done, failed)]
+        if any(of_peer):
+            self._send(EndPush(push.offer.push_id, *of_peer))
+
+    def _send(self, said: PeerRequest, *blocks: BlockBytes) -> None:
+        if self._channel is None:
+            raise PeerGoneError("the connection is lost")
+        self._channel.send(message_of(said, *blocks), SEND_S)
+
+    def _forget(self, push: Push) -> None:
+        self._active.discard(push)
+        self._over.put(push)
+
+    def _lose(self, error: Exception) -> None:
+        if not self._is_over:
+            log.warning(
+                "%s: %d pushes of blocks are broken off: %s", self.name, len(self._active), error
+            )
+        self._retry_at_s = time.monotonic() + RETRY_S
+        self._drop_channel()
+        for push in list(self._active):
+            self._forget(push)
+
+    def _drop_channel(self) -> None:
+        with self._lock:
+            channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+
+
+def _frames(numbers: Sequence[int], first: int, end: int) -> Iterator[tuple[list[int], int, int]]:
+    """Ranges of some of the blocks at a time, each small enough for one frame."""
+    if end <= first:
+        return
+    for first_byte in range(first, end, _FRAME_BYTES):
+        end_byte = min(end, first_byte + _FRAME_BYTES)
+        at_once = min(MAX_TENSORS, max(1, _FRAME_BYTES // (end_byte - first_byte)))
+        for at in range(0, len(numbers), at_once):
+            yield list(numbers[at : at + at_once]), first_byte, end_byte

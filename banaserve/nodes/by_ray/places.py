@@ -1,0 +1,243 @@
+"""Places of agents that Ray has started: asked of a process of their own, ``driver``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from banaserve.errors import UserError
+from banaserve.nodes.assignment import InstanceNeed
+from banaserve.nodes.places import AgentPlace, NumberedPlace
+from banaserve.types import InstanceId, Role
+
+logger = logging.getLogger(__name__)
+# Longer than the driver's own, and than Ray's processes wait for a head that is away: to end the
+# driver ends all agents.
+_PLACE_S = 150.0
+_FIND_S = 90.0
+_MAX_LINE_BYTES = 1 << 20
+
+
+class RayRequest(msgspec.Struct, frozen=True):
+    """What the process that speaks with Ray is told first.
+
+    Attributes:
+        address: Of the Ray cluster; ``auto`` for the one of this machine.
+        key: Of ours, for the agents.
+        name: Of the server, for Ray's tables.
+        instances: Ids and values of roles; empty for an agent on every node that has a CPU.
+        need: Of each instance.
+        bundles: Resources of each agent, where they were placed before; empty lets it plan them.
+        added: Resources of agents of nodes that have joined since, numbered after those.
+        dropped: Numbers of agents that are needed no more.
+    """
+
+    address: str
+    key: str
+    name: str
+    instances: list[tuple[str, str]]
+    need: InstanceNeed
+    bundles: list[dict[str, float]] = []
+    added: list[dict[str, float]] = []
+    dropped: list[int] = []
+
+
+class FindAgent(msgspec.Struct, frozen=True, tag=True):
+    """Where is the agent of that number?"""
+
+    number: int
+
+
+class AddAgent(msgspec.Struct, frozen=True, tag=True):
+    """Start one more, on Ray's node of that address."""
+
+    address: str
+
+
+class DropAgent(msgspec.Struct, frozen=True, tag=True):
+    """End the agent of that number for good."""
+
+    number: int
+
+
+class LookForNodes(msgspec.Struct, frozen=True, tag=True):
+    """Which nodes has Ray gained since it was asked last?"""
+
+
+RayOrder = FindAgent | AddAgent | DropAgent | LookForNodes
+
+
+class RayAnswer(msgspec.Struct, frozen=True):
+    """One line of its output.
+
+    Attributes:
+        places: Of all agents, in the order of their numbers, or of the one that was asked about;
+            None for one that is needed no more, or whose node is not there.
+        bundles: With which they were placed; none where an agent has an earlier one's.
+        number: Of that agent, which it has again.
+        gained: Addresses of nodes.
+        problem: Why it cannot do what it was asked; empty where it could.
+    """
+
+    places: list[AgentPlace | None] = []
+    bundles: list[dict[str, float]] = []
+    number: int = -1
+    gained: list[str] = []
+    problem: str = ""
+
+
+class RayPlaces:
+    """Agents that Ray places, one a node, and starts again.
+
+    Ray's driver is a process of its own: it brings a hundred threads and signal handlers. What Ray
+    has placed ends with it, and it ends with this process. Where it is lost, as with the cluster's
+    head, another one places as many agents anew.
+
+    Args:
+        address: Of the Ray cluster, or ``auto``.
+        log_path: Gets what Ray prints.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        key: str,
+        name: str,
+        instances: Sequence[tuple[InstanceId, Role]],
+        need: InstanceNeed,
+        log_path: Path,
+    ) -> None:
+        roles = [(str(instance_id), role.value) for instance_id, role in instances]
+        self._request = RayRequest(address, key, name, roles, need)
+        self._log_path = log_path
+        self._driver: asyncio.subprocess.Process | None = None
+        self._asking = asyncio.Lock()
+
+    async def open(self, say: Callable[[str], None]) -> list[AgentPlace]:
+        say(f"asking Ray ({self._request.address}) for nodes")
+        if os.environ.get("RAY_AUTH_MODE") != "token":
+            say("Ray lets everybody in who reaches its ports: RAY_AUTH_MODE=token lets it ask")
+        async with self._asking:
+            return [place for place in await self._place() if place is not None]
+
+    async def find(self, number: int) -> AgentPlace:
+        async with self._asking:
+            if self._driver is None:
+                place = (await self._place())[number]
+            else:
+                place = (await self._order(FindAgent(number), _FIND_S)).places[0]
+        if place is None:
+            raise UserError("Ray has not started its agent again: the node is not there")
+        return place
+
+    async def add(self, address: str) -> NumberedPlace:
+        async with self._asking:
+            self._check_driver()
+            answer = await self._order(AddAgent(address), _PLACE_S)
+            (place,) = answer.places
+            assert place is not None
+            request = self._request
+            if answer.number >= 0:
+                dropped = [number for number in request.dropped if number != answer.number]
+                self._request = msgspec.structs.replace(request, dropped=dropped)
+                return NumberedPlace(answer.number, place)
+            added = [*request.added, *answer.bundles]
+            self._request = msgspec.structs.replace(request, added=added)
+            return NumberedPlace(len(request.bundles) + len(request.added), place)
+
+    async def drop(self, number: int) -> None:
+        async with self._asking:
+            request = self._request
+            dropped = [*request.dropped, number]
+            self._request = msgspec.structs.replace(request, dropped=dropped)
+            if self._driver is not None:
+                try:
+                    await self._order(DropAgent(number), _FIND_S)
+                except UserError as error:
+                    logger.warning("a node that has left: %s", error)
+
+    async def gained(self) -> list[str]:
+        async with self._asking:
+            if self._driver is None:
+                return []
+            try:
+                return (await self._order(LookForNodes(), _FIND_S)).gained
+            except UserError as error:
+                logger.warning("nodes that Ray gains: %s", error)
+                return []
+
+    def _check_driver(self) -> None:
+        if self._driver is None:
+            raise UserError(f"--cluster {self._request.address}: Ray is away at present")
+
+    async def _order(self, order: RayOrder, timeout_s: float) -> RayAnswer:
+        return await self._ask(msgspec.json.encode(order), timeout_s)
+
+    async def _place(self) -> list[AgentPlace | None]:
+        """Start a driver and let it place all agents."""
+        log = os.open(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            self._driver = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "banaserve.nodes.by_ray.driver",
+                str(os.getpid()),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                limit=_MAX_LINE_BYTES,
+                start_new_session=True,
+            )
+        finally:
+            os.close(log)
+        try:
+            answer = await self._ask(msgspec.json.encode(self._request), _PLACE_S)
+        except UserError:
+            await self.close()  # it has placed nothing
+            raise
+        self._request = msgspec.structs.replace(self._request, bundles=answer.bundles)
+        return answer.places
+
+    async def _ask(self, line: bytes, timeout_s: float) -> RayAnswer:
+        """What the driver answers.
+
+        Raises:
+            UserError: Ray cannot do it; a driver that says nothing has ended.
+        """
+        driver = self._driver
+        assert driver is not None
+        assert driver.stdin is not None
+        assert driver.stdout is not None
+        try:
+            driver.stdin.write(line + b"\n")
+            async with asyncio.timeout(timeout_s):
+                said = await driver.stdout.readline()
+        except (TimeoutError, OSError):
+            said = b""
+        if not said:
+            await self.close()
+            raise UserError(f"Ray does not answer: see {self._log_path}")
+        answer = msgspec.json.decode(said, type=RayAnswer)
+        if answer.problem:
+            raise UserError(answer.problem)
+        return answer
+
+    async def close(self) -> None:
+        driver, self._driver = self._driver, None
+        if driver is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            driver.terminate()
+        try:
+            async with asyncio.timeout(10.0):
+                await driver.wait()
+        except TimeoutError:
+            driver.kill()
+            await driver.wait()

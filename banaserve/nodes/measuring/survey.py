@@ -1,0 +1,119 @@
+"""Survey of nodes before a server uses them: what each has, and how far they are apart."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from banaserve.errors import ProtocolError
+from banaserve.net.addresses import written
+from banaserve.nodes.credentials import ClusterCredentials
+from banaserve.nodes.link import NodeLostError, connect
+from banaserve.nodes.measuring.link_measuring import measure_link
+from banaserve.nodes.messages import (
+    Inspect,
+    Inspected,
+    LinkMeasured,
+    MeasureLink,
+    NodeMessage,
+)
+from banaserve.nodes.places import AgentPlace
+
+HERE = "this machine"
+_ANSWER_S = 60.0
+"""For pages of a large model's files on a slow disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReport:
+    """What is known of a node.
+
+    Attributes:
+        name: ``HOST:PORT``.
+        found: None where it does not answer.
+        ahead_s: How far its clock is ahead of this machine's.
+        problem: Why it does not answer; empty where it does.
+    """
+
+    name: str
+    found: Inspected | None
+    ahead_s: float = 0.0
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkReport:
+    """The way from one node, or this machine, to a node."""
+
+    source: str
+    target: str
+    measured: LinkMeasured
+
+
+async def survey_nodes(
+    places: Sequence[AgentPlace], credentials: ClusterCredentials, asked: Inspect
+) -> tuple[list[NodeReport], list[LinkReport]]:
+    """Look at each node, then measure the link of each pair, one after the other.
+
+    Returns:
+        The nodes in their order; links from here to each, then between all that answer.
+    """
+    nodes = await asyncio.gather(*(inspected(place, credentials, asked) for place in places))
+    there = [place for place, node in zip(places, nodes, strict=True) if node.found is not None]
+    links = []
+    for target in there:
+        measured = await measure_link(target.host, target.port, credentials)
+        links.append(LinkReport(HERE, _name(target), measured))
+    for source in there:
+        for target in there:
+            if source != target:
+                measured = await measured_from(source, target, credentials)
+                links.append(LinkReport(_name(source), _name(target), measured))
+    return list(nodes), links
+
+
+async def inspected(
+    place: AgentPlace, credentials: ClusterCredentials, asked: Inspect
+) -> NodeReport:
+    """What is known of the node at ``place``; it is not taken."""
+    try:
+        answer = await _asked(place, credentials, asked)
+        now_s = time.time()
+        if not isinstance(answer, Inspected):
+            raise ProtocolError(f"it says {type(answer).__name__}")
+    except (NodeLostError, ProtocolError) as error:
+        return NodeReport(_name(place), None, problem=str(error))
+    return NodeReport(_name(place), answer, answer.time_s - now_s)
+
+
+async def measured_from(
+    source: AgentPlace, target: AgentPlace, credentials: ClusterCredentials
+) -> LinkMeasured:
+    """Let one node measure the way to another."""
+    try:
+        answer = await _asked(source, credentials, MeasureLink(target.host, target.port))
+        if not isinstance(answer, LinkMeasured):
+            raise ProtocolError(f"it says {type(answer).__name__}")
+    except (NodeLostError, ProtocolError) as error:
+        return LinkMeasured(problem=str(error))
+    return answer
+
+
+async def _asked(
+    place: AgentPlace, credentials: ClusterCredentials, question: NodeMessage
+) -> object:
+    link = await connect(place.host, place.port, credentials)
+    try:
+        await link.send(question)
+        async with asyncio.timeout(_ANSWER_S):
+            return await link.receive()
+    except TimeoutError:
+        raise NodeLostError(f"node {_name(place)} does not answer") from None
+    finally:
+        await link.close()
+
+
+def _name(place: AgentPlace) -> str:
+    return written(place.host, place.port)

@@ -1,0 +1,103 @@
+"""Ways between the nodes of a server, measured and kept up to date."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from banaserve.engine.vllm.monitoring import metrics
+from banaserve.nodes.client import NodeClient
+from banaserve.nodes.credentials import ClusterCredentials
+from banaserve.nodes.measuring.survey import measured_from
+from banaserve.types import Distance
+
+logger = logging.getLogger(__name__)
+AGAIN_S = 300.0
+"""Each way takes a third of a second of its bandwidth."""
+_LOOK_S = 2.0
+_GAUGES = (metrics.NODE_ROUND_TRIP, metrics.NODE_BYTES)
+
+Pair = tuple[str, str]
+
+
+class NodeWays:
+    """How far nodes are from each other, by their names.
+
+    A way that cannot be measured is not known, and nothing is to be moved over it; one to a node
+    that has come back elsewhere is another one.
+    """
+
+    def __init__(self, credentials: ClusterCredentials) -> None:
+        self._credentials = credentials
+        self._measured: dict[Pair, tuple[Distance | None, float]] = {}
+        self._measuring = asyncio.Lock()
+
+    def distance(self, source: str, target: str) -> Distance | None:
+        """Of one ordered pair; None where it is not known."""
+        found, _ = self._measured.get((source, target), (None, 0.0))
+        return found
+
+    async def measure_to(self, client: NodeClient, others: Sequence[NodeClient]) -> list[str]:
+        """Measure the ways between a node that joins and others.
+
+        Returns:
+            A line for each way that could not be measured.
+        """
+        problems = []
+        for pair in [(client, one) for one in others] + [(one, client) for one in others]:
+            source, target = pair
+            names = (source.name, target.name)
+            async with self._measuring:
+                is_known = self.distance(*names) is not None and not self._is_due(names)
+                problem = "" if is_known else await self._measure(names, source, target)
+            if problem:
+                problems.append(f"way from node {source.name} to {target.name}: {problem}")
+        return problems
+
+    async def keep_measuring(self, nodes: Callable[[], Sequence[NodeClient]]) -> None:
+        """Measure what is new, and all again every few minutes; one way at a time.
+
+        Args:
+            nodes: Returns those that there are.
+        """
+        while True:
+            clients = nodes()
+            pairs = {
+                (source.name, target.name): (source, target)
+                for source, target in itertools.permutations(clients, 2)
+                if source.is_ready and target.is_ready
+            }
+            names = {client.name for client in clients}
+            for pair in [pair for pair in self._measured if not names.issuperset(pair)]:
+                self._forget(pair)
+            for pair, (source, target) in pairs.items():
+                async with self._measuring:
+                    if self._is_due(pair):
+                        await self._measure(pair, source, target)
+            await asyncio.sleep(_LOOK_S)
+
+    def _is_due(self, pair: Pair) -> bool:
+        _, at_s = self._measured.get(pair, (None, -AGAIN_S))
+        return time.monotonic() - at_s >= AGAIN_S
+
+    async def _measure(self, pair: Pair, source: NodeClient, target: NodeClient) -> str:
+        """Measure a way; returns why that cannot be, or nothing."""
+        way = await measured_from(source.place, target.place, self._credentials)
+        if way.problem:
+            logger.warning("way from node %s to %s: %s", *pair, way.problem)
+            self._forget(pair)
+            self._measured[pair] = (None, time.monotonic())
+            return way.problem
+        self._measured[pair] = (Distance(way.round_trip_s, way.bytes_per_s), time.monotonic())
+        for gauge, value in zip(_GAUGES, (way.round_trip_s, way.bytes_per_s), strict=True):
+            gauge.labels(*pair).set(value)
+        return ""
+
+    def _forget(self, pair: Pair) -> None:
+        found, _ = self._measured.pop(pair, (None, 0.0))
+        if found is not None:
+            for gauge in _GAUGES:
+                gauge.remove(*pair)

@@ -1,0 +1,405 @@
+"""Pool of nodes that a server has taken: the first ones, those that join and those that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from banaserve.engine.vllm.monitoring import metrics
+from banaserve.errors import UserError
+from banaserve.kvstore.daemon.options import StoreOptions
+from banaserve.kvstore.peers.options import PeerOptions
+from banaserve.net.addresses import host_and_port, written
+from banaserve.nodes.assignment import (
+    InstanceNeed,
+    NodeAssignment,
+    NodeFacts,
+    assign,
+    no_room,
+    room,
+)
+from banaserve.nodes.client import RETRY_S, NodeClient
+from banaserve.nodes.credentials import ClusterCredentials
+from banaserve.nodes.link import NodeLostError
+from banaserve.nodes.measuring.survey import inspected
+from banaserve.nodes.measuring.ways import NodeWays
+from banaserve.nodes.messages import Inspect, NodeStore, PrepareNode
+from banaserve.nodes.model_check import model_digest
+from banaserve.nodes.places import AgentPlace, NumberedPlace, Places
+from banaserve.nodes.versions import own_version
+from banaserve.types import InstanceId, Role
+
+logger = logging.getLogger(__name__)
+OnPeers = Callable[[Sequence[str]], Awaitable[None]]
+"""Is told where the stores of all nodes listen, each time that changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeWork:
+    """What a server wants of its nodes.
+
+    Attributes:
+        instances: Ids and roles at the start.
+        need: Of each.
+        vllm_argv: Options of engines that are started without their own.
+        forks: Whether engines are forked, which only those on CPU can be.
+        threads: OMP threads of an engine; 0 shares a node's processors among its engines.
+        store: Of each node; None for no store.
+    """
+
+    instances: Sequence[tuple[InstanceId, Role]]
+    need: InstanceNeed
+    vllm_argv: tuple[str, ...]
+    forks: bool
+    threads: int
+    store: StoreOptions | None
+
+
+class PoolNode:
+    """A node that is this server's.
+
+    Args:
+        number: By which its agent is found again.
+        facts: What it has for instances.
+        order: Makes it ready for them.
+
+    Attributes:
+        is_leaving: It gets no more instances.
+    """
+
+    def __init__(
+        self, client: NodeClient, number: int, facts: NodeFacts, order: PrepareNode
+    ) -> None:
+        self.client = client
+        self.number = number
+        self.facts = facts
+        self.order = order
+        self.is_leaving = False
+        self.keeper: asyncio.Task[None] | None = None
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return self.client.name
+
+    @property
+    def store(self) -> str:
+        """Where its store listens; empty for no store."""
+        return self.order.store.listen if self.order.store is not None else ""
+
+
+class NodePool:
+    """Takes nodes, keeps them, and gives them back.
+
+    Args:
+        places: Where the agents are.
+        key: Of the cluster.
+        server: Name of this server for the nodes.
+
+    Attributes:
+        nodes: All that have been taken, also those that are away at present.
+        ways: How far they are from each other.
+    """
+
+    def __init__(self, places: Places, key: str, work: NodeWork, server: str) -> None:
+        self.nodes: list[PoolNode] = []
+        self._credentials = ClusterCredentials.of(key)
+        self.ways = NodeWays(self._credentials)
+        self.places = places
+        self.work = work
+        self._server = server
+        self._store_key = secrets.token_hex(32)
+        self._on_peers: OnPeers | None = None
+        self._measuring: asyncio.Task[None] | None = None
+
+    # ---- the first ones
+
+    async def open(self, say: Callable[[str], None]) -> list[NodeAssignment]:
+        """Take all nodes, assign instances to them, and start their stores.
+
+        Raises:
+            UserError: A node cannot be reached or used, or they have no room for the instances.
+        """
+        clients = [self._client(place) for place in await self.places.open(say)]
+        say(f"taking nodes {', '.join(client.name for client in clients)}")
+        try:
+            assigned = await self._open(clients, say)
+        except BaseException:
+            await asyncio.gather(*(client.close() for client in clients))
+            raise
+        for node in self.nodes:
+            node.keeper = asyncio.create_task(self._keep(node))
+        self._measuring = asyncio.create_task(self.ways.keep_measuring(self._clients))
+        return assigned
+
+    async def _open(
+        self, clients: Sequence[NodeClient], say: Callable[[str], None]
+    ) -> list[NodeAssignment]:
+        try:
+            async with asyncio.TaskGroup() as group:
+                taken = [group.create_task(_taken(client)) for client in clients]
+            facts = [one.result() for one in taken]
+            assigned = assign(facts, self.work.instances, self.work.need)
+            orders = await self._first_orders(clients, assigned)
+            self.nodes = [
+                PoolNode(client, number, its, order)
+                for number, (client, its, order) in enumerate(
+                    zip(clients, facts, orders, strict=True)
+                )
+            ]
+            for one in assigned:
+                names = ", ".join(instance_id for instance_id, _ in one.instances)
+                say(f"node {one.node}: {names or 'no instance'}")
+            async with asyncio.TaskGroup() as group:
+                for node in self.nodes:
+                    group.create_task(node.client.prepare(node.order))
+        except* NodeLostError as failures:
+            raise UserError(str(failures.exceptions[0])) from None
+        return assigned
+
+    async def _first_orders(
+        self, clients: Sequence[NodeClient], assigned: Sequence[NodeAssignment]
+    ) -> list[PrepareNode]:
+        digest = await self.digest(())
+        stores: dict[str, str] = {}
+        if self.work.store is not None:
+            for client in clients:
+                stores[client.name] = written(client.host, await client.free_port())
+        orders = []
+        for client, one in zip(clients, assigned, strict=True):
+            ids = [str(instance_id) for instance_id, _ in one.instances]
+            devices = dict(zip(ids, one.devices, strict=False))
+            order = self._order(client, self.work.vllm_argv, len(ids), digest)
+            store = self._store_of(stores.get(client.name, ""), _others(stores, client.name))
+            orders.append(msgspec.structs.replace(order, devices=devices, store=store))
+        return orders
+
+    def _client(self, place: AgentPlace) -> NodeClient:
+        return NodeClient(place, self._credentials, self._server, metrics.STORE_RESTARTS.inc)
+
+    def _clients(self) -> list[NodeClient]:
+        return [node.client for node in self.nodes]
+
+    def _order(
+        self, client: NodeClient, vllm_argv: tuple[str, ...], num_instances: int, digest: str
+    ) -> PrepareNode:
+        return PrepareNode(
+            vllm_argv=vllm_argv,
+            forks=self.work.forks,
+            environment={"OMP_NUM_THREADS": str(self._threads(client, num_instances))},
+            devices_each=self.work.need.num_gpus,
+            model_digest=digest,
+        )
+
+    def _threads(self, client: NodeClient, num_instances: int) -> int:
+        processors = client.opened.num_processors if client.opened is not None else 1
+        return self.work.threads or max(1, processors // max(1, num_instances))
+
+    def _store_of(self, listen: str, peers: Sequence[str]) -> NodeStore | None:
+        if (options := self.work.store) is None:
+            return None
+        return NodeStore(
+            size=options.size,
+            ssd=str(options.ssd) if options.ssd is not None else "",
+            ssd_size=options.ssd_size,
+            distributed=options.distributed,
+            tenant_quota=options.tenant_quota,
+            verify_memory=options.verify_memory,
+            listen=listen,
+            peers=tuple(peers),
+            key=self._store_key,
+        )
+
+    async def digest(self, vllm_argv: tuple[str, ...]) -> str:
+        """Of the files of the model that these options name, or those that all were made with."""
+        return await asyncio.to_thread(model_digest, vllm_argv or self.work.vllm_argv)
+
+    # ---- kept
+
+    async def _keep(self, node: PoolNode) -> None:
+        """Take a node again that was lost: what ran there has ended, and begins empty."""
+        client = node.client
+        while True:
+            await client.wait_lost()
+            logger.warning("node %s is away: %s", client.name, client.problem)
+            while not client.is_ready:
+                await asyncio.sleep(RETRY_S)
+                try:
+                    client.place = await self.places.find(node.number)
+                    await client.open()
+                    node.order = _at_home(node.order, client)
+                    await client.prepare(node.order)
+                except (NodeLostError, UserError) as error:
+                    client.problem = str(error)
+                else:
+                    logger.info("node %s is back", client.name)
+                    await self._share_stores()
+
+    async def leave(self) -> None:
+        """Give the nodes back: what runs there for this server ends."""
+        keepers = [node.keeper for node in self.nodes if node.keeper is not None]
+        if self._measuring is not None:
+            keepers.append(self._measuring)
+        for keeper in keepers:
+            keeper.cancel()
+        await asyncio.gather(*keepers, return_exceptions=True)
+        await asyncio.gather(*(client.close() for client in self._clients()))
+        await self.places.close()
+
+    # ---- joining and leaving
+
+    async def add(
+        self,
+        address: str,
+        vllm_argv: tuple[str, ...],
+        num_instances: int,
+        say: Callable[[str], None],
+    ) -> PoolNode:
+        """Take one more node, after the same checks as at the start.
+
+        Args:
+            address: As its user names it.
+            vllm_argv: Of engines that are started from now on; empty for those of the start.
+            num_instances: That are to share its processors.
+            say: Called with what is waited for.
+
+        Raises:
+            UserError: It cannot be reached, is known already, or cannot be used.
+        """
+        say(f"looking for {address}")
+        self._refuse_known(address)
+        found = await self.places.add(address)
+        client = self._client(found.place)
+        try:
+            node = await self._joined(client, found, vllm_argv, num_instances, say)
+        except BaseException as error:
+            await client.close()
+            await self.places.drop(found.number)
+            if isinstance(error, NodeLostError):
+                raise UserError(str(error)) from error
+            raise
+        others = [one.client for one in self.nodes if one.client.is_ready]
+        self.nodes.append(node)
+        node.keeper = asyncio.create_task(self._keep(node))
+        try:
+            await self._share_stores()
+            say("measuring the ways to the other nodes")
+            for problem in await self.ways.measure_to(client, others):
+                logger.warning("%s", problem)
+        except BaseException:  # given up
+            await self.remove(node)
+            raise
+        return node
+
+    def _refuse_known(self, address: str) -> None:
+        if any(address == node.name for node in self.nodes):
+            raise UserError(f"node {address} is one of this server's already")
+
+    async def _joined(
+        self,
+        client: NodeClient,
+        found: NumberedPlace,
+        vllm_argv: tuple[str, ...],
+        num_instances: int,
+        say: Callable[[str], None],
+    ) -> PoolNode:
+        self._refuse_known(client.name)
+        argv = vllm_argv or self.work.vllm_argv
+        digest = await self.digest(argv)
+        await self._check_new(client, Inspect(argv, digest))
+        facts = await _taken(client)
+        if room(facts, self.work.need) < 1:
+            raise UserError(f"node {client.name} has no room: {no_room(facts, self.work.need)}")
+        order = self._order(client, argv, num_instances, digest)
+        if self.work.store is not None:
+            listen = written(client.host, await client.free_port())
+            order = msgspec.structs.replace(order, store=self._store_of(listen, self.stores()))
+        say(f"preparing node {client.name}")
+        await client.prepare(order)
+        return PoolNode(client, found.number, facts, order)
+
+    async def _check_new(self, client: NodeClient, asked: Inspect) -> None:
+        """Look at a node before it is taken.
+
+        Raises:
+            UserError: It cannot be used.
+        """
+        report = await inspected(client.place, self._credentials, asked)
+        if (found := report.found) is None:
+            raise UserError(report.problem)
+        if found.server == self._server:
+            raise UserError(f"node {client.name} is one of this server's already")
+        if found.server:
+            raise UserError(f"node {client.name} is used by another server, {found.server}")
+        if found.version != own_version():
+            raise UserError(
+                f"node {client.name} has {found.version}, this server {own_version()}: "
+                "install the same on both"
+            )
+        if found.model_problem:
+            raise UserError(f"node {client.name}: {found.model_problem}")
+
+    async def remove(self, node: PoolNode) -> None:
+        """Give a node back; what still runs there for this server ends."""
+        self.nodes.remove(node)
+        if node.keeper is not None:
+            node.keeper.cancel()
+            await asyncio.gather(node.keeper, return_exceptions=True)
+        await node.client.close()
+        await self.places.drop(node.number)
+        await self._share_stores()
+
+    # ---- stores
+
+    def stores(self) -> list[str]:
+        """Where the stores of all nodes listen."""
+        return [node.store for node in self.nodes if node.store]
+
+    def peers(self) -> PeerOptions:
+        """Of a store that is on none of the nodes."""
+        return PeerOptions(peers=tuple(self.stores()), key=self._store_key)
+
+    def follow(self, on_peers: OnPeers) -> None:
+        """Tell this, too, each time when the stores change."""
+        self._on_peers = on_peers
+
+    async def _share_stores(self) -> None:
+        """Let each store fetch blocks from all others that there are now."""
+        if self.work.store is None:
+            return
+        for node in list(self.nodes):
+            assert node.order.store is not None
+            # Of this moment: another node may have joined while one was told.
+            peers = [one.store for one in self.nodes if one is not node]
+            store = msgspec.structs.replace(node.order.store, peers=tuple(peers))
+            node.order = msgspec.structs.replace(node.order, store=store)
+            if node.client.is_ready:
+                try:
+                    await node.client.set_store_peers(peers)
+                except NodeLostError as error:  # it is told when it is back
+                    logger.warning("%s", error)
+        if self._on_peers is not None:
+            await self._on_peers(self.stores())
+
+
+async def _taken(client: NodeClient) -> NodeFacts:
+    opened = await client.open()
+    return NodeFacts(client.name, opened.gpus, opened.memory_bytes)
+
+
+def _others(stores: Mapping[str, str], own: str) -> list[str]:
+    return [where for name, where in stores.items() if name != own]
+
+
+def _at_home(order: PrepareNode, client: NodeClient) -> PrepareNode:
+    """An order for a node that may be another machine than the one that it was made for."""
+    if order.store is None:
+        return order
+    port = host_and_port("store", order.store.listen)[1]
+    store = msgspec.structs.replace(order.store, listen=written(client.host, port))
+    return msgspec.structs.replace(order, store=store)

@@ -1,0 +1,59 @@
+"""Page of a decision log: an application for this machine alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from banaserve.records import unpacked
+from banaserve.ui.page import SECURITY_HEADERS, PageDoor
+from banaserve.ui.records import PageInfo
+from banaserve.ui.replay import Replay, read_decisions
+
+_HOSTS = ["127.0.0.1", "localhost", "[::1]"]
+"""A name of another site that leads here must not read the log."""
+
+
+def read_replay(path: Path) -> Replay:
+    """Returns the moments of a decision log, which may be packed with zstd.
+
+    Raises:
+        UserError: It cannot be read, or is none.
+    """
+    lines = unpacked(path).split(b"\n")
+    # Without an end the last line is still being written, or its writer was killed.
+    return Replay(read_decisions(lines[:-1] if len(lines) > 1 else lines, str(path)))
+
+
+def replay_app(replay: Replay, title: str) -> ASGIApp:
+    """The page, and the moments of ``replay`` under ``/replay``."""
+    index = msgspec.json.encode(replay.index())
+
+    async def answer_index(_: Request) -> Response:
+        return _json(index)
+
+    async def answer_moment(request: Request) -> Response:
+        given = request.query_params.get("frame", "")
+        is_number = given.isascii() and given.isdigit() and len(given) < 10
+        if not is_number or int(given) >= replay.num_frames:
+            return Response("there is no such moment\n", 404, SECURITY_HEADERS, "text/plain")
+        return _json(msgspec.json.encode(replay.moment(int(given))))
+
+    routes = [
+        Route("/replay/index.json", answer_index),
+        Route("/replay/moment.json", answer_moment),
+    ]
+    door = PageDoor(Starlette(routes=routes), PageInfo("replay", title, replay.time))
+    return TrustedHostMiddleware(door, _HOSTS)
+
+
+def _json(body: bytes) -> Response:
+    headers = {**SECURITY_HEADERS, "Cache-Control": "no-store"}
+    return Response(body, 200, headers, "application/json")

@@ -1,0 +1,167 @@
+"""Snapshot of a server for its page, put together from values at hand. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from banaserve.controller.schemas import DecisionRecord, MoveLine, ServerStatus
+from banaserve.engine.vllm.migration.api import (
+    ContextModules,
+    HeadsModules,
+    Migration,
+    UnitModules,
+)
+from banaserve.engine.vllm.tracing.events import RequestSummary
+from banaserve.kvstore.stats import StoreStats
+from banaserve.types import ObservedRequest
+from banaserve.ui.figures import figures_of
+from banaserve.ui.records import (
+    InstancePanel,
+    ModulesAway,
+    MoveProgress,
+    PageSnapshot,
+    ShownLayers,
+    StoreLevel,
+    StorePanel,
+)
+
+_ENDED_SHOWN = 8
+_COPIED = ("precopy_bytes", "commit_bytes", "weight_bytes")
+
+Mark = tuple[object, ...]
+
+
+def snapshot_of(
+    status: ServerStatus,
+    shape: tuple[int, int],
+    away: Mapping[str, list[ModulesAway]],
+    migrations: Sequence[Migration],
+    moving: Mapping[str, Sequence[UnitModules]],
+    observed: Iterable[ObservedRequest],
+    now_s: float,
+    store: StoreStats | None,
+    requests: list[RequestSummary],
+    cpu_fraction: float | None = None,
+) -> PageSnapshot:
+    """Returns everything that the page shows of one moment, but decisions.
+
+    Args:
+        shape: Layers and KV heads of the model.
+        away: Modules by the instance whose they are.
+        moving: Modules of migrations under way, by their ids.
+        observed: Requests as ``figures_of`` wants them; ``now_s`` is on their clock.
+        requests: The last ones, to be listed.
+    """
+    by_id = {migration.id for migration in migrations}
+    moves = [migration_progress(one, moving.get(one.id, ())) for one in migrations]
+    moves += [_line_progress(line) for line in status.moves if line.id not in by_id]
+    return PageSnapshot(
+        at_s=status.at_s,
+        num_layers=shape[0],
+        num_kv_heads=shape[1],
+        controller=status.controller,
+        instances=[InstancePanel(one, away.get(one.id, [])) for one in status.instances],
+        moves=_shown(moves),
+        figures=figures_of(status.instances, observed, now_s, cpu_fraction),
+        store=store_panel(store) if store is not None else None,
+        requests=requests,
+        routing=status.routing_policy,
+    )
+
+
+def _shown(moves: Sequence[MoveProgress]) -> list[MoveProgress]:
+    """All that are under way, and the last that ended."""
+    ended = [one for one in moves if not is_open(one.state)]
+    return [one for one in moves if is_open(one.state)] + ended[-_ENDED_SHOWN:]
+
+
+def is_open(state: str) -> bool:
+    """Whether a move of this state is under way."""
+    return state in ("waiting", "running", "draining", "starting", "going back")
+
+
+def migration_progress(migration: Migration, moving: Sequence[UnitModules]) -> MoveProgress:
+    """Returns how far a migration is, over all of its moves."""
+    now = next((one for one in migration.moves if one.phase not in ("waiting", "done")), None)
+    if now is None:
+        now = migration.moves[-1] if migration.moves else None
+    return MoveProgress(
+        id=migration.id,
+        kind=migration.kind,
+        state=migration.state,
+        what="; ".join(one.modules for one in migration.moves),
+        source=migration.host,
+        target=migration.to or "",
+        phase=now.phase if now is not None else "",
+        seconds=sum(sum(one.seconds.values()) for one in migration.moves),
+        num_bytes=int(sum(one.facts.get(name, 0) for one in migration.moves for name in _COPIED)),
+        predicted_bytes=migration.predicted_bytes,
+        stall_s=sum(one.facts.get("stall_s", 0.0) for one in migration.moves),
+        error=migration.error,
+        spans=[span for modules in moving for span in spans_of(modules)],
+    )
+
+
+def _line_progress(line: MoveLine) -> MoveProgress:
+    return MoveProgress(
+        line.id, "other", line.state, line.what, seconds=line.seconds, error=line.error
+    )
+
+
+def modules_away(modules: UnitModules, at: str, words: str) -> ModulesAway:
+    """Returns a unit that is away."""
+    kind = "layers"
+    if isinstance(modules, HeadsModules):
+        kind = "heads"
+    elif isinstance(modules, ContextModules):
+        kind = "context"
+    return ModulesAway(kind, at, words, spans_of(modules))
+
+
+def spans_of(modules: UnitModules) -> list[ShownLayers]:
+    """Returns the layers of a unit; neighbours with the same heads are one span."""
+    if not isinstance(modules, HeadsModules):
+        return [ShownLayers(modules.start, modules.end)]
+    spans: list[ShownLayers] = []
+    for layer, heads in sorted(modules.heads):
+        if spans and spans[-1].end_layer == layer and spans[-1].heads == list(heads):
+            spans[-1] = ShownLayers(spans[-1].first_layer, layer + 1, list(heads))
+        else:
+            spans.append(ShownLayers(layer, layer + 1, list(heads)))
+    return spans
+
+
+def store_panel(stats: StoreStats) -> StorePanel:
+    """Returns what the page shows of the store."""
+    memory = StoreLevel(
+        "memory",
+        stats.used_bytes,
+        stats.capacity_bytes,
+        stats.used_slots,
+        stats.hits,
+        stats.evictions,
+    )
+    tiers = [
+        StoreLevel(
+            tier.stats.name,
+            tier.stats.used_bytes,
+            tier.stats.capacity_bytes,
+            tier.stats.num_blocks,
+            tier.promoted,
+            tier.stats.evictions,
+            "" if tier.stats.available else tier.stats.problem or "it does not answer",
+        )
+        for tier in stats.tiers
+    ]
+    return StorePanel(
+        stats.hits, stats.misses, stats.num_leases, stats.lent_bytes, [memory, *tiers]
+    )
+
+
+def mark_of(decision: DecisionRecord) -> Mark:
+    """Returns what differs when a decision is to be sent again: its turns, and its results."""
+    results = tuple(
+        (step.held, step.result is not None, bool(step.result and step.result.changed))
+        for step in decision.steps
+    )
+    return (decision.at_s, decision.turns, results)

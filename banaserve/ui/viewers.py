@@ -1,0 +1,174 @@
+"""Viewers of a page: one picture is made for all of them, and none where nobody looks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+
+from banaserve.clock import Clock
+from banaserve.controller.schemas import DecisionRecord
+from banaserve.ui.records import PageSnapshot
+from banaserve.ui.snapshot import Mark, is_open, mark_of
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S, MOVING_S = 1.0, 0.25
+"""From one look to the next; while something moves, whose phases take less than a second."""
+MAX_VIEWERS = 32
+_END = b"event: end\r\ndata: {}\r\n\r\n"
+
+
+class Look(NamedTuple):
+    """One look at a server: the snapshot, and the last decisions, the oldest first."""
+
+    snapshot: PageSnapshot
+    decisions: list[DecisionRecord]
+
+
+class SentDecision(NamedTuple):
+    """A decision as it goes to browsers, and what it is told apart by from an earlier state."""
+
+    mark: Mark
+    event: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A look as it goes to browsers.
+
+    Attributes:
+        number: Counts pictures from 1 on.
+        snapshot: A whole event.
+        decisions: By their numbers, ascending.
+    """
+
+    number: int
+    snapshot: bytes
+    decisions: dict[int, SentDecision]
+
+
+def event_of(name: str, value: object) -> bytes:
+    """Returns a server-sent event with ``value`` as JSON, which has no line breaks."""
+    return b"event: %b\r\ndata: %b\r\n\r\n" % (name.encode(), msgspec.json.encode(value))
+
+
+class Viewers:
+    """Looks at a server every second while somebody does, and shows it to all viewers.
+
+    A viewer has no queue: it gets the newest picture when it has taken the last one, and of
+    decisions those that differ from what it has been sent. One that reads slowly skips pictures;
+    it holds nothing up and takes no memory.
+
+    Args:
+        look: Looks at the server.
+        interval_s: From one look to the next, at most.
+    """
+
+    def __init__(
+        self,
+        look: Callable[[], Awaitable[Look]],
+        clock: Clock,
+        interval_s: float = INTERVAL_S,
+        max_viewers: int = MAX_VIEWERS,
+    ) -> None:
+        self._look = look
+        self._clock = clock
+        self._interval_s = interval_s
+        self._max_viewers = max_viewers
+        self._num_viewers = 0
+        self._is_closed = False
+        self._picture: Picture | None = None
+        self._newer = asyncio.Event()
+        self._looking: asyncio.Task[None] | None = None
+
+    @property
+    def num_viewers(self) -> int:
+        return self._num_viewers
+
+    @property
+    def is_full(self) -> bool:
+        """Whether another viewer is one too many."""
+        return self._num_viewers >= self._max_viewers
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yields events for one viewer, from now on until it goes away or ``close``.
+
+        Each picture is a ``snapshot`` event behind a ``decision`` event for each decision that is
+        new or has changed.
+        """
+        sent: dict[int, Mark] = {}
+        last = 0
+        self._join()
+        try:
+            while (picture := await self._newer_than(last)) is not None:
+                last = picture.number
+                for number, decision in picture.decisions.items():
+                    if sent.get(number) != decision.mark:
+                        yield decision.event
+                sent = {number: one.mark for number, one in picture.decisions.items()}
+                yield picture.snapshot
+            yield _END
+        finally:
+            self._leave()
+
+    def close(self) -> None:
+        """Let all viewers come to their end, and those that come later at once."""
+        self._is_closed = True
+        self._newer.set()
+        self._stop_looking()
+
+    def _join(self) -> None:
+        self._num_viewers += 1
+        if self._looking is None and not self._is_closed:
+            self._looking = asyncio.create_task(self._keep_looking())
+
+    def _leave(self) -> None:
+        self._num_viewers -= 1
+        if not self._num_viewers:
+            self._stop_looking()
+            self._picture = None
+
+    def _stop_looking(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
+
+    async def _newer_than(self, number: int) -> Picture | None:
+        """The newest picture once there is one after ``number``; None once there is no more."""
+        while not self._is_closed:
+            if self._picture is not None and self._picture.number > number:
+                return self._picture
+            await self._newer.wait()
+        return None
+
+    async def _keep_looking(self) -> None:
+        number = 0
+        while True:
+            pause_s = self._interval_s
+            try:
+                look = await self._look()
+            except Exception:  # the page says that it hears nothing; the server goes on
+                logger.exception("the page could not be drawn")
+            else:
+                number += 1
+                self._show(number, look)
+                if any(is_open(one.state) for one in look.snapshot.moves):
+                    pause_s = min(pause_s, MOVING_S)
+            await self._clock.sleep(pause_s)
+
+    def _show(self, number: int, look: Look) -> None:
+        before = self._picture.decisions if self._picture is not None else {}
+        decisions: dict[int, SentDecision] = {}
+        for one in look.decisions:
+            mark, known = mark_of(one), before.get(one.number)
+            if known is None or known.mark != mark:
+                known = SentDecision(mark, event_of("decision", one))
+            decisions[one.number] = known
+        self._picture = Picture(number, event_of("snapshot", look.snapshot), decisions)
+        self._newer.set()
+        self._newer = asyncio.Event()

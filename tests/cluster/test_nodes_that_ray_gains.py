@@ -1,0 +1,110 @@
+"""``serve --cluster``: a node that Ray gains joins by itself; one of the start is given back."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray")
+
+from banaserve.api.admin_client import AdminClient
+from banaserve.controller.schemas import NodeRequest, ScaleRequest
+from banaserve.engine.interface import NodeChange, NodeStatus
+from banaserve.run_dir import find_admin
+from benchmarks.network import hosts
+from benchmarks.network.hosts import Network
+from observing import until
+from ray_run import RayCluster
+from served import Served
+from streams import Kind, greedy
+
+_why = hosts.missing()
+pytestmark = [pytest.mark.e2e, pytest.mark.skipif(bool(_why), reason=_why)]
+
+_JOINED_S = 120.0
+
+
+class World:
+    """Ray on a head and one host at first, and a server beside the head."""
+
+    def __init__(self, folder: Path) -> None:
+        self.network = Network(3)
+        self.ray = RayCluster(self.network.hosts, folder, num_cpus=2, num_nodes=1)
+        words = ("--pd", "1:1", "--cluster", self.ray.address)
+        self.served = Served(self.network.hosts[0], folder / "serve", words)
+        self.served.wait()
+        self.admin = AdminClient(*find_admin(self.served.run.run_dir))
+
+    def nodes(self) -> list[NodeStatus]:
+        return self.network.hosts[0].inside(self.admin.nodes)
+
+    def changed(self, ask: NodeRequest) -> NodeChange:
+        """A change of nodes that has ended."""
+        front, found = self.network.hosts[0], None
+
+        def has_ended() -> bool:
+            nonlocal found
+            found = front.inside(lambda: self.admin.show_node_change(begun.id, wait_s=5.0))
+            return not found.is_open
+
+        begun = front.inside(lambda: self.admin.begin_node_change(ask))
+        until(has_ended, f"{ask.action} {ask.node}", _JOINED_S)
+        assert found is not None
+        return found
+
+    def close(self) -> None:
+        self.served.run.close()
+        self.ray.close()
+        self.network.close()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("gained")
+    made = World(folder)
+    try:
+        yield made
+    finally:
+        made.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_what_ray_gains_joins_and_gets_the_next_instance(
+    world: World, expected: Callable[[dict[str, Kind]], list[list[int]]]
+) -> None:
+    first, gained = world.network.hosts[1].address, world.network.hosts[2].address
+    assert [node.name.partition(":")[0] for node in world.nodes()] == [first]
+    world.ray.nodes.append(world.ray.start_node(1))
+    until(lambda: len(world.nodes()) == 2, "the node has joined", _JOINED_S)
+    assert world.nodes()[1].name.startswith(gained)
+    front = world.network.hosts[0]
+    scaling = front.inside(lambda: world.admin.begin_scaling(ScaleRequest(1, 2)))
+    until(
+        lambda: front.inside(lambda: not world.admin.show_scaling(scaling.id, wait_s=5.0).is_open),
+        "d1 serves",
+        _JOINED_S,
+    )
+    shown = {one.id: one.node.partition(":")[0] for one in world.served.status().instances}
+    assert shown == {"p0": first, "d0": first, "d1": gained}
+    kinds = greedy(8, 0)
+    assert world.served.asked(kinds) == expected(kinds)
+
+
+def test_a_node_of_the_start_is_given_back(
+    world: World, expected: Callable[[dict[str, Kind]], list[list[int]]]
+) -> None:
+    first, gained = world.nodes()
+    done = world.changed(NodeRequest("remove", first.name, 60.0))
+    assert (done.state, done.reason) == ("done", "")
+    assert [node.name for node in world.nodes()] == [gained.name]
+    kinds = greedy(8, 50)
+    assert world.served.asked(kinds) == expected(kinds)
+    again = world.changed(NodeRequest("add", world.network.hosts[1].address))
+    assert again.state == "done", again
+    assert [node.name.partition(":")[0] for node in world.nodes()] == [
+        gained.name.partition(":")[0],
+        world.network.hosts[1].address,
+    ]

@@ -1,0 +1,129 @@
+"""Tiny models of many families: random weights, and the tokenizer of the packaged model.
+
+Their shapes are those that decide how a family's KV lies: latents, windows, states, experts. Wide
+enough weights keep the best token far from the next one.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from banaserve import models
+
+SEED = 3
+SPREAD = 0.08
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+_COMMON = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "initializer_range": SPREAD,
+    "tie_word_embeddings": False,
+}
+# The only latents that vLLM 0.32 decodes on a CPU without AMX: 512 and 64 for the positions.
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "moe_intermediate_size": 64,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+}
+_MAMBA = {
+    "mamba_d_ssm": 128,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    # vLLM 0.32 fails on a CPU at prompts of more than one chunk.
+    "mamba_chunk_size": 512,
+}
+
+ADAPTED = (4, 128, 64)
+"""Layers, hidden size and that of all KV heads, of a Llama: what a LoRA adapter has to fit."""
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {
+        **_LATENT,
+        "q_lora_rank": None,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "greedy",
+    },
+    "deepseek_v3": {
+        **_LATENT,
+        "q_lora_rank": 96,
+        "n_routed_experts": 8,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "n_group": 2,
+        "topk_group": 1,
+    },
+    "llama": {},
+    "qwen3_moe": {
+        "head_dim": 32,
+        "moe_intermediate_size": 64,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "gpt_oss": {"head_dim": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gemma3_text": {"head_dim": 32, "sliding_window": 64, "sliding_window_pattern": 2},
+    "granite": {"attention_multiplier": 0.18, "residual_multiplier": 0.8, "logits_scaling": 2.0},
+    "phi3": {"sliding_window": None},
+    "granitemoehybrid": {
+        **_MAMBA,
+        "mamba_n_heads": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 64,
+        "layer_types": ["mamba", "attention", "mamba", "attention"],
+    },
+    "falcon_h1": {**_MAMBA, "head_dim": 32},
+    "qwen3_next": {
+        "head_dim": 32,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "full_attention_interval": 2,
+    },
+}
+"""What each says beside what all have."""
+
+
+def make(family: str, folder: Path, **changes: Any) -> str:
+    """Write a model of the family; returns its folder. The same for the same arguments.
+
+    Args:
+        folder: Becomes the model's; its parent has to be there.
+        changes: Of its configuration.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    packaged = Path(models.resolve(models.PACKAGED, None, print).path_or_id)
+    known = json.loads((packaged / "config.json").read_text(encoding="utf-8"))
+    special = {key: known[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    shape = {**_COMMON, **special, "vocab_size": known["vocab_size"], **FAMILIES[family]}
+    torch.manual_seed(SEED)
+    config = AutoConfig.for_model(family, **{**shape, **changes})
+    AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
+    for name in _TOKENIZER_FILES:
+        if (packaged / name).exists():
+            shutil.copy(packaged / name, folder / name)
+    return str(folder)

@@ -1,0 +1,407 @@
+"""Families of models: tokens of one engine through hand-over, store and moves, or one line why not.
+
+What is shown here is recorded for ``docs/models.md``, see ``support_record.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import random_models
+from adapter_files import RANK, write_adapter
+from banaserve.api.admin_client import AdminClient
+from banaserve.engine.vllm.migration.api import MoveHeads, MoveLayers, Return
+from banaserve.errors import BanaServeError
+from banaserve.run_dir import find_admin
+from fork_server import ForkServer
+from observing import until, writer
+from reference import reference_tokens
+from server_run import Run
+from streams import Answer, Kind, asked_all
+from support_record import record
+
+pytestmark = pytest.mark.e2e
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family is served and measured.
+
+    Attributes:
+        model: Of ``random_models``; the family's own name where empty.
+        options: Of the server.
+        has_adapter: Requests name a LoRA adapter.
+        custom_ops: What the plain engine is told of vLLM's kernels, as the server tells its own.
+        no_layers: Words of the line that refuses to move layers; empty where they move.
+        no_heads: The same of heads.
+    """
+
+    model: str = ""
+    options: tuple[str, ...] = ()
+    has_adapter: bool = False
+    custom_ops: tuple[str, ...] = ()
+    no_layers: str = ""
+    no_heads: str = ""
+
+
+# Of vLLM's rotary kernel for CPUs answers depend on the batch: see ``rotate_latents_in_torch``.
+MLA = Family(custom_ops=("-rotary_embedding",), no_heads="one latent for all of its heads")
+WITHOUT_KERNEL = (
+    'with --compilation-config \'{"custom_ops": ["-rotary_embedding"]}\', which servers of ours '
+    "set by themselves: with vLLM's own kernel answers depend on what else is in the batch"
+)
+RANKS = "started without live migration"
+ADAPTERS = "LoRA adapters would have to move"
+DRAFTS = "speculative decoding reads states"
+NGRAMS = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}'
+FAMILIES = {
+    "qwen3_moe": Family(),
+    "deepseek_v2": MLA,
+    "deepseek_v3": MLA,
+    "gemma3_text": Family(),
+    "gpt_oss": Family(no_heads="attention sinks"),
+    "granite": Family(),
+    "llama_adapter": Family(
+        "llama",
+        ("--enable-lora", "--max-lora-rank", str(RANK)),
+        has_adapter=True,
+        no_layers=ADAPTERS,
+        no_heads=ADAPTERS,
+    ),
+    "llama_ngrams": Family(
+        "llama", ("--speculative-config", NGRAMS), no_layers=DRAFTS, no_heads=DRAFTS
+    ),
+    "llama_two_ranks": Family(
+        "llama", ("--tensor-parallel-size", "2"), no_layers=RANKS, no_heads=RANKS
+    ),
+    "phi3": Family(),
+}
+# With the error that plain vLLM 0.32 ends with on a CPU, in float32.
+STATEFUL = {
+    "falcon_h1": "IndexError: index ",
+    "granitemoehybrid": "IndexError: index ",
+    "qwen3_next": "AssertionError: CPU GDN attention requires BF16",
+}
+EVERY_TIME = ("qwen3_moe", "deepseek_v2", "falcon_h1")
+LENGTHS = (5, 16, 33, 100, 256, 300)
+OUTPUT_TOKENS = 24
+NUM_STREAMS = 3
+STREAM_TOKENS = 400
+OPTIONS = (
+    *("--dtype", "float32", "--max-model-len", "1024", "--skip-prefill-below-tokens", "0"),
+    *("--kv-cache-memory-bytes", str(96 << 20), "--kv-store-size", "256MiB"),
+)
+NAME = "m"
+STATES = "keeps states of Mamba or linear-attention layers beside its KV blocks"
+
+
+def by_mark(name: str) -> Any:
+    """A family's parameter, which a short run leaves out unless it is of ``EVERY_TIME``."""
+    return pytest.param(name, marks=() if name in EVERY_TIME else pytest.mark.long)
+
+
+def prompts() -> list[list[int]]:
+    """One shorter than a block, one of a block, and others: no two begin alike."""
+    random = np.random.default_rng(11)
+    return [random.integers(100, 40_000, length).tolist() for length in LENGTHS]
+
+
+def asking(prompt: list[int], max_tokens: int) -> Kind:
+    body = {"model": NAME, "prompt": prompt, "temperature": 0.0, "max_tokens": max_tokens}
+    streamed = {"stream": True, "return_token_ids": True, "ignore_eos": True}
+    return Kind("/v1/completions", body | streamed)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[by_mark(name) for name in FAMILIES],
+)
+def family(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """``make(model)``: its folder."""
+    folder = tmp_path_factory.mktemp("models")
+
+    def made(name: str) -> str:
+        path = folder / name
+        return str(path) if path.exists() else random_models.make(name, path)
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def model(make: Callable[[str], str], family: str) -> str:
+    return make(FAMILIES[family].model or family)
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory, family: str) -> str:
+    """The folder of the family's LoRA adapter; empty where it has none."""
+    if not FAMILIES[family].has_adapter:
+        return ""
+    folder = tmp_path_factory.mktemp("adapter")
+    write_adapter(folder, 1, *random_models.ADAPTED)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def expected(fork_server: ForkServer, model: str, family: str, adapter: str) -> list[list[int]]:
+    """Of one engine: long answers, which begin with the short ones."""
+    sampling = {"temperature": 0.0, "max_tokens": STREAM_TOKENS, "ignore_eos": True}
+    return reference_tokens(
+        fork_server,
+        model,
+        prompts(),
+        {"it": sampling},
+        custom_ops=FAMILIES[family].custom_ops,
+        adapter=adapter,
+    )["it"]
+
+
+@pytest.fixture(scope="module")
+def ssd(tmp_path_factory: pytest.TempPathFactory, family: str) -> Path:
+    return tmp_path_factory.mktemp(f"ssd-{family}")
+
+
+@pytest.fixture(scope="module")
+def start(
+    serve: Callable[..., Run], model: str, ssd: Path, family: str, adapter: str
+) -> Callable[..., Run]:
+    def run() -> Run:
+        # What is asked for is the adapter, where there is one.
+        name = ("other", "--lora-modules", f"{NAME}={adapter}") if adapter else (NAME,)
+        return serve(
+            *("--pd", "1:1", "--model", model, *OPTIONS, "--served-model-name", *name),
+            *("--kv-store-ssd", str(ssd), "--kv-store-ssd-size", "1GiB", "--migration-poison"),
+            *FAMILIES[family].options,
+        )
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def server(start: Callable[..., Run]) -> Iterator[Run]:
+    run = start()
+    yield run
+    if run.process.poll() is None:
+        assert run.end() == 0
+
+
+def tokens_of(answers: dict[str, Answer]) -> list[list[int]]:
+    assert [one.error for one in answers.values()] == [""] * len(answers)
+    return [one.tokens[0] for one in answers.values()]
+
+
+def answers(server: Run) -> list[list[int]]:
+    kinds = {str(n): asking(prompt, OUTPUT_TOKENS) for n, prompt in enumerate(prompts())}
+    return tokens_of(asyncio.run(asked_all(server, kinds)))
+
+
+def computed(server: Run, instance: str) -> float:
+    """Prompt tokens that the engine has computed since it started."""
+    name = "banaserve_prompt_tokens_computed_total"
+    return server.metric(name, instance_id=instance)
+
+
+def begins(expected: list[list[int]]) -> list[list[int]]:
+    return [tokens[:OUTPUT_TOKENS] for tokens in expected]
+
+
+def refusal(admin: AdminClient, order: Any) -> str:
+    """Why the order is not carried out: at once, or when it was tried; empty where it was."""
+    try:
+        return str(admin.run(order).error)
+    except BanaServeError as refused:
+        return str(refused)
+
+
+def test_prefill_hands_over_to_decode(
+    server: Run, expected: list[list[int]], family: str, request: pytest.FixtureRequest
+) -> None:
+    assert answers(server) == begins(expected)
+    assert computed(server, "p0") == sum(LENGTHS)
+    # All of a prompt is handed over, tails included: at most its last token is computed again.
+    assert computed(server, "d0") <= len(LENGTHS)
+    is_said = "MLA without vLLM's rotary kernel" in server.printed()
+    assert is_said == bool(FAMILIES[family].custom_ops)
+    note = WITHOUT_KERNEL if FAMILIES[family].custom_ops else ""
+    record(family, "plain vLLM", request.node.nodeid, note=note)
+    record(family, "hand-over", request.node.nodeid)
+
+
+def test_layers_move_in_mid_stream(
+    server: Run, expected: list[list[int]], family: str, request: pytest.FixtureRequest
+) -> None:
+    admin = AdminClient(*find_admin(server.run_dir))
+    order = MoveLayers("d0", "p0", (1, 3))
+    if words := FAMILIES[family].no_layers:
+        reason = refusal(admin, order)
+        assert words in reason
+        record(family, "layers in mid-stream", request.node.nodeid, refused=reason)
+        return
+    number = {str(n): asking(prompts()[n], STREAM_TOKENS) for n in range(-NUM_STREAMS, 0)}
+    begun, seen = threading.Event(), dict[int, int]()
+    found: dict[str, Answer] = {}
+
+    def see(answer: Answer) -> None:
+        seen[id(answer)] = answer.num_tokens
+        if len(seen) == NUM_STREAMS:
+            begun.set()
+
+    streams = threading.Thread(
+        target=lambda: found.update(asyncio.run(asked_all(server, number, see)))
+    )
+    streams.start()
+    assert begun.wait(60)
+    away = admin.run(order)
+    assert (away.state, away.error) == ("done", "")
+    some = sum(seen.values())
+    assert some < NUM_STREAMS * STREAM_TOKENS, "the streams had ended before the layers had left"
+    streams.join()
+    assert tokens_of(found) == expected[-NUM_STREAMS:]
+    back = admin.run(Return("d0"))
+    assert (back.state, back.error) == ("done", "")
+    assert answers(server) == begins(expected)
+    assert server.metric("banaserve_migration_lost_steps_total") == 0
+    record(family, "layers in mid-stream", request.node.nodeid)
+
+
+def test_heads_move_or_are_refused_for_a_reason(
+    server: Run, expected: list[list[int]], family: str, request: pytest.FixtureRequest
+) -> None:
+    admin = AdminClient(*find_admin(server.run_dir))
+    reason = refusal(admin, MoveHeads("d0", "p0", {1: (0,)}))
+    if words := FAMILIES[family].no_heads:
+        assert words in reason
+    else:
+        assert reason == ""
+        assert answers(server) == begins(expected)
+        assert refusal(admin, Return("d0")) == ""
+    record(family, "heads", request.node.nodeid, refused=reason)
+
+
+def test_engines_that_start_again_find_the_prompts_in_the_store(
+    server: Run, expected: list[list[int]], family: str, request: pytest.FixtureRequest
+) -> None:
+    for name in ("p0", "d0"):
+        pid = writer(server.run_dir, name)
+        os.kill(pid, signal.SIGKILL)
+        until(
+            lambda name=name: server.metric("banaserve_instance_ready", instance_id=name) == 0,
+            f"{name} is missed",
+        )
+        until(
+            lambda name=name: server.metric("banaserve_instance_ready", instance_id=name) == 1,
+            f"{name} is back",
+        )
+    before = {name: computed(server, name) for name in ("p0", "d0")}
+    assert answers(server) == begins(expected)
+    for name, had in before.items():
+        # The last token of a prompt is always computed.
+        assert computed(server, name) - had <= len(LENGTHS), name
+    record(family, "store, engines anew", request.node.nodeid)
+
+
+def test_a_server_that_starts_again_finds_them_on_disk(
+    server: Run,
+    start: Callable[..., Run],
+    expected: list[list[int]],
+    family: str,
+    request: pytest.FixtureRequest,
+) -> None:
+    assert server.end() == 0
+    second = start()
+    assert answers(second) == begins(expected)
+    assert computed(second, "p0") <= len(LENGTHS)
+    assert second.end() == 0
+    record(family, "store on disk, server anew", request.node.nodeid)
+
+
+# ---- what is refused before any engine starts
+
+
+@pytest.fixture
+def refused(launch: Callable[..., Run]) -> Callable[..., str]:
+    """Starts a server that must be refused, and returns the line that says why."""
+
+    def line(*options: str) -> str:
+        run = launch(*options, *OPTIONS)
+        until(lambda: run.process.poll() is not None, "it has ended", 120)
+        said = run.errors.read_text()
+        assert run.process.returncode == 2, said
+        assert said.startswith("banaserve: "), said
+        assert said.count("\n") == 1, said
+        assert "starting instances" not in run.printed()
+        run.check_nothing_left()
+        return said.removeprefix("banaserve: ").strip()
+
+    return line
+
+
+@pytest.mark.parametrize("name", [by_mark(name) for name in STATEFUL])
+def test_a_model_that_keeps_something_else_gets_no_store(
+    name: str,
+    make: Callable[[str], str],
+    refused: Callable[..., str],
+    request: pytest.FixtureRequest,
+) -> None:
+    for shape in (("--pd", "1:1"), ("--colocated", "1")):
+        line = refused(*shape, "--model", make(name))
+        assert STATES in line
+        assert "--colocated N --no-kv-store" in line
+    record(name, "hand-over", request.node.nodeid, refused=line)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", STATEFUL)
+def test_plain_vllm_does_not_run_such_a_model_on_a_cpu(
+    name: str,
+    make: Callable[[str], str],
+    fork_server: ForkServer,
+    request: pytest.FixtureRequest,
+) -> None:
+    """One that it runs could be served without the store: a reason to test that."""
+    sampling = {"temperature": 0.0, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True}
+    error = STATEFUL[name]
+    with pytest.raises(AssertionError, match=error) as found:
+        reference_tokens(fork_server, make(name), prompts(), {"it": sampling})
+    said = [line for line in str(found.value).splitlines() if error in line][-1]
+    record(name, "plain vLLM", request.node.nodeid, fails=said[said.index(error) :])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--enable-lora",), "LoRA adapters would have to move"),
+        (
+            ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'),
+            "speculative decoding",
+        ),
+        (("--tensor-parallel-size", "2"), "need a guest for each worker"),
+    ],
+)
+def test_moves_that_were_asked_for_and_cannot_be_made_are_refused(
+    options: tuple[str, ...], words: str, make: Callable[[str], str], refused: Callable[..., str]
+) -> None:
+    line = refused("--pd", "1:1", "--model", make("llama"), "--migration", "on", *options)
+    assert line.startswith("--migration on: this engine cannot migrate: ")
+    assert words in line
+
+
+def test_stages_get_no_store(make: Callable[[str], str], refused: Callable[..., str]) -> None:
+    line = refused("--pd", "1:1", "--model", make("llama"), "--pipeline-parallel-size", "2")
+    assert "not of pipeline or context parallel ones" in line

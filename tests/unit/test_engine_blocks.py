@@ -1,0 +1,211 @@
+"""What engines say of their KV blocks, and which models have any to share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from vllm.config import ParallelConfig
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+
+from banaserve.engine.vllm.kv_connector.block_copy import make_copier
+from banaserve.engine.vllm.kv_connector.block_hash import (
+    check_model,
+    check_parallel,
+    describe_blocks,
+)
+from banaserve.engine.vllm.kv_connector.latent_layout import check_latents
+from banaserve.engine.vllm.migration.checks import check_heads
+from banaserve.errors import FingerprintError, MigrationError, UserError
+from banaserve.kvstore.fingerprint import Fingerprint, check_alike
+
+BLOCK_TOKENS = 16
+LATENT = 576
+NUM_LAYERS = 3
+# A head whose key and value are together as long as a latent.
+FULL = FullAttentionSpec(
+    block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=LATENT // 2, dtype=torch.float32
+)
+MLA = MLAAttentionSpec(
+    block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=LATENT, dtype=torch.float32
+)
+
+
+def config(ranks: int = 1) -> Any:
+    model = SimpleNamespace(
+        model="nobody/nothing",
+        revision=None,
+        dtype="float32",
+        quantization=None,
+        hf_overrides={},
+        max_model_len=512,
+        hf_text_config=SimpleNamespace(),
+    )
+    parallel = SimpleNamespace(**{**vars(ParallelConfig()), "tensor_parallel_size": ranks})
+    return SimpleNamespace(
+        model_config=model,
+        parallel_config=parallel,
+        cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256"),
+        kv_transfer_config=SimpleNamespace(get_from_extra_config=lambda key, default: default),
+        load_config=SimpleNamespace(load_format="auto"),
+        additional_config={},
+    )
+
+
+def described(*specs: Any, ranks: int = 1) -> Fingerprint:
+    names = [f"model.layers.{i}.self_attn" for i in range(NUM_LAYERS)]
+    groups = [KVCacheGroupSpec(names, spec) for spec in specs]
+    kv_cache: Any = SimpleNamespace(kv_cache_groups=groups, kv_cache_layout="LBHNC")
+    return describe_blocks(config(ranks), kv_cache)
+
+
+def test_latents_and_heads_never_share_a_block() -> None:
+    full, latent = described(FULL), described(MLA)
+    assert full.slot_bytes == latent.slot_bytes
+    assert (full.attention, latent.attention) == ("full", "mla")
+    # Even where nothing else tells them apart.
+    other = msgspec.structs.replace(latent, attention="full")
+    assert other.namespace() != latent.namespace()
+    with pytest.raises(FingerprintError, match=r"\(attention: mla and full\)"):
+        check_alike([latent, other])
+
+
+def test_a_latent_is_the_whole_of_a_block_in_every_rank() -> None:
+    alone, two = described(MLA), described(MLA, ranks=2)
+    page_bytes = BLOCK_TOKENS * LATENT * 4
+    assert (alone.page_bytes, alone.num_kv_heads, alone.head_size) == (page_bytes, 1, LATENT)
+    # No instruction set packs its rows.
+    assert (alone.isa, alone.layout) == ("plain", "LBHNC")
+    assert (two.page_bytes, two.num_kv_heads, two.num_parts) == (page_bytes, 1, 2)
+    assert two.slot_bytes == 2 * alone.slot_bytes
+    assert described(FULL, ranks=2).num_kv_heads == 2
+
+
+def test_blocks_of_latents_are_one_run_each() -> None:
+    cache = torch.zeros(5, 1, BLOCK_TOKENS, LATENT)
+    page_bytes = described(MLA).page_bytes
+    make_copier([cache], page_bytes, 0)
+    with pytest.raises(ValueError, match="one run"):
+        make_copier([cache[:, :, ::2]], page_bytes // 2, 0)
+
+
+def attention_that(write: Callable[..., None]) -> Any:
+    impl = SimpleNamespace(do_kv_cache_update=write)
+    return SimpleNamespace(impl=impl, kv_lora_rank=512, qk_rope_head_dim=64, kv_cache_dtype="auto")
+
+
+def by_rows(values: Any, positions: Any, cache: Any, slots: Any, *_: Any) -> None:
+    CPUMLAImpl.do_kv_cache_update(None, values, positions, cache, slots, "auto", None)
+
+
+def by_columns(values: Any, positions: Any, cache: Any, slots: Any, *_: Any) -> None:
+    """Packed in its block, as vLLM's other attention on CPU packs K."""
+    for row, slot in zip(torch.cat([values, positions[:, 0]], dim=-1), slots.tolist(), strict=True):
+        block, offset = divmod(slot, BLOCK_TOKENS)
+        cache[block].view(LATENT, BLOCK_TOKENS)[:, offset] = row
+
+
+def by_place(values: Any, positions: Any, cache: Any, slots: Any, *_: Any) -> None:
+    """Bytes that say where their block lies."""
+    by_rows(values + slots[:, None] // BLOCK_TOKENS, positions, cache, slots)
+
+
+def past_the_block(values: Any, positions: Any, cache: Any, slots: Any, *_: Any) -> None:
+    by_rows(values, positions, cache, slots)
+    by_rows(values[-1:], positions[-1:], cache, slots[-1:] + 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_cpus_latents_are_one_row_a_token(dtype: torch.dtype) -> None:
+    for shape in ((7, 1, BLOCK_TOKENS, LATENT), (7, BLOCK_TOKENS, LATENT)):
+        cache = torch.ones(shape, dtype=dtype)
+        check_latents(attention_that(by_rows), cache, dtype)
+        assert bool((cache == 1).all())
+
+
+@pytest.mark.parametrize("write", [by_columns, by_place, past_the_block, lambda *_: None])
+def test_latents_that_lie_in_another_way_are_refused(write: Callable[..., None]) -> None:
+    cache = torch.zeros(7, 1, BLOCK_TOKENS, LATENT)
+    with pytest.raises(UserError, match="--colocated N --no-kv-store"):
+        check_latents(attention_that(write), cache, torch.float32)
+
+
+@pytest.mark.parametrize("specs", [(), (FULL, MLA), (FULL, FULL)])
+def test_several_kinds_of_attention_are_refused(specs: tuple[Any, ...]) -> None:
+    with pytest.raises(UserError, match="--no-kv-store"):
+        described(*specs)
+
+
+def test_a_window_of_its_own_is_refused() -> None:
+    shape = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
+    with pytest.raises(UserError, match="--no-kv-store"):
+        described(SlidingWindowSpec(**shape, sliding_window=64))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("is_hybrid", "states of Mamba or linear-attention layers"),
+        ("is_attention_free", "states of Mamba or linear-attention layers"),
+        ("has_inner_state", "states of Mamba or linear-attention layers"),
+        ("is_encoder_decoder", "what its encoder has read"),
+        ("", ""),
+    ],
+)
+def test_a_model_that_keeps_more_than_blocks_is_refused(kind: str, words: str) -> None:
+    kinds = ("is_hybrid", "is_attention_free", "has_inner_state", "is_encoder_decoder")
+    model: Any = SimpleNamespace(
+        architecture="SomeForCausalLM", **{name: name == kind for name in kinds}
+    )
+    if not kind:
+        check_model(model)
+        return
+    with pytest.raises(UserError, match=words) as refused:
+        check_model(model)
+    assert str(refused.value).startswith("SomeForCausalLM ")
+    assert "--colocated N --no-kv-store" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "is_shared"),
+    [
+        ({}, True),
+        ({"tensor_parallel_size": 4}, True),
+        ({"pipeline_parallel_size": 2}, False),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, False),
+        ({"prefill_context_parallel_size": 2}, False),
+        ({"decode_context_parallel_size": 2}, False),
+    ],
+)
+def test_ranks_that_share_a_block_in_another_way_are_refused_in_one_line(
+    sizes: dict[str, int], is_shared: bool
+) -> None:
+    parallel: Any = SimpleNamespace(**{**vars(ParallelConfig()), **sizes})
+    if is_shared:
+        check_parallel(parallel)
+        return
+    with pytest.raises(UserError, match="not of pipeline or context parallel ones") as refused:
+        check_parallel(parallel)
+    assert "--colocated N --no-kv-store" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_heads_of_a_latent_cannot_leave_it() -> None:
+    attention = SimpleNamespace(kv_lora_rank=512, impl=SimpleNamespace(), kv_cache_dtype="auto")
+    with pytest.raises(MigrationError, match="one latent for all of its heads: move the whole"):
+        check_heads(attention, "model.layers.0.self_attn")
+    del attention.kv_lora_rank
+    check_heads(attention, "model.layers.0.self_attn")

@@ -1,0 +1,63 @@
+"""What engine cores ask of a connector: of the store's own, and of none that users bring along."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from banaserve.config import Budget
+from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.rpc.engine_api import CoreApi
+from banaserve.engine.vllm.rpc.typed_rpc import call
+from banaserve.engine.vllm.tracing.events import EngineAnswer
+
+ANSWER = EngineAnswer(1.0, [])
+
+
+class Connector:
+    """As ``StoreConnector``."""
+
+    def __init__(self) -> None:
+        self.max_tokens = 0
+
+    def limit_steps(self, num_tokens: int) -> None:
+        self.max_tokens = num_tokens
+
+    def notes_of(self, names: list[str]) -> EngineAnswer:
+        return ANSWER
+
+
+def core(monkeypatch: pytest.MonkeyPatch, connector: Any, name: str) -> Any:
+    monkeypatch.setattr(compat, "own_budget", lambda config: (2048, 64))
+    transfer = SimpleNamespace(kv_connector=name) if name else None
+    scheduler = SimpleNamespace(
+        vllm_config=SimpleNamespace(kv_transfer_config=transfer), connector=connector
+    )
+    return SimpleNamespace(scheduler=scheduler)
+
+
+def budget(core: Any) -> Budget:
+    return call(CoreApi.banaserve_set_budget, 512, 16).read(compat._set_budget(core, 512, 16))
+
+
+def notes(core: Any) -> EngineAnswer | None:
+    return call(CoreApi.banaserve_notes, ["r"]).read(compat._notes(core, ["r"]))
+
+
+def test_the_stores_connector_hears_of_budgets_and_is_asked_for_notes(monkeypatch) -> None:
+    connector = Connector()
+    ours = core(monkeypatch, connector, "StoreConnector")
+    assert budget(ours) == Budget(512, 16)
+    assert connector.max_tokens == 512
+    assert notes(ours) == ANSWER
+
+
+@pytest.mark.parametrize(("connector", "name"), [(object(), "LMCacheConnectorV1"), (None, "")])
+def test_another_connector_is_left_alone(monkeypatch, connector: Any, name: str) -> None:
+    theirs = core(monkeypatch, connector, name)
+    assert budget(theirs) == Budget(512, 16)
+    assert notes(theirs) is None

@@ -1,0 +1,53 @@
+"""What the launcher of a server over several nodes says of the stores beside its instances."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from banaserve.nodes.pool import PoolNode
+from node_doubles import launcher_of
+
+
+def node(name: str, store: str) -> PoolNode:
+    """A node whose store listens at ``store``; empty for one without."""
+    client: Any = SimpleNamespace(name=name)
+    order: Any = SimpleNamespace(store=SimpleNamespace(listen=store) if store else None)
+    facts: Any = SimpleNamespace()
+    return PoolNode(client, 0, facts, order)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "wanted"),
+    [
+        ("p0", "d1", "10.0.0.2:7100"),
+        ("d1", "p0", "10.0.0.1:7100"),
+        ("p0", "d0", ""),  # one machine, one store
+        ("p0", "d2", ""),  # there is none to push to
+        ("d2", "p0", "10.0.0.1:7100"),
+        ("p0", "removed", ""),
+        ("removed", "p0", ""),
+    ],
+)
+def test_the_store_beside_another_instance_is_where_its_node_listens(
+    source: str, target: str, wanted: str
+) -> None:
+    launcher = launcher_of()
+    one, other = node("a", "10.0.0.1:7100"), node("b", "10.0.0.2:7100")
+    launcher._place.update(p0=one, d0=one, d1=other, d2=node("c", ""))
+    assert launcher.store_beside(source, target) == wanted
+
+
+def test_it_is_asked_anew_where_an_instance_runs_elsewhere_by_now() -> None:
+    launcher = launcher_of()
+    here, there = node("a", "10.0.0.1:7100"), node("b", "10.0.0.2:7100")
+    launcher._place.update(p0=here, d0=there)
+    assert launcher.store_beside("p0", "d0") == "10.0.0.2:7100"
+    launcher.release("d0")
+    assert launcher.store_beside("p0", "d0") == ""
+    launcher._place["d0"] = here
+    assert launcher.store_beside("p0", "d0") == ""
