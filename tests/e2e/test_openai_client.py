@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import statistics
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -36,6 +35,8 @@ TEXT = (
     "on an island in the river Seine and built a small town there. It was then that"
 )
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+CANCELLED_TOKENS = 10
+"""That a stream may still get once its client has left."""
 CITY = {
     "type": "object",
     "properties": {
@@ -373,8 +374,12 @@ def test_a_prompt_that_fills_the_context(complete):
 # Clients that go away -----------------------------------------------------------------------------
 
 
-def test_a_cancelled_stream_frees_its_blocks_within_a_second(server, complete, poll):
-    took_s = []
+def test_a_cancelled_stream_ends_within_a_few_tokens_and_frees_its_blocks(server, complete, poll):
+    """Tokens, which a busy machine makes later too: a second is 30 of them or more."""
+
+    def made_tokens() -> float:
+        return server.metric("vllm:generation_tokens_total", instance_id="d0")
+
     for _ in range(3):
         stream = complete(
             numbered_tokens(7, 600), stream=True, max_tokens=400, extra_body={"ignore_eos": True}
@@ -382,10 +387,10 @@ def test_a_cancelled_stream_frees_its_blocks_within_a_second(server, complete, p
         for _ in zip(range(5), stream, strict=False):
             pass
         assert server.metric("vllm:kv_cache_usage_perc", instance_id="d0") > 0
+        before = made_tokens()
         stream.close()
-        took_s.append(poll(lambda: not busy(server), "all blocks and leases are free"))
-    # One of three may meet a machine that is busy with something else.
-    assert statistics.median(took_s) <= 1.0
+        poll(lambda: not busy(server), "all blocks and leases are free")
+        assert made_tokens() - before <= CANCELLED_TOKENS
 
 
 def test_a_client_that_leaves_during_prefill_frees_its_blocks(server, poll):

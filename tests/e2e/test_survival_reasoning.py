@@ -173,12 +173,14 @@ def test_no_answer_notices_a_kill(
     # By turns: one that ends six times within minutes is given up.
     victim, other = ("d0", "d1") if place == "within" else ("d1", "d0")
     places = []
-    while place not in places and len(places) < MOST_KILLS:  # a kill may come late
+    for _ in range(MOST_KILLS):  # one may come late, even when the whole answer is there
+        if place in places:
+            break
         found, resumed_tokens = killed(server, victim, other, kind, after)
         assert differences({name: kind}, {name: expected}, {name: found}) == {}
-        (resumed,) = resumed_tokens
-        assert after <= resumed
-        places.append("within" if resumed <= end else "behind")
+        assert len(resumed_tokens) <= 1
+        assert all(resumed >= after for resumed in resumed_tokens)
+        places += ["within" if resumed <= end else "behind" for resumed in resumed_tokens]
     assert place in places, places
 
 

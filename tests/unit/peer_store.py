@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from banaserve.bench.loadgen.servers import free_port
 from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.interface import Lookup
 from banaserve.kvstore.peers.options import KEY_VARIABLE
 from banaserve.kvstore.stats import StoreStats, TierReport
 from fingerprints import FINGERPRINT as SMALL
+from ports import held_port
 from store_process import fork_store
 from waiting import eventually
 
@@ -58,7 +58,7 @@ class PeerStore:
         start: Callable[..., Any] = fork_store,
     ) -> None:
         self.path, self.log = folder / f"{name}.sock", folder / f"{name}.log"
-        self.address = address or f"127.0.0.1:{free_port()}"
+        self.address = address or f"127.0.0.1:{held_port(stack)}"
         self._stack, self._name, self._start = stack, name, start
 
     def start(self, *peers: PeerStore, key: str = KEY, num_slots: int = NUM_SLOTS) -> None:

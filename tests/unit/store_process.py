@@ -30,7 +30,7 @@ def start_store(
     command += ["--size", str(size), "--ready-fd", str(writable), "--die-with-parent", *options]
     process = subprocess.Popen(within(command), pass_fds=[writable], stderr=stderr)
     os.close(writable)
-    _until_ready(readable)
+    _until_ready(readable, stderr)
     return process
 
 
@@ -42,7 +42,7 @@ def fork_store(
     arguments = ["--socket", str(path), "--size", str(size), "--die-with-parent", *options]
     process = Forked(_run_store, arguments, Fd(writable), stderr=stderr)
     os.close(writable)
-    _until_ready(readable)
+    _until_ready(readable, stderr)
     return process
 
 
@@ -50,6 +50,9 @@ def _run_store(arguments: list[str], ready_fd: int) -> int:
     return main([*arguments, "--ready-fd", str(ready_fd)])
 
 
-def _until_ready(readable: int) -> None:
+def _until_ready(readable: int, stderr: IO[bytes] | int | None) -> None:
     with os.fdopen(readable) as pipe:
-        assert pipe.read() == "ready\n"
+        said = pipe.read()
+    name = getattr(stderr, "name", None)
+    log = Path(name).read_text() if isinstance(name, str) else "its log is not kept"
+    assert said == "ready\n", f"the store did not start: {log}"
