@@ -31,7 +31,7 @@ from banaserve.bench.loadgen.servers import end_on_sigterm
 from banaserve.bench.results import result
 from banaserve.bench.results.statistics import median
 from banaserve.errors import UserError
-from benchmarks.elastic_cpu.figures import OURS, PEERS, LoadSample, figures, table
+from benchmarks.elastic_cpu.figures import OURS, PEERS, LoadSample, Work, figures, table
 from benchmarks.elastic_cpu.loads import (
     CONCURRENCY,
     LOADS,
@@ -113,7 +113,8 @@ async def _measure(given: argparse.Namespace, started_at: datetime) -> None:
                     say(
                         f"round {number + 1} of {given.rounds}, {name}, {one.name}: "
                         f"{sample.requests_per_s:.2f} requests/s, TTFT {sample.ttft_s:.3f} s, "
-                        f"CPU {sample.cpu_s:.3f} s a request"
+                        f"CPU {sample.cpu_s:.3f} s a request, {sample.work.steps:.2f} steps, "
+                        f"{sample.work.cached_tokens:.0f} cached tokens"
                     )
             ordered, decisions = _in_order(samples, running), running[OURS].decisions()
             record = _result(given, started_at, number + 1, ordered, decisions)
@@ -192,19 +193,21 @@ async def _sample(
     busy = conversations(load, load.closed, f"{key} closed", words)
     calm = conversations(load, load.open, f"{key} open", words)
     async with OpenAiClient(one.running.url, model, return_token_ids=True) as client:
-        before_s = await one.settled_cpu_s()
+        before_s, before = await one.settled_cpu_s(), one.work()
         began_s = time.monotonic()
         kept = _checked(await closed(client, busy, CONCURRENCY))
         took_s = time.monotonic() - began_s
         at_s = arrivals_s(load.open, rate_per_s, key)
         arrived = _checked(await opened(client, calm, at_s))
-        cpu_s = await one.settled_cpu_s() - before_s
+        cpu_s, after = await one.settled_cpu_s() - before_s, one.work()
     records = [*kept, *arrived]
+    done = (now - then for now, then in zip(after, before, strict=True))
     return LoadSample(
         requests_per_s=len(kept) / took_s,
         ttft_s=median([one.ttft_s for one in arrived if one.ttft_s is not None]),
         cpu_s=cpu_s / len(records),
         tokens=[record.token_ids for record in records],
+        work=Work(*(one / len(records) for one in done)),
     )
 
 

@@ -13,6 +13,19 @@ from banaserve.bench.results.statistics import median, paired_ratios
 OURS = "banaserve"
 PEERS = ("round-robin", "prefix-affinity")
 SYSTEMS = (OURS, *PEERS)
+_A_REQUEST = ("CPU s a request", "steps a request", "cached tokens a request")
+
+
+class Work(NamedTuple):
+    """What engines did: differences of it tell batches and routing from the speed of a step.
+
+    Attributes:
+        steps: Of all engines.
+        cached_tokens: Of prompts, that were not computed: prefix cache and store.
+    """
+
+    steps: float
+    cached_tokens: float
 
 
 class LoadSample(NamedTuple):
@@ -23,12 +36,14 @@ class LoadSample(NamedTuple):
         ttft_s: Median over the requests of conversations that arrived by themselves.
         cpu_s: CPU seconds a request of all the system's processes, over both.
         tokens: Of every answer.
+        work: A request, over both.
     """
 
     requests_per_s: float
     ttft_s: float
     cpu_s: float
     tokens: list[list[int]]
+    work: Work
 
 
 Samples = Mapping[tuple[str, str], Sequence[LoadSample]]
@@ -57,6 +72,10 @@ def figures(samples: Samples) -> dict[str, Figure]:
             )
             found[f"{load}.{system}.ttft"] = figure([one.ttft_s for one in own], "s")
             found[f"{load}.{system}.cpu_per_request"] = figure([one.cpu_s for one in own], "s")
+            steps = [one.work.steps for one in own]
+            found[f"{load}.{system}.steps_per_request"] = figure(steps, "steps")
+            cached = [one.work.cached_tokens for one in own]
+            found[f"{load}.{system}.cached_per_request"] = figure(cached, "tokens")
     found["equal_answers_fraction"] = figure([equal_fraction(samples)], "fraction")
     first = {"cpu_ratio_min": min(least), "cpu_seconds_ratio_min": min(least_cpu)}
     return {name: figure([value], "ratio") for name, value in first.items()} | found
@@ -105,7 +124,7 @@ def equal_fraction(samples: Samples) -> float:
 def table(samples: Samples) -> Table:
     """A row a load and system: medians over the rounds."""
     shown = Table(title="medians over the rounds")
-    for heading in ("load", "system", "requests/s", "TTFT, s", "CPU s a request"):
+    for heading in ("load", "system", "requests/s", "TTFT, s", *_A_REQUEST):
         shown.add_column(heading, justify="left" if heading in ("load", "system") else "right")
     for (load, system), own in samples.items():
         shown.add_row(
@@ -114,5 +133,7 @@ def table(samples: Samples) -> Table:
             f"{median([one.requests_per_s for one in own]):.2f}",
             f"{median([one.ttft_s for one in own]):.3f}",
             f"{median([one.cpu_s for one in own]):.3f}",
+            f"{median([one.work.steps for one in own]):.2f}",
+            f"{median([one.work.cached_tokens for one in own]):.0f}",
         )
     return shown

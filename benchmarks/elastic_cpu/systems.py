@@ -26,13 +26,15 @@ from banaserve.bench.loadgen.servers import (
 )
 from banaserve.errors import UserError
 from banaserve.models import ResolvedModel
-from benchmarks.elastic_cpu.figures import OURS, PEERS
+from benchmarks.elastic_cpu.figures import OURS, PEERS, Work
 from benchmarks.router.peers import peer_command
 
 NUM_INSTANCES = 2
 _POLICIES = dict(zip(PEERS, ("round_robin", "cache_aware"), strict=True))
 _ROUTER = "vllm-router"
 _EMPTIES_CACHES = {"VLLM_SERVER_DEV_MODE": "1"}
+_STEPS = "vllm:iteration_tokens_total_count"
+_CACHED = ("vllm:prefix_cache_hits_total", "vllm:external_prefix_cache_hits_total")
 _QUIET_CORES = 0.1
 _LOOK_S = 0.5
 _LONGEST_LOOK_S = 20.0
@@ -86,6 +88,14 @@ class SystemUnderTest:
             "requests": server.metric("banaserve_requests_total"),
             "two_legs": server.metric("banaserve_requests_total", way="two_legs"),
         }
+
+    def work(self) -> Work:
+        """What its engines have done so far. Blocking."""
+        servers = (self.running,) if isinstance(self.running, Server) else self.plain
+        return Work(
+            steps=sum(server.metric(_STEPS) for server in servers),
+            cached_tokens=sum(server.metric(name) for server in servers for name in _CACHED),
+        )
 
     async def settled_cpu_s(self) -> float:
         """CPU seconds so far, once what the last requests have set off has come to rest."""

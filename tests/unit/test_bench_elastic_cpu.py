@@ -9,7 +9,7 @@ import pytest
 
 from banaserve.bench.loadgen.client import CompletionCall, RequestRecord
 from benchmarks.elastic_cpu import loads
-from benchmarks.elastic_cpu.figures import OURS, SYSTEMS, LoadSample, figures, table
+from benchmarks.elastic_cpu.figures import OURS, SYSTEMS, LoadSample, Work, figures, table
 from benchmarks.elastic_cpu.loads import LOADS, ChatLoad, Conversation, arrivals_s, conversations
 
 
@@ -27,7 +27,7 @@ WORDS = NumberedWords()
 
 
 def sample(requests_per_s: float, ttft_s: float, cpu_s: float, *tokens: int) -> LoadSample:
-    return LoadSample(requests_per_s, ttft_s, cpu_s, [list(tokens)])
+    return LoadSample(requests_per_s, ttft_s, cpu_s, [list(tokens)], Work(8 * cpu_s, 64.0))
 
 
 def test_each_metric_counts_against_its_better_peer() -> None:
@@ -45,6 +45,8 @@ def test_each_metric_counts_against_its_better_peer() -> None:
     assert found["cpu_ratio_min"].median == pytest.approx(0.8)
     assert found["chats.cpu_seconds_ratio.prefix-affinity"].samples == pytest.approx([0.5, 0.5])
     assert found["cpu_seconds_ratio_min"].median == pytest.approx(0.5)
+    assert found["chats.banaserve.steps_per_request"].samples == pytest.approx([8, 16])
+    assert found["chats.banaserve.cached_per_request"].samples == pytest.approx([64, 64])
     assert found["equal_answers_fraction"].median == pytest.approx(3 / 4)
     assert table(samples).row_count == 3
 
