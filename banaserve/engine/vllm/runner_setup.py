@@ -15,6 +15,7 @@ import torch
 from banaserve.engine.vllm.compat import runner_hooks
 from banaserve.engine.vllm.compat.config import VllmConfig, is_on_cpu
 from banaserve.engine.vllm.continuation import output_of
+from banaserve.platform import huge_pages
 
 _prepared: list[type[Any]] = []
 
@@ -33,12 +34,24 @@ def prepare_runners(config: VllmConfig) -> type[Any]:
     if is_on_cpu():
         runner_hooks.restore_output(runner_class, output_of)
         compile_model_alone(runner_class, config.model_config.enforce_eager)
+        use_huge_pages(runner_class)
         runner_hooks.rewind_discarded_draws(runner_class)
         runner_hooks.rewind_failed_loads(runner_class)
     elif not config.use_v2_model_runner:
         runner_hooks.restore_output(runner_class, output_of)
         runner_hooks.rewind_failed_loads(runner_class)
     return runner_class
+
+
+def use_huge_pages(runner_class: type[Any]) -> None:
+    """Let an engine on a CPU have its weights and KV cache in huge pages, once all are there."""
+
+    def initialize(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        done = call(*args, **kwargs)
+        huge_pages.gather()
+        return done
+
+    runner_hooks.wrap_kv_cache(runner_class, initialize)
 
 
 def compile_model_alone(runner_class: type[Any], is_eager: bool) -> None:

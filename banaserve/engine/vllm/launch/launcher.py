@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import os
 import signal
 import socket
 import subprocess
@@ -22,7 +23,6 @@ from banaserve.engine.vllm.launch.parent_link import ORDER_S, ParentLink, Parent
 from banaserve.engine.vllm.launch.spawn import LaunchKind, spawn
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
 from banaserve.engine.vllm.monitoring import metrics
-from banaserve.engine.vllm.settings.environment import engine_environment
 from banaserve.errors import InstanceDeadError, UserError
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.platform.processes import in_daemon_thread
@@ -387,15 +387,19 @@ class SpawnLauncher(OnThisMachine):
     ) -> int:
         argv = list(vllm_argv) or self._vllm_argv
         launch = messages.EngineLaunch(instance_id, argv, handshake_address, str(log_path))
-        environment = engine_environment(self._devices.of(instance_id))
-        return self._spawn(LaunchKind.ENGINE, launch, environment)
+        return self._spawn(LaunchKind.ENGINE, launch, self._environment(instance_id))
 
     async def start_guest(
         self, address: GuestAddress, log_path: Path, vllm_argv: tuple[str, ...] = ()
     ) -> int:
         launch = messages.GuestLaunch(address, list(vllm_argv) or self._vllm_argv, str(log_path))
-        environment = engine_environment(self._devices.of(address.target))
-        return self._spawn(LaunchKind.GUEST, launch, environment)
+        return self._spawn(LaunchKind.GUEST, launch, self._environment(address.target))
+
+    def _environment(self, instance_id: str) -> dict[str, str]:
+        environment = dict(os.environ)
+        if (devices := self._devices.of(instance_id)) is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = devices
+        return environment
 
     def _spawn(self, kind: LaunchKind, launch: msgspec.Struct, environment: dict[str, str]) -> int:
         self._processes = [p for p in self._processes if p.poll() is None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import subprocess
 import threading
@@ -10,7 +11,6 @@ import time
 
 from banaserve.engine.vllm.launch import messages
 from banaserve.engine.vllm.launch.spawn import LaunchKind, spawn
-from banaserve.engine.vllm.settings.environment import engine_environment
 from banaserve.errors import BanaServeError, ProtocolError
 from banaserve.platform.processes import end_child, in_daemon_thread, is_running
 
@@ -138,11 +138,7 @@ async def start_parent(vllm_argv: list[str]) -> ParentLink:
             launch = messages.ParentLaunch(vllm_argv, theirs.fileno())
             descriptors = (theirs.fileno(),)
             process = spawn(
-                LaunchKind.PARENT,
-                launch,
-                engine_environment(None),
-                pass_fds=descriptors,
-                in_session=True,
+                LaunchKind.PARENT, launch, os.environ, pass_fds=descriptors, in_session=True
             )
     except OSError as error:
         ours.close()

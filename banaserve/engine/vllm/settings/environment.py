@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-from banaserve.platform import huge_pages
-
 ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -28,14 +26,3 @@ def set_environment() -> None:
     """Set what engines inherit from this process."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-
-
-def engine_environment(devices: str | None) -> dict[str, str]:
-    """Environment of an engine or an engine parent: this process's, with what is its own.
-
-    Args:
-        devices: GPUs that it may see, as CUDA counts them; None for an engine on a CPU.
-    """
-    if devices is not None:
-        return {**os.environ, "CUDA_VISIBLE_DEVICES": devices}
-    return huge_pages.with_huge_pages(os.environ) if huge_pages.are_offered() else dict(os.environ)
