@@ -7,7 +7,7 @@ Real engines in real time on this machine's CPU, a thread each: ``banaserve serv
 affinity. All get the same requests in turn, round by round: shared prefixes, chats, and prompts
 that share nothing; first with some conversations kept under way, which gives requests/s, then with
 arrivals at a part of that rate, which gives the time to first token. CPU seconds are those of
-all processes of a system, until it has come to rest.
+all processes of a system, until it has come to rest; the other systems are stopped meanwhile.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from benchmarks.elastic_cpu.loads import (
     conversations,
     opened,
 )
-from benchmarks.elastic_cpu.systems import Setup, SystemUnderTest, systems
+from benchmarks.elastic_cpu.systems import Setup, SystemUnderTest, alone, systems
 from benchmarks.script import run_script
 
 _KV_BYTES = 1 << 30
@@ -108,7 +108,10 @@ async def _measure(given: argparse.Namespace, started_at: datetime) -> None:
                 # Another one is first in each round, for whatever grows or fades over it.
                 turn = number % len(running)
                 for one in [*running.values()][turn:] + [*running.values()][:turn]:
-                    sample = await _sample(one, load, rates[name], key, words, model.served_name)
+                    with alone(one, running.values()):
+                        sample = await _sample(
+                            one, load, rates[name], key, words, model.served_name
+                        )
                     samples[name, one.name].append(sample)
                     say(
                         f"round {number + 1} of {given.rounds}, {name}, {one.name}: "
@@ -220,7 +223,8 @@ def _checked(records: list[RequestRecord]) -> list[RequestRecord]:
 
 def _notes(router: str) -> list[str]:
     return [
-        "real engines, a thread each; banaserve serve --instances 2 --elastic with its defaults",
+        "real engines, a thread each; banaserve serve --instances 2 --elastic with its defaults; "
+        "the processes of those that are not measured are stopped meanwhile",
         "ratios are of one round, against each of the two balancers; above 1 ours is better: "
         "requests/s over theirs, their time to first token over ours, their CPU seconds over ours",
         "cpu_ratio_min: the least of the medians of all requests_ratio and ttft_ratio; "

@@ -32,6 +32,12 @@ def writers(run_dir: Path) -> Iterator[tuple[str, int]]:
                 yield log.name, process.pid
 
 
+def huge_page_bytes(pid: int) -> int:
+    """Memory of a process that lies in huge pages."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("AnonHugePages"))
+
+
 def writer(run_dir: Path, name: str) -> int:
     """The process that writes ``name``.log: the oldest, where it has children."""
     found = [pid for log, pid in writers(run_dir) if log == f"{name}.log"]

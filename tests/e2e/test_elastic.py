@@ -16,8 +16,10 @@ from banaserve.api.admin_client import AdminClient
 from banaserve.controller.schemas import RoleRequest
 from banaserve.engine.interface import RoleChange
 from banaserve.errors import UserError
+from banaserve.platform.huge_pages import are_offered
 from banaserve.run_dir import find_admin
 from depth import IS_LONG
+from observing import huge_page_bytes, writer
 from reference import reference_tokens
 
 pytestmark = pytest.mark.e2e
@@ -31,6 +33,7 @@ SERVE_OPTIONS = (
 NUM_CHANGES = 100 if IS_LONG else 40
 NUM_STREAMS = 16
 NUM_CHATS = 4
+WEIGHTS_BYTES = 135_000_000 * 4
 BLOCK_TOKENS = 128
 """Most that a KV block of this server has."""
 
@@ -46,6 +49,12 @@ def changed(admin: AdminClient, ask: RoleRequest) -> RoleChange | None:
     while change.is_open:
         change = admin.show_role(change.id, wait_s=10.0)
     return change
+
+
+@pytest.mark.skipif(not are_offered(), reason="this system has no huge pages to give")
+def test_weights_of_forked_engines_lie_in_huge_pages(server):
+    for name in ("p0", "p1", "d0", "d1"):
+        assert huge_page_bytes(writer(server.run_dir, name)) > WEIGHTS_BYTES
 
 
 def test_tokens_stay_the_same_while_roles_and_step_sizes_change_at_random(server, fork_server):

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
+import subprocess
+import sys
 
+import psutil
 import pytest
 
 from banaserve.bench.loadgen.client import CompletionCall, RequestRecord
 from benchmarks.elastic_cpu import loads
 from benchmarks.elastic_cpu.figures import OURS, SYSTEMS, LoadSample, Work, figures, table
 from benchmarks.elastic_cpu.loads import LOADS, ChatLoad, Conversation, arrivals_s, conversations
+from benchmarks.elastic_cpu.systems import SystemUnderTest, alone
+from waiting import eventually
 
 
 class NumberedWords:
@@ -138,3 +144,39 @@ def test_so_many_are_kept_under_way_and_records_keep_their_order() -> None:
     records = asyncio.run(loads.closed(client, what, 3))  # type: ignore[arg-type]
     assert client.most_under_way == 3
     assert [record.id for record in records] == [f"{n} {turn}" for n in range(7) for turn in (0, 1)]
+
+
+class Sleeping:
+    """A server of one process, with one that it shares with another."""
+
+    def __init__(self, *processes: psutil.Process) -> None:
+        self._processes = list(processes)
+
+    def processes(self) -> list[psutil.Process]:
+        return self._processes
+
+
+def test_who_is_not_measured_is_stopped_and_goes_on() -> None:
+    command = [sys.executable, "-c", "input()"]
+    with contextlib.ExitStack() as stack:
+        found = []
+        for _ in range(4):
+            popen = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE))
+            stack.callback(popen.kill)
+            found.append(psutil.Process(popen.pid))
+        ours, first, second, shared = found
+        systems = [
+            SystemUnderTest("ours", Sleeping(ours)),  # type: ignore[arg-type]
+            SystemUnderTest("first", Sleeping(first, shared)),  # type: ignore[arg-type]
+            SystemUnderTest("second", Sleeping(second, shared)),  # type: ignore[arg-type]
+        ]
+
+        def stopped() -> list[bool]:
+            return [one.status() == psutil.STATUS_STOPPED for one in found]
+
+        for which, expected in enumerate(
+            ([False, True, True, True], [True, False, True, False], [True, True, False, False])
+        ):
+            with alone(systems[which], systems):
+                eventually(lambda wanted=expected: stopped() == wanted)
+            eventually(lambda: not any(stopped()))

@@ -42,6 +42,10 @@ class Running(Protocol):
     @property
     def url(self) -> str: ...
 
+    def processes(self) -> list[psutil.Process]:
+        """All that live; who started others comes before them."""
+        ...
+
     def cpu_s(self) -> float:
         """CPU seconds (user and system) of all its processes that live, since they began."""
         ...
@@ -59,11 +63,15 @@ class Server:
         self.log_path = log_path
         self._process = process
 
+    def processes(self) -> list[psutil.Process]:
+        """All that live; who started others comes before them."""
+        root = psutil.Process(self._process.pid)
+        return [root, *root.children(recursive=True)]
+
     def cpu_s(self) -> float:
         """CPU seconds (user and system) of all its processes that live, since they began."""
         total_s = 0.0
-        root = psutil.Process(self._process.pid)
-        for process in [root, *root.children(recursive=True)]:
+        for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 times = process.cpu_times()
                 total_s += times.user + times.system
@@ -85,8 +93,7 @@ class Server:
     def memory_bytes(self) -> int:
         """Memory of all its processes; pages that several share count once in all (PSS)."""
         total = 0
-        root = psutil.Process(self._process.pid)
-        for process in [root, *root.children(recursive=True)]:
+        for process in self.processes():
             with contextlib.suppress(psutil.Error):
                 total += process.memory_full_info().pss
         return total
@@ -149,6 +156,9 @@ class Balanced:
     def __init__(self, balancer: Server, servers: Sequence[Server]) -> None:
         self.url = balancer.url
         self._all = (balancer, *servers)
+
+    def processes(self) -> list[psutil.Process]:
+        return [process for one in self._all for process in one.processes()]
 
     def cpu_s(self) -> float:
         return sum(one.cpu_s() for one in self._all)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from banaserve.engine.vllm.compat import runner_hooks
+from banaserve.engine.vllm.compat.alone import share_group
 from banaserve.engine.vllm.compat.config import VllmConfig, is_on_cpu
 from banaserve.engine.vllm.continuation import output_of
 from banaserve.platform import huge_pages
@@ -35,6 +36,7 @@ def prepare_runners(config: VllmConfig) -> type[Any]:
         runner_hooks.restore_output(runner_class, output_of)
         compile_model_alone(runner_class, config.model_config.enforce_eager)
         use_huge_pages(runner_class)
+        share_group()
         runner_hooks.rewind_discarded_draws(runner_class)
         runner_hooks.rewind_failed_loads(runner_class)
     elif not config.use_v2_model_runner:
