@@ -116,6 +116,40 @@ async def test_an_engine_that_waited_for_the_others_to_start_has_not_stalled(mon
     assert killed == []
 
 
+@pytest.mark.parametrize(("between_looks_s", "is_ended"), [(100.0, False), (9.0, True)])
+async def test_the_time_in_which_this_process_was_stopped_does_not_count(
+    monkeypatch, between_looks_s, is_ended
+):
+    """As by `docker pause`, again and again: nobody could say a word."""
+    monkeypatch.setattr(probes, "is_on_cpu", lambda: False)
+    monkeypatch.setattr(probes, "_PROBE_INTERVAL_S", 0.001)
+    clock, looked, killed = SimpleNamespace(at_s=1000.0), [], []
+    clock.now = lambda: clock.at_s
+
+    def later() -> None:
+        looked.append(1)
+        clock.at_s += between_looks_s
+
+    async def probe(_: float) -> None:
+        pass
+
+    instance = SimpleNamespace(
+        id=InstanceId("p0"),
+        state=State.READY,
+        pid=1,
+        has_lost_client=False,
+        view=lambda: SimpleNamespace(report=SimpleNamespace(at_s=1000.0)),
+        probe=probe,
+        kill=lambda: killed.append(1),
+    )
+    timeouts = ClusterTimeouts(stall_s=60.0, spin_s=60.0)
+    watching = asyncio.create_task(LivenessProbe(instance, clock, timeouts, later).run())
+    await until(lambda: len(looked) >= 20)
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    assert bool(killed) is is_ended
+
+
 @pytest.mark.parametrize(("quiet_s", "is_asked"), [(0.5, False), (1.0, True)])
 async def test_an_engine_is_asked_when_it_has_said_nothing_for_a_second(
     monkeypatch, quiet_s, is_asked

@@ -18,6 +18,7 @@ _QUIET_S = 0.9
 """An engine that has said nothing for so long is asked: each question wakes it, which costs some
 milliseconds of an idle machine, and routing reads no report older than two seconds."""
 _PROBE_TIMEOUT_S = 5.0
+_LONGEST_LOOK_S = 2 * _PROBE_TIMEOUT_S
 
 
 class LivenessProbe:
@@ -39,13 +40,20 @@ class LivenessProbe:
     ) -> None:
         self._instance = instance
         self._clock = clock
+        self._timeouts = timeouts
         self._stall_s = timeouts.stall_s
         self._before_each = before_each
-        # Of an engine on another machine nobody here knows whether it works.
-        counts_work = is_on_cpu() and instance.is_local
-        self._watch = StallWatch(timeouts.stall_s, timeouts.spin_s, counts_work=counts_work)
+        self._looked_s = clock.now()
         # Nobody asks an idle engine before, however long the others take to start.
-        self._since_s = clock.now()
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Hold nothing against the engine that was before this moment."""
+        # Of an engine on another machine nobody here knows whether it works.
+        counts_work = is_on_cpu() and self._instance.is_local
+        limits = self._timeouts
+        self._watch = StallWatch(limits.stall_s, limits.spin_s, counts_work=counts_work)
+        self._since_s = self._clock.now()
         self._is_silent = False
 
     async def run(self) -> None:
@@ -53,10 +61,20 @@ class LivenessProbe:
         while True:
             await asyncio.sleep(min(_PROBE_INTERVAL_S, self._stall_s / 2))
             self._before_each()
+            if self._stood_still():
+                self._begin_anew()
             if self._instance.state is State.STARTING:
                 self._check_start()
             elif self._instance.state is State.READY:
                 await self._check()
+
+    def _stood_still(self) -> bool:
+        """Whether this process was stopped since its last look, perhaps with all of its engines.
+
+        As by ``docker pause``. A busy one is late, too, so it takes more than a look can last.
+        """
+        since_s, self._looked_s = self._looked_s, self._clock.now()
+        return self._looked_s - since_s > max(_LONGEST_LOOK_S, self._stall_s / 2)
 
     def _check_start(self) -> None:
         if self._watch.has_stalled_starting(self._instance.pid, self._clock.now()):
