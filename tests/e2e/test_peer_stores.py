@@ -18,6 +18,7 @@ pytestmark = pytest.mark.e2e
 BLOCK_TOKENS, PROMPT_TOKENS = 128, 420
 NUM_BLOCKS = PROMPT_TOKENS // BLOCK_TOKENS
 OPTIONS = ("--dtype", "float32", "--migration", "off", "--max-model-len", "2048")
+MOST_ASKED = 3
 KEY = "a-key-that-both-servers-know"
 
 
@@ -86,7 +87,7 @@ def test_a_server_whose_peer_stands_still_or_dies_computes_for_itself(
     pair: tuple[Run, Run],
 ) -> None:
     first, second = pair
-    asked = prompts(3)
+    asked = prompts(3, 3 + MOST_ASKED)
     expected = [ask(first, prompt) for prompt in asked]
     daemon = writer(first.run_dir, "kvstore")
     os.kill(daemon, signal.SIGSTOP)
@@ -97,10 +98,14 @@ def test_a_server_whose_peer_stands_still_or_dies_computes_for_itself(
     os.kill(daemon, signal.SIGCONT)
     until(lambda: of_peers(second, "available") == 1, "the peer is back")
     before = found(second)
-    assert ask(second, asked[2]) == expected[2]
+    # What a peer does not answer in time is computed: a busy machine may need more than one.
+    for prompt, tokens in zip(asked[3:], expected[3:], strict=True):
+        assert ask(second, prompt) == tokens
+        if found(second) > before:
+            break
     assert found(second) > before
     os.killpg(first.process.pid, signal.SIGKILL)
-    assert ask(second, asked[3]) == expected[3]
+    assert ask(second, asked[2]) == expected[2]
     until(first.is_gone, "every process of the other server has ended")
     assert ask(second, prompts(4)[0]) == ask(second, prompts(4)[0])
     for gauge in ("leased_slots", "writing_slots", "promoting_slots"):

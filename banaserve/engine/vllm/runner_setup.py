@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from banaserve.engine.vllm.compat import runner_hooks
-from banaserve.engine.vllm.compat.alone import share_group
 from banaserve.engine.vllm.compat.config import VllmConfig, is_on_cpu
 from banaserve.engine.vllm.continuation import output_of
+from banaserve.engine.vllm.process_groups import share_group
 from banaserve.platform import huge_pages
 
 _prepared: list[type[Any]] = []

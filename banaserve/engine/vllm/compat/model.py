@@ -13,8 +13,6 @@ from vllm.model_executor.model_loader.utils import (
 )
 from vllm.model_executor.models.utils import PPMissingLayer
 
-from banaserve.engine.vllm.compat.alone import share_group
-
 __all__ = [
     "PPMissingLayer",
     "end_alone",
@@ -60,7 +58,6 @@ def start_alone(rendezvous: str) -> None:
     """
     from vllm.distributed import parallel_state
 
-    share_group()
     parallel_state.init_distributed_environment(1, 0, f"file://{rendezvous}", 0, "gloo")
     parallel_state.initialize_model_parallel(1, 1)
 

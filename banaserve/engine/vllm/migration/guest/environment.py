@@ -11,6 +11,7 @@ from banaserve.engine.vllm.compat import model as compat
 from banaserve.engine.vllm.compat.config import VllmConfig, set_current_vllm_config
 from banaserve.engine.vllm.migration.guest.throttle import run_low_priority
 from banaserve.engine.vllm.migration.modules.partial_model import device_of
+from banaserve.engine.vllm.process_groups import share_group
 from banaserve.platform.cpu_features import ask_for_amx
 
 
@@ -22,6 +23,7 @@ def guest_environment(config: VllmConfig, rendezvous: str) -> Iterator[None]:
         torch.cuda.set_device(device)
     else:
         ask_for_amx()  # the first step of a guest of heads is attention
+    share_group()
     with set_current_vllm_config(config):
         run_low_priority(lambda: compat.start_alone(rendezvous))
     try:
