@@ -91,11 +91,17 @@ class Clients:
     errors: list[str] = field(default_factory=list)
 
     async def run(self, server: Run) -> None:
-        async with asyncio.TaskGroup() as group, connected(server) as kept:
-            clients = [group.create_task(self._ask(kept, i)) for i in range(NUM_STREAMS)]
-            clients += [group.create_task(self._ask(kept, 10 + i, short=True)) for i in range(2)]
-            clients.append(group.create_task(self._ask(None, FRESH, short=True)))
-            await asyncio.gather(*clients)
+        async with asyncio.TaskGroup() as group:
+            for number in range(NUM_STREAMS):
+                group.create_task(self._ask_over_one(server, number))
+            for number in range(10, 12):
+                group.create_task(self._ask_over_one(server, number, short=True))
+            group.create_task(self._ask(None, FRESH, short=True))
+
+    async def _ask_over_one(self, server: Run, client: int, short: bool = False) -> None:
+        """A pool of its own, so that a client has one connection and no other's."""
+        async with connected(server) as kept:
+            await self._ask(kept, client, short)
 
     async def _ask(self, kept: httpx.AsyncClient | None, client: int, short: bool = False) -> None:
         """Ask over connections that are kept open, or over a new one each time."""
