@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import fmean
 
 from rich.console import Console
 from tokenizers import Tokenizer
@@ -116,6 +117,7 @@ async def _measure(given: argparse.Namespace, started_at: datetime) -> None:
                     say(
                         f"round {number + 1} of {given.rounds}, {name}, {one.name}: "
                         f"{sample.requests_per_s:.2f} requests/s, TTFT {sample.ttft_s:.3f} s, "
+                        f"latency {sample.latency_s:.3f} s, "
                         f"CPU {sample.cpu_s:.3f} s a request, {sample.work.steps:.2f} steps, "
                         f"{sample.work.cached_tokens:.0f} cached tokens"
                     )
@@ -208,6 +210,7 @@ async def _sample(
     return LoadSample(
         requests_per_s=len(kept) / took_s,
         ttft_s=median([one.ttft_s for one in arrived if one.ttft_s is not None]),
+        latency_s=fmean([one.latency_s for one in arrived if one.latency_s is not None]),
         cpu_s=cpu_s / len(records),
         tokens=[record.token_ids for record in records],
         work=Work(*(one / len(records) for one in done)),

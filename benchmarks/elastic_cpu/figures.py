@@ -34,6 +34,8 @@ class LoadSample(NamedTuple):
     Attributes:
         requests_per_s: With conversations kept under way.
         ttft_s: Median over the requests of conversations that arrived by themselves.
+        latency_s: Mean time to the last token of the same requests: what a system that puts first
+            tokens first may lose.
         cpu_s: CPU seconds a request of all the system's processes, over both.
         tokens: Of every answer.
         work: A request, over both.
@@ -41,6 +43,7 @@ class LoadSample(NamedTuple):
 
     requests_per_s: float
     ttft_s: float
+    latency_s: float
     cpu_s: float
     tokens: list[list[int]]
     work: Work
@@ -71,6 +74,7 @@ def figures(samples: Samples) -> dict[str, Figure]:
                 [one.requests_per_s for one in own], "requests/s"
             )
             found[f"{load}.{system}.ttft"] = figure([one.ttft_s for one in own], "s")
+            found[f"{load}.{system}.latency"] = figure([one.latency_s for one in own], "s")
             found[f"{load}.{system}.cpu_per_request"] = figure([one.cpu_s for one in own], "s")
             steps = [one.work.steps for one in own]
             found[f"{load}.{system}.steps_per_request"] = figure(steps, "steps")
@@ -124,7 +128,7 @@ def equal_fraction(samples: Samples) -> float:
 def table(samples: Samples) -> Table:
     """A row a load and system: medians over the rounds."""
     shown = Table(title="medians over the rounds")
-    for heading in ("load", "system", "requests/s", "TTFT, s", *_A_REQUEST):
+    for heading in ("load", "system", "requests/s", "TTFT, s", "latency, s", *_A_REQUEST):
         shown.add_column(heading, justify="left" if heading in ("load", "system") else "right")
     for (load, system), own in samples.items():
         shown.add_row(
@@ -132,6 +136,7 @@ def table(samples: Samples) -> Table:
             system,
             f"{median([one.requests_per_s for one in own]):.2f}",
             f"{median([one.ttft_s for one in own]):.3f}",
+            f"{median([one.latency_s for one in own]):.3f}",
             f"{median([one.cpu_s for one in own]):.3f}",
             f"{median([one.work.steps for one in own]):.2f}",
             f"{median([one.work.cached_tokens for one in own]):.0f}",

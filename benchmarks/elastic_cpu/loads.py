@@ -39,9 +39,9 @@ class ChatLoad:
 
 
 LOADS = {
-    "shared-prefixes": ChatLoad(512, 12, 64, 16, 1, 60, 36),
-    "chats": ChatLoad(0, 0, 96, 16, 3, 24, 12),
-    "nothing-shared": ChatLoad(0, 0, 256, 16, 1, 48, 30),
+    "shared-prefixes": ChatLoad(512, 12, 64, 16, 1, 60, 72),
+    "chats": ChatLoad(0, 0, 96, 16, 3, 24, 24),
+    "nothing-shared": ChatLoad(0, 0, 256, 16, 1, 48, 72),
 }
 CONCURRENCY = 4
 """Conversations under way where some are kept so."""

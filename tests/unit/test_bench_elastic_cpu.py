@@ -33,7 +33,8 @@ WORDS = NumberedWords()
 
 
 def sample(requests_per_s: float, ttft_s: float, cpu_s: float, *tokens: int) -> LoadSample:
-    return LoadSample(requests_per_s, ttft_s, cpu_s, [list(tokens)], Work(8 * cpu_s, 64.0))
+    work = Work(8 * cpu_s, 64.0)
+    return LoadSample(requests_per_s, ttft_s, 4 * ttft_s, cpu_s, [list(tokens)], work)
 
 
 def test_each_metric_counts_against_its_better_peer() -> None:
@@ -51,6 +52,7 @@ def test_each_metric_counts_against_its_better_peer() -> None:
     assert found["cpu_ratio_min"].median == pytest.approx(0.8)
     assert found["chats.cpu_seconds_ratio.prefix-affinity"].samples == pytest.approx([0.5, 0.5])
     assert found["cpu_seconds_ratio_min"].median == pytest.approx(0.5)
+    assert found["chats.banaserve.latency"].samples == pytest.approx([2, 2])
     assert found["chats.banaserve.steps_per_request"].samples == pytest.approx([8, 16])
     assert found["chats.banaserve.cached_per_request"].samples == pytest.approx([64, 64])
     assert found["equal_answers_fraction"].median == pytest.approx(3 / 4)
