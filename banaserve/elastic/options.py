@@ -44,7 +44,8 @@ class ElasticOptions:
         max_requests: That arrive in a forecast at most.
         screened_requests: Of those, the first, which every arrangement is forecast for.
         kept: Arrangements that are forecast for all of them, the best for the first ones.
-        coarse: From so many arrangements on, roles are looked at in steps of one size first.
+        coarse: From so many arrangements on, roles are looked at in steps of one size first, and
+            no more than half of the requests are screened.
         tried_moves: Moves of modules that are forecast for the first requests at most, those by
             which the cost model says that hosts could gain most.
         recent_s: Stretch that is compared with what came before it.

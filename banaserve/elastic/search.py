@@ -53,6 +53,9 @@ _AS_FAST = 0.02
 _MOST_DOUBT = 0.3
 """Of a rate: a few requests in bursts say next to nothing of it."""
 
+_LEAST_SCREENED = 100
+"""Requests; of fewer, a part says little, and all of them are soon forecast."""
+
 _LOOKS_FOR_HOME = 2
 """In a row, at which modules away cannot bring anything."""
 
@@ -243,10 +246,16 @@ class Search:
     def _screened(self, others: list[Wanted]) -> list[Wanted]:
         """The best of ``others`` over a short stretch.
 
-        Where they are many, their roles first, in steps of one size and over half of it.
+        Where they are many, their roles first, in steps of one size and over half of it; and the
+        stretch is half of what comes at most, since with few requests it would be all of it.
         """
         options = self._options
-        short = self._future[: self._num_under_way + options.screened_requests]
+        is_coarse = len(others) >= options.coarse
+        num_screened = options.screened_requests
+        if is_coarse:
+            num_arriving = len(self._future) - self._num_under_way
+            num_screened = min(num_screened, max(_LEAST_SCREENED, num_arriving // 2))
+        short = self._future[: self._num_under_way + num_screened]
         if len(others) <= options.kept or len(short) == len(self._future):
             return others
 
@@ -254,12 +263,12 @@ class Search:
             found = sorted(some, key=lambda one: -self._forecast(one, future).mean)
             return found[: options.kept]
 
-        if len(others) >= options.coarse:
+        if is_coarse:
             by_roles: dict[tuple[object, ...], list[Wanted]] = {}
             for one in others:
                 by_roles.setdefault((*one.arrangement[:3], one.order), []).append(one)
             middle = [sizes[len(sizes) // 2] for sizes in by_roles.values()]
-            half = short[: self._num_under_way + options.screened_requests // 2]
+            half = short[: self._num_under_way + num_screened // 2]
             roles = {(*one.arrangement[:3], one.order) for one in best_of(middle, half)}
             others = [one for one in others if (*one.arrangement[:3], one.order) in roles]
         return best_of(others, short)

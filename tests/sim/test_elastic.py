@@ -364,6 +364,18 @@ def test_it_plans_anew_where_instances_come_and_go(num_instances, plans):
     assert decision.memory.num_instances == (num_instances if plans else 2)
 
 
+@pytest.mark.parametrize(("num_requests", "are_screened"), [(100, False), (300, True)])
+def test_many_arrangements_of_few_requests_are_screened_too(
+    num_requests: int, are_screened: bool
+) -> None:
+    """Of eight instances there are 94 arrangements; each costs seconds over all requests."""
+    views = [view(f"c{n}", Role.COLOCATED) for n in range(8)]
+    requests = [seen(n * 40 / num_requests, 20) for n in range(num_requests)]
+    options = ElasticOptions(profile=H100, ttft_s=1.0, tpot_s=0.05)
+    found = decide(Situation(40.0, views, requests, LoadMemory(0.0, 40.0)), options).candidates
+    assert (len(found) == options.kept + 1) == are_screened
+
+
 async def test_a_decision_is_the_same_in_a_process_of_its_own():
     views = [view(f"c{n}", Role.COLOCATED) for n in range(2)]
     requests = [seen(n / 10, 20, ended=n < 90) for n in range(100)]
