@@ -53,6 +53,10 @@ _AS_FAST = 0.02
 _MOST_DOUBT = 0.3
 """Of a rate: a few requests in bursts say next to nothing of it."""
 
+_LEAST_WORTH = 0.3
+"""Of a request, in the mean: a gain has to be as large as here where everything is worth less. In an
+overload a share of next to nothing is soon reached by chance."""
+
 _LEAST_SCREENED = 100
 """Requests; of fewer, a part says little, and all of them are soon forecast."""
 
@@ -344,13 +348,13 @@ def is_plain(arrangement: Arrangement) -> bool:
 def least_gain(mean: float, options: ElasticOptions) -> float:
     """Returns the least gain for which anything changes where the worth of a request is ``mean``.
 
-    With limits a share of that worth, and something where no arrangement can do much. Without them
-    worth is a logarithm of time, in which a difference is a share of the time already: what a
-    request takes, a second or ten, says nothing of how sure a gain has to be.
+    With limits a share of that worth, or of ``_LEAST_WORTH`` where no arrangement can do much.
+    Without them worth is a logarithm of time, in which a difference is a share of the time already:
+    what a request takes, a second or ten, says nothing of how sure a gain has to be.
     """
     if options.limits == ServiceLimits():
         return options.margin
-    return options.margin * max(abs(mean), options.margin)
+    return options.margin * max(abs(mean), _LEAST_WORTH)
 
 
 def _seen(views: Sequence[InstanceView], options: ElasticOptions) -> Sequence[InstanceView]:

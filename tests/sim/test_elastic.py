@@ -172,7 +172,7 @@ def test_without_limits_a_tenth_of_the_time_must_be_won_however_long_it_is(e2e_s
 def test_with_limits_the_least_gain_is_a_share_of_the_worth():
     options = ElasticOptions(ttft_s=1.0)
     assert least_gain(0.9, options) == pytest.approx(0.09)
-    assert least_gain(0.0, options) == pytest.approx(0.01)
+    assert least_gain(0.0, options) == least_gain(0.2, options) == pytest.approx(0.03)
 
 
 def test_worth_falls_with_time_and_margin_counts():
