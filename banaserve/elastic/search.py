@@ -54,8 +54,8 @@ _MOST_DOUBT = 0.3
 """Of a rate: a few requests in bursts say next to nothing of it."""
 
 _LEAST_WORTH = 0.3
-"""Of a request, in the mean: a gain has to be as large as here where everything is worth less. In an
-overload a share of next to nothing is soon reached by chance."""
+"""Of a request, in the mean: where everything is worth less, a gain has to be as large as here. In
+an overload a share of next to nothing is soon reached by chance."""
 
 _LEAST_SCREENED = 100
 """Requests; of fewer, a part says little, and all of them are soon forecast."""
