@@ -1,10 +1,11 @@
 """Cost of the front door, beside vLLM's own API server.
 
-``python -m benchmarks front``. Three servers run side by side over a miniature model whose steps
+``python -m benchmarks front``. Four servers run side by side over a miniature model whose steps
 cost almost nothing: vLLM's API server with one engine, and banaserve with four, colocated and
-apart. Each gets the same requests in turn. What is counted is the CPU of the process that answers
-HTTP, from the system's own accounts, so what else runs on the machine shows in latencies more than
-in it.
+apart, and with one, which tells what its code costs from what three more engines on the same
+processors do. Each gets the same requests in turn. What is counted is the CPU of the process that
+answers HTTP, from the system's own accounts, so what else runs on the machine shows in latencies
+more than in it.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ _OURS = (*_SAME, "--kv-store-size", "256MiB", "--max-concurrent-requests", "1024
 _SYSTEMS = {
     "colocated": ("--colocated", "4"),
     "pd": ("--pd", "2:2"),
+    "one": ("--colocated", "1"),
 }
 _VLLM = "vllm"
 
@@ -72,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
         default=(1, 64, 512),
         help="under way at once, such as 1,64,512",
     )
-    parser.add_argument("--system", choices=(*_SYSTEMS, "both"), default="both")
+    parser.add_argument("--system", choices=(*_SYSTEMS, "all"), default="all")
     parser.add_argument("--prompt-tokens", type=int, default=64)
     given = parser.parse_args(list(argv))
     end_on_sigterm()
@@ -90,7 +92,7 @@ Samples = dict[tuple[str, int, int], list[FrontSample]]
 async def _measure(given: argparse.Namespace, started_at: datetime) -> result.Result:
     tiny = miniature.Miniature(1, 2, 2, _CONTEXT_TOKENS)
     model = miniature.resolve(tiny, _NAME, None, lambda line: print(line, flush=True))
-    systems = [given.system] if given.system != "both" else list(_SYSTEMS)
+    systems = [given.system] if given.system != "all" else list(_SYSTEMS)
     samples: Samples = {}
     record: result.Result
     with contextlib.ExitStack() as stack, Progress(transient=True) as progress:
@@ -209,7 +211,8 @@ def _result(
         figures=figures,
         notes=[
             "front_cpu_ratio: CPU of banaserve's front door over four colocated instances over "
-            "that of vLLM's API server over one engine, pass by pass, same requests; _pd: 2:2",
+            "that of vLLM's API server over one engine, pass by pass, same requests; _pd: 2:2; "
+            "_one: one colocated instance",
             "CPU of the one process that answers HTTP; engines and store are not in it",
             f"requests of {given.prompt_tokens} prompt tokens, {_SHORT} and {_LONG} output tokens",
             "request_cpu and chunk_cpu: least squares over both kinds of pass in a run",

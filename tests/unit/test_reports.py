@@ -77,6 +77,25 @@ def test_the_last_steps_before_a_pause_are_not_lost() -> None:
     assert board.last.num_running == 0
 
 
+def test_a_report_is_of_the_time_at_which_the_engine_spoke() -> None:
+    clock = Clock()
+    board = ReportBoard(InstanceId("d0"), clock, 2048)
+    assert board.last is None
+    stats = a_step()
+    stats.num_running_reqs, stats.num_waiting_reqs, stats.num_skipped_waiting_reqs = 3, 1, 1
+    stats.kv_cache_usage = 0.25
+    board.record(stats)
+    spoke_s = clock.now_s
+    clock.now_s += 1.5
+    last = board.last
+    assert last is not None
+    assert (last.at_s, last.num_running, last.num_waiting) == (spoke_s, 3, 2)
+    assert last.kv_used_fraction == 0.25
+    board.answered(idle=False)
+    assert board.last is not None
+    assert (board.last.at_s, board.last.num_running) == (clock.now_s, 3)
+
+
 def test_a_first_token_from_elsewhere_makes_no_time_negative() -> None:
     """It came before the engine that ends the request had scheduled it."""
     times = {"queued_time": -0.2, "prefill_time": -0.1, "decode_time": 0.5, "inference_time": 0.4}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.registry import Collector
@@ -166,6 +166,9 @@ def _blended(old: StepWork, new: StepWork, weight: float) -> StepWork:
 class ReportBoard:
     """Keeps the last report of one incarnation of an instance.
 
+    Reports are read a few times a second and arrive with every step, so one is made up when it is
+    read.
+
     Args:
         full_step_tokens: The most tokens that one of its steps may compute.
         gpu: Reads its GPUs; None where they cannot be read.
@@ -184,9 +187,10 @@ class ReportBoard:
         self._id = instance_id
         self._clock = clock
         self.meter = StepMeter(full_step_tokens, clock.now())
-        self.last: InstanceReport | None = None
         self.block_tokens = 0
         self._gpu = gpu
+        self._heard: _Heard | None = None
+        self._last: InstanceReport | None = None
         self._unlearnt: dict[str, float] = {}
         self._learnt_s = float("-inf")
         self._step_error = metrics.STEP_ERROR.labels("step", self._id)
@@ -197,22 +201,30 @@ class ReportBoard:
         metrics.count_transfers(self._id, counted)
         for name, amount in counted.items():
             self._unlearnt[name] = self._unlearnt.get(name, 0.0) + amount
-        if self._clock.now() - self._learnt_s >= _LEARN_EVERY_S:
+        now_s = self._clock.now()
+        if now_s - self._learnt_s >= _LEARN_EVERY_S:
             self._learn()
-        self.last = self._report(
-            stats.num_running_reqs,
-            stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,
-            stats.kv_cache_usage,
-        )
+        num_waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
+        self._hear(_Heard(now_s, stats.num_running_reqs, num_waiting, stats.kv_cache_usage))
 
     def answered(self, idle: bool) -> None:
         """The engine has answered a question: what it last said still holds, or it is idle."""
         self._learn()
-        last = self.last
-        if idle or last is None:
-            self.last = self._report(0, 0, 0.0)
+        now_s, heard = self._clock.now(), self._heard
+        if idle or heard is None:
+            self._hear(_Heard(now_s, 0, 0, 0.0))
         else:
-            self.last = self._report(last.num_running, last.num_waiting, last.kv_used_fraction)
+            self._hear(heard._replace(at_s=now_s))
+
+    @property
+    def last(self) -> InstanceReport | None:
+        """The last report; None before the first."""
+        if self._last is None and self._heard is not None:
+            self._last = self._report(self._heard)
+        return self._last
+
+    def _hear(self, heard: _Heard) -> None:
+        self._heard, self._last = heard, None
 
     def _learn(self) -> None:
         """Let the meter take what was counted since the last time, which may be nothing."""
@@ -221,15 +233,15 @@ class ReportBoard:
         self.meter.record(counted, self._learnt_s)
         self._step_error.set(self.meter.model.error_fraction)
 
-    def _report(self, num_running: int, num_waiting: int, kv_used: float) -> InstanceReport:
+    def _report(self, heard: _Heard) -> InstanceReport:
         meter = self.meter
         usage = self._gpu.read() if self._gpu is not None else None
         return InstanceReport(
-            num_running=num_running,
-            num_waiting=num_waiting,
-            kv_used_fraction=kv_used,
+            num_running=heard.num_running,
+            num_waiting=heard.num_waiting,
+            kv_used_fraction=heard.kv_used_fraction,
             busy_fraction=meter.busy_fraction,
-            at_s=self._clock.now(),
+            at_s=heard.at_s,
             step_fill_fraction=meter.fill_fraction,
             step_s=meter.step_s,
             step_tokens=meter.step_tokens,
@@ -238,6 +250,15 @@ class ReportBoard:
             step_coefficients=meter.coefficients,
             fetch_token_s=meter.fetch_block_s / self.block_tokens if self.block_tokens else 0.0,
         )
+
+
+class _Heard(NamedTuple):
+    """What an engine has said of itself."""
+
+    at_s: float
+    num_running: int
+    num_waiting: int
+    kv_used_fraction: float
 
 
 class EngineSeries:

@@ -41,7 +41,7 @@ def _sequence(context: RequestContext, index: int) -> RequestContext:
     return made
 
 
-async def run_sequences(
+def run_sequences(
     sequences: Sequence[RequestContext], router: Router
 ) -> AsyncGenerator[RequestOutput, None]:
     """Run them; outputs come as vLLM's do: each sequence's as it comes, or all in one at the end.
@@ -50,10 +50,13 @@ async def run_sequences(
         Exception: Of the first sequence that cannot go on; the others are given up.
     """
     if len(sequences) == 1:
-        async with contextlib.aclosing(run_request(sequences[0], router)) as outputs:
-            async for output in outputs:
-                yield output
-        return
+        return run_request(sequences[0], router)
+    return _run_several(sequences, router)
+
+
+async def _run_several(
+    sequences: Sequence[RequestContext], router: Router
+) -> AsyncGenerator[RequestOutput, None]:
     params = sequences[0].request.sampling_params
     assert params is not None
     merged = _Merged(len(sequences), params.output_kind is RequestOutputKind.FINAL_ONLY)

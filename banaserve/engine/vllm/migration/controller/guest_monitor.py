@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 0.25
 _USAGE_EVERY = 4
+"""Looks between two at what guests take."""
+_LONE_USAGE_EVERY = 20
+"""The same at an instance that has no guests, which costs as many files as it has threads."""
 _STOPPED_LOOKS = 2
 _END_S = 3.0
 IDLE_S = 2.0
@@ -50,6 +53,7 @@ class GuestMonitor:
         self._guests = coordinator.guests
         self._idle_s = idle_s
         self._counted: dict[str, tuple[int, int, int]] = {}
+        self._shared: set[InstanceId] = set()
         self._task: asyncio.Task[None] | None = None
         self._urgent = asyncio.Event()
 
@@ -83,7 +87,7 @@ class GuestMonitor:
         self._end_stopped_guests()
         await guest_sharing.settle(self._guests, self._coordinator.hosts)
         if number % _USAGE_EVERY == 0:
-            await self._count_usage()
+            await self._count_usage(counts_lone=number % _LONE_USAGE_EVERY == 0)
 
     # ---- hosts
 
@@ -200,13 +204,15 @@ class GuestMonitor:
                 logger.warning("guest %s has been stopped: it is ended", guest.id)
                 guest.kill()
 
-    async def _count_usage(self) -> None:
+    async def _count_usage(self, *, counts_lone: bool) -> None:
         for guest in self._guests:
             usage = await asyncio.to_thread(process_stats.look, guest.pid, guest.usage)
             if usage is not None:
                 guest.usage = usage
         for name, host_state in self._coordinator.hosts.items():
             here = self._guests.beside(name)
+            if not (here or counts_lone or name in self._shared):
+                continue
             host_state.slow_down = host_state.core_waits.slow_down(host_state.instance.pid)
             guest_sharing.count(guest_sharing.sharing_of(self._coordinator, host_state))
             num_bytes = sum(guest.usage.num_bytes for guest in here)
@@ -215,6 +221,7 @@ class GuestMonitor:
             metrics.GUEST_BYTES.labels(name).set(num_bytes)
             metrics.GUEST_BUSY.labels(name).set(busy)
             host_state.instance.set_guests(num_bytes, min(1.0, busy))
+        self._shared = {guest.target for guest in self._guests}
 
 
 @contextlib.asynccontextmanager
