@@ -152,6 +152,9 @@ class ServeConfig:
         scale_max: Instances to which it adds none; 0: it adds and removes none at all.
         prefill_budget: Of an instance while it is for prefill.
         decode_budget: Of one while it is for decode.
+        prefill_tensor_parallel: Ranks of an engine that is made for prefill; 0: as vLLM's options
+            say.
+        decode_tensor_parallel: The same of one that is made for decode.
         scheduler: In which order an engine takes its waiting requests: ``SCHEDULERS``.
         take_over: The running server that is to be replaced; None for none.
         log_max_size: Of each log, in human units, and of what it held before; empty for no limit.
@@ -220,6 +223,8 @@ class ServeConfig:
     scale_max: int = 0
     prefill_budget: Budget = Budget()
     decode_budget: Budget = Budget()
+    prefill_tensor_parallel: int = 0
+    decode_tensor_parallel: int = 0
     scheduler: str = "vllm"
     take_over: TakeOver | None = None
     vllm_argv: tuple[str, ...] = ()
@@ -259,6 +264,15 @@ class ServeConfig:
         return tuple(one.strip() for one in self.pace.split(",")) if self.pace else ()
 
     @property
+    def tensor_parallel_by_role(self) -> dict[Role, int]:
+        """Ranks of engines that are made for a role, where that has been given."""
+        given = {
+            Role.PREFILL: self.prefill_tensor_parallel,
+            Role.DECODE: self.decode_tensor_parallel,
+        }
+        return {role: degree for role, degree in given.items() if degree}
+
+    @property
     def num_instances(self) -> int:
         return self.prefill + self.decode + self.colocated
 
@@ -277,6 +291,11 @@ def _check_nodes(config: ServeConfig) -> None:
         ("--kv-store-listen", config.kv_store_listen, "the stores of the nodes are linked already"),
         ("--kv-store-peer", config.kv_store_peers, "the stores of the nodes are linked already"),
         ("--pace", config.pace, "modelled time is of one machine"),
+        (
+            "--prefill- or --decode-tensor-parallel-size",
+            config.tensor_parallel_by_role,
+            "places on nodes are of one size: give --tensor-parallel-size for all",
+        ),
     ):
         if is_given:
             given = "--node" if config.nodes else "--cluster"
@@ -359,6 +378,8 @@ def _check_numbers(config: ServeConfig) -> None:
         "--prefill-max-num-seqs": config.prefill_budget.num_requests,
         "--decode-max-num-batched-tokens": config.decode_budget.num_tokens,
         "--decode-max-num-seqs": config.decode_budget.num_requests,
+        "--prefill-tensor-parallel-size": config.prefill_tensor_parallel,
+        "--decode-tensor-parallel-size": config.decode_tensor_parallel,
     }
     for option, value in not_negative.items():
         if not value >= 0:
@@ -416,6 +437,15 @@ def _check_parts(config: ServeConfig) -> None:
         raise UserError("--no-kv-store needs --colocated N: the store is how KV is handed over")
     if config.nodes or config.cluster:
         _check_nodes(config)
+    for role in config.tensor_parallel_by_role:
+        option = f"--{role.value}-tensor-parallel-size"
+        if config.colocated:
+            raise UserError(
+                f"{option} is of engines that are made for {role.value}: give --pd P:D, or "
+                "--tensor-parallel-size for all"
+            )
+        if config.pace:
+            raise UserError(f"{option} and --pace exclude each other: modelled engines have a rank")
     if config.devices and len(config.devices) != config.num_instances:
         raise UserError(
             f"--devices names {len(config.devices)} sets for {config.num_instances} instances"

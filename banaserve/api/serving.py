@@ -12,8 +12,8 @@ import secrets
 import socket
 import time
 from argparse import Namespace
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,6 +45,7 @@ from banaserve.engine.vllm.compat.config import VllmConfig, own_budget
 from banaserve.engine.vllm.compat.engine import EngineDeadError
 from banaserve.engine.vllm.compat.server import get_span_exporter
 from banaserve.engine.vllm.instance import Instance
+from banaserve.engine.vllm.launch.engine_settings import RoleEngine
 from banaserve.engine.vllm.launch.launcher import Launcher
 from banaserve.engine.vllm.liveness.timeouts import ClusterTimeouts
 from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
@@ -80,6 +81,7 @@ from banaserve.orchestrator.routing import registry
 from banaserve.orchestrator.routing.legs import LegOptions
 from banaserve.platform.packages import vllm_version
 from banaserve.run_dir import AdminAccess, RunDir, remove_admin, write_admin
+from banaserve.types import Role
 from banaserve.ui.page import PageDoor
 from banaserve.ui.records import PageInfo
 
@@ -108,6 +110,7 @@ class Parts:
         instance_bytes: Memory of one instance on a CPU; 0 on GPUs, which are an instance's own.
         time: How time passes, in words; empty where it is real.
         model_name: As clients name it.
+        by_role: Engines that are made for a role, where they are not like the others.
     """
 
     config: ServeConfig
@@ -121,6 +124,7 @@ class Parts:
     instance_bytes: int = 0
     time: str = ""
     model_name: str = ""
+    by_role: Mapping[Role, RoleEngine] = field(default_factory=dict)
 
 
 async def serve(parts: Parts, say: Say, on_open: Callable[[], None]) -> None:
@@ -288,6 +292,7 @@ def _factory(parts: Parts) -> InstanceFactory:
         WallClock(),
         Budgets.of(parts.config, parts.engine_config),
         parts.instance_bytes,
+        parts.by_role,
     )
 
 

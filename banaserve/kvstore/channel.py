@@ -48,6 +48,7 @@ class StoreChannel:
         fingerprint: Fingerprint | None,
         timeout_s: float,
         on_late: Callable[[wire.Reply], None],
+        num_writers: int = 0,
     ) -> None:
         """Connect and greet.
 
@@ -67,7 +68,7 @@ class StoreChannel:
             self._sock.connect(str(socket_path))
             _check_owner(self._sock)
             hello = wire.ClientHello(
-                self.next_seq(), wire.PROTOCOL_VERSION, client_name, fingerprint
+                self.next_seq(), wire.PROTOCOL_VERSION, client_name, fingerprint, num_writers
             )
             self.welcome = self._greet(hello)
         except (OSError, ProtocolError) as error:
@@ -211,6 +212,7 @@ class StoreLink:
         socket_path: Where the store listens.
         fingerprint: What a block of this client means.
         client_name: Names the instance.
+        num_writers: Processes that each write their share of a slot; see ``wire.ClientHello``.
         timeout_s: Longest wait for an answer.
         reconnect: Whether to try again once the store has gone.
         on_open: Called after each greeting with the welcome and the file descriptors of pool and
@@ -224,6 +226,7 @@ class StoreLink:
         fingerprint: Fingerprint,
         client_name: str,
         *,
+        num_writers: int = 0,
         timeout_s: float,
         reconnect: bool,
         on_open: Callable[[wire.Welcome, int, int], None],
@@ -233,6 +236,7 @@ class StoreLink:
         self._socket_path = socket_path
         self._fingerprint = fingerprint
         self._client_name = client_name
+        self._num_writers = num_writers
         self._timeout_s = timeout_s
         self._reconnect = reconnect
         self._on_open = on_open
@@ -260,7 +264,12 @@ class StoreLink:
         if self._channel is not None:
             return
         channel = StoreChannel(
-            self._socket_path, self._client_name, self._fingerprint, self._timeout_s, self._on_late
+            self._socket_path,
+            self._client_name,
+            self._fingerprint,
+            self._timeout_s,
+            self._on_late,
+            self._num_writers,
         )
         try:
             self._on_open(channel.welcome, *channel.fds)

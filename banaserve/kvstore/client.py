@@ -33,6 +33,8 @@ class StoreClient:
         socket_path: Where the store listens.
         fingerprint: What a block of this client means.
         client_name: Names the instance in messages and the store's log.
+        num_writers: Processes of the instance that each write their share of a slot; 0: one for
+            each part of the fingerprint.
         timeout_s: Longest wait for an answer.
         reconnect: Whether to try again once the store has gone.
         populate: Whether to fill the page tables of the pool in a background thread.
@@ -45,6 +47,7 @@ class StoreClient:
         fingerprint: Fingerprint,
         *,
         client_name: str,
+        num_writers: int = 0,
         timeout_s: float = 1.0,
         reconnect: bool = True,
         populate: bool = True,
@@ -60,6 +63,7 @@ class StoreClient:
             Path(socket_path),
             fingerprint,
             client_name,
+            num_writers=num_writers,
             timeout_s=timeout_s,
             reconnect=reconnect,
             on_open=self._map,

@@ -32,8 +32,10 @@ class Fingerprint(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         layout: Name of the memory layout of one layer's block.
         isa: Instruction set that the layout is packed for; empty where it does not matter.
         page_bytes: Bytes of one layer's block in one part.
-        num_parts: Tensor-parallel ranks that each write their part of a block; of latents each
-            has them all.
+        num_parts: Parts of a layer's block, each with an order of its own inside. 1 where heads lie
+            one behind the other: what tensor-parallel ranks write side by side is what one writes
+            then, so that their number is no matter of the block. Otherwise as many as ranks; of
+            latents each rank has them all.
         salt: Keeps tenants apart: other salt, other blocks.
         probe: Hex of vLLM's hash of a known token list, which shows that block hashes agree.
         weights: Digest of what decides the values that the model computes: a model's name alone

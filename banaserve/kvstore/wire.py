@@ -16,7 +16,7 @@ from banaserve.errors import ProtocolError
 from banaserve.kvstore.fingerprint import MAX_PARTS, Fingerprint
 from banaserve.kvstore.stats import StoreStats
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_MESSAGE_BYTES = 16 * 2**20
 MAX_KEYS = 65536
 MIN_KEY_BYTES = 16
@@ -43,12 +43,17 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class ClientHello(_Message, frozen=True, tag="hello"):
     """First message of a connection. Without a fingerprint it is an operator's, who asks for no
-    block."""
+    block.
+
+    ``num_writers`` processes each write their share of every slot that this client reserves; 0 is
+    one for each part of the fingerprint.
+    """
 
     seq: Number
     version: Number
     client_name: Name
     fingerprint: Fingerprint | None
+    num_writers: Annotated[int, msgspec.Meta(ge=0, le=MAX_PARTS)] = 0
 
 
 class LookupKeys(_Message, frozen=True, tag="lookup"):

@@ -84,6 +84,10 @@ FAMILIES = {
     "llama_two_ranks": Family(
         "llama", ("--tensor-parallel-size", "2"), no_layers=RANKS, no_heads=RANKS
     ),
+    "llama_prefill_two_ranks": Family("llama", ("--prefill-tensor-parallel-size", "2")),
+    "llama_decode_two_ranks": Family(
+        "llama", ("--decode-tensor-parallel-size", "2"), no_layers=RANKS, no_heads=RANKS
+    ),
     "phi3": Family(),
 }
 # With the error that plain vLLM 0.32 ends with on a CPU, in float32.

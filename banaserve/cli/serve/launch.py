@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import logging
 import os
 import platform
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,12 +29,13 @@ from banaserve.nodes.options import NodeOptions
 from banaserve.platform.cpu_features import DtypeChoice, choose_dtype, read_cpu_flags
 from banaserve.platform.linux import available_memory_bytes
 from banaserve.run_dir import RunDir
+from banaserve.types import Role
 
 if TYPE_CHECKING:
     from banaserve.api.serving import Parts
     from banaserve.engine.vllm.compat.config import VllmConfig
     from banaserve.engine.vllm.launch.devices import Devices
-    from banaserve.engine.vllm.launch.engine_settings import EngineSettings
+    from banaserve.engine.vllm.launch.engine_settings import EngineSettings, RoleEngine
     from banaserve.nodes.launcher import NodesLauncher
     from banaserve.nodes.pool import NodeWork
 
@@ -89,6 +91,8 @@ def prepared(
 
         check_parallel(engine_config.parallel_config)
         check_model(engine_config.model_config)
+    by_role = _by_role(config, model, store_socket, run.logs)
+    _check_degrees(engine_config, by_role)
     if config.must_migrate and (blocker := _migration_blocker(engine_config)):
         raise UserError(f"--migration on: {blocker}; without it nothing moves and the rest works")
     emulation.begin(config, engine_config.parallel_config.world_size, on_cpu, run.logs)
@@ -110,7 +114,7 @@ def prepared(
         first = ParentLink(control, pid)
         launcher = ForkLauncher(first, lambda: start_parent(argv))
     else:
-        devices = _devices(config, engine_config.parallel_config.world_size, on_cpu)
+        devices = _devices(config, _num_ranks(config, engine_config, by_role), on_cpu)
         launcher = SpawnLauncher(argv, devices)
     try:
         make = SettingsMaker(config, model, engine_config, store_socket, run.logs)
@@ -126,6 +130,7 @@ def prepared(
             instance_bytes,
             emulation.words(config),
             str(engine_config.model_config.served_model_name),
+            by_role,
         )
     finally:
         launcher.close()
@@ -216,8 +221,9 @@ class SettingsMaker:
         check_fits(self._engine_config, made, max_model_len, config.kv_store)
         self._check_memory(current.config, made)
         budgets, weights = Budgets.of(config, made), weights_of(made)
+        by_role = _by_role(config, model, self._store_socket, self._logs)
         number = current.number + 1
-        return EngineSettings(made, budgets, weights, tuple(argv), name, added, number)
+        return EngineSettings(made, budgets, weights, tuple(argv), name, added, number, by_role)
 
     def _resolved(self, name: str) -> ResolvedModel:
         if not name:
@@ -346,6 +352,47 @@ def _vllm_argv(
     return argv
 
 
+def _by_role(
+    config: ServeConfig, model: ResolvedModel, store_socket: str, logs: Path
+) -> dict[Role, RoleEngine]:
+    """Engines that are made for a role, where that has a tensor-parallel degree of its own."""
+    from banaserve.engine.vllm.launch.engine_settings import RoleEngine
+    from banaserve.engine.vllm.settings import engine_args
+
+    found = {}
+    for role, degree in config.tensor_parallel_by_role.items():
+        words = (*config.vllm_argv, "--tensor-parallel-size", str(degree))
+        own = dataclasses.replace(config, vllm_argv=words)
+        argv = _vllm_argv(own, model, store_socket, logs)
+        made = engine_args.engine_config(engine_args.parse_vllm_argv(argv))
+        found[role] = RoleEngine(made, tuple(argv))
+    return found
+
+
+def _check_degrees(engine_config: VllmConfig, by_role: Mapping[Role, RoleEngine]) -> None:
+    """Return if engines of all degrees write blocks that the others can read.
+
+    Raises:
+        UserError: They would not.
+    """
+    from banaserve.engine.vllm.kv_connector.block_hash import check_degrees
+
+    parallel = [one.config.parallel_config for one in by_role.values()]
+    degrees = {one.tensor_parallel_size for one in parallel}
+    if len(by_role) < len((Role.PREFILL, Role.DECODE)):
+        degrees.add(engine_config.parallel_config.tensor_parallel_size)
+    check_degrees(engine_config.model_config, degrees)
+
+
+def _num_ranks(
+    config: ServeConfig, engine_config: VllmConfig, by_role: Mapping[Role, RoleEngine]
+) -> list[int]:
+    """Of each instance, in the order of their ids."""
+    made = {role: one.config for role, one in by_role.items()}
+    every = [made.get(role, engine_config) for _, role in config.instances()]
+    return [one.parallel_config.world_size for one in every]
+
+
 def _compiling(config: ServeConfig) -> CompileChoice:
     return choose_compiling(config, find_compiler())
 
@@ -395,8 +442,8 @@ def _weight_bytes(model: ResolvedModel) -> int:
     return 0
 
 
-def _devices(config: ServeConfig, per_instance: int, on_cpu: bool) -> Devices:
-    """CUDA devices by instance: as given, or in order, ``per_instance`` each."""
+def _devices(config: ServeConfig, num_ranks: Sequence[int], on_cpu: bool) -> Devices:
+    """CUDA devices by instance: as given, or in order, as many as it has ranks."""
     from banaserve.engine.vllm.launch.devices import Devices
 
     ids = [str(instance_id) for instance_id, _ in config.instances()]
@@ -407,13 +454,15 @@ def _devices(config: ServeConfig, per_instance: int, on_cpu: bool) -> Devices:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
     if config.devices:
-        return Devices(dict(zip(ids, config.devices, strict=True)), names, per_instance)
-    if len(names) < per_instance * len(ids):
+        return Devices(dict(zip(ids, config.devices, strict=True)), names, max(num_ranks))
+    if len(names) < sum(num_ranks):
+        sizes = " or ".join(str(one) for one in sorted(set(num_ranks)))
         raise UserError(
-            f"{len(ids)} instances of {per_instance} GPUs need {per_instance * len(ids)}; this "
+            f"{len(ids)} instances of {sizes} GPUs need {sum(num_ranks)}; this "
             f"machine shows {len(names)}: fewer instances (--pd), a smaller "
             "--tensor-parallel-size, or share them with --devices '0;0'"
         )
-    groups = [names[i * per_instance : (i + 1) * per_instance] for i in range(len(ids))]
+    left = iter(names)
+    groups = [list(itertools.islice(left, number)) for number in num_ranks]
     given = dict(zip(ids, (",".join(group) for group in groups), strict=True))
-    return Devices(given, names, per_instance)
+    return Devices(given, names, max(num_ranks))

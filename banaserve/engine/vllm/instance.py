@@ -163,7 +163,7 @@ class Instance:
         budgets: Budgets,
     ) -> None:
         self.id = instance_id
-        self.role = role
+        self.role = self._made_for = role
         self.state = State.STARTING
         self.incarnation = 0
         self.pid = 0
@@ -218,7 +218,7 @@ class Instance:
         try:
             handshake.bind(addresses["handshake"])
             self.pid = await self._launcher.start(
-                self.id, addresses["handshake"], self.log_path, self.settings.argv
+                self.id, addresses["handshake"], self.log_path, self.vllm_argv
             )
             await self._until_ready(handshake, there, timeout_s)
         finally:
@@ -226,7 +226,7 @@ class Instance:
             context.term()
         self.llm = await self._connected(addresses)
         # Files may have been replaced since an engine of the same settings was started.
-        config = self.settings.config
+        config = self.engine_config
         weights = await processes.in_daemon_thread(lambda: weights_of(config))
         self._check_is_wanted()
         self.settings = dataclasses.replace(self.settings, weights=weights)
@@ -291,7 +291,7 @@ class Instance:
         """Runs in a thread: loading the tokenizer must not stall the streams of others."""
         logger_class = self._series.logger_class(self.id, self._board.record)
         return compat.AsyncLLM.from_vllm_config(
-            vllm_config=copy.deepcopy(self.settings.config),
+            vllm_config=copy.deepcopy(self.engine_config),
             usage_context=UsageContext.OPENAI_API_SERVER,
             stat_loggers=[logger_class],
             client_addresses={
@@ -529,7 +529,17 @@ class Instance:
     @property
     def vllm_argv(self) -> tuple[str, ...]:
         """Options of its engine; empty where they are those that the launcher was made with."""
-        return self.settings.argv
+        return self.settings.argv_for(self._made_for)
+
+    @property
+    def engine_config(self) -> VllmConfig:
+        """vLLM's, which its engine was made of or will be."""
+        return self.settings.config_for(self._made_for)
+
+    def is_of(self, settings: EngineSettings) -> bool:
+        """Whether an engine with these settings would be one like its own."""
+        is_same = settings.argv_for(self._made_for) == self.vllm_argv
+        return is_same and settings.weights == self.weights
 
     @property
     def takes_requests(self) -> bool:

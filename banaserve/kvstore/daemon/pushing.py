@@ -171,7 +171,7 @@ class Pushing:
         way = _UnderWay(push, link, carved.index, layer_bytes, entries)
         for number, entry in enumerate(entries):
             carved.index.pin(entry)
-            way.open[number] = _Block(entry, [0] * fingerprint.num_parts)
+            way.open[number] = _Block(entry, [0] * entry.num_parts)
             self._writing[entry.serial].append((way, number))
         self._pushes[push] = way
         link.begin(push)

@@ -46,12 +46,17 @@ class Loan:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A connection that has said Hello. Its id owns leases and reservations in the index."""
+    """A connection that has said Hello. Its id owns leases and reservations in the index.
+
+    Attributes:
+        num_writers: Processes that each write their share of the slots that it reserves.
+    """
 
     id: int
     client_name: str
     fingerprint: Fingerprint | None
     namespace: bytes
+    num_writers: int = 1
 
 
 class StoreService:
@@ -113,7 +118,7 @@ class StoreService:
                 f"{hello.client_name} speaks {hello.version}: install the same banaserve for both"
             )
             return wire.ClientRefused(hello.seq, False, message)
-        namespace = b""
+        namespace, num_writers = b"", 1
         if hello.fingerprint is not None:
             refusal = self._refusal(hello.client_name, hello.fingerprint)
             if refusal is not None:
@@ -125,7 +130,8 @@ class StoreService:
                 return wire.ClientRefused(hello.seq, False, message)
             self._note_layout_mismatch(hello.client_name, hello.fingerprint)
             namespace = hello.fingerprint.namespace()
-        session = Session(session_id, hello.client_name, hello.fingerprint, namespace)
+            num_writers = hello.num_writers or hello.fingerprint.num_parts
+        session = Session(session_id, hello.client_name, hello.fingerprint, namespace, num_writers)
         self._sessions[session_id] = session
         return wire.Welcome(hello.seq, self._generation, self.pool_bytes, self._slot_bytes)
 
@@ -156,7 +162,7 @@ class StoreService:
                     self._tiering.promoter.lookup(keys, states)
                 return wire.Looked(request.seq, bytes(states))
             case wire.ExchangeSlots():
-                return self._exchange(session, session.fingerprint, request)
+                return self._exchange(session, request)
             case wire.PushBlocks() if request.generation == self._generation:
                 self._push(session, session.fingerprint, request)
             case wire.LayersWritten() if request.generation == self._generation:
@@ -331,18 +337,17 @@ class StoreService:
         return True
 
     def _exchange(
-        self, session: Session, fingerprint: Fingerprint, request: wire.ExchangeSlots
+        self, session: Session, request: wire.ExchangeSlots
     ) -> wire.SlotsGranted:
         namespace = session.namespace
         keys = [namespace + key for key in request.acquire]
         climb = self._acquire(keys, session, request)
-        num_parts = fingerprint.num_parts
         reserved = [
             self._index.reserve(
                 namespace + key,
                 None if parent is None else namespace + parent,
                 session.id,
-                num_parts,
+                session.num_writers,
                 request.tenant,
             )
             for key, parent in request.reserve

@@ -161,6 +161,8 @@ def _config(known: argparse.Namespace, vllm_argv: tuple[str, ...]) -> ServeConfi
         scale_max=known.scale_max,
         prefill_budget=budget_of(known, Role.PREFILL),
         decode_budget=budget_of(known, Role.DECODE),
+        prefill_tensor_parallel=known.prefill_tensor_parallel_size,
+        decode_tensor_parallel=known.decode_tensor_parallel_size,
         scheduler=known.scheduler,
         vllm_argv=vllm_argv,
     )

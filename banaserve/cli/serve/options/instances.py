@@ -43,6 +43,14 @@ def add_instances(parser: argparse.ArgumentParser) -> None:
         help="with --scale-max: remove idle ones, down to N in all (1)",
     )
     add("--devices", default="", help="CUDA devices of each instance, such as '0;1;2,3;4,5'")
+    for role in ("prefill", "decode"):
+        add(
+            f"--{role}-tensor-parallel-size",
+            type=int,
+            default=0,
+            metavar="N",
+            help=f"ranks of an engine for {role} (0: --tensor-parallel-size, as of the others)",
+        )
     add("--engine-start", default=_DEFAULTS.engine_start, help="auto, fork (CPU) or spawn (GPU)")
     add(
         "--threads-per-instance",

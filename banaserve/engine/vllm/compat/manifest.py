@@ -174,6 +174,7 @@ _CONFIG = [
               "get_diff_sampling_param()", "try_get_generation_config()", "get_vocab_size()"),
     *_methods("config", "vllm.config", "ModelConfig", "shape of the model",
               "get_num_layers(parallel_config)", "get_num_kv_heads(parallel_config)",
+              "get_total_num_kv_heads()",
               "get_head_size()", "get_hidden_size()"),
     *_attributes("config", "vllm.config", "CacheConfig", "size, type and hashes of the KV cache",
                  "cache_dtype prefix_caching_hash_algo kv_cache_layout kv_cache_memory_bytes "

@@ -79,7 +79,7 @@ def make_copier(layers: Sequence[torch.Tensor], page_bytes: int, part: int) -> B
     Args:
         layers: One tensor a layer, its first dimension the blocks of ``page_bytes`` each; on a GPU
             in any of vLLM's layouts, else each block one run behind the other.
-        part: This worker's tensor-parallel rank: which part of a slot is its own.
+        part: This worker's tensor-parallel rank: which run of ``page_bytes`` of a layer is its own.
 
     Raises:
         ValueError: A layer's blocks do not lie so.
@@ -122,7 +122,7 @@ class HostCopier:
         self._bases = [tensor.data_ptr() for tensor in layers]
         self._cache_bytes = layers[0].shape[0] * page_bytes
         self._page_bytes = page_bytes
-        self._part = part
+        self._in_layer = part * page_bytes
 
     def mark(self) -> None:
         return None
@@ -131,7 +131,7 @@ class HostCopier:
         self, layer: int, view: PoolView, blocks: Numbers, slots: Numbers, after: None
     ) -> EndedCopy:
         began_s = time.perf_counter()
-        in_slot = view.fingerprint.offset_bytes(layer, self._part)
+        in_slot = view.fingerprint.offset_bytes(layer) + self._in_layer
         _native.copy_regions(
             self._bases[layer],
             view.base_address + in_slot,
@@ -147,7 +147,7 @@ class HostCopier:
         self, layer: int, view: PoolView, blocks: Numbers, slots: Numbers, after: None
     ) -> EndedCopy:
         began_s = time.perf_counter()
-        in_slot = view.fingerprint.offset_bytes(layer, self._part)
+        in_slot = view.fingerprint.offset_bytes(layer) + self._in_layer
         _native.copy_regions(
             view.base_address + in_slot,
             self._bases[layer],

@@ -7,7 +7,7 @@ overrides, attention layout and hash seed.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,9 @@ from banaserve.engine.vllm.settings.migration_settings import packs_nothing, set
 from banaserve.errors import UserError
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.models.files import add_files
+
+_BY_HEAD = "LBHNC"
+"""vLLM's name of the layout in which a block's heads lie one behind the other."""
 
 
 def describe_weights(model_config: Any, load_format: str) -> str:
@@ -96,6 +99,8 @@ def describe_blocks(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Finge
     is_latent = isinstance(spec, MLAAttentionSpec)
     model, parallel = config.model_config, config.parallel_config
     check_parallel(parallel)
+    num_ranks, layout = parallel.tensor_parallel_size, str(kv_cache_config.kv_cache_layout or "default")
+    is_by_head = not is_latent and layout == _BY_HEAD
     return Fingerprint(
         model=str(model.model),
         revision=str(model.revision or ""),
@@ -104,17 +109,26 @@ def describe_blocks(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Finge
         kv_cache_dtype=f"{config.cache_config.cache_dtype}, {spec.dtype}",
         block_size_tokens=spec.block_size,
         num_layers=len(kv_cache_config.kv_cache_groups[0].layer_names),
-        num_kv_heads=1 if is_latent else spec.num_kv_heads * parallel.tensor_parallel_size,
+        num_kv_heads=1 if is_latent else spec.num_kv_heads * num_ranks,
         head_size=spec.head_size,
-        layout=str(kv_cache_config.kv_cache_layout or "default"),
+        layout=layout,
         isa=_instruction_set(config, spec),
-        page_bytes=spec.page_size_bytes,
-        num_parts=parallel.tensor_parallel_size,
+        page_bytes=spec.page_size_bytes * (num_ranks if is_by_head else 1),
+        num_parts=1 if is_by_head else num_ranks,
         salt=str(config.kv_transfer_config.get_from_extra_config("salt", "")),
         probe=_probe(config, spec.block_size),
         weights=describe_weights(model, str(config.load_config.load_format)),
         attention="mla" if is_latent else "full",
     )
+
+
+def page_bytes(kv_cache_config: KVCacheConfig) -> int:
+    """Bytes of one layer's block in this rank's KV cache.
+
+    Raises:
+        UserError: As ``describe_blocks``.
+    """
+    return int(_attention_spec(kv_cache_config).page_size_bytes)
 
 
 def check_model(model_config: ModelConfig) -> None:
@@ -152,6 +166,30 @@ def check_parallel(parallel: ParallelConfig) -> None:
             "the KV cache store shares blocks of tensor parallel engines, not of pipeline or "
             "context parallel ones: use --tensor-parallel-size, or serve without the store: "
             "--colocated N --no-kv-store"
+        )
+
+
+def check_degrees(model: ModelConfig, degrees: Collection[int]) -> None:
+    """Return if engines of these tensor-parallel degrees can read each other's blocks.
+
+    What only a KV cache that has been laid out shows, the blocks' fingerprints refuse: heads have
+    to lie one behind the other, as on CPUs and in vLLM's layout LBHNC.
+
+    Raises:
+        UserError: Ranks of some degree would have heads, or latents, in common.
+    """
+    if len(degrees) < 2:
+        return
+    if model.use_mla:
+        raise UserError(
+            f"{model.architecture} keeps one latent for all of its heads, which each rank has: "
+            "engines for prefill and decode need one --tensor-parallel-size"
+        )
+    heads = model.get_total_num_kv_heads()
+    if odd := [degree for degree in degrees if heads % degree]:
+        raise UserError(
+            f"{heads} KV heads cannot be shared out among {max(odd)} ranks: give degrees that "
+            "divide them, or one --tensor-parallel-size for prefill and decode"
         )
 
 

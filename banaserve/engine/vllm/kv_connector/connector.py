@@ -19,7 +19,12 @@ from banaserve.engine.vllm.compat.kv_connector import (
     KVConnectorWorkerMetadata,
     get_tensor_model_parallel_rank,
 )
-from banaserve.engine.vllm.kv_connector.block_hash import TailHasher, check_model, describe_blocks
+from banaserve.engine.vllm.kv_connector.block_hash import (
+    TailHasher,
+    check_model,
+    describe_blocks,
+    page_bytes,
+)
 from banaserve.engine.vllm.kv_connector.latent_layout import check_latents
 from banaserve.engine.vllm.kv_connector.metadata import (
     ConnectorOptions,
@@ -65,6 +70,7 @@ class StoreConnector(ConnectorBase):
         self._config = vllm_config
         check_model(vllm_config.model_config)
         self.fingerprint = describe_blocks(vllm_config, kv_cache_config)
+        self._page_bytes = page_bytes(kv_cache_config)
         options = ConnectorOptions.of(vllm_config.kv_transfer_config.kv_connector_extra_config)
         options = replace(options, socket=os.environ.get(STORE_VARIABLE, options.socket))
         self.client_name = os.environ.get(INSTANCE_VARIABLE, f"engine-{os.getpid()}")
@@ -72,6 +78,7 @@ class StoreConnector(ConnectorBase):
             options.socket,
             self.fingerprint,
             client_name=self.client_name,
+            num_writers=vllm_config.parallel_config.tensor_parallel_size,
             maps_pool=role is KVConnectorRole.WORKER,  # the scheduler reads no block
         )
         client.connect(within_s=_CONNECT_WITHIN_S)
@@ -161,7 +168,7 @@ class StoreConnector(ConnectorBase):
             attentions = self._config.compilation_config.static_forward_context
             for name, cache in caches.items():
                 check_latents(attentions[name], cache, self._config.model_config.dtype)
-        self._worker.register(caches, self.fingerprint.page_bytes)
+        self._worker.register(caches, self._page_bytes)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

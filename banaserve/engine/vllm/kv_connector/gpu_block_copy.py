@@ -253,7 +253,7 @@ class GpuCopier:
     Args:
         layers: One tensor a layer, of equal shape and strides, its first dimension the blocks.
         page_bytes: Of a block of one layer.
-        part: This worker's part of a slot.
+        part: Which run of ``page_bytes`` of a layer is this worker's own.
         otherwise: See ``choose_copies``.
 
     Raises:
@@ -272,7 +272,7 @@ class GpuCopier:
     ) -> None:
         self._pages = gpu_pages(layers, page_bytes)
         self._page_bytes = page_bytes
-        self._part = part
+        self._in_layer = part * page_bytes
         self._gpu = layers[0].device
         self._load_stream = torch.cuda.Stream(self._gpu)
         self._save_stream = torch.cuda.Stream(self._gpu)
@@ -339,7 +339,7 @@ class GpuCopier:
         return QueuedCopy(began, ended, tuple(kept))
 
     def _host(self, layer: int, view: PoolView, slots: Numbers) -> Addresses:
-        first = view.base_address + view.fingerprint.offset_bytes(layer, self._part)
+        first = view.base_address + view.fingerprint.offset_bytes(layer) + self._in_layer
         return np.asarray(slots, dtype=np.int64) * view.slot_bytes + first
 
     def _wait_for_copies(self) -> None:

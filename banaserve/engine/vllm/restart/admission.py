@@ -96,6 +96,6 @@ class Admission:
         fingerprint = asked.read(answers[0])
         assert fingerprint is not None, "with a store every worker has a connector"
         lookup = await asyncio.to_thread(
-            PrefixLookup, instance.settings.config, fingerprint, self._store_socket
+            PrefixLookup, instance.engine_config, fingerprint, self._store_socket
         )
         self._lookups.by_weights[instance.weights] = lookup

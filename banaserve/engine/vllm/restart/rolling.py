@@ -247,7 +247,7 @@ class RollingRestarts:
             line.num_left, line.seconds = 0, self._clock.now() - began_s
 
     async def _replace(self, instance: Instance, settings: EngineSettings) -> None:
-        is_same = settings.weights == instance.weights and settings.argv == instance.vllm_argv
+        is_same = instance.is_of(settings)
         try:
             await self._cluster.supervisor.replace(instance, settings, self._check)
         except InstanceDeadError:

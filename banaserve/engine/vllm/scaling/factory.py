@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -9,7 +10,7 @@ import psutil
 from banaserve.clock import Clock
 from banaserve.engine.vllm.compat.config import VllmConfig
 from banaserve.engine.vllm.instance import Instance
-from banaserve.engine.vllm.launch.engine_settings import EngineSettings
+from banaserve.engine.vllm.launch.engine_settings import EngineSettings, RoleEngine
 from banaserve.engine.vllm.launch.launcher import Launcher
 from banaserve.engine.vllm.monitoring import metrics
 from banaserve.engine.vllm.monitoring.reports import EngineSeries
@@ -26,6 +27,7 @@ class InstanceFactory:
         logs: Folder of their logs.
         sockets: Private folder of the run, with a short path.
         instance_bytes: Memory of one of them; 0 where it is not the machine's.
+        by_role: Engines that are made for a role, where they are not like the others.
 
     Attributes:
         series: vLLM's metrics of all of them.
@@ -40,6 +42,7 @@ class InstanceFactory:
         clock: Clock,
         budgets: Budgets,
         instance_bytes: int = 0,
+        by_role: Mapping[Role, RoleEngine] | None = None,
     ) -> None:
         self.series = EngineSeries(config)
         self._config = config
@@ -48,6 +51,7 @@ class InstanceFactory:
         self._sockets = sockets
         self._clock = clock
         self._budgets = budgets
+        self._first = EngineSettings(config, budgets, by_role=by_role or {})
         self._instance_bytes = instance_bytes
 
     def check_memory(self, num_instances: int) -> None:
@@ -96,8 +100,7 @@ class InstanceFactory:
             self._clock,
             self._budgets,
         )
-        if settings is not None:
-            made.settings = settings
+        made.settings = settings or self._first
         return made
 
     def discard(self, instance_id: InstanceId) -> None:

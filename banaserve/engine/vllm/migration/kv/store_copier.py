@@ -174,7 +174,7 @@ class StoreCopier:
         began_s = time.perf_counter()
         name = self._names[layer]
         pool = Memory(view.base_address, view.memory.size, True, view)
-        in_slot = view.fingerprint.offset_bytes(layer, self._part)
+        in_slot = view.fingerprint.offset_bytes(layer) + self._part * self._host.page_bytes
         pages = np.asarray(slots, np.int64) * view.slot_bytes + in_slot
         try:
             tickets: list[Ticket] = []
