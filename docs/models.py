@@ -42,6 +42,8 @@ _WORDS = {
     "llama_adapter": "Llama, a LoRA adapter",
     "llama_ngrams": "Llama, speculative decoding by n-grams",
     "llama_two_ranks": "Llama, two tensor parallel ranks",
+    "llama_prefill_two_ranks": "Llama, two ranks for prefill and one for decode",
+    "llama_decode_two_ranks": "Llama, one rank for prefill and two for decode",
     "phi3": "Phi-3",
     "qwen3_moe": "Qwen3-MoE",
     "qwen3_next": "Qwen3-Next (linear attention, MoE)",

@@ -187,7 +187,7 @@ class _Slots:
         self.slot_bytes = NUM_LAYERS * page_bytes
         self.memory = np.zeros(max(1, num_slots) * self.slot_bytes, np.uint8)
         self.base_address = self.memory.ctypes.data
-        self.fingerprint = SimpleNamespace(offset_bytes=lambda layer, _: layer * page_bytes)
+        self.fingerprint = SimpleNamespace(offset_bytes=lambda layer: layer * page_bytes)
 
     def values(self) -> Any:
         """``[slots, layers, heads, BLOCK]``."""

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
@@ -23,6 +24,7 @@ from vllm.v1.kv_cache_interface import (
 
 from banaserve.engine.vllm.kv_connector.block_copy import make_copier
 from banaserve.engine.vllm.kv_connector.block_hash import (
+    check_degrees,
     check_model,
     check_parallel,
     describe_blocks,
@@ -65,10 +67,10 @@ def config(ranks: int = 1) -> Any:
     )
 
 
-def described(*specs: Any, ranks: int = 1) -> Fingerprint:
+def described(*specs: Any, ranks: int = 1, layout: str = "LBHNC") -> Fingerprint:
     names = [f"model.layers.{i}.self_attn" for i in range(NUM_LAYERS)]
     groups = [KVCacheGroupSpec(names, spec) for spec in specs]
-    kv_cache: Any = SimpleNamespace(kv_cache_groups=groups, kv_cache_layout="LBHNC")
+    kv_cache: Any = SimpleNamespace(kv_cache_groups=groups, kv_cache_layout=layout)
     return describe_blocks(config(ranks), kv_cache)
 
 
@@ -91,7 +93,87 @@ def test_a_latent_is_the_whole_of_a_block_in_every_rank() -> None:
     assert (alone.isa, alone.layout) == ("plain", "LBHNC")
     assert (two.page_bytes, two.num_kv_heads, two.num_parts) == (page_bytes, 1, 2)
     assert two.slot_bytes == 2 * alone.slot_bytes
-    assert described(FULL, ranks=2).num_kv_heads == 2
+
+
+def test_heads_one_behind_the_other_are_the_same_block_whatever_the_degree() -> None:
+    whole = FullAttentionSpec(
+        block_size=BLOCK_TOKENS, num_kv_heads=4, head_size=LATENT // 2, dtype=torch.float32
+    )
+    half = FullAttentionSpec(
+        block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=LATENT // 2, dtype=torch.float32
+    )
+    alone, two = described(whole), described(half, ranks=2)
+    assert alone == two
+    check_alike([alone, two])
+    # More ranks than heads have some in common: no block of theirs is another's.
+    assert described(FULL, ranks=2).namespace() != described(FULL).namespace()
+
+
+def test_tokens_one_behind_the_other_are_not() -> None:
+    whole = FullAttentionSpec(
+        block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=LATENT // 2, dtype=torch.float32
+    )
+    alone, two = described(whole, layout="LBNHC"), described(FULL, ranks=2, layout="LBNHC")
+    assert alone.slot_bytes == two.slot_bytes
+    assert (alone.num_parts, two.num_parts) == (1, 2)
+    with pytest.raises(FingerprintError, match="num_parts: 1 and 2"):
+        check_alike([alone, two])
+
+
+@pytest.mark.parametrize(("degrees", "heads"), [({1, 2, 4}, 4), ({3}, 4), ({8}, 1)])
+def test_degrees_that_share_the_heads_out_may_differ(degrees: set[int], heads: int) -> None:
+    check_degrees(a_model(heads), degrees)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "heads", "mla", "words"),
+    [
+        ({1, 8}, 4, False, "4 KV heads cannot be shared out among 8 ranks"),
+        ({1, 3}, 4, False, "among 3 ranks"),
+        ({1, 2}, 4, True, "one latent for all of its heads"),
+    ],
+)
+def test_degrees_with_heads_in_common_are_refused_in_one_line(
+    degrees: set[int], heads: int, mla: bool, words: str
+) -> None:
+    with pytest.raises(UserError, match=words) as refused:
+        check_degrees(a_model(heads, mla=mla), degrees)
+    assert "\n" not in str(refused.value)
+
+
+def a_model(heads: int, *, mla: bool = False) -> Any:
+    return SimpleNamespace(use_mla=mla, architecture="Nobody", get_total_num_kv_heads=lambda: heads)
+
+
+@pytest.mark.parametrize("writers", [1, 2, 4])
+def test_what_ranks_write_side_by_side_is_what_one_reads(writers: int) -> None:
+    num_heads, num_blocks = 4, 3
+    spec = FullAttentionSpec(
+        block_size=BLOCK_TOKENS, num_kv_heads=num_heads, head_size=4, dtype=torch.float32
+    )
+    fingerprint = described(spec)
+    memory = np.zeros(num_blocks * fingerprint.slot_bytes, np.uint8)
+    view: Any = SimpleNamespace(
+        memory=memory,
+        base_address=memory.ctypes.data,
+        slot_bytes=fingerprint.slot_bytes,
+        fingerprint=fingerprint,
+    )
+    shape = (num_blocks, num_heads, BLOCK_TOKENS, 8)
+    layers = [torch.randn(shape) for _ in range(NUM_LAYERS)]
+    order = np.array([2, 0, 1])
+    each_bytes = fingerprint.page_bytes // writers
+    for part in range(writers):
+        heads = slice(part * num_heads // writers, (part + 1) * num_heads // writers)
+        own = [layer[:, heads].contiguous() for layer in layers]
+        copier = make_copier(own, each_bytes, part)
+        for layer in range(NUM_LAYERS):
+            copier.save(layer, view, np.arange(num_blocks), order, None)
+    read = [torch.zeros(shape) for _ in range(NUM_LAYERS)]
+    reader = make_copier(read, fingerprint.page_bytes, 0)
+    for layer in range(NUM_LAYERS):
+        reader.load(layer, view, np.arange(num_blocks), order, None)
+    assert all(torch.equal(*both) for both in zip(read, layers, strict=True))
 
 
 def test_blocks_of_latents_are_one_run_each() -> None:

@@ -22,6 +22,7 @@ from fingerprints import FINGERPRINT
 
 POOL_BYTES = 8 * PAGE_BYTES
 KEY = b"k" * 32
+OTHER = b"o" * 32
 
 
 made = ExitStack()
@@ -94,6 +95,23 @@ def test_blocks_are_shared_between_equal_fingerprints() -> None:
     join(service, 2, FINGERPRINT)
     write(service, 1, KEY)
     assert len(exchange(service, 2, [KEY], []).slots) == 1
+
+
+def test_a_block_is_whole_when_all_that_write_it_have_and_whoever_reads_it() -> None:
+    service = make_service()
+    pair = wire.ClientHello(1, wire.PROTOCOL_VERSION, "two ranks", FINGERPRINT, 2)
+    assert isinstance(service.greet(1, pair), wire.Welcome)
+    join(service, 2, FINGERPRINT)
+    (reserved,) = exchange(service, 1, [], [KEY]).reserved
+    assert reserved is not None
+    generation = service.stats().generation
+    for part, is_whole in ((1, False), (0, True)):
+        commit = wire.Commit(3, generation, [reserved[1]], part)
+        assert service.answer(1, commit) == wire.Committed(3, True)
+        assert bool(exchange(service, 2, [KEY], []).slots) == is_whole
+    # Nobody else has more ranks for that.
+    write(service, 2, OTHER)
+    assert len(exchange(service, 1, [OTHER], []).slots) == 1
 
 
 @pytest.mark.parametrize(

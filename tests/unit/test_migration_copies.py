@@ -143,7 +143,7 @@ def test_the_store_saves_a_block_from_where_it_lies_and_fetches_it_home(
         base_address=pool.ctypes.data,
         memory=SimpleNamespace(size=pool.nbytes),
         slot_bytes=3 * page_bytes,
-        fingerprint=SimpleNamespace(offset_bytes=lambda layer, part: layer * page_bytes),
+        fingerprint=SimpleNamespace(offset_bytes=lambda layer: layer * page_bytes),
     )
     fetched: list[Any] = []
     inner: Any = SimpleNamespace(is_synchronous=True, load=lambda *what: fetched.append(what[2]))

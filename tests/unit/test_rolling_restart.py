@@ -55,9 +55,8 @@ class Engine:
     def weights(self) -> str:
         return self.settings.weights
 
-    @property
-    def vllm_argv(self) -> tuple[str, ...]:
-        return self.settings.argv
+    def is_of(self, settings: EngineSettings) -> bool:
+        return (settings.weights, settings.argv) == (self.weights, self.settings.argv)
 
     @property
     def is_ready(self) -> bool:

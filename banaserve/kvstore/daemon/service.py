@@ -336,9 +336,7 @@ class StoreService:
         log.info("%d slots of %s", num_slots, format_size(slot_bytes))
         return True
 
-    def _exchange(
-        self, session: Session, request: wire.ExchangeSlots
-    ) -> wire.SlotsGranted:
+    def _exchange(self, session: Session, request: wire.ExchangeSlots) -> wire.SlotsGranted:
         namespace = session.namespace
         keys = [namespace + key for key in request.acquire]
         climb = self._acquire(keys, session, request)

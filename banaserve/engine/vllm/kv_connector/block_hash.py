@@ -26,8 +26,8 @@ from banaserve.errors import UserError
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.models.files import add_files
 
-_BY_HEAD = "LBHNC"
-"""vLLM's name of the layout in which a block's heads lie one behind the other."""
+_BY_HEAD = frozenset({"LBHNC", "BLHNC", "LHBNC", "BHLNC"})
+"""vLLM's layouts of which a page in the store has its heads one behind the other."""
 
 
 def describe_weights(model_config: Any, load_format: str) -> str:
@@ -99,8 +99,9 @@ def describe_blocks(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Finge
     is_latent = isinstance(spec, MLAAttentionSpec)
     model, parallel = config.model_config, config.parallel_config
     check_parallel(parallel)
-    num_ranks, layout = parallel.tensor_parallel_size, str(kv_cache_config.kv_cache_layout or "default")
-    is_by_head = not is_latent and layout == _BY_HEAD
+    num_ranks = parallel.tensor_parallel_size
+    layout = str(kv_cache_config.kv_cache_layout or "default")
+    is_by_head = not is_latent and layout in _BY_HEAD
     return Fingerprint(
         model=str(model.model),
         revision=str(model.revision or ""),
@@ -173,7 +174,7 @@ def check_degrees(model: ModelConfig, degrees: Collection[int]) -> None:
     """Return if engines of these tensor-parallel degrees can read each other's blocks.
 
     What only a KV cache that has been laid out shows, the blocks' fingerprints refuse: heads have
-    to lie one behind the other, as on CPUs and in vLLM's layout LBHNC.
+    to lie one behind the other, as on CPUs and with VLLM_KV_CACHE_LAYOUT=LBHNC.
 
     Raises:
         UserError: Ranks of some degree would have heads, or latents, in common.
