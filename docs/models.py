@@ -41,6 +41,8 @@ _WORDS = {
     "granitemoehybrid": "GraniteMoeHybrid (Mamba, MoE)",
     "llama_adapter": "Llama, a LoRA adapter",
     "llama_ngrams": "Llama, speculative decoding by n-grams",
+    "deepseek_v2_prefill_two_ranks": "DeepSeek-V2, two ranks for prefill and one for decode",
+    "deepseek_v2_two_ranks": "DeepSeek-V2, two tensor parallel ranks",
     "llama_two_ranks": "Llama, two tensor parallel ranks",
     "llama_prefill_two_ranks": "Llama, two ranks for prefill and one for decode",
     "llama_decode_two_ranks": "Llama, one rank for prefill and two for decode",

@@ -34,8 +34,8 @@ class Fingerprint(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         page_bytes: Bytes of one layer's block in one part.
         num_parts: Parts of a layer's block, each with an order of its own inside. 1 where heads lie
             one behind the other: what tensor-parallel ranks write side by side is what one writes
-            then, so that their number is no matter of the block. Otherwise as many as ranks; of
-            latents each rank has them all.
+            then, so that their number is no matter of the block. 1 of latents, of which each rank
+            has the whole. Otherwise as many as ranks.
         salt: Keeps tenants apart: other salt, other blocks.
         probe: Hex of vLLM's hash of a known token list, which shows that block hashes agree.
         weights: Digest of what decides the values that the model computes: a model's name alone

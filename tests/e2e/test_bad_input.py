@@ -45,7 +45,10 @@ def refused(launch, poll):
         ("--pd 1", "--pd 1: write"),
         ("--pd a:b", "--pd a:b: write"),
         ("--pd 1:1 --colocated 2", "--pd and --colocated exclude each other"),
-        ("--colocated 2 --prefill-tensor-parallel-size 2", "give --pd P:D, or --tensor-parallel-size"),
+        (
+            "--colocated 2 --prefill-tensor-parallel-size 2",
+            "give --pd P:D, or --tensor-parallel-size",
+        ),
         ("--colocated -1", "--colocated -1: must not be negative"),
         ("--no-kv-store --pd 1:1", "--no-kv-store needs --colocated N"),
         ("--scheduler prebel", "--scheduler: invalid choice: 'prebel'"),

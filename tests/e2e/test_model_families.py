@@ -88,6 +88,19 @@ FAMILIES = {
     "llama_decode_two_ranks": Family(
         "llama", ("--decode-tensor-parallel-size", "2"), no_layers=RANKS, no_heads=RANKS
     ),
+    "deepseek_v2_prefill_two_ranks": Family(
+        "deepseek_v2",
+        ("--prefill-tensor-parallel-size", "2"),
+        custom_ops=MLA.custom_ops,
+        no_heads=MLA.no_heads,
+    ),
+    "deepseek_v2_two_ranks": Family(
+        "deepseek_v2",
+        ("--tensor-parallel-size", "2"),
+        custom_ops=MLA.custom_ops,
+        no_layers=RANKS,
+        no_heads=RANKS,
+    ),
     "phi3": Family(),
 }
 # With the error that plain vLLM 0.32 ends with on a CPU, in float32.
@@ -101,6 +114,7 @@ LENGTHS = (5, 16, 33, 100, 256, 300)
 OUTPUT_TOKENS = 24
 NUM_STREAMS = 3
 STREAM_TOKENS = 400
+MOST_STARTS = 3
 OPTIONS = (
     *("--dtype", "float32", "--max-model-len", "1024", "--skip-prefill-below-tokens", "0"),
     *("--kv-cache-memory-bytes", str(96 << 20), "--kv-store-size", "256MiB"),
@@ -328,10 +342,15 @@ def test_a_server_that_starts_again_finds_them_on_disk(
     request: pytest.FixtureRequest,
 ) -> None:
     assert server.end() == 0
-    second = start()
-    assert answers(second) == begins(expected)
-    assert computed(second, "p0") <= len(LENGTHS)
-    assert second.end() == 0
+    for _ in range(MOST_STARTS):
+        second = start()
+        assert answers(second) == begins(expected)
+        num_computed = computed(second, "p0")
+        late = second.metric("banaserve_promotions_total", instance_id="p0", kind="late")
+        assert second.end() == 0
+        if not late:  # what the disk brings too late on a busy machine is computed
+            break
+    assert num_computed <= len(LENGTHS)
     record(family, "store on disk, server anew", request.node.nodeid)
 
 

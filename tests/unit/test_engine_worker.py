@@ -26,7 +26,7 @@ from banaserve.engine.vllm.kv_connector.metadata import (
     StepResult,
 )
 from banaserve.engine.vllm.kv_connector.tracer import Moment
-from banaserve.engine.vllm.kv_connector.worker import StoreConnectorWorker
+from banaserve.engine.vllm.kv_connector.worker import RankShare, StoreConnectorWorker
 from banaserve.errors import StoreUnavailableError, UserError
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.fingerprint import Fingerprint
@@ -53,11 +53,17 @@ NAMES = [f"layer.{i}" for i in range(LAYERS)]
 class Engine:
     """An engine's KV cache and the hooks that vLLM would call, in its order."""
 
-    def __init__(self, client: StoreClient, options: ConnectorOptions, fill: float) -> None:
+    def __init__(
+        self,
+        client: StoreClient,
+        options: ConnectorOptions,
+        fill: float,
+        share: RankShare = RankShare(),  # noqa: B008 - it is frozen
+    ) -> None:
         self.client = client
         shape = (BLOCKS, PAGE_BYTES // 4)
         self.caches = {name: torch.full(shape, fill) for name in NAMES}
-        self.worker = StoreConnectorWorker(client, 0, options)
+        self.worker = StoreConnectorWorker(client, share, options)
         self.worker.register(self.caches, PAGE_BYTES)
         self.seen: dict[str, torch.Tensor] = {}
         self._steps = 0
@@ -163,17 +169,27 @@ def lives(tmp_path: Path) -> Iterator[TwoLives]:
 def engine(socket_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine]]:
     with ExitStack() as stack:
 
-        def make(fill: float = -1.0, **options: object) -> Engine:
+        def make(
+            fill: float = -1.0,
+            share: RankShare = RankShare(),  # noqa: B008 - it is frozen
+            **options: object,
+        ) -> Engine:
             # A salt of its own: no test reads another's blocks.
             salt = request.node.name
             fingerprint = msgspec.structs.replace(FINGERPRINT, salt=salt)
-            client = StoreClient(socket_path, fingerprint, client_name=f"{salt}-{fill}")
+            client = StoreClient(
+                socket_path,
+                fingerprint,
+                client_name=f"{salt}-{fill}",
+                num_writers=share.num_ranks,
+            )
             client.connect()
             stack.callback(client.close)
             made = Engine(
                 client,
                 ConnectorOptions(str(socket_path), **options),  # type: ignore[arg-type]
                 fill,
+                share,
             )
             stack.callback(made.worker.close)
             return made
@@ -204,6 +220,38 @@ def test_what_one_engine_saves_another_fetches(
     assert counts is not None
     assert counts.data["loaded_bytes"] == 4 * LAYERS * PAGE_BYTES
     assert counts.data["loaded_blocks"] == 4
+
+
+@pytest.mark.parametrize("arrangement", ["pipelined", "serial"])
+def test_ranks_that_all_have_the_whole_of_a_block_write_it_once(
+    engine: Callable[..., Engine], arrangement: str
+) -> None:
+    ranks = [
+        engine(0.0, share=RankShare(rank, 2, is_whole=True), arrangement=arrangement)
+        for rank in range(2)
+    ]
+    reader = engine(-1.0)
+    saves = ranks[0].reserve(range(4))
+    for rank, one in enumerate(ranks):
+        assert reader.acquire(range(4)) == []
+
+        def compute(name: str, cache: torch.Tensor, rank: int = rank) -> None:
+            number_blocks(name, cache)
+            cache += 1000.0 * rank  # as they never are: so that it shows who has written
+
+        assert one.step(saves=saves, compute=compute).saved_blocks == 4
+        counts = one.worker.stats.take()
+        assert counts is not None
+        own = len(range(rank, LAYERS, 2))
+        assert counts.data["saved_bytes"] == 4 * own * PAGE_BYTES
+    reader.step(loads=reader.acquire(range(4)))
+    for layer, (name, expected) in enumerate(numbered().items()):
+        assert torch.equal(reader.seen[name][:4], expected[:4] + 1000.0 * (layer % 2))
+    # Each reads all of it, whoever has written it.
+    again = ranks[1]
+    again.step(loads=again.acquire(range(4)))
+    for layer, (name, expected) in enumerate(numbered().items()):
+        assert torch.equal(again.seen[name][:4], expected[:4] + 1000.0 * (layer % 2))
 
 
 def test_a_block_that_the_step_writes_into_is_fetched_before_it_writes(

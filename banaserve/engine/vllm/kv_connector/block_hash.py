@@ -102,6 +102,7 @@ def describe_blocks(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Finge
     num_ranks = parallel.tensor_parallel_size
     layout = str(kv_cache_config.kv_cache_layout or "default")
     is_by_head = not is_latent and layout in _BY_HEAD
+    num_parts = 1 if is_by_head or is_latent else num_ranks
     return Fingerprint(
         model=str(model.model),
         revision=str(model.revision or ""),
@@ -115,7 +116,7 @@ def describe_blocks(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Finge
         layout=layout,
         isa=_instruction_set(config, spec),
         page_bytes=spec.page_size_bytes * (num_ranks if is_by_head else 1),
-        num_parts=1 if is_by_head else num_ranks,
+        num_parts=num_parts,
         salt=str(config.kv_transfer_config.get_from_extra_config("salt", "")),
         probe=_probe(config, spec.block_size),
         weights=describe_weights(model, str(config.load_config.load_format)),
@@ -174,18 +175,14 @@ def check_degrees(model: ModelConfig, degrees: Collection[int]) -> None:
     """Return if engines of these tensor-parallel degrees can read each other's blocks.
 
     What only a KV cache that has been laid out shows, the blocks' fingerprints refuse: heads have
-    to lie one behind the other, as on CPUs and with VLLM_KV_CACHE_LAYOUT=LBHNC.
+    to lie one behind the other, as on CPUs and with VLLM_KV_CACHE_LAYOUT=LBHNC. Latents (MLA) are
+    the same in each rank.
 
     Raises:
-        UserError: Ranks of some degree would have heads, or latents, in common.
+        UserError: Ranks of some degree would have heads in common.
     """
-    if len(degrees) < 2:
+    if len(degrees) < 2 or model.use_mla:
         return
-    if model.use_mla:
-        raise UserError(
-            f"{model.architecture} keeps one latent for all of its heads, which each rank has: "
-            "engines for prefill and decode need one --tensor-parallel-size"
-        )
     heads = model.get_total_num_kv_heads()
     if odd := [degree for degree in degrees if heads % degree]:
         raise UserError(

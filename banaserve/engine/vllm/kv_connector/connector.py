@@ -35,7 +35,7 @@ from banaserve.engine.vllm.kv_connector.metadata import (
     stats_from_wire,
 )
 from banaserve.engine.vllm.kv_connector.scheduler import StoreConnectorScheduler
-from banaserve.engine.vllm.kv_connector.worker import StoreConnectorWorker
+from banaserve.engine.vllm.kv_connector.worker import RankShare, StoreConnectorWorker
 from banaserve.engine.vllm.settings.environment import INSTANCE_VARIABLE, STORE_VARIABLE
 from banaserve.engine.vllm.tracing.events import EngineAnswer
 from banaserve.kvstore.client import StoreClient
@@ -98,10 +98,15 @@ class StoreConnector(ConnectorBase):
             else None
         )
         self._worker = (
-            StoreConnectorWorker(client, get_tensor_model_parallel_rank(), options)
+            StoreConnectorWorker(client, self._share(), options)
             if role is KVConnectorRole.WORKER
             else None
         )
+
+    def _share(self) -> RankShare:
+        num_ranks = self._config.parallel_config.tensor_parallel_size
+        is_whole = self.fingerprint.attention == "mla"
+        return RankShare(get_tensor_model_parallel_rank(), num_ranks, is_whole)
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -94,6 +94,30 @@ class RunningStep:
                 client.note_written(slots, num_layers, part)
 
 
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """What of a block a tensor-parallel rank reads and writes.
+
+    Attributes:
+        rank: Of ``num_ranks``; each says for itself when it has written.
+        is_whole: Each rank has the whole of a block, as of latents: it reads all of it and writes
+            some of its layers. Otherwise each has a part of its own.
+    """
+
+    rank: int = 0
+    num_ranks: int = 1
+    is_whole: bool = False
+
+    @property
+    def part(self) -> int:
+        """Which of the parts that a layer's block has is its own."""
+        return 0 if self.is_whole else self.rank
+
+    def writes(self, layer: int) -> bool:
+        """Whether it is this rank that writes the layer, or its part of it."""
+        return not self.is_whole or layer % self.num_ranks == self.rank
+
+
 class StoreConnectorWorker:
     """One per worker; its hooks run in the model runner's thread, its copies in two others.
 
@@ -102,9 +126,10 @@ class StoreConnectorWorker:
             of what it really took.
     """
 
-    def __init__(self, client: StoreClient, part: int, options: ConnectorOptions) -> None:
+    def __init__(self, client: StoreClient, share: RankShare, options: ConnectorOptions) -> None:
         self._client = client
-        self._part = part
+        self._share = share
+        self._part = share.rank
         self.options = options
         self._loader = ThreadPoolExecutor(1, "kv-load")
         self._saver = ThreadPoolExecutor(1, "kv-save")
@@ -125,7 +150,7 @@ class StoreConnectorWorker:
         self._layer_index = {name: i for i, name in enumerate(kv_caches)}
         self._page_bytes = page_bytes
         self.trace.num_layers = len(kv_caches)
-        self._free_copier = make_copier(list(kv_caches.values()), page_bytes, self._part)
+        self._free_copier = make_copier(list(kv_caches.values()), page_bytes, self._share.part)
         self.configure(self.options)
 
     def configure(self, options: ConnectorOptions) -> None:
@@ -338,9 +363,11 @@ class StoreConnectorWorker:
             return None
         self.trace.stamp(layer, Moment.SAVE)
         reach(FailPoint.CONNECTOR_SAVE)
-        copy = self._copier.save(layer, target.view, target.block_ids, target.slots, after)
+        copy: Copy = EndedCopy(0.0)
+        if self._share.writes(layer):
+            copy = self._copier.save(layer, target.view, target.block_ids, target.slots, after)
+            self.stats.add(saved_bytes=len(target.copies) * self._page_bytes)
         self.trace.stamp(layer, Moment.SAVED)
-        self.stats.add(saved_bytes=len(target.copies) * self._page_bytes)
         if step.pushed:
             copy.finish()  # what is not there yet must not be sent
             step.note_written([layer], self._client, self._part)
