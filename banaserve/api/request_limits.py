@@ -15,6 +15,7 @@ from banaserve.types import RequestLimits
 
 TTFT_HEADER = "X-Banaserve-SLO-TTFT"
 TPOT_HEADER = "X-Banaserve-SLO-TPOT"
+_NAMES = frozenset(name.lower().encode() for name in (TTFT_HEADER, TPOT_HEADER))
 
 
 class RequestLimitsReader:
@@ -29,7 +30,7 @@ class RequestLimitsReader:
         self._dilation = dilation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] != "http" or not _names_any(scope):
             await self._app(scope, receive, send)
             return
         try:
@@ -42,6 +43,11 @@ class RequestLimitsReader:
             await self._app(scope, receive, send)
         finally:
             request_limits.reset(before)
+
+
+def _names_any(scope: Scope) -> bool:
+    """Whether a request has one of the headers, which few have."""
+    return any(name in _NAMES for name, _ in scope["headers"])
 
 
 def limits_of(headers: Headers, dilation: float = 1.0) -> RequestLimits:
