@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.registry import Collector
@@ -214,7 +214,7 @@ class ReportBoard:
         if idle or heard is None:
             self._hear(_Heard(now_s, 0, 0, 0.0))
         else:
-            self._hear(heard._replace(at_s=now_s))
+            self._hear(replace(heard, at_s=now_s))
 
     @property
     def last(self) -> InstanceReport | None:
@@ -252,7 +252,8 @@ class ReportBoard:
         )
 
 
-class _Heard(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Heard:
     """What an engine has said of itself."""
 
     at_s: float
