@@ -30,6 +30,7 @@ FEATURES = (
     "store on disk, server anew",
     "layers in mid-stream",
     "heads",
+    "experts in mid-stream",
 )
 _WORDS = {
     "deepseek_v2": "DeepSeek-V2 (MLA, MoE)",

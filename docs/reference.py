@@ -45,6 +45,8 @@ from banaserve.engine.interface import DrainState, NodeChange, NodeStatus, RoleC
 from banaserve.engine.vllm.emulation.metrics import PacedTime
 from banaserve.engine.vllm.migration.api import (
     ClusterPlacement,
+    ExpertLoad,
+    ExpertLoadRequest,
     GuestSharing,
     Migration,
     MigrationRequest,
@@ -160,6 +162,9 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("DELETE", "/admin/migrations/{id}"): Operation("Give it up.", Migration, status=202),
     ("POST", "/admin/overlap"): Operation(
         "Let an instance and its guests compute at once.", Overlapping, OverlapRequest
+    ),
+    ("POST", "/admin/expert-load"): Operation(
+        "How often an instance's experts are chosen.", ExpertLoad, ExpertLoadRequest
     ),
     ("POST", "/admin/share"): Operation("Bound what guests take.", GuestSharing, ShareRequest),
     ("GET", "/admin/status"): Operation("The server on one screen.", ServerStatus),

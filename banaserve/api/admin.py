@@ -23,6 +23,7 @@ from banaserve.api.limits import BodyLimit
 from banaserve.api.live_page import LivePage, live_routes
 from banaserve.api.old_names import renamed, with_old_names
 from banaserve.engine.vllm.migration.api import (
+    ExpertLoadRequest,
     MigrationRequest,
     OverlapRequest,
     ShareRequest,
@@ -88,6 +89,7 @@ def admin_app(
         *operation_routes("migrations", "migration", coordinator, _migrations, coordinator.begin),
         Route(f"{PREFIX}/overlap", _overlap(coordinator), methods=["POST"]),
         Route(f"{PREFIX}/share", _share(coordinator), methods=["POST"]),
+        Route(f"{PREFIX}/expert-load", _expert_load(coordinator), methods=["POST"]),
     ]
     if control is not None:
         routes += control_routes(control, coordinator)
@@ -125,6 +127,15 @@ def _share(coordinator: Coordinator) -> Endpoint:
         return answer(await share(coordinator, ask))
 
     return bound
+
+
+def _expert_load(coordinator: Coordinator) -> Endpoint:
+    @refusing
+    async def load(request: Request) -> Response:
+        ask = msgspec.json.decode(await request.body(), type=ExpertLoadRequest)
+        return answer(await coordinator.expert_load(ask))
+
+    return load
 
 
 def _is_admin(scope: Scope) -> bool:

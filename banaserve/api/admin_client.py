@@ -24,6 +24,8 @@ from banaserve.controller.schemas import (
 from banaserve.engine.interface import DrainState, NodeChange, NodeStatus, RoleChange, Scaling
 from banaserve.engine.vllm.migration.api import (
     ClusterPlacement,
+    ExpertLoad,
+    ExpertLoadRequest,
     GuestSharing,
     Migration,
     MigrationRequest,
@@ -106,6 +108,14 @@ class AdminClient:
             UserError: It is refused, or the server cannot be reached.
         """
         return self._call("POST", "/admin/share", GuestSharing, msgspec.json.encode(ask))
+
+    def expert_load(self, ask: ExpertLoadRequest) -> ExpertLoad:
+        """How often an instance's experts are chosen.
+
+        Raises:
+            UserError: It is refused, or the server cannot be reached.
+        """
+        return self._call("POST", "/admin/expert-load", ExpertLoad, msgspec.json.encode(ask))
 
     def placement(self) -> ClusterPlacement:
         """What runs where.

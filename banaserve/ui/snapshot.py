@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from banaserve.controller.schemas import DecisionRecord, MoveLine, ServerStatus
 from banaserve.engine.vllm.migration.api import (
     ContextModules,
+    ExpertsModules,
     HeadsModules,
     Migration,
     UnitModules,
@@ -115,11 +116,15 @@ def modules_away(modules: UnitModules, at: str, words: str) -> ModulesAway:
         kind = "heads"
     elif isinstance(modules, ContextModules):
         kind = "context"
+    elif isinstance(modules, ExpertsModules):
+        kind = "experts"
     return ModulesAway(kind, at, words, spans_of(modules))
 
 
 def spans_of(modules: UnitModules) -> list[ShownLayers]:
     """Returns the layers of a unit; neighbours with the same heads are one span."""
+    if isinstance(modules, ExpertsModules):
+        return [ShownLayers(layer, layer + 1) for layer, _ in sorted(modules.experts)]
     if not isinstance(modules, HeadsModules):
         return [ShownLayers(modules.start, modules.end)]
     spans: list[ShownLayers] = []

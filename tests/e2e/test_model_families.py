@@ -20,8 +20,15 @@ import pytest
 import random_models
 from adapter_files import RANK, write_adapter
 from banaserve.api.admin_client import AdminClient
-from banaserve.engine.vllm.migration.api import MoveHeads, MoveLayers, Return
+from banaserve.engine.vllm.migration.api import (
+    ExpertLoadRequest,
+    MoveExperts,
+    MoveHeads,
+    MoveLayers,
+    Return,
+)
 from banaserve.errors import BanaServeError
+from banaserve.orchestrator.migration.expert_choice import experts_for
 from banaserve.run_dir import find_admin
 from fork_server import ForkServer
 from observing import until, writer
@@ -44,6 +51,7 @@ class Family:
         custom_ops: What the plain engine is told of vLLM's kernels, as the server tells its own.
         no_layers: Words of the line that refuses to move layers; empty where they move.
         no_heads: The same of heads.
+        no_experts: The same of experts.
     """
 
     model: str = ""
@@ -52,24 +60,28 @@ class Family:
     custom_ops: tuple[str, ...] = ()
     no_layers: str = ""
     no_heads: str = ""
+    no_experts: str = "has no experts"
 
 
 # Of vLLM's rotary kernel for CPUs answers depend on the batch: see ``rotate_latents_in_torch``.
-MLA = Family(custom_ops=("-rotary_embedding",), no_heads="one latent for all of its heads")
+MLA = Family(
+    custom_ops=("-rotary_embedding",), no_heads="one latent for all of its heads", no_experts=""
+)
 WITHOUT_KERNEL = (
     'with --compilation-config \'{"custom_ops": ["-rotary_embedding"]}\', which servers of ours '
     "set by themselves: with vLLM's own kernel answers depend on what else is in the batch"
 )
 RANKS = "started without live migration"
+BY_RANKS = dict.fromkeys(("no_layers", "no_heads", "no_experts"), RANKS)
 ADAPTERS = "LoRA adapters would have to move"
 DRAFTS = "speculative decoding reads states"
 NGRAMS = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}'
 FAMILIES = {
-    "qwen3_moe": Family(),
+    "qwen3_moe": Family(no_experts=""),
     "deepseek_v2": MLA,
     "deepseek_v3": MLA,
     "gemma3_text": Family(),
-    "gpt_oss": Family(no_heads="attention sinks"),
+    "gpt_oss": Family(no_heads="attention sinks", no_experts=""),
     "granite": Family(),
     "llama_adapter": Family(
         "llama",
@@ -77,29 +89,30 @@ FAMILIES = {
         has_adapter=True,
         no_layers=ADAPTERS,
         no_heads=ADAPTERS,
+        no_experts=ADAPTERS,
     ),
     "llama_ngrams": Family(
-        "llama", ("--speculative-config", NGRAMS), no_layers=DRAFTS, no_heads=DRAFTS
+        "llama",
+        ("--speculative-config", NGRAMS),
+        no_layers=DRAFTS,
+        no_heads=DRAFTS,
+        no_experts=DRAFTS,
     ),
-    "llama_two_ranks": Family(
-        "llama", ("--tensor-parallel-size", "2"), no_layers=RANKS, no_heads=RANKS
-    ),
+    "llama_two_ranks": Family("llama", ("--tensor-parallel-size", "2"), **BY_RANKS),
     "llama_prefill_two_ranks": Family("llama", ("--prefill-tensor-parallel-size", "2")),
-    "llama_decode_two_ranks": Family(
-        "llama", ("--decode-tensor-parallel-size", "2"), no_layers=RANKS, no_heads=RANKS
-    ),
+    "llama_decode_two_ranks": Family("llama", ("--decode-tensor-parallel-size", "2"), **BY_RANKS),
     "deepseek_v2_prefill_two_ranks": Family(
         "deepseek_v2",
         ("--prefill-tensor-parallel-size", "2"),
         custom_ops=MLA.custom_ops,
         no_heads=MLA.no_heads,
+        no_experts="",
     ),
     "deepseek_v2_two_ranks": Family(
         "deepseek_v2",
         ("--tensor-parallel-size", "2"),
         custom_ops=MLA.custom_ops,
-        no_layers=RANKS,
-        no_heads=RANKS,
+        **BY_RANKS,
     ),
     "phi3": Family(),
 }
@@ -261,16 +274,9 @@ def test_prefill_hands_over_to_decode(
     record(family, "hand-over", request.node.nodeid)
 
 
-def test_layers_move_in_mid_stream(
-    server: Run, expected: list[list[int]], family: str, request: pytest.FixtureRequest
-) -> None:
+def in_mid_stream(server: Run, expected: list[list[int]], order: Any) -> None:
+    """Carry out a move while streams run, and take everything home; tokens are as expected."""
     admin = AdminClient(*find_admin(server.run_dir))
-    order = MoveLayers("d0", "p0", (1, 3))
-    if words := FAMILIES[family].no_layers:
-        reason = refusal(admin, order)
-        assert words in reason
-        record(family, "layers in mid-stream", request.node.nodeid, refused=reason)
-        return
     number = {str(n): asking(prompts()[n], STREAM_TOKENS) for n in range(-NUM_STREAMS, 0)}
     begun, seen = threading.Event(), dict[int, int]()
     found: dict[str, Answer] = {}
@@ -288,14 +294,42 @@ def test_layers_move_in_mid_stream(
     away = admin.run(order)
     assert (away.state, away.error) == ("done", "")
     some = sum(seen.values())
-    assert some < NUM_STREAMS * STREAM_TOKENS, "the streams had ended before the layers had left"
+    assert some < NUM_STREAMS * STREAM_TOKENS, "the streams had ended before it had left"
     streams.join()
     assert tokens_of(found) == expected[-NUM_STREAMS:]
     back = admin.run(Return("d0"))
     assert (back.state, back.error) == ("done", "")
     assert answers(server) == begins(expected)
     assert server.metric("banaserve_migration_lost_steps_total") == 0
-    record(family, "layers in mid-stream", request.node.nodeid)
+
+
+def test_layers_move_in_mid_stream(
+    server: Run, expected: list[list[int]], family: str, request: pytest.FixtureRequest
+) -> None:
+    order, reason = MoveLayers("d0", "p0", (1, 3)), ""
+    if words := FAMILIES[family].no_layers:
+        reason = refusal(AdminClient(*find_admin(server.run_dir)), order)
+        assert words in reason
+    else:
+        in_mid_stream(server, expected, order)
+    record(family, "layers in mid-stream", request.node.nodeid, refused=reason)
+
+
+def test_experts_move_in_mid_stream(
+    server: Run, expected: list[list[int]], family: str, request: pytest.FixtureRequest
+) -> None:
+    admin, reason = AdminClient(*find_admin(server.run_dir)), ""
+    if words := FAMILIES[family].no_experts:
+        reason = refusal(admin, MoveExperts("d0", "p0", {1: (0, 2)}))
+        assert words in reason
+    else:
+        admin.expert_load(ExpertLoadRequest("d0"))
+        assert answers(server) == begins(expected)
+        counted = admin.expert_load(ExpertLoadRequest("d0", counting=False)).chosen
+        half = {layer: experts_for(counted[layer], 0.5) for layer in (1, 2)}
+        assert all(0 < len(half[layer]) < len(counted[layer]) for layer in half)
+        in_mid_stream(server, expected, MoveExperts("d0", "p0", half))
+    record(family, "experts in mid-stream", request.node.nodeid, refused=reason)
 
 
 def test_heads_move_or_are_refused_for_a_reason(

@@ -10,7 +10,13 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from banaserve.engine.vllm.migration.api import Migration, MoveHeads, MoveLayers, Return
+from banaserve.engine.vllm.migration.api import (
+    Migration,
+    MoveExperts,
+    MoveHeads,
+    MoveLayers,
+    Return,
+)
 from banaserve.errors import MigrationError, UserError
 from migration_doubles import LAYERS, Cluster, done
 from waiting import until
@@ -141,7 +147,8 @@ async def test_a_commit_whose_answer_is_lost_counts(cluster):
         (MoveHeads("d0", "p0", {5: (7,)}), "no KV head 7"),
         (MoveLayers("x0", "p0", (0, 1)), "MLA cannot be moved"),
         (Return("d0"), "nothing is away"),
-        (Return("d0", layers=(1, 2), heads={5: (1,)}), "not both"),
+        (Return("d0", layers=(1, 2), heads={5: (1,)}), "not several"),
+        (MoveExperts("d0", "p0", {5: (1,)}), "this model has no experts"),
     ],
 )
 async def test_refused_at_once(cluster, ask, reason):

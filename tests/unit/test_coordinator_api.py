@@ -235,6 +235,9 @@ def test_migrate_and_placement(banaserve, capsys):
     assert banaserve("migrate", "return", "--from", "d0") == 0
 
 
+EXPERTS = ("experts", "--from", "d0", "--to", "p0", "--layer", "5")
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -244,7 +247,14 @@ def test_migrate_and_placement(banaserve, capsys):
         (("heads", "--from", "d0", "--to", "p0", "--layer", "6:5", "--heads", "1"), "no layer"),
         (("context", "--from", "d0", "--to", "p0", "--layers", "9:9"), "within 0:30"),
         (("return", "--from", "p1"), "nothing is away"),
-        (("return", "--from", "d0", "--heads", "1"), "go together"),
+        (("return", "--from", "d0", "--experts", "1"), "goes together"),
+        (("experts", "--from", "d0", "--to", "p0", "--layer", "5"), "give --experts"),
+        ((*EXPERTS, "--experts", "1", "--load", "0.5"), "give --experts"),
+        ((*EXPERTS, "--load", "1.5"), "between 0 and 1"),
+        ((*EXPERTS, "--load", "0.5", "--watch", "0"), "give seconds"),
+        ((*EXPERTS, "--load", "0.5"), "this model has no experts"),
+        ((*EXPERTS, "--experts", "1"), "this model has no experts"),
+        (("return", "--from", "d0", "--heads", "1"), "goes together"),
         (("layers", "--from", "d0"), "see `banaserve migrate --help`"),
     ],
 )

@@ -16,6 +16,7 @@ from banaserve.engine.vllm.migration.microbatch.status import OverlapStatus, Ove
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress, GuestUsage
 from banaserve.engine.vllm.migration.types import MovePhase
 from banaserve.engine.vllm.migration.units.context import Context
+from banaserve.engine.vllm.migration.units.experts import ExpertSet
 from banaserve.engine.vllm.migration.units.heads import HeadSet
 from banaserve.engine.vllm.migration.units.layers import LayerRange
 from banaserve.engine.vllm.migration.worker_api import (
@@ -44,6 +45,7 @@ UNITS = [
     UnitStatus("m0", LayerRange(2, 5), "g1", 3, None),
     UnitStatus("m3", HeadSet({5: (0, 2), 6: (1,)}), "g1", 4, None),
     UnitStatus("m4", Context(7, 9), "g2", 5, 128),
+    UnitStatus("m5", ExpertSet({1: (0, 3), 4: (2,)}), "g2", 5, None),
 ]
 OVERLAP = OverlapStatus(4, "its tokens look at later ones", 1, 2, 6, 0.25, OverlapTimes(1.0, 2.0))
 STATUS = HostStatus(
@@ -80,6 +82,7 @@ CALLS: list[tuple[RemoteCall[Any], object]] = [
     (call(MigrationApi.banaserve_migration_abort, "m1"), HOME),
     (call(MigrationApi.banaserve_migration_overlap, 4), OVERLAP),
     (call(MigrationApi.banaserve_migration_share, "g1", 0.5), None),
+    (call(MigrationApi.banaserve_migration_experts, True), {1: [3, 0], 4: [0, 2]}),
     (call(MigrationApi.banaserve_migration_usage, "g1"), GuestUsage(1, 2, 3, 0.5, 4)),
     (call(MigrationApi.banaserve_migration_status, True), STATUS),
     (call(CoreApi.banaserve_pool_info), POOL),

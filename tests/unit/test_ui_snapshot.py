@@ -13,6 +13,7 @@ from banaserve.controller.schemas import (
 )
 from banaserve.engine.vllm.migration.api import (
     ContextModules,
+    ExpertsModules,
     HeadsModules,
     LayersModules,
     Migration,
@@ -102,6 +103,11 @@ def test_of_moves_that_have_ended_only_the_last_are_shown():
     [
         (LayersModules(3, 9), "layers", [ShownLayers(3, 9)]),
         (ContextModules(0, 30), "context", [ShownLayers(0, 30)]),
+        (
+            ExpertsModules([(7, [0]), (5, [1, 2])]),
+            "experts",
+            [ShownLayers(5, 6), ShownLayers(7, 8)],
+        ),
         (HeadsModules([(5, [1]), (6, [1]), (7, [1])]), "heads", [ShownLayers(5, 8, [1])]),
         (
             HeadsModules([(7, [0]), (5, [1, 2]), (6, [1])]),

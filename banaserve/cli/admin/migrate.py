@@ -1,9 +1,10 @@
-"""``banaserve migrate``: move layers, heads and older blocks between running instances."""
+"""``banaserve migrate``: move layers, heads, experts and older blocks between instances."""
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from typing import Annotated
 
 import msgspec
@@ -14,9 +15,11 @@ from banaserve.cli.admin.options import ServerOptions, with_server_options
 from banaserve.cli.admin.placement import overlap_words, sharing_line
 from banaserve.cli.console import print_error
 from banaserve.engine.vllm.migration.api import (
+    ExpertLoadRequest,
     Migration,
     MigrationRequest,
     MoveContext,
+    MoveExperts,
     MoveHeads,
     MoveLayers,
     OverlapRequest,
@@ -25,10 +28,11 @@ from banaserve.engine.vllm.migration.api import (
 )
 from banaserve.errors import UserError
 from banaserve.kvstore.sizes import format_size
+from banaserve.orchestrator.migration.expert_choice import experts_for
 
 app = typer.Typer(
     name="migrate",
-    help="Move layers, heads and older KV blocks between the instances of a running server.",
+    help="Move layers, heads, experts and older KV blocks between instances of a running server.",
     add_completion=False,
     no_args_is_help=True,
 )
@@ -64,7 +68,7 @@ def heads(
     as_json: JsonOption = False,
 ) -> None:
     """Move KV heads of some layers, with their query heads: KV cache only."""
-    ask = MoveHeads(source, target, _heads(layer, chosen))
+    ask = MoveHeads(source, target, _of_layers(layer, chosen, "--heads"))
     _migrate(server.client(), ask, as_json)
 
 
@@ -82,6 +86,73 @@ def context(
     _migrate(server.client(), ask, as_json)
 
 
+@app.command()
+@with_server_options
+def experts(
+    server: ServerOptions,
+    source: FromOption,
+    target: ToOption,
+    layer: Annotated[str, typer.Option("--layer", help="A layer, or several: 5,6 or 5:8.")],
+    chosen: Annotated[
+        str | None, typer.Option("--experts", help="Of each, such as 1,2; or give --load.")
+    ] = None,
+    load: Annotated[
+        float | None,
+        typer.Option("--load", help="Share of each layer's work, by what its router chooses."),
+    ] = None,
+    watch_s: Annotated[
+        float, typer.Option("--watch", help="Seconds for which the routers are watched.")
+    ] = 10.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Move routed experts of some layers: weights only, the router stays."""
+    if (chosen is None) is (load is None):
+        raise UserError("give --experts, or --load to let what routers choose decide")
+    client = server.client()
+    if chosen is not None:
+        wanted = _of_layers(layer, chosen, "--experts")
+    else:
+        assert load is not None
+        wanted = _experts_for(client, source, _layers(layer), load, watch_s, quiet=as_json)
+    _migrate(client, MoveExperts(source, target, wanted), as_json)
+
+
+def _experts_for(
+    client: AdminClient,
+    source: str,
+    layers: list[int],
+    load: float,
+    watch_s: float,
+    *,
+    quiet: bool,
+) -> dict[int, tuple[int, ...]]:
+    """Watch the routers of an instance, and choose experts that have that share of the work."""
+    if not 0 < load < 1:
+        raise UserError(f"--load {load:g}: give a share between 0 and 1, such as 0.5")
+    if watch_s <= 0:
+        raise UserError(f"--watch {watch_s:g}: give seconds")
+    client.expert_load(ExpertLoadRequest(source))
+    try:
+        if not quiet:
+            words = f"watching the routers of {source} for {watch_s:g} s"
+            print(words, file=sys.stderr, flush=True)
+        time.sleep(watch_s)
+    finally:
+        counted = client.expert_load(ExpertLoadRequest(source, counting=False)).chosen
+    found = {}
+    for layer in layers:
+        chosen = counted.get(layer)
+        if chosen is None:
+            raise UserError(f"layer {layer} of {source} has no experts")
+        found[layer] = experts_for(chosen, load)
+        if not found[layer]:
+            raise UserError(
+                f"{source} has computed nothing in {watch_s:g} s: send it requests, watch it "
+                "longer with --watch, or name --experts"
+            )
+    return found
+
+
 @app.command(name="return")
 @with_server_options
 def take_home(
@@ -90,17 +161,19 @@ def take_home(
     span: Annotated[
         str | None, typer.Option("--layers", help="START:END; everything without it.")
     ] = None,
-    layer: Annotated[str | None, typer.Option("--layer", help="Of --heads.")] = None,
+    layer: Annotated[str | None, typer.Option("--layer", help="Of --heads or --experts.")] = None,
     chosen: Annotated[str | None, typer.Option("--heads", help="KV heads, such as 1,2.")] = None,
+    experts: Annotated[str | None, typer.Option("--experts", help="Experts, likewise.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Take home what an instance has away."""
-    if (layer is None) is not (chosen is None):
-        raise UserError("--layer and --heads go together")
+    if (layer is None) is not (chosen is None and experts is None):
+        raise UserError("--layer goes together with --heads or --experts")
     ask = Return(
         source,
         _span(span) if span is not None else None,
-        _heads(layer, chosen) if layer is not None and chosen is not None else None,
+        _of_layers(layer, chosen, "--heads") if layer is not None and chosen is not None else None,
+        _of_layers(layer, experts, "--experts") if layer and experts is not None else None,
     )
     _migrate(server.client(), ask, as_json)
 
@@ -222,14 +295,18 @@ def _span(text: str) -> tuple[int, int]:
     raise UserError(f"{text}: write layers as START:END, such as 10:20")
 
 
-def _heads(layer: str, heads: str) -> dict[int, tuple[int, ...]]:
-    chosen = tuple(_numbers(heads, "--heads"))
+def _of_layers(layer: str, chosen: str, option: str) -> dict[int, tuple[int, ...]]:
+    """The same heads or experts of each of some layers."""
+    return dict.fromkeys(_layers(layer), tuple(_numbers(chosen, option)))
+
+
+def _layers(text: str) -> list[int]:
     layers: list[int] = []
-    for part in layer.split(","):
+    for part in text.split(","):
         layers += range(*_span(part))
     if not layers:
-        raise UserError(f"--layer {layer}: names no layer")
-    return dict.fromkeys(layers, chosen)
+        raise UserError(f"--layer {text}: names no layer")
+    return layers
 
 
 def _numbers(text: str, option: str) -> list[int]:

@@ -162,7 +162,7 @@ function drawRow({ status, away }, place, guests) {
   return [...parts, ...drawLoad(status, place), heard];
 }
 
-// A hole where modules of this instance are missing: whole layers, rows of heads, or older blocks.
+// A hole where modules of this instance are missing: whole layers, rows of heads, older blocks, or experts.
 function drawAway(one, place) {
   const found = [];
   for (const span of one.spans) {
@@ -181,7 +181,7 @@ function drawAway(one, place) {
 }
 
 function strips(kind, heads, numHeads, y, height) {
-  if (kind === "context") return [[y + height / 2, height / 2]];
+  if (kind === "context" || kind === "experts") return [[y + height / 2, height / 2]];
   if (!heads.length) return [[y, height]];
   const each = height / numHeads;
   return heads.map((head) => [y + head * each, Math.max(1.5, each)]);
@@ -193,7 +193,7 @@ function drawGuest({ host, away }, place) {
     const x = place.x(span.first_layer), width = (span.end_layer - span.first_layer) * place.cell;
     const kind = `guest ${away.kind} ${roleClass(host.role)}`;
     found.push(s("rect", { class: kind, x: x + 0.5, y: place.laneY, width: Math.max(2, width - 1), height: place.lane, rx: 2 }));
-    const words = away.kind === "layers" ? host.id : away.kind === "heads" ? `${host.id} heads` : `${host.id} older KV`;
+    const words = `${host.id}${{ heads: " heads", context: " older KV", experts: " experts" }[away.kind] || ""}`;
     if (place.lane >= 10 && width > 7.5 * words.length) {
       const on = away.kind === "context" ? "" : "on";
       found.push(s("text", { class: `label ${on}`, x: x + width / 2, y: place.laneY + place.lane / 2 + 0.5 }, words));

@@ -118,7 +118,7 @@ ENGINES = {
         random_model("opt", ffn_dim=256, word_embed_proj_dim=128, init_std=0.08), options=RANDOM
     ),
     "mixtral": EngineKind(
-        random_model("mixtral", **GROUPED, num_local_experts=4, sliding_window=None),
+        random_model("mixtral", **LLAMA, num_local_experts=4, sliding_window=None),
         options=RANDOM,
     ),
     "deepseek_v2": EngineKind(

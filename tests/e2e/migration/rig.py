@@ -387,6 +387,11 @@ def all_kinds() -> list[str]:
     return [kind.name for kind in KINDS]
 
 
+def kinds_with_kv() -> list[str]:
+    """Those of which something is copied, which every model has."""
+    return [name for name in all_kinds() if name != "experts"]
+
+
 def modules_of(kind_name: str, **values: Any) -> dict[str, Any]:
     """A unit of a kind as the worker is told of it: that which its request of the admin API names.
 

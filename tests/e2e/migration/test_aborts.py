@@ -11,13 +11,14 @@ from rig import all_kinds, modules_of
 
 pytestmark = pytest.mark.e2e
 
-ENGINE = "llama"
+ENGINE = "mixtral"
 NUM_TOKENS = 24
 
 
 def sample(kind: str) -> dict[str, Any]:
     """A unit of a kind."""
-    return modules_of(kind, layers=(2, 4), heads={1: (0, 2), 5: (1,)})
+    some = {1: (0, 2), 5: (1,)}
+    return modules_of(kind, layers=(2, 4), heads=some, experts=some)
 
 
 @pytest.fixture(scope="module")

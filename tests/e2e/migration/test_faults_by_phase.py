@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 import transport_faults as faults
-from rig import all_kinds, modules_of
+from rig import all_kinds, kinds_with_kv, modules_of
 
 pytestmark = pytest.mark.e2e
 
-ENGINE = "llama"
+ENGINE = "mixtral"
 NUM_TOKENS = 24
 STALL_S = 0.3
 LOOK_S = 0.02
@@ -28,16 +28,16 @@ During = Generator[None, None, None]
 
 def sample(kind: str) -> dict[str, Any]:
     """A unit of a kind."""
-    return modules_of(kind, layers=(2, 4), heads={1: (0, 2), 5: (1,)})
+    some = {1: (0, 2), 5: (1,)}
+    return modules_of(kind, layers=(2, 4), heads=some, experts=some)
 
 
-def each_unit(places: Sequence[str], faults: Sequence[str]) -> list[Any]:
+def each_unit(places: Sequence[str], faults: Sequence[str], kinds: Sequence[str]) -> list[Any]:
     """Every kind of unit with every fault at every place.
 
     Those that are not marked ``long`` have each fault at each place, with the kinds in turn: each
     kind meets each fault, and a fault at each place.
     """
-    kinds = all_kinds()
     return [
         pytest.param(
             place,
@@ -215,12 +215,13 @@ def check_clean(rig: Any, guest: str) -> None:
     split = SplitAttention, ContextAttention
     assert not any(isinstance(one.impl, split) for one in host.engine.attentions.values())
     assert host.step_context.dirty_blocks._watches == [], "nobody copies any more"
+    assert not any("forward_modular" in vars(one.experts) for one in host.engine.experts.values())
     rig.until(lambda: not rig.lives(guest))
 
 
 @pytest.mark.parametrize(
     ("place", "kind", "unit"),
-    each_unit(MESSAGES, ["drop", "stall", "kill", "garble"]),
+    each_unit(MESSAGES, ["drop", "stall", "kill", "garble"], all_kinds()),
 )
 def test_a_message_goes_wrong(
     rig: Any, prompts: Any, expected: Any, place: str, kind: str, unit: str
@@ -236,7 +237,7 @@ def test_a_message_goes_wrong(
 
 @pytest.mark.parametrize(
     ("place", "kind", "unit"),
-    each_unit(COPIES, ["drop", "stall", "kill"]),
+    each_unit(COPIES, ["drop", "stall", "kill"], kinds_with_kv()),
 )
 def test_a_copy_goes_wrong(
     rig: Any, prompts: Any, expected: Any, place: str, kind: str, unit: str
@@ -253,7 +254,7 @@ def test_a_copy_goes_wrong(
 
 @pytest.mark.parametrize(
     ("what", "kind", "unit"),
-    each_unit(["messages", "copies"], ["duplicate", "delay"]),
+    each_unit(["messages", "copies"], ["duplicate", "delay"], kinds_with_kv()),
 )
 def test_what_comes_twice_or_late_does_no_harm(
     rig: Any, prompts: Any, expected: Any, what: str, kind: str, unit: str

@@ -1,4 +1,7 @@
-"""What every registered kind of unit can do, with equal tokens; greedy, float32, real model."""
+"""What every kind of unit of a dense model can do, with equal tokens; greedy, float32, real model.
+
+Those of others: ``test_experts``.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rig import all_kinds, modules_of
+from rig import kinds_with_kv, modules_of
 
 pytestmark = pytest.mark.e2e
 
@@ -50,7 +53,7 @@ def _home(rig: Any, expected: Any) -> Iterator[None]:
     rig.reset()
 
 
-@pytest.mark.parametrize("kind", all_kinds())
+@pytest.mark.parametrize("kind", kinds_with_kv())
 def test_a_unit_leaves_goes_on_and_comes_home_in_mid_stream(
     rig: Any,
     kind: str,
@@ -91,7 +94,7 @@ def test_units_travel_by_every_transport(
 ) -> None:
     """To a guest that might be on another machine, from there to one here, and home."""
     far, near = rig.new_guest(transport=transport), rig.guest()
-    kinds = all_kinds() if transport == "tcp" else ["layers"]
+    kinds = kinds_with_kv() if transport == "tcp" else ["layers"]
 
     def travel(kind: str) -> Generator[None, None, None]:
         yield from let_pass(2)

@@ -175,7 +175,7 @@ _CONFIG = [
     *_methods("config", "vllm.config", "ModelConfig", "shape of the model",
               "get_num_layers(parallel_config)", "get_num_kv_heads(parallel_config)",
               "get_total_num_kv_heads()",
-              "get_head_size()", "get_hidden_size()"),
+              "get_head_size()", "get_hidden_size()", "get_num_experts()"),
     *_attributes("config", "vllm.config", "CacheConfig", "size, type and hashes of the KV cache",
                  "cache_dtype prefix_caching_hash_algo kv_cache_layout kv_cache_memory_bytes "
                  "gpu_memory_utilization"),
@@ -711,6 +711,32 @@ _MODEL = [
                 "destroy_model_parallel()", "destroy_distributed_environment()"),
 ]  # fmt: skip
 
+_MOE = "vllm.model_executor.layers.fused_moe"
+_ROUTED = f"{_MOE}.routed_experts"
+
+_EXPERTS = [
+    *_classes("experts", _ROUTED, "experts of a layer in several places", "RoutedExperts"),
+    *_methods("experts", _ROUTED, "RoutedExperts", "experts of a layer in several places",
+              "forward_modular(x=, topk_weights=, topk_ids=, shared_experts=, "
+              "shared_experts_input=)", hook=Hook.REPLACED),
+    *_attributes("experts", _ROUTED, "RoutedExperts", "what experts cannot be split with",
+                 "quant_method expert_map"),
+    *_attributes("experts", _ROUTED, "RoutedExperts", "some experts alone",
+                 "global_num_experts local_num_experts", Hook.SET),
+    *_classes("experts", f"{_MOE}.unquantized_fused_moe_method", "experts with weights alone",
+              "UnquantizedFusedMoEMethod"),
+    *_methods("experts", f"{_MOE}.unquantized_fused_moe_method", "UnquantizedFusedMoEMethod",
+              "some experts alone",
+              "apply(layer=, x=, topk_weights=, topk_ids=, shared_experts=, "
+              "shared_experts_input=)"),
+    *_attributes("experts", f"{_MOE}.fused_moe_method_base", "FusedMoEMethodBase",
+                 "what experts cannot be split with", "is_monolithic"),
+    *_classes("experts", f"{_MOE}.runner.shared_experts", "shared experts beside routed ones",
+              "SharedExpertsOrder"),
+    *_attributes("experts", f"{_MOE}.runner.shared_experts", "SharedExpertsOrder",
+                 "shared experts beside routed ones", "MK_INTERNAL_OVERLAPPED"),
+]  # fmt: skip
+
 _GPU_RUNNER = "vllm.v1.worker.gpu_model_runner"
 
 _RUNNER = [
@@ -811,6 +837,7 @@ ENTRIES: tuple[Entry, ...] = (
     *_KV_CONNECTOR,
     *_ATTENTION,
     *_MODEL,
+    *_EXPERTS,
     *_RUNNER,
     *_OFFLINE,
     *_NVML,

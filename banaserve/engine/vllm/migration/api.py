@@ -8,6 +8,8 @@ from banaserve.engine.interface import NodeStatus
 
 Heads = dict[int, tuple[int, ...]]
 """KV heads by layer."""
+Experts = dict[int, tuple[int, ...]]
+"""Routed experts by layer."""
 
 
 class _AdminRequest(msgspec.Struct, frozen=True):
@@ -74,6 +76,21 @@ class MoveContext(
     layers: tuple[int, int]
 
 
+class MoveExperts(
+    _AdminRequest,
+    frozen=True,
+    tag="experts",
+    tag_field="kind",
+    rename={"source": "from", "target": "to"},
+    forbid_unknown_fields=True,
+):
+    """Compute some routed experts of ``source`` beside ``target``; its router stays."""
+
+    source: str
+    target: str
+    experts: Experts
+
+
 class Return(
     _AdminRequest,
     frozen=True,
@@ -82,14 +99,15 @@ class Return(
     rename={"source": "from"},
     forbid_unknown_fields=True,
 ):
-    """Take home what ``source`` has away: all of these layers, these heads, or everything."""
+    """Take home what ``source`` has away: these layers, heads or experts, or everything."""
 
     source: str
     layers: tuple[int, int] | None = None
     heads: Heads | None = None
+    experts: Experts | None = None
 
 
-MigrationRequest = MoveLayers | MoveHeads | MoveContext | Return
+MigrationRequest = MoveLayers | MoveHeads | MoveContext | MoveExperts | Return
 
 OPEN_STATES = ("waiting", "running")
 
@@ -169,6 +187,28 @@ class Overlapping(msgspec.Struct, frozen=True):
     prediction_error: float
 
 
+class ExpertLoadRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Tell how often an instance's experts are chosen.
+
+    Attributes:
+        counting: Whether to go on counting; False ends it, and what was counted is told.
+    """
+
+    instance: str
+    counting: bool = True
+
+
+class ExpertLoad(msgspec.Struct, frozen=True):
+    """How often the routers of an instance's layers have chosen each expert since it is counted.
+
+    Attributes:
+        chosen: By layer, expert by expert; layers without experts are left out.
+    """
+
+    instance: str
+    chosen: dict[int, list[int]]
+
+
 class ShareRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Let guests beside an instance take at most this fraction of its device, all together."""
 
@@ -215,7 +255,13 @@ class ContextModules(msgspec.Struct, frozen=True, tag="context"):
     end: int
 
 
-UnitModules = LayersModules | HeadsModules | ContextModules
+class ExpertsModules(msgspec.Struct, frozen=True, tag="experts"):
+    """Routed experts: pairs of a layer and its experts, ascending."""
+
+    experts: list[tuple[int, list[int]]]
+
+
+UnitModules = LayersModules | HeadsModules | ContextModules | ExpertsModules
 """Modules of a unit in JSON, one form a kind, told apart by ``type``."""
 
 

@@ -10,10 +10,15 @@ from banaserve.errors import MigrationError
 
 
 class ModelGeometry(msgspec.Struct, frozen=True):
-    """Sizes that units are checked against; ``num_kv_heads`` are those of this worker."""
+    """Sizes that units are checked against; ``num_kv_heads`` are those of this worker.
+
+    Attributes:
+        num_experts: Routed ones of each layer that has any; 0 in a dense model.
+    """
 
     num_layers: int
     num_kv_heads: int
+    num_experts: int = 0
 
 
 class MovePhase(Enum):

@@ -248,6 +248,14 @@ class MigrationApi:
         """
         raise NotImplementedError
 
+    def banaserve_migration_experts(self, counting: bool) -> dict[int, list[int]]:
+        """How often each routed expert was chosen since it is counted, by layer.
+
+        Args:
+            counting: Begin to count, or go on; False ends it.
+        """
+        raise NotImplementedError
+
     def banaserve_migration_status(self, memory: bool = False) -> HostStatus:
         """What runs where; notices guests that have died.
 

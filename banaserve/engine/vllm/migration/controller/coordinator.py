@@ -13,6 +13,8 @@ import msgspec
 
 from banaserve.clock import WallClock
 from banaserve.engine.vllm.migration.api import (
+    ExpertLoad,
+    ExpertLoadRequest,
     Migration,
     MigrationRequest,
     MoveStatus,
@@ -164,6 +166,18 @@ class Coordinator:
         overlap = await host_state.link().set_overlap(ask.max_microbatches)
         await host_state.refresh()
         return msgspec.convert(overlap, Overlapping, from_attributes=True)
+
+    async def expert_load(self, ask: ExpertLoadRequest) -> ExpertLoad:
+        """How often an instance's routers have chosen each expert since it is counted.
+
+        Raises:
+            UserError: There is no such instance.
+            MigrationError: It does not serve, or cannot migrate, or its model has no experts.
+        """
+        if not self.facts.num_experts:
+            raise MigrationError("this model has no experts")
+        chosen = await self._host_state(ask.instance).link().expert_load(ask.counting)
+        return ExpertLoad(ask.instance, chosen)
 
     # ---- events
 

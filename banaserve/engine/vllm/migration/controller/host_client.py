@@ -135,6 +135,9 @@ class HostClient:
     async def set_share(self, guest_id: str, fraction: float) -> None:
         await self._worker(call(MigrationApi.banaserve_migration_share, guest_id, fraction))
 
+    async def expert_load(self, counting: bool) -> dict[int, list[int]]:
+        return await self._worker(call(MigrationApi.banaserve_migration_experts, counting))
+
     async def status(self, memory: bool = False) -> HostStatus:
         return await self._worker(call(MigrationApi.banaserve_migration_status, memory))
 

@@ -152,10 +152,11 @@ class ModelFacts(NamedTuple):
     num_layers: int
     num_kv_heads: int
     layer_weight_bytes: int
+    num_experts: int = 0
 
     @property
     def shape(self) -> ModelGeometry:
-        return ModelGeometry(self.num_layers, self.num_kv_heads)
+        return ModelGeometry(self.num_layers, self.num_kv_heads, self.num_experts)
 
 
 def model_facts(config: VllmConfig) -> ModelFacts:
@@ -167,7 +168,8 @@ def model_facts(config: VllmConfig) -> ModelFacts:
     if weights is None:
         # Attention and a gated MLP of four times the width: an upper bound for dense families.
         weights = 16 * model.get_hidden_size() ** 2 * element_bytes
-    return ModelFacts(layers, model.get_num_kv_heads(config.parallel_config), weights)
+    num_kv_heads = model.get_num_kv_heads(config.parallel_config)
+    return ModelFacts(layers, num_kv_heads, weights, model.get_num_experts())
 
 
 def weight_bytes(modules: MigrationUnit, facts: ModelFacts) -> int:

@@ -98,7 +98,7 @@ class MigrationTask:
         assert self._target is not None
         async with self._phase("starting"):
             host = self._host_state.instance.id
-            loads_weights = self._op.modules.has_weights
+            loads_weights = self._op.modules.loads_weights
             guest = self._guests.free_for(host, self._target, loads_weights=loads_weights)
             if guest is None:
                 guest = await self._guests.start(host, self._target, self._link, self._move.move_id)

@@ -62,7 +62,7 @@ class BlockMover:
         """
         began_s = time.perf_counter()
         copied = 0
-        if blocks:
+        if blocks and self._unit.names:
             if self._source is not None and self._target is not None:
                 copied = self._between_guests(blocks, stop)
             else:

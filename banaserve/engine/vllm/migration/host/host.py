@@ -10,9 +10,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+from torch import nn
+
+from banaserve.engine.vllm.compat.experts import experts_of
 from banaserve.engine.vllm.migration import checks
 from banaserve.engine.vllm.migration.host.move import Move
 from banaserve.engine.vllm.migration.host.placement import PlacementManager
@@ -20,6 +23,7 @@ from banaserve.engine.vllm.migration.host.recovery import StepRecovery
 from banaserve.engine.vllm.migration.host.unit_builder import UnitBuilder
 from banaserve.engine.vllm.migration.kv.host_kv import HostKv, blocks_gained
 from banaserve.engine.vllm.migration.kv.step_context import StepContext
+from banaserve.engine.vllm.migration.modules.expert_split import SplitExperts
 from banaserve.engine.vllm.migration.rpc import messages
 from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
@@ -128,12 +132,26 @@ class MigrationHost:
             self.step_context,
             self.guest_lost,
             settings.poison,
+            experts=self._experts(layers),
         )
         self._builder = UnitBuilder(host_kv, time_hook)
         self._unit_makers = HostUnits(self.engine)
-        self._shape = ModelGeometry(len(attentions), host_kv.num_heads)
+        num_experts = max((one.num_experts for one in self.engine.experts.values()), default=0)
+        self._shape = ModelGeometry(len(attentions), host_kv.num_heads, num_experts)
         self.lost_steps = StepRecovery(runner)
         self.placement = PlacementManager(self.engine, settings.overlap)
+
+    def _experts(self, layers: Iterable[nn.Module]) -> dict[int, SplitExperts]:
+        found = {layer: experts_of(module) for layer, module in enumerate(layers)}
+        return {
+            layer: SplitExperts(experts, self.guest_lost)
+            for layer, experts in found.items()
+            if experts is not None
+        }
+
+    def expert_load(self, *, counting: bool) -> dict[int, list[int]]:
+        """How often each expert was chosen since it is counted, by layer."""
+        return {layer: one.count(counting) for layer, one in self.engine.experts.items()}
 
     # ---- a move, step by step
 

@@ -155,6 +155,10 @@ class MigrationMethods:
     def banaserve_migration_usage(self, guest_id: str) -> messages.GuestUsage:
         return usage_of(self._migration(), guest_id)
 
+    @implements(MigrationApi.banaserve_migration_experts)
+    def banaserve_migration_experts(self, counting: bool) -> dict[int, list[int]]:
+        return self._migration().expert_load(counting=counting)
+
     @implements(MigrationApi.banaserve_migration_status)
     def banaserve_migration_status(self, memory: bool = False) -> HostStatus:
         host = self._migration()

@@ -5,7 +5,7 @@ Also the device that a guest computes on, and the kernels that it attends with.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +53,7 @@ class PartialModel:
         kernels: That attend; None: vLLM's own.
 
     Attributes:
+        layers: Themselves, in order.
         attentions: The attention modules by name, in layer order.
         weight_bytes: Of all parameters.
     """
@@ -71,16 +72,25 @@ class PartialModel:
         self._device = device
         context = config.compilation_config.static_forward_context
         known = set(context)
-        model = self._build(start, end)
+        try:
+            layers = self._layers(path, start, end)
+        except BaseException:
+            _forget(context, set(context) - known)  # or no other could have these names
+            raise
         self._names = [name for name in context if name not in known]
-        layers = [m for m in _submodule(model, path) if not isinstance(m, PPMissingLayer)]
-        if len(layers) != end - start:
-            raise MigrationError(f"{path} does not hold layers {start}:{end} of this model")
+        self.layers = layers
         self._chain = LayerChain(layers)
         self.attentions = {
             name: context[name] for name in self._names if hasattr(context[name], "kv_cache")
         }
         self._builder: Any = None
+
+    def _layers(self, path: str, start: int, end: int) -> list[nn.Module]:
+        model = self._build(start, end)
+        layers = [m for m in _submodule(model, path) if not isinstance(m, PPMissingLayer)]
+        if len(layers) != end - start:
+            raise MigrationError(f"{path} does not hold layers {start}:{end} of this model")
+        return layers
 
     def _build(self, start: int, end: int) -> nn.Module:
         model_config = self._config.model_config
@@ -136,10 +146,14 @@ class PartialModel:
 
     def close(self) -> None:
         """Let go of weights and KV."""
-        context = self._config.compilation_config.static_forward_context
-        for name in self._names:
-            context.pop(name, None)
+        _forget(self._config.compilation_config.static_forward_context, self._names)
         self._chain, self.attentions, self._builder = LayerChain([]), {}, None
+        self.layers = []
+
+
+def _forget(context: dict[str, Any], names: Iterable[str]) -> None:
+    for name in names:
+        context.pop(name, None)
 
 
 def _submodule(model: nn.Module, path: str) -> Sequence[nn.Module]:

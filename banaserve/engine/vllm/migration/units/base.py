@@ -21,12 +21,14 @@ class MigrationUnit(Protocol):
 
     Attributes:
         kind: Name of its kind, in the admin API and between processes.
-        has_weights: Whether its layers run elsewhere as a whole, with their weights. A guest has to
-            load them, and the host must keep one layer.
+        has_weights: Whether its layers run elsewhere as a whole, with their weights: the host must
+            keep one layer.
+        loads_weights: Whether a guest has to load weights for it, for which it stands still.
     """
 
     kind: ClassVar[str]
     has_weights: ClassVar[bool]
+    loads_weights: ClassVar[bool]
 
     @property
     def layers(self) -> Sequence[int]:

@@ -44,6 +44,7 @@ class Context(LayerSpan, frozen=True, tag="context"):
 
     kind: ClassVar[str] = "context"
     has_weights: ClassVar[bool] = False
+    loads_weights: ClassVar[bool] = False
 
     def __str__(self) -> str:
         return f"older blocks of layers {self.start}:{self.end}"

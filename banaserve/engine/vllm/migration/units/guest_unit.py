@@ -112,6 +112,10 @@ class GuestUnit(ABC):
             for name, start in self.places.items()
         }
 
+    def _offer_nothing(self, epoch: int) -> None:
+        """For a unit without KV: a page that nobody reads, since hosts open what is offered."""
+        self._region = self._transport.offer(PAGE_BYTES, epoch)
+
     def _back(self, first_byte: int, num_bytes: int) -> None:
         """Take pages before a step or a copy has to wait for them."""
         assert self._region is not None

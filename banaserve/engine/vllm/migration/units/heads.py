@@ -34,6 +34,7 @@ class HeadSet(msgspec.Struct, frozen=True, tag="heads"):
 
     kind: ClassVar[str] = "heads"
     has_weights: ClassVar[bool] = False
+    loads_weights: ClassVar[bool] = False
 
     heads: dict[int, tuple[int, ...]]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -15,6 +15,7 @@ from banaserve.engine.vllm.migration.kv.dirty_blocks import DirtyBlockTracker, R
 from banaserve.engine.vllm.migration.kv.host_kv import Freed, HostKv
 from banaserve.engine.vllm.migration.kv.remote_kv import RemoteKv, StagedRemoteKv
 from banaserve.engine.vllm.migration.kv.step_context import StepContext
+from banaserve.engine.vllm.migration.modules.expert_split import SplitExperts
 from banaserve.engine.vllm.migration.rpc import messages
 from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
 from banaserve.engine.vllm.migration.units.base import MigrationUnit
@@ -80,6 +81,7 @@ class HostEngine:
         on_lost: Called with a guest that is lost in the middle of a step.
         poisons: Whether KV that has moved away is overwritten with NaN.
         store: That guests may save blocks to; None where there is none.
+        experts: Of the layers that have any, by layer.
     """
 
     config: VllmConfig
@@ -92,6 +94,7 @@ class HostEngine:
     on_lost: Callable[[GuestClient, GuestLostError], None]
     poisons: bool = False
     store: messages.StorePlace | None = None
+    experts: Mapping[int, SplitExperts] = field(default_factory=dict)
 
     def names(self, layers: Iterable[int]) -> list[str]:
         """Of the attentions of these layers."""
@@ -105,7 +108,7 @@ class HostUnit(ABC):
     Attributes:
         unit_id: Named by the coordinator through the move that took it away first.
         modules: What it is.
-        names: Of its attentions, in layer order.
+        names: Of its attentions, in layer order; none where no KV goes with it.
         residence: Where it runs; None at home.
         blocks_come_home: Whether single blocks come home by being written while it is away.
         microbatch_blocker: Why steps cannot be cut while it is away; empty where they can.

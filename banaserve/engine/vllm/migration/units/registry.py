@@ -16,7 +16,7 @@ import msgspec
 from banaserve.engine.vllm.compat.config import VllmConfig
 from banaserve.engine.vllm.migration.api import MigrationRequest, Return
 from banaserve.engine.vllm.migration.rpc import messages
-from banaserve.engine.vllm.migration.units import context, heads, layers
+from banaserve.engine.vllm.migration.units import context, experts, heads, layers
 from banaserve.engine.vllm.migration.units.base import MigrationUnit
 from banaserve.engine.vllm.migration.units.guest_unit import GuestUnit
 from banaserve.engine.vllm.migration.units.host_unit import HostEngine, HostUnit
@@ -25,7 +25,7 @@ from banaserve.errors import MigrationError
 from banaserve.transport.interface import Transport
 from banaserve.types import Module
 
-KINDS: tuple[UnitKind, ...] = (layers.KIND, heads.KIND, context.KIND)
+KINDS: tuple[UnitKind, ...] = (layers.KIND, heads.KIND, context.KIND, experts.KIND)
 
 if TYPE_CHECKING:
     AnyUnit = MigrationUnit
@@ -73,7 +73,7 @@ def unit_asked(ask: MigrationRequest) -> MigrationUnit | None:
     named = [kind.asked_home(ask) for kind in KINDS]
     units = [unit for unit in named if unit is not None]
     if len(units) > 1:
-        raise MigrationError("name layers or heads, not both")
+        raise MigrationError("name layers, heads or experts, not several of them")
     return units[0] if units else None
 
 

@@ -1,0 +1,91 @@
+"""Routed experts of vLLM's mixture-of-experts layers: some of them, computed on their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
+
+__all__ = [
+    "RoutedExperts",
+    "compute_experts",
+    "experts_of",
+    "place_experts",
+    "run_shared_experts",
+    "set_num_experts",
+    "split_blocker",
+    "weights_by_expert",
+]
+
+_BY_EXPERT = ("w13_weight", "w2_weight", "w13_bias", "w2_bias")
+
+
+def experts_of(layer: nn.Module) -> RoutedExperts | None:
+    """The routed experts of a decoder layer; None where its MLP is dense."""
+    found = [module for module in layer.modules() if isinstance(module, RoutedExperts)]
+    return found[0] if len(found) == 1 else None
+
+
+def split_blocker(experts: RoutedExperts) -> str:
+    """Why these cannot be computed in several places; empty where they can."""
+    method = experts.quant_method
+    if not isinstance(method, UnquantizedFusedMoEMethod):
+        return "its experts are quantized, whose scales cannot be told apart by expert"
+    if method.is_monolithic:
+        return "its kernel chooses experts and computes them in one"
+    if experts.expert_map is not None:
+        return "its experts lie on several ranks already (expert parallel)"
+    return ""
+
+
+def compute_experts(
+    experts: RoutedExperts, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    """The weighted sum of some experts' outputs for each token.
+
+    Args:
+        x: ``[num_tokens, hidden_size]``.
+        weights: ``[num_tokens, k]``, float32.
+        ids: Of experts, ``[num_tokens, k]``.
+    """
+    output: torch.Tensor = experts.quant_method.apply(
+        layer=experts,
+        x=x,
+        topk_weights=weights,
+        topk_ids=ids,
+        shared_experts=None,
+        shared_experts_input=None,
+    )
+    return output
+
+
+def run_shared_experts(shared: Any, x: torch.Tensor | None) -> None:
+    """What vLLM's kernel does in the middle of its own work, where it does that at all."""
+    if shared is not None and x is not None:
+        shared(x, SharedExpertsOrder.MK_INTERNAL_OVERLAPPED)
+
+
+def place_experts(experts: RoutedExperts, forward: Callable[..., torch.Tensor] | None) -> None:
+    """Let ``forward`` run in place of what computes a layer's experts; None: vLLM's own again."""
+    if forward is not None:
+        experts.forward_modular = forward
+    else:
+        experts.__dict__.pop("forward_modular", None)
+
+
+def weights_by_expert(experts: RoutedExperts) -> list[nn.Parameter]:
+    """Their parameters, whose first dimension is the expert."""
+    found = (getattr(experts, name, None) for name in _BY_EXPERT)
+    return [parameter for parameter in found if parameter is not None]
+
+
+def set_num_experts(experts: RoutedExperts, count: int) -> None:
+    """Say that only so many are left."""
+    experts.global_num_experts = experts.local_num_experts = count

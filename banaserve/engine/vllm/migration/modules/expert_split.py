@@ -1,0 +1,239 @@
+"""Experts of a layer in several places: some here, others in guests, their outputs added up.
+
+``SplitExperts`` takes the place of what computes a mixture-of-experts layer's routed experts. The
+router stays with the host, which knows for every token which experts it has chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from banaserve.engine.vllm.compat.attention import get_forward_context
+from banaserve.engine.vllm.compat.experts import (
+    RoutedExperts,
+    compute_experts,
+    place_experts,
+    run_shared_experts,
+)
+from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
+from banaserve.errors import GuestLostError
+
+NOT_HERE = -1
+"""In the place of an expert's number: it is not one of those that are asked for."""
+
+
+class ExpertChannel(Protocol):
+    """Some experts of one layer that are elsewhere.
+
+    Both methods raise ``GuestLostError`` where the guest is lost.
+    """
+
+    @property
+    def link(self) -> GuestClient: ...
+
+    def submit(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
+        """Send tokens ``[n, hidden_size]``, and ``[n, k]`` weights and experts as numbered there.
+
+        ``NOT_HERE`` stands where another place has the expert.
+        """
+        ...
+
+    def collect(self, x: torch.Tensor) -> torch.Tensor:
+        """Their weighted sum for each of the tokens ``x`` that were submitted."""
+        ...
+
+
+class _Away(NamedTuple):
+    """A unit's experts of the layer.
+
+    Attributes:
+        ids: Of the experts in the layer, as the guest numbers them.
+    """
+
+    ids: tuple[int, ...]
+    where: ExpertChannel
+
+
+class _Share(NamedTuple):
+    """What one unit computes of a step.
+
+    Attributes:
+        tokens: That have chosen one of its experts, int64.
+    """
+
+    where: ExpertChannel
+    tokens: torch.Tensor
+    x: torch.Tensor
+    weights: torch.Tensor
+    ids: torch.Tensor
+
+
+class SplitExperts:
+    """The routed experts of one layer; all at home until ``arrange`` says otherwise.
+
+    Args:
+        experts: vLLM's.
+        on_lost: Called with a guest that is lost in the middle of a step.
+
+    Attributes:
+        experts: As given.
+    """
+
+    def __init__(
+        self, experts: RoutedExperts, on_lost: Callable[[GuestClient, GuestLostError], None]
+    ) -> None:
+        self.experts = experts
+        self._on_lost = on_lost
+        self._units: dict[str, _Away] = {}
+        self._counts: torch.Tensor | None = None
+        self._is_placed = False
+        # By expert: which of the units has it, 0 this engine; and its number there.
+        self._place = self._number = torch.empty(0)
+
+    @property
+    def num_experts(self) -> int:
+        return int(self.experts.global_num_experts)
+
+    # ---- between two steps
+
+    def arrange(self, unit_id: str, ids: Sequence[int], where: ExpertChannel | None) -> None:
+        """Say where a unit's experts are; None: here."""
+        if where is None:
+            self._units.pop(unit_id, None)
+        else:
+            self._units[unit_id] = _Away(tuple(ids), where)
+        place = torch.zeros(self.num_experts, dtype=torch.int64)
+        number = torch.zeros(self.num_experts, dtype=torch.int64)
+        for index, away in enumerate(self._units.values(), start=1):
+            mine = torch.tensor(away.ids)
+            place[mine] = index
+            number[mine] = torch.arange(len(mine))
+        device = next(self.experts.parameters()).device
+        self._place, self._number = place.to(device), number.to(device)
+        self._set_forward()
+
+    def count(self, is_wanted: bool) -> list[int]:
+        """How often each expert was chosen since counting began; goes on counting, or ends it."""
+        if self._counts is None:
+            device = next(self.experts.parameters()).device
+            self._counts = torch.zeros(self.num_experts, dtype=torch.int64, device=device)
+        counted: list[int] = self._counts.tolist()
+        if not is_wanted:
+            self._counts = None
+        self._set_forward()
+        return counted
+
+    def _set_forward(self) -> None:
+        is_needed = bool(self._units) or self._counts is not None
+        if is_needed is not self._is_placed:
+            place_experts(self.experts, self.forward if is_needed else None)
+            self._is_placed = is_needed
+
+    # ---- in a step
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any = None,
+        shared_experts_input: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As vLLM's: the weighted sum of the chosen experts, ``[num_tokens, hidden_size]``."""
+        is_step = get_forward_context().attn_metadata is not None
+        if self._counts is not None and is_step:
+            chosen = topk_ids.reshape(-1).long()
+            self._counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+        run_shared_experts(shared_experts, shared_experts_input)
+        if not self._units or not is_step:
+            return compute_experts(self.experts, x, topk_weights, topk_ids)
+        place = self._place[topk_ids.long()]
+        shares = self._shares(x, topk_weights, topk_ids, place)
+        asked, waiting = _first_of_each_guest(shares)
+        submitted = [share for share in asked if self._submit(share)]
+        output = sum_of(self.experts, x, topk_weights, topk_ids, place == 0)
+        for share in submitted:
+            self._collect(share, output)
+        for share in waiting:
+            if self._submit(share):
+                self._collect(share, output)
+        return output
+
+    def _shares(
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, place: torch.Tensor
+    ) -> list[_Share]:
+        """Of the units that some token has chosen an expert of."""
+        shares = []
+        number = self._number[ids.long()]
+        for index, away in enumerate(self._units.values(), start=1):
+            mine = place == index
+            tokens = mine.any(1).nonzero().squeeze(1)
+            if not len(tokens):
+                continue
+            there = torch.where(mine, number, NOT_HERE)[tokens].to(ids.dtype)
+            shares.append(_Share(away.where, tokens, x[tokens], weights[tokens], there))
+        return shares
+
+    def _submit(self, share: _Share) -> bool:
+        """Whether its answer can be waited for."""
+        try:
+            share.where.submit(share.x, share.weights, share.ids)
+        except GuestLostError as lost:
+            self._on_lost(share.where.link, lost)
+            return False
+        return True
+
+    def _collect(self, share: _Share, output: torch.Tensor) -> None:
+        """Add a guest's part; a lost one adds nothing, and the step will be run again."""
+        try:
+            output.index_add_(0, share.tokens, share.where.collect(share.x))
+        except GuestLostError as lost:
+            self._on_lost(share.where.link, lost)
+
+
+def _first_of_each_guest(shares: Sequence[_Share]) -> tuple[list[_Share], list[_Share]]:
+    """Those to ask at once, and those to ask when these have been answered.
+
+    Two large questions to one guest would wait for each other: it cannot read the second while
+    its answer to the first is not read.
+    """
+    first: dict[GuestClient, _Share] = {}
+    later = []
+    for share in shares:
+        if first.setdefault(share.where.link, share) is not share:
+            later.append(share)
+    return list(first.values()), later
+
+
+def sum_of(
+    experts: RoutedExperts,
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    wanted: torch.Tensor,
+) -> torch.Tensor:
+    """The weighted sum of those experts that ``wanted`` names, zero for a token that wants none.
+
+    Tokens that want equally many are computed together, so that no kernel has to know of experts
+    that are elsewhere, and none is computed in vain.
+
+    Args:
+        x: ``[num_tokens, hidden_size]``.
+        weights: ``[num_tokens, k]``; ``ids`` and ``wanted`` (bool) likewise.
+    """
+    if bool(wanted.all()):
+        return compute_experts(experts, x, weights, ids)
+    output = torch.zeros_like(x)
+    counts = wanted.sum(1)
+    for count in counts.unique().tolist():
+        if not count:
+            continue
+        tokens = (counts == count).nonzero().squeeze(1)
+        mine = wanted[tokens]
+        some_weights = weights[tokens][mine].view(-1, count)
+        some_ids = ids[tokens][mine].view(-1, count)
+        output[tokens] = compute_experts(experts, x[tokens], some_weights, some_ids)
+    return output

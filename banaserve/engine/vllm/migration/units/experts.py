@@ -1,0 +1,312 @@
+"""Expert sets: some routed experts of mixture-of-experts layers compute in a guest.
+
+They have weights and no KV: nothing is copied, and a guest builds them from its own checkpoint.
+Their host keeps its weights, as it does those of layers: a guest that is lost costs a step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, ClassVar, Self
+
+import msgspec
+import torch
+
+from banaserve.engine.vllm.compat.config import VllmConfig
+from banaserve.engine.vllm.compat.experts import (
+    RoutedExperts,
+    experts_of,
+    set_num_experts,
+    split_blocker,
+    weights_by_expert,
+)
+from banaserve.engine.vllm.migration.api import MoveExperts, Return
+from banaserve.engine.vllm.migration.modules.expert_split import NOT_HERE, sum_of
+from banaserve.engine.vllm.migration.modules.partial_model import PartialModel
+from banaserve.engine.vllm.migration.rpc import messages
+from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
+from banaserve.engine.vllm.migration.rpc.tensors import TensorBundle, from_wire, to_device
+from banaserve.engine.vllm.migration.types import ModelGeometry
+from banaserve.engine.vllm.migration.units.base import Cell, MigrationUnit
+from banaserve.engine.vllm.migration.units.guest_unit import Answer, GuestServices, GuestUnit
+from banaserve.engine.vllm.migration.units.host_unit import HostEngine, HostUnit, UnitLocation
+from banaserve.engine.vllm.migration.units.kind import UnitKind
+from banaserve.errors import MigrationError, ProtocolError
+from banaserve.transport.interface import Tensor, Transport
+from banaserve.types import Module
+
+
+class ExpertSet(msgspec.Struct, frozen=True, tag="experts"):
+    """Routed experts by layer: weights only."""
+
+    kind: ClassVar[str] = "experts"
+    has_weights: ClassVar[bool] = False
+    loads_weights: ClassVar[bool] = True
+
+    experts: dict[int, tuple[int, ...]]
+
+    @property
+    def layers(self) -> list[int]:
+        return sorted(self.experts)
+
+    def __str__(self) -> str:
+        parts = (f"{layer}/{','.join(map(str, self.experts[layer]))}" for layer in self.layers)
+        return f"experts {' '.join(parts)}"
+
+    def check(self, shape: ModelGeometry) -> None:
+        if not shape.num_experts:
+            raise MigrationError("this model has no experts: move layers or heads instead")
+        if not self.experts:
+            raise MigrationError("no experts are named")
+        for layer, experts in self.experts.items():
+            _check_layer(layer, experts, shape)
+
+    def cells(self) -> set[Cell]:
+        return {(layer, expert) for layer, experts in self.experts.items() for expert in experts}
+
+    def of_cells(self, cells: set[Cell]) -> list[ExpertSet]:
+        """One set of all of them."""
+        experts: dict[int, tuple[int, ...]] = {}
+        for layer, expert in sorted(cells):
+            experts[layer] = (*experts.get(layer, ()), expert)
+        return [ExpertSet(experts)] if experts else []
+
+    def describe_cell(self, cell: Cell) -> str:
+        return f"expert {cell[1]} of layer {cell[0]}"
+
+    def covers(self, other: MigrationUnit) -> bool:
+        return other.kind == self.kind and other.cells() <= self.cells()
+
+    def weight_bytes(self, layer_weight_bytes: int) -> int:
+        """A guest loads a whole layer before it drops what it does not need of it."""
+        return len(self.layers) * layer_weight_bytes
+
+    def kv_pages(self, num_kv_heads: int) -> float:
+        return 0.0
+
+    def num_pages(self, num_kv_heads: int) -> float:
+        return 0.0
+
+    def to_wire(self) -> dict[str, Any]:
+        return {"experts": [[layer, list(self.experts[layer])] for layer in self.layers]}
+
+    @classmethod
+    def from_wire(cls, given: Mapping[str, Any]) -> Self:
+        pairs = msgspec.convert(given.get("experts"), list[tuple[int, tuple[int, ...]]])
+        return cls({layer: tuple(sorted(experts)) for layer, experts in pairs})
+
+    def move_request(self, source: str, target: str) -> MoveExperts:
+        return MoveExperts(source, target, self.experts)
+
+    def return_request(self, source: str) -> Return:
+        return Return(source, experts=self.experts)
+
+    def as_modules(self) -> list[Module]:
+        """None: only a person moves them."""
+        return []
+
+    def modelled(self, own: ModelGeometry, model: ModelGeometry) -> list[Module]:
+        """None: the models of GPUs that are modelled are dense."""
+        return []
+
+    def check_attention(self, attention: Any, name: str) -> None:
+        """Attention stays where it is."""
+
+
+def _check_layer(layer: int, experts: tuple[int, ...], shape: ModelGeometry) -> None:
+    if not 0 <= layer < shape.num_layers:
+        raise MigrationError(f"there is no layer {layer}: the model has {shape.num_layers}")
+    if not experts:
+        raise MigrationError(f"no experts of layer {layer} are named")
+    if len(set(experts)) != len(experts):
+        raise MigrationError(f"an expert of layer {layer} is named twice")
+    unknown = sorted(expert for expert in experts if not 0 <= expert < shape.num_experts)
+    if unknown:
+        raise MigrationError(
+            f"layer {layer} has no expert {unknown[0]}: it has {shape.num_experts}"
+        )
+
+
+def _sorted(experts: Mapping[int, tuple[int, ...]]) -> ExpertSet:
+    return ExpertSet({layer: tuple(sorted(of)) for layer, of in experts.items()})
+
+
+class BuildExperts(messages.Build, frozen=True, tag=True):
+    """Build experts of layers of the model's list ``path`` from the checkpoint.
+
+    Attributes:
+        experts: By layer, both ascending; the guest numbers them in this order.
+    """
+
+    path: str
+    experts: dict[int, tuple[int, ...]]
+
+    @property
+    def loads_weights(self) -> bool:
+        return True
+
+
+class RunExperts(messages.Run, frozen=True, tag=True):
+    """One step of a unit's experts of ``layer``.
+
+    The tensors are the tokens that have chosen one of them ``[n, hidden_size]``, the weights of
+    what each has chosen ``[n, k]``, and the experts as the guest numbers them, ``NOT_HERE`` where
+    another place has them. Answered with their weighted sum for each token.
+    """
+
+    layer: int
+
+
+# ---- on the host
+
+
+class HostExperts(HostUnit):
+    """Some experts of this engine's layers."""
+
+    microbatch_blocker = "experts of some layers are elsewhere"
+
+    def __init__(self, unit_id: str, modules: ExpertSet, *, engine: HostEngine) -> None:
+        super().__init__(unit_id, modules, engine)
+        self.names = []  # no KV goes with them
+        for layer in modules.layers:
+            split = engine.experts.get(layer)
+            if split is None:
+                raise MigrationError(f"layer {layer} has no experts: its MLP is dense")
+            if blocker := split_blocker(split.experts):
+                raise MigrationError(f"layer {layer} cannot be split: {blocker}")
+        self._experts = {layer: modules.experts[layer] for layer in modules.layers}
+
+    def build_request(self) -> BuildExperts:
+        engine = self._engine
+        return BuildExperts(self.unit_id, engine.kv_shape, 0, engine.path, self._experts)
+
+    def install(self) -> None:
+        residence, engine = self.residence, self._engine
+        for layer, ids in self._experts.items():
+            where = None if residence is None else RemoteExperts(residence, layer)
+            engine.experts[layer].arrange(self.unit_id, ids, where)
+
+
+class RemoteExperts:
+    """Steps of some experts of one layer in one guest; see ``ExpertChannel``."""
+
+    def __init__(self, residence: UnitLocation, layer: int) -> None:
+        self._residence = residence
+        self._layer = layer
+
+    @property
+    def link(self) -> GuestClient:
+        return self._residence.link
+
+    def submit(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
+        residence = self._residence
+        bundle = TensorBundle()
+        for tensor in (x, weights, ids):
+            bundle.put(tensor)
+        request = RunExperts(residence.unit_id, residence.working_epoch, self._layer)
+        self.link.submit(request, bundle)
+
+    def collect(self, x: torch.Tensor) -> torch.Tensor:
+        outputs = self.link.collect(x.shape[0])
+        return to_device(self.link.check_shape(outputs[0] if outputs else None, x), x.device)
+
+
+# ---- in the guest
+
+
+class GuestExperts(GuestUnit):
+    """Some experts of some layers: weights, no KV."""
+
+    serves = RunExperts
+
+    def __init__(
+        self, config: VllmConfig, transport: Transport, request: BuildExperts, epoch: int
+    ) -> None:
+        super().__init__(config, transport)
+        self._experts: dict[int, RoutedExperts] = {}
+        for layers in _runs(sorted(request.experts)):
+            self._load(config, request, layers)
+        self._offer_nothing(epoch)
+
+    def _load(self, config: VllmConfig, request: BuildExperts, layers: Sequence[int]) -> None:
+        """Experts of neighbouring layers: the rest of these is dropped once it has been read."""
+        start, end = layers[0], layers[-1] + 1
+        model = PartialModel(config, request.path, start, end, self._device)
+        try:
+            for layer, module in zip(layers, model.layers, strict=True):
+                experts = experts_of(module)
+                if experts is None:
+                    raise MigrationError(f"layer {layer} has no experts here")
+                self.weight_bytes += _keep(experts, request.experts[layer])
+                self._experts[layer] = experts
+        finally:
+            model.close()
+
+    def serve(
+        self, request: RunExperts, tensors: Sequence[Tensor], services: GuestServices
+    ) -> Answer:
+        experts = self._experts.get(request.layer)
+        if experts is None or len(tensors) != 3:
+            raise ProtocolError(f"that is no step of experts of layer {request.layer} here")
+        x, weights, ids = (to_device(from_wire(tensor), self._device) for tensor in tensors)
+        _check_step(x, weights, ids, int(experts.global_num_experts))
+        bundle = TensorBundle()
+        with services.computing(), torch.inference_mode():
+            bundle.put(sum_of(experts, x, weights, ids, ids != NOT_HERE))
+        return messages.StepOutputs(False, (0,)), bundle
+
+    def close(self) -> None:
+        self._experts.clear()
+        super().close()
+
+
+def _keep(experts: RoutedExperts, ids: Sequence[int]) -> int:
+    """Drop the weights of all others; these are numbered from 0 on. Returns the bytes left."""
+    num_bytes = 0
+    for parameter in weights_by_expert(experts):
+        index = torch.tensor(ids, device=parameter.device)
+        # Through ``.data``: vLLM's kernel holds the parameter of the bias itself.
+        parameter.data = parameter.data[index].contiguous()
+        num_bytes += parameter.numel() * parameter.element_size()
+    set_num_experts(experts, len(ids))
+    return num_bytes
+
+
+def _runs(layers: Sequence[int]) -> list[list[int]]:
+    """Runs of neighbouring layers, of those that are given in ascending order."""
+    found = [list(layers[:1])] if layers else []
+    for before, layer in pairwise(layers):
+        if layer == before + 1:
+            found[-1].append(layer)
+        else:
+            found.append([layer])
+    return found
+
+
+def _check_step(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, count: int) -> None:
+    """Refuse what the kernels would read past their ends with.
+
+    Raises:
+        ProtocolError: Shapes do not fit, or an expert is not here.
+    """
+    if x.dim() != 2 or weights.dim() != 2 or ids.shape != weights.shape or len(ids) != len(x):
+        raise ProtocolError("a step of experts has tensors of shapes that do not fit")
+    if ids.dtype.is_floating_point or not weights.dtype.is_floating_point:
+        raise ProtocolError("a step of experts has tensors of the wrong types")
+    if ids.numel() and not NOT_HERE <= int(ids.min()) <= int(ids.max()) < count:
+        raise ProtocolError("a step names an expert that is not here")
+
+
+KIND = UnitKind(
+    unit=ExpertSet,
+    request=MoveExperts,
+    asked=lambda ask: _sorted(ask.experts),
+    asked_home=lambda ask: _sorted(ask.experts) if ask.experts is not None else None,
+    of_module=lambda _: None,
+    build=BuildExperts,
+    run=RunExperts,
+    host_units=lambda engine: functools.partial(HostExperts, engine=engine),
+    guest_units=lambda config, transport: functools.partial(GuestExperts, config, transport),
+)

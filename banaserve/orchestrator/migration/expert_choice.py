@@ -1,0 +1,55 @@
+"""Choice of experts that take a wanted share of a layer's work along, as few as will do.
+
+How much work an expert is depends on how often the model's router chooses it, which differs from
+expert to expert by an order of magnitude: half of the experts are seldom half of the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+
+def experts_for(chosen: Sequence[int], share: float) -> tuple[int, ...]:
+    """Experts whose part of all choices comes close to ``share``, ascending.
+
+    From each expert on, the most chosen before the less chosen, two sets are looked at: those that
+    together just reach the share, and those that fit into it, with and without one more. The
+    nearest is taken, and of two as near the one with fewer experts.
+
+    Args:
+        chosen: How often each expert was chosen.
+        share: In (0, 1].
+
+    Returns:
+        At least one expert; none where nothing was chosen.
+    """
+    wanted = share * sum(chosen)
+    by_load = sorted(
+        (expert for expert, count in enumerate(chosen) if count),
+        key=lambda expert: (-chosen[expert], expert),
+    )
+    if not by_load:
+        return ()
+    candidates = [one for n in range(len(by_load)) for one in _from(by_load[n:], chosen, wanted)]
+    distances = ((abs(sum(chosen[e] for e in one) - wanted), len(one)) for one in candidates)
+    nearest = min(zip(distances, candidates, strict=True))
+    return tuple(sorted(nearest[1]))
+
+
+def _from(by_load: Sequence[int], chosen: Sequence[int], wanted: float) -> Iterator[list[int]]:
+    """Sets of these experts that are not empty."""
+    reaching: list[int] = []
+    fitting: list[int] = []
+    num_reaching = num_fitting = 0
+    for expert in by_load:
+        if num_reaching < wanted:
+            reaching.append(expert)
+            num_reaching += chosen[expert]
+        if num_fitting + chosen[expert] <= wanted:
+            fitting.append(expert)
+            num_fitting += chosen[expert]
+    yield reaching
+    if fitting:
+        yield fitting
+        left = [expert for expert in by_load if expert not in set(fitting)]
+        yield [*fitting, *left[-1:]]
