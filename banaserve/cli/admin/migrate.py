@@ -270,11 +270,14 @@ def _summary(migration: Migration) -> list[str]:
         copied_bytes = int(facts.get("precopy_bytes", 0) + facts.get("commit_bytes", 0))
         total_s = sum(move.seconds.values())
         line = f"{move.modules} run {'beside ' + move.to if move.to else 'at home'} after "
-        line += f"{total_s:.1f} s: {format_size(copied_bytes)} of KV copied"
-        if facts.get("weight_bytes"):
-            line += f", {format_size(int(facts['weight_bytes']))} of weights loaded"
-        line += f", stall {1e3 * facts.get('stall_s', 0.0):.1f} ms"
-        if "freed_bytes" in facts:
+        weight_bytes = int(facts.get("weight_bytes", 0))
+        line += f"{total_s:.1f} s: "
+        if copied_bytes or not weight_bytes:
+            line += f"{format_size(copied_bytes)} of KV copied, "
+        if weight_bytes:
+            line += f"{format_size(weight_bytes)} of weights loaded, "
+        line += f"stall {1e3 * facts.get('stall_s', 0.0):.1f} ms"
+        if facts.get("freed_bytes"):
             line += f", {format_size(int(facts['freed_bytes']))} freed"
         lines.append(line)
     change = migration.blocks_gained

@@ -361,7 +361,8 @@ class Coordinator:
             finally:
                 migration.blocks_gained += course.blocks_gained
             _count(migration.kind, move)
-            if not isinstance(op, BringBack) and not course.blocks_gained:
+            has_kv = op.modules.kv_pages(self.facts.num_kv_heads) > 0
+            if has_kv and not isinstance(op, BringBack) and not course.blocks_gained:
                 migration.notes.append(f"{move.modules}: frees bytes, but no block of the pool")
 
     async def _look_again(self, host_state: HostState) -> None:
