@@ -91,6 +91,7 @@ FAMILIES = {
         no_heads=ADAPTERS,
         no_experts=ADAPTERS,
     ),
+    "llama_compiled": Family("llama", ("--no-enforce-eager",)),
     "llama_ngrams": Family(
         "llama",
         ("--speculative-config", NGRAMS),

@@ -27,8 +27,9 @@ def choose_compiling(config: ServeConfig, compiler: str | None) -> CompileChoice
     """The faster way that keeps what was asked for.
 
     A compiled model takes a sixth less of the processor for a decoded token and a minute longer to
-    start. Its graphs hold all layers, so none of them can move. Under the elastic policy none does
-    unless that was asked for: engines on one processor would relieve nobody.
+    start. Its graphs hold all layers, so steps go without them while some are away. Under the
+    elastic policy none leaves unless that is asked for: engines on one processor would relieve
+    nobody.
 
     Args:
         compiler: Of C++, for the graphs; None where there is none.
@@ -40,7 +41,7 @@ def choose_compiling(config: ServeConfig, compiler: str | None) -> CompileChoice
         return CompileChoice(False, "layers and heads may move; --no-enforce-eager compiles")
     if compiler is None:
         return CompileChoice(False, "no C++ compiler was found, which a sixth of the speed needs")
-    return CompileChoice(True, "layers and heads stay; --enforce-eager lets them move")
+    return CompileChoice(True, "steps while its layers or experts are away go without")
 
 
 def find_compiler(environ: Mapping[str, str] = os.environ) -> str | None:

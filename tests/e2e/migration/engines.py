@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,12 +80,14 @@ class EngineKind:
         migration: Settings of migration.
         options: Of vLLM.
         has_store: Whether it saves to and loads from a store of its own.
+        is_compiled: Whether its model is.
     """
 
     model: Callable[[Path], str]
     migration: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     has_store: bool = False
+    is_compiled: bool = False
 
 
 RANDOM = {
@@ -94,6 +96,7 @@ RANDOM = {
     "kv_cache_memory_bytes": 64 << 20,
 }
 _llama = random_model("llama", **LLAMA)
+_mixtral = random_model("mixtral", **LLAMA, num_local_experts=4, sliding_window=None)
 _qwen2 = random_model("qwen2", **{**GROUPED, "hidden_size": 256})
 _OF_KERNELS = {**RANDOM, "kv_cache_memory_bytes": 96 << 20, "block_size": 32}
 _SYNC = {
@@ -104,6 +107,7 @@ _SYNC = {
 ENGINES = {
     "llama": EngineKind(_llama, options=RANDOM),
     "llama, bfloat16": EngineKind(_llama, options={**RANDOM, "dtype": "bfloat16"}),
+    "mixtral, compiled": EngineKind(_mixtral, options=RANDOM, is_compiled=True),
     "llama, synchronous": EngineKind(_llama, options={**RANDOM, **_SYNC}),
     # So few blocks that long prompts preempt each other.
     "llama, store": EngineKind(
@@ -117,10 +121,7 @@ ENGINES = {
     "opt": EngineKind(
         random_model("opt", ffn_dim=256, word_embed_proj_dim=128, init_std=0.08), options=RANDOM
     ),
-    "mixtral": EngineKind(
-        random_model("mixtral", **LLAMA, num_local_experts=4, sliding_window=None),
-        options=RANDOM,
-    ),
+    "mixtral": EngineKind(_mixtral, options=RANDOM),
     "deepseek_v2": EngineKind(
         random_model("deepseek_v2", **LATENT),
         # As a server has it: see ``rotate_latents_in_torch``.
@@ -137,6 +138,19 @@ ENGINES = {
     "smollm2": EngineKind(smollm2, options={"kv_cache_memory_bytes": 256 << 20}),
 }
 """In the order in which tests run, see ``pytest_collection_modifyitems``."""
+
+
+@contextlib.contextmanager
+def _compiling(is_wanted: bool) -> Iterator[None]:
+    """Let the model of an engine that starts be compiled, and nothing after it: as servers do."""
+    import torch
+
+    if is_wanted:
+        torch.compiler.set_stance("default")
+    try:
+        yield
+    finally:
+        torch.compiler.set_stance("force_eager")
 
 
 class Engines:
@@ -169,7 +183,7 @@ class Engines:
         arguments = {
             "model": self._model(kind.model),
             "dtype": "float32",
-            "enforce_eager": True,
+            "enforce_eager": not kind.is_compiled,
             "max_model_len": 2048,
             "max_num_batched_tokens": 256,
             "worker_extension_cls": "banaserve.engine.vllm.worker.WorkerExtension",
@@ -193,7 +207,8 @@ class Engines:
                 "kv_connector_extra_config": {"socket": str(store), "cost_gate": False},
             }
         control, folder = stack.enter_context(self._parents.parent(arguments))
-        rig = Rig(arguments, control, folder, store)
+        with _compiling(kind.is_compiled):
+            rig = Rig(arguments, control, folder, store)
         stack.callback(rig.close)
         return rig
 

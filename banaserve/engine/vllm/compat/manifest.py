@@ -154,7 +154,8 @@ _CONFIG = [
     *_classes("config", "vllm.usage.usage_lib", "required to make an engine", "UsageContext"),
     *_attributes("config", "vllm.usage.usage_lib", "UsageContext", "required to make an engine",
                  "OPENAI_API_SERVER"),
-    *_attributes("config", "vllm.config", "CompilationMode", "refuses compiled engines", "NONE"),
+    *_attributes("config", "vllm.config", "CompilationMode", "refuses compiled engines",
+                 "NONE STOCK_TORCH_COMPILE"),
     *_attributes("config", "vllm.config", "CUDAGraphMode", "refuses CUDA graphs", "NONE"),
     Entry("config", "vllm.platforms", "current_platform", NameKind.VALUE, "CPU or GPU"),
     *_methods("config", "vllm.platforms.interface", "Platform", "CPU or GPU", "is_cpu()"),
@@ -687,6 +688,10 @@ _ATTENTION = [
 _STATE = "vllm.distributed.parallel_state"
 
 _MODEL = [
+    *_functions("model", "vllm.forward_context", "a compiled model calls its layers",
+                "get_forward_context()"),
+    *_attributes("model", "vllm.forward_context", "ForwardContext",
+                 "a compiled model calls its layers", "skip_compiled", Hook.SET),
     *_functions("model", "vllm.model_executor.model_loader", "weights of a guest's layers",
                 "get_model_loader(load_config)"),
     *_methods("model", "vllm.model_executor.model_loader.base_loader", "BaseModelLoader",

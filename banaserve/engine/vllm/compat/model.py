@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.utils import (
     initialize_model,
@@ -18,6 +22,7 @@ __all__ = [
     "end_alone",
     "get_model_loader",
     "initialize_model",
+    "leave_graphs",
     "pipeline_stage",
     "process_weights_after_loading",
     "start_alone",
@@ -48,6 +53,18 @@ def pipeline_stage(start: int, end: int) -> Iterator[None]:
         mock.patch.object(parallel_state, "_PP", _MiddleStage()),
     ):
         yield
+
+
+def leave_graphs(model: nn.Module) -> RemovableHandle:
+    """Let steps call the model's modules as they are written, until the handle is removed.
+
+    vLLM has this switch for models whose inputs no graph fits.
+    """
+
+    def leave(*_: Any) -> None:
+        get_forward_context().skip_compiled = True
+
+    return model.register_forward_pre_hook(leave)
 
 
 def start_alone(rendezvous: str) -> None:

@@ -40,7 +40,7 @@ def _config_blocker(config: VllmConfig) -> str | None:
         return "only vLLM's own attention on CPU reads MLA's latents, and its kernels would not"
     if config.speculative_config is not None:
         return "speculative decoding reads states of layers that may be elsewhere"
-    if config.compilation_config.mode != CompilationMode.NONE:
+    if not _can_leave_graphs(config):
         return "compiled graphs hold the layers that would move; start it with --enforce-eager"
     if str(config.device_config.device_type) != "cpu" and (reason := _device_blocker(config)):
         return reason
@@ -54,6 +54,14 @@ def _config_blocker(config: VllmConfig) -> str | None:
     if load_format not in _PARTIAL_LOAD_FORMATS:
         return f"weights of format {load_format} cannot be loaded for some layers alone"
     return None
+
+
+def _can_leave_graphs(config: VllmConfig) -> bool:
+    """Whether its model can call its layers one by one; on other devices that is not tried."""
+    mode = config.compilation_config.mode
+    is_on_cpu = str(config.device_config.device_type) == "cpu"
+    leaves = is_on_cpu and mode != CompilationMode.STOCK_TORCH_COMPILE
+    return leaves or mode == CompilationMode.NONE
 
 
 def attends_with_kernels(config: VllmConfig) -> bool:

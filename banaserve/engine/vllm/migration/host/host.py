@@ -23,6 +23,7 @@ from banaserve.engine.vllm.migration.host.recovery import StepRecovery
 from banaserve.engine.vllm.migration.host.unit_builder import UnitBuilder
 from banaserve.engine.vllm.migration.kv.host_kv import HostKv, blocks_gained
 from banaserve.engine.vllm.migration.kv.step_context import StepContext
+from banaserve.engine.vllm.migration.modules.compiled_model import CompiledModel
 from banaserve.engine.vllm.migration.modules.expert_split import SplitExperts
 from banaserve.engine.vllm.migration.rpc import messages
 from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
@@ -133,6 +134,7 @@ class MigrationHost:
             self.guest_lost,
             settings.poison,
             experts=self._experts(layers),
+            compiled=CompiledModel(runner.get_model()),
         )
         self._builder = UnitBuilder(host_kv, time_hook)
         self._unit_makers = HostUnits(self.engine)
@@ -151,6 +153,9 @@ class MigrationHost:
 
     def expert_load(self, *, counting: bool) -> dict[int, list[int]]:
         """How often each expert was chosen since it is counted, by layer."""
+        if self.engine.compiled is not None:
+            is_wanted = counting and bool(self.engine.experts)
+            self.engine.compiled.call_modules("counted", wanted=is_wanted)
         return {layer: one.count(counting) for layer, one in self.engine.experts.items()}
 
     # ---- a move, step by step

@@ -166,6 +166,7 @@ class HostExperts(HostUnit):
     """Some experts of this engine's layers."""
 
     microbatch_blocker = "experts of some layers are elsewhere"
+    replaces_modules = True
 
     def __init__(self, unit_id: str, modules: ExpertSet, *, engine: HostEngine) -> None:
         super().__init__(unit_id, modules, engine)

@@ -15,6 +15,7 @@ from banaserve.engine.vllm.migration.kv.dirty_blocks import DirtyBlockTracker, R
 from banaserve.engine.vllm.migration.kv.host_kv import Freed, HostKv
 from banaserve.engine.vllm.migration.kv.remote_kv import RemoteKv, StagedRemoteKv
 from banaserve.engine.vllm.migration.kv.step_context import StepContext
+from banaserve.engine.vllm.migration.modules.compiled_model import CompiledModel
 from banaserve.engine.vllm.migration.modules.expert_split import SplitExperts
 from banaserve.engine.vllm.migration.rpc import messages
 from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
@@ -82,6 +83,7 @@ class HostEngine:
         poisons: Whether KV that has moved away is overwritten with NaN.
         store: That guests may save blocks to; None where there is none.
         experts: Of the layers that have any, by layer.
+        compiled: The model, where it may be compiled.
     """
 
     config: VllmConfig
@@ -95,6 +97,7 @@ class HostEngine:
     poisons: bool = False
     store: messages.StorePlace | None = None
     experts: Mapping[int, SplitExperts] = field(default_factory=dict)
+    compiled: CompiledModel | None = None
 
     def names(self, layers: Iterable[int]) -> list[str]:
         """Of the attentions of these layers."""
@@ -112,10 +115,12 @@ class HostUnit(ABC):
         residence: Where it runs; None at home.
         blocks_come_home: Whether single blocks come home by being written while it is away.
         microbatch_blocker: Why steps cannot be cut while it is away; empty where they can.
+        replaces_modules: Whether something stands in the place of modules that graphs would hold.
     """
 
     blocks_come_home = False
     microbatch_blocker = ""
+    replaces_modules = False
 
     def __init__(self, unit_id: str, modules: MigrationUnit, engine: HostEngine) -> None:
         self.unit_id = unit_id

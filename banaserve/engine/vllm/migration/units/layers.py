@@ -122,6 +122,8 @@ class RunLayers(messages.Run, frozen=True, tag=True):
 class HostLayers(HostUnit):
     """A range of layers of this engine's model."""
 
+    replaces_modules = True
+
     def __init__(self, unit_id: str, modules: LayerRange, *, engine: HostEngine) -> None:
         super().__init__(unit_id, modules, engine)
         self._start, self._end = modules.start, modules.end
