@@ -39,7 +39,7 @@ endif
 GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),python3)
 
 .PHONY: help serve install test test-long test-nemesis test-soak test-differential test-fast test-gpu \
-    demo pictures support fuzz lint lint-style lint-types lint-imports lint-docs format bench bench-gpu wheel \
+    demo pictures support fuzz lint lint-style lint-types lint-imports lint-docs format bench bench-gpu gpu-report wheel \
     wheel-check sanitize lint-docker pin-images docs lock sbom audit clean distclean
 
 help:  ## List the targets.
@@ -139,6 +139,9 @@ pictures: install  ## Draw README's pictures anew: the headline result, and the 
 
 bench-gpu:  ## Time the kernels on a GPU with GPU_PYTHON into benchmarks/results/kernels.json.
 	@PYTHONSAFEPATH= timeout 480 $(GPU_PYTHON) -m benchmarks.kernel_bandwidth --json benchmarks/results/kernels.json $(ARGS)
+
+gpu-report: install  ## Run all that needs a GPU on one, within half an hour, into the page gpu-report/report.md.
+	@PYTHONSAFEPATH= exec $(BIN)/python -m benchmarks gpu-report $(ARGS)
 
 wheel: install  ## Build a wheel into dist/; BANASERVE_CUDA=1 adds the CUDA part, with nvcc.
 	@rm -rf build/lib* build/bdist* # what an earlier wheel left would go into this one

@@ -36,6 +36,9 @@ BENCHMARKS = {
         "Is the elastic system ever slower than plain engines on modelled GPUs?",
     ),
     "front": Benchmark("benchmarks.front", "What does the front door cost beside vLLM's own?"),
+    "gpu-report": Benchmark(
+        "benchmarks.gpu_report", "What does a GPU say to all of it, in one page?"
+    ),
     "handover": Benchmark("benchmarks.handover", "What does a request cost that is handed over?"),
     "handover-moved": Benchmark(
         "benchmarks.handover_moved",
@@ -87,6 +90,10 @@ BENCHMARKS = {
     ),
     "router": Benchmark(
         "benchmarks.router.__main__", "What does a router cost a request and a streamed part?"
+    ),
+    "served": Benchmark(
+        "benchmarks.served",
+        "Are answers those of plain vLLM while modules move, on whatever device this is?",
     ),
     "short-prompts": Benchmark(
         "benchmarks.short_prompts", "From how many tokens on does a prefill leg pay?"

@@ -143,10 +143,12 @@ class Server:
 
 
 @contextlib.contextmanager
-def banaserve_server(model: str, *options: str) -> Iterator[Server]:
+def banaserve_server(
+    model: str, *options: str, environment: Mapping[str, str] | None = None
+) -> Iterator[Server]:
     """``banaserve serve`` with ``options``, on a free port of this machine."""
     command = [sys.executable, "-m", "banaserve", "serve", "--model", model]
-    with _started([*command, *options], "banaserve") as server:
+    with _started([*command, *options], "banaserve", environment) as server:
         yield server
 
 

@@ -1,0 +1,99 @@
+"""Models of random weights, of the shapes that people serve: for machines that fetch nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from banaserve import models
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_LLAMA: Mapping[str, Any] = {"max_position_embeddings": 8192, "tie_word_embeddings": False}
+SIZES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    # Seconds on a laptop.
+    "tiny": (
+        "llama",
+        {
+            **_LLAMA,
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "initializer_range": 0.08,
+        },
+    ),
+    "tiny-moe": (
+        "qwen3_moe",
+        {
+            **_LLAMA,
+            "hidden_size": 256,
+            "intermediate_size": 256,
+            "moe_intermediate_size": 128,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "initializer_range": 0.08,
+        },
+    ),
+    # Llama 3.2 1B and 3.1 8B but for the vocabulary, which is the packaged model's.
+    "1b": (
+        "llama",
+        {
+            **_LLAMA,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "initializer_range": 0.03,
+        },
+    ),
+    "8b": (
+        "llama",
+        {
+            **_LLAMA,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "initializer_range": 0.02,
+        },
+    ),
+}
+"""Family and shape, by the name that is typed."""
+
+
+def make_model(size: str, folder: Path, dtype: str) -> str:
+    """Write a model with the packaged model's tokenizer; the same for the same arguments.
+
+    Weights are drawn on the GPU where there is one: those of 8 billion take minutes on a CPU.
+
+    Returns:
+        The folder.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    packaged = Path(models.resolve(models.PACKAGED, None, lambda _: None).path_or_id)
+    known = json.loads((packaged / "config.json").read_text(encoding="utf-8"))
+    family, shape = SIZES[size]
+    names = ("bos_token_id", "eos_token_id", "pad_token_id", "vocab_size")
+    of_tokenizer = {name: known[name] for name in names if name in known}
+    config = AutoConfig.for_model(family, **{**shape, **of_tokenizer})
+    torch.manual_seed(3)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    model.save_pretrained(folder)
+    for name in _TOKENIZER_FILES:
+        if (packaged / name).exists():
+            shutil.copy(packaged / name, folder / name)
+    return str(folder)

@@ -1,0 +1,346 @@
+"""Answers of one plain vLLM engine and of ``--pd 1:1``, whose modules move in mid-stream.
+
+``python -m benchmarks served``. On whatever device there is: first vLLM's own API server answers,
+then banaserve with the same weights, prompt by prompt, again from the store, and while layers,
+heads, older blocks and, where the model has any, experts leave the decode instance and come home.
+A model of random weights is made where none is given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.progress import Progress
+
+from banaserve import models
+from banaserve.api.admin_client import AdminClient
+from banaserve.arguments import Parser, positive
+from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
+from banaserve.bench.loadgen.loops import closed_loop
+from banaserve.bench.loadgen.servers import (
+    Server,
+    banaserve_server,
+    end_on_sigterm,
+    vllm_server,
+)
+from banaserve.bench.results import result
+from banaserve.bench.results.statistics import median
+from banaserve.engine.vllm.migration.api import (
+    Migration,
+    MigrationRequest,
+    MoveContext,
+    MoveExperts,
+    MoveHeads,
+    MoveLayers,
+    Return,
+)
+from banaserve.errors import UserError
+from banaserve.run_dir import find_admin
+from benchmarks.random_model import SIZES, make_model
+from benchmarks.script import run_script
+
+_NAME = "m"
+_MOVE_AFTER_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What to serve, and how much of it.
+
+    Attributes:
+        model: Folder or name; empty: random weights of ``size``.
+        on_gpu: Both instances share the first GPU.
+    """
+
+    model: str
+    size: str
+    dtype: str
+    prompts: int
+    prompt_tokens: int
+    output_tokens: int
+    stream_tokens: int
+    kv_bytes: int
+    on_gpu: bool
+
+
+@dataclass
+class Seen:
+    """What was measured of one server.
+
+    Attributes:
+        alone: Answers to prompts that were sent one at a time.
+        again: To the same ones, which the store has by then.
+        streams: To those that run together, by the kind of module that left and came home.
+        moves: Of each kind, its way there and home.
+        refused: Why a kind did not move.
+    """
+
+    alone: list[RequestRecord] = field(default_factory=list)
+    again: list[RequestRecord] = field(default_factory=list)
+    streams: dict[str, list[RequestRecord]] = field(default_factory=dict)
+    moves: dict[str, tuple[Migration, Migration]] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run it and write the result; the exit code is 1 where an answer differs."""
+    parser = Parser(prog="python -m benchmarks served", description=__doc__)
+    add = parser.add_argument
+    add("--json", type=Path, help="write the result there")
+    add("--model", default="", help="folder or name; random weights without it")
+    add("--size", choices=sorted(SIZES), default="tiny", help="of random weights")
+    add("--dtype", default="", help="float32 on a CPU and bfloat16 on a GPU without it")
+    add("--prompts", type=positive, default=6)
+    add("--prompt-tokens", type=positive, default=1000, help="of the longest")
+    add("--output-tokens", type=positive, default=32)
+    add("--stream-tokens", type=positive, default=200, help="of streams under which modules move")
+    add("--kv-mib", type=positive, default=256, help="KV cache of each instance")
+    given = parser.parse_args(list(argv))
+    end_on_sigterm()
+    on_gpu = result.machine().gpu is not None
+    options = Options(
+        given.model,
+        given.size,
+        given.dtype or ("bfloat16" if on_gpu else "float32"),
+        given.prompts,
+        given.prompt_tokens,
+        given.output_tokens,
+        given.stream_tokens,
+        given.kv_mib << 20,
+        on_gpu,
+    )
+    record = asyncio.run(_measure(options, datetime.now(UTC)))
+    result.deliver(record, given.json)
+    equal = [f.min for name, f in record.figures.items() if name.startswith("equal_")]
+    return 0 if options.dtype != "float32" or min(equal) == 1.0 else 1
+
+
+async def _measure(options: Options, started_at: datetime) -> result.Result:
+    environment = _ON_GPU if options.on_gpu else {}
+    with _model(options) as (path, shape), Progress(transient=True) as progress:
+        orders = list(_orders(shape))
+        task = progress.add_task("plain vLLM answers", total=3 + len(orders))
+
+        def tell(what: str) -> None:
+            progress.update(task, advance=1, description=what)
+
+        same = (
+            *("--dtype", options.dtype, "--kv-cache-memory-bytes", str(options.kv_bytes)),
+            *("--max-model-len", "2048", "--enforce-eager"),
+        )
+        plain = Seen()
+        with vllm_server(path, _NAME, *same, environment=environment) as server:
+            async with OpenAiClient(server.url, _NAME, return_token_ids=True) as client:
+                plain.alone = await closed_loop(client, _calls(options, shape), 1)
+                plain.streams[""] = await _together(client, _streams(options, shape))
+        tell("banaserve starts")
+        with tempfile.TemporaryDirectory(prefix="served-") as folder:
+            run_dir = Path(folder) / "run"
+            shared = ("--devices", "0;0") if options.on_gpu else ()
+            ours = ("--pd", "1:1", "--served-model-name", _NAME, "--run-dir", str(run_dir))
+            given = (*ours, "--migration", "on", *shared, *same)
+            with banaserve_server(path, *given, environment=environment) as server:
+                admin = AdminClient(*find_admin(run_dir))
+                seen = await _serve(server, admin, options, shape, orders, tell)
+    return _result(options, started_at, plain, seen)
+
+
+_ON_GPU = {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_KV_CACHE_LAYOUT": "LBHNC"}
+"""Without which nothing moves there; vLLM's own server gets them, too."""
+
+
+async def _serve(
+    server: Server,
+    admin: AdminClient,
+    options: Options,
+    shape: Shape,
+    orders: Sequence[MigrationRequest],
+    tell: Callable[[str], None],
+) -> Seen:
+    seen = Seen()
+    async with OpenAiClient(server.url, _NAME, return_token_ids=True) as client:
+        tell("prompts are handed over")
+        seen.alone = await closed_loop(client, _calls(options, shape), 1)
+        seen.again = await closed_loop(client, _calls(options, shape), 1)
+        for order in orders:
+            kind = type(order).__name__.removeprefix("Move").lower()
+            tell(f"{kind} leave and come home")
+            calls = _streams(options, shape)
+            try:
+                there, streams = await _meanwhile(client, calls, admin, order)
+            except UserError as refused:
+                seen.refused[kind] = str(refused)
+                continue
+            streams += await _together(client, calls)
+            home, more = await _meanwhile(client, calls, admin, Return("d0"))
+            seen.streams[kind] = streams + more
+            seen.moves[kind] = there, home
+    return seen
+
+
+async def _meanwhile(
+    client: OpenAiClient,
+    calls: Sequence[CompletionCall],
+    admin: AdminClient,
+    order: MigrationRequest,
+) -> tuple[Migration, list[RequestRecord]]:
+    """Carry out a move while streams run, again and again until it has ended.
+
+    Raises:
+        UserError: It is refused, or has failed.
+    """
+    move = asyncio.create_task(asyncio.to_thread(admin.run, order))
+    records = await _together(client, calls)
+    while not move.done():
+        records += await _together(client, calls)
+    migration = await move
+    if migration.state != "done":
+        raise UserError(f"migration {migration.state}: {migration.error}")
+    return migration, records
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of the model: what may be named in moves, and ids that prompts are drawn from."""
+
+    num_layers: int
+    num_kv_heads: int
+    num_experts: int
+    vocab_size: int
+
+
+def _orders(shape: Shape) -> Iterator[MigrationRequest]:
+    """Some of each kind of module, from the middle of the model."""
+    first = shape.num_layers // 4
+    last = max(first + 1, shape.num_layers // 2)
+    yield MoveLayers("d0", "p0", (first, last))
+    if shape.num_kv_heads > 1:
+        some = tuple(range(shape.num_kv_heads // 2))
+        yield MoveHeads("d0", "p0", dict.fromkeys(range(first, last), some))
+        yield MoveContext("d0", "p0", (first, last))
+    if shape.num_experts:
+        half = tuple(range(shape.num_experts // 2))
+        yield MoveExperts("d0", "p0", dict.fromkeys(range(first, last), half))
+
+
+@contextmanager
+def _model(options: Options) -> Iterator[tuple[str, Shape]]:
+    """A folder with the model, and its shape; random weights are gone afterwards."""
+    from transformers import AutoConfig
+
+    scratch = tempfile.mkdtemp(prefix="random-model-") if not options.model else ""
+    try:
+        if options.model:
+            found = models.resolve(options.model, None, lambda line: print(line, flush=True))
+            path = found.path_or_id
+        else:
+            path = make_model(options.size, Path(scratch), options.dtype)
+        config = AutoConfig.from_pretrained(path)
+        experts = ("num_experts", "num_local_experts", "n_routed_experts")
+        yield (
+            path,
+            Shape(
+                config.num_hidden_layers,
+                getattr(config, "num_key_value_heads", config.num_attention_heads),
+                next((int(getattr(config, name)) for name in experts if hasattr(config, name)), 0),
+                config.vocab_size,
+            ),
+        )
+    finally:
+        if scratch:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _prompts(options: Options, shape: Shape, count: int, seed: int) -> list[list[int]]:
+    """Of lengths from some tokens to the longest; no two begin alike."""
+    draw = random.Random(seed)
+    lengths = [max(5, options.prompt_tokens * n // count) for n in range(1, count + 1)]
+    last = min(shape.vocab_size, 40_000)
+    return [draw.choices(range(100, last), k=length) for length in lengths]
+
+
+def _calls(options: Options, shape: Shape) -> list[CompletionCall]:
+    prompts = _prompts(options, shape, options.prompts, 1)
+    return [_call(str(n), one, options.output_tokens) for n, one in enumerate(prompts)]
+
+
+def _streams(options: Options, shape: Shape) -> list[CompletionCall]:
+    prompts = _prompts(options, shape, 3, 2)
+    return [_call(str(n), one, options.stream_tokens) for n, one in enumerate(prompts)]
+
+
+def _call(name: str, prompt: list[int], num_tokens: int) -> CompletionCall:
+    extra: Mapping[str, object] = {"ignore_eos": True}
+    return CompletionCall(name, prompt=prompt, max_tokens=num_tokens, extra=extra)
+
+
+async def _together(client: OpenAiClient, calls: Sequence[CompletionCall]) -> list[RequestRecord]:
+    return await closed_loop(client, list(calls), len(calls))
+
+
+# ---- what was found
+
+
+def _equal(ours: Sequence[RequestRecord], plain: Sequence[RequestRecord]) -> float:
+    """The fraction of answers that have the same tokens."""
+    failed = [one.error for one in (*ours, *plain) if one.error]
+    if failed:
+        raise UserError(f"a request failed: {failed[0]}")
+    expected = {one.id: one.token_ids for one in plain}
+    return sum(one.token_ids == expected[one.id] for one in ours) / len(ours)
+
+
+def _ttfts(records: Sequence[RequestRecord]) -> list[float]:
+    return [one.first_token_at_s - one.sent_at_s for one in records if one.first_token_at_s]
+
+
+def _result(options: Options, started_at: datetime, plain: Seen, ours: Seen) -> result.Result:
+    figures = {
+        "equal_handed_over": result.figure([_equal(ours.alone, plain.alone)], "fraction"),
+        "equal_from_store": result.figure([_equal(ours.again, plain.alone)], "fraction"),
+        "ttft_vllm": result.figure([median(_ttfts(plain.alone))], "s"),
+        "ttft": result.figure([median(_ttfts(ours.alone))], "s"),
+        "ttft_from_store": result.figure([median(_ttfts(ours.again))], "s"),
+    }
+    for kind, streams in ours.streams.items():
+        equal = _equal(streams, plain.streams[""])
+        figures[f"equal_{kind}"] = result.figure([equal], "fraction")
+    for kind, (there, home) in ours.moves.items():
+        figures[f"{kind}_s"] = result.figure([_seconds(there)], "s")
+        figures[f"{kind}_stall"] = result.figure([_fact(there, "stall_s")], "s")
+        figures[f"{kind}_stall_home"] = result.figure([_fact(home, "stall_s")], "s")
+        copied = _fact(there, "precopy_bytes") + _fact(there, "commit_bytes")
+        figures[f"{kind}_kv"] = result.figure([copied], "B")
+        figures[f"{kind}_weights"] = result.figure([_fact(there, "weight_bytes")], "B")
+    return result.result(
+        "served",
+        seed=1,
+        options={name: getattr(options, name) for name in Options.__slots__},
+        started_at=started_at,
+        figures=figures,
+        notes=(
+            *(f"{kind} were refused: {why}" for kind, why in ours.refused.items()),
+            "one prompt at a time, so that both servers compute the same batches; streams together",
+            "in bfloat16 a batch may round otherwise, and near ties of tokens fall otherwise",
+        ),
+    )
+
+
+def _seconds(migration: Migration) -> float:
+    return sum(sum(move.seconds.values()) for move in migration.moves)
+
+
+def _fact(migration: Migration, name: str) -> float:
+    return float(sum(move.facts.get(name, 0) for move in migration.moves))
+
+
+if __name__ == "__main__":
+    run_script(main)
