@@ -155,6 +155,84 @@ class LayerSpan(msgspec.Struct, frozen=True):
         return msgspec.convert(given, cls)
 
 
+class LayerNumbers(msgspec.Struct, frozen=True):
+    """What units have in common that are given by numbers, of heads say, layer by layer.
+
+    The field that has them is named as the kind is.
+
+    Attributes:
+        one: Of what the numbers are.
+        in_full: The same in more words.
+    """
+
+    kind: ClassVar[str]
+    one: ClassVar[str]
+    in_full: ClassVar[str]
+
+    @property
+    def by_layer(self) -> dict[int, tuple[int, ...]]:
+        found: dict[int, tuple[int, ...]] = getattr(self, self.kind)
+        return found
+
+    @property
+    def layers(self) -> list[int]:
+        return sorted(self.by_layer)
+
+    def __str__(self) -> str:
+        parts = (f"{layer}/{','.join(map(str, self.by_layer[layer]))}" for layer in self.layers)
+        return f"{self.kind} {' '.join(parts)}"
+
+    def check_numbers(self, num_layers: int, count: int) -> None:
+        """Refuse layers that are not there, and numbers that are none of a layer's ``count``.
+
+        Raises:
+            MigrationError: With the first that is wrong.
+        """
+        if not self.by_layer:
+            raise MigrationError(f"no {self.kind} are named")
+        for layer, numbers in self.by_layer.items():
+            if not 0 <= layer < num_layers:
+                raise MigrationError(f"there is no layer {layer}: the model has {num_layers}")
+            if not numbers:
+                raise MigrationError(f"no {self.kind} of layer {layer} are named")
+            if len(set(numbers)) != len(numbers):
+                raise MigrationError(f"one of the {self.kind} of layer {layer} is named twice")
+            unknown = sorted(number for number in numbers if not 0 <= number < count)
+            if unknown:
+                raise MigrationError(
+                    f"layer {layer} has no {self.in_full} {unknown[0]}: it has {count}"
+                )
+
+    def cells(self) -> set[Cell]:
+        return {(layer, number) for layer, some in self.by_layer.items() for number in some}
+
+    def of_cells(self, cells: set[Cell]) -> list[Self]:
+        """One set of all of them."""
+        numbers: dict[int, tuple[int, ...]] = {}
+        for layer, number in sorted(cells):
+            numbers[layer] = (*numbers.get(layer, ()), number)
+        return [type(self)(numbers)] if numbers else []
+
+    def describe_cell(self, cell: Cell) -> str:
+        return f"{self.one} {cell[1]} of layer {cell[0]}"
+
+    def covers(self, other: MigrationUnit) -> bool:
+        return other.kind == self.kind and other.cells() <= self.cells()
+
+    def to_wire(self) -> dict[str, Any]:
+        return {self.kind: [[layer, list(self.by_layer[layer])] for layer in self.layers]}
+
+    @classmethod
+    def from_wire(cls, given: Mapping[str, Any]) -> Self:
+        pairs = msgspec.convert(given.get(cls.kind), list[tuple[int, tuple[int, ...]]])
+        return cls.of(dict(pairs))
+
+    @classmethod
+    def of(cls, numbers: Mapping[int, Sequence[int]]) -> Self:
+        """With the numbers of each layer in ascending order."""
+        return cls({layer: tuple(sorted(some)) for layer, some in numbers.items()})
+
+
 def overlap(one: MigrationUnit, other: MigrationUnit) -> str | None:
     """The first part that two units have in common, in words; None where they have none."""
     if one.kind == other.kind:

@@ -7,11 +7,10 @@ Their host keeps its weights, as it does those of layers: a guest that is lost c
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
-import msgspec
 import torch
 
 from banaserve.engine.vllm.compat.config import VllmConfig
@@ -29,7 +28,7 @@ from banaserve.engine.vllm.migration.rpc import messages
 from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
 from banaserve.engine.vllm.migration.rpc.tensors import TensorBundle, from_wire, to_device
 from banaserve.engine.vllm.migration.types import ModelGeometry
-from banaserve.engine.vllm.migration.units.base import Cell, MigrationUnit
+from banaserve.engine.vllm.migration.units.base import LayerNumbers
 from banaserve.engine.vllm.migration.units.guest_unit import Answer, GuestServices, GuestUnit
 from banaserve.engine.vllm.migration.units.host_unit import HostEngine, HostUnit, UnitLocation
 from banaserve.engine.vllm.migration.units.kind import UnitKind
@@ -38,46 +37,21 @@ from banaserve.transport.interface import Tensor, Transport
 from banaserve.types import Module
 
 
-class ExpertSet(msgspec.Struct, frozen=True, tag="experts"):
+class ExpertSet(LayerNumbers, frozen=True, tag="experts"):
     """Routed experts by layer: weights only."""
 
     kind: ClassVar[str] = "experts"
+    one: ClassVar[str] = "expert"
+    in_full: ClassVar[str] = "expert"
     has_weights: ClassVar[bool] = False
     loads_weights: ClassVar[bool] = True
 
     experts: dict[int, tuple[int, ...]]
 
-    @property
-    def layers(self) -> list[int]:
-        return sorted(self.experts)
-
-    def __str__(self) -> str:
-        parts = (f"{layer}/{','.join(map(str, self.experts[layer]))}" for layer in self.layers)
-        return f"experts {' '.join(parts)}"
-
     def check(self, shape: ModelGeometry) -> None:
         if not shape.num_experts:
             raise MigrationError("this model has no experts: move layers or heads instead")
-        if not self.experts:
-            raise MigrationError("no experts are named")
-        for layer, experts in self.experts.items():
-            _check_layer(layer, experts, shape)
-
-    def cells(self) -> set[Cell]:
-        return {(layer, expert) for layer, experts in self.experts.items() for expert in experts}
-
-    def of_cells(self, cells: set[Cell]) -> list[ExpertSet]:
-        """One set of all of them."""
-        experts: dict[int, tuple[int, ...]] = {}
-        for layer, expert in sorted(cells):
-            experts[layer] = (*experts.get(layer, ()), expert)
-        return [ExpertSet(experts)] if experts else []
-
-    def describe_cell(self, cell: Cell) -> str:
-        return f"expert {cell[1]} of layer {cell[0]}"
-
-    def covers(self, other: MigrationUnit) -> bool:
-        return other.kind == self.kind and other.cells() <= self.cells()
+        self.check_numbers(shape.num_layers, shape.num_experts)
 
     def weight_bytes(self, layer_weight_bytes: int) -> int:
         """A guest loads a whole layer before it drops what it does not need of it."""
@@ -88,14 +62,6 @@ class ExpertSet(msgspec.Struct, frozen=True, tag="experts"):
 
     def num_pages(self, num_kv_heads: int) -> float:
         return 0.0
-
-    def to_wire(self) -> dict[str, Any]:
-        return {"experts": [[layer, list(self.experts[layer])] for layer in self.layers]}
-
-    @classmethod
-    def from_wire(cls, given: Mapping[str, Any]) -> Self:
-        pairs = msgspec.convert(given.get("experts"), list[tuple[int, tuple[int, ...]]])
-        return cls({layer: tuple(sorted(experts)) for layer, experts in pairs})
 
     def move_request(self, source: str, target: str) -> MoveExperts:
         return MoveExperts(source, target, self.experts)
@@ -113,24 +79,6 @@ class ExpertSet(msgspec.Struct, frozen=True, tag="experts"):
 
     def check_attention(self, attention: Any, name: str) -> None:
         """Attention stays where it is."""
-
-
-def _check_layer(layer: int, experts: tuple[int, ...], shape: ModelGeometry) -> None:
-    if not 0 <= layer < shape.num_layers:
-        raise MigrationError(f"there is no layer {layer}: the model has {shape.num_layers}")
-    if not experts:
-        raise MigrationError(f"no experts of layer {layer} are named")
-    if len(set(experts)) != len(experts):
-        raise MigrationError(f"an expert of layer {layer} is named twice")
-    unknown = sorted(expert for expert in experts if not 0 <= expert < shape.num_experts)
-    if unknown:
-        raise MigrationError(
-            f"layer {layer} has no expert {unknown[0]}: it has {shape.num_experts}"
-        )
-
-
-def _sorted(experts: Mapping[int, tuple[int, ...]]) -> ExpertSet:
-    return ExpertSet({layer: tuple(sorted(of)) for layer, of in experts.items()})
 
 
 class BuildExperts(messages.Build, frozen=True, tag=True):
@@ -303,8 +251,8 @@ def _check_step(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, count
 KIND = UnitKind(
     unit=ExpertSet,
     request=MoveExperts,
-    asked=lambda ask: _sorted(ask.experts),
-    asked_home=lambda ask: _sorted(ask.experts) if ask.experts is not None else None,
+    asked=lambda ask: ExpertSet.of(ask.experts),
+    asked_home=lambda ask: ExpertSet.of(ask.experts) if ask.experts is not None else None,
     of_module=lambda _: None,
     build=BuildExperts,
     run=RunExperts,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
-import msgspec
 import torch
 
 from banaserve.engine.vllm.compat.attention import CommonAttentionMetadata
@@ -20,53 +19,28 @@ from banaserve.engine.vllm.migration.rpc import messages
 from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
 from banaserve.engine.vllm.migration.rpc.tensors import TensorBundle, from_wire, restore, to_device
 from banaserve.engine.vllm.migration.types import ModelGeometry
-from banaserve.engine.vllm.migration.units.base import Cell, MigrationUnit
+from banaserve.engine.vllm.migration.units.base import LayerNumbers
 from banaserve.engine.vllm.migration.units.guest_unit import Answer, GuestServices, GuestUnit
 from banaserve.engine.vllm.migration.units.host_unit import HostEngine, HostUnit, UnitLocation
 from banaserve.engine.vllm.migration.units.kind import UnitKind
-from banaserve.errors import MigrationError, ProtocolError
+from banaserve.errors import ProtocolError
 from banaserve.transport.interface import Tensor, Transport
 from banaserve.types import Module
 
 
-class HeadSet(msgspec.Struct, frozen=True, tag="heads"):
+class HeadSet(LayerNumbers, frozen=True, tag="heads"):
     """KV heads by layer, each with the query heads of its group: KV cache only."""
 
     kind: ClassVar[str] = "heads"
+    one: ClassVar[str] = "head"
+    in_full: ClassVar[str] = "KV head"
     has_weights: ClassVar[bool] = False
     loads_weights: ClassVar[bool] = False
 
     heads: dict[int, tuple[int, ...]]
 
-    @property
-    def layers(self) -> list[int]:
-        return sorted(self.heads)
-
-    def __str__(self) -> str:
-        parts = (f"{layer}/{','.join(map(str, self.heads[layer]))}" for layer in self.layers)
-        return f"heads {' '.join(parts)}"
-
     def check(self, shape: ModelGeometry) -> None:
-        if not self.heads:
-            raise MigrationError("no heads are named")
-        for layer, heads in self.heads.items():
-            _check_layer(layer, heads, shape)
-
-    def cells(self) -> set[Cell]:
-        return {(layer, head) for layer, heads in self.heads.items() for head in heads}
-
-    def of_cells(self, cells: set[Cell]) -> list[HeadSet]:
-        """One set of all of them."""
-        heads: dict[int, tuple[int, ...]] = {}
-        for layer, head in sorted(cells):
-            heads[layer] = (*heads.get(layer, ()), head)
-        return [HeadSet(heads)] if heads else []
-
-    def describe_cell(self, cell: Cell) -> str:
-        return f"head {cell[1]} of layer {cell[0]}"
-
-    def covers(self, other: MigrationUnit) -> bool:
-        return other.kind == self.kind and other.cells() <= self.cells()
+        self.check_numbers(shape.num_layers, shape.num_kv_heads)
 
     def weight_bytes(self, layer_weight_bytes: int) -> int:
         return 0
@@ -76,14 +50,6 @@ class HeadSet(msgspec.Struct, frozen=True, tag="heads"):
 
     def num_pages(self, num_kv_heads: int) -> float:
         return self.kv_pages(num_kv_heads)
-
-    def to_wire(self) -> dict[str, Any]:
-        return {"heads": [[layer, list(self.heads[layer])] for layer in self.layers]}
-
-    @classmethod
-    def from_wire(cls, given: Mapping[str, Any]) -> Self:
-        pairs = msgspec.convert(given.get("heads"), list[tuple[int, tuple[int, ...]]])
-        return cls({layer: tuple(sorted(heads)) for layer, heads in pairs})
 
     def move_request(self, source: str, target: str) -> MoveHeads:
         return MoveHeads(source, target, self.heads)
@@ -119,24 +85,6 @@ class HeadSet(msgspec.Struct, frozen=True, tag="heads"):
     def check_attention(self, attention: Any, name: str) -> None:
         """Heads have to be alike."""
         checks.check_heads(attention, name)
-
-
-def _check_layer(layer: int, heads: tuple[int, ...], shape: ModelGeometry) -> None:
-    if not 0 <= layer < shape.num_layers:
-        raise MigrationError(f"there is no layer {layer}: the model has {shape.num_layers}")
-    if not heads:
-        raise MigrationError(f"no heads of layer {layer} are named")
-    if len(set(heads)) != len(heads):
-        raise MigrationError(f"a head of layer {layer} is named twice")
-    unknown = sorted(head for head in heads if not 0 <= head < shape.num_kv_heads)
-    if unknown:
-        raise MigrationError(
-            f"layer {layer} has no KV head {unknown[0]}: it has {shape.num_kv_heads}"
-        )
-
-
-def _sorted(heads: Mapping[int, tuple[int, ...]]) -> HeadSet:
-    return HeadSet({layer: tuple(sorted(of)) for layer, of in heads.items()})
 
 
 def _of_module(module: Module) -> HeadSet | None:
@@ -362,8 +310,8 @@ class GuestHeads(GuestUnit):
 KIND = UnitKind(
     unit=HeadSet,
     request=MoveHeads,
-    asked=lambda ask: _sorted(ask.heads),
-    asked_home=lambda ask: _sorted(ask.heads) if ask.heads is not None else None,
+    asked=lambda ask: HeadSet.of(ask.heads),
+    asked_home=lambda ask: HeadSet.of(ask.heads) if ask.heads is not None else None,
     of_module=_of_module,
     build=BuildHeads,
     run=RunHeads,
