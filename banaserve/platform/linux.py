@@ -17,6 +17,7 @@ MADV_REMOVE = 9
 MADV_POPULATE_WRITE = 23
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 """Of a memory file that is shared: one side could shrink it and kill the others with SIGBUS."""
+_M_ARENA_MAX = -8
 _POPULATE_STEP_BYTES = 64 * 2**20
 _SO_PEERPIDFD = 77
 _CREDENTIALS = struct.Struct("3i")
@@ -37,6 +38,23 @@ def madvise(address: int, num_bytes: int, advice: int) -> None:
     if _libc.madvise(address, num_bytes, advice):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
+
+
+def limit_heaps(count: int) -> bool:
+    """Let malloc have at most so many heaps, which threads share; False where it is not glibc's.
+
+    Without a limit each new thread gets one of its own, up to eight for each core, and what it
+    leaves there when it ends is reused by few.
+    """
+    mallopt = getattr(_libc, "mallopt", None)
+    return mallopt is not None and mallopt(_M_ARENA_MAX, count) == 1
+
+
+def give_back_heaps() -> None:
+    """Give memory that is free in malloc's heaps back to the system, where glibc is there."""
+    trim = getattr(_libc, "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def populate(address: int, num_bytes: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -482,3 +483,21 @@ async def test_the_rows_of_a_trace_stand_in_line() -> None:
     rows = trace_rows(found)
     assert {len(row[0]) for row in rows[1:]} == {len("9000.0")}
     assert rows[3][:2] == ("3000.0", "p0")
+
+
+def test_notes_let_go_of_what_counts_when_a_request_ends() -> None:
+    """They are kept for a thousand requests more: a detokenizer holds a whole tokenizer."""
+
+    class Detokenizer:
+        num_tokens = 7
+
+    detokenizer = Detokenizer()
+    gone = weakref.ref(detokenizer)
+    log = RequestLog(Ticks())
+    with log.following("r", 3, 0.0, 0.0) as notes:
+        notes.tokens_so_far = lambda one=detokenizer: one.num_tokens  # type: ignore[misc]
+        detokenizer.num_tokens = 9
+        notes.count_output()
+    del detokenizer
+    assert gone() is None
+    assert (notes.output_tokens, notes.tokens_so_far()) == (9, 9)

@@ -186,7 +186,7 @@ class DisaggregatedClient(EngineClient):
                         yield output
             finally:
                 self._sequences.pop(id(stream), None)
-                notes.output_tokens = notes.tokens_so_far()
+                notes.count_output()
                 if terms is not None:
                     terms.use_tokens(notes.output_tokens)
                 if notes.finish_reason in ("stop", "length"):

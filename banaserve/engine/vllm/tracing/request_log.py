@@ -123,6 +123,15 @@ class RequestNotes:
         self.span: RequestSpan | None = None
         self._events: list[tuple[float, FrontEvent | _SeenRoute, str]] = []
 
+    def count_output(self) -> None:
+        """Keep how many tokens there are, and let go of what has told so far.
+
+        Notes outlive their request by far: what tells holds its detokenizer, and so the tokenizer
+        of an engine's client that may be gone.
+        """
+        counted = self.output_tokens = self.tokens_so_far()
+        self.tokens_so_far = lambda: counted
+
     def note(self, event: FrontEvent, leg_id: str = "") -> None:
         """``leg_id`` is the engine's id of the leg; empty for the whole request."""
         self._note(event, leg_id)
