@@ -52,7 +52,7 @@ _MOVE_AFTER_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class ServedOptions:
     """What to serve, and how much of it.
 
     Attributes:
@@ -106,7 +106,7 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse_args(list(argv))
     end_on_sigterm()
     on_gpu = result.machine().gpu is not None
-    options = Options(
+    options = ServedOptions(
         given.model,
         given.size,
         given.dtype or ("bfloat16" if on_gpu else "float32"),
@@ -123,7 +123,7 @@ def main(argv: Sequence[str]) -> int:
     return 0 if options.dtype != "float32" or min(equal) == 1.0 else 1
 
 
-async def _measure(options: Options, started_at: datetime) -> result.Result:
+async def _measure(options: ServedOptions, started_at: datetime) -> result.Result:
     environment = _ON_GPU if options.on_gpu else {}
     with _model(options) as (path, shape), Progress(transient=True) as progress:
         orders = list(_orders(shape))
@@ -160,7 +160,7 @@ _ON_GPU = {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_KV_CACHE_LAYOUT": "LBHNC"}
 async def _serve(
     server: Server,
     admin: AdminClient,
-    options: Options,
+    options: ServedOptions,
     shape: Shape,
     orders: Sequence[MigrationRequest],
     tell: Callable[[str], None],
@@ -232,7 +232,7 @@ def _orders(shape: Shape) -> Iterator[MigrationRequest]:
 
 
 @contextmanager
-def _model(options: Options) -> Iterator[tuple[str, Shape]]:
+def _model(options: ServedOptions) -> Iterator[tuple[str, Shape]]:
     """A folder with the model, and its shape; random weights are gone afterwards."""
     from transformers import AutoConfig
 
@@ -259,7 +259,7 @@ def _model(options: Options) -> Iterator[tuple[str, Shape]]:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _prompts(options: Options, shape: Shape, count: int, seed: int) -> list[list[int]]:
+def _prompts(options: ServedOptions, shape: Shape, count: int, seed: int) -> list[list[int]]:
     """Of lengths from some tokens to the longest; no two begin alike."""
     draw = random.Random(seed)
     lengths = [max(5, options.prompt_tokens * n // count) for n in range(1, count + 1)]
@@ -267,12 +267,12 @@ def _prompts(options: Options, shape: Shape, count: int, seed: int) -> list[list
     return [draw.choices(range(100, last), k=length) for length in lengths]
 
 
-def _calls(options: Options, shape: Shape) -> list[CompletionCall]:
+def _calls(options: ServedOptions, shape: Shape) -> list[CompletionCall]:
     prompts = _prompts(options, shape, options.prompts, 1)
     return [_call(str(n), one, options.output_tokens) for n, one in enumerate(prompts)]
 
 
-def _streams(options: Options, shape: Shape) -> list[CompletionCall]:
+def _streams(options: ServedOptions, shape: Shape) -> list[CompletionCall]:
     prompts = _prompts(options, shape, 3, 2)
     return [_call(str(n), one, options.stream_tokens) for n, one in enumerate(prompts)]
 
@@ -302,7 +302,7 @@ def _ttfts(records: Sequence[RequestRecord]) -> list[float]:
     return [one.first_token_at_s - one.sent_at_s for one in records if one.first_token_at_s]
 
 
-def _result(options: Options, started_at: datetime, plain: Seen, ours: Seen) -> result.Result:
+def _result(options: ServedOptions, started_at: datetime, plain: Seen, ours: Seen) -> result.Result:
     figures = {
         "equal_handed_over": result.figure([_equal(ours.alone, plain.alone)], "fraction"),
         "equal_from_store": result.figure([_equal(ours.again, plain.alone)], "fraction"),
@@ -323,7 +323,7 @@ def _result(options: Options, started_at: datetime, plain: Seen, ours: Seen) -> 
     return result.result(
         "served",
         seed=1,
-        options={name: getattr(options, name) for name in Options.__slots__},
+        options={name: getattr(options, name) for name in ServedOptions.__slots__},
         started_at=started_at,
         figures=figures,
         notes=(
