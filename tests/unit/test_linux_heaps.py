@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -62,7 +63,12 @@ libc.fflush(file)
 def said(script: str) -> str:
     """What a process of its own prints."""
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env={name: value for name, value in os.environ.items() if name != "MALLOC_ARENA_MAX"},
     )
     return done.stdout
 

@@ -300,9 +300,9 @@ class Instance:
                 "output_address": addresses["output"],
             },
         )
-        # The client before it: that takes milliseconds, since vLLM freezes what the start has made.
-        gc.collect()
-        linux.give_back_heaps()
+        if self.incarnation > 1:  # there was a client before it; what the start made is frozen
+            gc.collect()
+            linux.give_back_heaps()
         return client
 
     async def wait_dying(self) -> None:

@@ -1,7 +1,7 @@
 """Choice of experts that take a wanted share of a layer's work along, as few as will do.
 
-How much work an expert is depends on how often the model's router chooses it, which differs from
-expert to expert by an order of magnitude: half of the experts are seldom half of the work.
+How much work an expert is depends on how often the model's router chooses it: half of the experts
+need not be half of the work.
 """
 
 from __future__ import annotations

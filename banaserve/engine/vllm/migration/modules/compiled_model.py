@@ -25,11 +25,6 @@ class CompiledModel:
         self._reasons: set[str] = set()
         self._handle: Any = None
 
-    @property
-    def runs_graphs(self) -> bool:
-        """Whether graphs, where there are any, are run."""
-        return self._handle is None
-
     def call_modules(self, reason: str, *, wanted: bool) -> None:
         """Call the modules one by one from the next step on, or no longer for this reason."""
         (self._reasons.add if wanted else self._reasons.discard)(reason)

@@ -1,7 +1,7 @@
 """Expert sets: some routed experts of mixture-of-experts layers compute in a guest.
 
 They have weights and no KV: nothing is copied, and a guest builds them from its own checkpoint.
-Their host keeps its weights, as it does those of layers: a guest that is lost costs a step.
+Their host keeps its weights, as it does those of layers: one that is lost costs no reading.
 """
 
 from __future__ import annotations
