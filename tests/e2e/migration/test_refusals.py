@@ -43,6 +43,20 @@ def _compiled(config: Any) -> None:
     config.compilation_config.mode = CompilationMode.VLLM_COMPILE
 
 
+def _compiled_elsewhere(config: Any) -> None:
+    from torch import device
+
+    _compiled(config)
+    config.device_config.device = device("cuda")
+    config.device_config.device_type = "cuda"
+
+
+def _compiled_by_torch(config: Any) -> None:
+    from vllm.config import CompilationMode
+
+    config.compilation_config.mode = CompilationMode.STOCK_TORCH_COMPILE
+
+
 def _speculative(config: Any) -> None:
     config.speculative_config = object()
 
@@ -63,16 +77,23 @@ def _sharded(config: Any) -> None:
     config.load_config.load_format = "sharded_state"
 
 
-def test_a_plain_engine_can(config: Any) -> None:
+@pytest.mark.parametrize("change", [None, _compiled])
+def test_plain_and_compiled_engines_can(
+    config: Any, change: Callable[[Any], None] | None
+) -> None:
     from banaserve.engine.vllm.migration.checks import check_config
 
-    check_config(config)
+    changed = copy.deepcopy(config)
+    if change is not None:
+        change(changed)
+    check_config(changed)
 
 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (_compiled, "--enforce-eager"),
+        (_compiled_elsewhere, "--enforce-eager"),
+        (_compiled_by_torch, "--enforce-eager"),
         (_speculative, "speculative"),
         (_parallel, "parallel"),
         (_adapters, "LoRA"),
