@@ -78,9 +78,7 @@ def _sharded(config: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [None, _compiled])
-def test_plain_and_compiled_engines_can(
-    config: Any, change: Callable[[Any], None] | None
-) -> None:
+def test_plain_and_compiled_engines_can(config: Any, change: Callable[[Any], None] | None) -> None:
     from banaserve.engine.vllm.migration.checks import check_config
 
     changed = copy.deepcopy(config)
