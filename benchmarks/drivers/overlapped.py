@@ -193,7 +193,7 @@ class Live(_Engine):
         if not isinstance(started, messages.GuestStarted):
             raise RuntimeError(f"the guest did not start: {started}")
         _pin(started.pid, _GUEST_CORE)
-        self._ask(call(MigrationApi.banaserve_migration_attach, address))
+        self._ask(call(MigrationApi.banaserve_migration_attach, [address]))
         while (guest := self._status().guests[guest_id]).state is LinkState.CONNECTING:
             time.sleep(_LOOK_S)
         if guest.state is not LinkState.READY:

@@ -58,6 +58,7 @@ class Engine:
         lost_answers: Methods that do their work and answer with an error.
         still: Methods that the host does not come to, as if it were stopped.
         late: Methods that do their work and never answer.
+        attached: What it was told of the processes of each guest.
         shares: What each guest was told last.
         overlap: Of its status.
         busy: Replies of shrinking, one after the other; then none is in the way.
@@ -78,6 +79,7 @@ class Engine:
         self.sources: dict[str, str | None] = {}
         self.epoch = 1
         self.shares: dict[str, float] = {}
+        self.attached: list[list[dict[str, Any]]] = []
         self.overlap = {"max_microbatches": 1, "blocker": "", "prediction_error": 0.0, **_NO_STEPS}
         self.guests_lost = 0
         self.pool_blocks = NUM_BLOCKS
@@ -121,8 +123,9 @@ class Engine:
 
     # ---- what the worker does
 
-    def _attach(self, address: dict[str, str]) -> Plain:
-        self.guests[address["guest_id"]] = {"state": "ready", "reason": ""}
+    def _attach(self, addresses: list[dict[str, str]]) -> Plain:
+        self.attached.append(addresses)
+        self.guests[addresses[0]["guest_id"]] = {"state": "ready", "reason": ""}
         return answered(None)
 
     def _detach(self, guest_id: str) -> Plain:
@@ -239,7 +242,7 @@ class Instance:
         self.role = Role.DECODE
         self.incarnation = 1
         self.pid = 0
-        self.node, self.has_machine = "", True
+        self.node, self.has_machine, self.num_ranks = "", True, 1
         self.vllm_argv: tuple[str, ...] = ()
         self.engine = Engine(cannot)
         self.llm: Any = self.engine

@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from banaserve.engine.vllm.launch.launcher import GuestPlace
 from banaserve.engine.vllm.migration.api import MoveLayers, Return
 from banaserve.engine.vllm.migration.controller import host_client, timeouts
 from banaserve.engine.vllm.migration.controller.guest_monitor import GuestMonitor
@@ -69,6 +70,38 @@ async def test_a_guest_that_dies_while_it_prepares_ends_the_move(cluster):
     await cluster.coordinator.wait(migration.id)
     assert (migration.state, migration.error) == ("failed", "the guest beside p0 has ended")
     assert list(cluster.coordinator.guests) == []
+
+
+@pytest.mark.parametrize("dies", [0, 1])
+async def test_the_processes_of_a_guest_end_together(cluster, dies):
+    cluster.d0.num_ranks = 2
+    await done(cluster.coordinator, LAYERS)
+    (guest,) = cluster.coordinator.guests
+    assert guest.pids == tuple(process.pid for process in cluster.launcher.processes)
+    ((first, second),) = cluster.engine.attached
+    assert (first["rank"], second["rank"]) == (0, 1)
+    assert first["rendezvous"] == second["rendezvous"] != ""
+    assert first["channel"] != second["channel"]
+    cluster.launcher.processes[dies].kill()
+    await until(lambda: not list(cluster.coordinator.guests))
+    assert [one.wait() for one in cluster.launcher.processes] == [-signal.SIGKILL] * 2
+    assert cluster.ended == [guest]
+
+
+async def test_ranks_go_to_no_other_machine(cluster, monkeypatch):
+    there = GuestPlace("tcp:10.0.0.2:1", "tcp", "/run", "10.0.0.2", is_elsewhere=True)
+
+    async def place(*_: Any) -> GuestPlace:
+        return there
+
+    monkeypatch.setattr(cluster.launcher, "guest_place", place)
+    cluster.d0.num_ranks = 2
+    migration = await run(cluster.coordinator, LAYERS)
+    assert migration.state == "failed"
+    assert "on its own machine alone, and p0 is on another" in migration.error
+    assert cluster.launcher.processes == []
+    cluster.d0.num_ranks = 1
+    await done(cluster.coordinator, LAYERS)
 
 
 @pytest.mark.parametrize("held", ["preparing", "copying", "committing", "freeing"])

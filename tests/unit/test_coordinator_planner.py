@@ -170,6 +170,10 @@ def test_room_on_the_target():
     assert check_room(LAYERS(0, 10), "p0", facts, kv, lambda _: GUEST_BYTES + layers) == layers
     with pytest.raises(MigrationError, match=r"p0 has no room for layers 0:10: they take"):
         check_room(LAYERS(0, 10), "p0", facts, kv, lambda _: GUEST_BYTES + layers - 1)
+    two = GUEST_BYTES * 2 + layers
+    assert check_room(LAYERS(0, 10), "p0", facts, kv, lambda _: two, 2) == layers
+    with pytest.raises(MigrationError, match="p0 has no room"):
+        check_room(LAYERS(0, 10), "p0", facts, kv, lambda _: two - 1, 2)
 
 
 def test_weights_of_a_layer_are_read_from_the_checkpoint(tmp_path: Path):

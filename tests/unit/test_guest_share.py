@@ -18,7 +18,7 @@ import migration_doubles as doubles
 from banaserve.engine.vllm.migration.api import MoveLayers, ShareRequest
 from banaserve.engine.vllm.migration.controller.guest_monitor import GuestMonitor
 from banaserve.engine.vllm.migration.controller.guest_sharing import predicted_slow_down, share
-from banaserve.engine.vllm.migration.controller.process_stats import CoreWaits
+from banaserve.engine.vllm.migration.controller.process_stats import CoreWaits, ProcessUsage
 from banaserve.engine.vllm.migration.controller.shares import Shares
 from banaserve.engine.vllm.migration.controller.status import placement_of
 from banaserve.engine.vllm.migration.guest.throttle import ComputeThrottle
@@ -148,7 +148,7 @@ async def test_the_placement_tells_what_guests_cost(cluster: doubles.Cluster) ->
     await doubles.done(cluster.coordinator, MoveLayers("d0", "p0", (10, 12)))
     await share(cluster.coordinator, ShareRequest("p0", 0.5))
     (guest,) = cluster.coordinator.guests
-    guest.usage = guest.usage._replace(busy_fraction=0.2)
+    guest.usages = {guest.pids[0]: ProcessUsage(busy_fraction=0.2)}
     cluster.coordinator.hosts[InstanceId("p0")].slow_down = 1.3
     placed = await placement_of(cluster.coordinator)
     (sharing,) = [one.sharing for one in placed.instances if one.id == "p0"]

@@ -72,7 +72,7 @@ FINGERPRINT = Fingerprint(
 )
 
 CALLS: list[tuple[RemoteCall[Any], object]] = [
-    (call(MigrationApi.banaserve_migration_attach, ADDRESS), None),
+    (call(MigrationApi.banaserve_migration_attach, [ADDRESS]), None),
     (call(MigrationApi.banaserve_migration_detach, "g1"), None),
     (call(MigrationApi.banaserve_migration_prepare, "m1", LayerRange(2, 5), "g1"), MOVE),
     (call(MigrationApi.banaserve_migration_move_on, "m1", "m0", None), HOME),

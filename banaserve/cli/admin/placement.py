@@ -38,8 +38,10 @@ def placement(
     if found.nodes:
         print_rows(node_rows(found.nodes), {"away": "red", "leaving": "yellow"})
     for guest in found.guests:
+        processes = "process " if len(guest.pids) == 1 else "processes "
+        processes += ", ".join(map(str, guest.pids))
         typer.echo(
-            f"guest {guest.guest_id} (process {guest.pid}) takes {format_size(guest.num_bytes)} "
+            f"guest {guest.guest_id} ({processes}) takes {format_size(guest.num_bytes)} "
             f"and {guest.busy_fraction:.0%} of a core beside {guest.target}"
         )
     for instance in found.instances:

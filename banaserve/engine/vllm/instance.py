@@ -305,6 +305,11 @@ class Instance:
             linux.give_back_heaps()
         return client
 
+    @property
+    def num_ranks(self) -> int:
+        """Tensor-parallel workers of its engine."""
+        return self.engine_config.parallel_config.tensor_parallel_size
+
     async def wait_dying(self) -> None:
         """Return when the engine core's process has begun to end, before its memory is free."""
         if self.pid:

@@ -5,15 +5,26 @@ vLLM imports this in the process of every worker: there it changes what runners 
 
 from __future__ import annotations
 
+import atexit
+import gc
+
 from banaserve.engine.vllm.compat import runner_hooks
+from banaserve.engine.vllm.compat.config import VllmConfig
 from banaserve.engine.vllm.compat.kv_connector import get_kv_transfer_group, has_kv_transfer_group
+from banaserve.engine.vllm.migration.host.install import install_worker
 from banaserve.engine.vllm.migration.host.worker_rpc import MigrationMethods
 from banaserve.engine.vllm.rpc.engine_api import WorkerApi
 from banaserve.engine.vllm.rpc.typed_rpc import implements
 from banaserve.engine.vllm.runner_setup import prepare_runners
 from banaserve.kvstore.fingerprint import Fingerprint
 
-runner_hooks.before_runners(prepare_runners)
+
+def _prepare(config: VllmConfig) -> None:
+    atexit.register(gc.freeze)  # or it takes seconds to look through all that it was, at its end
+    install_worker(config, prepare_runners(config))
+
+
+runner_hooks.before_runners(_prepare)
 
 
 class WorkerExtension(MigrationMethods):

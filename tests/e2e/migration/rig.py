@@ -204,7 +204,7 @@ class Rig:
         settings = self.host.settings
         if stall_s is not None:
             self.host.settings = msgspec.structs.replace(settings, stall_s=stall_s)
-        self.do("attach", address)
+        self.do("attach", [address])
         self.until(lambda: self.do("status")["guests"][guest_id]["state"] != "connecting")
         self.host.settings = settings
         assert self.do("status")["guests"][guest_id]["state"] == "ready", self.do("status")

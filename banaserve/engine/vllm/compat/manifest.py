@@ -184,7 +184,9 @@ _CONFIG = [
                  "block_size num_gpu_blocks", Hook.SET),
     *_attributes("config", "vllm.config", "ParallelConfig", "workers of an instance",
                  "tensor_parallel_size pipeline_parallel_size prefill_context_parallel_size "
-                 "decode_context_parallel_size world_size"),
+                 "decode_context_parallel_size data_parallel_size world_size"),
+    *_attributes("config", "vllm.config", "ParallelConfig", "a guest of a worker", "rank",
+                 Hook.SET),
     *_attributes("config", "vllm.config", "SchedulerConfig", "budgets and scheduler of an engine",
                  "max_num_scheduled_tokens max_num_batched_tokens max_num_active_seqs max_num_seqs "
                  "async_scheduling policy"),
@@ -714,6 +716,9 @@ _MODEL = [
                 "initialize_model_parallel(tensor_model_parallel_size, "
                 "pipeline_model_parallel_size)",
                 "destroy_model_parallel()", "destroy_distributed_environment()"),
+    *_functions("model", _STATE, "what the ranks of an engine agree on", "get_tp_group()"),
+    *_attributes("model", _STATE, "GroupCoordinator", "what the ranks of an engine agree on",
+                 "cpu_group world_size"),
 ]  # fmt: skip
 
 _MOE = "vllm.model_executor.layers.fused_moe"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import glob
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,13 +22,14 @@ from vllm.model_executor.models.utils import PPMissingLayer
 
 __all__ = [
     "PPMissingLayer",
-    "end_alone",
+    "end_ranks",
     "get_model_loader",
     "initialize_model",
+    "join_ranks",
     "leave_graphs",
     "pipeline_stage",
     "process_weights_after_loading",
-    "start_alone",
+    "ranks_group",
 ]
 
 
@@ -67,20 +71,34 @@ def leave_graphs(model: nn.Module) -> RemovableHandle:
     return model.register_forward_pre_hook(leave)
 
 
-def start_alone(rendezvous: str) -> None:
-    """Make the process groups that vLLM's layers expect, with this process alone in each.
+def ranks_group() -> Any:
+    """Of this engine's tensor-parallel ranks, for host memory; None where there is one."""
+    from vllm.distributed import parallel_state
+
+    group = parallel_state.get_tp_group()
+    return group.cpu_group if group.world_size > 1 else None
+
+
+def join_ranks(rendezvous: str, rank: int, num_ranks: int) -> None:
+    """Make the process groups that vLLM's layers expect, of tensor-parallel ranks alone.
 
     Args:
-        rendezvous: Path of a file that does not exist yet.
+        rendezvous: Path of a file that does not exist before the first of them comes; no two
+            groups of one machine ever have the same.
     """
     from vllm.distributed import parallel_state
 
-    parallel_state.init_distributed_environment(1, 0, f"file://{rendezvous}", 0, "gloo")
-    parallel_state.initialize_model_parallel(1, 1)
+    # Names the shared memory that they add up in.
+    name = os.environ["VLLM_DIST_IDENT"] = rendezvous.replace("/", "_")
+    where = f"file://{rendezvous}"
+    parallel_state.init_distributed_environment(num_ranks, rank, where, rank, "gloo")
+    parallel_state.initialize_model_parallel(num_ranks, 1)
+    for path in Path("/dev/shm").glob(f"{glob.escape(name)}*"):
+        path.unlink(missing_ok=True)  # all have mapped it, and one that is killed would leave it
 
 
-def end_alone() -> None:
-    """Undo ``start_alone``."""
+def end_ranks() -> None:
+    """Undo ``join_ranks``."""
     from vllm.distributed import parallel_state
 
     parallel_state.destroy_model_parallel()

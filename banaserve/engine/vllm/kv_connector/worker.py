@@ -122,11 +122,13 @@ class StoreConnectorWorker:
     """One per worker; its hooks run in the model runner's thread, its copies in two others.
 
     Attributes:
+        part: See ``RankShare``.
         modelled: What the step under way takes where time is modelled: told and counted in place
             of what it really took.
     """
 
     def __init__(self, client: StoreClient, share: RankShare, options: ConnectorOptions) -> None:
+        self.part = share.part
         self._client = client
         self._share = share
         self._part = share.rank

@@ -30,7 +30,8 @@ def serve(config: VllmConfig, address: GuestAddress) -> None:
     start_threads(transport)
     with tempfile.TemporaryDirectory(prefix="guest-") as folder:
         channel = address.accept(ACCEPT_TIMEOUT_S)
-        with guest_environment(config, str(Path(folder) / "rendezvous")):
+        rendezvous = address.rendezvous or str(Path(folder) / "rendezvous")
+        with guest_environment(config, rendezvous, address.rank):
             GuestServer(config, channel, transport, address.token).serve()
 
 

@@ -288,9 +288,10 @@ class UnitPlace(msgspec.Struct, frozen=True):
 
 
 class GuestStatus(msgspec.Struct, frozen=True):
-    """A guest's process, beside ``target``.
+    """A guest beside ``target``.
 
     Attributes:
+        pids: Its processes: one for each tensor-parallel rank of its host.
         num_bytes: Memory that is its own.
         busy_fraction: Share of wall time that it computes, in [0, 1].
         share: Of its target's device that it may take.
@@ -299,7 +300,7 @@ class GuestStatus(msgspec.Struct, frozen=True):
     guest_id: str
     host: str
     target: str
-    pid: int
+    pids: tuple[int, ...]
     num_bytes: int
     busy_fraction: float
     share: float = 1.0

@@ -44,8 +44,10 @@ def _config_blocker(config: VllmConfig) -> str | None:
         return "compiled graphs hold the layers that would move; start it with --enforce-eager"
     if str(config.device_config.device_type) != "cpu" and (reason := _device_blocker(config)):
         return reason
-    if parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1:
-        return "tensor and pipeline parallel engines need a guest for each worker"
+    if parallel.pipeline_parallel_size > 1:
+        return "a stage of a pipeline parallel engine holds some of the layers alone"
+    if parallel.data_parallel_size > 1:
+        return "data parallel engines step together, wherever their layers are"
     if config.lora_config is not None:
         return "LoRA adapters would have to move with their layers"
     if model.quantization in _WHOLE_MODEL_QUANTISATION:
@@ -75,6 +77,8 @@ def _device_blocker(config: VllmConfig) -> str | None:
     kind = str(config.device_config.device_type)
     if kind != "cuda":
         return f"its KV lies on {kind}, for which there are no kernels"
+    if config.parallel_config.tensor_parallel_size > 1:
+        return "the guests of several tensor-parallel ranks have been tried on CPUs alone"
     if config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
         return "CUDA graphs replay layers that would move; start it with --enforce-eager"
     if config.use_v2_model_runner:
@@ -85,6 +89,8 @@ def _device_blocker(config: VllmConfig) -> str | None:
 def overlap_blocker(config: VllmConfig) -> str:
     """Reason for which steps of this engine cannot be cut; empty where they can."""
     model = config.model_config
+    if config.parallel_config.tensor_parallel_size > 1:
+        return "its ranks say after each range whether their guests have answered"
     if model.is_encoder_decoder:
         return "an encoder's tokens look at later ones"
     if model.is_mm_prefix_lm:

@@ -176,10 +176,13 @@ class MigrationApi:
     tells how far it is. Every method refuses where the engine cannot migrate, with the reason.
     """
 
-    def banaserve_migration_attach(self, address: GuestAddress) -> None:
+    def banaserve_migration_attach(self, addresses: list[GuestAddress]) -> None:
         """Begin to connect to a guest; ``HostStatus.guests`` tells how far that is.
 
         Start the guest first, or right after.
+
+        Args:
+            addresses: Of its processes, one for each tensor-parallel rank.
         """
         raise NotImplementedError
 

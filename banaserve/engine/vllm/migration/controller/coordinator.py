@@ -277,7 +277,8 @@ class Coordinator:
             def left(name: str, taken: int = taken) -> int:
                 return self._available(name) - taken
 
-            taken += check_room(op.modules, target, self.facts, host_state.kv, left)
+            kv, num_ranks = host_state.kv, host_state.instance.num_ranks
+            taken += check_room(op.modules, target, self.facts, kv, left, num_ranks)
         return taken
 
     def _make(

@@ -199,24 +199,27 @@ class GuestMonitor:
     def _end_stopped_guests(self) -> None:
         """One that is stopped by a signal would hold up its host: what it had is lost anyway."""
         for guest in self._guests:
-            guest.stopped = guest.stopped + 1 if process_stats.is_stopped(guest.pid) else 0
+            is_stopped = any(process_stats.is_stopped(pid) for pid in guest.pids)
+            guest.stopped = guest.stopped + 1 if is_stopped else 0
             if guest.stopped >= _STOPPED_LOOKS:
                 logger.warning("guest %s has been stopped: it is ended", guest.id)
                 guest.kill()
 
     async def _count_usage(self, *, counts_lone: bool) -> None:
         for guest in self._guests:
-            usage = await asyncio.to_thread(process_stats.look, guest.pid, guest.usage)
-            if usage is not None:
-                guest.usage = usage
+            for pid in guest.pids:
+                last = guest.usages.get(pid, process_stats.ProcessUsage())
+                usage = await asyncio.to_thread(process_stats.look, pid, last)
+                if usage is not None:
+                    guest.usages[pid] = usage
         for name, host_state in self._coordinator.hosts.items():
             here = self._guests.beside(name)
             if not (here or counts_lone or name in self._shared):
                 continue
             host_state.slow_down = host_state.core_waits.slow_down(host_state.instance.pid)
             guest_sharing.count(guest_sharing.sharing_of(self._coordinator, host_state))
-            num_bytes = sum(guest.usage.num_bytes for guest in here)
-            busy = sum(guest.usage.busy_fraction for guest in here)
+            num_bytes = sum(guest.num_bytes for guest in here)
+            busy = sum(guest.busy_fraction for guest in here)
             metrics.GUESTS.labels(name).set(len(here))
             metrics.GUEST_BYTES.labels(name).set(num_bytes)
             metrics.GUEST_BUSY.labels(name).set(busy)

@@ -27,13 +27,16 @@ from banaserve.types import InstanceId
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.02
+_END_S = 1.0
+"""For what a process of a guest that has been let go of does last."""
 
 
 @dataclass
 class GuestHandle:
-    """One guest's process.
+    """One guest: a process, or one for each tensor-parallel rank of its host.
 
     Attributes:
+        pids: In the order of the ranks.
         moves: Ids of moves that are under way to it.
         units: Ids of units that run in it.
         idle_since_s: Since when it has neither; None while it has.
@@ -42,21 +45,27 @@ class GuestHandle:
         share: Of its target's device, that it has been told to take at most.
     """
 
-    address: GuestAddress
+    id: str
     host: InstanceId
     target: InstanceId
-    pid: int
+    pids: tuple[int, ...]
     moves: set[str] = field(default_factory=set)
     units: set[str] = field(default_factory=set)
     idle_since_s: float | None = None
     detached_s: float | None = None
     stopped: int = 0
     share: float = 1.0
-    usage: ProcessUsage = field(default_factory=ProcessUsage)
+    usages: dict[int, ProcessUsage] = field(default_factory=dict)
 
     @property
-    def id(self) -> str:
-        return self.address.guest_id
+    def num_bytes(self) -> int:
+        """Memory of its own."""
+        return sum(usage.num_bytes for usage in self.usages.values())
+
+    @property
+    def busy_fraction(self) -> float:
+        """CPU time against wall time, lately."""
+        return sum(usage.busy_fraction for usage in self.usages.values())
 
     @property
     def is_idle(self) -> bool:
@@ -68,8 +77,13 @@ class GuestHandle:
         return not self.moves and self.detached_s is None
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+        for pid in self.pids:
+            _kill(pid)
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 class GuestPool:
@@ -141,16 +155,23 @@ class GuestPool:
             MigrationError: It could not be started or reached.
             InstanceDeadError: The host has ended, or the launcher's process has.
         """
-        address = await self._address(host, target)
+        guest_id = f"g{next(self._numbers)}-{host}-{target}"
+        addresses = await self._addresses(guest_id, host, target, link.num_ranks)
         log_path = self._logs / f"guest-{host}-{target}.log"
-        pid = await self._launcher.start_guest(address, log_path, link.vllm_argv)
-        guest = GuestHandle(address, host, target, pid, moves={move_id})
+        guest = GuestHandle(guest_id, host, target, (), moves={move_id})
+        try:
+            for address in addresses:
+                pid = await self._launcher.start_guest(address, log_path, link.vllm_argv)
+                guest.pids += (pid,)
+        except BaseException:
+            guest.kill()
+            raise
         self._guests[guest.id] = guest
-        watch = asyncio.create_task(self._watch(guest))
+        watch = asyncio.create_task(self._watch(guest, addresses[0].rendezvous))
         self._watches.add(watch)
         watch.add_done_callback(self._watches.discard)
         try:
-            await link.attach(address)
+            await link.attach(addresses)
             await self._until_ready(guest, link)
             if (fraction := self.share_of(guest)) < 1.0:
                 await link.set_share(guest.id, fraction)
@@ -160,10 +181,39 @@ class GuestPool:
             raise
         return guest
 
-    async def _address(self, host: InstanceId, target: InstanceId) -> GuestAddress:
-        guest_id = f"g{next(self._numbers)}-{host}-{target}"
+    async def _addresses(
+        self, guest_id: str, host: InstanceId, target: InstanceId, num_ranks: int
+    ) -> list[GuestAddress]:
+        """Of its processes, in the order of the ranks.
+
+        Raises:
+            MigrationError: There would be several, on another machine.
+        """
+        if num_ranks == 1:
+            return [await self._address(guest_id, guest_id, host, target, 0, "")]
+        rendezvous = str(self._sockets / f"{guest_id}.ranks")
+        found = [
+            await self._address(guest_id, f"{guest_id}.{rank}", host, target, rank, rendezvous)
+            for rank in range(num_ranks)
+        ]
+        if any(address.is_elsewhere for address in found):
+            raise MigrationError(
+                f"{host} has {num_ranks} tensor-parallel ranks: these can go to guests on its own "
+                f"machine alone, and {target} is on another"
+            )
+        return found
+
+    async def _address(
+        self,
+        guest_id: str,
+        place_name: str,
+        host: InstanceId,
+        target: InstanceId,
+        rank: int,
+        rendezvous: str,
+    ) -> GuestAddress:
         place = await self._launcher.guest_place(
-            host, target, guest_id, self._transport, self._sockets
+            host, target, place_name, self._transport, self._sockets
         )
         return GuestAddress(
             guest_id=guest_id,
@@ -175,6 +225,8 @@ class GuestPool:
             listen_host=place.listen_host,
             target=target,
             is_elsewhere=place.is_elsewhere,
+            rank=rank,
+            rendezvous=rendezvous,
         )
 
     async def _until_ready(self, guest: GuestHandle, link: HostClient) -> None:
@@ -191,8 +243,24 @@ class GuestPool:
             await asyncio.sleep(_POLL_S)
         raise MigrationError(f"the guest beside {guest.target} did not start; see {self._logs}")
 
-    async def _watch(self, guest: GuestHandle) -> None:
-        await processes.wait_ended(guest.pid)
+    async def _watch(self, guest: GuestHandle, rendezvous: str) -> None:
+        """With one of its processes the others end: they would wait for its part of a sum."""
+        ends = [asyncio.create_task(processes.wait_ended(pid)) for pid in guest.pids]
+        try:
+            _, left = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if left and guest.detached_s is not None:
+                _, left = await asyncio.wait(left, timeout=_END_S)
+            for pid, end in zip(guest.pids, ends, strict=True):
+                if end in left:
+                    _kill(pid)
+            if left:
+                await asyncio.wait(left)
+        finally:
+            for end in ends:
+                end.cancel()
+        if rendezvous:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(rendezvous)
         self._guests.pop(guest.id, None)
         self._on_end(guest)
 

@@ -43,7 +43,7 @@ def sharing_of(coordinator: Coordinator, host_state: HostState) -> GuestSharing:
     """What guests beside an instance may take, take, and cost it."""
     target = host_state.instance.id
     here = coordinator.guests.beside(target)
-    busy = min(1.0, sum(guest.usage.busy_fraction for guest in here))
+    busy = min(1.0, sum(guest.busy_fraction for guest in here))
     return GuestSharing(
         instance=target,
         fraction=coordinator.guests.shares.bound(target),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.migration.controller import rank_reports
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
 from banaserve.engine.vllm.migration.units.base import MigrationUnit
 from banaserve.engine.vllm.migration.worker_api import (
@@ -43,6 +44,9 @@ class HostInstance(Protocol):
     def is_ready(self) -> bool: ...
 
     @property
+    def num_ranks(self) -> int: ...
+
+    @property
     def node(self) -> str: ...
 
     @property
@@ -77,6 +81,11 @@ class HostClient:
         return self._instance.vllm_argv
 
     @property
+    def num_ranks(self) -> int:
+        """Tensor-parallel workers of the engine."""
+        return self._instance.num_ranks
+
+    @property
     def is_alive(self) -> bool:
         instance = self._instance
         return (
@@ -101,33 +110,34 @@ class HostClient:
 
     # ---- what the worker does: see ``MigrationApi``
 
-    async def attach(self, address: GuestAddress) -> None:
-        await self._worker(call(MigrationApi.banaserve_migration_attach, address))
+    async def attach(self, addresses: list[GuestAddress]) -> None:
+        await self._worker(call(MigrationApi.banaserve_migration_attach, addresses))
 
     async def detach(self, guest_id: str) -> None:
         await self._worker(call(MigrationApi.banaserve_migration_detach, guest_id))
 
     async def prepare(self, move_id: str, modules: MigrationUnit, guest_id: str) -> MoveReport:
-        return await self._worker(
+        return await self._move(
             call(MigrationApi.banaserve_migration_prepare, move_id, modules, guest_id)
         )
 
     async def move_on(self, move_id: str, unit_id: str, guest_id: str | None) -> MoveReport:
-        return await self._worker(
+        return await self._move(
             call(MigrationApi.banaserve_migration_move_on, move_id, unit_id, guest_id)
         )
 
     async def precopy(self, move_id: str) -> MoveReport:
-        return await self._worker(call(MigrationApi.banaserve_migration_precopy, move_id))
+        return await self._move(call(MigrationApi.banaserve_migration_precopy, move_id))
 
     async def commit(self, move_id: str, timeout_s: float) -> CommitReport:
-        return await self._worker(call(MigrationApi.banaserve_migration_commit, move_id), timeout_s)
+        asked = call(MigrationApi.banaserve_migration_commit, move_id)
+        return await self._worker(asked, timeout_s, rank_reports.commit_of)
 
     async def free(self, move_id: str) -> MoveReport:
-        return await self._worker(call(MigrationApi.banaserve_migration_free, move_id))
+        return await self._move(call(MigrationApi.banaserve_migration_free, move_id))
 
     async def abort(self, move_id: str) -> MoveReport:
-        return await self._worker(call(MigrationApi.banaserve_migration_abort, move_id))
+        return await self._move(call(MigrationApi.banaserve_migration_abort, move_id))
 
     async def set_overlap(self, max_microbatches: int) -> OverlapStatus:
         return await self._worker(call(MigrationApi.banaserve_migration_overlap, max_microbatches))
@@ -139,7 +149,8 @@ class HostClient:
         return await self._worker(call(MigrationApi.banaserve_migration_experts, counting))
 
     async def status(self, memory: bool = False) -> HostStatus:
-        return await self._worker(call(MigrationApi.banaserve_migration_status, memory))
+        asked = call(MigrationApi.banaserve_migration_status, memory)
+        return await self._worker(asked, together=rank_reports.status_of)
 
     # ---- what the scheduler does: see ``CoreApi``
 
@@ -152,17 +163,42 @@ class HostClient:
 
     # ---- inside
 
-    async def _worker(self, asked: RemoteCall[T], timeout_s: float | None = None) -> T:
+    async def _move(self, asked: RemoteCall[MoveReport]) -> MoveReport:
+        return await self._worker(asked, together=rank_reports.move_of)
+
+    async def _worker(
+        self,
+        asked: RemoteCall[T],
+        timeout_s: float | None = None,
+        together: Callable[[Sequence[T]], T] = rank_reports.first_of,
+    ) -> T:
+        """Ask the worker, or all of them: ``together`` makes one of what they reply."""
         made = self._llm().collective_rpc(asked.name, timeout=None, args=asked.args)
         within_s = CALL_TIMEOUT_S if timeout_s is None else timeout_s
         what = asked.name.removeprefix("banaserve_migration_")
         replies: list[object] = await self._within(made, within_s, what)
-        return self._read(asked, replies[0])
+        return together(self._read_all(asked, replies))
 
     async def _core(self, asked: RemoteCall[T]) -> T:
         made = compat.call_utility(self._llm(), asked.name, *asked.args)
         reply: object = await self._within(made, CALL_TIMEOUT_S, asked.name)
         return self._read(asked, reply)
+
+    def _read_all(self, asked: RemoteCall[T], replies: Sequence[object]) -> list[T]:
+        """What every rank has replied.
+
+        Raises:
+            MigrationError: One refuses.
+        """
+        told, refusals = [], []
+        for reply in replies:
+            try:
+                told.append(self._read(asked, reply))
+            except MigrationError as refused:
+                refusals.append(str(refused))
+        if refusals:
+            raise MigrationError(rank_reports.reason_of(refusals))
+        return told
 
     def _read(self, asked: RemoteCall[T], reply: object) -> T:
         try:

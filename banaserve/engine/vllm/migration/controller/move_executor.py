@@ -73,7 +73,9 @@ def instance_facts(
     settings = config.model_config
     element_bytes = settings.dtype.itemsize
     num_heads = settings.get_num_attention_heads(config.parallel_config)
-    token_bytes = 2 * model.num_kv_heads * settings.get_head_size() * element_bytes
+    num_ranks = config.parallel_config.tensor_parallel_size
+    vectors = 2 * settings.get_num_kv_heads(config.parallel_config) * num_ranks
+    token_bytes = vectors * settings.get_head_size() * element_bytes
     kv_bytes = num_blocks * block_tokens * token_bytes * model.num_layers
     return InstanceFacts(
         num_layers=model.num_layers,
@@ -87,7 +89,7 @@ def instance_facts(
         kv_bytes=kv_bytes,
         max_kv_blocks=max(num_blocks, int(num_blocks * kv_growth)),
         can_move_layers=can_move,
-        can_move_heads=can_move,
+        can_move_heads=can_move and num_ranks == 1,
     )
 
 

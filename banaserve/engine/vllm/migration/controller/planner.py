@@ -188,19 +188,27 @@ def num_bytes(modules: MigrationUnit, facts: ModelFacts, kv: KvStatus) -> int:
 
 
 def check_room(
-    modules: MigrationUnit, target: str, facts: ModelFacts, kv: KvStatus, available: AvailableBytes
+    modules: MigrationUnit,
+    target: str,
+    facts: ModelFacts,
+    kv: KvStatus,
+    available: AvailableBytes,
+    num_ranks: int = 1,
 ) -> int:
     """Bytes that the modules take beside ``target``.
+
+    Args:
+        num_ranks: Of their host: a guest has a process for each.
 
     Raises:
         MigrationError: It has no room for them.
     """
     needed = num_bytes(modules, facts, kv)
-    there = available(target)
-    if needed + GUEST_BYTES > there:
+    there, guest = available(target), num_ranks * GUEST_BYTES
+    if needed + guest > there:
         raise MigrationError(
             f"{target} has no room for {modules}: they take {format_size(needed)} and a guest "
-            f"{format_size(GUEST_BYTES)}, {format_size(max(there, 0))} are available there: move "
+            f"{format_size(guest)}, {format_size(max(there, 0))} are available there: move "
             "less, or serve with a smaller --kv-cache-memory-bytes"
         )
     return needed

@@ -31,9 +31,9 @@ async def placement_of(coordinator: Coordinator) -> ClusterPlacement:
             guest.id,
             guest.host,
             guest.target,
-            guest.pid,
-            guest.usage.num_bytes,
-            guest.usage.busy_fraction,
+            guest.pids,
+            guest.num_bytes,
+            guest.busy_fraction,
             guest.share,
         )
         for guest in coordinator.guests

@@ -16,8 +16,15 @@ from banaserve.platform.cpu_features import ask_for_amx
 
 
 @contextlib.contextmanager
-def guest_environment(config: VllmConfig, rendezvous: str) -> Iterator[None]:
-    """vLLM's process groups for one process alone, as its layers expect them."""
+def guest_environment(config: VllmConfig, rendezvous: str, rank: int = 0) -> Iterator[None]:
+    """vLLM's process groups as its layers expect them, of a guest's ranks.
+
+    Args:
+        rendezvous: See ``join_ranks``: the same for all of them.
+        rank: Of this process, of as many as the host's engine has.
+    """
+    config.parallel_config.rank = rank
+    num_ranks = config.parallel_config.tensor_parallel_size
     device = device_of(config)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -25,8 +32,8 @@ def guest_environment(config: VllmConfig, rendezvous: str) -> Iterator[None]:
         ask_for_amx()  # the first step of a guest of heads is attention
     share_group()
     with set_current_vllm_config(config):
-        run_low_priority(lambda: compat.start_alone(rendezvous))
+        run_low_priority(lambda: compat.join_ranks(rendezvous, rank, num_ranks))
     try:
         yield
     finally:
-        compat.end_alone()
+        compat.end_ranks()

@@ -7,6 +7,7 @@ How a host gets to know a guest, in the background.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -25,6 +26,7 @@ from banaserve.engine.vllm.migration.kv.host_kv import HostKv, blocks_gained
 from banaserve.engine.vllm.migration.kv.step_context import StepContext
 from banaserve.engine.vllm.migration.modules.compiled_model import CompiledModel
 from banaserve.engine.vllm.migration.modules.expert_split import SplitExperts
+from banaserve.engine.vllm.migration.ranks import OTHER_FAILED, Ranks
 from banaserve.engine.vllm.migration.rpc import messages
 from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
@@ -87,7 +89,12 @@ class MigrationHost:
     """Moves units of one engine between this worker and its guests.
 
     Every method is called by the engine's thread between two steps, but for ``guest_lost``, which
-    may come in the middle of one.
+    may come in the middle of one. The workers of a tensor-parallel engine have one each, and are
+    called for the same in the same order: only in ``commit`` and ``guest_lost`` units come to be
+    elsewhere, on all ranks or none.
+
+    Args:
+        ranks: Of this engine.
 
     Attributes:
         engine: Parts of it that its units use.
@@ -103,7 +110,9 @@ class MigrationHost:
         settings: MigrationSettings,
         host_kv: HostKv,
         time_hook: TimeHook = REAL_TIME,
+        ranks: Ranks | None = None,
     ) -> None:
+        self._ranks = ranks or Ranks()
         self.settings = settings
         self._time_hook = time_hook
         self.epoch = 1
@@ -135,6 +144,7 @@ class MigrationHost:
             settings.poison,
             experts=self._experts(layers),
             compiled=CompiledModel(runner.get_model()),
+            ranks=self._ranks,
         )
         self._builder = UnitBuilder(host_kv, time_hook)
         self._unit_makers = HostUnits(self.engine)
@@ -158,6 +168,16 @@ class MigrationHost:
             self.engine.compiled.call_modules("counted", wanted=is_wanted)
         return {layer: one.count(counting) for layer, one in self.engine.experts.items()}
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether the engine has no other tensor-parallel rank."""
+        return self._ranks.is_alone
+
+    @property
+    def rank(self) -> int:
+        """Of this worker among those of its engine."""
+        return self._ranks.rank
+
     # ---- a move, step by step
 
     def prepare(self, move_id: str, modules: MigrationUnit, guest_id: str) -> Move:
@@ -167,6 +187,10 @@ class MigrationHost:
             MigrationError: They cannot move, or the guest or the move's id is not to be had.
         """
         modules.check(self._shape)
+        if not self.is_alone and not modules.has_weights:
+            raise MigrationError(
+                f"{modules} cannot move: of a tensor-parallel engine whole layers alone can"
+            )
         if any(unit.unit_id == move_id for unit in self.placement):
             raise MigrationError(f"there is a unit {move_id} already: name the move otherwise")
         away = {u.unit_id: u.modules for u in self.placement}
@@ -215,17 +239,13 @@ class MigrationHost:
         Raises:
             MigrationError: Not ready, or a guest was lost; then the source serves on.
         """
-        move = self.moves.get(move_id)
-        if move.phase not in (MovePhase.PREPARED, MovePhase.COPIED) or move.mover is None:
-            raise MigrationError(f"move {move_id} is {move.phase.value}: nothing to commit yet")
+        move = self._ranks.run(lambda: self._ready(move_id))
         began_s = time.perf_counter()
         try:
-            blocks = self._copy_left(move)
-            copied_s = time.perf_counter()
-            if move.new_residence is not None:
-                move.new_residence.activate(self.epoch + 1)
+            num_blocks, copied_s = self._ranks.run(lambda: self._hand_over(move))
         except (GuestLostError, MigrationError) as failed:
             self._failed(move, str(failed))
+            self._take_home_lost()
             raise MigrationError(f"move {move_id}: {failed}") from failed
         self.epoch += 1
         if move.source is None:
@@ -238,7 +258,7 @@ class MigrationHost:
         ended_s = time.perf_counter()
         move.end_copies()
         facts = move.facts
-        facts.commit_blocks = len(blocks)
+        facts.commit_blocks = num_blocks
         facts.copy_s = copied_s - began_s
         facts.activate_s = activated_s - copied_s
         facts.swap_s = ended_s - activated_s
@@ -246,6 +266,20 @@ class MigrationHost:
         if move.source is None:
             move.unit.poison()
         return move
+
+    def _ready(self, move_id: str) -> Move:
+        move = self.moves.get(move_id)
+        if move.phase not in (MovePhase.PREPARED, MovePhase.COPIED) or move.mover is None:
+            raise MigrationError(f"move {move_id} is {move.phase.value}: nothing to commit yet")
+        return move
+
+    def _hand_over(self, move: Move) -> tuple[int, float]:
+        """Copy what is left and let the target get ready; blocks, and when they were copied."""
+        blocks = self._copy_left(move)
+        copied_s = time.perf_counter()
+        if move.new_residence is not None:
+            move.new_residence.activate(self.epoch + 1)
+        return len(blocks), copied_s
 
     def _copy_left(self, move: Move) -> list[int]:
         assert move.mover is not None
@@ -316,6 +350,7 @@ class MigrationHost:
         self.epoch += 1
         self.step_context.dirty_blocks.forget()
         self.lost_steps.kv_lost()
+        self._take_home_lost()
 
     def check_guests(self) -> None:
         """Notice guests that have died while no step needed them."""
@@ -323,16 +358,24 @@ class MigrationHost:
             try:
                 link.check()
             except GuestLostError as error:
-                self.guest_lost(link, error)
-            if link.lost is not None and self.placement.at(link):
+                if not self.placement.at(link):
+                    self.guest_lost(link, error)
+        self._take_home_lost()
+
+    def _take_home_lost(self) -> None:
+        """Bring home what any rank's part of a guest held that has been given up."""
+        links = [unit.residence.link for unit in self.placement if unit.residence is not None]
+        lost = self._ranks.any_of([link.lost is not None for link in links])
+        for link in dict.fromkeys(itertools.compress(links, lost)):
+            if link.lost is None:
+                link.give_up(OTHER_FAILED)
+            if self.placement.at(link):
                 self.guest_lost(link, GuestLostError(f"guest {link.guest_id}: {link.lost}"))
 
-    def _failed(self, move: Move, reason: str) -> None:
+    @staticmethod
+    def _failed(move: Move, reason: str) -> None:
         move.fail(reason)
         move.give_up()
-        source = move.source.link if move.source else None
-        if source is not None and source.lost and self.placement.at(source):
-            self.guest_lost(source, GuestLostError(reason))
 
     # ---- guests
 
@@ -441,6 +484,7 @@ class Attaching:
             address.make_transport(),
             lambda: host.epoch,
             host.settings.stall_s,
+            is_one_of_several=bool(address.rendezvous),
         )
         hello = messages.GuestHello(address.token, f"host of {address.guest_id}")
         ready = link.ask(hello, messages.GuestReady, ATTACH_TIMEOUT_S)

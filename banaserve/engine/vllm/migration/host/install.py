@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from banaserve.engine.vllm.compat import model as compat
 from banaserve.engine.vllm.compat import runner_hooks
 from banaserve.engine.vllm.compat.config import VllmConfig
 from banaserve.engine.vllm.compat.engine import add_utility
@@ -17,6 +18,7 @@ from banaserve.engine.vllm.migration.kv.host_kv import HostKv
 from banaserve.engine.vllm.migration.kv.store_copier import StoreCopier
 from banaserve.engine.vllm.migration.modules.attention_backend import kernels_for
 from banaserve.engine.vllm.migration.modules.paged_attention import take_kernels
+from banaserve.engine.vllm.migration.ranks import Ranks
 from banaserve.engine.vllm.migration.rpc.messages import StorePlace
 from banaserve.engine.vllm.migration.time_hook import REAL_TIME, TimeHook
 from banaserve.engine.vllm.rpc.engine_api import CoreApi, PoolResize, PoolStatus
@@ -36,8 +38,19 @@ def install(config: VllmConfig, runner_class: type[Any], time_hook: TimeHook = R
     Returns:
         Whether the engine can migrate; False where it is not asked to.
     """
-    settings = settings_of(config)
-    if settings is None:
+    if not install_worker(config, runner_class, time_hook):
+        return False
+    scheduler = config.scheduler_config
+    scheduler.scheduler_cls = AsyncPoolScheduler if scheduler.async_scheduling else PoolScheduler
+    install_utilities()
+    return True
+
+
+def install_worker(
+    config: VllmConfig, runner_class: type[Any], time_hook: TimeHook = REAL_TIME
+) -> bool:
+    """The part of ``install`` for a process that a worker of such an engine has to itself."""
+    if settings_of(config) is None:
         return False
     if str(config.device_config.device_type) != "cpu":
         try:
@@ -47,9 +60,6 @@ def install(config: VllmConfig, runner_class: type[Any], time_hook: TimeHook = R
             logger.warning("%s", reason)
             runner_hooks.set_host(runner_class, str(reason))
             return False
-    scheduler = config.scheduler_config
-    scheduler.scheduler_cls = AsyncPoolScheduler if scheduler.async_scheduling else PoolScheduler
-    install_utilities()
     install_runner(runner_class, time_hook)
     return True
 
@@ -112,7 +122,8 @@ def _become_host(
         return kv_caches
     host_kv = HostKv(kv_caches, settings.kv_growth, kernels)
     runner_hooks.replace_kv_caches(runner, host_kv.tensors)
-    runner_hooks.set_host(runner, MigrationHost(runner, settings, host_kv, time_hook))
+    ranks = Ranks(compat.ranks_group())
+    runner_hooks.set_host(runner, MigrationHost(runner, settings, host_kv, time_hook, ranks))
     return host_kv.tensors
 
 
@@ -133,11 +144,11 @@ def _join_store(runner: Any) -> None:
             host.step_context.dirty_blocks,
             host.placement.where_is,
             host.placement.older_blocks,
-            0,
+            connector.worker.part,
             lambda lost: connector.abandon_step(),
         )
 
     connector.wrap_copier(wrap)
-    if host.settings.guest_saves and runner.device.type == "cpu":
+    if host.settings.guest_saves and runner.device.type == "cpu" and host.is_alone:
         socket, name = connector.worker.options.socket, connector.client_name
         host.engine.store = StorePlace(socket, name, connector.fingerprint)

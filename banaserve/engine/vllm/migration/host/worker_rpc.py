@@ -105,8 +105,9 @@ class MigrationMethods:
         raise MigrationError(found or "this engine was started without live migration")
 
     @implements(MigrationApi.banaserve_migration_attach)
-    def banaserve_migration_attach(self, address: GuestAddress) -> None:
-        Attaching.begin(self._migration(), address)
+    def banaserve_migration_attach(self, addresses: list[GuestAddress]) -> None:
+        host = self._migration()
+        Attaching.begin(host, addresses[host.rank])
 
     @implements(MigrationApi.banaserve_migration_detach)
     def banaserve_migration_detach(self, guest_id: str) -> None:

@@ -60,6 +60,8 @@ class GuestClient:
         epoch: The host's present epoch, asked for each message.
         stall_s: How long a guest may neither answer nor use its processor. Where that cannot be
             seen from here, how long it may be silent beyond what its work should take.
+        is_one_of_several: Whether it is one process of a guest of several: one that is given up
+            is ended, since those that wait for its part of a sum would wait for ever.
 
     Attributes:
         lost: Why the guest is given up; None while it is not.
@@ -78,8 +80,11 @@ class GuestClient:
         transport: Transport,
         epoch: Callable[[], int],
         stall_s: float,
+        *,
+        is_one_of_several: bool = False,
     ) -> None:
         self.guest_id = guest_id
+        self._is_one_of_several = is_one_of_several
         self.transport = transport
         self.lost: str | None = None
         self.round_trips = 0
@@ -241,7 +246,7 @@ class GuestClient:
 
         A guest that has failed once is not trusted with another step.
         """
-        self._let_go(reason)
+        self._let_go(reason, ends=self._is_one_of_several)
         return GuestLostError(f"guest {self.guest_id}: {reason}")
 
     def close(self) -> None:
@@ -250,12 +255,12 @@ class GuestClient:
 
     # ---- inside
 
-    def _let_go(self, reason: str) -> None:
+    def _let_go(self, reason: str, *, ends: bool = False) -> None:
         self.lost = self.lost or reason
         self._channel.close()
         if self._leash is not None:
             # The slots of the store that it may be writing to belong to other owners next.
-            if self._may_write:
+            if self._may_write or ends:
                 self._leash.kill()
             self._leash.close()
 

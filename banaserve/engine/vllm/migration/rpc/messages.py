@@ -34,6 +34,8 @@ class GuestAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         listen_host: Address for transports that use TCP.
         target: Id of the instance beside which the guest runs, on the same devices.
         is_elsewhere: Whether the host runs on another machine than the guest.
+        rank: Of the host's worker that it serves: a guest has a process for each.
+        rendezvous: Where these processes find each other; empty where there is one.
     """
 
     guest_id: str
@@ -45,6 +47,8 @@ class GuestAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     listen_host: str = "127.0.0.1"
     target: str = ""
     is_elsewhere: bool = False
+    rank: int = 0
+    rendezvous: str = ""
 
     def make_transport(self) -> Transport:
         """For either side.

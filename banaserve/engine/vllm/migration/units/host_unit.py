@@ -17,6 +17,7 @@ from banaserve.engine.vllm.migration.kv.remote_kv import RemoteKv, StagedRemoteK
 from banaserve.engine.vllm.migration.kv.step_context import StepContext
 from banaserve.engine.vllm.migration.modules.compiled_model import CompiledModel
 from banaserve.engine.vllm.migration.modules.expert_split import SplitExperts
+from banaserve.engine.vllm.migration.ranks import Ranks
 from banaserve.engine.vllm.migration.rpc import messages
 from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
 from banaserve.engine.vllm.migration.units.base import MigrationUnit
@@ -84,6 +85,7 @@ class HostEngine:
         store: That guests may save blocks to; None where there is none.
         experts: Of the layers that have any, by layer.
         compiled: The model, where it may be compiled.
+        ranks: Of the engine, which run a part of each layer.
     """
 
     config: VllmConfig
@@ -98,6 +100,7 @@ class HostEngine:
     store: messages.StorePlace | None = None
     experts: Mapping[int, SplitExperts] = field(default_factory=dict)
     compiled: CompiledModel | None = None
+    ranks: Ranks = field(default_factory=Ranks)
 
     def names(self, layers: Iterable[int]) -> list[str]:
         """Of the attentions of these layers."""

@@ -15,6 +15,7 @@ from banaserve.engine.vllm.migration.kv.slot_writer import SlotWriter
 from banaserve.engine.vllm.migration.kv.step_context import StepContext, common_from
 from banaserve.engine.vllm.migration.modules.layer_proxy import Around, RemoteRange
 from banaserve.engine.vllm.migration.modules.partial_model import PartialModel
+from banaserve.engine.vllm.migration.ranks import Ranks
 from banaserve.engine.vllm.migration.rpc import messages
 from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
 from banaserve.engine.vllm.migration.rpc.messages import SlotCopies, StorePlace
@@ -152,7 +153,7 @@ class HostLayers(HostUnit):
         def lost(error: GuestLostError) -> None:
             engine.on_lost(residence.link, error)
 
-        where = RemoteLayers(residence, engine.step_context)
+        where = RemoteLayers(residence, engine.step_context, engine.ranks)
         if proxies is not None:
             proxies.redirect(where, lost)
             return
@@ -163,9 +164,10 @@ class HostLayers(HostUnit):
 class RemoteLayers:
     """Steps of a range of layers in one guest; see ``LayerChannel``."""
 
-    def __init__(self, residence: UnitLocation, step_context: StepContext) -> None:
+    def __init__(self, residence: UnitLocation, step_context: StepContext, ranks: Ranks) -> None:
         self._residence = residence
         self._step_context = step_context
+        self._ranks = ranks
 
     @property
     def link(self) -> GuestClient:
@@ -185,7 +187,10 @@ class RemoteLayers:
             GuestLostError: The guest is lost.
         """
         request, bundle = self._message(arguments, 0, saves)
-        returned = self.link.run(request, bundle, self._step_context.num_tokens)
+        num_tokens = self._step_context.num_tokens
+        returned = self._ranks.step(
+            lambda: self.link.run(request, bundle, num_tokens), self.link.give_up
+        )
         return self._checked(returned, arguments["hidden_states"])
 
     def submit(
