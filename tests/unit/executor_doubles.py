@@ -18,9 +18,10 @@ FACTS = doubles.FACTS
 CONFIG = SimpleNamespace(
     additional_config={},
     cache_config=SimpleNamespace(num_gpu_blocks=300, block_size=16),
-    parallel_config=None,
+    parallel_config=SimpleNamespace(tensor_parallel_size=1),
     model_config=SimpleNamespace(
         dtype=torch.float32,
+        get_num_kv_heads=lambda _: FACTS.num_kv_heads,
         get_num_attention_heads=lambda _: 9,
         get_head_size=lambda: 64,
         get_hidden_size=lambda: 576,

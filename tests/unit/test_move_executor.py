@@ -112,6 +112,16 @@ def test_facts_of_an_engine():
     assert instance_facts(empty, FACTS, 2.0, True) is None
 
 
+def test_facts_of_an_engine_of_two_ranks():
+    ranks = SimpleNamespace(tensor_parallel_size=2)
+    two = SimpleNamespace(**{**vars(CONFIG), "parallel_config": ranks})
+    one, facts = instance_facts(CONFIG, FACTS, 2.0, True), instance_facts(two, FACTS, 2.0, True)
+    # Each has as many KV heads as the only one of the other engine.
+    assert facts.layer_token_bytes == 2 * one.layer_token_bytes
+    assert facts.kv_bytes == 2 * one.kv_bytes
+    assert (facts.can_move_layers, facts.can_move_heads) == (True, False)
+
+
 def test_a_modelled_device_is_a_fact_of_its_instance_alone(tmp_path):
     text = (profiles.BUILT_IN / "opt-13b-a100.toml").read_text()
     slow = tmp_path / "slow.toml"

@@ -61,8 +61,21 @@ def _speculative(config: Any) -> None:
     config.speculative_config = object()
 
 
-def _parallel(config: Any) -> None:
+def _stages(config: Any) -> None:
+    config.parallel_config.pipeline_parallel_size = 2
+
+
+def _replicas(config: Any) -> None:
+    config.parallel_config.data_parallel_size = 2
+
+
+def _ranks(config: Any) -> None:
     config.parallel_config.tensor_parallel_size = 2
+
+
+def _ranks_elsewhere(config: Any) -> None:
+    _ranks(config)
+    config.device_config.device_type = "cuda"
 
 
 def _adapters(config: Any) -> None:
@@ -77,8 +90,8 @@ def _sharded(config: Any) -> None:
     config.load_config.load_format = "sharded_state"
 
 
-@pytest.mark.parametrize("change", [None, _compiled])
-def test_plain_and_compiled_engines_can(config: Any, change: Callable[[Any], None] | None) -> None:
+@pytest.mark.parametrize("change", [None, _compiled, _ranks])
+def test_engines_that_can(config: Any, change: Callable[[Any], None] | None) -> None:
     from banaserve.engine.vllm.migration.checks import check_config
 
     changed = copy.deepcopy(config)
@@ -93,7 +106,9 @@ def test_plain_and_compiled_engines_can(config: Any, change: Callable[[Any], Non
         (_compiled_elsewhere, "--enforce-eager"),
         (_compiled_by_torch, "--enforce-eager"),
         (_speculative, "speculative"),
-        (_parallel, "parallel"),
+        (_stages, "pipeline parallel"),
+        (_replicas, "data parallel"),
+        (_ranks_elsewhere, "on CPUs alone"),
         (_adapters, "LoRA"),
         (_gguf, "gguf"),
         (_sharded, "sharded_state"),
