@@ -66,6 +66,7 @@ class Runner:
         self.vllm_config = SimpleNamespace(
             compilation_config=SimpleNamespace(static_forward_context=context),
             model_config=model,
+            parallel_config=SimpleNamespace(tensor_parallel_size=1),
             kv_transfer_config=None,
         )
         self.input_batch = SimpleNamespace(generators={})

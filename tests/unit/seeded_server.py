@@ -122,6 +122,11 @@ async def until(holds: Callable[[], bool]) -> None:
         await asyncio.sleep(0.1)
 
 
+def _config(weights: str) -> Any:
+    """An engine's, as far as it is asked for."""
+    return SimpleNamespace(weights=weights, parallel_config=SimpleNamespace(tensor_parallel_size=1))
+
+
 class Server:
     """One seed's server and all that happens to it."""
 
@@ -163,7 +168,7 @@ class Server:
     def _make_cluster(self) -> None:
         budgets = Budgets.__new__(Budgets)
         budgets._own, budgets._given = Budget(64, 8), {}
-        config: Any = SimpleNamespace(weights=WEIGHTS[0])
+        config = _config(WEIGHTS[0])
         settings = EngineSettings(config, budgets)
         factory: Any = Factory(self.machine, self.clock)
         self.network = Network(self.troubles)
@@ -219,7 +224,7 @@ class Server:
     def _other_settings(now: EngineSettings, model: str, _: Sequence[str]) -> EngineSettings:
         if not model:
             return now
-        config: Any = SimpleNamespace(weights=model)
+        config = _config(model)
         return replace(now, config=config, weights=model, argv=(model,), number=now.number + 1)
 
     async def _check_engine(self, _: Instance) -> None:

@@ -16,6 +16,7 @@ pytest.importorskip("vllm")
 from banaserve.engine.vllm.launch.devices import Devices
 from banaserve.engine.vllm.launch.launcher import SpawnLauncher
 from banaserve.engine.vllm.migration.host.placement import PlacementManager
+from banaserve.engine.vllm.migration.ranks import Ranks
 from banaserve.engine.vllm.migration.rpc import tensors
 from banaserve.engine.vllm.migration.rpc.messages import (
     AttentionSlice,
@@ -81,7 +82,7 @@ def test_a_guests_answers_go_to_the_hosts_device() -> None:
     step_context: Any = SimpleNamespace(num_tokens=3)
     residence: Any = SimpleNamespace(link=link_of(torch.zeros(3, 8), torch.zeros(3, 8)))
     hidden = torch.empty(3, 8, device=META)
-    layers = RemoteLayers(residence, step_context).collect(hidden)
+    layers = RemoteLayers(residence, step_context, Ranks()).collect(hidden)
     assert [value.device for value in layers if value is not None] == [META] * 2
     heads = RemoteHeads(residence, "l", step_context)
     heads._query = hidden

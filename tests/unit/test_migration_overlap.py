@@ -237,14 +237,19 @@ def test_a_model_that_does_something_between_its_layers(second: Any, why: str) -
         ({"is_mm_prefix_lm": True}, None, "image"),
         ({"uses_mrope": True}, None, "positions"),
         ({"use_mla": True}, None, "MLA"),
+        ({"num_ranks": 2}, None, "ranks"),
     ],
 )
 def test_engines_whose_steps_cannot_be_cut(facts: Any, connector: str | None, why: str) -> None:
+    facts = dict(facts)
+    parallel = SimpleNamespace(tensor_parallel_size=facts.pop("num_ranks", 1))
     kinds = ("is_encoder_decoder", "is_mm_prefix_lm", "uses_mrope", "use_mla")
     plain = dict.fromkeys(kinds, False)
     transfer = connector and SimpleNamespace(kv_connector=connector)
     config: Any = SimpleNamespace(
-        model_config=SimpleNamespace(**{**plain, **facts}), kv_transfer_config=transfer
+        parallel_config=parallel,
+        model_config=SimpleNamespace(**{**plain, **facts}),
+        kv_transfer_config=transfer,
     )
     found = checks.overlap_blocker(config)
     assert why in found

@@ -18,6 +18,7 @@ from banaserve.engine.vllm.migration.kv.step_context import StepContext, common_
 from banaserve.engine.vllm.migration.microbatch import overlap
 from banaserve.engine.vllm.migration.microbatch.overlap import Overlap
 from banaserve.engine.vllm.migration.modules.layer_proxy import LayerChain, RemoteRange
+from banaserve.engine.vllm.migration.ranks import Ranks
 from banaserve.engine.vllm.migration.rpc import messages
 from banaserve.engine.vllm.migration.rpc.guest_channel import GuestChannel
 from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
@@ -119,7 +120,7 @@ class Host:
             residence: Any = SimpleNamespace(
                 unit_id="u", working_epoch=1, link=guest.link, saves=False
             )
-            where = RemoteLayers(residence, self.step_context)
+            where = RemoteLayers(residence, self.step_context, Ranks())
             names = [f"l{n}" for n in range(begin, end)]
             found = RemoteRange(self.layers, begin, end, names, where, self._on_lost)
             found.swap_out()

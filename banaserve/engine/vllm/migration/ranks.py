@@ -1,4 +1,4 @@
-"""What the tensor-parallel ranks of a host agree on: something has ended well on all, or on none.
+"""Agreement of the tensor-parallel ranks of a host: something has ended well on all, or on none.
 
 Each rank has a migration host and its own process of a guest. The layers of all ranks add up what
 they have computed, so no rank may run a layer at home that another runs in a guest. All calls are

@@ -1,4 +1,4 @@
-"""What the tensor-parallel ranks of one host say, as of one host. Pure."""
+"""Reports of the tensor-parallel ranks of one host, made into one. Pure."""
 
 from __future__ import annotations
 
