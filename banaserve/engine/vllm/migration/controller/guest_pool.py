@@ -190,12 +190,8 @@ class GuestPool:
             MigrationError: There would be several, on another machine.
         """
         if num_ranks == 1:
-            return [await self._address(guest_id, guest_id, host, target, 0, "")]
-        rendezvous = str(self._sockets / f"{guest_id}.ranks")
-        found = [
-            await self._address(guest_id, f"{guest_id}.{rank}", host, target, rank, rendezvous)
-            for rank in range(num_ranks)
-        ]
+            return [await self._address(guest_id, host, target)]
+        found = [await self._address(guest_id, host, target, rank) for rank in range(num_ranks)]
         if any(address.is_elsewhere for address in found):
             raise MigrationError(
                 f"{host} has {num_ranks} tensor-parallel ranks: these can go to guests on its own "
@@ -204,17 +200,10 @@ class GuestPool:
         return found
 
     async def _address(
-        self,
-        guest_id: str,
-        place_name: str,
-        host: InstanceId,
-        target: InstanceId,
-        rank: int,
-        rendezvous: str,
+        self, guest_id: str, host: InstanceId, target: InstanceId, rank: int | None = None
     ) -> GuestAddress:
-        place = await self._launcher.guest_place(
-            host, target, place_name, self._transport, self._sockets
-        )
+        name = guest_id if rank is None else f"{guest_id}.{rank}"
+        place = await self._launcher.guest_place(host, target, name, self._transport, self._sockets)
         return GuestAddress(
             guest_id=guest_id,
             channel=place.channel,
@@ -225,8 +214,8 @@ class GuestPool:
             listen_host=place.listen_host,
             target=target,
             is_elsewhere=place.is_elsewhere,
-            rank=rank,
-            rendezvous=rendezvous,
+            rank=rank or 0,
+            rendezvous="" if rank is None else f"{place.folder}/{guest_id}.ranks",
         )
 
     async def _until_ready(self, guest: GuestHandle, link: HostClient) -> None:
