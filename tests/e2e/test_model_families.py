@@ -114,7 +114,7 @@ FAMILIES = {
         "deepseek_v2",
         ("--tensor-parallel-size", "2"),
         custom_ops=MLA.custom_ops,
-        no_heads=MLA.no_heads,
+        no_heads=BY_RANKS,
         no_experts=BY_RANKS,
     ),
     "phi3": Family(),
