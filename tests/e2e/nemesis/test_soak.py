@@ -44,7 +44,7 @@ READY_S = 180.0
 @pytest.fixture(scope="module")
 def server(serve: Callable[..., Run]) -> Iterator[Run]:
     keys = [word for key in KEYS for word in ("--api-key", key)]
-    run = serve(*OPTIONS, *keys, "--log-max-size", "64KiB")
+    run = serve(*OPTIONS, *keys, "--log-max-size", "8KiB")
     yield run
     assert run.end() == 0
 
