@@ -9,8 +9,10 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 
@@ -92,20 +94,26 @@ class Streams:
             for prompt in prompts
         ]
         self._ends = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._ask_all()))
+        self._pool = ThreadPoolExecutor(1)
+        self._asking: Future[None] | None = None
         self.answers: list[tuple[int, Answer]] = []
 
     def __enter__(self) -> Streams:
-        self._thread.start()
+        self._asking = self._pool.submit(lambda: asyncio.run(self._ask_all()))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ends.set()
-        self._thread.join()
+        assert self._asking is not None
+        self._asking.result()
+        self._pool.shutdown()
 
     def comes_to(self, count: int) -> None:
         """Return when so many have been answered."""
-        until(lambda: len(self.answers) >= count or not self._thread.is_alive(), f"{count} answers")
+        assert self._asking is not None
+        asking = self._asking
+        until(lambda: len(self.answers) >= count or asking.done(), f"{count} answers")
+        assert not asking.done(), asking.exception()
 
     def goes_on(self) -> None:
         """Return when each stream has ended once more, and one begun."""
@@ -115,10 +123,10 @@ class Streams:
         async with connected(self._server) as client:
             await asyncio.gather(*(self._ask(client, n) for n in range(NUM_STREAMS)))
 
-    async def _ask(self, client: object, number: int) -> None:
+    async def _ask(self, client: httpx.AsyncClient, number: int) -> None:
         while not self._ends.is_set():
             kind = Kind("/v1/completions", self._bodies[number])
-            self.answers.append((number, await asked(client, kind)))  # type: ignore[arg-type]
+            self.answers.append((number, await asked(client, kind)))
 
     def check(self, expected: list[list[int]]) -> None:
         assert len(self.answers) >= NUM_STREAMS

@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
 
+import torch
 import torch.distributed as dist
 
 from banaserve.engine.vllm.migration.ranks import OTHER_FAILED, Ranks
@@ -99,3 +101,32 @@ def test_a_step_that_one_guest_did_not_answer_gives_up_all(
     assert [type(end.exception()) for end in ends] == [GuestLostError] * NUM_RANKS
     assert str(ends[0].exception()) == "it stands still"
     assert given_up == {1: OTHER_FAILED, 2: OTHER_FAILED}
+
+
+def test_an_answer_of_another_shape_is_a_failure_of_all(
+    all_ranks: Callable[[Work], list[Future[Any]]],
+) -> None:
+    pytest.importorskip("vllm")
+    from banaserve.engine.vllm.migration.units.layers import RemoteLayers
+
+    hidden, given_up = torch.zeros(3, 8), list[str]()
+
+    def step(ranks: Ranks) -> Any:
+        def check_shape(tensor: torch.Tensor, wanted: torch.Tensor) -> None:
+            if tensor.shape != wanted.shape:
+                raise GuestLostError("another shape")
+
+        def give_up(reason: str) -> GuestLostError:
+            given_up.append(reason)
+            return GuestLostError(reason)
+
+        num_rows = 2 if ranks.rank == 1 else 3
+        link = SimpleNamespace(
+            run=lambda *_: [torch.zeros(num_rows, 8)], check_shape=check_shape, give_up=give_up
+        )
+        residence: Any = SimpleNamespace(link=link, unit_id="u", working_epoch=1)
+        context: Any = SimpleNamespace(num_tokens=3, fields=dict)
+        return RemoteLayers(residence, context, ranks).run({"hidden_states": hidden})
+
+    assert [type(end.exception()) for end in all_ranks(step)] == [GuestLostError] * NUM_RANKS
+    assert given_up == [OTHER_FAILED] * 2

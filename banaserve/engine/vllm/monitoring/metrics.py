@@ -183,7 +183,7 @@ STEPS_LOST = Counter(
 GUESTS_LOST = Counter(
     "banaserve_guests_lost", "Guests that died or stalled while they served", ["instance_id"]
 )
-GUESTS = Gauge("banaserve_guests", "Guests' processes beside an instance", ["instance_id"])
+GUESTS = Gauge("banaserve_guests", "Guests beside an instance", ["instance_id"])
 GUEST_BYTES = Gauge("banaserve_guest_bytes", "Memory of guests beside an instance", ["instance_id"])
 GUEST_BUSY = Gauge(
     "banaserve_guest_busy_fraction", "CPU time of guests beside an instance", ["instance_id"]

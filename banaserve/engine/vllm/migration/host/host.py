@@ -93,10 +93,8 @@ class MigrationHost:
     called for the same in the same order: only in ``commit`` and ``guest_lost`` units come to be
     elsewhere, on all ranks or none.
 
-    Args:
-        ranks: Of this engine.
-
     Attributes:
+        ranks: Of this engine, which has a host in each.
         engine: Parts of it that its units use.
         epoch: Of the placement; grows with each change of it.
         links: Guests by id.
@@ -112,7 +110,7 @@ class MigrationHost:
         time_hook: TimeHook = REAL_TIME,
         ranks: Ranks | None = None,
     ) -> None:
-        self._ranks = ranks or Ranks()
+        self.ranks = ranks or Ranks()
         self.settings = settings
         self._time_hook = time_hook
         self.epoch = 1
@@ -144,7 +142,7 @@ class MigrationHost:
             settings.poison,
             experts=self._experts(layers),
             compiled=CompiledModel(runner.get_model()),
-            ranks=self._ranks,
+            ranks=self.ranks,
         )
         self._builder = UnitBuilder(host_kv, time_hook)
         self._unit_makers = HostUnits(self.engine)
@@ -168,16 +166,6 @@ class MigrationHost:
             self.engine.compiled.call_modules("counted", wanted=is_wanted)
         return {layer: one.count(counting) for layer, one in self.engine.experts.items()}
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether the engine has no other tensor-parallel rank."""
-        return self._ranks.is_alone
-
-    @property
-    def rank(self) -> int:
-        """Of this worker among those of its engine."""
-        return self._ranks.rank
-
     # ---- a move, step by step
 
     def prepare(self, move_id: str, modules: MigrationUnit, guest_id: str) -> Move:
@@ -187,7 +175,7 @@ class MigrationHost:
             MigrationError: They cannot move, or the guest or the move's id is not to be had.
         """
         modules.check(self._shape)
-        if not self.is_alone and not modules.has_weights:
+        if not self.ranks.is_alone and not modules.has_weights:
             raise MigrationError(
                 f"{modules} cannot move: of a tensor-parallel engine whole layers alone can"
             )
@@ -239,10 +227,10 @@ class MigrationHost:
         Raises:
             MigrationError: Not ready, or a guest was lost; then the source serves on.
         """
-        move = self._ranks.run(lambda: self._ready(move_id))
+        move = self.ranks.run(lambda: self._ready(move_id))
         began_s = time.perf_counter()
         try:
-            num_blocks, copied_s = self._ranks.run(lambda: self._hand_over(move))
+            num_blocks, copied_s = self.ranks.run(lambda: self._hand_over(move))
         except (GuestLostError, MigrationError) as failed:
             self._failed(move, str(failed))
             self._take_home_lost()
@@ -365,7 +353,7 @@ class MigrationHost:
     def _take_home_lost(self) -> None:
         """Bring home what any rank's part of a guest held that has been given up."""
         links = [unit.residence.link for unit in self.placement if unit.residence is not None]
-        lost = self._ranks.any_of([link.lost is not None for link in links])
+        lost = self.ranks.any_of([link.lost is not None for link in links])
         for link in dict.fromkeys(itertools.compress(links, lost)):
             if link.lost is None:
                 link.give_up(OTHER_FAILED)

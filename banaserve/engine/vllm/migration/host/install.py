@@ -149,6 +149,6 @@ def _join_store(runner: Any) -> None:
         )
 
     connector.wrap_copier(wrap)
-    if host.settings.guest_saves and runner.device.type == "cpu" and host.is_alone:
+    if host.settings.guest_saves and runner.device.type == "cpu" and host.ranks.is_alone:
         socket, name = connector.worker.options.socket, connector.client_name
         host.engine.store = StorePlace(socket, name, connector.fingerprint)

@@ -107,7 +107,7 @@ class MigrationMethods:
     @implements(MigrationApi.banaserve_migration_attach)
     def banaserve_migration_attach(self, addresses: list[GuestAddress]) -> None:
         host = self._migration()
-        Attaching.begin(host, addresses[host.rank])
+        Attaching.begin(host, addresses[host.ranks.rank])
 
     @implements(MigrationApi.banaserve_migration_detach)
     def banaserve_migration_detach(self, guest_id: str) -> None:

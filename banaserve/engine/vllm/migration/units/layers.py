@@ -186,11 +186,13 @@ class RemoteLayers:
         Raises:
             GuestLostError: The guest is lost.
         """
+        return self._ranks.step(lambda: self._run(arguments, saves), self.link.give_up)
+
+    def _run(
+        self, arguments: Mapping[str, Any], saves: SlotCopies | None
+    ) -> Sequence[torch.Tensor | None]:
         request, bundle = self._message(arguments, 0, saves)
-        num_tokens = self._step_context.num_tokens
-        returned = self._ranks.step(
-            lambda: self.link.run(request, bundle, num_tokens), self.link.give_up
-        )
+        returned = self.link.run(request, bundle, self._step_context.num_tokens)
         return self._checked(returned, arguments["hidden_states"])
 
     def submit(
