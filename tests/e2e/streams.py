@@ -124,8 +124,14 @@ class Gaps:
 
 
 @contextlib.asynccontextmanager
-async def connected(server: Run) -> AsyncIterator[httpx.AsyncClient]:
-    limits = httpx.Limits(max_connections=None)
+async def connected(server: Run, *, keeps: bool = False) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of ``server``.
+
+    Args:
+        keeps: Its connections stay open between requests. The server closes one that is idle for
+            5 s: a client that is kept from running for as long may send to it just then.
+    """
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None if keeps else 0)
     async with httpx.AsyncClient(base_url=server.url, timeout=DEADLINE_S, limits=limits) as client:
         yield client
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import threading
@@ -56,10 +57,11 @@ def page(server: Run, chrome: Browser) -> Iterator[Any]:
 
 
 class Load:
-    """Streams one after the other until the block is left."""
+    """Streams one after the other until the block is left, of prompts that no cache knows."""
 
     def __init__(self, server: Run, num_streams: int = 2) -> None:
         self._client = server.client("users")
+        self._numbers = itertools.count()
         self._over = threading.Event()
         self._threads = [threading.Thread(target=self._ask) for _ in range(num_streams)]
         self.num_answers = 0
@@ -70,7 +72,7 @@ class Load:
             try:
                 answer = self._client.completions.create(
                     model="smollm2-135m",
-                    prompt="One morning the bridge over the river " * 12,
+                    prompt=f"Story {next(self._numbers)}. " + "One morning the bridge over " * 15,
                     max_tokens=100,
                     extra_body={"ignore_eos": True},
                 )

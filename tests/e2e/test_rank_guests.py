@@ -72,8 +72,10 @@ def server(serve: Callable[..., Run], model: str, points: Path) -> Iterator[Run]
 
 
 @pytest.fixture
-def admin(server: Run) -> AdminClient:
-    return AdminClient(*find_admin(server.run_dir))
+def admin(server: Run) -> Iterator[AdminClient]:
+    client = AdminClient(*find_admin(server.run_dir))
+    yield client
+    home(client)  # whatever a test has left away is not the next one's
 
 
 class Streams:

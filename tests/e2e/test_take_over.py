@@ -100,7 +100,7 @@ class Clients:
 
     async def _ask_over_one(self, server: Run, client: int, short: bool = False) -> None:
         """A pool of its own, so that a client has one connection and no other's."""
-        async with connected(server) as kept:
+        async with connected(server, keeps=True) as kept:
             await self._ask(kept, client, short)
 
     async def _ask(self, kept: httpx.AsyncClient | None, client: int, short: bool = False) -> None:
