@@ -141,6 +141,9 @@ class NodesLauncher:
         node = self._place.get(instance_id)
         return node is not None and node.client.is_ready
 
+    def has_lost_parent(self, instance_id: str) -> bool:
+        return not self.is_there(instance_id)
+
     def address_there(self, instance_id: str, address: str) -> str:
         opened = self._opened(instance_id)
         return f"ipc://{opened.folder}/{Path(address).name}"

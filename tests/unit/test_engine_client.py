@@ -246,14 +246,16 @@ async def test_a_pooling_request_outlives_its_instance_and_not_its_deadline() ->
         await asyncio.Event().wait()
         yield
 
-    def instance(encode: Any, requests: int) -> Any:
+    def instance(encode: Any, requests: int, is_orphaned: bool = False) -> Any:
         return SimpleNamespace(
             llm=SimpleNamespace(encode=encode),
             view=lambda: SimpleNamespace(inflight_requests=requests),
             holding=lambda _: _Nothing(),
+            is_orphaned=is_orphaned,
         )
 
-    serving = [instance(die, 0), instance(hang, 1)]
+    with_parent = [instance(die, 0, is_orphaned=True) for _ in range(4)]
+    serving = [*with_parent, instance(die, 0), instance(hang, 1)]
     made = client(serving)
     made._request_timeout_s = 0.2
     made._cluster.serving = lambda: [serving.pop(0)]
@@ -306,6 +308,7 @@ def _dying() -> Any:
         llm=SimpleNamespace(encode=die),
         view=lambda: SimpleNamespace(inflight_requests=0),
         holding=lambda _: _Nothing(),
+        is_orphaned=False,
     )
 
 

@@ -61,7 +61,7 @@ class Engine:
         self.engine_core = self
         self.resources = SimpleNamespace(engine_dead=False)
         self.log_requests, self.logger_manager = False, None
-        self.is_alone = False
+        self.is_alone = self.is_orphaned = False
         self.inflight_requests = 1
         self.legs: list[compat.EngineCoreRequest] = []
         self.aborted: list[str] = []
@@ -323,6 +323,21 @@ async def test_a_request_that_no_engine_survives_ends_before_it_has_had_them_all
         await reader.read()
     assert engines[3].legs == []
     assert "request r is given up" in caplog.text
+
+
+async def test_no_request_is_the_cause_of_a_death_that_came_with_the_engine_parents() -> None:
+    engines = [Engine(f"d{i}") for i in range(7)]
+    whole = SamplingParams(temperature=0.0, max_tokens=10, output_kind=RequestOutputKind.FINAL_ONLY)
+    reader = Reader(job(whole), Engines(*engines))
+    for number, engine in enumerate(engines[:6]):
+        await reader.reaches(engine)
+        engine.is_orphaned = number not in (1, 4)
+        compat.mark_dead(engine)
+    await reader.reaches(engines[6])
+    engines[6].compute(10)
+    while not reader.finished:
+        await reader.read()
+    assert reader.text == "".join(WORDS[1:11])
 
 
 async def test_of_a_death_each_of_many_requests_has_its_share_of_the_blame(

@@ -104,6 +104,30 @@ def answering(pid: int = 0) -> tuple[Parent, ParentLink]:
     return parent, ParentLink(ours, pid)
 
 
+async def test_an_engine_dies_with_the_parent_that_has_started_it(
+    tmp_path: Path, process: subprocess.Popen[bytes]
+) -> None:
+    _, first = answering(process.pid)
+    _, second = answering(os.getpid())
+
+    async def start_parent() -> ParentLink:
+        return second
+
+    launcher = ForkLauncher(first, start_parent)
+    await launcher.start("d0", "", tmp_path)
+    await launcher.start("d1", "", tmp_path)
+    assert not launcher.has_lost_parent("d0")
+    first.is_lost = True  # it does not answer: what it has started lives
+    await launcher.start("d1", "", tmp_path)
+    assert not launcher.has_lost_parent("d0")
+    process.kill()
+    process.wait()
+    lost = [launcher.has_lost_parent(name) for name in ("d0", "d1", "d2")]
+    assert lost == [True, False, False]
+    second._pid = 0  # it is no child, and none to be ended
+    launcher.close()
+
+
 @pytest.mark.parametrize("is_hung", [False, True], ids=["ended", "hung"])
 async def test_a_lost_parent_is_replaced_once(
     tmp_path: Path,

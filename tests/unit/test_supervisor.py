@@ -104,7 +104,11 @@ async def test_one_that_is_given_up_while_it_connects_does_not_serve(
 
     monkeypatch.setattr(instances.processes, "in_daemon_thread", thread)
     monkeypatch.setattr(instances, "weights_of", lambda _: "w")
-    made._launcher = SimpleNamespace(start=launched, address_there=lambda _, address: address)
+    made._launcher = SimpleNamespace(
+        start=launched,
+        address_there=lambda _, address: address,
+        has_lost_parent=lambda _: False,
+    )
     made._until_ready, made._connected = at_once, connected
     made.settings = EngineSettings(made.settings.config, made.settings.budgets)
     made.take_budget = wait if awaited == "budget" else at_once

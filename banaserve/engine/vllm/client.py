@@ -477,7 +477,8 @@ async def pool(
     Raises:
         GracefulHTTPError: No instance serves, the time is up, or instances die of it.
     """
-    for _ in range(MAX_DEATHS):
+    num_deaths = 0
+    while num_deaths < MAX_DEATHS:
         try:
             async with asyncio.timeout_at(deadline):
                 serving = await cluster.taking()
@@ -495,6 +496,7 @@ async def pool(
                         yield output
             return
         except DEAD:
+            num_deaths += not instance.is_orphaned
             metrics.RETRIES.labels("pooling").inc()
         except TimeoutError:
             raise out_of_time() from None

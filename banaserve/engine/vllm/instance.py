@@ -146,6 +146,7 @@ class Instance:
         is_draining: The router sends it nothing, what it has goes on.
         is_held: The same, until somebody lets it serve again.
         is_leaving: The same, since its engine is being replaced.
+        is_orphaned: Its last engine died with its parent or machine, and not of a request.
         settings: That its engine was started with, or will be.
         inflight: What it has been sent and has not ended.
         step_tokens: Most tokens of its steps; 0 where they are those of its role.
@@ -172,6 +173,7 @@ class Instance:
         self.is_draining = False
         self.is_held = False
         self.is_leaving = False
+        self.is_orphaned = False
         self.settings = EngineSettings(config, budgets)
         self._movable: dict[int, Callable[[], None]] = {}
         self._given_back = asyncio.Event()
@@ -337,6 +339,7 @@ class Instance:
     def mark_dead(self, state: State = State.DEAD) -> None:
         """Fail every request it holds, now, and send it no more."""
         self.state = state
+        self.is_orphaned = self._launcher.has_lost_parent(self.id)
         self.set_placements((), 0)
         metrics.UP.labels(self.id, self.role.value).set(0)
         llm, self.llm = self.llm, None

@@ -173,6 +173,10 @@ class Launcher(Protocol):
         """Whether the instance's machine is: no engine can be started on one that is away."""
         ...
 
+    def has_lost_parent(self, instance_id: str) -> bool:
+        """Whether what the instance's engine cannot outlive has ended: its parent or machine."""
+        ...
+
     def address_there(self, instance_id: str, address: str) -> str:
         """Address of a socket of the instance, as its own machine knows it.
 
@@ -252,6 +256,9 @@ class OnThisMachine:
     def is_there(self, instance_id: str) -> bool:
         return True
 
+    def has_lost_parent(self, instance_id: str) -> bool:
+        return False
+
     async def guest_place(
         self, host: str, target: str, guest_id: str, transport: str, sockets: Path
     ) -> GuestPlace:
@@ -288,6 +295,7 @@ class ForkLauncher(OnThisMachine):
         self._parent = parent
         self._start_parent = start_parent
         self._retired: list[ParentLink] = []
+        self._parents: dict[str, ParentLink] = {}
         self._replacing = asyncio.Lock()
 
     async def start(
@@ -298,27 +306,36 @@ class ForkLauncher(OnThisMachine):
         vllm_argv: tuple[str, ...] = (),
     ) -> int:
         until_s = time.monotonic() + ORDER_S
-        return await self._ordered(
+        parent, pid = await self._ordered(
             messages.StartEngine(instance_id, handshake_address, str(log_path), vllm_argv, until_s)
         )
+        self._parents[instance_id] = parent
+        return pid
+
+    def has_lost_parent(self, instance_id: str) -> bool:
+        parent = self._parents.get(instance_id)
+        return parent is not None and not parent.is_running
 
     async def start_guest(
         self, address: GuestAddress, log_path: Path, vllm_argv: tuple[str, ...] = ()
     ) -> int:
         until_s = time.monotonic() + ORDER_S
-        return await self._ordered(messages.StartGuest(address, str(log_path), vllm_argv, until_s))
+        order = messages.StartGuest(address, str(log_path), vllm_argv, until_s)
+        _, pid = await self._ordered(order)
+        return pid
 
-    async def _ordered(self, order: messages.Order) -> int:
+    async def _ordered(self, order: messages.Order) -> tuple[ParentLink, int]:
+        """The process that was started, and the parent that has started it."""
         await self._sweep()
         parent = self._parent
         try:
-            return await in_daemon_thread(lambda: parent.order(order))
+            return parent, await in_daemon_thread(lambda: parent.order(order))
         except ParentLostError as lost:
             logger.warning("%s: another one is started", lost)
         try:
             parent = await self._other_than(parent)
             again = msgspec.structs.replace(order, until_s=time.monotonic() + ORDER_S)
-            return await in_daemon_thread(lambda: parent.order(again))
+            return parent, await in_daemon_thread(lambda: parent.order(again))
         except ParentLostError as lost:
             raise InstanceDeadError(
                 f"{lost}, and no other one can be started: see front.log in the run's folder"
@@ -348,7 +365,7 @@ class ForkLauncher(OnThisMachine):
         """All share the machine's processors."""
 
     def release(self, instance_id: str) -> None:
-        """Nothing was reserved."""
+        self._parents.pop(instance_id, None)
 
     def close(self) -> None:
         for lost in self._retired:

@@ -558,11 +558,12 @@ async def run_request(
             router.has_computed(route.decode, context.request, context.tokens_so_far)
             return
         except DEAD as death:
-            context.died()
-            next_step = "tried again when it is its turn" if context.is_suspect else "tried again"
-            is_last = context.is_given_up
             died_at = _instance_of(leg, route)
             dead = cluster.instances.get(died_at)  # it may have been removed since
+            if dead is None or not dead.is_orphaned:
+                context.died()
+            next_step = "tried again when it is its turn" if context.is_suspect else "tried again"
+            is_last = context.is_given_up
             _note_death(context, leg, died_at, death, "given up" if is_last else next_step)
             if is_last:
                 raise given_up(context.request.external_req_id, context.num_deaths) from death
