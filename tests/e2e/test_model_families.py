@@ -71,7 +71,7 @@ WITHOUT_KERNEL = (
     'with --compilation-config \'{"custom_ops": ["-rotary_embedding"]}\', which servers of ours '
     "set by themselves: with vLLM's own kernel answers depend on what else is in the batch"
 )
-BY_RANKS = "of a tensor-parallel engine whole layers alone can"
+BY_RANKS = "each is on one of the tensor-parallel ranks"
 ADAPTERS = "LoRA adapters would have to move"
 DRAFTS = "speculative decoding reads states"
 NGRAMS = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}'
@@ -115,7 +115,7 @@ FAMILIES = {
         ("--tensor-parallel-size", "2"),
         custom_ops=MLA.custom_ops,
         no_heads=BY_RANKS,
-        no_experts=BY_RANKS,
+        no_experts="",
     ),
     "phi3": Family(),
 }

@@ -1,6 +1,7 @@
-"""Layers of engines of two tensor-parallel ranks, in a guest of two processes of which one fails.
+"""Modules of engines of two tensor-parallel ranks, in a guest of two processes of which one fails.
 
-Whatever becomes of one of them, both ranks run the layers in the same place, and no answer changes.
+Whatever becomes of one of them, both ranks have the modules in the same place, and no answer
+changes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ import pytest
 
 import random_models
 from banaserve.api.admin_client import AdminClient
-from banaserve.engine.vllm.migration.api import Migration, MoveHeads, MoveLayers, Return
+from banaserve.engine.vllm.migration.api import (
+    Migration,
+    MigrationRequest,
+    MoveContext,
+    MoveExperts,
+    MoveHeads,
+    MoveLayers,
+    Return,
+)
 from banaserve.errors import UserError
 from banaserve.fail_points import VARIABLE, FailPoint
 from banaserve.run_dir import find_admin
@@ -32,13 +41,16 @@ pytestmark = pytest.mark.e2e
 OUTPUT_TOKENS = 300
 NUM_STREAMS = 3
 LENGTHS = (40, 100, 180)
-AWAY = MoveLayers("d0", "p0", (1, 3))
+LAYERS = MoveLayers("d0", "p0", (1, 3))
+OLDER_BLOCKS = MoveContext("d0", "p0", (0, 3))
+EXPERTS = MoveExperts("d0", "p0", {1: (0, 2), 2: (1,)})
 SHM = Path("/dev/shm")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return random_models.make("llama", tmp_path_factory.mktemp("models") / "llama")
+    folder = tmp_path_factory.mktemp("models") / "qwen3_moe"
+    return random_models.make("qwen3_moe", folder, head_dim=64)
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +149,7 @@ class Streams:
             assert answer.tokens[0] == expected[number]
 
 
-def move(admin: AdminClient, ask: MoveLayers | Return) -> Migration:
+def move(admin: AdminClient, ask: MigrationRequest) -> Migration:
     migration = admin.run(ask)
     assert (migration.state, migration.error) == ("done", "")
     return migration
@@ -163,7 +175,7 @@ def test_layers_go_and_come_home(
 ) -> None:
     with Streams(server, prompts) as streams:
         streams.comes_to(1)
-        gone = move(admin, AWAY)
+        gone = move(admin, LAYERS)
         streams.goes_on()
         (guest,) = admin.placement().guests
         assert len(guest.pids) == 2
@@ -174,6 +186,26 @@ def test_layers_go_and_come_home(
     assert gone.moves[0].facts["freed_bytes"] == gone.moves[0].facts["predicted_bytes"] == 96 << 20
     assert gone.blocks_gained == -back.blocks_gained > 0
     assert server.metric("banaserve_migration_lost_steps_total") == 0
+
+
+@pytest.mark.parametrize("ask", [OLDER_BLOCKS, EXPERTS], ids=["older_blocks", "experts"])
+def test_other_modules_go_and_come_home(
+    server: Run,
+    admin: AdminClient,
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    ask: MigrationRequest,
+) -> None:
+    lost = server.metric("banaserve_migration_lost_steps_total")
+    with Streams(server, prompts) as streams:
+        streams.comes_to(1)
+        move(admin, ask)
+        streams.goes_on()
+        assert len(units(admin)) == 1
+        move(admin, Return("d0"))
+        streams.goes_on()
+    streams.check(expected)
+    assert server.metric("banaserve_migration_lost_steps_total") == lost
 
 
 @pytest.mark.parametrize(
@@ -199,50 +231,62 @@ def test_one_of_two_fails_while_layers_go(
         streams.comes_to(1)
         (points / point).write_text(how)
         with contextlib.suppress(UserError):
-            assert admin.run(AWAY).state != "done"
+            assert admin.run(LAYERS).state != "done"
         assert list(points.iterdir()) == []
         until(lambda: server.metric("banaserve_instance_ready", instance_id="d0") == 1, "it serves")
         home(admin)
         streams.goes_on()
-        move(admin, AWAY)
+        move(admin, LAYERS)
         streams.goes_on()
         move(admin, Return("d0"))
     streams.check(expected)
 
 
-@pytest.mark.parametrize(("how", "nth"), [("kill", 1), ("stop", 20), ("error", 30), ("kill", 40)])
+@pytest.mark.parametrize(
+    ("ask", "how", "nth"),
+    [
+        pytest.param(LAYERS, "kill", 1, id="layers-kill-1"),
+        pytest.param(LAYERS, "stop", 20, id="layers-stop-20"),
+        pytest.param(LAYERS, "error", 30, id="layers-error-30"),
+        pytest.param(OLDER_BLOCKS, "kill", 40, id="older_blocks-kill-40"),
+        pytest.param(OLDER_BLOCKS, "error", 2, id="older_blocks-error-2"),
+        pytest.param(EXPERTS, "stop", 10, id="experts-stop-10"),
+        pytest.param(EXPERTS, "kill", 3, id="experts-kill-3"),
+    ],
+)
 def test_one_of_two_fails_in_a_step(
     server: Run,
     admin: AdminClient,
     points: Path,
     prompts: list[list[int]],
     expected: list[list[int]],
+    ask: MigrationRequest,
     how: str,
     nth: int,
 ) -> None:
     lost = server.metric("banaserve_guests_lost_total", instance_id="d0")
     with Streams(server, prompts) as streams:
         streams.comes_to(1)
-        move(admin, AWAY)
+        move(admin, ask)
         (points / FailPoint.GUEST_RUN).write_text(f"{how} {nth}")
         until(lambda: not list(points.iterdir()), "one of them fails")
-        until(lambda: units(admin) == [], "the layers are at home")
+        until(lambda: units(admin) == [], "all is at home")
         streams.goes_on()
-        move(admin, AWAY)
+        move(admin, ask)
         streams.goes_on()
         move(admin, Return("d0"))
     streams.check(expected)
     assert server.metric("banaserve_guests_lost_total", instance_id="d0") == lost + 1
 
 
-def test_other_modules_are_refused_with_the_reason(admin: AdminClient) -> None:
+def test_heads_are_refused_with_the_reason(admin: AdminClient) -> None:
     told = admin.run(MoveHeads("d0", "p0", {1: (0,)}))
     assert (told.state, units(admin)) == ("failed", [])
-    assert "of a tensor-parallel engine whole layers alone can" in told.error
+    assert "each is on one of the tensor-parallel ranks" in told.error
 
 
 def test_guests_leave_no_shared_memory(server: Run, admin: AdminClient) -> None:
-    move(admin, AWAY)
+    move(admin, LAYERS)
     ours = [path.name for path in SHM.iterdir() if server.temp_dir.name in path.name]
     assert ours == []  # it has no name any more while they use it
     move(admin, Return("d0"))

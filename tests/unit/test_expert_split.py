@@ -12,6 +12,7 @@ pytest.importorskip("vllm")
 
 from banaserve.engine.vllm.migration.modules import expert_split
 from banaserve.engine.vllm.migration.modules.expert_split import NOT_HERE, SplitExperts, sum_of
+from banaserve.engine.vllm.migration.ranks import Ranks
 from banaserve.engine.vllm.migration.units.experts import _check_step
 from banaserve.errors import GuestLostError, ProtocolError
 
@@ -112,7 +113,7 @@ def never(*_: Any) -> None:
 def test_parts_add_up(whole: Matrices, places: list[tuple[int, ...]], num_tokens: int) -> None:
     x, weights, ids = batch(num_tokens)
     expected = compute(whole, x, weights, ids)
-    split = SplitExperts(whole, never)  # type: ignore[arg-type]
+    split = SplitExperts(whole, never, Ranks())  # type: ignore[arg-type]
     for number, some in enumerate(places):
         split.arrange(f"m{number}", some, guest(whole, *some))
     whole.computed = 0
@@ -126,7 +127,7 @@ def test_parts_add_up(whole: Matrices, places: list[tuple[int, ...]], num_tokens
 def test_a_guest_is_not_asked_where_nobody_has_chosen_its_experts(whole: Matrices) -> None:
     x, weights, _ = batch(4)
     ids = torch.tensor([[0, 1, 2]] * 4, dtype=torch.int32)
-    split = SplitExperts(whole, never)  # type: ignore[arg-type]
+    split = SplitExperts(whole, never, Ranks())  # type: ignore[arg-type]
     split.arrange("m0", (3, 4), guest(whole, 3, 4))
     assert torch.equal(whole.forward(x, weights, ids), compute(whole, x, weights, ids))
     assert Guest.all[0].asked == []
@@ -135,7 +136,7 @@ def test_a_guest_is_not_asked_where_nobody_has_chosen_its_experts(whole: Matrice
 def test_only_those_tokens_travel_that_have_chosen_one(whole: Matrices) -> None:
     x, weights, _ = batch(3)
     ids = torch.tensor([[0, 1, 2], [5, 0, 4], [1, 4, 0]])
-    split = SplitExperts(whole, never)  # type: ignore[arg-type]
+    split = SplitExperts(whole, never, Ranks())  # type: ignore[arg-type]
     split.arrange("m0", (5, 4), guest(whole, 5, 4))
     assert torch.allclose(whole.forward(x, weights, ids), compute(whole, x, weights, ids))
     ((sent_x, sent_weights, sent_ids),) = Guest.all[0].asked
@@ -147,7 +148,7 @@ def test_only_those_tokens_travel_that_have_chosen_one(whole: Matrices) -> None:
 
 def test_two_units_of_one_guest_wait_for_each_other(whole: Matrices) -> None:
     x, weights, ids = batch(20)
-    split = SplitExperts(whole, never)  # type: ignore[arg-type]
+    split = SplitExperts(whole, never, Ranks())  # type: ignore[arg-type]
     split.arrange("m0", (0, 1), guest(whole, 0, 1, link="g"))
     split.arrange("m1", (2, 3), guest(whole, 2, 3, link="g"))
     expected = compute(whole, x, weights, ids)
@@ -158,7 +159,7 @@ def test_two_units_of_one_guest_wait_for_each_other(whole: Matrices) -> None:
 def test_a_lost_guest_adds_nothing_and_is_told_of(whole: Matrices, when: str) -> None:
     x, weights, ids = batch(20)
     lost: list[Any] = []
-    split = SplitExperts(whole, lambda link, error: lost.append(link))  # type: ignore[arg-type]
+    split = SplitExperts(whole, lambda link, error: lost.append(link), Ranks())  # type: ignore[arg-type]
     split.arrange("m0", (0, 1), guest(whole, 0, 1, link="g"))
     split.arrange("m1", (2,), guest(whole, 2, link="h"))
     split.arrange("m2", (3,), guest(whole, 3, link="g"))
@@ -172,7 +173,7 @@ def test_a_lost_guest_adds_nothing_and_is_told_of(whole: Matrices, when: str) ->
 
 
 def test_vllms_own_runs_again_once_all_are_home(whole: Matrices) -> None:
-    split = SplitExperts(whole, never)  # type: ignore[arg-type]
+    split = SplitExperts(whole, never, Ranks())  # type: ignore[arg-type]
     split.arrange("m0", (0,), guest(whole, 0))
     split.arrange("m1", (1,), guest(whole, 1))
     split.arrange("m0", (0,), None)
@@ -182,7 +183,7 @@ def test_vllms_own_runs_again_once_all_are_home(whole: Matrices) -> None:
 
 
 def test_choices_are_counted_from_the_first_question_to_the_last(whole: Matrices) -> None:
-    split = SplitExperts(whole, never)  # type: ignore[arg-type]
+    split = SplitExperts(whole, never, Ranks())  # type: ignore[arg-type]
     assert split.count(True) == [0] * NUM_EXPERTS
     x, weights, ids = batch(9)
     assert torch.equal(whole.forward(x, weights, ids), compute(whole, x, weights, ids))

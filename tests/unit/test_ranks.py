@@ -103,6 +103,18 @@ def test_a_step_that_one_guest_did_not_answer_gives_up_all(
     assert given_up == {1: OTHER_FAILED, 2: OTHER_FAILED}
 
 
+def test_a_guest_that_is_lost_on_one_rank_is_on_all(
+    all_ranks: Callable[[Work], list[Future[Any]]],
+) -> None:
+    def lost(ranks: Ranks, on: int) -> str:
+        mine = GuestLostError("it stands still") if ranks.rank == on else None
+        return str(ranks.lost(mine, GuestLostError))
+
+    told = [end.result() for end in all_ranks(lambda ranks: lost(ranks, 1))]
+    assert told == [OTHER_FAILED, "it stands still", OTHER_FAILED]
+    assert [end.result() for end in all_ranks(lambda r: lost(r, NUM_RANKS))] == ["None"] * NUM_RANKS
+
+
 def test_an_answer_of_another_shape_is_a_failure_of_all(
     all_ranks: Callable[[Work], list[Future[Any]]],
 ) -> None:

@@ -17,6 +17,7 @@ from banaserve.engine.vllm.migration.kv.host_kv import HostKv
 from banaserve.engine.vllm.migration.kv.step_context import StepContext
 from banaserve.engine.vllm.migration.modules.context_split import ContextAttention
 from banaserve.engine.vllm.migration.modules.paged_attention import KvPages
+from banaserve.engine.vllm.migration.ranks import Ranks
 from banaserve.engine.vllm.migration.rpc import messages
 from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
 from banaserve.engine.vllm.migration.rpc.tensors import TensorBundle, from_wire, restore
@@ -88,7 +89,7 @@ class Ends:
         residence = UnitLocation("u", self.link, None, 0)  # type: ignore[arg-type]
         residence.epoch = 1
         attention = ContextAttention(
-            self.layer, "l", step_context, lambda _, e: self.lost.append(e), pages
+            self.layer, "l", step_context, lambda _, e: self.lost.append(e), pages, Ranks()
         )
         attention.arrange(RemoteContext(residence, away, step_context))
         self._thread = threading.Thread(target=self._serve)

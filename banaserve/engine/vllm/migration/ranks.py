@@ -67,6 +67,18 @@ class Ranks:
             raise MigrationError(OTHER_FAILED)
         return done
 
+    def lost(
+        self, mine: GuestLostError | None, give_up: Callable[[str], GuestLostError]
+    ) -> GuestLostError | None:
+        """Why a guest is lost on any rank; None where it is on none.
+
+        Args:
+            mine: Why it is on this one; None where it is not.
+            give_up: Ends the guest's process of this rank.
+        """
+        (is_lost,) = self.any_of([mine is not None])
+        return mine or give_up(OTHER_FAILED) if is_lost else None
+
     def step(self, work: Callable[[], T], give_up: Callable[[str], GuestLostError]) -> T:
         """What a guest answers to its part of a step, if the guests of all ranks have.
 

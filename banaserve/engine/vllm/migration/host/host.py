@@ -154,7 +154,7 @@ class MigrationHost:
     def _experts(self, layers: Iterable[nn.Module]) -> dict[int, SplitExperts]:
         found = {layer: experts_of(module) for layer, module in enumerate(layers)}
         return {
-            layer: SplitExperts(experts, self.guest_lost)
+            layer: SplitExperts(experts, self.guest_lost, self.ranks)
             for layer, experts in found.items()
             if experts is not None
         }
@@ -175,9 +175,10 @@ class MigrationHost:
             MigrationError: They cannot move, or the guest or the move's id is not to be had.
         """
         modules.check(self._shape)
-        if not self.ranks.is_alone and not modules.has_weights:
+        if not self.ranks.is_alone and not modules.is_on_all_ranks:
             raise MigrationError(
-                f"{modules} cannot move: of a tensor-parallel engine whole layers alone can"
+                f"{modules} cannot move: each is on one of the tensor-parallel ranks, which move "
+                "what they have in step; move layers or older blocks instead"
             )
         if any(unit.unit_id == move_id for unit in self.placement):
             raise MigrationError(f"there is a unit {move_id} already: name the move otherwise")

@@ -19,6 +19,7 @@ from banaserve.engine.vllm.compat.runner_hooks import set_implementation
 from banaserve.engine.vllm.migration.kv.dirty_blocks import RemoteBlocks
 from banaserve.engine.vllm.migration.kv.step_context import StepContext
 from banaserve.engine.vllm.migration.modules.paged_attention import Pages
+from banaserve.engine.vllm.migration.ranks import Ranks
 from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
 from banaserve.errors import GuestLostError
 from banaserve.kernels.interface import Batch, PartialAttention
@@ -164,6 +165,7 @@ class ContextAttention:
         layer: vLLM's attention module, whose ``impl`` this object becomes.
         on_lost: Called when the guest is lost in the middle of a step.
         pages: How its KV is read.
+        ranks: Of the engine: each splits the same blocks of its own heads.
     """
 
     def __init__(
@@ -173,8 +175,10 @@ class ContextAttention:
         step_context: StepContext,
         on_lost: Callable[[GuestClient, GuestLostError], None],
         pages: Pages,
+        ranks: Ranks,
     ) -> None:
         self._pages = pages
+        self._ranks = ranks
         self._layer = layer
         self._name = name
         self._step_context = step_context
@@ -209,7 +213,7 @@ class ContextAttention:
             whole: torch.Tensor = self.inner.forward(*arguments, output=output, **kwargs)
             return whole
         asking = query[plan.rows]
-        submitted = self._ask(remote, lambda: remote.submit(self._name, asking))
+        lost = _lost_in(lambda: remote.submit(self._name, asking))
         if plan.others is not None:
             rows = plan.other_rows
             mine = query[rows], key[rows], value[rows], kv_cache
@@ -219,17 +223,18 @@ class ContextAttention:
             output[rows] = own
         scale = self.inner.scale
         parts = [self._pages.attend(asking, kv_cache, plan.local, scale, causal=True)]
-        if submitted:
-            self._ask(remote, lambda: parts.append(remote.collect(asking)))
+        lost = lost or _lost_in(lambda: parts.append(remote.collect(asking)))
+        if (lost := self._ranks.lost(lost, remote.link.give_up)) is not None:
+            self._on_lost(remote.link, lost)  # the step's output is dropped
         merged = pick(output.device).kernels.merge(parts)
         output[plan.rows] = merged.output.to(output.dtype)
         return output
 
-    def _ask(self, remote: ContextChannel, question: Callable[[], None]) -> bool:
-        """Whether the guest has taken it; where it is lost, the step's output is dropped."""
-        try:
-            question()
-        except GuestLostError as lost:
-            self._on_lost(remote.link, lost)
-            return False
-        return True
+
+def _lost_in(question: Callable[[], None]) -> GuestLostError | None:
+    """Why the guest that is asked is lost; None where it is not."""
+    try:
+        question()
+    except GuestLostError as lost:
+        return lost
+    return None

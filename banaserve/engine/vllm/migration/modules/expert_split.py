@@ -6,7 +6,8 @@ router stays with the host, which knows for every token which experts it has cho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from banaserve.engine.vllm.compat.experts import (
     place_experts,
     run_shared_experts,
 )
+from banaserve.engine.vllm.migration.ranks import OTHER_FAILED, Ranks
 from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
 from banaserve.errors import GuestLostError
 
@@ -77,16 +79,21 @@ class SplitExperts:
     Args:
         experts: vLLM's.
         on_lost: Called with a guest that is lost in the middle of a step.
+        ranks: Of the engine, which have a part of each expert.
 
     Attributes:
         experts: As given.
     """
 
     def __init__(
-        self, experts: RoutedExperts, on_lost: Callable[[GuestClient, GuestLostError], None]
+        self,
+        experts: RoutedExperts,
+        on_lost: Callable[[GuestClient, GuestLostError], None],
+        ranks: Ranks,
     ) -> None:
         self.experts = experts
         self._on_lost = on_lost
+        self._ranks = ranks
         self._units: dict[str, _Away] = {}
         self._counts: torch.Tensor | None = None
         self._is_placed = False
@@ -153,14 +160,23 @@ class SplitExperts:
         place = self._place[topk_ids.long()]
         shares = self._shares(x, topk_weights, topk_ids, place)
         asked, waiting = _first_of_each_guest(shares)
-        submitted = [share for share in asked if self._submit(share)]
+        lost: dict[GuestClient, GuestLostError] = {}
+        submitted = [share for share in asked if _submit(share, lost)]
         output = sum_of(self.experts, x, topk_weights, topk_ids, place == 0)
         for share in submitted:
-            self._collect(share, output)
+            _collect(share, output, lost)
         for share in waiting:
-            if self._submit(share):
-                self._collect(share, output)
+            if _submit(share, lost):
+                _collect(share, output, lost)
+        self._settle(lost)
         return output
+
+    def _settle(self, mine: Mapping[GuestClient, GuestLostError]) -> None:
+        """Say which guests are lost on any rank; asked by all, whatever tokens have chosen."""
+        links = list(dict.fromkeys(away.where.link for away in self._units.values()))
+        lost = self._ranks.any_of([link in mine for link in links])
+        for link in itertools.compress(links, lost):
+            self._on_lost(link, mine.get(link) or link.give_up(OTHER_FAILED))
 
     def _shares(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, place: torch.Tensor
@@ -177,21 +193,23 @@ class SplitExperts:
             shares.append(_Share(away.where, tokens, x[tokens], weights[tokens], there))
         return shares
 
-    def _submit(self, share: _Share) -> bool:
-        """Whether its answer can be waited for."""
-        try:
-            share.where.submit(share.x, share.weights, share.ids)
-        except GuestLostError as lost:
-            self._on_lost(share.where.link, lost)
-            return False
-        return True
 
-    def _collect(self, share: _Share, output: torch.Tensor) -> None:
-        """Add a guest's part; a lost one adds nothing, and the step will be run again."""
-        try:
-            output.index_add_(0, share.tokens, share.where.collect(share.x))
-        except GuestLostError as lost:
-            self._on_lost(share.where.link, lost)
+def _submit(share: _Share, lost: dict[GuestClient, GuestLostError]) -> bool:
+    """Whether its answer can be waited for; enters its guest where that is lost."""
+    try:
+        share.where.submit(share.x, share.weights, share.ids)
+    except GuestLostError as error:
+        lost.setdefault(share.where.link, error)
+        return False
+    return True
+
+
+def _collect(share: _Share, output: torch.Tensor, lost: dict[GuestClient, GuestLostError]) -> None:
+    """Add a guest's part; one that is lost adds nothing, and the step will be run again."""
+    try:
+        output.index_add_(0, share.tokens, share.where.collect(share.x))
+    except GuestLostError as error:
+        lost.setdefault(share.where.link, error)
 
 
 def _first_of_each_guest(shares: Sequence[_Share]) -> tuple[list[_Share], list[_Share]]:

@@ -24,11 +24,13 @@ class MigrationUnit(Protocol):
         has_weights: Whether its layers run elsewhere as a whole, with their weights: the host must
             keep one layer.
         loads_weights: Whether a guest has to load weights for it, for which it stands still.
+        is_on_all_ranks: Whether every tensor-parallel rank has a part of it.
     """
 
     kind: ClassVar[str]
     has_weights: ClassVar[bool]
     loads_weights: ClassVar[bool]
+    is_on_all_ranks: ClassVar[bool]
 
     @property
     def layers(self) -> Sequence[int]:

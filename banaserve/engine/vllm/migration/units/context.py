@@ -45,6 +45,7 @@ class Context(LayerSpan, frozen=True, tag="context"):
     kind: ClassVar[str] = "context"
     has_weights: ClassVar[bool] = False
     loads_weights: ClassVar[bool] = False
+    is_on_all_ranks: ClassVar[bool] = True
 
     def __str__(self) -> str:
         return f"older blocks of layers {self.start}:{self.end}"
@@ -144,7 +145,12 @@ class ContextSplits:
         if name not in self._contexts:
             engine = self._engine
             self._contexts[name] = ContextAttention(
-                engine.attentions[name], name, engine.step_context, engine.on_lost, pages
+                engine.attentions[name],
+                name,
+                engine.step_context,
+                engine.on_lost,
+                pages,
+                engine.ranks,
             )
         self._contexts[name].arrange(remote)
 

@@ -45,6 +45,7 @@ class ExpertSet(LayerNumbers, frozen=True, tag="experts"):
     in_full: ClassVar[str] = "expert"
     has_weights: ClassVar[bool] = False
     loads_weights: ClassVar[bool] = True
+    is_on_all_ranks: ClassVar[bool] = True
 
     experts: dict[int, tuple[int, ...]]
 

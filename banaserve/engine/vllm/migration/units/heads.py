@@ -36,6 +36,7 @@ class HeadSet(LayerNumbers, frozen=True, tag="heads"):
     in_full: ClassVar[str] = "KV head"
     has_weights: ClassVar[bool] = False
     loads_weights: ClassVar[bool] = False
+    is_on_all_ranks: ClassVar[bool] = False
 
     heads: dict[int, tuple[int, ...]]
 

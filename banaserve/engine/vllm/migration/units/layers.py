@@ -36,6 +36,7 @@ class LayerRange(LayerSpan, frozen=True, tag="layers"):
     kind: ClassVar[str] = "layers"
     has_weights: ClassVar[bool] = True
     loads_weights: ClassVar[bool] = True
+    is_on_all_ranks: ClassVar[bool] = True
 
     def __str__(self) -> str:
         return f"layers {self.start}:{self.end}"
