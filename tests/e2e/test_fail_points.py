@@ -74,6 +74,14 @@ def points(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("points")
 
 
+@pytest.fixture(autouse=True)
+def disarmed(points: Path) -> Iterator[None]:
+    """What one test has not come by fails in no other."""
+    yield
+    for left in points.iterdir():
+        left.unlink(missing_ok=True)
+
+
 @pytest.fixture(scope="module")
 def server(
     serve: Callable[..., Run], points: Path, tmp_path_factory: pytest.TempPathFactory
