@@ -50,7 +50,6 @@ _WORDS = {
     "llama_decode_two_ranks": "Llama, one rank for prefill and two for decode",
     "phi3": "Phi-3",
     "qwen3_moe": "Qwen3-MoE",
-    "qwen3_moe_expert_parallel": "Qwen3-MoE, two expert parallel ranks",
     "qwen3_moe_two_ranks": "Qwen3-MoE, two tensor parallel ranks",
     "qwen3_next": "Qwen3-Next (linear attention, MoE)",
 }

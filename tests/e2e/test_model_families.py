@@ -113,12 +113,6 @@ FAMILIES = {
     "qwen3_moe_two_ranks": Family(
         "qwen3_moe", ("--tensor-parallel-size", "2"), no_heads=BY_RANKS, no_experts=""
     ),
-    "qwen3_moe_expert_parallel": Family(
-        "qwen3_moe",
-        ("--tensor-parallel-size", "2", "--enable-expert-parallel"),
-        no_heads=BY_RANKS,
-        no_experts="(expert parallel)",
-    ),
     "deepseek_v2_two_ranks": Family(
         "deepseek_v2",
         ("--tensor-parallel-size", "2"),

@@ -349,6 +349,7 @@ OTHER_CONNECTOR = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
         (["some/model"], "some/model: name the model first, banaserve serve some/model"),
         (["--data-parallel-size", "2"], "more instances"),
         (["--mm-processor-cache-gb", "4"], "leave it out"),
+        (["--enable-expert-parallel"], "on a CPU its workers die of it"),
         (["--kv-transfer-config", OTHER_CONNECTOR], "banaserve's store"),
         (["--worker-extension-cls", "mine.Worker"], "leave it out"),
     ],
