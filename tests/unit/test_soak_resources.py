@@ -49,13 +49,13 @@ def test_slopes_are_an_hour() -> None:
 
 def test_this_process_holds_something(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "front.log").write_bytes(b"12345")
-    found = looked_at(
-        {"front": os.getpid(), "parent": 0}, tmp_path / "run", tmp_path, "http://127.0.0.1:9"
-    )
+    for name, size in (("front.log", 5), ("p0.log", 90), ("p0.log.1", 120), ("d0.log", 250)):
+        (tmp_path / "run" / name).write_bytes(bytes(size))
+    pids = {"front": os.getpid(), "parent": 0}
+    found = looked_at(pids, tmp_path / "run", tmp_path, "http://127.0.0.1:9", 100)
     assert found["front bytes"] > MIB
     assert found["front descriptors"] > 2
     assert found["front threads"] >= 1
-    assert (found["run folder log_bytes"], found["temporary files"]) == (5, 2)
+    assert (found["run folder log_bytes"], found["temporary files"]) == (200 + 210 + 250, 5)
     assert "parent bytes" not in found
     assert "metric series" not in found

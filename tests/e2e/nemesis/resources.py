@@ -32,18 +32,25 @@ class Resources:
             self.seen[name].append((at_s, value))
 
 
-def looked_at(pids: Mapping[str, int], run_dir: Path, temp_dir: Path, url: str) -> dict[str, float]:
+def looked_at(
+    pids: Mapping[str, int], run_dir: Path, temp_dir: Path, url: str, max_log_bytes: int
+) -> dict[str, float]:
     """What the processes hold now, what the run's folders hold, and how long its metrics are.
 
     Args:
         pids: By their names; 0 for one that is not there.
         url: Of a server that may be busy; then its metrics are left out.
+        max_log_bytes: At which a log is moved to ``LOG.1``. One that is shorter than two such files
+            counts as two: until then it may grow.
     """
     found: dict[str, float] = {}
     for name, pid in pids.items():
         if pid:
             found.update({f"{name} {what}": value for what, value in _held(pid)})
-    found["run folder log_bytes"] = sum(file.stat().st_size for file in run_dir.glob("*.log*"))
+    found["run folder log_bytes"] = sum(
+        max(2 * max_log_bytes, sum(file.stat().st_size for file in run_dir.glob(f"{log.name}*")))
+        for log in run_dir.glob("*.log")
+    )
     found["temporary files"] = sum(1 for _ in temp_dir.rglob("*"))
     with contextlib.suppress(httpx.HTTPError):
         page = httpx.get(f"{url}/metrics", timeout=30.0)

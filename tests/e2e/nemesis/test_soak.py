@@ -39,12 +39,13 @@ SEED = 11
 SAMPLE_S = 5.0
 BETWEEN_S = 45.0
 READY_S = 180.0
+MAX_LOG_KIB = 8
 
 
 @pytest.fixture(scope="module")
 def server(serve: Callable[..., Run]) -> Iterator[Run]:
     keys = [word for key in KEYS for word in ("--api-key", key)]
-    run = serve(*OPTIONS, *keys, "--log-max-size", "8KiB")
+    run = serve(*OPTIONS, *keys, "--log-max-size", f"{MAX_LOG_KIB}KiB")
     yield run
     assert run.end() == 0
 
@@ -69,7 +70,7 @@ def _watch(server: Run, resources: Resources, is_over: Callable[[], bool]) -> No
     victims, began_s = Victims(Service(server), NAMES), time.monotonic()
     while not is_over():
         pids = {name: victims.of(name) for name in ("front", "parent", "kvstore", *NAMES)}
-        found = looked_at(pids, server.run_dir, server.temp_dir, server.url)
+        found = looked_at(pids, server.run_dir, server.temp_dir, server.url, MAX_LOG_KIB << 10)
         resources.note(time.monotonic() - began_s, found)
         time.sleep(SAMPLE_S)
 
