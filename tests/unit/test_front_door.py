@@ -349,12 +349,23 @@ OTHER_CONNECTOR = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
         (["some/model"], "some/model: name the model first, banaserve serve some/model"),
         (["--data-parallel-size", "2"], "more instances"),
         (["--mm-processor-cache-gb", "4"], "leave it out"),
-        (["--enable-expert-parallel"], "on a CPU its workers die of it"),
         (["--kv-transfer-config", OTHER_CONNECTOR], "banaserve's store"),
         (["--worker-extension-cls", "mine.Worker"], "leave it out"),
     ],
 )
 def test_what_vllm_is_told_and_would_not_happen_is_refused(given: list[str], says: str) -> None:
+    _refuse_taken(given, says)
+
+
+@pytest.mark.parametrize(("is_on_cpu", "says"), [(True, "on a CPU its workers die"), (False, "")])
+def test_expert_parallel_is_refused_on_a_cpu_alone(
+    monkeypatch: pytest.MonkeyPatch, is_on_cpu: bool, says: str
+) -> None:
+    monkeypatch.setattr(engine_args, "is_on_cpu", lambda: is_on_cpu)
+    _refuse_taken(["--enable-expert-parallel"], says)
+
+
+def _refuse_taken(given: list[str], says: str) -> None:
     config = ServeConfig()
     argv = ["--model", "m", "--host", config.host, "--port", str(config.port)]
     argv += [*engine_args.common_options(), *engine_args.store_options("/socket", ""), *given]

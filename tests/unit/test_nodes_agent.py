@@ -193,6 +193,7 @@ def test_a_node_that_comes_back_elsewhere_is_used_as_before(
             await until(lambda: launcher.distance("p0", "d0") is not None)
             await lost.end()
             await until(lambda: not launcher.is_there("p0"))
+            assert [launcher.has_lost_parent(name) for name in ("p0", "d0")] == [True, False]
             other = await start_node(tmp_path)
             places.moved = AgentPlace("127.0.0.1", other.port)
             await until(lambda: launcher.is_there("p0"))

@@ -221,7 +221,7 @@ def refuse_taken(args: Namespace, config: ServeConfig, model: str) -> None:
         _refuse("--enable-return-routed-experts", "the store keeps no routing: leave it out")
     if is_on_cpu() and _given(args, "--enable-expert-parallel"):
         # Of vLLM 0.32 alone, too: a segmentation fault.
-        _refuse("--enable-expert-parallel", "on a CPU its workers die of it at the first prompt")
+        _refuse("--enable-expert-parallel", "on a CPU its workers die of it: leave it out")
     if _given(args, "--worker-extension-cls") != WORKER_EXTENSION:
         _refuse("--worker-extension-cls", "banaserve needs its own: leave it out")
 
