@@ -47,14 +47,17 @@ def pipeline_stage(start: int, end: int) -> Iterator[None]:
     """Models built inside hold decoder layers ``start`` to ``end - 1`` and nothing else.
 
     ``make_layers`` imports both names when it is called, and the models' loaders skip what a
-    pipeline stage lacks.
+    pipeline stage lacks. vLLM remembers what that is by the model's address, at which an earlier
+    model of other layers may have lain: here it remembers nothing of earlier ones.
     """
     import vllm.distributed.parallel_state as parallel_state
     import vllm.distributed.utils as distributed_utils
+    import vllm.model_executor.models.utils as model_utils
 
     with (
         mock.patch.object(distributed_utils, "get_pp_indices", return_value=(start, end)),
         mock.patch.object(parallel_state, "_PP", _MiddleStage()),
+        mock.patch.object(model_utils, "_model_to_pp_missing_layer_names", {}),
     ):
         yield
 
