@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import pytest
 
@@ -89,6 +90,20 @@ def server(serve: Callable[..., Run], request: pytest.FixtureRequest) -> Iterato
     run = serve(*getattr(request.module, "SERVE_OPTIONS", ()))
     yield run
     assert run.end(getattr(request.module, "END_SIGNAL", signal.SIGTERM)) == 0
+
+
+@pytest.fixture(scope="module")
+def points(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which fail points are armed."""
+    return tmp_path_factory.mktemp("points")
+
+
+@pytest.fixture
+def disarmed(points: Path) -> Iterator[None]:
+    """What one test has not come by fails in no other."""
+    yield
+    for left in points.iterdir():
+        left.unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="session")

@@ -27,6 +27,7 @@ from banaserve.engine.vllm.migration.api import (
     MoveLayers,
     Return,
 )
+from banaserve.errors import UserError
 from fork_server import ForkServer
 from observing import until, writer, writers
 from reference import reference_tokens, tokenizer
@@ -185,6 +186,19 @@ def placed(admin: AdminClient, instance: str) -> InstancePlacement:
 
 def units_away(admin: AdminClient) -> list[str]:
     return [unit.unit_id for one in admin.placement().instances for unit in one.units]
+
+
+def bring_home(admin: AdminClient, instance: str) -> None:
+    """Return when nothing is away; a process that dies under a move may end that."""
+
+    def is_home() -> bool:
+        with contextlib.suppress(UserError):
+            admin.run(Return(instance))
+        with contextlib.suppress(UserError):
+            return units_away(admin) == []
+        return False
+
+    until(is_home, "everything is at home")
 
 
 def guests_of(run_dir: Path) -> list[int]:

@@ -153,11 +153,15 @@ class Run(servers.Server):
         return not any(path.exists() for path in self._shm)
 
     def _note_shared_memory(self) -> None:
-        """What its processes have mapped of /dev/shm, where other servers make files too."""
+        self._shm.update(map(Path, _IN_SHM.findall(self.maps())))
+
+    def maps(self) -> str:
+        """The memory maps of all of its processes."""
+        found = []
         for process in self.processes():
             with contextlib.suppress(OSError):
-                maps = Path(f"/proc/{process.pid}/maps").read_text()
-                self._shm.update(map(Path, _IN_SHM.findall(maps)))
+                found.append(Path(f"/proc/{process.pid}/maps").read_text())
+        return "\n".join(found)
 
     def close(self) -> None:
         """End it if it still runs, whatever a test has left it in."""

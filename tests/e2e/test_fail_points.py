@@ -12,23 +12,23 @@ import itertools
 import os
 import random
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
+from asked_again import AskedAgain
 from banaserve.api.admin_client import AdminClient
 from banaserve.engine.vllm.migration.api import MoveLayers, Return
 from banaserve.errors import UserError
 from banaserve.fail_points import VARIABLE, FailPoint
 from banaserve.run_dir import find_admin
+from migration_load import bring_home
 from observing import until, writer
 from server_run import Run
 from streams import Answer, Kind, asked, back, connected
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("disarmed")]
 
 NUM_STREAMS = 4
 OUTPUT_TOKENS = 32
@@ -70,19 +70,6 @@ def pairs() -> list[object]:
 
 
 @pytest.fixture(scope="module")
-def points(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("points")
-
-
-@pytest.fixture(autouse=True)
-def disarmed(points: Path) -> Iterator[None]:
-    """What one test has not come by fails in no other."""
-    yield
-    for left in points.iterdir():
-        left.unlink(missing_ok=True)
-
-
-@pytest.fixture(scope="module")
 def server(
     serve: Callable[..., Run], points: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Run]:
@@ -96,47 +83,22 @@ def server(
     assert run.end() == 0
 
 
-@dataclass
-class Load:
-    """Streams that are asked one after the other, of so many prompts that are this load's own."""
-
-    name: str
-    answers: list[tuple[int, Answer]] = field(default_factory=list)
-
-    def kind(self, number: int) -> Kind:
-        draws = random.Random(f"{self.name}-{number}")
-        body = {
-            "prompt": draws.choices(range(100, 40_000), k=PROMPT_TOKENS),
-            "ignore_eos": True,
-            "max_tokens": OUTPUT_TOKENS,
-            "stream": True,
-            "return_token_ids": True,
-            **({"temperature": 0.9, "seed": number} if number % 2 else {"temperature": 0.0}),
-        }
-        return Kind("/v1/completions", {"model": "smollm2-135m", **body})
-
-    def comes_to(self, count: int) -> None:
-        """Return when so many have been answered."""
-        until(lambda: len(self.answers) >= count, f"{count} answers")
-
-    @contextlib.asynccontextmanager
-    async def running(self, server: Run) -> AsyncIterator[None]:
-        stop, numbers = asyncio.Event(), itertools.count()
-
-        async def stream(client: httpx.AsyncClient) -> None:
-            while not stop.is_set():
-                number = next(numbers) % NUM_PROMPTS
-                self.answers.append((number, await asked(client, self.kind(number))))
-
-        async with connected(server) as client:
-            streams = [asyncio.create_task(stream(client)) for _ in range(NUM_STREAMS)]
-            try:
-                yield
-                stop.set()
-                await asyncio.gather(*streams)
-            finally:
-                for one in streams:
-                    one.cancel()
+def kinds_of(name: str) -> list[Kind]:
+    """Requests of that name's own prompts, every other one drawn with a seed."""
+    draws = random.Random(name)
+    body = {
+        "model": "smollm2-135m",
+        "ignore_eos": True,
+        "max_tokens": OUTPUT_TOKENS,
+        "stream": True,
+        "return_token_ids": True,
+    }
+    prompts = [draws.choices(range(100, 40_000), k=PROMPT_TOKENS) for _ in range(NUM_PROMPTS)]
+    drawn = [{"temperature": 0.0}, {"temperature": 0.9, "seed": 1}]
+    return [
+        Kind("/v1/completions", {**body, "prompt": prompt, **drawn[number % 2]})
+        for number, prompt in enumerate(prompts)
+    ]
 
 
 def is_whole(server: Run) -> bool:
@@ -153,19 +115,6 @@ def moved_there_and_back(admin: AdminClient) -> bool:
     return False
 
 
-def home(admin: AdminClient) -> None:
-    """Return when nothing is away."""
-
-    def is_home() -> bool:
-        with contextlib.suppress(UserError):
-            admin.run(Return("d0"))
-        with contextlib.suppress(UserError):
-            return not any(one.units for one in admin.placement().instances)
-        return False
-
-    until(is_home, "everything is at home")
-
-
 def fail_all(server: Run, admin: AdminClient, points: Path, again: Callable[[], None]) -> None:
     """Bring the server by every point until all that are armed have failed.
 
@@ -176,7 +125,7 @@ def fail_all(server: Run, admin: AdminClient, points: Path, again: Callable[[], 
     """
     for _ in range(MOST_ROUNDS):
         moved_there_and_back(admin)
-        home(admin)
+        bring_home(admin, "d0")
         for victim in ("d1", "kvstore"):
             until(lambda: is_whole(server), "all serve")
             pid = writer(server.run_dir, victim)
@@ -193,30 +142,27 @@ def fail_all(server: Run, admin: AdminClient, points: Path, again: Callable[[], 
 def test_two_failures_change_no_answer(
     server: Run, points: Path, one: FailPoint, other: FailPoint
 ) -> None:
-    load = Load(f"{one}-{other}")
+    kinds = kinds_of(f"{one}-{other}")
     admin = AdminClient(*find_admin(server.run_dir))
     until(lambda: is_whole(server), "all serve")
 
     def again() -> None:
-        server.post("/v1/completions", {**load.kind(0).body, "stream": False})
+        server.post("/v1/completions", {**kinds[0].body, "stream": False})
 
-    async def run() -> None:
-        async with load.running(server):
-            await asyncio.to_thread(load.comes_to, NUM_STREAMS)
-            for point in (one, other):
-                (points / point).write_text("kill")
-            await asyncio.to_thread(fail_all, server, admin, points, again)
-            await asyncio.to_thread(load.comes_to, len(load.answers) + NUM_STREAMS)
-
-    asyncio.run(run())
-    assert [answer.error for _, answer in load.answers if answer.error] == []
+    with AskedAgain(server, kinds, NUM_STREAMS) as streams:
+        streams.comes_to(NUM_STREAMS)
+        for point in (one, other):
+            (points / point).write_text("kill")
+        fail_all(server, admin, points, again)
+        streams.goes_on()
+    assert [answer.error for _, answer in streams.answers if answer.error] == []
 
     async def undisturbed() -> list[Answer]:
         async with connected(server) as client:
-            asking = (asked(client, load.kind(number)) for number in range(NUM_PROMPTS))
+            asking = (asked(client, kind) for kind in kinds)
             return list(await asyncio.gather(*asking))
 
     expected = asyncio.run(undisturbed())
-    assert [answer for _, answer in load.answers] == [expected[n] for n, _ in load.answers]
-    home(admin)
+    assert [answer for _, answer in streams.answers] == [expected[n] for n, _ in streams.answers]
+    bring_home(admin, "d0")
     assert moved_there_and_back(admin)

@@ -11,6 +11,7 @@ import gc
 from banaserve.engine.vllm.compat import runner_hooks
 from banaserve.engine.vllm.compat.config import VllmConfig
 from banaserve.engine.vllm.compat.kv_connector import get_kv_transfer_group, has_kv_transfer_group
+from banaserve.engine.vllm.compat.model import unname_shared_memory
 from banaserve.engine.vllm.migration.host.install import install_worker
 from banaserve.engine.vllm.migration.host.worker_rpc import MigrationMethods
 from banaserve.engine.vllm.rpc.engine_api import WorkerApi
@@ -24,7 +25,7 @@ def _prepare(config: VllmConfig) -> None:
     install_worker(config, prepare_runners(config))
 
 
-runner_hooks.before_runners(_prepare)
+runner_hooks.around_runners(_prepare, unname_shared_memory)
 
 
 class WorkerExtension(MigrationMethods):

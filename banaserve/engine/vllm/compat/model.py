@@ -30,7 +30,11 @@ __all__ = [
     "pipeline_stage",
     "process_weights_after_loading",
     "ranks_group",
+    "unname_shared_memory",
 ]
+
+_IDENT = "VLLM_DIST_IDENT"
+"""Its variable with the first part of the name of that memory."""
 
 
 class _MiddleStage:
@@ -91,13 +95,21 @@ def join_ranks(rendezvous: str, rank: int, num_ranks: int) -> None:
     """
     from vllm.distributed import parallel_state
 
-    # Names the shared memory that they add up in.
-    name = os.environ["VLLM_DIST_IDENT"] = rendezvous.replace("/", "_")
+    os.environ[_IDENT] = rendezvous.replace("/", "_")
     where = f"file://{rendezvous}"
     parallel_state.init_distributed_environment(num_ranks, rank, where, rank, "gloo")
     parallel_state.initialize_model_parallel(num_ranks, 1)
-    for path in Path("/dev/shm").glob(f"{glob.escape(name)}*"):
-        path.unlink(missing_ok=True)  # all have mapped it, and one that is killed would leave it
+    unname_shared_memory()
+
+
+def unname_shared_memory() -> None:
+    """Take the names from the memory in which the ranks of this process's groups add up.
+
+    All have mapped it once they have their groups, and one that is killed would leave it.
+    """
+    if ident := os.environ.get(_IDENT):
+        for path in Path("/dev/shm").glob(f"{glob.escape(ident)}-*-cpushm_*"):
+            path.unlink(missing_ok=True)
 
 
 def end_ranks() -> None:

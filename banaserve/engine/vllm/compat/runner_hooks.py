@@ -40,13 +40,20 @@ def gpu_model_runner(config: Any) -> type[Any]:
     return GPUModelRunner
 
 
-def before_runners(prepare: Callable[[Any], object]) -> None:
-    """Call ``prepare`` with its configuration before a worker of this process makes its runner."""
+def around_runners(prepare: Callable[[Any], object], settle: Callable[[], object]) -> None:
+    """Let workers of this process do something before and after they make their runners.
+
+    Args:
+        prepare: Is called before, with the configuration.
+        settle: After, when process groups are there, too.
+    """
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     def init_device(call: Call, wrapper: Any) -> Any:
         prepare(wrapper.vllm_config)
-        return call(wrapper)
+        done = call(wrapper)
+        settle()
+        return done
 
     _wrap(WorkerWrapperBase, "init_device", init_device)
 
