@@ -13,7 +13,7 @@ import traceback
 import psutil
 import torch
 
-from banaserve.engine.vllm.compat.config import VllmConfig, adopt_kv_layout
+from banaserve.engine.vllm.compat.config import VllmConfig, adopt_kv_layout, is_on_cpu
 from banaserve.engine.vllm.migration.guest.throttle import ComputeThrottle, run_low_priority
 from banaserve.engine.vllm.migration.rpc import messages
 from banaserve.engine.vllm.migration.rpc.guest_channel import GuestChannel
@@ -22,6 +22,7 @@ from banaserve.engine.vllm.migration.units.guest_unit import GuestServices, Gues
 from banaserve.engine.vllm.migration.units.registry import GuestUnits, decode_request
 from banaserve.errors import MigrationError, ProtocolError
 from banaserve.fail_points import FailPoint, reach
+from banaserve.platform import huge_pages
 from banaserve.transport.errors import PeerGoneError, TransferTimeoutError
 from banaserve.transport.interface import Channel, Message, Transport
 
@@ -126,7 +127,10 @@ class GuestServer:
         adopt_kv_layout(self._config, request.kv.layout, request.kv.block_size_tokens)
 
         def make() -> GuestUnit:
-            return self._builder.build(request, epoch)
+            unit = self._builder.build(request, epoch)
+            if request.loads_weights and is_on_cpu():
+                huge_pages.gather()  # as its host has its own: each step reads every weight
+            return unit
 
         # A guest that serves has its host wait for what it builds: no weights, in milliseconds.
         unit = make() if self._serves() else run_low_priority(make)
