@@ -122,6 +122,7 @@ class ServeConfig:
         kv_store_fetch: ``cheaper`` fetches as much of a prefix as is faster than computing it;
             ``always`` all of it.
         kv_store_verify: Whether memory gets checksums.
+        gather_decode_s: So long a decode leg waits for others that it could begin with; 0: not.
         threads_per_instance: OMP threads of each engine; 0 shares the cores among them.
         restart_grace_s: How long a request waits for a restart where no instance serves its role.
         engine_stall_s: An engine on a CPU that is silent and idle for so long is started again.
@@ -188,6 +189,7 @@ class ServeConfig:
     routing_policy: str = "load_aware"
     routing_options: Options = ()
     skip_prefill_below_tokens: int = DEFAULT_SKIP_PREFILL_BELOW_TOKENS
+    gather_decode_s: float = 0.0
     threads_per_instance: int = 0
     max_concurrent_requests: int = 512
     max_body_size: str = "32MiB"
@@ -370,6 +372,7 @@ def _check_numbers(config: ServeConfig) -> None:
         "--colocated": config.colocated,
         "--threads-per-instance": config.threads_per_instance,
         "--skip-prefill-below-tokens": config.skip_prefill_below_tokens,
+        "--gather-decode": config.gather_decode_s,
         "--restart-grace": config.restart_grace_s,
         "--drain-timeout": config.drain_timeout_s,
         "--max-connections": config.max_connections,

@@ -47,6 +47,7 @@ class Options:
     seed: int
     kind: str
     data: Path | None
+    gather_decode: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,8 @@ class HandoverRun:
         cpu_alone_s: The same of those sent one at a time.
         cpu_together_s: The same of those sent together.
         steps_together: Engine steps a request of those sent together.
+        latency_together_s: Median time of a whole answer of those sent together.
+        tpot_together_s: Median time of each of their tokens after the first.
         ttft_s: Median time to first token of the requests sent one at a time.
         token_ids: Of every answer, for comparing the two servers.
     """
@@ -66,6 +69,8 @@ class HandoverRun:
     cpu_alone_s: float
     cpu_together_s: float
     steps_together: float
+    latency_together_s: float
+    tpot_together_s: float
     ttft_s: float
     token_ids: list[list[int]]
 
@@ -106,6 +111,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--kind", default="synthetic", help="alpaca, longbench, file or synthetic prompts")
     add("--data", type=Path, help="where the prompts lie, except synthetic ones")
+    add("--gather-decode", type=float, default=0.0, metavar="S", help="as serve's")
     return parser.parse_args(list(argv))
 
 
@@ -117,7 +123,8 @@ async def _measure(options: Options, started_at: datetime) -> result.Result:
         plain = stack.enter_context(
             vllm_server(model.path_or_id, model.served_name, *_SAME, "--enforce-eager")
         )
-        apart = stack.enter_context(banaserve_server(options.model, "--pd", "1:1", *_SAME))
+        gather = ("--gather-decode", str(options.gather_decode))
+        apart = stack.enter_context(banaserve_server(options.model, "--pd", "1:1", *gather, *_SAME))
         warm_up = prompts.pop()
         for server in (plain, apart):
             await _run(server, model.served_name, warm_up, options)
@@ -180,6 +187,8 @@ async def _run(server: Server, model: str, prompts: list[str], options: Options)
         cpu_alone_s=(spent[2].cpu_s - spent[1].cpu_s) / len(alone),
         cpu_together_s=(spent[1].cpu_s - spent[0].cpu_s) / len(together),
         steps_together=(spent[1].steps - spent[0].steps) / len(together),
+        latency_together_s=median([_latency_s(record) for record in together]),
+        tpot_together_s=median([_tpot_s(record) for record in together]),
         ttft_s=median([_ttft_s(record) for record in alone]),
         token_ids=[record.token_ids for record in records],
     )
@@ -188,6 +197,15 @@ async def _run(server: Server, model: str, prompts: list[str], options: Options)
 def _ttft_s(record: RequestRecord) -> float:
     assert record.ttft_s is not None
     return record.ttft_s
+
+
+def _latency_s(record: RequestRecord) -> float:
+    assert record.latency_s is not None
+    return record.latency_s
+
+
+def _tpot_s(record: RequestRecord) -> float:
+    return (_latency_s(record) - _ttft_s(record)) / (len(record.token_ids) - 1)
 
 
 def _counts(server: Server) -> dict[str, float]:
@@ -230,6 +248,8 @@ def _result(
         "cpu_ratio_alone": (ratios(lambda run: run.cpu_alone_s), "ratio"),
         "cpu_ratio_together": (ratios(lambda run: run.cpu_together_s), "ratio"),
         "steps_ratio_together": (ratios(lambda run: run.steps_together), "ratio"),
+        "latency_ratio_together": (ratios(lambda run: run.latency_together_s), "ratio"),
+        "tpot_ratio_together": (ratios(lambda run: run.tpot_together_s), "ratio"),
         "ttft_ratio": (ratios(lambda run: run.ttft_s), "ratio"),
         "cpu_per_request": ([r.cpu_s for r in apart], "s"),
         "cpu_per_request_vllm": ([r.cpu_s for r in plain], "s"),

@@ -313,7 +313,7 @@ def _router(config: ServeConfig, cluster: Cluster) -> Router:
     options = registry.POLICIES.get(config.routing_policy).Options
     section = stretched(options, config.routing_section, config.dilate)
     policy = registry.make_named(config.routing_policy, legs=legs, **section)
-    return Router(cluster, policy, WallClock(), config.restart_grace_s)
+    return Router(cluster, policy, WallClock(), config.restart_grace_s, config.gather_decode_s)
 
 
 async def _start(cluster: Cluster, say: Say) -> None:

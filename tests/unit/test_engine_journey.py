@@ -30,6 +30,7 @@ from banaserve.engine.vllm.requests.disagg_request import (
     RequestContext,
     run_request,
 )
+from banaserve.engine.vllm.requests.gathering import Gathering
 from banaserve.engine.vllm.requests.router import WeightsReplacedError
 from banaserve.engine.vllm.requests.sequences import run_sequences, sequences_of
 from banaserve.engine.vllm.requests.trials import Trials
@@ -123,6 +124,9 @@ class Engine:
             self.output_processor.process_outputs([output], 0.0, IterationStats())
 
 
+GATHER_S = 30.0
+
+
 class _Flight:
     def __enter__(self) -> _Flight:
         return self
@@ -139,6 +143,7 @@ class Engines:
 
     def __init__(self, *engines: Engine, prefill: Engine | None = None) -> None:
         self.trials = Trials()
+        self.gathering = Gathering(GATHER_S)
         self.cluster = self
         self._left = list(engines)
         self._prefill = prefill.id if prefill else None
@@ -674,3 +679,39 @@ async def test_predictions_are_held_against_what_a_stream_shows(
         text = SimpleNamespace(text="", token_ids=[0], finish_reason=None)
         given.send(SimpleNamespace(outputs=[text], finished=is_last, num_cached_tokens=0), "decode")
     assert seen == wanted
+
+
+async def test_decode_legs_whose_prompts_are_computed_together_begin_together() -> None:
+    prefill, decode = Engine("p0"), Engine("d0")
+    engines = Engines(decode, decode, prefill=prefill)
+    first = Reader(job(streamed(), "first"), engines)
+    await first.reaches(prefill)
+    (leg,) = prefill.legs
+    second = Reader(job(streamed(), "second"), engines)
+    await until(lambda: len(prefill.legs) == 2)
+    prefill.legs.append(leg)
+    prefill.compute(1)
+    await first.read()  # the first token waits for nobody
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert (first.text, decode.legs) == (WORDS[1], [])
+    prefill.legs.append(prefill.legs[1])
+    prefill.compute(1)
+    await second.reaches(decode)
+    await until(lambda: len(decode.legs) == 2)
+    assert {leg.external_req_id for leg in decode.legs} == {"first", "second"}
+
+
+async def test_a_request_that_ends_while_its_decode_leg_waits_has_none() -> None:
+    prefill, decode = Engine("p0"), Engine("d0")
+    engines = Engines(decode, prefill=prefill)
+    with engines.gathering.coming(decode.id):
+        work = job(streamed())
+        reader = Reader(work, engines)
+        await reader.reaches(prefill)
+        prefill.compute(1)
+        await reader.read()
+        await asyncio.sleep(0)
+        decode.output_processor.abort_requests([work.request.request_id], internal=True)
+    await reader.read()
+    assert (reader.finished, reader.finish_reason, decode.legs) == (True, "abort", [])

@@ -33,6 +33,14 @@ def add_routing(parser: argparse.ArgumentParser) -> None:
         default=_DEFAULTS.skip_prefill_below_tokens,
         help="prompts with at most so many uncached tokens have no prefill leg",
     )
+    add(
+        "--gather-decode",
+        type=float,
+        default=_DEFAULTS.gather_decode_s,
+        metavar="S",
+        help="so long a decode leg waits for prompts that are being computed for the same "
+        "instance, to begin together: fewer steps, later second tokens",
+    )
 
 
 def usual_routing(known: argparse.Namespace) -> str:

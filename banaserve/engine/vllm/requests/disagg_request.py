@@ -27,6 +27,7 @@ from banaserve.engine.vllm.compat.requests import (
 from banaserve.engine.vllm.continuation import logprob_rows
 from banaserve.engine.vllm.instance import Instance
 from banaserve.engine.vllm.monitoring import metrics
+from banaserve.engine.vllm.requests.gathering import Gathering
 from banaserve.engine.vllm.requests.legs import decode_leg, prefill_leg
 from banaserve.engine.vllm.requests.router import Router, WeightsReplacedError
 from banaserve.engine.vllm.requests.trials import Trial
@@ -355,7 +356,7 @@ async def prefill(context: RequestContext, instance: Instance, push_to: str = ""
 
 
 async def decode(
-    context: RequestContext, instance: Instance
+    context: RequestContext, instance: Instance, gathering: Gathering
 ) -> AsyncGenerator[RequestOutput, None]:
     """Run the decode leg, or the whole request where nothing has been prefilled."""
     assert context.request.sampling_params is not None
@@ -372,6 +373,7 @@ async def decode(
         try:
             is_sent = is_awaited = _begin(context, llm, queue)
             num_before = len(context.tokens_so_far)
+            leg: compat.EngineCoreRequest | None = None
             if is_sent:
                 context.notes.leg_began(
                     leg_name,
@@ -383,13 +385,20 @@ async def decode(
                 leg = decode_leg(
                     context.request, context.tokens_so_far, context.prefilled, context.is_stored
                 )
-                try:
-                    await compat.send(llm, leg)
-                except compat.EngineDeadError as death:
-                    queue.put(death)  # Behind prefill's token, which the client is still to get.
+                begins = context.prefilled and not num_resumed
+                if not (begins and gathering.waits(instance.id)):
+                    await _send(llm, leg, queue)
+                    leg = None
             finished = False
             while not finished:
-                output = queue.get_nowait() or await queue.get()
+                output = queue.get_nowait()
+                if output is None and leg is not None:  # the client has what prefill has put out
+                    await gathering.gathered(instance.id)
+                    output = queue.get_nowait()
+                    if output is None:  # it has not ended meanwhile
+                        await _send(llm, leg, queue)
+                        leg = None
+                output = output or await queue.get()
                 guard.prefilled()
                 assert isinstance(output, RequestOutput)
                 finished = output.finished
@@ -413,6 +422,16 @@ async def decode(
         except BaseException:
             await _abort(llm, context.request.request_id)
             raise
+
+
+async def _send(
+    llm: compat.AsyncLLM, leg: compat.EngineCoreRequest, queue: LegOutputCollector
+) -> None:
+    """Send a leg to its engine; of one that is dead ``queue`` tells."""
+    try:
+        await compat.send(llm, leg)
+    except compat.EngineDeadError as death:
+        queue.put(death)  # Behind prefill's token, which the client is still to get.
 
 
 def _begin(context: RequestContext, llm: compat.AsyncLLM, queue: LegOutputCollector) -> bool:
@@ -524,7 +543,7 @@ async def run_request(
             leg = "prefill"
             if route.prefill is not None and not context.prefilled and not context.aborted:
                 computes, decodes = map(cluster.instance, (route.prefill, route.decode))
-                with decodes.expecting():
+                with decodes.expecting(), router.gathering.coming(route.decode):
                     await prefill(context, computes, computes.store_beside(decodes))
                 if context.prefilled:
                     router.has_computed(route.prefill, context.request)
@@ -549,7 +568,7 @@ async def run_request(
             _count_way(context, route, attempt)
             context.is_stored = _comes_from_store(context, route)
             async with contextlib.aclosing(
-                decode(context, cluster.instance(route.decode))
+                decode(context, cluster.instance(route.decode), router.gathering)
             ) as outputs:
                 source = "decode" if context.first is None else "prefill"
                 async for output in outputs:

@@ -13,6 +13,7 @@ from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.compat.requests import GracefulHTTPError
 from banaserve.engine.vllm.generations import candidates, is_lost
+from banaserve.engine.vllm.requests.gathering import Gathering
 from banaserve.engine.vllm.requests.prefix_lookup import PrefixLookups
 from banaserve.engine.vllm.requests.residency import Residency
 from banaserve.engine.vllm.requests.trials import Trials
@@ -51,16 +52,23 @@ class Router:
 
     Args:
         no_instance_s: So long a request waits for a restart where no instance serves its role.
+        gather_s: So long a decode leg waits for others that it could begin with.
 
     Attributes:
         lookups: Of prompts in the store.
         residency: KV in the engines' own caches; None where the policy reads none of it.
         output_lengths: Of the last answers, for the policy.
         trials: Turns of requests under which instances die.
+        gathering: Of decode legs that begin together.
     """
 
     def __init__(
-        self, cluster: Cluster, policy: NamedPolicy, clock: Clock, no_instance_s: float = 60.0
+        self,
+        cluster: Cluster,
+        policy: NamedPolicy,
+        clock: Clock,
+        no_instance_s: float = 60.0,
+        gather_s: float = 0.0,
     ) -> None:
         self.cluster = cluster
         self.policy = policy
@@ -68,6 +76,7 @@ class Router:
         self.residency: Residency | None = None
         self.output_lengths = OutputLengthWindow()
         self.trials = Trials()
+        self.gathering = Gathering(gather_s)
         self._clock = clock
         self._no_instance_s = no_instance_s
         self._has_shown_failure = False

@@ -1,0 +1,78 @@
+"""Groups in which decode legs begin: those whose prompts are computed at the same time.
+
+An engine that gets several prompts at once computes them in one step or two, and decodes them
+together. Apart, each prompt's decode leg begins as soon as it can, alone: more steps, each of which
+reads all weights. Here the first of a group waits until the prompts that were being computed for
+the same instance when it came are done, no longer than a limit, and whoever comes meanwhile goes
+along. No first token waits: it is prefill's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+from banaserve.types import InstanceId
+
+
+class _Group:
+    """Decode legs that begin together.
+
+    Attributes:
+        awaited: Prompts that were being computed when the first of them came.
+    """
+
+    def __init__(self, awaited: set[object]) -> None:
+        self.awaited = awaited
+        self.closed = asyncio.Event()
+
+
+class Gathering:
+    """Of all decode instances.
+
+    Args:
+        limit_s: So long the first of a group waits at most; 0: nobody waits.
+    """
+
+    def __init__(self, limit_s: float = 0.0) -> None:
+        self._limit_s = limit_s
+        self._coming: dict[InstanceId, set[object]] = {}
+        self._groups: dict[InstanceId, _Group] = {}
+
+    @contextlib.contextmanager
+    def coming(self, instance: InstanceId) -> Iterator[None]:
+        """A prompt is computed elsewhere that will be decoded at ``instance``."""
+        prompt = object()
+        coming = self._coming.setdefault(instance, set())
+        coming.add(prompt)
+        try:
+            yield
+        finally:
+            coming.remove(prompt)
+            if not coming:
+                del self._coming[instance]
+            group = self._groups.get(instance)
+            if group is not None:
+                group.awaited.discard(prompt)
+                if not group.awaited:
+                    self._close(instance, group)
+
+    def waits(self, instance: InstanceId) -> bool:
+        """Whether a decode leg that is about to begin there should wait for others."""
+        return self._limit_s > 0 and bool(self._coming.get(instance))
+
+    async def gathered(self, instance: InstanceId) -> None:
+        """Return when the group of a decode leg that is about to begin there is whole."""
+        if not self.waits(instance):
+            return
+        group = self._groups.get(instance)
+        if group is None:
+            group = self._groups[instance] = _Group(set(self._coming[instance]))
+            asyncio.get_running_loop().call_later(self._limit_s, self._close, instance, group)
+        await group.closed.wait()
+
+    def _close(self, instance: InstanceId, group: _Group) -> None:
+        group.closed.set()
+        if self._groups.get(instance) is group:
+            del self._groups[instance]
