@@ -702,7 +702,8 @@ async def test_decode_legs_whose_prompts_are_computed_together_begin_together() 
     assert {leg.external_req_id for leg in decode.legs} == {"first", "second"}
 
 
-async def test_a_request_that_ends_while_its_decode_leg_waits_has_none() -> None:
+@pytest.mark.parametrize("by", ["its stream", "all requests"])
+async def test_a_request_that_ends_while_its_decode_leg_waits_has_none(by: str) -> None:
     prefill, decode = Engine("p0"), Engine("d0")
     engines = Engines(decode, prefill=prefill)
     with engines.gathering.coming(decode.id):
@@ -712,6 +713,9 @@ async def test_a_request_that_ends_while_its_decode_leg_waits_has_none() -> None
         prefill.compute(1)
         await reader.read()
         await asyncio.sleep(0)
-        decode.output_processor.abort_requests([work.request.request_id], internal=True)
+        if by == "its stream":
+            decode.output_processor.abort_requests([work.request.request_id], internal=True)
+        else:
+            work.aborted = True
     await reader.read()
     assert (reader.finished, reader.finish_reason, decode.legs) == (True, "abort", [])

@@ -394,6 +394,8 @@ async def decode(
                 output = queue.get_nowait()
                 if output is None and leg is not None:  # the client has what prefill has put out
                     await gathering.gathered(instance.id)
+                    if context.aborted:  # the engine, which does not have it, would not say so
+                        await _abort(llm, context.request.request_id)
                     output = queue.get_nowait()
                     if output is None:  # it has not ended meanwhile
                         await _send(llm, leg, queue)
