@@ -135,9 +135,11 @@ def test_tokens_equal_one_engine(
 
 @pytest.fixture(scope="module")
 def two_and_two(serve: Callable[..., Run]) -> Iterator[Run]:
-    """2:2, whose prefill instances take turns; waiting requests go in Preble's order."""
+    """2:2, whose prefill instances take turns; waiting requests go in Preble's order, and decode
+    legs begin in groups."""
     server = serve(
-        "--pd", "2:2", "--routing-policy", "round_robin", "--scheduler", "preble", *FLOAT32
+        *("--pd", "2:2", "--routing-policy", "round_robin", "--scheduler", "preble"),
+        *("--gather-decode", "2", *FLOAT32),
     )
     yield server
     assert server.end() == 0

@@ -132,6 +132,7 @@ class Server:
 
     def __init__(self, stack: ExitStack, seed: int) -> None:
         self.draws = random.Random(seed)
+        self._gather_s = 0.5 if seed % 3 == 1 else 0.0
         self.troubles = Troubles(self.draws)
         self.clock = LoopClock()
         self.has_guests = self.draws.random() < GUESTS_FRACTION
@@ -183,7 +184,7 @@ class Server:
         legs = LegOptions(skip_prefill_below_tokens=self.draws.choice([0, 0, 4]))
         policy = NamedPolicy(registry.make(name, legs=legs), name)
         self.cluster = Cluster(made, self.clock, TIMEOUTS)
-        self.router = Router(self.cluster, policy, self.clock, NO_INSTANCE_S)
+        self.router = Router(self.cluster, policy, self.clock, NO_INSTANCE_S, self._gather_s)
         for weights in WEIGHTS:
             self.router.lookups.by_weights[weights] = self._lookup(weights)
         self.roles = Roles(self.cluster.instances, self.clock)

@@ -21,11 +21,13 @@ class _Group:
 
     Attributes:
         awaited: Prompts that were being computed when the first of them came.
+        timer: Closes it when the first has waited long enough.
     """
 
     def __init__(self, awaited: set[object]) -> None:
         self.awaited = awaited
         self.closed = asyncio.Event()
+        self.timer: asyncio.TimerHandle | None = None
 
 
 class Gathering:
@@ -69,10 +71,13 @@ class Gathering:
         group = self._groups.get(instance)
         if group is None:
             group = self._groups[instance] = _Group(set(self._coming[instance]))
-            asyncio.get_running_loop().call_later(self._limit_s, self._close, instance, group)
+            loop = asyncio.get_running_loop()
+            group.timer = loop.call_later(self._limit_s, self._close, instance, group)
         await group.closed.wait()
 
     def _close(self, instance: InstanceId, group: _Group) -> None:
         group.closed.set()
+        if group.timer is not None:
+            group.timer.cancel()
         if self._groups.get(instance) is group:
             del self._groups[instance]
