@@ -34,6 +34,7 @@ OUTPUT_TOKENS = 16
 # With a prompt, five blocks.
 MANY_OUTPUT_TOKENS = 200
 DEADLINE_S = 90.0
+MOST_STARTS = 4
 GREEDY = {"temperature": 0.0, "max_tokens": MANY_OUTPUT_TOKENS, "ignore_eos": True}
 # Ten blocks in memory, where the prompts have fifteen.
 # What is counted must not depend on which of computing and reading this machine does faster now.
@@ -171,8 +172,13 @@ def test_what_does_not_fit_in_memory_goes_to_ssd(
 def test_after_a_restart_prefixes_come_from_ssd(
     deployment: Deployment, prompts: list[list[int]], reference: list[list[int]]
 ) -> None:
-    server = deployment.start(*TIGHT, *CHUNKED)
-    assert ask(server, prompts) == reference
+    for _ in range(MOST_STARTS):
+        server = deployment.start(*TIGHT, *CHUNKED)
+        assert ask(server, prompts) == reference
+        # Where a busy machine reads for longer than it is worth, blocks are computed.
+        if engine(server, "promotions", kind="late") == 0:
+            break
+    assert engine(server, "promotions", kind="late") == 0
     assert engine(server, "promoted_blocks") == 3 * NUM_PROMPTS
     assert engine(server, "promotions", kind="arrived") == NUM_PROMPTS
     assert tier(server, "loads_total") == 3 * NUM_PROMPTS
