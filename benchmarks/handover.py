@@ -205,7 +205,7 @@ def _latency_s(record: RequestRecord) -> float:
 
 
 def _tpot_s(record: RequestRecord) -> float:
-    return (_latency_s(record) - _ttft_s(record)) / (len(record.token_ids) - 1)
+    return (_latency_s(record) - _ttft_s(record)) / max(1, len(record.token_ids) - 1)
 
 
 def _counts(server: Server) -> dict[str, float]:

@@ -40,6 +40,7 @@ from banaserve.engine.vllm.tracing.spans import FRONT_DOOR, spans_of
 from banaserve.types import NOWHERE, InstanceId, Route
 from waiting import until
 
+GATHER_S = 600.0
 WORDS = [f"{chr(97 + i)}{chr(97 + i)} " for i in range(20)]
 
 
@@ -122,9 +123,6 @@ class Engine:
             output = compat.EngineCoreOutput(leg.request_id, tokens[-1:], finish_reason=finish)
             output.prefill_stats = compat.PrefillStats(num_cached_tokens=num_cached)
             self.output_processor.process_outputs([output], 0.0, IterationStats())
-
-
-GATHER_S = 30.0
 
 
 class _Flight:
@@ -700,6 +698,28 @@ async def test_decode_legs_whose_prompts_are_computed_together_begin_together() 
     await second.reaches(decode)
     await until(lambda: len(decode.legs) == 2)
     assert {leg.external_req_id for leg in decode.legs} == {"first", "second"}
+
+
+@pytest.mark.parametrize("how", ["dies", "is drained"])
+async def test_a_decode_leg_that_waits_for_others_is_told_when_its_instance_goes(how: str) -> None:
+    prefill, first, second = Engine("p0"), Engine("d0"), Engine("d1")
+    engines = Engines(first, second, prefill=prefill)
+    with engines.gathering.coming(first.id):
+        reader = Reader(job(streamed()), engines)
+        await reader.reaches(prefill)
+        prefill.compute(1)
+        await reader.read()
+        await asyncio.sleep(0)
+        if how == "dies":
+            compat.mark_dead(first)
+        else:
+            first.move()
+        await reader.reaches(second)
+        second.compute(9)
+        while not reader.finished:
+            await reader.read()
+    assert reader.text == "".join(WORDS[1:11])
+    assert first.legs == []
 
 
 @pytest.mark.parametrize("by", ["its stream", "all requests"])

@@ -387,6 +387,8 @@ _ENGINE = [
               "put(output)", "get()", "get_nowait()", hook=Hook.OVERRIDDEN),
     *_attributes("engine", _OUTPUT, "RequestOutputCollector", "an error waits behind an output",
                  "output", Hook.SET),
+    *_attributes("engine", _OUTPUT, "RequestOutputCollector", "who waits for others is told",
+                 "ready"),
     *_methods("engine", _OUTPUT, "OutputProcessor", "front-end states of requests",
               "add_request(request, prompt, parent_req, request_index, queue)",
               "process_outputs(engine_core_outputs, engine_core_timestamp, iteration_stats)",

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 _IDENT = "VLLM_DIST_IDENT"
-"""Its variable with the first part of the name of that memory."""
+"""vLLM's variable with the first part of the names of the memory in which ranks add up."""
 
 
 class _MiddleStage:

@@ -393,7 +393,7 @@ async def decode(
             while not finished:
                 output = queue.get_nowait()
                 if output is None and leg is not None:  # the client has what prefill has put out
-                    await gathering.gathered(instance.id)
+                    await gathering.gathered(instance.id, queue.ready)
                     if context.aborted:  # the engine, which does not have it, would not say so
                         await _abort(llm, context.request.request_id)
                     output = queue.get_nowait()

@@ -64,8 +64,12 @@ class Gathering:
         """Whether a decode leg that is about to begin there should wait for others."""
         return self._limit_s > 0 and bool(self._coming.get(instance))
 
-    async def gathered(self, instance: InstanceId) -> None:
-        """Return when the group of a decode leg that is about to begin there is whole."""
+    async def gathered(self, instance: InstanceId, news: asyncio.Event | None = None) -> None:
+        """Return when the group of a decode leg that is about to begin there is whole.
+
+        Args:
+            news: Set where something has come of the request, for which it waits no longer.
+        """
         if not self.waits(instance):
             return
         group = self._groups.get(instance)
@@ -73,7 +77,13 @@ class Gathering:
             group = self._groups[instance] = _Group(set(self._coming[instance]))
             loop = asyncio.get_running_loop()
             group.timer = loop.call_later(self._limit_s, self._close, instance, group)
-        await group.closed.wait()
+        events = [group.closed] if news is None else [group.closed, news]
+        waits = [asyncio.create_task(event.wait()) for event in events]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
 
     def _close(self, instance: InstanceId, group: _Group) -> None:
         group.closed.set()
