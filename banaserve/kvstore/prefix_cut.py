@@ -56,6 +56,7 @@ class HeldPrefix:
         num_tokens: Tokens that all of them bring.
         num_before: Tokens before them, which the engine has.
         num_after: Tokens behind them, which are computed in any case.
+        is_whole: All of them are fetched or none: some hold a state behind the last token.
     """
 
     num_blocks: int
@@ -63,6 +64,7 @@ class HeldPrefix:
     num_tokens: int
     num_before: int = 0
     num_after: int = 0
+    is_whole: bool = False
 
     @property
     def work(self) -> FetchWork:
@@ -115,7 +117,8 @@ def predict_steps(
         beside: The step that the request joins.
 
     Returns:
-        float64 ``[num_blocks + 1]``; what others in the step take is in each.
+        float64 ``[num_blocks + 1]``; what others in the step take is in each. Infinite where so
+        many cannot be fetched.
     """
     num_fetched = np.arange(prefix.num_blocks + 1)
     brought = np.minimum(num_fetched * float(prefix.block_tokens), prefix.num_tokens)
@@ -130,7 +133,11 @@ def predict_steps(
     )
     fetch_s = block_fetch_s * (num_fetched + beside.fetched_blocks)
     shorter_s, longer_s = np.minimum(fetch_s, compute_s), np.maximum(fetch_s, compute_s)
-    return longer_s + shorter_s / num_layers + _later_s(left - first, before + first, costs, beside)
+    later_s = _later_s(left - first, before + first, costs, beside)
+    steps_s = longer_s + shorter_s / num_layers + later_s
+    if prefix.is_whole:
+        steps_s[1:-1] = np.inf
+    return steps_s
 
 
 def _later_s(

@@ -14,7 +14,12 @@ from vllm.v1.core.kv_cache_utils import (
     hash_block_tokens,
     init_none_hash,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    MambaSpec,
+    MLAAttentionSpec,
+)
 from vllm.v1.request import Request
 
 from banaserve.engine.vllm.compat.config import VllmConfig
@@ -24,6 +29,7 @@ __all__ = [
     "KVCacheBlocks",
     "KVCacheConfig",
     "MLAAttentionSpec",
+    "MambaSpec",
     "Request",
     "batch_copier",
     "block_hasher",
@@ -33,6 +39,7 @@ __all__ = [
     "get_request_block_hasher",
     "hash_block_tokens",
     "init_none_hash",
+    "rehash",
     "write_latents",
 ]
 
@@ -42,6 +49,13 @@ def block_hasher(config: VllmConfig, block_size: int) -> Callable[[Request], lis
     hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
     init_none_hash(hash_function)
     return get_request_block_hasher(block_size, hash_function)
+
+
+def rehash(request: Request, hasher: Callable[[Request], list[bytes]]) -> None:
+    """Let a request have the hashes of this hasher, from its first block on."""
+    request._block_hasher = hasher
+    request.block_hashes = []
+    request.update_block_hashes()
 
 
 def batch_copier() -> Callable[[Any, Any, Any], None]:

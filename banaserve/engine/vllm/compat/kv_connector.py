@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
@@ -28,14 +29,13 @@ __all__ = [
 ]
 
 
-class ConnectorBase(KVConnectorBase_V1):
+class ConnectorBase(KVConnectorBase_V1, SupportsHMA):
     """vLLM's base class with public names for what connectors read of it."""
 
     @property
-    def layer_names(self) -> list[str]:
-        """Names of the attentions of the first KV cache group, in the order of the layers."""
-        names: list[str] = self._kv_cache_config.kv_cache_groups[0].layer_names
-        return names
+    def kv_cache_config(self) -> Any:
+        """How the KV cache is laid out."""
+        return self._kv_cache_config
 
     @property
     def step_metadata(self) -> Any:

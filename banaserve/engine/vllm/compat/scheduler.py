@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from itertools import chain
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -26,6 +28,7 @@ __all__ = [
     "check_first_come",
     "grow_pool",
     "hold_blocks",
+    "install_states",
     "pool_usage",
     "release_blocks",
     "restart_requests",
@@ -45,6 +48,57 @@ def check_first_come(vllm_config: Any) -> None:
             "--scheduling-policy priority and the preble scheduler exclude each other: "
             "leave one of them out"
         )
+
+
+def install_states() -> None:
+    """Let schedulers of this process serve models that keep states, with the store's connector.
+
+    Steps end where the connector says, so that states can be saved there, and a request of which a
+    block could not be fetched is computed from its first token on: vLLM would end the engine, for
+    it cannot tell groups' blocks apart. They are of one pool, so their numbers can.
+    """
+    begin, lose = Scheduler.__init__, Scheduler._handle_invalid_blocks
+
+    @functools.wraps(begin)
+    def begin_with_states(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        begin(scheduler, *args, **kwargs)
+        if _keeps_states(scheduler):
+            scheduler.need_mamba_block_aligned_split = True
+            scheduler._mamba_block_aligned_split = functools.partial(_chunk, scheduler)
+
+    @functools.wraps(lose)
+    def start_over(scheduler: Any, invalid: set[int], scheduled: dict[str, int]) -> set[str]:
+        if not _keeps_states(scheduler):
+            lost: set[str] = lose(scheduler, invalid, scheduled)
+            return lost
+        return _start_over(scheduler, invalid)
+
+    Scheduler.__init__ = begin_with_states
+    Scheduler._handle_invalid_blocks = start_over
+
+
+def _keeps_states(scheduler: Any) -> bool:
+    return bool(getattr(scheduler.connector, "keeps_states", False))
+
+
+def _chunk(
+    scheduler: Any, request: Request, num_tokens: int, num_local: int = 0, num_external: int = 0
+) -> int:
+    start = request.num_computed_tokens + num_local + num_external
+    prompt_end = max(request.num_prompt_tokens, request.num_tokens - 1)
+    num: int = scheduler.connector.chunk(start, num_tokens, prompt_end)
+    return num
+
+
+def _start_over(scheduler: Any, invalid: set[int]) -> set[str]:
+    manager = scheduler.kv_cache_manager
+    lost = set()
+    for request in scheduler.running:
+        blocks = chain.from_iterable(manager.get_block_ids(request.request_id))
+        if not invalid.isdisjoint(blocks):
+            request.num_computed_tokens = 0
+            lost.add(request.request_id)
+    return lost
 
 
 def use_waiting_queue(scheduler: Scheduler, queue: RequestQueue) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from huggingface_hub.errors import HFValidationError
 from banaserve.engine.vllm.compat import kv_cache as compat
 from banaserve.engine.vllm.compat.config import ModelConfig, ParallelConfig, VllmConfig
 from banaserve.engine.vllm.compat.kv_cache import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
+from banaserve.engine.vllm.kv_connector.cache_groups import CacheGroups, describe_states
 from banaserve.engine.vllm.settings.migration_settings import packs_nothing, settings_of
 from banaserve.errors import UserError
 from banaserve.kvstore.fingerprint import Fingerprint
@@ -92,16 +94,18 @@ def describe_blocks(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Finge
     """All that two instances must agree on before they read each other's blocks.
 
     Raises:
-        UserError: The model's KV cache is not one group of alike attention layers, or its parts
-            are not those of tensor parallel ranks.
+        UserError: The model's KV cache is not one group of alike attention layers beside those of
+            states, or its parts are not those of tensor parallel ranks.
     """
+    groups = CacheGroups.of(kv_cache_config)
     spec = _attention_spec(kv_cache_config)
+    states = describe_states(groups, kv_cache_config)
     is_latent = isinstance(spec, MLAAttentionSpec)
     model, parallel = config.model_config, config.parallel_config
     check_parallel(parallel)
     num_ranks = parallel.tensor_parallel_size
     layout = str(kv_cache_config.kv_cache_layout or "default")
-    is_by_head = not is_latent and layout in _BY_HEAD
+    is_by_head = not is_latent and not states and layout in _BY_HEAD
     num_parts = 1 if is_by_head or is_latent else num_ranks
     return Fingerprint(
         model=str(model.model),
@@ -110,7 +114,7 @@ def describe_blocks(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Finge
         # The tensor's type alone does not tell one kind of FP8 from another.
         kv_cache_dtype=f"{config.cache_config.cache_dtype}, {spec.dtype}",
         block_size_tokens=spec.block_size,
-        num_layers=len(kv_cache_config.kv_cache_groups[0].layer_names),
+        num_layers=groups.num_rows,
         num_kv_heads=1 if is_latent else spec.num_kv_heads * num_ranks,
         head_size=spec.head_size,
         layout=layout,
@@ -120,7 +124,7 @@ def describe_blocks(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Finge
         salt=str(config.kv_transfer_config.get_from_extra_config("salt", "")),
         probe=_probe(config, spec.block_size),
         weights=describe_weights(model, str(config.load_config.load_format)),
-        attention="mla" if is_latent else "full",
+        attention="mla" if is_latent else f"full, {states}" if states else "full",
     )
 
 
@@ -143,15 +147,18 @@ def check_model(model_config: ModelConfig) -> None:
         UserError: It keeps something else, which a block that is fetched would lack.
     """
     what = ""
-    if model_config.is_hybrid or model_config.is_attention_free or model_config.has_inner_state:
-        what = "keeps states of Mamba or linear-attention layers"
+    has_states = model_config.is_attention_free or model_config.has_inner_state
+    if has_states and not model_config.is_hybrid:
+        what = "keeps states of Mamba or linear-attention layers alone"
+    elif model_config.is_hybrid and model_config.use_mla:
+        what = "keeps states of linear-attention layers beside latents (MLA)"
     elif model_config.is_encoder_decoder:
         what = "keeps what its encoder has read"
     if what:
         raise UserError(
-            f"{model_config.architecture} {what} beside its KV blocks, which the KV cache store "
-            "does not share yet, so that prefill could not hand over to decode; serve it without "
-            "the store: --colocated N --no-kv-store"
+            f"{model_config.architecture} {what}, which the KV cache store does not share yet, so "
+            "that prefill could not hand over to decode; serve it without the store: --colocated N "
+            "--no-kv-store"
         )
 
 
@@ -192,13 +199,8 @@ def check_degrees(model: ModelConfig, degrees: Collection[int]) -> None:
 
 
 def _attention_spec(kv_cache_config: KVCacheConfig) -> FullAttentionSpec:
-    groups = kv_cache_config.kv_cache_groups
-    spec = groups[0].kv_cache_spec if groups else None
-    if len(groups) != 1 or not isinstance(spec, FullAttentionSpec):
-        raise UserError(
-            "this model mixes kinds of attention, which the KV cache store does not share yet; "
-            "serve it without the store: --colocated N --no-kv-store"
-        )
+    groups = CacheGroups.of(kv_cache_config)
+    spec: FullAttentionSpec = kv_cache_config.kv_cache_groups[groups.attention].kv_cache_spec
     return spec
 
 
@@ -228,6 +230,7 @@ class TailHasher:
     """
 
     def __init__(self, config: VllmConfig, block_size: int) -> None:
+        self._config = config
         self._hash: Callable[[Any], bytes] = compat.get_hash_fn_by_name(
             config.cache_config.prefix_caching_hash_algo
         )
@@ -244,6 +247,22 @@ class TailHasher:
         return compat.hash_block_tokens(
             self._hash, parent, request.all_token_ids[start:num_tokens], extra
         )
+
+
+    def prefix(self, request: compat.Request, num_tokens: int) -> bytes | None:
+        """Key of the block, full or partial, that ends ``num_tokens`` tokens; None as ``key``."""
+        if num_tokens % self._block_size:
+            return self.key(request, num_tokens)
+        full = num_tokens // self._block_size
+        return request.block_hashes[full - 1] if 0 < full <= len(request.block_hashes) else None
+
+    def rehash(self, request: compat.Request) -> None:
+        """Let a request have hashes of blocks of this size, where vLLM's are of others."""
+        compat.rehash(request, self._hasher)
+
+    @cached_property
+    def _hasher(self) -> Callable[[compat.Request], list[bytes]]:
+        return compat.block_hasher(self._config, self._block_size)
 
 
 def chain(keys: Sequence[bytes]) -> list[tuple[bytes, bytes | None]]:

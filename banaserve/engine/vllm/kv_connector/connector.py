@@ -25,6 +25,7 @@ from banaserve.engine.vllm.kv_connector.block_hash import (
     describe_blocks,
     page_bytes,
 )
+from banaserve.engine.vllm.kv_connector.cache_groups import CacheGroups, pages
 from banaserve.engine.vllm.kv_connector.latent_layout import check_latents
 from banaserve.engine.vllm.kv_connector.metadata import (
     ConnectorOptions,
@@ -35,6 +36,7 @@ from banaserve.engine.vllm.kv_connector.metadata import (
     stats_from_wire,
 )
 from banaserve.engine.vllm.kv_connector.scheduler import StoreConnectorScheduler
+from banaserve.engine.vllm.kv_connector.states import chunk_end
 from banaserve.engine.vllm.kv_connector.worker import RankShare, StoreConnectorWorker
 from banaserve.engine.vllm.settings.environment import INSTANCE_VARIABLE, STORE_VARIABLE
 from banaserve.engine.vllm.tracing.events import EngineAnswer
@@ -71,6 +73,7 @@ class StoreConnector(ConnectorBase):
         check_model(vllm_config.model_config)
         self.fingerprint = describe_blocks(vllm_config, kv_cache_config)
         self._page_bytes = page_bytes(kv_cache_config)
+        self._groups = CacheGroups.of(kv_cache_config)
         options = ConnectorOptions.of(vllm_config.kv_transfer_config.kv_connector_extra_config)
         options = replace(options, socket=os.environ.get(STORE_VARIABLE, options.socket))
         self.client_name = os.environ.get(INSTANCE_VARIABLE, f"engine-{os.getpid()}")
@@ -90,6 +93,7 @@ class StoreConnector(ConnectorBase):
                 client,
                 TailHasher(vllm_config, block_size),
                 block_size,
+                self._groups,
                 self.gate,
                 WallClock(),
                 own_budget(vllm_config)[0],
@@ -146,6 +150,21 @@ class StoreConnector(ConnectorBase):
         self._scheduler.finished(request.request_id)
         return False, None
 
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, [])
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether steps have to stop where a state is to be saved; see ``chunk``."""
+        return bool(self._groups.states)
+
+    def chunk(self, start: int, num_tokens: int, prompt_end: int) -> int:
+        """How many of ``num_tokens`` tokens behind ``start`` a step is to compute."""
+        block_size = self.fingerprint.block_size_tokens
+        return chunk_end(start, start + num_tokens, prompt_end, block_size) - start
+
     def limit_steps(self, num_tokens: int) -> None:
         """From now on a step has so many tokens at most; for the scheduler's role."""
         assert self._scheduler is not None
@@ -168,12 +187,17 @@ class StoreConnector(ConnectorBase):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         assert self._worker is not None
-        caches = {name: kv_caches[name] for name in self.layer_names}
+        names = self.kv_cache_config.kv_cache_groups[self._groups.attention].layer_names
+        if self.keeps_states:
+            rows = pages(self.kv_cache_config, kv_caches)
+            self._worker.register(names, rows, self._page_bytes)
+            return
+        caches = {name: kv_caches[name] for name in names}
         if self.fingerprint.attention == "mla":
             attentions = self._config.compilation_config.static_forward_context
             for name, cache in caches.items():
                 check_latents(attentions[name], cache, self._config.model_config.dtype)
-        self._worker.register(caches, self._page_bytes)
+        self._worker.register(names, list(caches.values()), self._page_bytes)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

@@ -98,6 +98,7 @@ class StepPlan(KVConnectorMetadata):
         early_loads: Blocks that this step also writes new tokens into: all their layers are
             fetched before the forward pass, or the fetch would overwrite the new tokens.
         saves: Copied out layer by layer, each after its layer's attention.
+        states: Copied out behind the forward pass, which changes them to its end.
         pushed: Of ``saves``, slots whose blocks go to another machine's store meanwhile: it is told
             of each layer that is saved.
         work: What the step computes; None where it computes nothing.
@@ -108,6 +109,7 @@ class StepPlan(KVConnectorMetadata):
     loads: list[BlockCopy] = field(default_factory=list)
     early_loads: list[BlockCopy] = field(default_factory=list)
     saves: list[BlockCopy] = field(default_factory=list)
+    states: list[BlockCopy] = field(default_factory=list)
     pushed: list[Slot] = field(default_factory=list)
     work: StepWork | None = None
     settled: int = 0

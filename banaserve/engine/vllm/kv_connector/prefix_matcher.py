@@ -24,6 +24,7 @@ from banaserve.engine.vllm.kv_connector.request_state import (
     SaveCandidate,
     full_block_offers,
 )
+from banaserve.engine.vllm.kv_connector.states import block_ends, state_keys
 from banaserve.engine.vllm.kv_connector.step_ahead import StepAhead
 from banaserve.engine.vllm.tracing.events import GateDecided, PromotionEnded, StoreAsked
 from banaserve.kvstore.client import StoreClient
@@ -145,6 +146,7 @@ class PrefixMatcher:
         client: The store.
         tails: Names partial last blocks.
         block_size: Tokens a block.
+        num_states: Groups of layers that keep states, which a prefix comes with or not at all.
         gate: Says how much of a prefix in the pool is worth fetching.
         ahead: The step that matched requests join.
         clock: For how long a prefix on its way is waited for.
@@ -157,6 +159,7 @@ class PrefixMatcher:
         client: StoreClient,
         tails: TailHasher,
         block_size: int,
+        num_states: int,
         gate: EngineCostGate,
         ahead: StepAhead,
         clock: Clock,
@@ -167,6 +170,7 @@ class PrefixMatcher:
         self._notes = notes
         self._tails = tails
         self._block_size = block_size
+        self._num_states = num_states
         self._gate = gate
         self._ahead = ahead
         self._clock = clock
@@ -184,20 +188,19 @@ class PrefixMatcher:
         """
         request, request_id = tracked.request, tracked.request.request_id
         first = num_computed_tokens // self._block_size
-        covered = self._tokens_to_look_up(request)
         now_s = self._clock.now()
         if tracked.promotion is None or tracked.first_hit != first:
             self.let_go(tracked)
-            self._ask(tracked, first, covered, now_s, until_s=None)
+            self._ask(tracked, first, now_s, until_s=None)
         elif tracked.ask_again_at_s is not None and now_s >= tracked.ask_again_at_s:
-            self._ask(tracked, first, covered, now_s, until_s=tracked.undecided_until_s)
+            self._ask(tracked, first, now_s, until_s=tracked.undecided_until_s)
         self._asked_about.add(request_id)
         if self._must_wait(tracked, now_s):
             self._waiting[request_id] = tracked
             return None
         self._waiting.pop(request_id, None)
         self._matched[request_id] = tracked
-        return self._take(tracked, covered, num_computed_tokens, now_s)
+        return self._take(tracked, num_computed_tokens, now_s)
 
     def _must_wait(self, tracked: RequestState, now_s: float) -> bool:
         if tracked.ask_again_at_s is not None:
@@ -230,11 +233,28 @@ class PrefixMatcher:
         return bool(output_of(request.sampling_params)) and not cls._has_run(request)
 
     def _tokens_to_look_up(self, request: compat.Request) -> int:
-        """A decode leg knows how far the prefill leg has got; others look up all they have."""
-        return min(self._handed_over(request) or request.num_tokens, request.num_tokens)
+        """A decode leg knows how far the prefill leg has got; others look up all they have.
+
+        With states a prefix ends where the store has one, the last token being computed anyway.
+        """
+        handed_over = self._handed_over(request)
+        if not self._num_states:
+            return min(handed_over or request.num_tokens, request.num_tokens)
+        if handed_over is not None and handed_over < request.num_tokens:
+            return handed_over
+        ends = block_ends(request.num_tokens, self._block_size)[-MAX_KEYS:]
+        keys = [state_keys(key, 1)[0] for end in ends if (key := self._tails.prefix(request, end))]
+        known = self._client.lookup(keys) if keys else []
+        kept = (end for end, one in zip(ends, known, strict=False) if one is not Lookup.MISS)
+        return next(kept, 0)
+
+    def _keys(self, request: compat.Request, num_tokens: int, tail: bytes | None) -> list[bytes]:
+        """Of a prefix, in the order of their chain; at the end those of its states."""
+        keys = [*request.block_hashes[: num_tokens // self._block_size], *([tail] if tail else [])]
+        return [*keys, *state_keys(keys[-1], self._num_states)] if keys else []
 
     def _ask(
-        self, tracked: RequestState, first: int, covered: int, now_s: float, until_s: float | None
+        self, tracked: RequestState, first: int, now_s: float, until_s: float | None
     ) -> None:
         """One round trip: lease what the store has, reserve slots for what it lacks.
 
@@ -242,10 +262,12 @@ class PrefixMatcher:
             until_s: When it is asked for the last time; None for the first question.
         """
         request = tracked.request
-        tail = self._tails.key(request, covered)
-        keys = [*request.block_hashes[: covered // self._block_size], *([tail] if tail else [])]
+        covered = self._tokens_to_look_up(request)
         # Of a prompt with more blocks than one call takes the last ones are computed.
+        keys = self._keys(request, covered, self._tails.key(request, covered))
         keys = keys[first : first + MAX_KEYS]
+        tracked.num_tokens, tracked.num_asked = covered, len(keys)
+        tail = self._tails.key(request, request.num_tokens)
         offers = self._offers(tracked, first, tail)[:MAX_KEYS]
         held = tracked.lease
         # What has been computed for this request is fetched from a tier, too, at any price.
@@ -323,20 +345,31 @@ class PrefixMatcher:
         tail = self._tails.key(request, request.num_tokens)
         return [*request.block_hashes, *([tail] if tail else [])][:MAX_KEYS]
 
-    def _take(
-        self, tracked: RequestState, covered: int, num_computed_tokens: int, now_s: float
-    ) -> int:
+    def _fetchable_tokens(self, tracked: RequestState) -> int:
+        """Tokens of the prefix whose blocks are readable, from the request's first one on."""
+        covered = tracked.num_tokens
+        if self._num_states:
+            return covered if len(tracked.hits) == tracked.num_asked else 0
+        num_hit = tracked.first_hit + len(tracked.hits) if tracked.hits else 0
+        return covered if num_hit > covered // self._block_size else num_hit * self._block_size
+
+    def _take(self, tracked: RequestState, num_computed_tokens: int, now_s: float) -> int:
         """Settle on what is readable by now; how many tokens of it are worth fetching."""
         self._settle(tracked, now_s)
-        num_hit = tracked.first_hit + len(tracked.hits) if tracked.hits else 0
-        whole = num_hit * self._block_size
-        tokens = covered if num_hit > covered // self._block_size else whole
+        tokens = self._fetchable_tokens(tracked)
         extra = min(tokens, tracked.request.num_tokens - 1) - num_computed_tokens
         if extra <= 0:
             return 0
         num_found = len(tracked.hits)
         num_after = tracked.request.num_tokens - num_computed_tokens - extra
-        prefix = HeldPrefix(num_found, self._block_size, extra, num_computed_tokens, num_after)
+        prefix = HeldPrefix(
+            num_found,
+            self._block_size,
+            extra,
+            num_computed_tokens,
+            num_after,
+            is_whole=bool(self._num_states),
+        )
         verdict = self._gate.decide(
             prefix, self._ahead.beside(), handed_over=self._is_owed(tracked.request)
         )

@@ -138,6 +138,9 @@ class RequestState:
         offers: What the store was last offered.
         push_to: Where its prompt's blocks are sent while they are computed; empty for nowhere.
         num_claimed: Full blocks below this index have been offered to the store.
+        leaves_tail: See ``Handover``.
+        num_tokens: What the store was last asked for is a prefix of so many tokens,
+        num_asked: and so many blocks, those of its states included.
     """
 
     request: compat.Request
@@ -154,11 +157,19 @@ class RequestState:
     saves: list[PendingSave] = field(default_factory=list)
     num_claimed: int = 0
     push_to: str = ""
+    leaves_tail: bool = False
+    num_tokens: int = 0
+    num_asked: int = 0
 
     @classmethod
     def of(cls, request: compat.Request) -> RequestState:
         handover = Handover.of(request.kv_transfer_params)
-        return cls(request, tenant_of(request.cache_salt), push_to=handover.push_to)
+        return cls(
+            request,
+            tenant_of(request.cache_salt),
+            push_to=handover.push_to,
+            leaves_tail=handover.leaves_tail,
+        )
 
     def keep(self, offers: Sequence[SaveCandidate], reserved: Sequence[Slot | None]) -> None:
         """Remember which offers the store took."""

@@ -10,6 +10,7 @@ from banaserve.engine.vllm.compat.kv_cache import KVCacheBlocks
 from banaserve.engine.vllm.compat.scheduler import Request, SchedulerOutput
 from banaserve.engine.vllm.continuation import output_of
 from banaserve.engine.vllm.kv_connector.block_hash import TailHasher
+from banaserve.engine.vllm.kv_connector.cache_groups import CacheGroups
 from banaserve.engine.vllm.kv_connector.handover import Handover
 from banaserve.engine.vllm.kv_connector.metadata import (
     BlockCopy,
@@ -24,6 +25,7 @@ from banaserve.engine.vllm.kv_connector.request_state import (
     SaveCandidate,
     full_block_offers,
 )
+from banaserve.engine.vllm.kv_connector.states import state_keys
 from banaserve.engine.vllm.kv_connector.step_ahead import StepAhead
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.cost_gate import CostGate
@@ -38,6 +40,7 @@ class StoreConnectorScheduler:
         client: The store.
         tails: Names partial last blocks.
         block_size: Tokens a block.
+        groups: Where blocks of tokens and of states are.
         gate: Decides how much of a prefix is fetched.
         clock: For how long a prefix on its way is waited for.
         step_tokens: Most tokens of a step.
@@ -52,12 +55,15 @@ class StoreConnectorScheduler:
         client: StoreClient,
         tails: TailHasher,
         block_size: int,
+        groups: CacheGroups,
         gate: CostGate,
         clock: Clock,
         step_tokens: int,
     ) -> None:
         self._client = client
         self._block_size = block_size
+        self._tails = tails
+        self._groups = groups
         self._tracked: dict[str, RequestState] = {}
         self._loads: list[tuple[RequestState, list[int], int]] = []
         self._leases_by_step: dict[int, list[Lease]] = {}
@@ -68,7 +74,15 @@ class StoreConnectorScheduler:
         self.notes = ConnectorNotes(clock)
         self.ahead = StepAhead(self._tracked, step_tokens)
         self._matcher = PrefixMatcher(
-            client, tails, block_size, self._gate, self.ahead, clock, self.stats, self.notes
+            client,
+            tails,
+            block_size,
+            len(groups.states),
+            self._gate,
+            self.ahead,
+            clock,
+            self.stats,
+            self.notes,
         )
 
     # ---- before a request is scheduled
@@ -81,6 +95,8 @@ class StoreConnectorScheduler:
         request_id = request.request_id
         if (tracked := self._tracked.get(request_id)) is None:
             tracked = self._tracked[request_id] = RequestState.of(request)
+            if self._groups.states:
+                self._tails.rehash(request)  # vLLM's are of as many tokens as a state stands for
             handover = Handover.of(request.kv_transfer_params)
             self.notes.received(
                 request_id, request.num_tokens, handover.leaves_tail, handover.tokens
@@ -93,7 +109,8 @@ class StoreConnectorScheduler:
         """The scheduler has given the request its blocks: plan the fetch."""
         tracked = self._track(request)
         self._matcher.scheduled(tracked)
-        self._push(tracked)
+        if not self._groups.states:
+            self._push(tracked, self._matcher.prompt_keys(request))
         first = tracked.first_hit
         has_tokens = first * self._block_size + num_external_tokens
         fetched_blocks = len(tracked.hits) if num_external_tokens else 0
@@ -101,17 +118,16 @@ class StoreConnectorScheduler:
         if num_external_tokens == 0:
             self._matcher.release_hits(tracked)
             return
-        block_ids = blocks.get_block_ids()[0][first:]
+        end = first + len(tracked.hits) - len(self._groups.states)
+        block_ids = self._groups.with_states(blocks.get_block_ids(), first, end)
         self._loads.append((tracked, block_ids, has_tokens))
 
-    def _push(self, tracked: RequestState) -> None:
+    def _push(self, tracked: RequestState, keys: Sequence[bytes]) -> None:
         """Its slots are reserved, and it is about to be computed: the decode leg's store is told.
 
         Only now: one that is matched and not scheduled gives its slots back, and may do so often.
         """
-        request = tracked.request
-        if tracked.push_to and not request.num_output_tokens:
-            keys = self._matcher.prompt_keys(request)
+        if tracked.push_to and not tracked.request.num_output_tokens:
             self._client.push(tracked.push_to, keys, tracked.tenant)
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
@@ -125,6 +141,8 @@ class StoreConnectorScheduler:
         self._plan_loads(plan)
         self._claim_decoded(output)
         self._plan_saves(plan, output, batch)
+        if self._groups.states:
+            self._plan_states(plan, output, batch)
         self._matcher.end_step()
         computes = [(before, num) for _, before, num in batch]
         plan.work = work_of(computes)
@@ -177,10 +195,49 @@ class StoreConnectorScheduler:
             if ready:
                 block_ids = state.get_block_ids(request_id)
                 assert block_ids is not None
-                plan.saves += [BlockCopy(block_ids[0][save.index], save.slot) for save in ready]
+                blocks = block_ids[self._groups.attention]
+                plan.saves += [BlockCopy(blocks[save.index], save.slot) for save in ready]
                 if tracked is not None and tracked.push_to:
                     plan.pushed += [save.slot for save in ready]
                 self.notes.copies(plan.step, request_id, saved=len(ready))
+
+    def _plan_states(
+        self, plan: StepPlan, output: SchedulerOutput, batch: Sequence[tuple[str, int, int]]
+    ) -> None:
+        """Save states behind requests that this step brings to the end of a block, or of a prompt
+        that is handed over: the next step changes them.
+        """
+        state = output.kv_connector_block_state
+        assert state is not None
+        for request_id, num_before, num_scheduled in batch:
+            tracked = self._tracked.get(request_id)
+            end = num_before + num_scheduled
+            if tracked is None or not self._is_kept(tracked, end):
+                continue
+            request = tracked.request
+            prefix = self._tails.prefix(request, end)
+            if prefix is None:
+                continue
+            keys = state_keys(prefix, len(self._groups.states))
+            reserved = self._client.exchange(
+                reserve=[(key, prefix) for key in keys], tenant=tracked.tenant
+            ).reserved
+            block_ids = state.get_block_ids(request_id)
+            assert block_ids is not None
+            copies = [
+                BlockCopy(block_id, slot)
+                for block_id, slot in zip(self._groups.states_of(block_ids), reserved, strict=False)
+                if slot is not None
+            ]
+            plan.states += copies
+            self.notes.copies(plan.step, request_id, saved=len(copies))
+            if end == request.num_prompt_tokens:
+                self._push(tracked, [*self._matcher.prompt_keys(request), *keys])
+
+    def _is_kept(self, tracked: RequestState, end: int) -> bool:
+        """Whether the states behind the first ``end`` tokens of a request are saved."""
+        is_handed_over = tracked.leaves_tail and end == tracked.request.num_prompt_tokens
+        return is_handed_over or end % self._block_size == 0
 
     def _count(self, output: SchedulerOutput) -> None:
         for new in output.scheduled_new_reqs:

@@ -138,6 +138,7 @@ class StoreConnectorWorker:
         self._free_copier: BlockCopier | None = None
         self._copier: BlockCopier | None = None
         self._layer_index: dict[str, int] = {}
+        self._num_rows = 0
         self._page_bytes = 0
         self._step = RunningStep(0.0)
         self._failed_blocks: set[int] = set()
@@ -147,12 +148,22 @@ class StoreConnectorWorker:
         self.trace = Tracer(options.trace)
         self.modelled: StepTimes | None = None
 
-    def register(self, kv_caches: dict[str, torch.Tensor], page_bytes: int) -> None:
-        """Take the engine's KV cache: one tensor ``[num_blocks, ...]`` a layer, in layer order."""
-        self._layer_index = {name: i for i, name in enumerate(kv_caches)}
+    def register(
+        self, names: Sequence[str], caches: Sequence[torch.Tensor], page_bytes: int
+    ) -> None:
+        """Take the engine's KV cache.
+
+        Args:
+            names: Of the layers that attend to blocks of tokens, in their order.
+            caches: One tensor ``[num_blocks, ...]`` for each of them, and more where the layers
+                that share a block with states are more.
+            page_bytes: Of a block in one tensor.
+        """
+        self._layer_index = {name: i for i, name in enumerate(names)}
+        self._num_rows = len(caches)
         self._page_bytes = page_bytes
-        self.trace.num_layers = len(kv_caches)
-        self._free_copier = make_copier(list(kv_caches.values()), page_bytes, self._share.part)
+        self.trace.num_layers = len(names)
+        self._free_copier = make_copier(caches, page_bytes, self._share.part)
         self.configure(self.options)
 
     def configure(self, options: ConnectorOptions) -> None:
@@ -181,7 +192,7 @@ class StoreConnectorWorker:
     def begin_step(self, plan: StepPlan) -> None:
         self._step = RunningStep(time.perf_counter(), pushed=plan.pushed)
         self._client.let_go_if_lost()
-        if plan.loads or plan.early_loads or plan.saves:
+        if plan.loads or plan.early_loads or plan.saves or plan.states:
             self.trace.begin(plan.step, self._step.began_s)
 
     def start_loads(self, plan: StepPlan) -> None:
@@ -194,8 +205,8 @@ class StoreConnectorWorker:
         early = self._readable(plan, plan.early_loads)
         rest = self._readable(plan, plan.loads)
         if early.copies:
-            layers = self._layer_index.values()
-            self._step.early = [self._load(layer, early, after) for layer in layers]
+            rows = range(self._num_rows)
+            self._step.early = [self._load(row, early, after) for row in rows]
         if rest.copies:
             self._step.loads = [
                 self._loader.submit(self._load, layer, rest, after)
@@ -266,7 +277,7 @@ class StoreConnectorWorker:
             self._submit_save(layer, plan)
         loads = [future.result() for future in self._step.loads]
         self._step.fetch_s = self._finish([*self._step.early, *loads])
-        self._commit(plan)
+        self._commit(plan, self._save_states(plan))
         now_s = time.perf_counter()
         self._measure(plan, computed_s, now_s)
         self.trace.end(computed_s, self._step.fetched_blocks)
@@ -375,21 +386,42 @@ class StoreConnectorWorker:
             step.note_written([layer], self._client, self._part)
         return copy
 
-    def _commit(self, plan: StepPlan) -> None:
+    def _save_states(self, plan: StepPlan) -> tuple[MappedCopies, list[Copy]]:
+        """States behind the last token of the step: all layers of them, for none is final before.
+
+        Returns:
+            What is being copied, and the copies.
+        """
+        if not plan.states:
+            return MappedCopies(), []
+        assert self._copier is not None
+        target, after = MappedCopies.of(plan.states, self._client), self._copier.mark()
+        if target.view is None:
+            return target, []
+        reach(FailPoint.CONNECTOR_SAVE)
+        copies = [
+            self._copier.save(row, target.view, target.block_ids, target.slots, after)
+            for row in range(self._num_rows)
+        ]
+        self.stats.add(saved_bytes=len(copies) * len(target.copies) * self._page_bytes)
+        return target, copies
+
+    def _commit(self, plan: StepPlan, states: tuple[MappedCopies, list[Copy]]) -> None:
         copies = [future.result() for future in self._step.saves]
         is_abandoned, self._is_abandoned = self._is_abandoned, False
-        save_s = self._finish([copy for copy in copies if copy is not None])
-        if not plan.saves:
+        save_s = self._finish([*(copy for copy in copies if copy is not None), *states[1]])
+        if not plan.saves and not plan.states:
             return
         self.stats.add(save_seconds=save_s)
         began_s = time.perf_counter()
         target = self._step.target
+        if target is None or len(copies) < len(self._layer_index):
+            target = MappedCopies()
         # Blocks computed after a failed fetch hold garbage until vLLM has run the step again.
         is_garbage = is_abandoned or plan.settled < self._last_failed_step
-        if is_garbage or target is None or len(copies) < len(self._layer_index):
-            target = MappedCopies()
-        saved = [copy.slot for copy in target.copies]
-        given_up = {copy.slot for copy in plan.saves}.difference(saved)
+        written = [] if is_garbage else [*target.copies, *states[0].copies]
+        saved = [copy.slot for copy in written]
+        given_up = {copy.slot for copy in (*plan.saves, *plan.states)}.difference(saved)
         self._client.abandon(list(given_up), self._part)
         if saved and self._client.commit(saved, part=self._part):
             self._step.saved_blocks = len(saved)

@@ -93,10 +93,50 @@ def engine_config(args: Namespace) -> VllmConfig:
     except (ValueError, OSError, NotImplementedError) as refused:
         first = str(refused).strip().splitlines()
         raise UserError(f"vLLM cannot serve this: {' '.join(first)[:400]}") from refused
+    if uses_store(config):
+        if config.model_config.is_hybrid:
+            config = _with_states_alone(args, config)
+        else:
+            # One group of blocks: layers with windows keep all that they have seen.
+            config.scheduler_config.disable_hybrid_kv_cache_manager = True
     if is_on_cpu():
         rotate_latents_in_torch(config)
     config.observability_config.otlp_traces_endpoint = None
     return config
+
+
+def uses_store(config: VllmConfig) -> bool:
+    """Whether engines hand blocks over through the store's connector."""
+    transfer = config.kv_transfer_config
+    return transfer is not None and transfer.kv_connector == STORE_CONNECTOR
+
+
+def _with_states_alone(args: Namespace, config: VllmConfig) -> VllmConfig:
+    """The configuration for a model that keeps states (Mamba, linear attention) beside KV blocks.
+
+    The store keeps states behind prefixes, so vLLM's prefix cache, which would keep more of them,
+    is off: a sequence has its newest state alone.
+
+    Raises:
+        UserError: An option asks for more.
+    """
+    architecture = config.model_config.architecture
+    for option, is_given in (
+        ("--enable-prefix-caching", bool(args.enable_prefix_caching)),
+        ("--mamba-cache-mode", args.mamba_cache_mode not in (None, "none")),
+        ("--speculative-config", config.speculative_config is not None),
+    ):
+        if is_given:
+            raise UserError(
+                f"{option}: {architecture} keeps states of Mamba or linear-attention layers, of "
+                "which the store keeps one a prefix: leave it out, or serve without the store: "
+                "--colocated N --no-kv-store"
+            )
+    if not config.cache_config.enable_prefix_caching:
+        return config
+    args.enable_prefix_caching = False
+    again = AsyncEngineArgs.from_cli_args(args)
+    return again.create_engine_config(UsageContext.OPENAI_API_SERVER)
 
 
 def rotate_latents_in_torch(config: VllmConfig) -> None:
