@@ -45,8 +45,7 @@ _MAMBA = {
     "mamba_d_head": 32,
     "mamba_d_state": 16,
     "mamba_n_groups": 1,
-    # vLLM 0.32 fails on a CPU at prompts of more than one chunk.
-    "mamba_chunk_size": 512,
+    "mamba_chunk_size": 64,
 }
 
 ADAPTED = (4, 128, 64)
@@ -91,15 +90,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "falcon_h1": {**_MAMBA, "head_dim": 32},
     "qwen3_next": {
-        "head_dim": 32,
+        # The sizes of heads that vLLM's kernels for CPUs know, and a state no larger than 256 tokens.
+        "head_dim": 128,
         "moe_intermediate_size": 64,
         "shared_expert_intermediate_size": 64,
         "num_experts": 4,
         "num_experts_per_tok": 2,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 32,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
         "full_attention_interval": 2,
     },
 }

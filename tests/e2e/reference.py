@@ -30,6 +30,7 @@ def reference_tokens(
     alone: bool = False,
     custom_ops: Sequence[str] = (),
     adapter: str = "",
+    prefix_caching: bool = True,
 ) -> dict[str, list[list[int]]]:
     """The tokens of each sampling's answers, in the order of the prompts, by its name.
 
@@ -37,6 +38,7 @@ def reference_tokens(
         alone: Whether a prompt begins when the one before has been answered.
         custom_ops: vLLM's: kernels that it is to go without, or with.
         adapter: Folder of a LoRA adapter that answers; empty where the model does.
+        prefix_caching: Whether the engine keeps prefixes, as vLLM does where it can.
     """
     script = Path(__file__).with_name("reference_tokens.py")
     with TemporaryDirectory() as folder:
@@ -46,6 +48,7 @@ def reference_tokens(
             "alone": alone,
             "custom_ops": list(custom_ops),
             "adapter": adapter,
+            "prefix_caching": prefix_caching,
         }
         job, out, log = (Path(folder) / name for name in ("job.json", "out.json", "log"))
         job.write_text(json.dumps(asked))

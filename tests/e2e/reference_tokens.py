@@ -33,6 +33,7 @@ def main() -> None:
         distributed_executor_backend="uni",
         compilation_config={"custom_ops": job["custom_ops"]},
         enable_lora=bool(job["adapter"]),
+        **({} if job["prefix_caching"] else {"enable_prefix_caching": False}),
     )
     adapter = LoRARequest("adapter", 1, job["adapter"]) if job["adapter"] else None
     prompts = [{"prompt_token_ids": tokens} for tokens in job["prompts"]]
