@@ -93,10 +93,10 @@ class StoreConnector(ConnectorBase):
                 client,
                 TailHasher(vllm_config, block_size),
                 block_size,
-                self._groups,
                 self.gate,
                 WallClock(),
                 own_budget(vllm_config)[0],
+                self._groups,
             )
             if role is KVConnectorRole.SCHEDULER
             else None

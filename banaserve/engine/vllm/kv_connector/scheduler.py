@@ -40,10 +40,10 @@ class StoreConnectorScheduler:
         client: The store.
         tails: Names partial last blocks.
         block_size: Tokens a block.
-        groups: Where blocks of tokens and of states are.
         gate: Decides how much of a prefix is fetched.
         clock: For how long a prefix on its way is waited for.
         step_tokens: Most tokens of a step.
+        groups: Where blocks of tokens and of states are.
 
     Attributes:
         notes: Events of its last requests, for ``banaserve trace``.
@@ -55,10 +55,10 @@ class StoreConnectorScheduler:
         client: StoreClient,
         tails: TailHasher,
         block_size: int,
-        groups: CacheGroups,
         gate: CostGate,
         clock: Clock,
         step_tokens: int,
+        groups: CacheGroups = CacheGroups(),
     ) -> None:
         self._client = client
         self._block_size = block_size
