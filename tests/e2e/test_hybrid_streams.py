@@ -7,8 +7,10 @@ behind exactly its tokens, or computes it anew.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +23,7 @@ from fork_server import ForkServer
 from observing import until, writer
 from reference import reference_tokens
 from server_run import Run
+from store_process import fork_store
 from streams import Answer, Kind, asked_all
 
 pytestmark = pytest.mark.e2e
@@ -137,3 +140,33 @@ def all_ready(server: Run) -> bool:
         server.metric("banaserve_instance_ready", instance_id=name) == 1
         for name in ("p0", "p1", "d0", "d1")
     )
+
+
+def test_a_request_whose_blocks_are_lost_is_computed_from_its_first_token(
+    fork_server: ForkServer,
+    model: str,
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    tmp_path: Path,
+) -> None:
+    """vLLM itself ends an engine of several groups of blocks at this."""
+    store = fork_store(tmp_path / "kv", 256 << 20)
+    rounds = [{"prompts": prompts, "fails": fails} for fails in (False, False, True, False)]
+    job = {"model": model, "store": str(tmp_path / "kv"), "rounds": rounds, "max_tokens": 40}
+    out, log = tmp_path / "out.json", tmp_path / "log"
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    script = Path(__file__).with_name("lost_states.py")
+    with log.open("wb") as output:
+        argv = [str(script), str(tmp_path / "job.json"), str(out)]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        code = fork_server.start(argv, env, output.fileno(), output.fileno()).wait()
+    store.terminate()
+    store.wait()
+    assert code == 0, log.read_text(errors="replace")[-3000:]
+    found = json.loads(out.read_text())
+    assert [one["tokens"] for one in found] == [[tokens[:40] for tokens in expected]] * len(found)
+    first, again, lost, last = found
+    assert (first["loaded"], first["lost"]) == (0, 0)
+    assert again["loaded"] > 0 == again["lost"]
+    assert lost["lost"] > 0
+    assert last["loaded"] == again["loaded"]

@@ -336,5 +336,5 @@ def _notes(core: Any, names: list[str]) -> EngineAnswer | None:
 def _store_connector(core: Any) -> Any:
     """The store's connector; None without one, and where users bring one of their own along."""
     config = core.scheduler.vllm_config.kv_transfer_config
-    is_ours = config is not None and config.kv_connector == "StoreConnector"
+    is_ours = config is not None and config.kv_connector in ("StoreConnector", "StatesConnector")
     return core.scheduler.connector if is_ours else None

@@ -23,13 +23,14 @@ __all__ = [
     "KVConnectorRole",
     "KVConnectorStats",
     "KVConnectorWorkerMetadata",
+    "SupportsHMA",
     "get_kv_transfer_group",
     "get_tensor_model_parallel_rank",
     "has_kv_transfer_group",
 ]
 
 
-class ConnectorBase(KVConnectorBase_V1, SupportsHMA):
+class ConnectorBase(KVConnectorBase_V1):
     """vLLM's base class with public names for what connectors read of it."""
 
     @property

@@ -17,6 +17,7 @@ from banaserve.engine.vllm.compat.kv_connector import (
     KVConnectorOutput,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
     get_tensor_model_parallel_rank,
 )
 from banaserve.engine.vllm.kv_connector.block_hash import (
@@ -150,11 +151,6 @@ class StoreConnector(ConnectorBase):
         self._scheduler.finished(request.request_id)
         return False, None
 
-    def request_finished_all_groups(
-        self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, [])
-
     @property
     def keeps_states(self) -> bool:
         """Whether steps have to stop where a state is to be saved; see ``chunk``."""
@@ -269,3 +265,16 @@ class StoreConnector(ConnectorBase):
         plan = self.step_metadata
         assert isinstance(plan, StepPlan)
         return plan
+
+
+class StatesConnector(StoreConnector, SupportsHMA):
+    """The same for models that keep states (Mamba, linear attention) beside their KV blocks.
+
+    vLLM lays the KV cache of one out in several groups only for a connector that says it knows
+    them; other models have one group, as theirs does not.
+    """
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import difflib
 import io
 import json
@@ -20,6 +21,8 @@ from banaserve.errors import UserError
 
 T = TypeVar("T")
 STORE_CONNECTOR = "StoreConnector"
+STATES_CONNECTOR = "StatesConnector"
+"""Of models that keep states beside their KV blocks."""
 WORKER_EXTENSION = "banaserve.engine.vllm.worker.WorkerExtension"
 _ROTARY = "rotary_embedding"
 _BEFORE = "give it before --, where it is banaserve's"
@@ -93,12 +96,8 @@ def engine_config(args: Namespace) -> VllmConfig:
     except (ValueError, OSError, NotImplementedError) as refused:
         first = str(refused).strip().splitlines()
         raise UserError(f"vLLM cannot serve this: {' '.join(first)[:400]}") from refused
-    if uses_store(config):
-        if config.model_config.is_hybrid:
-            config = _with_states_alone(args, config)
-        else:
-            # One group of blocks: layers with windows keep all that they have seen.
-            config.scheduler_config.disable_hybrid_kv_cache_manager = True
+    if uses_store(config) and config.model_config.is_hybrid:
+        config = _with_states(args, config)
     if is_on_cpu():
         rotate_latents_in_torch(config)
     config.observability_config.otlp_traces_endpoint = None
@@ -108,10 +107,10 @@ def engine_config(args: Namespace) -> VllmConfig:
 def uses_store(config: VllmConfig) -> bool:
     """Whether engines hand blocks over through the store's connector."""
     transfer = config.kv_transfer_config
-    return transfer is not None and transfer.kv_connector == STORE_CONNECTOR
+    return transfer is not None and transfer.kv_connector in (STORE_CONNECTOR, STATES_CONNECTOR)
 
 
-def _with_states_alone(args: Namespace, config: VllmConfig) -> VllmConfig:
+def _with_states(args: Namespace, config: VllmConfig) -> VllmConfig:
     """The configuration for a model that keeps states (Mamba, linear attention) beside KV blocks.
 
     The store keeps states behind prefixes, so vLLM's prefix cache, which would keep more of them,
@@ -132,9 +131,9 @@ def _with_states_alone(args: Namespace, config: VllmConfig) -> VllmConfig:
                 "which the store keeps one a prefix: leave it out, or serve without the store: "
                 "--colocated N --no-kv-store"
             )
-    if not config.cache_config.enable_prefix_caching:
-        return config
     args.enable_prefix_caching = False
+    args.kv_transfer_config = copy.copy(args.kv_transfer_config)
+    args.kv_transfer_config.kv_connector = STATES_CONNECTOR
     again = AsyncEngineArgs.from_cli_args(args)
     return again.create_engine_config(UsageContext.OPENAI_API_SERVER)
 
