@@ -142,6 +142,9 @@ FAMILIES = {
     "phi3": Family(),
     "falcon_h1": HYBRID,
     "granitemoehybrid": HYBRID,
+    "granitemoehybrid_two_ranks": replace(
+        HYBRID, model="granitemoehybrid", options=("--tensor-parallel-size", "2")
+    ),
     # vLLM 0.32's linear attention on a CPU knows no other type.
     "qwen3_next": replace(HYBRID, dtype="bfloat16", kept_tokens=256),
 }
@@ -448,6 +451,21 @@ def test_moves_that_were_asked_for_and_cannot_be_made_are_refused(
 ) -> None:
     line = refused("--pd", "1:1", "--model", make("llama"), "--migration", "on", *options)
     assert line.startswith("--migration on: this engine cannot migrate: ")
+    assert words in line
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--enable-prefix-caching",), "--enable-prefix-caching: "),
+        (("--mamba-cache-mode", "align"), "--mamba-cache-mode: "),
+        (("--migration", "on"), "states of Mamba or linear-attention layers would have to move"),
+    ],
+)
+def test_what_a_model_with_states_cannot_have_is_refused(
+    options: tuple[str, ...], words: str, make: Callable[[str], str], refused: Callable[..., str]
+) -> None:
+    line = refused("--pd", "1:1", "--model", make("granitemoehybrid"), *options)
     assert words in line
 
 
