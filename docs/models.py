@@ -30,6 +30,7 @@ FEATURES = (
     "store on disk, server anew",
     "layers in mid-stream",
     "heads",
+    "older blocks in mid-stream",
     "experts in mid-stream",
 )
 _WORDS = {

@@ -27,6 +27,8 @@ _COMMON = {
     "initializer_range": SPREAD,
     "tie_word_embeddings": False,
 }
+# The least that kernels of ours know, without which older blocks do not move.
+_HEAD = 64
 # The only latents that vLLM 0.32 decodes on a CPU without AMX: 512 and 64 for the positions.
 _LATENT = {
     "num_key_value_heads": 4,
@@ -48,7 +50,7 @@ _MAMBA = {
     "mamba_chunk_size": 64,
 }
 
-ADAPTED = (4, 128, 64)
+ADAPTED = (4, 128, 128)
 """Layers, hidden size and that of all KV heads, of a Llama: what a LoRA adapter has to fit."""
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -69,17 +71,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_group": 2,
         "topk_group": 1,
     },
-    "llama": {},
+    "llama": {"head_dim": _HEAD},
     "qwen3_moe": {
-        "head_dim": 32,
+        "head_dim": _HEAD,
         "moe_intermediate_size": 64,
         "num_experts": 4,
         "num_experts_per_tok": 2,
     },
-    "gpt_oss": {"head_dim": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "gemma3_text": {"head_dim": 32, "sliding_window": 64, "sliding_window_pattern": 2},
-    "granite": {"attention_multiplier": 0.18, "residual_multiplier": 0.8, "logits_scaling": 2.0},
-    "phi3": {"sliding_window": None},
+    "gpt_oss": {"head_dim": _HEAD, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gemma3_text": {"head_dim": _HEAD, "sliding_window": 64, "sliding_window_pattern": 2},
+    "granite": {
+        "head_dim": _HEAD,
+        "attention_multiplier": 0.125,
+        "residual_multiplier": 0.8,
+        "logits_scaling": 2.0,
+    },
+    # Its heads share the hidden size out.
+    "phi3": {"num_attention_heads": 2, "sliding_window": None},
     "granitemoehybrid": {
         **_MAMBA,
         "mamba_n_heads": 8,

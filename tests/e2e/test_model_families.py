@@ -22,6 +22,7 @@ from adapter_files import RANK, write_adapter
 from banaserve.api.admin_client import AdminClient
 from banaserve.engine.vllm.migration.api import (
     ExpertLoadRequest,
+    MoveContext,
     MoveExperts,
     MoveHeads,
     MoveLayers,
@@ -54,6 +55,7 @@ class Family:
         no_layers: Words of the line that refuses to move layers; empty where they move.
         no_heads: The same of heads.
         no_experts: The same of experts.
+        no_older: The same of older blocks.
     """
 
     model: str = ""
@@ -65,6 +67,7 @@ class Family:
     no_layers: str = ""
     no_heads: str = ""
     no_experts: str = "has no experts"
+    no_older: str = ""
 
     @property
     def most_computed(self) -> int:
@@ -296,6 +299,8 @@ def test_prefill_hands_over_to_decode(
     assert computed(server, "d0") <= len(LENGTHS)
     is_said = "MLA without vLLM's rotary kernel" in server.printed()
     assert is_said == bool(FAMILIES[family].custom_ops)
+    is_said = "its states lie in the store" in server.printed()
+    assert is_said == bool(FAMILIES[family].kept_tokens)
     note = WITHOUT_KERNEL if FAMILIES[family].custom_ops else ""
     note = WITHOUT_PREFIXES if FAMILIES[family].kept_tokens else note
     record(family, "plain vLLM", request.node.nodeid, note=note)
@@ -358,6 +363,18 @@ def test_experts_move_in_mid_stream(
         assert all(0 < len(half[layer]) < len(counted[layer]) for layer in half)
         in_mid_stream(server, expected, MoveExperts("d0", "p0", half))
     record(family, "experts in mid-stream", request.node.nodeid, refused=reason)
+
+
+def test_older_blocks_move_in_mid_stream(
+    server: Run, expected: list[list[int]], family: str, request: pytest.FixtureRequest
+) -> None:
+    order, reason = MoveContext("d0", "p0", (1, 3)), ""
+    if words := FAMILIES[family].no_older:
+        reason = refusal(AdminClient(*find_admin(server.run_dir)), order)
+        assert words in reason
+    else:
+        in_mid_stream(server, expected, order)
+    record(family, "older blocks in mid-stream", request.node.nodeid, refused=reason)
 
 
 def test_heads_move_or_are_refused_for_a_reason(

@@ -145,7 +145,20 @@ def test_degrees_with_heads_in_common_are_refused_in_one_line(
 
 
 def a_model(heads: int, *, mla: bool = False) -> Any:
-    return SimpleNamespace(use_mla=mla, architecture="Nobody", get_total_num_kv_heads=lambda: heads)
+    return SimpleNamespace(
+        use_mla=mla,
+        is_hybrid=False,
+        architecture="Nobody",
+        get_total_num_kv_heads=lambda: heads,
+    )
+
+
+def test_states_are_not_shared_out_among_other_numbers_of_ranks() -> None:
+    model = a_model(4)
+    model.is_hybrid = True
+    check_degrees(model, {2})
+    with pytest.raises(UserError, match="one --tensor-parallel-size"):
+        check_degrees(model, {1, 2})
 
 
 @pytest.mark.parametrize("writers", [1, 2, 4])
@@ -243,19 +256,21 @@ def test_a_window_of_its_own_is_refused() -> None:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("is_hybrid", "states of Mamba or linear-attention layers"),
         ("is_attention_free", "states of Mamba or linear-attention layers"),
         ("has_inner_state", "states of Mamba or linear-attention layers"),
         ("is_encoder_decoder", "what its encoder has read"),
+        ("is_hybrid use_mla", "beside latents"),
+        ("is_hybrid has_inner_state", ""),
+        ("use_mla", ""),
         ("", ""),
     ],
 )
 def test_a_model_that_keeps_more_than_blocks_is_refused(kind: str, words: str) -> None:
-    kinds = ("is_hybrid", "is_attention_free", "has_inner_state", "is_encoder_decoder")
+    kinds = ("is_hybrid", "is_attention_free", "has_inner_state", "is_encoder_decoder", "use_mla")
     model: Any = SimpleNamespace(
-        architecture="SomeForCausalLM", **{name: name == kind for name in kinds}
+        architecture="SomeForCausalLM", **{name: name in kind.split() for name in kinds}
     )
-    if not kind:
+    if not words:
         check_model(model)
         return
     with pytest.raises(UserError, match=words) as refused:

@@ -64,7 +64,7 @@ class Engine:
         shape = (BLOCKS, PAGE_BYTES // 4)
         self.caches = {name: torch.full(shape, fill) for name in NAMES}
         self.worker = StoreConnectorWorker(client, share, options)
-        self.worker.register(self.caches, PAGE_BYTES)
+        self.worker.register(NAMES, list(self.caches.values()), PAGE_BYTES)
         self.seen: dict[str, torch.Tensor] = {}
         self._steps = 0
 
@@ -74,13 +74,21 @@ class Engine:
         loads: list[BlockCopy] | None = None,
         early_loads: list[BlockCopy] | None = None,
         saves: list[BlockCopy] | None = None,
+        states: list[BlockCopy] | None = None,
         compute: Callable[[str, torch.Tensor], None] = lambda name, cache: None,
         num_layers: int = LAYERS,
         settled: int = 0,
     ) -> StepResult:
         """Run a step; ``seen`` keeps what each layer's attention would read."""
         self._steps += 1
-        plan = StepPlan(self._steps, loads or [], early_loads or [], saves or [], settled=settled)
+        plan = StepPlan(
+            self._steps,
+            loads or [],
+            early_loads or [],
+            saves or [],
+            states or [],
+            settled=settled,
+        )
         worker = self.worker
         worker.begin_step(plan)
         worker.start_loads(plan)
@@ -324,6 +332,38 @@ def test_saves_that_are_held_back_or_wait_are_for_nobody_else(
         writer.worker.begin_step(plan)
         assert writer.worker.slots_to_fill(plan).view is None
         writer.client.abandon([copy.slot for copy in plan.saves])
+
+
+def test_states_are_saved_behind_the_last_layer_and_fetched_before_the_first(
+    engine: Callable[..., Engine],
+) -> None:
+    """In all rows, the last layer's included, which no layer of this engine attends to."""
+    writer, reader = engine(0.0), engine(-1.0)
+    for one in (writer, reader):
+        one.worker.register(NAMES[:-1], list(one.caches.values()), PAGE_BYTES)
+
+    def compute(name: str, cache: torch.Tensor) -> None:
+        number_blocks(name, cache)
+        number_blocks(NAMES[-1], writer.caches[NAMES[-1]])
+        if name == NAMES[-2]:  # the last to run changes the state of the first
+            writer.caches[NAMES[0]][1] = 7.0
+
+    result = writer.step(states=writer.reserve(range(2)), compute=compute, num_layers=LAYERS - 1)
+    assert result.saved_blocks == 2
+    reader.step(early_loads=reader.acquire(range(2)), num_layers=LAYERS - 1)
+    for name in NAMES[:-1]:
+        assert torch.equal(reader.seen[name][:2], writer.caches[name][:2])
+    assert torch.equal(reader.caches[NAMES[-1]][:2], writer.caches[NAMES[-1]][:2])
+    assert (reader.seen[NAMES[0]][1] == 7.0).all()
+
+
+def test_states_behind_lost_blocks_are_not_published(engine: Callable[..., Engine]) -> None:
+    one = engine(0.0)
+    states = one.reserve(range(1))
+    gone = BlockCopy(3, Slot(0, states[0].slot.generation + 1, 1))
+    one.step(early_loads=[gone], states=states)
+    assert one.acquire(range(1)) == []
+    assert one.reserve(range(1)) != []
 
 
 def test_slots_of_a_store_that_is_gone_are_reported_and_nothing_is_published(

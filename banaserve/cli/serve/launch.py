@@ -270,12 +270,14 @@ def dtype_words(config: ServeConfig, parts: Parts) -> str:
 
 
 def model_words(config: ServeConfig, parts: Parts) -> str:
-    """What the banner says of how the engines run the model; empty on GPUs."""
+    """What the banner says of how the engines run the model; on GPUs of its states alone."""
     from banaserve.engine.vllm.compat.config import is_on_cpu
     from banaserve.engine.vllm.settings.engine_args import goes_without_rotary_kernel
 
+    keeps_states = config.kv_store and parts.engine_config.model_config.is_hybrid
+    states = "its states lie in the store, so vLLM's own prefix cache is off" * keeps_states
     if not is_on_cpu():
-        return ""
+        return states
     if _gives(config.vllm_argv, *_EAGER):
         is_eager = parts.engine_config.model_config.enforce_eager
         words = str(CompileChoice(not is_eager, "given by --[no-]enforce-eager"))
@@ -283,7 +285,7 @@ def model_words(config: ServeConfig, parts: Parts) -> str:
         words = str(_compiling(config))
     if goes_without_rotary_kernel(parts.engine_config):
         words += "; MLA without vLLM's rotary kernel, which is wrong on CPUs"
-    return words
+    return f"{words}; {states}" if states else words
 
 
 def migration_words(config: ServeConfig, parts: Parts) -> str:

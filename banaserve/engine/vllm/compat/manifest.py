@@ -485,6 +485,8 @@ _SCHEDULER = [
     *_attributes("scheduler", _SCHED, "Scheduler", "steps end where states are saved",
                  "need_mamba_block_aligned_split", Hook.SET),
     *_attributes("scheduler", _SCHED, "Scheduler", "steps end where states are saved", "connector"),
+    *_attributes("scheduler", "vllm.v1.request", "Request", "lost blocks", "num_computed_tokens",
+                 Hook.SET),
     *_methods("scheduler", "vllm.v1.core.kv_cache_manager", "KVCacheManager", "lost blocks",
               "get_block_ids(request_id)"),
     *_attributes("scheduler", _SCHED, "Scheduler", "requests and pool of a scheduler",

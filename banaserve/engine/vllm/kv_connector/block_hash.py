@@ -188,7 +188,15 @@ def check_degrees(model: ModelConfig, degrees: Collection[int]) -> None:
     Raises:
         UserError: Ranks of some degree would have heads in common.
     """
-    if len(degrees) < 2 or model.use_mla:
+    if len(degrees) < 2:
+        return
+    if model.is_hybrid:
+        raise UserError(
+            f"{model.architecture} keeps states of Mamba or linear-attention layers, which are not "
+            "shared out among other numbers of ranks: give prefill and decode one "
+            "--tensor-parallel-size"
+        )
+    if model.use_mla:
         return
     heads = model.get_total_num_kv_heads()
     if odd := [degree for degree in degrees if heads % degree]:

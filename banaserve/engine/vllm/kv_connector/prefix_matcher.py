@@ -243,9 +243,10 @@ class PrefixMatcher:
         if handed_over is not None and handed_over < request.num_tokens:
             return handed_over
         ends = block_ends(request.num_tokens, self._block_size)[-MAX_KEYS:]
-        keys = [state_keys(key, 1)[0] for end in ends if (key := self._tails.prefix(request, end))]
+        hashes = request.block_hashes
+        keys = [state_keys(hashes[end // self._block_size - 1], 1)[0] for end in ends]
         known = self._client.lookup(keys) if keys else []
-        kept = (end for end, one in zip(ends, known, strict=False) if one is not Lookup.MISS)
+        kept = (end for end, one in zip(ends, known, strict=True) if one is not Lookup.MISS)
         return next(kept, 0)
 
     def _keys(self, request: compat.Request, num_tokens: int, tail: bytes | None) -> list[bytes]:
@@ -263,10 +264,10 @@ class PrefixMatcher:
         """
         request = tracked.request
         covered = self._tokens_to_look_up(request)
-        # Of a prompt with more blocks than one call takes the last ones are computed.
         keys = self._keys(request, covered, self._tails.key(request, covered))
+        tracked.prefix_tokens, tracked.prefix_blocks = covered, len(keys) - first
+        # Of a prompt with more blocks than one call takes the last ones are computed.
         keys = keys[first : first + MAX_KEYS]
-        tracked.num_tokens, tracked.num_asked = covered, len(keys)
         tail = self._tails.key(request, request.num_tokens)
         offers = self._offers(tracked, first, tail)[:MAX_KEYS]
         held = tracked.lease
@@ -347,9 +348,9 @@ class PrefixMatcher:
 
     def _fetchable_tokens(self, tracked: RequestState) -> int:
         """Tokens of the prefix whose blocks are readable, from the request's first one on."""
-        covered = tracked.num_tokens
+        covered = tracked.prefix_tokens
         if self._num_states:
-            return covered if len(tracked.hits) == tracked.num_asked else 0
+            return covered if len(tracked.hits) == tracked.prefix_blocks else 0
         num_hit = tracked.first_hit + len(tracked.hits) if tracked.hits else 0
         return covered if num_hit > covered // self._block_size else num_hit * self._block_size
 

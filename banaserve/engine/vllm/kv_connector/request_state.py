@@ -139,8 +139,8 @@ class RequestState:
         push_to: Where its prompt's blocks are sent while they are computed; empty for nowhere.
         num_claimed: Full blocks below this index have been offered to the store.
         leaves_tail: See ``Handover``.
-        num_tokens: What the store was last asked for is a prefix of so many tokens,
-        num_asked: and so many blocks, those of its states included.
+        prefix_tokens: What the store was last asked for is a prefix of so many tokens,
+        prefix_blocks: and so many blocks, those of its states included.
     """
 
     request: compat.Request
@@ -158,8 +158,8 @@ class RequestState:
     num_claimed: int = 0
     push_to: str = ""
     leaves_tail: bool = False
-    num_tokens: int = 0
-    num_asked: int = 0
+    prefix_tokens: int = 0
+    prefix_blocks: int = 0
 
     @classmethod
     def of(cls, request: compat.Request) -> RequestState:
