@@ -41,6 +41,7 @@ _WORDS = {
     "gpt_oss": "gpt-oss (sliding windows, sinks, MoE)",
     "granite": "Granite",
     "granitemoehybrid": "GraniteMoeHybrid (Mamba, MoE)",
+    "granitemoehybrid_two_ranks": "GraniteMoeHybrid, two tensor parallel ranks",
     "llama_adapter": "Llama, a LoRA adapter",
     "llama_compiled": "Llama, compiled graphs",
     "llama_ngrams": "Llama, speculative decoding by n-grams",

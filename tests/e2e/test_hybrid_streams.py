@@ -50,9 +50,9 @@ def prompts() -> list[list[int]]:
 @pytest.fixture(scope="module")
 def expected(fork_server: ForkServer, model: str, prompts: list[list[int]]) -> list[list[int]]:
     sampling = {"temperature": 0.0, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True}
-    return reference_tokens(
-        fork_server, model, prompts, {"it": sampling}, prefix_caching=False
-    )["it"]
+    return reference_tokens(fork_server, model, prompts, {"it": sampling}, prefix_caching=False)[
+        "it"
+    ]
 
 
 @pytest.fixture(scope="module")

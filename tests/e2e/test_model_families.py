@@ -79,10 +79,9 @@ class Family:
         return sum(length - (length - 1) // kept * kept for length in LENGTHS)
 
 
+LATENT = "one latent for all of its heads"
 # Of vLLM's rotary kernel for CPUs answers depend on the batch: see ``rotate_latents_in_torch``.
-MLA = Family(
-    custom_ops=("-rotary_embedding",), no_heads="one latent for all of its heads", no_experts=""
-)
+MLA = Family(custom_ops=("-rotary_embedding",), no_heads=LATENT, no_experts="", no_older=LATENT)
 WITHOUT_KERNEL = (
     'with --compilation-config \'{"custom_ops": ["-rotary_embedding"]}\', which servers of ours '
     "set by themselves: with vLLM's own kernel answers depend on what else is in the batch"
@@ -91,7 +90,9 @@ BY_RANKS = "each is on one of the tensor-parallel ranks"
 ADAPTERS = "LoRA adapters would have to move"
 DRAFTS = "speculative decoding reads states"
 STATES = "states of Mamba or linear-attention layers would have to move"
-HYBRID = Family(kept_tokens=128, no_layers=STATES, no_heads=STATES, no_experts=STATES)
+HYBRID = Family(
+    kept_tokens=128, no_layers=STATES, no_heads=STATES, no_experts=STATES, no_older=STATES
+)
 WITHOUT_PREFIXES = (
     "with --no-enable-prefix-caching, which servers of ours set by themselves: the store keeps "
     "prefixes and their states"
@@ -101,8 +102,8 @@ FAMILIES = {
     "qwen3_moe": Family(no_experts=""),
     "deepseek_v2": MLA,
     "deepseek_v3": MLA,
-    "gemma3_text": Family(),
-    "gpt_oss": Family(no_heads="attention sinks", no_experts=""),
+    "gemma3_text": Family(no_older="a sliding window"),
+    "gpt_oss": Family(no_heads="attention sinks", no_experts="", no_older="attention sinks"),
     "granite": Family(),
     "llama_adapter": Family(
         "llama",
@@ -111,6 +112,7 @@ FAMILIES = {
         no_layers=ADAPTERS,
         no_heads=ADAPTERS,
         no_experts=ADAPTERS,
+        no_older=ADAPTERS,
     ),
     "llama_compiled": Family("llama", ("--no-enforce-eager",)),
     "llama_ngrams": Family(
@@ -119,6 +121,7 @@ FAMILIES = {
         no_layers=DRAFTS,
         no_heads=DRAFTS,
         no_experts=DRAFTS,
+        no_older=DRAFTS,
     ),
     "llama_two_ranks": Family("llama", ("--tensor-parallel-size", "2"), no_heads=BY_RANKS),
     "llama_prefill_two_ranks": Family("llama", ("--prefill-tensor-parallel-size", "2")),
@@ -131,6 +134,7 @@ FAMILIES = {
         custom_ops=MLA.custom_ops,
         no_heads=MLA.no_heads,
         no_experts="",
+        no_older=LATENT,
     ),
     "qwen3_moe_two_ranks": Family(
         "qwen3_moe", ("--tensor-parallel-size", "2"), no_heads=BY_RANKS, no_experts=""
@@ -141,6 +145,7 @@ FAMILIES = {
         custom_ops=MLA.custom_ops,
         no_heads=BY_RANKS,
         no_experts="",
+        no_older=LATENT,
     ),
     "phi3": Family(),
     "falcon_h1": HYBRID,

@@ -256,7 +256,6 @@ class TailHasher:
             self._hash, parent, request.all_token_ids[start:num_tokens], extra
         )
 
-
     def prefix(self, request: compat.Request, num_tokens: int) -> bytes | None:
         """Key of the block, full or partial, that ends ``num_tokens`` tokens; None as ``key``."""
         if num_tokens % self._block_size:

@@ -53,9 +53,7 @@ class CacheGroups:
             )
         return cls(others[0], tuple(states), max(len(one.layer_names) for one in groups))
 
-    def with_states(
-        self, block_ids: Sequence[Sequence[int]], first: int, end: int
-    ) -> list[int]:
+    def with_states(self, block_ids: Sequence[Sequence[int]], first: int, end: int) -> list[int]:
         """A request's blocks of tokens from ``first`` to ``end``, and then those of its states.
 
         Args:

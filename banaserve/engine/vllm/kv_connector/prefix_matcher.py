@@ -254,9 +254,7 @@ class PrefixMatcher:
         keys = [*request.block_hashes[: num_tokens // self._block_size], *([tail] if tail else [])]
         return [*keys, *state_keys(keys[-1], self._num_states)] if keys else []
 
-    def _ask(
-        self, tracked: RequestState, first: int, now_s: float, until_s: float | None
-    ) -> None:
+    def _ask(self, tracked: RequestState, first: int, now_s: float, until_s: float | None) -> None:
         """One round trip: lease what the store has, reserve slots for what it lacks.
 
         Args:
