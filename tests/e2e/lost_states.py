@@ -2,7 +2,7 @@
 
 Usage: python lost_states.py JOB.json OUT.json, with JOB = {model, store, rounds, max_tokens}: each
 round is {prompts, fails}: whether its first fetches find their slots gone with a store that died.
-OUT = [{tokens: [[token, ...], ...], loaded, lost}, ...]: blocks that were fetched and that were not.
+OUT = [{tokens: [[token, ...], ...], loaded, lost}, ...]: blocks that were fetched and were not.
 """
 
 import json

@@ -98,7 +98,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "falcon_h1": {**_MAMBA, "head_dim": 32},
     "qwen3_next": {
-        # The sizes of heads that vLLM's kernels for CPUs know, and a state no larger than 256 tokens.
+        # Sizes of heads that vLLM's kernels for CPUs know, and a state no larger than 256 tokens.
         "head_dim": 128,
         "moe_intermediate_size": 64,
         "shared_expert_intermediate_size": 64,

@@ -186,7 +186,7 @@ class PrefixMatcher:
             None while blocks are on their way up from a tier: the request waits and others go on.
             Asking again meanwhile takes no round trip.
         """
-        request, request_id = tracked.request, tracked.request.request_id
+        request_id = tracked.request.request_id
         first = num_computed_tokens // self._block_size
         now_s = self._clock.now()
         if tracked.promotion is None or tracked.first_hit != first:

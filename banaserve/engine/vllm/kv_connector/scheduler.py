@@ -58,7 +58,7 @@ class StoreConnectorScheduler:
         gate: CostGate,
         clock: Clock,
         step_tokens: int,
-        groups: CacheGroups = CacheGroups(),
+        groups: CacheGroups = CacheGroups(),  # noqa: B008 - it is frozen
     ) -> None:
         self._client = client
         self._block_size = block_size
