@@ -3,78 +3,27 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
 from banaserve.engine.vllm.migration.api import MoveLayers, Return
-from banaserve.kvstore.admin import fetch_stats
-from banaserve.kvstore.stats import StoreStats
 from benchmarks.network import hosts
 from benchmarks.network.hosts import Host, Network
 from depth import IS_LONG
-from node_run import NodeRun
+from host_cluster import PORT, Cluster
 from observing import until
-from served import Served
 from streams import Kind, greedy
 
 _why = hosts.missing()
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(bool(_why), reason=_why)]
 
-KEY, PORT = "a-key-of-a-cluster-of-hosts", 7300
 NUM_RESTARTS = 50 if IS_LONG else 2
 _TLS_ALERT = b"\x15"
-
-
-class Cluster:
-    """A server on the first host, and an agent on each of the others.
-
-    Attributes:
-        nodes: By host, in the hosts' order.
-    """
-
-    def __init__(self, network: Network, folder: Path) -> None:
-        self.network = network
-        self.front, *self.others = network.hosts[:-1]
-        self.stranger = network.hosts[-1]
-        self.nodes: dict[str, NodeRun] = {}
-        self._folder = folder
-        self._served: Served | None = None
-
-    def start_node(self, host: Host) -> None:
-        folder = self._folder / f"node-{host.address}-{random.randrange(10**6)}"
-        self.nodes[host.address] = NodeRun(folder, f"{host.address}:{PORT}", KEY, host.command)
-
-    def start(self, *options: str) -> None:
-        for host in self.others:
-            self.start_node(host)
-        for node in self.nodes.values():
-            node.wait_for("takes a server's engines")
-        words = [word for node in self.nodes.values() for word in ("--node", node.address)]
-        self._served = Served(self.front, self._folder / "serve", (*options, *words), KEY)
-        self._served.wait()
-
-    def store_of(self, host: Host) -> StoreStats:
-        """What the store of an agent's server says, asked on its own socket."""
-        [socket_path] = self.nodes[host.address].temp_dir.glob("banaserve-*/n*/kv")
-        return fetch_stats(socket_path)
-
-    @property
-    def served(self) -> Served:
-        assert self._served is not None
-        return self._served
-
-    def close(self) -> None:
-        if self._served is not None:
-            self._served.run.close()
-        for node in self.nodes.values():
-            node.close()
 
 
 @pytest.fixture(scope="module")

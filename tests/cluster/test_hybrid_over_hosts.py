@@ -1,0 +1,71 @@
+"""A model that keeps states is prefilled on one host and decoded on another."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import random_models
+from benchmarks.network import hosts
+from benchmarks.network.hosts import Network
+from fork_server import ForkServer
+from host_cluster import Cluster
+from reference import reference_tokens
+from streams import Kind
+
+_why = hosts.missing()
+pytestmark = [pytest.mark.e2e, pytest.mark.skipif(bool(_why), reason=_why)]
+
+LENGTHS = (5, 100, 128, 256, 300, 400)
+OUTPUT_TOKENS = 150
+NAME = "hybrid"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return random_models.make("granitemoehybrid", tmp_path_factory.mktemp("model") / "m")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, model: str) -> Iterator[Cluster]:
+    network, folder = Network(4), tmp_path_factory.mktemp("hosts")
+    made = Cluster(network, folder)
+    try:
+        made.start(
+            *("--pd", "1:1", "--model", model, "--served-model-name", NAME),
+            *("--skip-prefill-below-tokens", "0"),
+        )
+        yield made
+    finally:
+        made.close()
+        network.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_states_go_to_the_other_host_with_the_blocks_of_a_prompt(
+    cluster: Cluster, fork_server: ForkServer, model: str
+) -> None:
+    random = np.random.default_rng(7)
+    prompts = [random.integers(100, 40_000, length).tolist() for length in LENGTHS]
+    sampling = {"temperature": 0.0, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True}
+    expected = reference_tokens(
+        fork_server, model, prompts, {"it": sampling}, prefix_caching=False
+    )["it"]
+    asked = {"model": NAME, "stream": True, "return_token_ids": True, **sampling}
+    kinds = {
+        str(n): Kind("/v1/completions", {**asked, "prompt": prompt})
+        for n, prompt in enumerate(prompts)
+    }
+    assert cluster.served.asked(kinds) == expected
+    at, to = (cluster.store_of(host) for host in cluster.others[:2])
+    pushing, receiving = (at, to) if at.pushed_blocks else (to, at)
+    # Of each prompt its last block and its states at least.
+    assert receiving.received_blocks == pushing.pushed_blocks >= 2 * len(LENGTHS)
+    computed = [
+        cluster.served.metric("banaserve_prompt_tokens_computed_total", instance_id=name)
+        for name in ("p0", "d0")
+    ]
+    assert computed == [sum(LENGTHS), 0]
