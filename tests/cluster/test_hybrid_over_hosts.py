@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import Iterator
 
@@ -9,12 +10,13 @@ import numpy as np
 import pytest
 
 import random_models
+from banaserve.bench.loadgen import servers
 from benchmarks.network import hosts
 from benchmarks.network.hosts import Network
-from fork_server import ForkServer
 from host_cluster import Cluster
-from reference import reference_tokens
-from streams import Kind
+from served import OPTIONS
+from server_run import Run
+from streams import Kind, asked_all
 
 _why = hosts.missing()
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(bool(_why), reason=_why)]
@@ -27,6 +29,38 @@ NAME = "hybrid"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return random_models.make("granitemoehybrid", tmp_path_factory.mktemp("model") / "m")
+
+
+@pytest.fixture(scope="module")
+def kinds() -> dict[str, Kind]:
+    random = np.random.default_rng(7)
+    asked = {
+        "model": NAME,
+        "temperature": 0.0,
+        "max_tokens": OUTPUT_TOKENS,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+    }
+    prompts = [random.integers(100, 40_000, length).tolist() for length in LENGTHS]
+    return {
+        str(n): Kind("/v1/completions", {**asked, "prompt": prompt})
+        for n, prompt in enumerate(prompts)
+    }
+
+
+@pytest.fixture(scope="module")
+def expected(
+    tmp_path_factory: pytest.TempPathFactory, model: str, kinds: dict[str, Kind]
+) -> list[list[int]]:
+    """Of one engine on this machine."""
+    words = ("--model", model, "--served-model-name", NAME, "--no-enable-prefix-caching")
+    words = (*words, *OPTIONS, "--colocated", "1", "--no-kv-store", "--migration", "off")
+    run = Run(tmp_path_factory.mktemp("plain"), servers.free_port(), words, {}, None)
+    run.wait_for("Ctrl-C ends it.")
+    answers = asyncio.run(asked_all(run, kinds)).values()
+    run.close()
+    return [answer.tokens[0] for answer in answers]
 
 
 @pytest.fixture(scope="module")
@@ -46,19 +80,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, model: str) -> Iterator[Cl
 
 
 def test_states_go_to_the_other_host_with_the_blocks_of_a_prompt(
-    cluster: Cluster, fork_server: ForkServer, model: str
+    cluster: Cluster, kinds: dict[str, Kind], expected: list[list[int]]
 ) -> None:
-    random = np.random.default_rng(7)
-    prompts = [random.integers(100, 40_000, length).tolist() for length in LENGTHS]
-    sampling = {"temperature": 0.0, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True}
-    expected = reference_tokens(
-        fork_server, model, prompts, {"it": sampling}, prefix_caching=False
-    )["it"]
-    asked = {"model": NAME, "stream": True, "return_token_ids": True, **sampling}
-    kinds = {
-        str(n): Kind("/v1/completions", {**asked, "prompt": prompt})
-        for n, prompt in enumerate(prompts)
-    }
     assert cluster.served.asked(kinds) == expected
     at, to = (cluster.store_of(host) for host in cluster.others[:2])
     pushing, receiving = (at, to) if at.pushed_blocks else (to, at)

@@ -20,7 +20,7 @@ FOLDERS = ("banaserve", "benchmarks", "csrc", "docs", "tests")
 OTHERS = {
     *("--extra-index-url", "--no-deps", "--no-build-isolation", "--require-hashes", "--dtype"),
     *("--kv-transfer-config", "--scheduler-cls", "--ssl-ciphers", "--quantization"),
-    *("--scheduling-policy", "--compilation-config"),
+    *("--scheduling-policy", "--compilation-config", "--no-enable-prefix-caching"),
     *("--gpu-memory-utilization", "--kv-cache-memory-bytes", "--max-num-seqs"),
     *("--enable-prompt-tokens-details", "--enforce-eager", "--no-enforce-eager"),
     # Of the checker of another vLLM, which is no command.
