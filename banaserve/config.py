@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +277,24 @@ class ServeConfig:
     @property
     def num_instances(self) -> int:
         return self.prefill + self.decode + self.colocated
+
+    def without_legs(self) -> ServeConfig:
+        """The same with as many instances that do all of a request, and without a store.
+
+        Raises:
+            UserError: Something was asked for that needs one.
+        """
+        orchestrator = self.orchestrator
+        if orchestrator.mode != "on":  # nobody has asked for one that acts
+            orchestrator = replace(orchestrator, mode="off")
+        return replace(
+            self,
+            prefill=0,
+            decode=0,
+            colocated=self.num_instances,
+            kv_store=False,
+            orchestrator=orchestrator,
+        )
 
     def instances(self) -> list[tuple[InstanceId, Role]]:
         """Ids and roles, prefill first: p0, p1, d0, ... or c0, c1, ..."""

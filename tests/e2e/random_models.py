@@ -135,3 +135,70 @@ def make(family: str, folder: Path, **changes: Any) -> str:
         if (packaged / name).exists():
             shutil.copy(packaged / name, folder / name)
     return str(folder)
+
+
+def make_encoder(folder: Path) -> str:
+    """Write a BERT, whose tokens look at all others: it answers with embeddings alone."""
+    import torch
+    from transformers import BertConfig, BertModel
+
+    packaged = Path(models.resolve(models.PACKAGED, None, print).path_or_id)
+    known = json.loads((packaged / "config.json").read_text(encoding="utf-8"))
+    torch.manual_seed(SEED)
+    shape = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2}
+    config = BertConfig(**shape, num_attention_heads=4, vocab_size=known["vocab_size"])
+    BertModel(config).float().save_pretrained(folder)
+    for name in _TOKENIZER_FILES[:2]:
+        shutil.copy(packaged / name, folder / name)
+    return str(folder)
+
+
+_IMAGE_TOKENS = ("<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utterance>")
+IMAGE_PIXELS = 64
+_CHAT = (
+    "{% for m in messages %}{% if m['content'] is string %}{{m['content']}}{% else %}"
+    "{% for part in m['content'] %}{% if part['type'] == 'image' %}<image>{% else %}"
+    "{{part['text']}}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+def make_seeing(folder: Path) -> str:
+    """Write an Idefics3: a Llama that sees images of ``IMAGE_PIXELS`` as 16 tokens each."""
+    import torch
+    from transformers import (
+        AutoTokenizer,
+        Idefics3Config,
+        Idefics3ForConditionalGeneration,
+        Idefics3ImageProcessor,
+        Idefics3Processor,
+    )
+
+    packaged = Path(models.resolve(models.PACKAGED, None, print).path_or_id)
+    known = json.loads((packaged / "config.json").read_text(encoding="utf-8"))
+    tokenizer = AutoTokenizer.from_pretrained(packaged)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(_IMAGE_TOKENS)})
+    special = {key: known[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    vocabulary = known["vocab_size"] + 64
+    torch.manual_seed(SEED)
+    text = {**_COMMON, "head_dim": _HEAD, "vocab_size": vocabulary, "model_type": "llama"}
+    sees = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "patch_size": 8}
+    config = Idefics3Config(
+        text_config={**text, **special},
+        vision_config={
+            **sees,
+            "num_attention_heads": 2,
+            "image_size": IMAGE_PIXELS,
+            "initializer_range": SPREAD,
+        },
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        scale_factor=2,
+        tie_word_embeddings=False,
+        initializer_range=SPREAD,
+        **special,
+    )
+    Idefics3ForConditionalGeneration(config).float().save_pretrained(folder)
+    size = {"longest_edge": IMAGE_PIXELS}
+    images = Idefics3ImageProcessor(do_image_splitting=False, size=size, max_image_size=size)
+    processor = Idefics3Processor(images, tokenizer, image_seq_len=16, chat_template=_CHAT)
+    processor.save_pretrained(folder)
+    return str(folder)

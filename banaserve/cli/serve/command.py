@@ -129,13 +129,19 @@ def _serve(
 
     with launch.prepared(config, model, front, run) as parts:
         scheme = "https" if parts.args.ssl_certfile else "http"
+        served = parts.config  # a model that pools is served in another shape than was asked for
         facts = {
-            "dtype": launch.dtype_words(config, parts),
-            "model": launch.model_words(config, parts),
-            "moves": launch.migration_words(config, parts),
-            "time": emulation.words(config),
+            "dtype": launch.dtype_words(served, parts),
+            "model": launch.model_words(served, parts),
+            "moves": launch.migration_words(served, parts),
+            "time": emulation.words(served),
         }
-        launch.run(parts, say, lambda: _banner(config, model, run, terminal, scheme, facts))
+        is_pooling = launch.pools(parts)
+        launch.run(
+            parts,
+            say,
+            lambda: _banner(served, model, run, terminal, scheme, facts, pools=is_pooling),
+        )
 
 
 def _banner(
@@ -145,6 +151,8 @@ def _banner(
     terminal: TextIO,
     scheme: str,
     facts: Mapping[str, str],
+    *,
+    pools: bool,
 ) -> None:
     host = f"[{config.host}]" if ":" in config.host else config.host
     url = f"{scheme}://{host}:{config.port}"
@@ -154,10 +162,11 @@ def _banner(
         else f"prefill {config.prefill}, decode {config.decode}"
     )
     key = ' -H "Authorization: Bearer $BANASERVE_API_KEY"' if config.keys else ""
-    body = (
-        f'{{"model": "{model.served_name}", "messages": '
-        '[{"role": "user", "content": "Name the capital of France."}], "temperature": 0}'
-    )
+    path, asked = "chat/completions", '"messages": [{"role": "user", "content": '
+    asked += '"Name the capital of France."}], "temperature": 0'
+    if pools:
+        path, asked = "embeddings", '"input": "The capital of France."'
+    body = f'{{"model": "{model.served_name}", {asked}}}'
     lines = [
         "",
         f"  banaserve serves {model.served_name} ({shape})",
@@ -167,7 +176,7 @@ def _banner(
         f"  routing  {registry.POLICIES.label(config.routing_policy)}",
         *(f"  {name:<5}  {words}" for name, words in facts.items() if words),
         "",
-        f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'",
+        f"  curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{body}'",
         "",
         "  Ctrl-C ends it.",
         "",

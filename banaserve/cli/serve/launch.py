@@ -11,6 +11,7 @@ import logging
 import os
 import platform
 import secrets
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -79,12 +80,12 @@ def prepared(
 
     set_environment()
     store_socket = str(run.sockets / "kv")
-    argv = _vllm_argv(config, model, store_socket, run.logs)
-    args = engine_args.parse_vllm_argv(argv)
-    engine_args.refuse_taken(args, config, model.path_or_id)
+    argv, args, engine_config = _for_vllm(config, model, store_socket, run.logs)
+    if engine_args.pools(engine_config) and (config.kv_store or not config.colocated):
+        config = config.without_legs()
+        argv, args, engine_config = _for_vllm(config, model, store_socket, run.logs)
     check_tls(args.ssl_certfile, args.ssl_keyfile, args.ssl_ca_certs, args.ssl_ciphers)
     front.check_scheme(scheme_of(args))
-    engine_config = engine_args.engine_config(args)
     engine_args.load_parsers(args)
     if config.scheduler == "preble":
         from banaserve.engine.vllm.compat.scheduler import check_first_come
@@ -141,6 +142,22 @@ def prepared(
         )
     finally:
         launcher.close()
+
+
+def _for_vllm(
+    config: ServeConfig, model: ResolvedModel, store_socket: str, logs: Path
+) -> tuple[list[str], Namespace, VllmConfig]:
+    """vLLM's options, what it reads in them, and what it makes of that and the model.
+
+    Raises:
+        UserError: It refuses them, or banaserve would not obey one.
+    """
+    from banaserve.engine.vllm.settings import engine_args
+
+    argv = _vllm_argv(config, model, store_socket, logs)
+    args = engine_args.parse_vllm_argv(argv)
+    engine_args.refuse_taken(args, config, model.path_or_id)
+    return argv, args, engine_args.engine_config(args)
 
 
 def _node_work(
@@ -270,14 +287,17 @@ def dtype_words(config: ServeConfig, parts: Parts) -> str:
 
 
 def model_words(config: ServeConfig, parts: Parts) -> str:
-    """What the banner says of how the engines run the model; on GPUs of its states alone."""
+    """What the banner says of how the engines run the model; on GPUs of what it keeps alone."""
     from banaserve.engine.vllm.compat.config import is_on_cpu
-    from banaserve.engine.vllm.settings.engine_args import goes_without_rotary_kernel
+    from banaserve.engine.vllm.settings.engine_args import goes_without_rotary_kernel, pools
 
-    keeps_states = config.kv_store and parts.engine_config.model_config.is_hybrid
-    states = "its states lie in the store, so vLLM's own prefix cache is off" * keeps_states
+    kept = ""
+    if pools(parts.engine_config):
+        kept = "it pools, so each instance does all of a request, without the store"
+    elif config.kv_store and parts.engine_config.model_config.is_hybrid:
+        kept = "its states lie in the store, so vLLM's own prefix cache is off"
     if not is_on_cpu():
-        return states
+        return kept
     if _gives(config.vllm_argv, *_EAGER):
         is_eager = parts.engine_config.model_config.enforce_eager
         words = str(CompileChoice(not is_eager, "given by --[no-]enforce-eager"))
@@ -285,7 +305,14 @@ def model_words(config: ServeConfig, parts: Parts) -> str:
         words = str(_compiling(config))
     if goes_without_rotary_kernel(parts.engine_config):
         words += "; MLA without vLLM's rotary kernel, which is wrong on CPUs"
-    return f"{words}; {states}" if states else words
+    return f"{words}; {kept}" if kept else words
+
+
+def pools(parts: Parts) -> bool:
+    """Whether the model answers with embeddings or scores in place of text."""
+    from banaserve.engine.vllm.settings import engine_args
+
+    return engine_args.pools(parts.engine_config)
 
 
 def migration_words(config: ServeConfig, parts: Parts) -> str:

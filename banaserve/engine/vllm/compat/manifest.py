@@ -168,7 +168,8 @@ _CONFIG = [
     *_attributes("config", "vllm.config", "ModelConfig", "identity and shape of the model",
                  "model revision dtype quantization hf_overrides hf_text_config max_model_len "
                  "logits_processors enforce_eager use_mla is_encoder_decoder is_mm_prefix_lm "
-                 "uses_mrope architecture is_hybrid is_attention_free has_inner_state"),
+                 "uses_mrope architecture is_hybrid is_attention_free has_inner_state "
+                 "runner_type"),
     *_attributes("config", "vllm.config", "ModelConfig", "what the front door goes by",
                  "tokenizer skip_tokenizer_init"),
     *_methods("config", "vllm.config", "ModelConfig", "what the front door goes by",

@@ -104,6 +104,13 @@ def engine_config(args: Namespace) -> VllmConfig:
     return config
 
 
+def pools(config: VllmConfig) -> bool:
+    """Whether engines answer with what they make of a whole prompt, such as an embedding: there is
+    nothing to decode.
+    """
+    return bool(config.model_config.runner_type == "pooling")
+
+
 def uses_store(config: VllmConfig) -> bool:
     """Whether engines hand blocks over through the store's connector."""
     transfer = config.kv_transfer_config
