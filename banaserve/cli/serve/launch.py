@@ -82,7 +82,13 @@ def prepared(
     store_socket = str(run.sockets / "kv")
     argv, args, engine_config = _for_vllm(config, model, store_socket, run.logs)
     if engine_args.pools(engine_config) and (config.kv_store or not config.colocated):
-        config = config.without_legs()
+        try:
+            config = config.without_legs()
+        except UserError as refused:
+            raise UserError(
+                f"{model.served_name} pools, so its instances have no store and hand nothing "
+                f"over: {refused}"
+            ) from refused
         argv, args, engine_config = _for_vllm(config, model, store_socket, run.logs)
     check_tls(args.ssl_certfile, args.ssl_keyfile, args.ssl_ca_certs, args.ssl_ciphers)
     front.check_scheme(scheme_of(args))
