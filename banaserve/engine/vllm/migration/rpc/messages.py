@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import os
@@ -61,6 +62,9 @@ class GuestAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def accept(self, timeout_s: float) -> Channel:
         """The guest's side: wait for the host.
 
+        Whoever waits at the same path is an earlier start of this guest, whose order was taken for
+        lost and given again: the host comes to the later one.
+
         Raises:
             TransportError: No guest connects, or a process without the secret.
         """
@@ -68,9 +72,12 @@ class GuestAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return accept_tcp(self.channel.removeprefix(_TCP), self._options, timeout_s)
         path = Path(self.channel)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        own = None
         try:
             os.fchmod(listener.fileno(), 0o600)
+            path.unlink(missing_ok=True)
             listener.bind(self.channel)
+            own = path.stat().st_ino
             listener.listen(1)
             listener.settimeout(timeout_s)
             sock, _ = listener.accept()
@@ -79,8 +86,10 @@ class GuestAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         except OSError as error:
             raise PeerGoneError(f"cannot listen at {path}: {error.strerror}") from error
         finally:
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_ino == own:
+                    path.unlink()
             listener.close()
-            path.unlink(missing_ok=True)
         return over_unix(sock)
 
     def connect(self, timeout_s: float) -> Channel:

@@ -1,0 +1,84 @@
+"""Where a guest waits for its host: at a path that an earlier start of it may have taken."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
+from banaserve.transport.errors import TransferTimeoutError, TransportError
+from banaserve.transport.interface import Channel
+
+
+class Start(threading.Thread):
+    """A start of the guest, waiting."""
+
+    def __init__(self, address: GuestAddress, timeout_s: float) -> None:
+        super().__init__()
+        self.channel: Channel | None = None
+        self.error: TransportError | None = None
+        self._address, self._timeout_s = address, timeout_s
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.channel = self._address.accept(self._timeout_s)
+        except TransportError as error:
+            self.error = error
+
+
+def until_it_listens(path: Path, before: int | None = None) -> int:
+    while True:
+        try:
+            found = path.stat().st_ino
+        except FileNotFoundError:
+            continue
+        if found != before:
+            return found
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> GuestAddress:
+    return GuestAddress("g1", str(tmp_path / "g1.s"), "token", "shm", str(tmp_path), "00" * 32)
+
+
+def test_a_host_comes_to_the_later_of_two_starts(address: GuestAddress) -> None:
+    path = Path(address.channel)
+    first = Start(address, 1.0)
+    inode = until_it_listens(path)
+    second = Start(address, 60.0)
+    until_it_listens(path, inode)
+    host = address.connect(10.0)
+    second.join()
+    assert (second.error, first.channel) == (None, None)
+    assert second.channel is not None
+    assert not path.exists()
+    second.channel.close()
+    host.close()
+    first.join()
+    assert isinstance(first.error, TransferTimeoutError)
+
+
+def test_one_that_nobody_comes_to_leaves_the_path_of_another(address: GuestAddress) -> None:
+    path = Path(address.channel)
+    first = Start(address, 0.3)
+    inode = until_it_listens(path)
+    second = Start(address, 60.0)
+    later = until_it_listens(path, inode)
+    first.join()
+    assert isinstance(first.error, TransferTimeoutError)
+    assert path.stat().st_ino == later
+    address.connect(10.0).close()
+    second.join()
+    assert second.error is None
+
+
+def test_nothing_is_left_where_nobody_comes(address: GuestAddress) -> None:
+    first = Start(address, 0.01)
+    first.join()
+    assert isinstance(first.error, TransferTimeoutError)
+    assert not Path(address.channel).exists()
