@@ -44,6 +44,7 @@ _WORDS = {
     "granitemoehybrid_two_ranks": "GraniteMoeHybrid, two tensor parallel ranks",
     "llama_adapter": "Llama, a LoRA adapter",
     "llama_compiled": "Llama, compiled graphs",
+    "llama_eagle": "Llama, speculative decoding by EAGLE",
     "llama_ngrams": "Llama, speculative decoding by n-grams",
     "deepseek_v2_prefill_two_ranks": "DeepSeek-V2, two ranks for prefill and one for decode",
     "deepseek_v2_two_ranks": "DeepSeek-V2, two tensor parallel ranks",

@@ -202,3 +202,28 @@ def make_seeing(folder: Path) -> str:
     processor = Idefics3Processor(images, tokenizer, image_seq_len=16, chat_template=_CHAT)
     processor.save_pretrained(folder)
     return str(folder)
+
+
+def make_drafter(folder: Path, model: str) -> str:
+    """Write an EAGLE head for a Llama: one layer that guesses at the next token, mostly wrong."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    known = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+    config = LlamaConfig(**{**known, "num_hidden_layers": 1})
+    torch.manual_seed(SEED + 2)
+    weights = LlamaForCausalLM(config).float().state_dict()
+    # It has no norm before its layer: it reads a token beside what the model made of the last one.
+    layer = {
+        name.removeprefix("model."): weight.contiguous()
+        for name, weight in weights.items()
+        if "layers.0." in name and "input_layernorm" not in name
+    }
+    half = torch.eye(config.hidden_size) / 2
+    layer["fc.weight"] = torch.cat([half, half], dim=1)
+    folder.mkdir()
+    save_file(layer, folder / "model.safetensors")
+    said = {**config.to_dict(), "architectures": ["LlamaForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(said), encoding="utf-8")
+    return str(folder)

@@ -6,6 +6,7 @@ What is shown here is recorded for ``docs/models.md``, see ``support_record.py``
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import threading
@@ -49,6 +50,7 @@ class Family:
         model: Of ``random_models``; the family's own name where empty.
         options: Of the server.
         has_adapter: Requests name a LoRA adapter.
+        has_drafter: A small model guesses at next tokens (EAGLE).
         custom_ops: What the plain engine is told of vLLM's kernels, as the server tells its own.
         dtype: Of the model.
         kept_tokens: Tokens of a block where states are kept at its end; 0 where there are none.
@@ -61,6 +63,7 @@ class Family:
     model: str = ""
     options: tuple[str, ...] = ()
     has_adapter: bool = False
+    has_drafter: bool = False
     custom_ops: tuple[str, ...] = ()
     dtype: str = "float32"
     kept_tokens: int = 0
@@ -118,6 +121,14 @@ FAMILIES = {
     "llama_ngrams": Family(
         "llama",
         ("--speculative-config", NGRAMS),
+        no_layers=DRAFTS,
+        no_heads=DRAFTS,
+        no_experts=DRAFTS,
+        no_older=DRAFTS,
+    ),
+    "llama_eagle": Family(
+        "llama",
+        has_drafter=True,
         no_layers=DRAFTS,
         no_heads=DRAFTS,
         no_experts=DRAFTS,
@@ -223,6 +234,16 @@ def adapter(tmp_path_factory: pytest.TempPathFactory, family: str) -> str:
 
 
 @pytest.fixture(scope="module")
+def drafter(tmp_path_factory: pytest.TempPathFactory, family: str, model: str) -> tuple[str, ...]:
+    """Options for the small model that guesses; none where the family has none."""
+    if not FAMILIES[family].has_drafter:
+        return ()
+    path = random_models.make_drafter(tmp_path_factory.mktemp("drafter") / "m", model)
+    how = {"method": "eagle", "model": path, "num_speculative_tokens": 2}
+    return ("--speculative-config", json.dumps(how))
+
+
+@pytest.fixture(scope="module")
 def expected(fork_server: ForkServer, model: str, family: str, adapter: str) -> list[list[int]]:
     """Of one engine: long answers, which begin with the short ones."""
     sampling = {"temperature": 0.0, "max_tokens": STREAM_TOKENS, "ignore_eos": True}
@@ -245,7 +266,12 @@ def ssd(tmp_path_factory: pytest.TempPathFactory, family: str) -> Path:
 
 @pytest.fixture(scope="module")
 def start(
-    serve: Callable[..., Run], model: str, ssd: Path, family: str, adapter: str
+    serve: Callable[..., Run],
+    model: str,
+    ssd: Path,
+    family: str,
+    adapter: str,
+    drafter: tuple[str, ...],
 ) -> Callable[..., Run]:
     def run() -> Run:
         # What is asked for is the adapter, where there is one.
@@ -253,7 +279,7 @@ def start(
         return serve(
             *("--pd", "1:1", "--model", model, *OPTIONS, "--served-model-name", *name),
             *("--kv-store-ssd", str(ssd), "--kv-store-ssd-size", "1GiB", "--migration-poison"),
-            *("--dtype", FAMILIES[family].dtype, *FAMILIES[family].options),
+            *("--dtype", FAMILIES[family].dtype, *FAMILIES[family].options, *drafter),
         )
 
     return run
@@ -306,6 +332,8 @@ def test_prefill_hands_over_to_decode(
     assert is_said == bool(FAMILIES[family].custom_ops)
     is_said = "its states lie in the store" in server.printed()
     assert is_said == bool(FAMILIES[family].kept_tokens)
+    if FAMILIES[family].has_drafter:
+        assert server.metric("vllm:spec_decode_num_drafts_total", instance_id="d0") > 0
     note = WITHOUT_KERNEL if FAMILIES[family].custom_ops else ""
     note = WITHOUT_PREFIXES if FAMILIES[family].kept_tokens else note
     record(family, "plain vLLM", request.node.nodeid, note=note)
