@@ -370,20 +370,26 @@ class StoreConnectorWorker:
     def _save(
         self, step: RunningStep, layer: int, copies: Sequence[BlockCopy], after: object
     ) -> Copy | None:
-        assert self._copier is not None
         target = step.target_of(copies, self._client)
         if target.view is None:
             return None
         self.trace.stamp(layer, Moment.SAVE)
-        reach(FailPoint.CONNECTOR_SAVE)
         copy: Copy = EndedCopy(0.0)
         if self._share.writes(layer):
-            copy = self._copier.save(layer, target.view, target.block_ids, target.slots, after)
-            self.stats.add(saved_bytes=len(target.copies) * self._page_bytes)
+            copy = self._copy_out(layer, target, after)
         self.trace.stamp(layer, Moment.SAVED)
         if step.pushed:
             copy.finish()  # what is not there yet must not be sent
             step.note_written([layer], self._client, self._part)
+        return copy
+
+    def _copy_out(self, row: int, target: MappedCopies, after: object) -> Copy:
+        """Copy blocks' pages in one row into their slots."""
+        assert self._copier is not None
+        assert target.view is not None
+        reach(FailPoint.CONNECTOR_SAVE)
+        copy = self._copier.save(row, target.view, target.block_ids, target.slots, after)
+        self.stats.add(saved_bytes=len(target.copies) * self._page_bytes)
         return copy
 
     def _save_states(self, plan: StepPlan) -> tuple[MappedCopies, list[Copy]]:
@@ -398,13 +404,7 @@ class StoreConnectorWorker:
         target, after = MappedCopies.of(plan.states, self._client), self._copier.mark()
         if target.view is None:
             return target, []
-        reach(FailPoint.CONNECTOR_SAVE)
-        copies = [
-            self._copier.save(row, target.view, target.block_ids, target.slots, after)
-            for row in range(self._num_rows)
-        ]
-        self.stats.add(saved_bytes=len(copies) * len(target.copies) * self._page_bytes)
-        return target, copies
+        return target, [self._copy_out(row, target, after) for row in range(self._num_rows)]
 
     def _commit(self, plan: StepPlan, states: tuple[MappedCopies, list[Copy]]) -> None:
         copies = [future.result() for future in self._step.saves]
