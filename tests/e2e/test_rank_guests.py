@@ -28,7 +28,7 @@ from banaserve.errors import UserError
 from banaserve.fail_points import VARIABLE, FailPoint
 from banaserve.run_dir import find_admin
 from migration_load import bring_home, done, units_away
-from observing import until
+from observing import until, writers
 from reference import reference_tokens
 from server_run import ForkServer, Run
 from streams import Kind
@@ -152,10 +152,14 @@ def test_one_of_two_fails_while_layers_go(
 ) -> None:
     with streams_of(server, prompts) as streams:
         streams.comes_to(1)
+        before = processes_of(server, "d0")
         (points / point).write_text(how)
         with contextlib.suppress(UserError):
             assert admin.run(LAYERS).state != "done"
         assert list(points.iterdir()) == []
+        if point in (FailPoint.MOVE_PREPARE, FailPoint.MOVE_COMMIT):
+            # Of its end a move may hear before it counts as not ready.
+            until(lambda: processes_of(server, "d0") - before != set(), "it is started again")
         until(lambda: server.metric("banaserve_instance_ready", instance_id="d0") == 1, "it serves")
         bring_home(admin, "d0")
         streams.goes_on()
@@ -163,6 +167,10 @@ def test_one_of_two_fails_while_layers_go(
         streams.goes_on()
         done(admin, Return("d0"))
     streams.check(expected)
+
+
+def processes_of(server: Run, name: str) -> set[int]:
+    return {pid for log, pid in writers(server.run_dir) if log == f"{name}.log"}
 
 
 @pytest.mark.parametrize(
