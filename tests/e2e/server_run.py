@@ -194,6 +194,10 @@ class Run(servers.Server):
     def post(self, path: str, body: object) -> httpx.Response:
         return httpx.post(f"{self.url}{path}", json=body, timeout=DEADLINE_S)
 
+    def is_ready(self, *names: str) -> bool:
+        """Whether instances of these names all serve."""
+        return all(self.metric("banaserve_instance_ready", instance_id=name) == 1 for name in names)
+
     def metrics(self) -> Metrics:
         return parse_metrics(httpx.get(f"{self.url}/metrics", timeout=DEADLINE_S).text)
 

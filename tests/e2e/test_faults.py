@@ -21,6 +21,7 @@ pytestmark = pytest.mark.e2e
 SERVE_OPTIONS = ("--pd", "2:2", "--dtype", "float32", "--engine-stall-timeout", "5")
 NUM_STREAMS = 16
 DEADLINE_S = 180.0
+NAMES = ("p0", "p1", "d0", "d1")
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +50,6 @@ async def stream_all(server: Run, calls: list[CompletionCall]) -> list[RequestRe
         server.url, "smollm2-135m", return_token_ids=True, timeout_s=DEADLINE_S
     ) as client:
         return list(await asyncio.gather(*(client.send(call) for call in calls)))
-
-
-def all_ready(server: Run) -> bool:
-    return all(
-        server.metric("banaserve_instance_ready", instance_id=i) == 1
-        for i in ("p0", "p1", "d0", "d1")
-    )
 
 
 @pytest.mark.parametrize(
@@ -103,7 +97,7 @@ def test_a_death_under_load_breaks_no_answer(
         assert [r.token_ids for r in again] == [r.token_ids for r in records]
     # One that had nothing to do when it was stopped is found out later than the streams end.
     until(lambda: pid not in {p for _, p in writers(run_dir)}, "its process has ended")
-    until(lambda: all_ready(server), "all instances and the store are back")
+    until(lambda: server.is_ready(*NAMES), "all instances and the store are back")
     until(lambda: server.metric("banaserve_kvstore_up") == 1, "the store answers")
     until(lambda: server.metric("banaserve_kvstore_leased_slots") == 0, "no leases")
     until(lambda: server.metric("banaserve_kvstore_writing_slots") == 0, "nothing half written")
@@ -132,7 +126,7 @@ def test_two_ends_one_after_the_other_break_no_answer(
     records = asyncio.run(load_and_end())
     assert [record.error for record in records] == [None] * NUM_STREAMS
     assert [record.token_ids for record in records] == expected
-    until(lambda: all_ready(server), "all instances are back")
+    until(lambda: server.is_ready(*NAMES), "all instances are back")
     assert first != writer(run_dir, "d0")
     assert second != writer(run_dir, "d1")
 
@@ -162,7 +156,7 @@ def test_a_request_under_which_engines_die_is_given_up(server: Run, run_dir: Pat
     assert len(killed) == 3
     assert (answer.status_code, answer.headers["x-should-retry"]) == (500, "false")
     assert answer.json()["error"]["code"] == "engines_died"
-    until(lambda: all_ready(server), "all instances are back")
+    until(lambda: server.is_ready(*NAMES), "all instances are back")
 
 
 def test_answers_are_the_same_after_all_that(

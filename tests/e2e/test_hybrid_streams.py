@@ -31,6 +31,7 @@ pytestmark = pytest.mark.e2e
 LENGTHS = (40, 128, 129, 200, 256, 300, 384, 400)
 OUTPUT_TOKENS = 300
 """More than two blocks: states are kept at their ends while a stream is decoded."""
+NAMES = ("p0", "p1", "d0", "d1")
 BLOCK_BYTES = 2 * 65_536
 FEW_BLOCKS = 14
 """Fewer than eight streams have at their ends: some are preempted, and start over."""
@@ -128,18 +129,11 @@ def test_a_death_breaks_no_stream(
     os.kill(pid, number)
     streams.join()
     assert tokens_of(found) == expected
-    until(lambda: all_ready(server), "all instances are back")
+    until(lambda: server.is_ready(*NAMES), "all instances are back")
     until(lambda: server.metric("banaserve_kvstore_up") == 1, "the store answers")
     until(lambda: server.metric("banaserve_kvstore_leased_slots") == 0, "no leases")
     until(lambda: server.metric("banaserve_kvstore_writing_slots") == 0, "nothing half written")
     assert writer(server.run_dir, victim) != pid
-
-
-def all_ready(server: Run) -> bool:
-    return all(
-        server.metric("banaserve_instance_ready", instance_id=name) == 1
-        for name in ("p0", "p1", "d0", "d1")
-    )
 
 
 def test_a_request_whose_blocks_are_lost_is_computed_from_its_first_token(

@@ -509,6 +509,7 @@ def test_moves_that_were_asked_for_and_cannot_be_made_are_refused(
     [
         (("--enable-prefix-caching",), "--enable-prefix-caching: "),
         (("--mamba-cache-mode", "align"), "--mamba-cache-mode: "),
+        (("--speculative-config", NGRAMS), "--speculative-config: "),
         (("--migration", "on"), "states of Mamba or linear-attention layers would have to move"),
     ],
 )

@@ -58,10 +58,6 @@ def poison(number: int, name: str) -> Kind:
     return Kind("/v1/completions", {**body, "vllm_xargs": {DIES_AT: number}})
 
 
-def all_ready(server: Run) -> bool:
-    return all(server.metric("banaserve_instance_ready", instance_id=i) == 1 for i in NAMES)
-
-
 def num_restarts(server: Run) -> int:
     return int(server.metric("banaserve_instance_restarts_total"))
 
@@ -74,7 +70,7 @@ def test_alone_it_is_refused_after_three_deaths(server: Run) -> None:
     error = answer.json()["error"]
     assert error["code"] == "engines_died"
     assert "3 instances died one after the other under this request" in error["message"]
-    until(lambda: all_ready(server), "all instances are back")
+    until(lambda: server.is_ready(*NAMES), "all instances are back")
     assert num_restarts(server) - before == 3
 
 
@@ -106,7 +102,7 @@ def test_beside_others_it_is_refused_and_their_streams_go_on(
     assert max(0, number - 1) <= answer.num_tokens <= number  # the last may die on its way
     assert differences(kinds, expected, found) == {}
     assert server.metric("banaserve_requests_given_up_total") - refused == 1
-    until(lambda: all_ready(server), "all instances are back")
+    until(lambda: server.is_ready(*NAMES), "all instances are back")
     num_deaths = num_restarts(server) - restarts
     assert num_deaths in (3, 4)
     if number:
@@ -117,5 +113,5 @@ def test_beside_others_it_is_refused_and_their_streams_go_on(
 def test_every_instance_serves_as_before(
     server: Run, kinds: dict[str, Kind], expected: dict[str, Answer]
 ) -> None:
-    assert all_ready(server)
+    assert server.is_ready(*NAMES)
     assert differences(kinds, expected, asyncio.run(asked_all(server, kinds))) == {}

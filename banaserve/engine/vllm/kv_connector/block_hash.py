@@ -232,7 +232,7 @@ def _probe(config: VllmConfig, block_size: int) -> str:
 
 
 class TailHasher:
-    """Keys of a partial last block, chained to the full blocks before it.
+    """Keys of a partial last block, chained to the full blocks before it, and of prefixes.
 
     A tail's token tuple is shorter than any full block's, so its key is no full block's key.
     """

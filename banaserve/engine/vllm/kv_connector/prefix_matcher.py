@@ -262,11 +262,13 @@ class PrefixMatcher:
         """
         request = tracked.request
         covered = self._tokens_to_look_up(request)
-        keys = self._keys(request, covered, self._tails.key(request, covered))
+        tail = self._tails.key(request, covered)
+        keys = self._keys(request, covered, tail)
         tracked.prefix_tokens, tracked.prefix_blocks = covered, len(keys) - first
         # Of a prompt with more blocks than one call takes the last ones are computed.
         keys = keys[first : first + MAX_KEYS]
-        tail = self._tails.key(request, request.num_tokens)
+        if tracked.leaves_tail and covered != request.num_tokens:
+            tail = self._tails.key(request, request.num_tokens)
         offers = self._offers(tracked, first, tail)[:MAX_KEYS]
         held = tracked.lease
         # What has been computed for this request is fetched from a tier, too, at any price.
@@ -330,7 +332,7 @@ class PrefixMatcher:
         can only read the store; others offer what they are about to compute.
         """
         request = tracked.request
-        leaves_tail = Handover.of(request.kv_transfer_params).leaves_tail
+        leaves_tail = tracked.leaves_tail
         hashes = request.block_hashes
         tracked.num_claimed = len(hashes)
         offers = full_block_offers(hashes, 0 if leaves_tail else first, self._block_size)

@@ -90,18 +90,22 @@ def engine_config(args: Namespace) -> VllmConfig:
     Raises:
         UserError: The options and the model do not fit together.
     """
-    engine_args = AsyncEngineArgs.from_cli_args(args)
-    try:
-        config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
-    except (ValueError, OSError, NotImplementedError) as refused:
-        first = str(refused).strip().splitlines()
-        raise UserError(f"vLLM cannot serve this: {' '.join(first)[:400]}") from refused
+    config = _made(args)
     if uses_store(config) and config.model_config.is_hybrid:
         config = _with_states(args, config)
     if is_on_cpu():
         rotate_latents_in_torch(config)
     config.observability_config.otlp_traces_endpoint = None
     return config
+
+
+def _made(args: Namespace) -> VllmConfig:
+    try:
+        engine_args = AsyncEngineArgs.from_cli_args(args)
+        return engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+    except (ValueError, OSError, NotImplementedError) as refused:
+        first = str(refused).strip().splitlines()
+        raise UserError(f"vLLM cannot serve this: {' '.join(first)[:400]}") from refused
 
 
 def pools(config: VllmConfig) -> bool:
@@ -141,8 +145,7 @@ def _with_states(args: Namespace, config: VllmConfig) -> VllmConfig:
     args.enable_prefix_caching = False
     args.kv_transfer_config = copy.copy(args.kv_transfer_config)
     args.kv_transfer_config.kv_connector = STATES_CONNECTOR
-    again = AsyncEngineArgs.from_cli_args(args)
-    return again.create_engine_config(UsageContext.OPENAI_API_SERVER)
+    return _made(args)
 
 
 def rotate_latents_in_torch(config: VllmConfig) -> None:
