@@ -80,10 +80,10 @@ test-long: lint  ## The same with what only repeats or deepens what a shorter ru
 
 test-nemesis: install  ## Kill and stop processes of a server under streams for NEMESIS_S seconds; ARGS as pytest's.
 	@BANASERVE_NEMESIS_S=$(NEMESIS_S) BANASERVE_NEMESIS_SEED=$(SEED) \
-	    $(BIN)/pytest -n0 -s tests/e2e/nemesis/test_nemesis.py $(ARGS)
+	    $(BIN)/pytest -n0 -s tests/nemesis/live/test_nemesis.py $(ARGS)
 
 test-soak: install  ## Load a server for SOAK_S seconds, with deaths and moves: nothing that it holds may grow.
-	@BANASERVE_SOAK_S=$(SOAK_S) $(BIN)/pytest -n0 -s tests/e2e/nemesis/test_soak.py $(ARGS)
+	@BANASERVE_SOAK_S=$(SOAK_S) $(BIN)/pytest -n0 -s tests/nemesis/live/test_soak.py $(ARGS)
 
 test-differential: install  ## Compare the balancer with nginx and HAProxy on CASES changed requests of SEED.
 	@PATH="$$PATH:/usr/sbin"; command -v nginx >/dev/null && command -v haproxy >/dev/null || \
@@ -92,7 +92,7 @@ test-differential: install  ## Compare the balancer with nginx and HAProxy on CA
 	    $(BIN)/pytest -n0 tests/balancer/differential $(ARGS)
 
 support: install  ## Run the tests of model families, and write the page of what they show; ARGS as pytest's.
-	@BANASERVE_SUPPORT=$(CURDIR)/docs/models.json $(BIN)/pytest -n0 tests/e2e/test_model_families.py $(ARGS)
+	@BANASERVE_SUPPORT=$(CURDIR)/docs/models.json $(BIN)/pytest -n0 tests/families/live/test_model_families.py $(ARGS)
 	@PYTHONSAFEPATH= $(BIN)/python -m docs.models
 
 test-fast: install  ## Run the tests that start no engine.

@@ -19,14 +19,13 @@ from hypothesis import settings
 # other's. Before anything imports torch, which reads it once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Test folders are no packages: this is how their files import the helpers that lie among them. Not
-# the folder of tests itself, below which `triton` would be found where the real one is missing.
-_HELPERS = (
-    *("balancer/differential", "cluster", "contract", "e2e", "e2e/migration", "e2e/nemesis"),
-    *("fuzz", "property", "triton", "ui", "unit"),
-)
-for _name in _HELPERS:
-    sys.path.append(str(Path(__file__).parent / _name))
+# Test folders are no packages: this is how their files import what lies among them. Not the folder
+# of tests itself: the names of its folders are also those of packages.
+TESTS = Path(__file__).parent
+for _folder in sorted({path.parent for path in TESTS.rglob("*.py")} - {TESTS}):
+    sys.path.append(str(_folder))
+
+pytest_plugins = ("rooms", "server_fixtures")
 
 from depth import num_examples  # noqa: E402
 
@@ -71,7 +70,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("early") is None)
 
 
-_SHARED = ("tests/e2e/migration/",)
+_SHARED = ("tests/migration/in_process/",)
 """Folders whose files share what takes long to start: one test process runs all of them."""
 
 

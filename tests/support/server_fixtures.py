@@ -108,7 +108,7 @@ def disarmed(points: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def poll() -> Callable[..., float]:
-    """``poll(holds, what, deadline_s)``: for tests, which cannot import this file."""
+    """``poll(holds, what, deadline_s)``."""
     return until
 
 

@@ -15,7 +15,7 @@ from installed_packages import install_example
 
 pytestmark = pytest.mark.e2e
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 SMALL = ("--kv-cache-memory-bytes", str(512 << 20))
 DEADLINE_S = 400
 

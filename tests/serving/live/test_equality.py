@@ -39,7 +39,7 @@ FLOAT32 = ("--model", models.PACKAGED, "--dtype", "float32", "--kv-store-size", 
 def data_folder() -> Path | None:
     """The workloads beside the checkout, where there are any."""
     named = os.environ.get("BANASERVE_DATA")
-    beside = Path(__file__).parents[3] / "shared" / "data"
+    beside = Path(__file__).parents[4] / "shared" / "data"
     return Path(named) if named else beside if beside.is_dir() else None
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernels in Triton's interpreter. ``tests/unit/test_kernels_interpreter.py`` starts it.
+"""The Triton kernels in Triton's interpreter; ``test_kernels_interpreter.py`` starts it.
 
 ``TRITON_INTERPRET`` counts when kernels are defined and changes what vLLM does, so these tests have
 a process of their own. ``tests/gpu`` runs the same tables on a GPU.

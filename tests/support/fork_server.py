@@ -30,7 +30,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from banaserve.bench.loadgen.servers import end_with_parent
 
@@ -41,6 +41,21 @@ _MAX_ORDER_BYTES = 1 << 17
 
 
 # The tests' side ----------------------------------------------------------------------------------
+
+
+class _Started:
+    cpu_s = 0.0
+    fork_servers: ClassVar[set[int]] = set()
+
+
+def fork_servers() -> set[int]:
+    """Process ids of the fork servers that this process has started, also for other processes."""
+    return _Started.fork_servers
+
+
+def cpu_s_of_ended() -> float:
+    """Core-seconds of forked processes that have ended and that this process had asked for."""
+    return _Started.cpu_s
 
 
 class ForkedProcess:
@@ -83,7 +98,9 @@ class ForkedProcess:
             except (BlockingIOError, TimeoutError):
                 return None
             assert said, "the fork server has ended"
-            self.returncode = int(said)
+            code, cpu_s = said.split()
+            self.returncode = int(code)
+            _Started.cpu_s += float(cpu_s)
             self._connection.close()
         return self.returncode
 
@@ -134,7 +151,7 @@ class ForkServer:
             listener.bind(str(self._path))
             listener.listen()
             number = listener.fileno()
-            subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-P", __file__, str(number)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -142,6 +159,7 @@ class ForkServer:
                 pass_fds=(number,),
                 start_new_session=True,
             )
+            _Started.fork_servers.add(process.pid)
 
 
 # The fork server ----------------------------------------------------------------------------------
@@ -253,12 +271,13 @@ class _Forks:
     def _reap(self) -> None:
         self._wake_read.recv(4096)
         while self._children:
-            pid, status = os.waitpid(-1, os.WNOHANG)
+            pid, status, used = os.wait4(-1, os.WNOHANG)
             if pid == 0:
                 return
             connection = self._children.pop(pid)
             if connection in self._connections:
-                connection.send(str(os.waitstatus_to_exitcode(status)).encode())
+                code = os.waitstatus_to_exitcode(status)
+                connection.send(f"{code} {used.ru_utime + used.ru_stime}".encode())
 
     def _leave(self) -> None:
         """In a child: nothing of the fork server stays open or set."""

@@ -15,7 +15,7 @@ from banaserve import models
 
 pytestmark = pytest.mark.e2e
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 # A port of this machine where nobody listens: a hub that cannot be reached, found out at once.
 NO_NETWORK = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
 

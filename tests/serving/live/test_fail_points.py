@@ -46,7 +46,7 @@ IN_MOVES = [
 
 
 BETWEEN_STORES = [FailPoint.PEER_REQUEST, FailPoint.PEER_PUSH]
-"""Only with several machines: ``tests/unit/test_kvstore_push.py`` tries them."""
+"""Only with several machines: ``tests/kvstore/test_kvstore_push.py`` tries them."""
 HERE = [point for point in FailPoint if point not in BETWEEN_STORES]
 
 

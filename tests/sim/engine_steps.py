@@ -1,6 +1,6 @@
 """The steps of vLLM's own scheduler for a few small loads, to hold the simulated engine to.
 
-``python tests/contract/engine_steps.py > tests/contract/engine_steps.json`` records them: the real
+``python tests/sim/engine_steps.py > tests/sim/engine_steps.json`` records them: the real
 scheduler with real KV blocks plans every step, and only the model is left out, since the tokens
 that it samples change no plan. A block is one token, so that memory is counted as the simulator
 counts it.

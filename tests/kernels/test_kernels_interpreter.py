@@ -26,7 +26,16 @@ def test_the_triton_kernels_are_right_in_the_interpreter() -> None:
     }
     chosen = [] if IS_LONG else ["-m", "not long"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, "tests/triton"],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            *chosen,
+            "tests/kernels/interpreted",
+        ],
         cwd=ROOT,
         env=environment,
         capture_output=True,

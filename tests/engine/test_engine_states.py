@@ -28,7 +28,7 @@ from banaserve.engine.vllm.kv_connector.handover import Handover
 from banaserve.engine.vllm.kv_connector.scheduler import StoreConnectorScheduler
 from banaserve.engine.vllm.kv_connector.states import block_ends, chunk_end, state_keys
 from banaserve.errors import UserError
-from tests.unit.test_engine_matcher import BLOCK, HIT, MISS, PENDING, STEP_TOKENS, Bench
+from tests.engine.test_engine_matcher import BLOCK, HIT, MISS, PENDING, STEP_TOKENS, Bench
 
 PAGE_BYTES = 512
 NUM_BLOCKS = 5

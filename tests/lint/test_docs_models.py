@@ -11,7 +11,7 @@ import pytest
 import docs.models as docs_models
 from docs.models import Shown, page, read, stale
 
-TEST = "tests/unit/test_docs_models.py::test_the_committed_page_is_that_of_the_record"
+TEST = "tests/lint/test_docs_models.py::test_the_committed_page_is_that_of_the_record"
 WORKS = Shown("deepseek_v2", "hand-over", "works", "", TEST, "0.32.0")
 REFUSED = Shown("falcon_h1", "hand-over", "refused", "FalconH1ForCausalLM keeps x", TEST, "0.32.0")
 
@@ -32,7 +32,7 @@ def test_only_what_was_run_works() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"test": "tests/unit/test_docs_models.py::test_gone"}, "there is no"),
+        ({"test": "tests/lint/test_docs_models.py::test_gone"}, "there is no"),
         ({"test": "tests/e2e/gone.py::test_gone"}, "there is no"),
         ({"feature": "flight"}, "name it in docs/models.py"),
         ({"family": "nobody"}, "name it in docs/models.py"),

@@ -1,0 +1,246 @@
+"""Rooms of the tests: which sources each stands for, and the processor time that each takes.
+
+``tests/rooms.toml`` is the map. As a pytest plugin this module counts core-seconds of the tests of
+each room, those of the processes that they start among them; with ``--check-shares`` a room that
+takes more than its share fails the run, and with ``--time-limit`` files that would begin too late
+are skipped, and named.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+import tomllib
+from collections import defaultdict
+from collections.abc import Generator
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from fork_server import cpu_s_of_ended, fork_servers
+
+TESTS = Path(__file__).parents[1]
+MAP = TESTS / "rooms.toml"
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+
+
+class Room(NamedTuple):
+    """A folder of tests and the sources that its tests are for.
+
+    Attributes:
+        name: Name of the folder below ``tests/``.
+        sources: Patterns of paths from the top of the repository; a change in one of them makes CI
+            run the whole room.
+        spine_s: Most core-seconds of the room's tests in ``make test``.
+        all_s: Most core-seconds of all of the room's tests that are not ``long``.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    spine_s: float
+    all_s: float
+
+    def has(self, path: str) -> bool:
+        """Whether a change of ``path``, from the top of the repository, concerns the room."""
+        patterns = (*self.sources, f"tests/{self.name}")
+        return any(fnmatch(path, one) or path.startswith(f"{one}/") for one in patterns)
+
+
+class RoomsError(Exception):
+    """The map, or a name in it, is wrong; one line for people."""
+
+
+@functools.cache
+def rooms() -> dict[str, Room]:
+    """All rooms of the map, by name.
+
+    Raises:
+        RoomsError: A room has no folder, a folder no room, or an entry has another form.
+    """
+    read = tomllib.loads(MAP.read_text())
+    shared = tuple(read.pop("shared"))
+    found = {}
+    for name, entry in read.items():
+        spine_s, all_s = entry["core_seconds"]
+        found[name] = Room(name, (*entry["sources"], *shared), spine_s, all_s)
+    folders = {one.parent.relative_to(TESTS).parts[0] for one in TESTS.glob("*/**/test_*.py")}
+    if folders != found.keys():
+        wrong = ", ".join(sorted(folders ^ found.keys()))
+        raise RoomsError(f"tests/rooms.toml and the folders of tests/ differ in: {wrong}")
+    return found
+
+
+def room_of(path: Path) -> str:
+    """Name of the room in which a test file lies."""
+    return path.relative_to(TESTS).parts[0]
+
+
+# Processor time -----------------------------------------------------------------------------------
+
+
+def _cpu_s() -> float:
+    """Core-seconds of this process, of all processes below it and of those forked for it.
+
+    Those of a fork server serve the tests of several processes: they count when they have ended.
+    """
+    times, children = {}, defaultdict(list)
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit():
+            continue
+        try:
+            stat = Path(entry.path, "stat").read_bytes()
+        except OSError:  # It has ended since.
+            continue
+        fields = stat[stat.rindex(b")") + 2 :].split()
+        pid = int(entry.name)
+        children[int(fields[1])].append(pid)
+        times[pid] = sum(map(int, fields[11:15])) * _TICK_S
+    apart = fork_servers()
+    total, left = cpu_s_of_ended(), [os.getpid()]
+    while left:
+        pid = left.pop()
+        if pid not in apart:
+            total += times.get(pid, 0.0)
+            left += children[pid]
+    return total
+
+
+class CoreSeconds:
+    """Counts core-seconds of rooms in the process that runs their tests."""
+
+    def __init__(self) -> None:
+        self.of_rooms: dict[str, float] = defaultdict(float)
+        self.of_files: dict[str, float] = defaultdict(float)
+        self._last_s = _cpu_s()
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(
+        self, item: pytest.Item, nextitem: pytest.Item | None
+    ) -> Generator[None, object, object]:
+        try:
+            return (yield)
+        finally:
+            if nextitem is None or nextitem.path != item.path:
+                now_s = _cpu_s()
+                self.of_rooms[room_of(item.path)] += now_s - self._last_s
+                self.of_files[item.path.relative_to(TESTS).as_posix()] += now_s - self._last_s
+                self._last_s = now_s
+
+    @pytest.hookimpl
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        output = getattr(session.config, "workeroutput", None)
+        if output is not None:
+            output["core_seconds"] = [dict(self.of_rooms), dict(self.of_files)]
+
+
+class Report:
+    """Prints core-seconds a room, in the process that prints."""
+
+    def __init__(self, config: pytest.Config, own: CoreSeconds | None) -> None:
+        self._own = own
+        self._shares = config.getoption("--check-shares")
+        self._path = config.getoption("--core-seconds")
+        self.of_rooms: dict[str, float] = defaultdict(float)
+        self.of_files: dict[str, float] = defaultdict(float)
+        self._left_out: set[str] = set()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        self._add(*getattr(node, "workeroutput", {}).get("core_seconds", ({}, {})))
+
+    def _add(self, of_rooms: dict[str, float], of_files: dict[str, float]) -> None:
+        for total, part in ((self.of_rooms, of_rooms), (self.of_files, of_files)):
+            for name, seconds in part.items():
+                total[name] += seconds
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.skipped and _LATE in str(report.longrepr):
+            self._left_out.add(report.nodeid.partition("::")[0])
+
+    @pytest.hookimpl
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self._own is not None:
+            self._add(self._own.of_rooms, self._own.of_files)
+        if self._over() and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def _over(self) -> list[str]:
+        """Lines about rooms that have taken more than their shares."""
+        if self._shares is None:
+            return []
+        shares = {one.name: getattr(one, f"{self._shares}_s") for one in rooms().values()}
+        return [
+            f"room {name} took {took:.0f} core-seconds of the {shares[name]:.0f} that "
+            "tests/rooms.toml gives it"
+            for name, took in sorted(self.of_rooms.items())
+            if took > shares[name]
+        ]
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if sum(self.of_rooms.values()) < 30:
+            return
+        terminalreporter.section("core-seconds by room")
+        ranked = sorted(self.of_rooms.items(), key=lambda one: -one[1])
+        words = [f"{name} {took:.0f}" for name, took in ranked]
+        terminalreporter.write_line(f"all {sum(self.of_rooms.values()):.0f}: {', '.join(words)}")
+        for line in self._over():
+            terminalreporter.write_line(line, red=True)
+        for name in sorted(self._left_out):
+            terminalreporter.write_line(f"left out for time: {name}", yellow=True)
+        if self._path is not None:
+            lines = (f"{took:8.1f} {name}" for name, took in self.of_files.items())
+            Path(self._path).write_text("\n".join(sorted(lines, reverse=True)) + "\n")
+
+
+_LATE = "left out for time"
+
+
+class TimeLimit:
+    """Skips files that would begin after the time limit."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._until_s = time.monotonic() + limit_s
+        self._skipped: Path | None = None
+        self._running: Path | None = None
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        if item.path != self._running:
+            self._running = item.path
+            self._skipped = item.path if time.monotonic() > self._until_s else None
+        if item.path == self._skipped:
+            pytest.skip(_LATE)
+
+
+# The plugin ---------------------------------------------------------------------------------------
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("rooms")
+    group.addoption(
+        "--check-shares",
+        choices=("spine", "all"),
+        help="fail where a room takes more core-seconds than its share in tests/rooms.toml",
+    )
+    group.addoption("--time-limit", type=float, metavar="S", help="begin no file later than this")
+    group.addoption("--core-seconds", metavar="FILE", help="write core-seconds of each file")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    try:
+        rooms()
+    except RoomsError as error:
+        raise pytest.UsageError(str(error)) from None
+    manager = config.pluginmanager
+    is_worker = hasattr(config, "workerinput")
+    has_workers = bool(config.getoption("numprocesses", None))
+    own = None if has_workers and not is_worker else CoreSeconds()
+    if own is not None:
+        manager.register(own)
+    if not is_worker:
+        manager.register(Report(config, own))
+    if (limit_s := config.getoption("--time-limit")) is not None:
+        manager.register(TimeLimit(limit_s))
