@@ -12,7 +12,7 @@ What a tier has to do, and where to see it here:
    Here nothing does.
 
 Users ask for it by a URL: ``check_url`` refuses one that makes no sense, ``from_url`` opens the
-tier. Then add the tier to the contract suite in ``tests/contract``: one line.
+tier. Then add the tier to the contract suite in ``tests/kvstore/test_tiers.py``: one line.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import pytest
 from depth import IS_LONG
 
 ROOT = Path(__file__).parents[2]
+FOLDER = Path(__file__).parent / "interpreted"
 
 pytest.importorskip("triton")
 
@@ -34,7 +35,7 @@ def test_the_triton_kernels_are_right_in_the_interpreter() -> None:
             "-p",
             "no:cacheprovider",
             *chosen,
-            "tests/kernels/interpreted",
+            str(FOLDER),
         ],
         cwd=ROOT,
         env=environment,

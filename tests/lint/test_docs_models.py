@@ -33,7 +33,7 @@ def test_only_what_was_run_works() -> None:
     ("changes", "words"),
     [
         ({"test": "tests/lint/test_docs_models.py::test_gone"}, "there is no"),
-        ({"test": "tests/e2e/gone.py::test_gone"}, "there is no"),
+        ({"test": "tests/families/gone.py::test_gone"}, "there is no"),
         ({"feature": "flight"}, "name it in docs/models.py"),
         ({"family": "nobody"}, "name it in docs/models.py"),
     ],
