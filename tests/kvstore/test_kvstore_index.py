@@ -1,4 +1,4 @@
-"""The index by tables of cases; ``test_kvstore_index_property.py`` compares it with a plain model."""
+"""The index by tables of cases; ``test_kvstore_index_property.py`` has a plain model beside it."""
 
 from __future__ import annotations
 
