@@ -16,7 +16,7 @@ CASES ?= 2000
 DEVICE ?= cpu
 # `full` also installs what tests of optional parts need.
 DEV ?=
-# Tests side by side; an end-to-end test keeps about one core busy and takes up to 10 GB.
+# Tests side by side; one with engines keeps about one core busy and takes up to 10 GB.
 JOBS ?= 2
 # The first that runs and will do: a version manager may put a name on PATH that does not run.
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
@@ -38,7 +38,7 @@ endif
 # The kernels need torch and Triton, not vLLM: a GPU machine's own Python will do.
 GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),python3)
 
-.PHONY: help serve install test test-long test-nemesis test-soak test-differential test-fast test-gpu \
+.PHONY: help serve install test test-all test-changed test-long test-nemesis test-soak test-differential test-fast test-gpu \
     demo pictures support fuzz lint lint-style lint-types lint-imports lint-docs format bench bench-gpu gpu-report wheel \
     wheel-check sanitize lint-docker pin-images docs lock sbom audit clean distclean
 
@@ -71,10 +71,30 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -n $(JOBS)
 # A file's tests share servers.
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
-test: lint  ## Lint, then run the tests, JOBS files side by side; many start real engines.
-	@$(PYTEST) $(BY_FILE) -m 'not long' $(ARGS)
+SPINE := not long and not tools and (not e2e or spine)
+ROOM ?=
+# Of what CI runs beside `make test`: no file begins later.
+LIMIT ?= 2400
+MAP := $(BIN)/python tests/support/room_map.py
 
-test-long: lint  ## The same with what only repeats or deepens what a shorter run shows.
+ifeq ($(ROOM),)
+test: lint  ## Lint, then run what starts no engine and the spine of engine tests; ROOM=NAME runs all of a room.
+	@$(PYTEST) $(BY_FILE) -m '$(SPINE)' --check-shares spine $(ARGS)
+else
+test: install
+	@folder=$$($(MAP) '$(ROOM)') && $(PYTEST) $(BY_FILE) -m 'not long' $$folder $(ARGS)
+endif
+
+test-all: lint  ## Run the tests of all rooms; green, it notes the commit from which CI counts changes.
+	@$(PYTEST) $(BY_FILE) -m 'not long' --check-shares all $(ARGS)
+	@$(MAP) --record
+
+test-changed: install  ## Run what `make test` leaves out of the rooms that changed since all was green, within LIMIT seconds.
+	@folders=$$($(MAP) --changed); [ -n "$$folders" ] || { echo 'no room has changed'; exit 0; }; \
+	    $(PYTEST) $(BY_FILE) -m 'not long and not ($(SPINE))' --time-limit $(LIMIT) $$folders $(ARGS) || \
+	    { code=$$?; [ $$code -eq 5 ] && echo 'nothing of these rooms was left' || exit $$code; }
+
+test-long: lint  ## The same as test-all, with what only repeats or deepens what a shorter run shows.
 	@BANASERVE_TEST_DEPTH=long BANASERVE_MIGRATION_MOVES=100 BANASERVE_MIGRATION_STREAMS=16 \
 	    $(PYTEST) $(BY_FILE) $(ARGS)
 
@@ -95,8 +115,8 @@ support: install  ## Run the tests of model families, and write the page of what
 	@BANASERVE_SUPPORT=$(CURDIR)/docs/models.json $(BIN)/pytest -n0 tests/families/live/test_model_families.py $(ARGS)
 	@PYTHONSAFEPATH= $(BIN)/python -m docs.models
 
-test-fast: install  ## Run the tests that start no engine.
-	@$(PYTEST) --dist worksteal -m 'not e2e and not long' $(ARGS)
+test-fast: install  ## Run the tests that start no engine and take no many seconds.
+	@$(PYTEST) --dist worksteal -m 'not e2e and not long and not tools and not deep' $(ARGS)
 
 test-gpu:  ## Run the tests that need a GPU with GPU_PYTHON; installs nothing, skips without a GPU.
 	@timeout 480 $(GPU_PYTHON) -m pytest -p no:cacheprovider tests/gpu $(ARGS) || \

@@ -25,9 +25,12 @@ TESTS = Path(__file__).parent
 for _folder in sorted({path.parent for path in TESTS.rglob("*.py")} - {TESTS}):
     sys.path.append(str(_folder))
 
-pytest_plugins = ("rooms", "server_fixtures")
+pytest_plugins = ("room_times", "server_fixtures")
 
 from depth import num_examples  # noqa: E402
+from environment import clean  # noqa: E402
+
+clean()
 
 # A busy machine is no bug, and a failure must come again when the suite is run again.
 settings.register_profile(

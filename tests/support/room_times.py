@@ -1,82 +1,26 @@
-"""Rooms of the tests: which sources each stands for, and the processor time that each takes.
+"""Processor time that the tests of each room take: a pytest plugin.
 
-``tests/rooms.toml`` is the map. As a pytest plugin this module counts core-seconds of the tests of
-each room, those of the processes that they start among them; with ``--check-shares`` a room that
-takes more than its share fails the run, and with ``--time-limit`` files that would begin too late
+The processes that tests start are counted too. With ``--check-shares`` a room that takes more than
+its share in ``tests/rooms.toml`` fails the run; with ``--time-limit`` files that would begin later
 are skipped, and named.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import time
-import tomllib
 from collections import defaultdict
 from collections.abc import Generator
-from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from fork_server import cpu_s_of_ended, fork_servers
+from room_map import TESTS, RoomError, room_of, rooms
 
-TESTS = Path(__file__).parents[1]
-MAP = TESTS / "rooms.toml"
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-
-
-class Room(NamedTuple):
-    """A folder of tests and the sources that its tests are for.
-
-    Attributes:
-        name: Name of the folder below ``tests/``.
-        sources: Patterns of paths from the top of the repository; a change in one of them makes CI
-            run the whole room.
-        spine_s: Most core-seconds of the room's tests in ``make test``.
-        all_s: Most core-seconds of all of the room's tests that are not ``long``.
-    """
-
-    name: str
-    sources: tuple[str, ...]
-    spine_s: float
-    all_s: float
-
-    def has(self, path: str) -> bool:
-        """Whether a change of ``path``, from the top of the repository, concerns the room."""
-        patterns = (*self.sources, f"tests/{self.name}")
-        return any(fnmatch(path, one) or path.startswith(f"{one}/") for one in patterns)
-
-
-class RoomsError(Exception):
-    """The map, or a name in it, is wrong; one line for people."""
-
-
-@functools.cache
-def rooms() -> dict[str, Room]:
-    """All rooms of the map, by name.
-
-    Raises:
-        RoomsError: A room has no folder, a folder no room, or an entry has another form.
-    """
-    read = tomllib.loads(MAP.read_text())
-    shared = tuple(read.pop("shared"))
-    found = {}
-    for name, entry in read.items():
-        spine_s, all_s = entry["core_seconds"]
-        found[name] = Room(name, (*entry["sources"], *shared), spine_s, all_s)
-    folders = {one.parent.relative_to(TESTS).parts[0] for one in TESTS.glob("*/**/test_*.py")}
-    if folders != found.keys():
-        wrong = ", ".join(sorted(folders ^ found.keys()))
-        raise RoomsError(f"tests/rooms.toml and the folders of tests/ differ in: {wrong}")
-    return found
-
-
-def room_of(path: Path) -> str:
-    """Name of the room in which a test file lies."""
-    return path.relative_to(TESTS).parts[0]
-
+_LATE = "left out for time"
 
 # Processor time -----------------------------------------------------------------------------------
 
@@ -195,9 +139,6 @@ class Report:
             Path(self._path).write_text("\n".join(sorted(lines, reverse=True)) + "\n")
 
 
-_LATE = "left out for time"
-
-
 class TimeLimit:
     """Skips files that would begin after the time limit."""
 
@@ -232,7 +173,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     try:
         rooms()
-    except RoomsError as error:
+    except RoomError as error:
         raise pytest.UsageError(str(error)) from None
     manager = config.pluginmanager
     is_worker = hasattr(config, "workerinput")

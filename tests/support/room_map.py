@@ -1,0 +1,163 @@
+"""Rooms of the tests, and which of them a change concerns.
+
+``tests/rooms.toml`` is the map. From the command line::
+
+    room_map.py ROOM        folder of a room
+    room_map.py --changed   folders of the rooms that have changed since all tests were last green
+    room_map.py --record    note that all tests are green at this commit
+"""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterable
+from difflib import get_close_matches
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import NamedTuple
+
+TESTS = Path(__file__).parents[1]
+MAP = TESTS / "rooms.toml"
+LAST_GREEN = TESTS / "last_green"
+"""File with the commit at which ``make test-all`` was last green."""
+
+
+class Room(NamedTuple):
+    """A folder of tests and the sources that its tests are for.
+
+    Attributes:
+        name: Name of the folder below ``tests/``.
+        sources: Patterns of paths from the top of the repository; a change in one of them makes CI
+            run all tests of the room.
+        spine_s: Most core-seconds of the room's tests in ``make test``.
+        all_s: Most core-seconds of all of the room's tests that are not ``long``.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    spine_s: float
+    all_s: float
+
+    def has(self, path: str) -> bool:
+        """Whether a change of ``path``, from the top of the repository, concerns the room."""
+        patterns = (*self.sources, f"tests/{self.name}")
+        return any(fnmatch(path, one) or path.startswith(f"{one}/") for one in patterns)
+
+
+class RoomError(Exception):
+    """The map, or a name that was to be found in it, is wrong; one line for people."""
+
+
+@functools.cache
+def rooms() -> dict[str, Room]:
+    """All rooms of the map, by name.
+
+    Raises:
+        RoomError: A room has no folder, a folder no room, or the file has another form.
+    """
+    try:
+        read = tomllib.loads(MAP.read_text())
+        shared = tuple(read.pop("shared"))
+        found = {
+            name: Room(name, (*entry["sources"], *shared), *map(float, entry["core_seconds"]))
+            for name, entry in read.items()
+        }
+    except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
+        raise RoomError(f"{MAP.name} cannot be read: {error!r}") from None
+    folders = {one.relative_to(TESTS).parts[0] for one in TESTS.glob("*/**/test_*.py")}
+    if wrong := sorted(folders ^ found.keys()):
+        raise RoomError(f"{MAP.name} and the folders of tests differ: {', '.join(wrong)}")
+    return found
+
+
+def room_of(path: Path) -> str:
+    """Name of the room in which a test file lies."""
+    return path.relative_to(TESTS).parts[0]
+
+
+def folder_of(name: str) -> Path:
+    """Folder of the room of this name.
+
+    Raises:
+        RoomError: There is no such room.
+    """
+    known = rooms()
+    if name not in known:
+        near = get_close_matches(name, known, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise RoomError(f"there is no room {name}{hint} (rooms: {', '.join(sorted(known))})")
+    return TESTS / name
+
+
+def concerned(paths: Iterable[str]) -> list[Room]:
+    """Rooms that changes of these paths concern, those with the least to run first."""
+    changed = list(paths)
+    found = [one for one in rooms().values() if any(one.has(path) for path in changed)]
+    return sorted(found, key=lambda one: one.all_s)
+
+
+def _git(*words: str) -> str:
+    try:
+        done = subprocess.run(
+            ["git", *words], cwd=TESTS.parent, capture_output=True, text=True, check=False
+        )
+    except OSError as error:
+        raise RoomError(f"there is no git to tell what has changed: {error}") from None
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or ["it said nothing"]
+        raise RoomError(f"git cannot tell what has changed: {said[-1]}: run `make test-all`")
+    return done.stdout
+
+
+def changed_since_green() -> list[Room]:
+    """Rooms that have changed since all tests were last green; all where that is not known.
+
+    Raises:
+        RoomError: This is not a checkout of git.
+    """
+    _git("rev-parse", "HEAD")
+    green = LAST_GREEN.read_text().strip() if LAST_GREEN.exists() else ""
+    try:
+        paths = _git("diff", "--name-only", "--no-renames", green or "HEAD", "--").splitlines()
+        paths += _git("ls-files", "--others", "--exclude-standard").splitlines()
+    except RoomError:
+        green = ""
+    if not green:
+        return sorted(rooms().values(), key=lambda one: one.all_s)
+    return concerned(paths)
+
+
+def record_green() -> str:
+    """Write the present commit to ``LAST_GREEN``; returns what there is to say.
+
+    Raises:
+        RoomError: This is not a checkout of git.
+    """
+    if _git("status", "--porcelain").strip():
+        return "green, and not recorded: the tree has changes that are not committed"
+    LAST_GREEN.write_text(_git("rev-parse", "HEAD"))
+    return f"recorded in tests/{LAST_GREEN.name}: commit it"
+
+
+def main(words: list[str]) -> int:
+    try:
+        match words:
+            case ["--changed"]:
+                print(*(TESTS / one.name for one in changed_since_green()))
+            case ["--record"]:
+                print(record_green())
+            case [name] if not name.startswith("-"):
+                print(folder_of(name))
+            case _:
+                raise RoomError("usage: room_map.py ROOM | --changed | --record")
+    except RoomError as error:
+        print(f"rooms: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
