@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import pytest
 pytest.importorskip("vllm")
 
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
-from banaserve.transport.errors import TransferTimeoutError, TransportError
+from banaserve.transport.errors import PeerGoneError, TransferTimeoutError, TransportError
 from banaserve.transport.interface import Channel
+from waiting import eventually
 
 
 class Start(threading.Thread):
@@ -31,14 +33,33 @@ class Start(threading.Thread):
             self.error = error
 
 
-def until_it_listens(path: Path, before: int | None = None) -> int:
-    while True:
-        try:
-            found = path.stat().st_ino
-        except FileNotFoundError:
-            continue
-        if found != before:
-            return found
+def until_it_listens(path: Path, before: object = None) -> object:
+    """Wait for another socket at ``path`` than ``before``; returns what tells it from others."""
+    found: list[object] = []
+
+    def is_another() -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            status = path.stat()
+            # The number alone is given again to the next file.
+            found[:] = [(status.st_ino, status.st_ctime_ns)]
+            return found[0] != before
+        return False
+
+    eventually(is_another)
+    return found[0]
+
+
+def until_connected(address: GuestAddress) -> Channel:
+    """A host's channel to the guest, which does not listen yet when its path appears."""
+    made: list[Channel] = []
+
+    def is_there() -> bool:
+        with contextlib.suppress(PeerGoneError):
+            made.append(address.connect(10.0))
+        return bool(made)
+
+    eventually(is_there)
+    return made[0]
 
 
 @pytest.fixture
@@ -48,11 +69,11 @@ def address(tmp_path: Path) -> GuestAddress:
 
 def test_a_host_comes_to_the_later_of_two_starts(address: GuestAddress) -> None:
     path = Path(address.channel)
-    first = Start(address, 1.0)
-    inode = until_it_listens(path)
+    first = Start(address, 0.3)
+    earlier = until_it_listens(path)
     second = Start(address, 60.0)
-    until_it_listens(path, inode)
-    host = address.connect(10.0)
+    until_it_listens(path, earlier)
+    host = until_connected(address)
     second.join()
     assert (second.error, first.channel) == (None, None)
     assert second.channel is not None
@@ -66,13 +87,13 @@ def test_a_host_comes_to_the_later_of_two_starts(address: GuestAddress) -> None:
 def test_one_that_nobody_comes_to_leaves_the_path_of_another(address: GuestAddress) -> None:
     path = Path(address.channel)
     first = Start(address, 0.3)
-    inode = until_it_listens(path)
+    earlier = until_it_listens(path)
     second = Start(address, 60.0)
-    later = until_it_listens(path, inode)
+    later = until_it_listens(path, earlier)
     first.join()
     assert isinstance(first.error, TransferTimeoutError)
-    assert path.stat().st_ino == later
-    address.connect(10.0).close()
+    assert until_it_listens(path) == later
+    until_connected(address).close()
     second.join()
     assert second.error is None
 

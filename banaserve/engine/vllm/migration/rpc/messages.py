@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import operator
 import os
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -75,9 +76,10 @@ class GuestAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         own = None
         try:
             os.fchmod(listener.fileno(), 0o600)
-            path.unlink(missing_ok=True)
-            listener.bind(self.channel)
-            own = path.stat().st_ino
+            with _alone_in(path.parent):
+                path.unlink(missing_ok=True)
+                listener.bind(self.channel)
+                own = path.stat().st_ino
             listener.listen(1)
             listener.settimeout(timeout_s)
             sock, _ = listener.accept()
@@ -86,7 +88,8 @@ class GuestAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         except OSError as error:
             raise PeerGoneError(f"cannot listen at {path}: {error.strerror}") from error
         finally:
-            with contextlib.suppress(FileNotFoundError):
+            # The folder is gone where the run has ended meanwhile.
+            with contextlib.suppress(FileNotFoundError), _alone_in(path.parent):
                 if path.stat().st_ino == own:
                     path.unlink()
             listener.close()
@@ -106,6 +109,21 @@ class GuestAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return TransportOptions(
             folder=self.folder, secret=bytes.fromhex(self.secret), host=self.listen_host
         )
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Keep other starts of a guest from taking or leaving a path of ``folder``.
+
+    Between the two steps of either, another start would take the path of its successor for its own,
+    and remove it.
+    """
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(number)
 
 
 class AttentionSlice(msgspec.Struct, frozen=True):
