@@ -15,8 +15,7 @@ import sys
 import tomllib
 from collections.abc import Iterable
 from difflib import get_close_matches
-from fnmatch import fnmatch
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 TESTS = Path(__file__).parents[1]
@@ -44,7 +43,7 @@ class Room(NamedTuple):
     def has(self, path: str) -> bool:
         """Whether a change of ``path``, from the top of the repository, concerns the room."""
         patterns = (*self.sources, f"tests/{self.name}")
-        return any(fnmatch(path, one) or path.startswith(f"{one}/") for one in patterns)
+        return any(PurePosixPath(path).match(one) or path.startswith(f"{one}/") for one in patterns)
 
 
 class RoomError(Exception):
