@@ -283,6 +283,18 @@ def test_takes_the_prefix_that_came_and_reserves_the_rest(
     assert bench.counted("promoted_blocks") == 1
 
 
+def test_who_fetches_always_waits_where_computing_would_be_sooner() -> None:
+    bench = Bench(enabled=False)
+    request = bench.request(4)
+    bench.hold(request, [HIT, PENDING, PENDING])
+    assert bench.side.match(request, 0) is None
+    bench.clock.now_s += 9.9
+    assert bench.side.match(request, 0) is None
+    bench.hold(request, [HIT, HIT, HIT])
+    assert bench.side.match(request, 0) == 3 * BLOCK
+    assert bench.counted("promotion_arrived") == 1
+
+
 def test_a_tier_that_does_not_know_yet_is_asked_again(bench: Bench) -> None:
     request = bench.request(3)
     bench.hold(request, [HIT])

@@ -71,6 +71,11 @@ class EngineCostGate:
         self._stats = stats
         self._planned: dict[int, _Planned] = {}
 
+    @property
+    def fetches_always(self) -> bool:
+        """True where blocks are fetched whatever that costs (``--kv-store-fetch always``)."""
+        return not self._gate.enabled
+
     def block_budget_s(self, first_block: int, num_tokens: int) -> float:
         """What computing a block of the prompt takes, for the store's tiers; 0 if not known."""
         num_before = first_block * self._block_size
@@ -284,6 +289,8 @@ class PrefixMatcher:
             self._client.release(held)
         tracked.lease, tracked.hits, tracked.first_hit = answer.lease, list(answer.slots), first
         pending_s = block_s * (len(answer.slots) - answer.num_ready)
+        if self._gate.fetches_always:
+            pending_s = LONGEST_WAIT_S
         tracked.promotion = PendingPromotion(
             answer.slots, answer.num_ready, now_s, answer.wait_s, pending_s
         )
