@@ -8,7 +8,7 @@ import re
 import httpx
 import pytest
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.spine]
 
 MODEL = "smollm2-135m"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

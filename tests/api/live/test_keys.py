@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.spine]
 
 MODEL = "smollm2-135m"
 KEYS = ("first-secret-key", "second-secret-key")

@@ -16,7 +16,7 @@ from banaserve.cli.main import main
 from banaserve.config import DEFAULT_SKIP_PREFILL_BELOW_TOKENS
 from banaserve.engine.vllm.tracing.events import RequestTrace
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.spine]
 
 MODEL = "smollm2-135m"
 MAX_CONCURRENT = 4

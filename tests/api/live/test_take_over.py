@@ -192,6 +192,7 @@ def test_one_that_cannot_serve_or_dies_leaves_the_old_one_as_it_was(
     assert serves(old)
 
 
+@pytest.mark.spine
 def test_no_client_notices_that_the_server_is_replaced(
     claim: Callable[..., Run], old: Run, disk: Path
 ) -> None:

@@ -157,6 +157,7 @@ def nothing_is_held(server: Run) -> None:
         until(lambda gauge=gauge: server.metric(f"banaserve_kvstore_{gauge}") == 0, f"no {gauge}")
 
 
+@pytest.mark.spine
 def test_what_does_not_fit_in_memory_goes_to_ssd(
     deployment: Deployment, prompts: list[list[int]], reference: list[list[int]]
 ) -> None:
@@ -168,6 +169,7 @@ def test_what_does_not_fit_in_memory_goes_to_ssd(
     nothing_is_held(server)
 
 
+@pytest.mark.spine
 def test_after_a_restart_prefixes_come_from_ssd(
     deployment: Deployment, prompts: list[list[int]], reference: list[list[int]]
 ) -> None:
@@ -181,6 +183,7 @@ def test_after_a_restart_prefixes_come_from_ssd(
     nothing_is_held(server)
 
 
+@pytest.mark.spine
 def test_another_tenant_hits_nothing_and_the_same_one_does(
     deployment: Deployment, prompts: list[list[int]], reference: list[list[int]]
 ) -> None:
@@ -216,6 +219,7 @@ def test_preemption_and_chunked_prefill_change_no_token(
     nothing_is_held(server)
 
 
+@pytest.mark.spine
 def test_flipped_bytes_are_found_and_computed_again(
     deployment: Deployment, prompts: list[list[int]], reference: list[list[int]]
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from rig import all_kinds, modules_of
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.spine]
 
 ENGINE = "mixtral"
 NUM_TOKENS = 24

@@ -252,6 +252,7 @@ def test_a_copy_goes_wrong(
     assert rig.agrees(rig.run(prompts, NUM_TOKENS, rig.away(modules, rig.guest())), expected)
 
 
+@pytest.mark.spine
 @pytest.mark.parametrize(
     ("what", "kind", "unit"),
     each_unit(["messages", "copies"], ["duplicate", "delay"], kinds_with_kv()),

@@ -49,6 +49,7 @@ def _home(rig: Any, expected: Any) -> Iterator[None]:
     rig.reset()
 
 
+@pytest.mark.spine
 @pytest.mark.parametrize("modules", [LAYERS, HEADS], ids=["layers", "heads"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "stalls"])
 def test_streams_go_on(

@@ -93,6 +93,7 @@ def streams_of(server: Run, prompts: list[list[int]]) -> AskedAgain:
     return AskedAgain(server, kinds, len(kinds))
 
 
+@pytest.mark.spine
 def test_layers_go_and_come_home(
     server: Run, admin: AdminClient, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:

@@ -124,6 +124,7 @@ def check_tokens(
         assert computed <= num_requests + 2 * short, why
 
 
+@pytest.mark.spine
 def test_tokens_equal_one_engine(
     serve: Callable[..., Run], prompts: list[list[int]], reference: dict[str, list[list[int]]]
 ) -> None:

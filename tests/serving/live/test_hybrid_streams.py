@@ -93,6 +93,7 @@ def test_streams_that_are_preempted_start_over(
     assert preempted > 0
 
 
+@pytest.mark.spine
 @pytest.mark.parametrize(
     ("victim", "number", "share"),
     [

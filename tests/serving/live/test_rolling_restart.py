@@ -247,6 +247,7 @@ def new_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written(source, tmp_path_factory.mktemp("weights") / "new", drawn)
 
 
+@pytest.mark.spine
 @pytest.mark.parametrize("name", [pytest.param("pairs", marks=pytest.mark.long), "pair"])
 def test_every_answer_is_of_old_weights_or_of_new_ones(
     name: str,

@@ -153,6 +153,7 @@ class Streams:
             self.wrong.extend(differences(kind, self._expected, found).items())
 
 
+@pytest.mark.spine
 def test_no_answer_notices_that_instances_come_and_go(
     server: Run, admin: AdminClient, kinds: dict[str, Kind], expected: dict[str, Answer]
 ) -> None:
@@ -240,6 +241,7 @@ def test_what_cannot_be_is_refused_in_one_line(
     assert ids_of(admin) == before
 
 
+@pytest.mark.spine
 def test_the_last_of_a_role_is_not_drained_and_what_is_there_is_not_added(
     server: Run, admin: AdminClient, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -60,6 +60,7 @@ def test_with_streams_under_way(number, serve, port):
     assert run.errors.read_text() == ""
 
 
+@pytest.mark.spine
 def test_sigterm_lets_streams_end_and_takes_no_more(serve, port):
     """As Kubernetes and Docker send it: to the server alone, not to its engines."""
     run = serve(port=port)

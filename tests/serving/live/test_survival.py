@@ -137,6 +137,7 @@ def expected(server: Run, kinds: dict[str, Kind]) -> dict[str, Answer]:
     return asyncio.run(asked_all(server, kinds))
 
 
+@pytest.mark.spine
 def test_answers_are_those_of_one_engine(
     fork_server: ForkServer, expected: dict[str, Answer], prompt: list[int]
 ) -> None:
@@ -150,6 +151,7 @@ def test_answers_are_those_of_one_engine(
         assert found == wanted, name
 
 
+@pytest.mark.spine
 def test_what_is_asked_for_is_what_comes(expected: dict[str, Answer]) -> None:
     assert [name for name, answer in expected.items() if answer.error] == []
     for name, answer in expected.items():
@@ -176,6 +178,7 @@ def test_every_kind_has_its_first_token_from_prefill(server: Run, kinds: dict[st
     assert counted() - before == Counter(prefill=len(kinds), decode=2)
 
 
+@pytest.mark.spine
 @pytest.mark.parametrize("victim", ["d0", "p0", "d1", "kvstore"])
 def test_no_answer_notices_a_kill(
     victim: str, server: Run, kinds: dict[str, Kind], expected: dict[str, Answer]
@@ -199,6 +202,7 @@ def test_no_answer_notices_a_kill(
     back(server, victim, pid)
 
 
+@pytest.mark.spine
 def test_no_answer_notices_that_an_instance_is_drained(
     server: Run, kinds: dict[str, Kind], expected: dict[str, Answer]
 ) -> None:
