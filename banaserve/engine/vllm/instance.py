@@ -14,7 +14,6 @@ import enum
 import gc
 import logging
 import os
-import re
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -26,7 +25,9 @@ import zmq.asyncio
 
 from banaserve.clock import Clock
 from banaserve.engine.vllm.compat import engine as compat
-from banaserve.engine.vllm.compat.config import UsageContext, VllmConfig
+from banaserve.engine.vllm.compat.clients import connect
+from banaserve.engine.vllm.compat.config import VllmConfig
+from banaserve.engine.vllm.compat.engine_errors import last_error_in
 from banaserve.engine.vllm.launch.engine_settings import EngineSettings, weights_of
 from banaserve.engine.vllm.launch.launcher import Launcher
 from banaserve.engine.vllm.monitoring import metrics
@@ -37,7 +38,6 @@ from banaserve.engine.vllm.settings.kv_bytes import kv_token_bytes
 from banaserve.errors import InstanceDeadError
 from banaserve.orchestrator.cluster_view import with_guests
 from banaserve.platform import linux, processes
-from banaserve.run_dir import tail_of
 from banaserve.types import (
     NO_WAYS,
     Distance,
@@ -47,8 +47,6 @@ from banaserve.types import (
     Role,
 )
 
-_ERROR = re.compile(r"\b((?:[\w.]*(?:Error|Exception)): .{1,300})")
-_LAST_LINES = 200
 logger = logging.getLogger(__name__)
 _DEFAULT_PREFILL_TOKENS_PER_S = 1000.0
 _SPEED_SMOOTHING = 0.2
@@ -119,16 +117,6 @@ async def startup_handshake(socket: zmq.asyncio.Socket, addresses: dict[str, str
             await socket.send_multipart((identity, msgspec.msgpack.encode(metadata)))
         elif status == "READY":
             return
-
-
-def last_error_in(log: Path) -> str:
-    """The last line of a log with an error, and the log's path."""
-    with contextlib.suppress(OSError):
-        lines = tail_of(log).splitlines()[-_LAST_LINES:]
-        errors = [m[1] for line in lines if (m := _ERROR.search(line))]
-        if errors:
-            return f"{errors[-1].strip()} (log: {log})"
-    return f"see {log}"
 
 
 class State(enum.Enum):
@@ -291,16 +279,10 @@ class Instance:
             await asyncio.gather(ended, return_exceptions=True)
 
     def _connect(self, addresses: dict[str, str]) -> compat.AsyncLLM:
-        """Runs in a thread: loading the tokenizer must not stall the streams of others."""
+        """Runs in a thread: loading a tokenizer must not stall the streams of others."""
         logger_class = self._series.logger_class(self.id, self._board.record)
-        client = compat.AsyncLLM.from_vllm_config(
-            vllm_config=copy.deepcopy(self.engine_config),
-            usage_context=UsageContext.OPENAI_API_SERVER,
-            stat_loggers=[logger_class],
-            client_addresses={
-                "input_address": addresses["input"],
-                "output_address": addresses["output"],
-            },
+        client = connect(
+            copy.deepcopy(self.engine_config), logger_class, addresses["input"], addresses["output"]
         )
         if self.incarnation > 1:  # there was a client before it; what the start made is frozen
             gc.collect()

@@ -357,7 +357,6 @@ _ENGINE = [
                  "prompt_embeds"),
     *_classes("engine", _CLIENT, "client of an instance", "AsyncLLM"),
     *_methods("engine", _CLIENT, "AsyncLLM", "client of an instance",
-              "from_vllm_config(vllm_config=, usage_context=, stat_loggers=, client_addresses=)",
               "generate(prompt, sampling_params, request_id, prompt_text=, lora_request=, "
               "tokenization_kwargs=, trace_headers=, priority=, data_parallel_rank=, "
               "reasoning_ended=)",
@@ -861,6 +860,21 @@ _OFFLINE = [
                  "engine_core"),
 ]  # fmt: skip
 
+_CLIENTS = [
+    Entry("clients", "vllm.v1.engine", "async_llm", NameKind.MODULE, "clients of instances"),
+    *_classes("clients", _CLIENT, "client of an instance", "AsyncLLM"),
+    *_methods("clients", _CLIENT, "AsyncLLM", "client of an instance",
+              "from_vllm_config(vllm_config=, usage_context=, stat_loggers=, client_addresses=)"),
+    *_methods("clients", _CLIENT, "AsyncLLM", "leaves a renderer to others", "shutdown(timeout)",
+              hook=Hook.OVERRIDDEN),
+    *_attributes("clients", _CLIENT, "AsyncLLM", "leaves a renderer to others", "renderer",
+                 Hook.SET),
+    _entry("clients", _CLIENT, NameKind.FUNCTION, "renderer_from_config(config)",
+           "one renderer for all clients", Hook.REPLACED),
+    _entry("clients", _CLIENT, NameKind.FUNCTION, "load_stat_logger_plugin_factories()",
+           "entry points are read once", Hook.REPLACED),
+]  # fmt: skip
+
 _NVML = [
     Entry("nvml", "vllm.third_party", "pynvml", NameKind.MODULE, "bindings of NVML"),
     *_functions("nvml", "vllm.third_party.pynvml", "use and memory of GPUs", "nvmlInit()",
@@ -882,5 +896,6 @@ ENTRIES: tuple[Entry, ...] = (
     *_EXPERTS,
     *_RUNNER,
     *_OFFLINE,
+    *_CLIENTS,
     *_NVML,
 )

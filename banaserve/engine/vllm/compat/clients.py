@@ -1,0 +1,85 @@
+"""Clients of engine cores: what is equal in all of them is made once.
+
+A renderer with its tokenizer takes half a second of processor time and forty megabytes, as much as
+all else of an instance in the front door's process.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.engine import async_llm
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from banaserve.engine.vllm.compat.config import UsageContext, VllmConfig
+
+__all__ = ["EngineClient", "connect"]
+
+_renderers: weakref.WeakValueDictionary[tuple[Any, ...], Any] = weakref.WeakValueDictionary()
+_making = threading.Lock()
+_make_renderer = async_llm.renderer_from_config
+_TOKENIZER_FILES = ("token*", "*.model", "*.jinja", "vocab*", "config.json", "*processor*")
+
+
+class EngineClient(AsyncLLM):
+    """vLLM's client of one engine core, whose renderer is that of others too."""
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Close the connection; the renderer ends with the last client that has it."""
+        renderer = self.__dict__.pop("renderer", None)
+        try:
+            super().shutdown(timeout)
+        finally:
+            if renderer is not None:
+                self.renderer = renderer
+
+
+def connect(
+    config: VllmConfig, stat_logger: Any, input_address: str, output_address: str
+) -> EngineClient:
+    """Connect to an engine core that is ready. Blocks.
+
+    Args:
+        config: The client's own; it gets what the engine core has made of it.
+        stat_logger: Takes the engine core's statistics.
+    """
+    return EngineClient.from_vllm_config(
+        vllm_config=config,
+        usage_context=UsageContext.OPENAI_API_SERVER,
+        stat_loggers=[stat_logger],
+        client_addresses={"input_address": input_address, "output_address": output_address},
+    )
+
+
+def _shared_renderer(config: VllmConfig) -> Any:
+    """The renderer of all clients whose models render alike."""
+    key = _key(config)
+    with _making:  # clients connect on threads
+        if (found := _renderers.get(key)) is None:
+            found = _renderers[key] = _make_renderer(config)
+        return found
+
+
+def _key(config: VllmConfig) -> tuple[Any, ...]:
+    """Whatever a renderer is made of: files too, which may be replaced between two restarts."""
+    model = config.model_config
+    names = sorted({str(model.model), str(model.tokenizer)})
+    files = [
+        (str(path), path.stat().st_mtime_ns, path.stat().st_size)
+        for name in names
+        for pattern in _TOKENIZER_FILES
+        for path in sorted(Path(name).glob(pattern))
+    ]
+    said = (model.tokenizer_mode, model.tokenizer_revision, model.revision, model.max_model_len)
+    return (*names, *said, str(model.runner_type), bool(model.trust_remote_code), *files)
+
+
+async_llm.renderer_from_config = _shared_renderer
+# Of all installed packages' entry points, which are read anew each time otherwise.
+async_llm.load_stat_logger_plugin_factories = functools.cache(
+    async_llm.load_stat_logger_plugin_factories
+)
