@@ -315,7 +315,7 @@ def differences(recorded: Recording, answers: Sequence[Answers], stats: list[Sha
 
 def _counts(frame: Frame, before: Sequence[Frame]) -> bool:
     is_answer = "utility_output" in frame.shape
-    return is_answer or bool(frame.shape["outputs"]) and frame not in before
+    return is_answer or (bool(frame.shape["outputs"]) and frame not in before)
 
 
 def _unlike(name: str, recorded: list[Frame], came: list[Frame]) -> Iterator[str]:

@@ -5,6 +5,7 @@ Usage: as ``python -m banaserve``, with ``tests/mock_engine`` in PYTHONPATH.
 
 from __future__ import annotations
 
+import os
 import socket
 
 from banaserve.__main__ import run
@@ -23,12 +24,11 @@ def mock_launcher(argv: list[str]) -> ForkLauncher:
         process = spawn.spawn(
             spawn.LaunchKind.PARENT,
             messages.ParentLaunch(argv, theirs.fileno()),
-            spawn.os.environ,
+            os.environ,
             pass_fds=(theirs.fileno(),),
             in_session=True,
         )
-    first = ParentLink(ours, process.pid, process)
-    return ForkLauncher(first, lambda: start_parent(argv))
+    return ForkLauncher(ParentLink(ours, process.pid, process), lambda: start_parent(argv))
 
 
 def mock_engines() -> None:

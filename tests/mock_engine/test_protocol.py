@@ -14,7 +14,7 @@ import mock_process
 from front_end import Names, Player, Recording, differences, farewell, front_end, shape_of
 from mock_facts import VLLM
 from mock_protocol import STRUCTS, field_names
-from record_cores import END_S, GOLDEN, golden_of, real_core, read_golden, shaken
+from record_cores import END_S, GOLDEN, golden_of, read_golden, real_core, shaken
 
 RECORD = "PYTHONPATH=tests/mock_engine:tests/support python -P tests/mock_engine/record_cores.py"
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from banaserve.engine.vllm.compat.config import VllmConfig
     from banaserve.engine.vllm.launch.devices import Devices
     from banaserve.engine.vllm.launch.engine_settings import EngineSettings, RoleEngine
+    from banaserve.engine.vllm.launch.launcher import ForkLauncher
     from banaserve.nodes.launcher import NodesLauncher
     from banaserve.nodes.pool import NodeWork
 
@@ -71,9 +72,7 @@ def prepared(
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.cache_root() / "torchinductor"))
     from banaserve.api.serving import Parts, scheme_of
     from banaserve.engine.vllm.compat.config import is_on_cpu
-    from banaserve.engine.vllm.launch.forkserver import fork_engine_parent, pre_import
-    from banaserve.engine.vllm.launch.launcher import ForkLauncher, Launcher, SpawnLauncher
-    from banaserve.engine.vllm.launch.parent_link import ParentLink, start_parent
+    from banaserve.engine.vllm.launch.launcher import Launcher, SpawnLauncher
     from banaserve.engine.vllm.roles.role_switch import Budgets
     from banaserve.engine.vllm.settings import engine_args
     from banaserve.engine.vllm.settings.environment import set_environment
@@ -123,10 +122,7 @@ def prepared(
         work = _node_work(config, argv, num_gpus, instance_bytes, forks=forks)
         launcher: Launcher = _nodes_launcher(nodes, work, run)
     elif forks:
-        pre_import()
-        pid, control = fork_engine_parent(engine_config)
-        first = ParentLink(control, pid)
-        launcher = ForkLauncher(first, lambda: start_parent(argv))
+        launcher = _fork_launcher(argv, engine_config)
     else:
         devices = _devices(config, _num_ranks(config, engine_config, by_role), on_cpu)
         launcher = SpawnLauncher(argv, devices)
@@ -164,6 +160,17 @@ def _for_vllm(
     args = engine_args.parse_vllm_argv(argv)
     engine_args.refuse_taken(args, config, model.path_or_id)
     return argv, args, engine_args.engine_config(args)
+
+
+def _fork_launcher(argv: list[str], engine_config: VllmConfig) -> ForkLauncher:
+    """Launcher of engines that are forked; its first parent is forked here, before any thread."""
+    from banaserve.engine.vllm.launch.forkserver import fork_engine_parent, pre_import
+    from banaserve.engine.vllm.launch.launcher import ForkLauncher
+    from banaserve.engine.vllm.launch.parent_link import ParentLink, start_parent
+
+    pre_import()
+    pid, control = fork_engine_parent(engine_config)
+    return ForkLauncher(ParentLink(control, pid), lambda: start_parent(argv))
 
 
 def _node_work(
