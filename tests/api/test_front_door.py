@@ -33,7 +33,7 @@ from banaserve.cli.serve.options.command_line import parse_serve_argv
 from banaserve.cli.sockets import check_tls
 from banaserve.config import ServeConfig
 from banaserve.engine.vllm.client import request_limits, tenant
-from banaserve.engine.vllm.instance import last_error_in
+from banaserve.engine.vllm.compat.engine_errors import last_error_in
 from banaserve.engine.vllm.settings import engine_args
 from banaserve.engine.vllm.settings.engine_args import refuse_taken
 from banaserve.errors import UserError
