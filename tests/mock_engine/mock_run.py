@@ -1,4 +1,4 @@
-"""Runs of ``banaserve serve`` whose engines are mocks; a second after the fork server they serve."""
+"""Runs of ``banaserve serve`` with mock engines: they serve a second after the fork server."""
 
 from __future__ import annotations
 

@@ -4,8 +4,9 @@ Usage, from a checkout, with the vLLM that is to be recorded:
 
     PYTHONPATH=tests/mock_engine:tests/support python -P tests/mock_engine/record_cores.py
 
-writes ``golden/vllm-VERSION.json``. ``--sources VERSION FOLDER`` compares instead the structs of
-another vLLM, whose package lies unpacked in FOLDER and is not run, with the recording.
+writes ``golden/vllm-VERSION.json``. ``--sources WHEEL_OR_VERSION`` compares instead the messages'
+fields in the sources of another vLLM, which is not run, with those recorded with the installed one,
+and writes them to ``golden/fields-VERSION.json``.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from typing import Any
 
 import msgspec
 
+from banaserve.engine.vllm.compat.wheels import wheel_of
+from banaserve.models.cache import cache_root
 from front_end import (
     Action,
     FrontEnd,
@@ -33,7 +36,7 @@ from front_end import (
     front_end,
     shape_of,
 )
-from struct_fields import compared, fields_in
+from struct_fields import compared, fields_in_package, fields_in_wheel
 
 GOLDEN = Path(__file__).parent / "golden"
 START_S, END_S = 240.0, 30.0
@@ -41,7 +44,7 @@ START_S, END_S = 240.0, 30.0
 
 def main() -> int:
     if sys.argv[1:2] == ["--sources"]:
-        return compare_sources(sys.argv[2], Path(sys.argv[3]))
+        return compare_sources(sys.argv[2])
     recording = record()
     path = golden_of(recording.vllm)
     body = msgspec.json.format(msgspec.json.encode(recording), indent=1)
@@ -59,13 +62,23 @@ def read_golden(path: Path) -> Recording:
     return msgspec.json.decode(path.read_bytes(), type=Recording)
 
 
-def compare_sources(version: str, folder: Path) -> int:
-    """Print how the structs of unpacked sources differ from the recorded ones; 1 if they do."""
-    newest = read_golden(sorted(GOLDEN.glob("vllm-*.json"))[-1])
-    lines = compared(newest.structs, fields_in(folder))
-    print(f"vLLM {version} beside the recording of {newest.vllm}: {len(lines)} differences")
+def compare_sources(given: str) -> int:
+    """Print how the fields of another vLLM's messages differ; 1 if they do."""
+    wheel = wheel_of(given, cache_root() / "wheels")
+    version = wheel.name.split("-")[1].partition("+")[0]
+    theirs = fields_in_wheel(wheel)
+    path = fields_of(version)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(theirs), indent=1) + b"\n")
+    recorded = read_golden(sorted(GOLDEN.glob("vllm-*.json"))[-1])
+    lines = compared(recorded.structs, theirs)
+    print(f"{path}: {len(lines)} differences from the recording of {recorded.vllm}")
     print("\n".join(lines))
     return int(bool(lines))
+
+
+def fields_of(version: str) -> Path:
+    """File of the fields in the sources of a version that was not run."""
+    return GOLDEN / f"fields-{'.'.join(version.split('.')[:2])}.json"
 
 
 # ---- the real engine core
@@ -250,7 +263,7 @@ def recorded_structs() -> dict[str, list[list[str]]]:
     """Fields of the installed vLLM's structs, with their defaults as its sources have them."""
     import vllm
 
-    return fields_in(Path(vllm.__file__).parent)
+    return fields_in_package(Path(vllm.__file__).parent)
 
 
 if __name__ == "__main__":

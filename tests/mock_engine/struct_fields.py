@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from zipfile import ZipFile
 
 _FILES = {
     "v1/engine/__init__.py": (
@@ -21,14 +22,28 @@ _FILES = {
 Structs = dict[str, list[list[str]]]
 
 
-def fields_in(package: Path) -> Structs:
-    """``[name, default]`` of each field of the structs in a folder ``vllm``, in order.
+def fields_in_package(folder: Path) -> Structs:
+    """``fields_in`` of an unpacked ``vllm``."""
+    return fields_in(lambda name: (folder / name).read_text(encoding="utf-8"))
+
+
+def fields_in_wheel(path: Path) -> Structs:
+    """``fields_in`` of a wheel, which is not unpacked."""
+    with ZipFile(path) as wheel:
+        return fields_in(lambda name: wheel.read(f"vllm/{name}").decode())
+
+
+def fields_in(read: Callable[[str], str]) -> Structs:
+    """``[name, default]`` of each field of the structs, in order.
 
     A default is an expression of the source; empty where a field has none.
+
+    Args:
+        read: Returns the text of a file of the package ``vllm``.
     """
     found: Structs = {}
     for name, structs in _FILES.items():
-        tree = ast.parse((package / name).read_text(encoding="utf-8"))
+        tree = ast.parse(read(name))
         classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
         for struct in structs:
             found[struct] = _fields(classes[struct], found)

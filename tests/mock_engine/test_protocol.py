@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import mock_process
@@ -90,3 +91,13 @@ def test_real_core_answers_as_recorded(recorded: Recording) -> None:
             answers = [player.play(action) for action in recorded.actions]
     unlike = differences(recorded, answers, names.stats)
     assert not unlike, "\n".join(unlike)
+
+
+@pytest.mark.parametrize("path", sorted(GOLDEN.glob("fields-*.json")), ids=lambda path: path.stem)
+def test_version_that_was_not_run_reads_what_a_mock_core_sends(path: Path) -> None:
+    """Fields that it has in addition come behind the mock's, and have defaults."""
+    found = msgspec.json.decode(path.read_bytes(), type=dict[str, list[tuple[str, str]]])
+    for struct in STRUCTS:
+        ours, theirs = field_names(struct), found[struct.__name__]
+        assert [name for name, _ in theirs[: len(ours)]] == ours
+        assert all(default for _, default in theirs[len(ours) :])
