@@ -39,8 +39,8 @@ endif
 GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),python3)
 
 .PHONY: help serve install test test-all test-changed test-long test-nemesis test-soak test-differential test-fast test-gpu \
-    demo pictures support fuzz lint lint-style lint-types lint-imports lint-docs format bench bench-gpu gpu-report wheel \
-    wheel-check sanitize lint-docker pin-images docs lock sbom audit clean distclean
+    demo pictures support fuzz lint lint-style lint-types lint-imports lint-docs lint-repository format \
+    bench bench-gpu gpu-report wheel wheel-check sanitize lint-docker pin-images docs lock sbom audit clean distclean
 
 help:  ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -122,8 +122,8 @@ test-gpu:  ## Run the tests that need a GPU with GPU_PYTHON; installs nothing, s
 	@timeout 480 $(GPU_PYTHON) -m pytest -p no:cacheprovider tests/gpu $(ARGS) || \
 	    { code=$$?; [ $$code -eq 5 ] && echo 'no GPU test ran: see the reasons above' || exit $$code; }
 
-lint: install  ## Check style, types, which floor imports which, and the documents' links and names.
-	@$(MAKE) --no-print-directory --output-sync -j$(JOBS) lint-types lint-imports lint-docs lint-style
+lint: install  ## Check style, types, which floor imports which, documents, manifests and committed results.
+	@$(MAKE) --no-print-directory --output-sync -j$(JOBS) lint-types lint-repository lint-imports lint-docs lint-style
 
 lint-style:
 	@$(BIN)/ruff check
@@ -141,6 +141,9 @@ lint-imports:
 lint-docs:
 	@PYTHONSAFEPATH= $(BIN)/python -m docs.check
 	@PYTHONSAFEPATH= $(BIN)/python -m docs.models --check
+
+lint-repository:
+	@PYTHONSAFEPATH= $(BIN)/python -m docs.repository
 
 format: install  ## Rewrite the sources as lint wants them.
 	@$(BIN)/ruff check --fix

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -32,14 +31,6 @@ def ran(*command: str, **environment: str) -> str:
     return done.stdout
 
 
-def test_every_example_is_listed() -> None:
-    listed = (EXAMPLES / "README.md").read_text()
-    names = [path.name for path in EXAMPLES.iterdir() if not path.name.startswith(("_", "."))]
-    assert len(names) == 7
-    for name in names:
-        assert name == "README.md" or f"]({name}" in listed, name
-
-
 def test_the_trace_that_is_simulated_compares_all_systems(tmp_path: Path) -> None:
     made = ran(str(EXAMPLES / "simulate_trace.py"))
     heading, *rows = made.splitlines()
@@ -50,15 +41,6 @@ def test_the_trace_that_is_simulated_compares_all_systems(tmp_path: Path) -> Non
     lines = [{"t": i, "input_length": 100, "output_length": 5} for i in range(10)]
     trace.write_text("\n".join(map(json.dumps, lines)))
     assert ran(str(EXAMPLES / "simulate_trace.py"), str(trace)) != made
-
-
-@pytest.mark.parametrize("name", ["routing_policy", "store_tier"])
-def test_a_package_names_the_modules_that_it_has(name: str) -> None:
-    project = tomllib.loads((EXAMPLES / name / "pyproject.toml").read_text())
-    modules = project["tool"]["setuptools"]["py-modules"]
-    assert sorted(path.stem for path in (EXAMPLES / name).glob("*.py")) == sorted(modules)
-    (group,) = project["project"]["entry-points"].values()
-    assert [value.partition(":")[0] for value in group.values()] == modules
 
 
 @pytest.mark.early

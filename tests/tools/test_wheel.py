@@ -20,6 +20,8 @@ import pytest
 
 from banaserve import _native
 
+pytestmark = pytest.mark.tools
+
 ROOT = Path(__file__).parents[2]
 # What every manylinux has.
 SYSTEM = {"libstdc++.so.6", "libgcc_s.so.1", "libm.so.6", "libc.so.6", "ld-linux-x86-64.so.2"}

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
-PATH = Path(__file__).parents[2] / "docker" / "grafana" / "dashboards" / "banaserve.json"
+from docs.check import ROOT
+
+PATH = ROOT / "docker" / "grafana" / "dashboards" / "banaserve.json"
 DASHBOARD: dict[str, Any] = json.loads(PATH.read_text())
 
 
@@ -61,7 +62,7 @@ def _selectors(node: Any) -> Iterator[tuple[str, set[str]]]:
     import promql_parser
 
     if isinstance(node, promql_parser.VectorSelector):
-        yield node.name, {one.name for one in node.matchers.matchers}
+        yield node.name or "", {one.name for one in node.matchers.matchers}
         return
     for name in ("expr", "lhs", "rhs", "vector_selector", "vs"):
         child = getattr(node, name, None)

@@ -1,65 +1,20 @@
-"""The layout that ARCHITECTURE.md describes, where no other tool checks it."""
+"""The import contracts find what they forbid, and the graph of imports finds circles."""
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
 
-from import_graph import Graph, circles, entries_of, find_modules, read_imports
+from docs.repository.findings import PACKAGE, ROOT
+from docs.repository.import_graph import circles, entries_of, read_imports
+from docs.repository.layout import SETTINGS
 
-ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "banaserve"
-LINKS = ("kernels", "kvstore", "orchestrator")
-MODULES = find_modules(ROOT, ["banaserve", "benchmarks"])
-SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
-
-APART = {"banaserve.engine.vllm.migration.controller"}
-"""Folders that count as entries of the folder above their own: the controller runs in the server's
-process and starts guests through the launcher, the rest of migration in engines."""
-
-
-@pytest.mark.parametrize("name", LINKS)
-def test_a_top_level_name_is_a_relative_link_into_the_package(name):
-    assert os.readlink(ROOT / name) == f"banaserve/{name}"
-    assert (ROOT / name).is_dir()
-
-
-@pytest.mark.parametrize("name", LINKS)
-def test_a_linked_folder_is_no_regular_package(name):
-    assert not (PACKAGE / name / "__init__.py").exists()
-
-
-def test_tests_are_no_packages_and_shadow_nothing():
-    assert not list((ROOT / "tests").rglob("__init__.py"))
-    assert not (ROOT / "conftest.py").exists()
-    assert not (ROOT / "tests" / "kernels").exists()
-    assert not (ROOT / "benchmarks" / "kernels").exists()
-
-
-def test_import_linter_knows_every_folder_without_init():
-    folders = {
-        path.parent.relative_to(PACKAGE).parts[0]
-        for path in PACKAGE.rglob("*.py")
-        if path.parent != PACKAGE
-    }
-    hidden = {name for name in folders if not (PACKAGE / name / "__init__.py").exists()}
-    assert {f"banaserve.{name}" for name in hidden} | {"banaserve"} == set(
-        SETTINGS["root_packages"]
-    )
-
-
-def test_no_folder_below_the_first_level_is_a_regular_package_in_a_namespace():
-    # grimp takes such a folder for a portion of its own, and import-linter loses its place.
-    for init in PACKAGE.rglob("__init__.py"):
-        assert init.parent == PACKAGE or (init.parent.parent / "__init__.py").exists(), init
-
+pytestmark = pytest.mark.tools
 
 PLANTED = {
     "orchestrator.planted_vllm": ("import vllm.config", "depend on vllm"),
@@ -110,34 +65,6 @@ def test_import_linter_finds_a_forbidden_import(
 def test_import_linter_finds_nothing_else(broken_contracts: dict[str, str]) -> None:
     chains = re.findall(r"^ *- +(\S+) -> ", "".join(broken_contracts.values()), re.MULTILINE)
     assert {name.removeprefix("banaserve.") for name in chains} == set(PLANTED) - {"planted"}
-
-
-def test_everything_that_may_not_import_vllm_is_named_in_its_contract():
-    contract = next(c for c in SETTINGS["contracts"] if "depend on vllm" in c["name"])
-    allowed = {"__main__", "api", "cli", "engine"}
-    names = {
-        path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        for path in PACKAGE.rglob("*.py")
-        if path.name != "__init__.py"
-    }
-    assert {f"banaserve.{name}" for name in names - allowed} <= set(contract["source_modules"])
-
-
-@pytest.fixture(scope="module")
-def declared() -> Graph:
-    return read_imports(ROOT, ["banaserve", "benchmarks"]).declared
-
-
-def test_no_module_imports_one_that_imports_it(declared: Graph) -> None:
-    """Imports for types count; those inside functions do not."""
-    assert len(declared) > 300
-    assert circles(declared) == []
-
-
-@pytest.mark.parametrize("folder", sorted({name.rpartition(".")[0] for name in MODULES} - {""}))
-def test_no_entry_of_a_folder_imports_one_that_imports_it(folder: str, declared: Graph) -> None:
-    """A folder stands for all that it holds."""
-    assert circles(entries_of(declared, folder, apart=APART)) == []
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sources import tree_of
+from docs.repository.findings import tree_of
 
 Graph = dict[str, set[str]]
 
@@ -65,15 +65,17 @@ def _import_statements(
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             yield graph, node
             return
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+        if isinstance(node, (ast.expr, ast.Pass, ast.Return, ast.Assign)):
+            return  # No statement is below it: this is most of a tree.
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             graph = imports.lazy
         if isinstance(node, ast.If) and graph is imports.loading:
             condition = ast.unparse(node.test)
             within = imports.typing if condition.endswith("TYPE_CHECKING") else graph
-            for child in node.body:
-                yield from below(child, within)
-            for child in node.orelse:
-                yield from below(child, graph)
+            for statement in node.body:
+                yield from below(statement, within)
+            for statement in node.orelse:
+                yield from below(statement, graph)
             return
         for child in ast.iter_child_nodes(node):
             yield from below(child, graph)

@@ -1,11 +1,10 @@
-"""What the containers are told exists: commands, options, metrics, files."""
+"""Digests of images: how registries are asked for them, and that a release is built on them."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import os
-import re
 import shutil
 import subprocess
 import threading
@@ -14,103 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from banaserve.cli.serve.options.command_line import parse_serve_argv
-from grafana_dashboard import DASHBOARD
+pytestmark = pytest.mark.tools
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
-COMPOSE = yaml.safe_load((DOCKER / "compose.yml").read_text())
-SERVICES = COMPOSE["services"]
-IMAGES = [DOCKER / "Dockerfile.cpu", DOCKER / "Dockerfile.cuda"]
-
-
-def with_defaults(text: str) -> str:
-    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
-
-
-def test_the_command_is_one_of_ours(monkeypatch):
-    monkeypatch.setenv("BANASERVE_API_KEY", "for clients")
-    monkeypatch.setenv("BANASERVE_ADMIN_KEY", "for operators")
-    command, *argv = [with_defaults(word) for word in SERVICES["serve"]["command"]]
-    assert command == "serve"
-    config = parse_serve_argv(argv)
-    assert config.vllm_argv == ()  # nothing that only vLLM could know
-    assert (config.prefill, config.decode, config.kv_store) == (2, 2, True)
-    assert (config.host, config.port) == ("0.0.0.0", 8000)
-
-
-def test_ports_are_on_loopback_and_keys_come_from_outside():
-    for service in SERVICES.values():
-        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
-        assert service["read_only"]
-        assert service["cap_drop"] == ["ALL"]
-        for name, value in service.get("environment", {}).items():
-            if name.endswith(("KEY", "PASSWORD")):
-                assert re.fullmatch(r"\$\{\w+:\?[^}]+\}", value), name
-
-
-def test_what_is_mounted_exists_and_volumes_are_declared():
-    for service in SERVICES.values():
-        for mount in service.get("volumes", []):
-            source = mount.split(":")[0]
-            found = source in COMPOSE["volumes"] or (DOCKER / source).exists()
-            assert found, mount
-
-
-def test_the_second_file_and_the_build_name_what_is_there():
-    more = yaml.safe_load((DOCKER / "compose.cuda.yml").read_text())
-    assert set(more["services"]) <= set(SERVICES)
-    build = SERVICES["serve"]["build"]
-    assert (DOCKER / build["context"]).resolve() == ROOT
-    assert ROOT / with_defaults(build["dockerfile"]) == IMAGES[0]
-
-
-def test_grafana_finds_prometheus_and_prometheus_the_front_door():
-    sources = yaml.safe_load(
-        (DOCKER / "grafana/provisioning/datasources/prometheus.yml").read_text()
-    )["datasources"]
-    uids = {panel["datasource"]["uid"] for panel in DASHBOARD["panels"] if "targets" in panel}
-    assert uids == {source["uid"] for source in sources}
-    assert sources[0]["url"].split("//")[1].split(":")[0] in SERVICES
-    (job,) = yaml.safe_load((DOCKER / "prometheus.yml").read_text())["scrape_configs"]
-    (target,) = job["static_configs"][0]["targets"]
-    name, port = target.split(":")
-    assert name in SERVICES
-    assert f"--port={port}" in SERVICES[name]["command"]
-
-
-@pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.name)
-def test_an_image_is_small_and_does_not_run_as_root(path):
-    text = path.read_text()
-    stages = re.findall(r"^FROM \S+", text, re.MULTILINE)
-    assert len(stages) == 2
-    assert all(":latest" not in stage and ":" in stage for stage in stages)
-    last = text[text.rindex("\nFROM") :]
-    assert re.search(r"^USER 10001:10001$", last, re.MULTILINE)
-    assert re.search(r"^HEALTHCHECK .*--start-period", last, re.MULTILINE)
-    (probed,) = re.findall(r"127\.0\.0\.1:8000(/\w+)", last)
-    # A probe has no key. Importing the module would import vLLM.
-    opened = re.search(
-        r"OPEN_PATHS = frozenset\((.*)\)", (ROOT / "banaserve/api/auth.py").read_text()
-    )
-    assert f'"{probed}"' in opened[1]
-    copied = re.findall(r"^COPY --from=build (\S+)", last, re.MULTILINE)
-    assert copied == ["/opt/banaserve"]
-
-
-def test_the_build_context_holds_what_the_build_needs_and_no_more():
-    lines = (ROOT / ".dockerignore").read_text().splitlines()
-    assert "*" in lines
-    kept = [line[1:] for line in lines if line.startswith("!")]
-    assert all((ROOT / name).exists() for name in kept)
-    needed = {"pyproject.toml", "setup.py", "README.md", "LICENSE", "csrc", "banaserve"}
-    docker = {f"docker/{name}" for name in ("build.sh", "pin_images.py", *PINS.NAMES)}
-    assert needed | {"requirements"} | docker == set(kept)
-
-
-# ---- digests of images
 
 
 def pin_images() -> Any:

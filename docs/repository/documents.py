@@ -1,0 +1,137 @@
+"""What documents name beside links and code: files, options, commands, targets, pages.
+
+Links and names of code are looked up by ``python -m docs.check``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+from banaserve.cli import bench
+from banaserve.cli.main import COMMANDS
+from benchmarks.registry import BENCHMARKS
+from docs import check, commands
+from docs.repository.findings import ROOT, Finding, at
+
+ARCHITECTURE = ROOT / "ARCHITECTURE.md"
+GLOSSARY = ROOT / "docs" / "glossary.md"
+FOLDERS = ("banaserve", "benchmarks", "csrc", "docs", "tests")
+OTHERS = {
+    # Of pip and of vLLM, which banaserve passes on.
+    *("--extra-index-url", "--no-deps", "--no-build-isolation", "--require-hashes", "--dtype"),
+    *("--kv-transfer-config", "--scheduler-cls", "--ssl-ciphers", "--quantization"),
+    *("--scheduling-policy", "--compilation-config", "--no-enable-prefix-caching"),
+    *("--gpu-memory-utilization", "--kv-cache-memory-bytes", "--max-num-seqs"),
+    *("--enable-prompt-tokens-details", "--enforce-eager", "--no-enforce-eager"),
+    # Of the checker of another vLLM, which is no command.
+    *("--only-breaks", "--cache"),
+    "--page",  # of a benchmark, whose options are its own
+    *("--otlp-traces-endpoint", "--enable-feature"),  # of vLLM, and of Prometheus
+}
+"""Options that documents name and that no command of banaserve takes."""
+
+
+def findings() -> Iterator[Finding]:
+    """Yield names in documents that nothing has, and pages that the site lacks."""
+    yield from _files_of_the_architecture()
+    yield from _arrows()
+    yield from _glossary()
+    yield from _options()
+    for document in check.documents():
+        yield from names_in(document)
+    yield from _site()
+
+
+def _files_of_the_architecture() -> Iterator[Finding]:
+    paths = {f"/{name}" for name in FOLDERS}
+    for name in FOLDERS:
+        paths |= {f"/{path.relative_to(ROOT)}" for path in (ROOT / name).rglob("*")}
+    every = "\n".join(sorted(paths))
+    form = re.compile(r"`((?:[\w.*-]+/)*[\w.*-]+\.(?:py|json|h|cpp|\*)|(?:[\w-]+/)+[\w-]*)`")
+    for name in ("ARCHITECTURE.md", "docs/store.md", "docs/migration.md", "docs/balancer.md"):
+        for number, line in enumerate((ROOT / name).read_text().splitlines(), start=1):
+            for named in form.findall(line):
+                pattern = re.escape(named.rstrip("/")).replace(r"\*", "[^/\n]*")
+                if not re.search(f"/{pattern}$", every, re.MULTILINE):
+                    yield Finding(ROOT / name, number, f"there is no {named}")
+
+
+def _arrows() -> Iterator[Finding]:
+    for number, line in enumerate(ARCHITECTURE.read_text().splitlines(), start=1):
+        if arrow := re.fullmatch(r" +\w+->>\w+: (.*)", line):
+            names = [f"{path}:{name}" for path, name in check.code_names(arrow[1])]
+            if names != [arrow[1]]:  # whether there is such a function asks docs.check
+                yield Finding(ARCHITECTURE, number, "an arrow names one function, and no more")
+
+
+def _glossary() -> Iterator[Finding]:
+    for number, row in enumerate(GLOSSARY.read_text().splitlines(), start=1):
+        if not re.fullmatch(r"\| .* \|", row) or row.startswith(("| ---", "| Word")):
+            continue
+        places = re.findall(r"`([\w/]+\.py)(?::[\w.]+)?`", row.split(" | ")[-1])
+        if not places and "As in vLLM" not in row:
+            yield Finding(GLOSSARY, number, "the word has no place in the code")
+        for place in places:
+            if not (ROOT / "banaserve" / place).is_file():
+                yield Finding(GLOSSARY, number, f"there is no {place}")
+
+
+def _options() -> Iterator[Finding]:
+    helps = map(commands.help_of, commands.command_paths())
+    taken = set(re.findall(r"--[a-z][a-z-]+", "\n".join(helps)))
+    folders = (ROOT / "docs", ROOT / "docs" / "guides")
+    documents = [one for one in check.documents() if one.parent in folders]
+    named: dict[str, tuple[Path, int]] = {}
+    for document in [ROOT / "README.md", *documents]:
+        for number, line in enumerate(document.read_text().splitlines(), start=1):
+            for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", line):
+                named.setdefault(option, (document, number))
+    for option, place in named.items():
+        if option not in taken | OTHERS:
+            yield Finding(*place, f"no command takes {option}")
+    for option in sorted(OTHERS - (named.keys() - taken)):
+        words = f"no document names {option}, or a command takes it"
+        yield at(Path(__file__), f'"{option}"', words)
+
+
+def names_in(document: Path) -> Iterator[Finding]:
+    """Yield targets of make, commands and benchmarks that are not there."""
+    targets = re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    looked_up = [
+        (r"(?:^    |`|; )make ([a-z][a-z-]*)", targets, "make"),
+        (r"`banaserve ([a-z]+)", COMMANDS, "banaserve"),
+        (r"make bench NAME=([a-z-]+)", BENCHMARKS, "make bench NAME="),
+        (r"python -m benchmarks ([a-z-]+)", BENCHMARKS, "python -m benchmarks"),
+    ]
+    if document.name != "LOG.md":  # history: its first lines say how commands are called now
+        looked_up.append((r"banaserve bench ([a-z][a-z-]+)", bench.BENCHMARKS, "banaserve bench"))
+    for number, line in enumerate(document.read_text().splitlines(), start=1):
+        for pattern, known, command in looked_up:
+            for name in re.findall(pattern, line):
+                if name not in known:
+                    yield Finding(document, number, f"there is no `{command} {name}`")
+
+
+class _SiteLoader(yaml.SafeLoader):
+    """Reads names of Python's objects, which mkdocs.yml has, as nothing."""
+
+
+_SiteLoader.add_multi_constructor("tag:yaml.org,2002:python/name:", lambda *_: "")
+
+
+def _site() -> Iterator[Finding]:
+    file = ROOT / "mkdocs.yml"
+    settings = yaml.load(file.read_text(), _SiteLoader)
+    named = set(re.findall(r"[\w./-]+\.md", json.dumps(settings["nav"])))
+    pages = {str(path.relative_to(ROOT)) for path in check.documents()}
+    pages |= {f"docs/reference/{name}" for name in check.REFERENCE_PAGES}
+    for page in sorted(named - pages):
+        yield at(file, page, f"there is no {page}")
+    for page in sorted(pages - named):
+        if not page.startswith("examples/"):
+            yield at(file, "nav:", f"{page} is missing")

@@ -1,0 +1,246 @@
+"""The lint of the repository: what it finds in files with one fault each, and how it tells it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from docs.repository import __main__ as command
+from docs.repository import (
+    containers,
+    dashboard,
+    documents,
+    kubernetes,
+    packages,
+    vllm_names,
+    words,
+)
+from docs.repository.dashboard_queries import DASHBOARD, AskedSeries, panels
+from docs.repository.findings import ROOT, Finding, at, tree_of
+
+pytestmark = pytest.mark.tools
+
+
+def told(found: Iterable[Finding]) -> list[str]:
+    return [one.words for one in found]
+
+
+def test_findings_are_lines_with_their_place_and_the_exit_code_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(words, "OPENINGS", {"Contract"})
+    assert command.main(["words"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines
+    for line in lines:
+        path, number, _ = line.split(":", 2)
+        assert (ROOT / path).is_file()
+        assert number.isdigit()
+    assert command.main(["packages"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_a_subject_that_does_not_exist_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["wrods"]) == 2
+    assert capsys.readouterr().err.startswith("there is no subject wrods: layout, words, ")
+
+
+def test_a_finding_stands_at_the_first_line_with_its_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("one\ntwo\ntwo\n")
+    assert str(at(path, "two", "is wrong")) == f"{path}:2: is wrong"
+    assert at(path, "three", "is missing").line == 1
+    assert str(at(ROOT / "README.md", "# banaserve", "x")).startswith("README.md:")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('"""Index of blocks."""', []),
+        ("x = 1", ["the module has no docstring"]),
+        ('"""How it is done."""', ["the docstring opens with How: give it a noun or a verb"]),
+    ],
+)
+def test_docstrings_of_modules(text: str, said: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(text)
+    assert told(words.docstring_findings(path, tree_of(path))) == said
+
+
+# The list of vLLM's names -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("check", "text", "said"),
+    [
+        (vllm_names.import_findings, "import torch", []),
+        (vllm_names.import_findings, "from vllm.gone import it", ["vllm.gone.it is not in"]),
+        (vllm_names.import_findings, "def f():\n    import vllm.gone", ["vllm.gone is not in"]),
+        (vllm_names.use_findings, "def _own(): ...\nx._own\nos._exit", []),
+        (vllm_names.use_findings, "self._x = 1\nself._x", []),
+        (vllm_names.use_findings, "core._never", ["core._never is not in the list"]),
+        (vllm_names.use_findings, "core.never = 1", ["core.never is set"]),
+        (vllm_names.use_findings, "_wrap(Core, 'never', f)", ["_wrap(Core, 'never', f), and"]),
+        (vllm_names.outside_findings, "import vllm_other\nx = 'vllm'", []),
+        (vllm_names.outside_findings, "from vllm.config import X", ["imports vllm.config: only"]),
+        (vllm_names.outside_findings, "x = 'vllm.v1.core'", ["names vllm.v1.core, outside"]),
+        (vllm_names.near_findings, "self._x\ncls._y\nos._exit\nx.__class__", []),
+        (vllm_names.near_findings, "core._x", ["core._x is a private name of another object"]),
+        (vllm_names.near_findings, "self._handle_shutdown", ["self._handle_shutdown is a private"]),
+        (vllm_names.near_findings, "setattr(x, 'y', f)", []),
+    ],
+)
+def test_uses_of_vllm(
+    check: Callable[[Path], Iterable[Finding]], text: str, said: list[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "engine.py"
+    path.write_text(text)
+    found = told(check(path))
+    assert len(found) == len(said)
+    assert all(line.startswith(start) for line, start in zip(found, said, strict=True)), found
+
+
+def test_replacing_a_part_of_vllm_outside_of_compat(tmp_path: Path) -> None:
+    hooks = (vllm_names.Hook.WRAPPED, vllm_names.Hook.REPLACED)
+    names = (one.name.rpartition(".")[2] for one in vllm_names.ENTRIES if one.hook in hooks)
+    name = next(names)
+    path = tmp_path / "engine.py"
+    path.write_text(f"core.{name} = f\nsetattr(core, '{name}', f)\nself.{name} = f\n")
+    assert [one.line for one in vllm_names.near_findings(path)] == [1, 2]
+
+
+# Documents and packages ---------------------------------------------------------------------------
+
+
+def test_names_of_commands_in_a_document(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "`make tset` `make test`\n`banaserve serv`\n`make bench NAME=stal`\n"
+        "`python -m benchmarks stall`\n`banaserve bench servin`\n"
+    )
+    assert [(one.line, one.words) for one in documents.names_in(page)] == [
+        (1, "there is no `make tset`"),
+        (2, "there is no `banaserve serv`"),
+        (3, "there is no `make bench NAME= stal`"),
+        (5, "there is no `banaserve bench servin`"),
+    ]
+
+
+def test_packages_of_a_lock() -> None:
+    text = "# by uv\na-b==1.0 \\\n    --hash=sha256:1\nc==2 ; python_version < '3.12'\n"
+    found = packages.blocks(text)
+    assert [*found] == ["a-b", "c"]
+    assert "--hash=sha256:1" in found["a-b"]
+    assert "--hash" not in found["c"]
+
+
+# Containers ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, ""),
+        ({"ports": ["0.0.0.0:8000:8000"]}, "a port that is not on loopback"),
+        ({"read_only": False}, "is not read_only"),
+        ({"cap_drop": []}, "keeps capabilities"),
+        ({"environment": {"A_KEY": "secret"}}, "A_KEY must come from outside"),
+        ({"volumes": ["./nowhere:/x"]}, "there is no ./nowhere"),
+    ],
+)
+def test_services(changes: dict[str, Any], said: str) -> None:
+    found = told(containers.service_findings("serve", containers.SERVICES["serve"] | changes))
+    assert [said in line for line in found] == [True] * bool(said), found
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("", "", ""),
+        ("USER 10001:10001", "USER root", "does not run as 10001:10001"),
+        ("--start-period", "--interval", "no health check with a start period"),
+        ("127.0.0.1:8000/", "127.0.0.1:8000/v1", "probes no path that is open"),
+        ("COPY --from=build /opt/banaserve", "COPY --from=build /", "copies more than"),
+        ("slim", "latest", ""),
+    ],
+)
+@pytest.mark.parametrize("image", containers.IMAGES, ids=lambda path: path.name)
+def test_images(old: str, new: str, said: str, image: Path) -> None:
+    text = image.read_text().replace(old, new) if old else image.read_text()
+    found = told(containers.image_findings(image, text))
+    assert [said in line for line in found] == [True] * bool(said), found
+
+
+@pytest.mark.parametrize("tag", ["", ":latest"])
+def test_an_image_of_no_version(tag: str) -> None:
+    image = containers.IMAGES[0]
+    text = "FROM python" + tag + "\n" + image.read_text().partition("\n")[2]
+    assert any(
+        "is not one version" in line for line in told(containers.image_findings(image, text))
+    )
+
+
+def test_pods() -> None:
+    path, pod = next(kubernetes.pods())
+    assert told(kubernetes.pod_findings(path, pod)) == []
+    pod = copy.deepcopy(pod)
+    pod["containers"][0]["volumeMounts"].append({"name": "nothing"})
+    pod["containers"][0]["resources"]["limits"] = {}
+    pod["containers"][0].setdefault("env", []).append({"name": "HF_TOKEN", "value": "x"})
+    assert told(kubernetes.pod_findings(path, pod)) == [
+        "mounts are not the volumes of the pod",
+        "has no limit of memory",
+        "a secret is no word of the manifest",
+    ]
+
+
+# The dashboard ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (AskedSeries("p", "banaserve_a_total", frozenset({"role"})), []),
+        (AskedSeries("p", "banaserve_b", frozenset()), ["p: nothing exports banaserve_b"]),
+        (AskedSeries("p", "banaserve_a_total", frozenset({"x"})), ["p: banaserve_a_total has no"]),
+        (AskedSeries("p", "vllm:c", frozenset({"instance_id"})), []),
+        (AskedSeries("p", "vllm:c", frozenset({"x"})), ["p: vllm:c has no label x"]),
+        (AskedSeries("p", "vllm:d", frozenset()), ["p: nothing exports vllm:d"]),
+    ],
+)
+def test_series(asked: AskedSeries, said: list[str]) -> None:
+    found = told(dashboard.series_findings(asked, {"banaserve_a_total": {"role"}}, {"vllm:c"}))
+    assert len(found) == len(said)
+    assert all(line.startswith(start) for line, start in zip(found, said, strict=True)), found
+
+
+@pytest.mark.parametrize(
+    ("query", "said"),
+    [("sum by (le (rate(x[5m]))", "unclosed"), ("sum(x_total)", "without rate or increase")],
+)
+def test_queries(query: str, said: str) -> None:
+    panel = copy.deepcopy(panels()[0])
+    assert told(dashboard.panel_findings(panel)) == []
+    panel["targets"][0]["expr"] = query
+    (line,) = told(dashboard.panel_findings(panel))
+    assert said in line
+
+
+def test_what_grafana_does_not_know_is_lost() -> None:
+    broken = json.loads(json.dumps(DASHBOARD))
+    broken["panels"][1]["gridPosition"] = broken["panels"][1].pop("gridPos")
+    assert dashboard.lost(broken, dashboard.through_grafana(broken)) == ["panels.1.gridPosition"]
+
+
+def test_panels_that_overlap_or_share_a_name() -> None:
+    shown = json.loads(json.dumps(DASHBOARD["panels"]))
+    shown[1]["gridPos"] = shown[2]["gridPos"]
+    shown[3]["title"] = shown[4]["title"]
+    found = told(dashboard.layout_findings(shown))
+    assert any("overlaps another" in line for line in found)
+    assert any(line.startswith("title ") and line.endswith("stands twice") for line in found)
