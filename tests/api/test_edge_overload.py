@@ -37,6 +37,7 @@ from edge_door import (
     serving,
     serving_a_stream,
 )
+from slow_reading import reads_some, served_end
 from waiting import until
 
 DEFAULT = patient()
@@ -295,15 +296,12 @@ async def test_a_client_that_never_reads_is_dropped_and_a_slow_one_is_not() -> N
             await one.send(ask)
         await until(lambda: _num_unread(rig) == 2)
         # Until their buffers are full, their number of bytes still changes.
-        deadline_s = 0.0
-        body = 0
+        deadline_s, body = 0.0, 0
+        served = served_end((one.transport for one in rig.edge.table), slow.writer)
         while len(rig.edge.table) == 3:
-            slow.writer.transport.resume_reading()
-            body += len(await slow._within(slow.reader.read(2**17)))
-            slow.writer.transport.pause_reading()
+            body += await reads_some(slow.reader, slow.writer, served)
             deadline_s += DEFAULT.unread_s / 3
             rig.later(deadline_s)
-            await asyncio.sleep(0.01)
         assert refused("unread") == before + 1
         assert deadline_s >= DEFAULT.unread_s
         slow.writer.transport.resume_reading()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 import sys
@@ -94,8 +93,12 @@ async def test_no_log_is_rotated_where_no_size_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log_rotation, "_INTERVAL_S", 0.001)
-    log = tmp_path / "d0.log"
-    log.write_bytes(b"x" * 11)
-    async with rotating(tmp_path, 0):
-        await asyncio.sleep(0.05)
+    log, other = tmp_path / "kept" / "d0.log", tmp_path / "cut" / "d0.log"
+    for one in (log, other):
+        one.parent.mkdir()
+        one.write_bytes(b"x" * 11)
+    async with rotating(log.parent, 0), rotating(other.parent, 10):
+        await until(lambda: other.stat().st_size == 0)
+        other.write_bytes(b"x" * 11)
+        await until(lambda: other.stat().st_size == 0)
     assert log.stat().st_size == 11

@@ -14,6 +14,7 @@ from banaserve.balancer.balancer import Balancer
 from banaserve.balancer.config import BalancerSettings, HealthSettings, ReplicaSettings
 from banaserve.balancer.server import listen, tick
 from benchmarks.router.link import RegionLink
+from waiting import until
 
 WAIT_S = 20.0
 """Only a test that fails waits this long."""
@@ -241,9 +242,7 @@ class House:
 
     async def until(self, holds):
         """Return when ``holds()``; the balancer's own ticks make it so."""
-        async with asyncio.timeout(WAIT_S):
-            while not holds():  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
+        await until(holds, WAIT_S)
 
     def close(self):
         for close in reversed(self._open):

@@ -8,10 +8,10 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 
 from banaserve.platform import processes
+from waiting import eventually
 
 
 def shows_life() -> int:
@@ -26,8 +26,8 @@ def loses_a_thread() -> int:
     thread = threading.Thread(target=processes._live, args=(until,))
     thread.start()
     threads = Path("/proc/self/task")
-    while not any(processes._LIFE in name.read_text() for name in threads.glob("*/comm")):
-        time.sleep(0.001)  # it names itself
+    # It names itself.
+    eventually(lambda: any(processes._LIFE in it.read_text() for it in threads.glob("*/comm")))
     obeys()
     until.set()
     thread.join()

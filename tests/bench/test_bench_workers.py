@@ -12,12 +12,12 @@ import psutil
 import pytest
 
 PROGRAM = """
-import os, sys, time
+import os, signal, sys
 from benchmarks.workers import workers
 
 def begin(_):
     print(os.getpid(), flush=True)
-    time.sleep(600)
+    signal.alarm(600), signal.pause()
 
 if __name__ == "__main__":
     with workers(2) as pool:

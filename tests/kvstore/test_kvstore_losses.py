@@ -30,7 +30,7 @@ def test_a_killed_client_loses_its_leases_and_reservations(store: Store, inherit
         f"""
         c.exchange(acquire=KEYS[:4], reserve=[(key, None) for key in KEYS[10:13]])
         if {inherited} and os.fork() == 0:
-            os.close(0), os.close(1), time.sleep(600)
+            os.close(0), os.close(1), signal.alarm(600), signal.pause()
         wait()
         """
     )

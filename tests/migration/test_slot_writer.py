@@ -123,7 +123,9 @@ def test_slots_of_a_dead_host_are_free_when_its_guest_is_dead_too(store: Store) 
 
 
 def test_a_process_that_stands_still_is_ended(tmp_path: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE
+    )
     leash = Leash.on(process.pid)
     assert leash is not None
     os.kill(process.pid, signal.SIGSTOP)

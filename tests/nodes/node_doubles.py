@@ -41,7 +41,7 @@ while said := sock.recv(100):
         raise SystemExit("SomeError: asked to end")
     sock.sendall(said.upper())
 """
-SLEEP = "import time; time.sleep(600)"
+STANDS_STILL = "import signal; signal.alarm(600); signal.pause()"
 
 
 class Scripts:
@@ -74,7 +74,7 @@ class Scripts:
         self, address: GuestAddress, log: Path, argv: tuple[str, ...] = ()
     ) -> int:
         self.addresses.append(address)
-        return self._run(log, SLEEP)
+        return self._run(log, STANDS_STILL)
 
     def _run(self, log: Path, *arguments: str) -> int:
         with log.open("ab") as output:

@@ -240,11 +240,14 @@ def test_nodes_are_filled_in_the_order_in_which_they_were_given(
 
     async def run() -> None:
         nodes = [await start_node(tmp_path) for _ in range(2)]
+        other_is_open = asyncio.Event()
 
         async def late(client: clients.NodeClient) -> SessionOpened:
             if client.name == nodes[0].address:
-                await asyncio.sleep(0.2)
-            return await open_node(client)
+                await asyncio.wait_for(other_is_open.wait(), 30.0)
+            session = await open_node(client)
+            other_is_open.set()
+            return session
 
         monkeypatch.setattr(clients.NodeClient, "open", late)
         async with opened(*nodes) as launcher:

@@ -173,7 +173,7 @@ def test_what_was_recorded_opens_nothing() -> None:
 def test_silence_is_noticed_and_beats_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "BEAT_S", 0.02)
     monkeypatch.setattr(links, "SILENT_S", 0.3)
-    lives = asyncio.Event()
+    lives, is_over = asyncio.Event(), asyncio.Event()
 
     async def beat_for_a_while(link: NodeLink) -> None:
         link.start_beats()
@@ -181,7 +181,7 @@ def test_silence_is_noticed_and_beats_are_none(monkeypatch: pytest.MonkeyPatch) 
         await link.close()  # no more beats; the connection stays open in effect for the test below
 
     async def stand_still(link: NodeLink) -> None:
-        await asyncio.sleep(5.0)
+        await is_over.wait()
 
     async def run() -> None:
         async with door(beat_for_a_while) as port:
@@ -203,6 +203,7 @@ def test_silence_is_noticed_and_beats_are_none(monkeypatch: pytest.MonkeyPatch) 
             )
             with pytest.raises(NodeLostError, match=r"said nothing for 0\.3 seconds"):
                 await link.receive()
+            is_over.set()
             await link.close()
 
     asyncio.run(run())

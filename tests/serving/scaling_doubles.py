@@ -70,6 +70,7 @@ class Machines(OnThisMachine):
         unusable: Why some cannot join.
         asked: What nodes have been added with.
         new: That the cluster gains.
+        num_looks: Number of times that the cluster was asked what it has gained.
     """
 
     def __init__(self, **on: str) -> None:
@@ -77,6 +78,7 @@ class Machines(OnThisMachine):
         self.unusable: dict[str, str] = {}
         self.asked: list[tuple[str, tuple[str, ...]]] = []
         self.new: list[str] = []
+        self.num_looks = 0
         self.may_join = asyncio.Event()
         self.may_join.set()
         self._held: set[str] = set()
@@ -88,6 +90,7 @@ class Machines(OnThisMachine):
         ]
 
     async def gained(self) -> list[str]:
+        self.num_looks += 1
         new, self.new = self.new, []
         return new
 

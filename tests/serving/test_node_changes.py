@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -191,5 +190,6 @@ async def test_what_the_cluster_gains_joins(
     why = "the cluster has gained it"
     assert ended == {"c": ("failed", why), "d": ("done", why)}
     assert "node c, which the cluster has gained, is not used: node c: it has an" in caplog.text
-    await asyncio.sleep(0.03)
+    looked = served.machines.num_looks
+    await until(lambda: served.machines.num_looks > looked + 2)
     assert len(served.changes.recent()) == 2, "what cannot join is not tried again and again"

@@ -416,17 +416,26 @@ async def test_an_engine_is_well_after_this_process_has_stood_still(
 ) -> None:
     """All that it said before is old then; asked once, it answers."""
 
+    class Fresh:
+        num_looks = 0
+
+        @property
+        def at_s(self) -> float:
+            self.num_looks += 1
+            return WallClock().now() + 1e6
+
+    fresh = Fresh()
+
     class Answering(Mortal):
         async def probe(self, _: float) -> None:
             self.num_probes += 1
-            self.report = SimpleNamespace(at_s=WallClock().now() + 1e6)
+            self.report = fresh
 
     mortal = Answering(None, None)
     cluster = cluster_of(mortal, stall_s=0.05)
     await cluster.start(lambda _: None)
     mortal.pid, mortal.report = process.pid, SimpleNamespace(at_s=WallClock().now() - 1e6)
     await until(lambda: mortal.num_probes > 0)
-    for _ in range(20):
-        await asyncio.sleep(0.001)
+    await until(lambda: fresh.num_looks > 20)
     assert (mortal.num_kills, mortal.state) == (0, State.READY)
     await cluster.stop()

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 
+from waiting import eventually
+
 DEADLINE_S = 180.0
 
 
-def until(holds: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> float:
-    """Poll until ``holds()``; returns the seconds that it took."""
-    began_s = time.monotonic()
-    while not holds():
-        elapsed_s = time.monotonic() - began_s
-        assert elapsed_s < deadline_s, f"not within {deadline_s:.0f} s: {what}"
-        time.sleep(0.02)
-    return time.monotonic() - began_s
+def until(holds: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> float:
+    """Wait as long as a server may take until ``holds``; returns the seconds that it took."""
+    return eventually(holds, what, deadline_s)
 
 
 def writers(run_dir: Path) -> Iterator[tuple[str, int]]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import shutil
 import socket
 import subprocess
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from banaserve.bench.loadgen.servers import end_with_parent, free_port
+from waiting import eventually
 
 PACKAGES = {"nginx": "nginx-light", "haproxy": "haproxy"}
 """Programs, and the packages of Debian that have them."""
@@ -143,15 +143,15 @@ def _start(
 
 
 def _wait_for(port: int, process: subprocess.Popen[bytes], out: Path) -> None:
-    until_s = time.monotonic() + _START_S
-    while True:
+    def listens() -> bool:
         assert process.poll() is None, out.read_text()
         try:
             socket.create_connection(("127.0.0.1", port)).close()
-            return
         except OSError:
-            assert time.monotonic() < until_s, f"nothing listens: {out.read_text()}"
-            time.sleep(0.02)
+            return False
+        return True
+
+    eventually(listens, f"{process.args} listens at {port}", _START_S)
 
 
 def _path_of(program: str) -> str | None:

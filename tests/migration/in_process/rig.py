@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from banaserve.engine.vllm.migration.worker_api import MigrationApi
 from banaserve.engine.vllm.rpc.engine_api import CoreApi, PoolResize, PoolStatus
 from banaserve.engine.vllm.rpc.typed_rpc import call
 from banaserve.errors import MigrationError
+from waiting import eventually
 
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -303,10 +303,7 @@ class Rig:
             pass
 
     def until(self, holds: Callable[[], bool]) -> None:
-        began_s = time.monotonic()
-        while not holds():
-            assert time.monotonic() - began_s < DEADLINE_S
-            time.sleep(0.01)
+        eventually(holds, deadline_s=DEADLINE_S)
 
     # ---- requests
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import small_model
@@ -13,7 +14,7 @@ from banaserve.nodes.options import KEY_VARIABLE
 from banaserve.run_dir import find_admin
 from benchmarks.network.hosts import Host
 from server_run import Run
-from streams import Kind, asked_all
+from streams import Answer, Kind, asked_all
 
 LIGHT = ("--kv-store-size", "256MiB", "--kv-cache-memory-bytes", str(256 << 20))
 OPTIONS = (*LIGHT, "--dtype", "float32", "--max-model-len", "2048")
@@ -36,13 +37,15 @@ class Served:
     def wait(self) -> None:
         self.run.wait_for("Ctrl-C ends it.")
 
-    def asked(self, kinds: dict[str, Kind]) -> list[list[int]]:
-        """Tokens of the answers.
+    def asked(
+        self, kinds: dict[str, Kind], seen: Callable[[Answer], None] = lambda _: None
+    ) -> list[list[int]]:
+        """Tokens of the answers; ``seen`` gets what has come of each at each of its chunks.
 
         Raises:
             AssertionError: One has failed.
         """
-        answers = self._front.inside(lambda: asyncio.run(asked_all(self.run, kinds))).values()
+        answers = self._front.inside(lambda: asyncio.run(asked_all(self.run, kinds, seen))).values()
         assert [answer.error for answer in answers] == [""] * len(answers)
         return [answer.tokens[0] for answer in answers]
 

@@ -76,15 +76,16 @@ def test_layers_move_to_the_other_host_in_mid_stream_and_return(
     kinds = greedy(4, 40, 96)
     wanted = expected(kinds)
     moved: list[str] = []
+    begun = threading.Event()
 
     def move() -> None:
-        time.sleep(0.3)
+        assert begun.wait(60.0)
         moved.append(world.served.migrated(MoveLayers("d0", "p0", (4, 12))).state)
         moved.append(world.served.migrated(Return("d0")).state)
 
     moving = threading.Thread(target=move)
     moving.start()
-    found = world.served.asked(kinds)
+    found = world.served.asked(kinds, lambda _: begun.set())
     moving.join()
     assert (moved, found) == (["done", "done"], wanted)
 

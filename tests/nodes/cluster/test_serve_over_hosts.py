@@ -65,15 +65,16 @@ def test_layers_move_to_the_other_host_in_mid_stream_and_return(
     kinds, served = greedy(4, 40, 96), cluster.served
     wanted = expected(kinds)
     moved: list[object] = []
+    begun = threading.Event()
 
     def move() -> None:
-        time.sleep(0.3)
+        assert begun.wait(60.0)
         moved.append(served.migrated(MoveLayers("d1", "p0", (4, 12))).state)
         moved.append(served.migrated(Return("d1")).state)
 
     moving = threading.Thread(target=move)
     moving.start()
-    found = cluster.served.asked(kinds)
+    found = cluster.served.asked(kinds, lambda _: begun.set())
     moving.join()
     assert moved == ["done", "done"]
     assert found == wanted
@@ -95,9 +96,10 @@ def test_a_host_that_is_lost_is_routed_around_and_comes_back(
     kinds = greedy(8, 100 + 20 * len(harm), 96)
     wanted, host = expected(kinds), cluster.others[1]
     gone_s: list[float] = []
+    begun = threading.Event()
 
     def strike() -> None:
-        time.sleep(0.3)
+        assert begun.wait(60.0)
         node, began_s = cluster.nodes[host.address], time.monotonic()
         if harm == "cut":
             cluster.network.cut(host)
@@ -121,7 +123,7 @@ def test_a_host_that_is_lost_is_routed_around_and_comes_back(
     striking = threading.Thread(target=strike)
     striking.start()
     try:
-        found = cluster.served.asked(kinds)
+        found = cluster.served.asked(kinds, lambda _: begun.set())
     finally:
         striking.join()
     assert found == wanted
@@ -136,9 +138,10 @@ def test_restarts_on_one_address_are_never_taken_for_what_was_there(
 ) -> None:
     """Under eight streams, which are under way when it dies."""
     host = cluster.others[1]
+    begun = threading.Event()
 
     def restart() -> None:
-        time.sleep(0.2)
+        assert begun.wait(60.0)
         node = cluster.nodes[host.address]
         node.signal_all(signal.SIGKILL)
         node.close()
@@ -147,10 +150,11 @@ def test_restarts_on_one_address_are_never_taken_for_what_was_there(
     for number in range(NUM_RESTARTS):
         kinds = greedy(8, 1000 + 10 * number, 64)
         wanted, began_s = expected(kinds), time.monotonic()
+        begun.clear()
         restarting = threading.Thread(target=restart)
         restarting.start()
         try:
-            found = cluster.served.asked(kinds)
+            found = cluster.served.asked(kinds, lambda _: begun.set())
         finally:
             restarting.join()
         assert found == wanted

@@ -67,6 +67,7 @@ def expected(serve: Callable[..., Run]) -> Iterator[Callable[[dict[str, Kind]], 
     plain.end()
 
 
+@pytest.mark.spine
 def test_tokens_are_those_of_one_engine(
     server: Run, nodes: list[NodeRun], expected: Callable[[dict[str, Kind]], list[list[int]]]
 ) -> None:
@@ -87,8 +88,9 @@ def test_layers_move_to_the_other_node_in_mid_stream_and_return(
     wanted, admin = expected(kinds), AdminClient(*find_admin(server.run_dir))
 
     async def stream_and_move() -> list[list[int]]:
-        answering = asyncio.create_task(asked_all(server, kinds))
-        await asyncio.sleep(0.3)
+        begun = asyncio.Event()
+        answering = asyncio.create_task(asked_all(server, kinds, lambda _: begun.set()))
+        await asyncio.wait_for(begun.wait(), 60.0)
         moved = await asyncio.to_thread(admin.run, MoveLayers("d0", "p0", (4, 12)))
         assert moved.state == "done", moved
         back = await asyncio.to_thread(admin.run, Return("d0"))
@@ -143,8 +145,9 @@ def test_a_node_that_dies_is_routed_around_and_comes_back(
     other: list[NodeRun] = []
 
     async def stream_and_kill() -> list[list[int]]:
-        answering = asyncio.create_task(asked_all(server, kinds))
-        await asyncio.sleep(0.3)
+        begun = asyncio.Event()
+        answering = asyncio.create_task(asked_all(server, kinds, lambda _: begun.set()))
+        await asyncio.wait_for(begun.wait(), 60.0)
         lost.signal_all(signal.SIGKILL)
         other.append(NodeRun(tmp_path / "again", lost.address, KEY))
         answers = await answering
