@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import pytest
 
 import small_model
 from banaserve.bench.loadgen import servers
 from fork_server import ForkedProcess, ForkServer
 from mock_facts import VARIABLE, MockOptions
+from node_run import NodeRun
 from server_run import Run
 
 FOLDER = Path(__file__).parent
@@ -82,6 +86,18 @@ def _path(env: Mapping[str, str]) -> str:
     return os.pathsep.join([str(FOLDER), *([given] if given else [])])
 
 
+def mock_node(folder: Path, address: str, key: str, mocks: MockOptions | None = None) -> NodeRun:
+    """Start ``banaserve node`` whose engines are mocks; returns at once.
+
+    Args:
+        folder: For its logs; there may be none yet.
+        address: ``HOST:PORT``.
+    """
+    said = msgspec.json.encode(mocks or MockOptions()).decode()
+    variables = [f"PYTHONPATH={_path(os.environ)}", f"{VARIABLE}={said}"]
+    return NodeRun(folder, address, key, lambda command: ["env", *variables, *_as_script(command)])
+
+
 def mock_run(
     folder: Path,
     forks: ForkServer | None,
@@ -102,3 +118,35 @@ def mock_run(
     where = port or servers.free_port()
     words = (*model, *SMALL, *options)
     return MockRun(folder, where, words, env or {}, forks, mocks or MockOptions())
+
+
+def mock_launching(
+    factory: pytest.TempPathFactory, forks: ForkServer
+) -> Iterator[Callable[..., MockRun]]:
+    """For a fixture that takes the place of ``launch``: the same calls start mock servers.
+
+    A call may also give ``mocks``, and ``fresh`` is of no effect.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def launch(*options: str, fresh: bool = False, **how: Any) -> MockRun:
+            run = mock_run(factory.mktemp("mock"), forks, *options, **how)
+            stack.callback(run.close)
+            return run
+
+        yield launch
+
+
+def mock_serving(launch: Callable[..., MockRun]) -> Callable[..., MockRun]:
+    """For a fixture that takes the place of ``serve``: the same calls start mock servers.
+
+    Args:
+        launch: As ``mock_launching`` makes it.
+    """
+
+    def serve(*options: str, **how: Any) -> MockRun:
+        run = launch(*options, **how)
+        run.wait_for("Ctrl-C ends it.")
+        return run
+
+    return serve
