@@ -19,6 +19,7 @@ from banaserve.balancer.config import (
 )
 from banaserve.balancer.membership import failover_owner
 from banaserve.bench.loadgen.servers import free_port
+from waiting import thinks
 
 ROUND_TRIP_MS = {("us", "asia"): 145.4, ("us", "eu"): 99.1, ("asia", "eu"): 222.5}
 """us-east-2, ap-northeast-1 and eu-central-1 of AWS, SkyWalker's regions; from
@@ -323,7 +324,7 @@ class Load:
             while not await self._try(order[attempt % len(order)], asked):
                 self.num_broken += 1
                 attempt += 1
-                await asyncio.sleep(0.02 * generator.random())
+                await thinks(0.02 * generator.random())
 
     async def _try(self, name, asked):
         body = b'{"prompt": "%b"}' % asked.encode()
@@ -349,10 +350,10 @@ async def test_nothing_is_lost_or_doubled_while_replicas_balancers_and_regions_d
 
     async def stream(asked):
         prompt = asked.body.split(b'"')[3].decode()
-        await asyncio.sleep(0.02 * generator.random())
+        await thinks(0.02 * generator.random())
         await asked.begin_stream()
         await asked.event("begin")
-        await asyncio.sleep(0.02 * generator.random())
+        await thinks(0.02 * generator.random())
         await asked.event(prompt)
         await asked.end_stream()
         if not asked.writer.transport.is_closing():

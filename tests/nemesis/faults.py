@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from link import Link
 from observing import until, writers
 from router import Router
 from service import Service
+from waiting import lasts
 
 _LONGEST_STOP_S = 8.0
 _LONG_PAUSE_S = 20.0
@@ -223,7 +223,7 @@ class Nemesis:
         if choice.harm in (Harm.FILL, Harm.SLOW, Harm.CUT):
             begin, end = self._surroundings(choice.harm)
             begin()
-            time.sleep(self._draw.uniform(1.0, _LONGEST_STOP_S))
+            lasts(self._draw.uniform(1.0, _LONGEST_STOP_S))
             end()
             return True
         if choice.target == "server":
@@ -257,7 +257,7 @@ class Nemesis:
             self._lost[choice.then_kill] = other
         if choice.harm is Harm.PAUSE:
             is_long = self._draw.random() < 0.25
-            time.sleep(_LONG_PAUSE_S if is_long else self._draw.uniform(0.5, _LONGEST_STOP_S))
+            lasts(_LONG_PAUSE_S if is_long else self._draw.uniform(0.5, _LONGEST_STOP_S))
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
         return True

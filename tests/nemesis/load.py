@@ -13,6 +13,7 @@ import httpx
 
 from history import Asked, History
 from streams import Kind
+from waiting import thinks
 
 TIMEOUT_S = 300.0
 
@@ -57,7 +58,7 @@ class Load:
                 async with asyncio.timeout(TIMEOUT_S):
                     await ask(http, kind, asked)
             if asked.errors or asked.broken:
-                await asyncio.sleep(0.5)
+                await thinks(0.5)
 
 
 async def ask(http: httpx.AsyncClient, kind: Kind, asked: Asked) -> None:

@@ -13,6 +13,7 @@ import httpx
 from history import Asked
 from load import ask
 from streams import Kind
+from waiting import thinks
 
 KEYS = ("the-first-one", "the-second-one", "the-third-one")
 """Of three tenants."""
@@ -65,7 +66,7 @@ class SoakClients:
                     self.told[await chosen(client)] += 1
                 except httpx.HTTPError as error:
                     self.wrong.append(f"{chosen.__name__}: {type(error).__name__}: {error}")
-            await asyncio.sleep(self._draw.uniform(0.0, 1.0))
+            await thinks(self._draw.uniform(0.0, 1.0))
 
     def _kind(self) -> Kind:
         draw = self._draw

@@ -52,3 +52,16 @@ def _pauses_s() -> Iterator[float]:
     while True:
         yield pause_s
         pause_s = min(1.5 * pause_s, _LAST_S)
+
+
+def lasts(seconds: float) -> None:
+    """Let time of a random scenario pass: how long a harm lasts, how far two are apart.
+
+    For such times alone: no check may count on what has happened when it is over.
+    """
+    time.sleep(seconds)
+
+
+async def thinks(seconds: float) -> None:
+    """The same for a client or a server double of a random scenario, between two things it does."""
+    await asyncio.sleep(seconds)

@@ -9,7 +9,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import pytest
 
@@ -22,6 +22,7 @@ from resources import Resources, grown, looked_at, slopes
 from server_run import Run
 from service import Service
 from soak_clients import KEYS, SoakClients
+from waiting import lasts
 
 SOAK_S = float(os.environ.get("BANASERVE_SOAK_S", "0"))
 pytestmark = [
@@ -56,7 +57,7 @@ def test_nothing_grows(server: Run) -> None:
         asking = pool.submit(clients.run, NUM_CLIENTS)
         try:
             harming = pool.submit(_harm, server, time.monotonic() + SOAK_S)
-            _watch(server, resources, harming.done)
+            _watch(server, resources, harming)
             print(f"\n{SOAK_S:.0f} s, {harming.result()}")
         finally:
             clients.end()
@@ -66,13 +67,13 @@ def test_nothing_grows(server: Run) -> None:
     assert grown(resources.seen) == []
 
 
-def _watch(server: Run, resources: Resources, is_over: Callable[[], bool]) -> None:
+def _watch(server: Run, resources: Resources, harming: Future[str]) -> None:
     victims, began_s = Victims(Service(server), NAMES), time.monotonic()
-    while not is_over():
+    while not harming.done():
         pids = {name: victims.of(name) for name in ("front", "parent", "kvstore", *NAMES)}
         found = looked_at(pids, server.run_dir, server.temp_dir, server.url, MAX_LOG_KIB << 10)
         resources.note(time.monotonic() - began_s, found)
-        time.sleep(SAMPLE_S)
+        wait({harming}, SAMPLE_S)
 
 
 def _harm(server: Run, until_s: float) -> str:
@@ -80,7 +81,7 @@ def _harm(server: Run, until_s: float) -> str:
     draw, nemesis = random.Random(SEED), Nemesis(Service(server), NAMES, None, None, None, SEED)
     admin, num_kills, num_moves = AdminClient(*find_admin(server.run_dir)), 0, 0
     while time.monotonic() < until_s:
-        time.sleep(min(BETWEEN_S, max(0.0, until_s - time.monotonic())))
+        lasts(min(BETWEEN_S, max(0.0, until_s - time.monotonic())))
         if draw.random() < 0.5:
             num_kills += nemesis.strike(Choice(Harm.KILL, draw.choice((*NAMES, "kvstore"))))
             nemesis.wait_whole(READY_S)

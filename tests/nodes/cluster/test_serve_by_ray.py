@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +95,9 @@ def test_ray_brings_a_node_back_and_it_joins_empty(world: World, expected: Expec
     wanted = expected(kinds)
     lost = ray.nodes[0]
     lost.kill()
-    gone = [name for name in ("p0", "d0") if not _stays_ready(world.served, name)]
+    names = ("p0", "d0")
+    until(lambda: not all(world.served.is_ready(name) for name in names), "its instance is gone")
+    gone = [name for name in names if not world.served.is_ready(name)]
     assert len(gone) == 1
     ray.nodes[0] = ray.start_node(0)
     until(lambda: world.served.is_ready(gone[0]), f"{gone[0]} is back", _AGAIN_S)
@@ -130,15 +131,6 @@ def test_all_is_gone_when_the_server_ends(world: World) -> None:
     assert world.served.run.end() == 0
     until(lambda: not ours(), "agents, engines and stores end")
     assert all(node.process.poll() is None for node in world.ray.nodes)
-
-
-def _stays_ready(served: Served, name: str) -> bool:
-    until_s = time.monotonic() + 5.0
-    while time.monotonic() < until_s:
-        if not served.is_ready(name):
-            return False
-        time.sleep(0.1)
-    return True
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from observing import writer
 from reference import reference_tokens, tokenizer
 from server_run import Run
 from streams import Answer, Kind, asked, asked_all, back, connected, differences
+from waiting import thinks
 
 pytestmark = pytest.mark.e2e
 
@@ -254,7 +255,7 @@ def test_random_kills_under_mixed_streams_lose_double_and_change_nothing(
             ]
             for _ in range(NUM_KILLS):
                 victim = draws.choice([*NAMES, "kvstore"])
-                await asyncio.sleep(draws.uniform(0.0, 1.0))
+                await thinks(draws.uniform(0.0, 1.0))
                 pid = await asyncio.to_thread(writer, server.run_dir, victim)
                 os.kill(pid, signal.SIGKILL)
                 await asyncio.to_thread(back, server, victim, pid)
