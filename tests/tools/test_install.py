@@ -346,6 +346,19 @@ def test_an_unsupported_python_is_one_line(script, words, checkout, tmp_path):
     assert words in line
 
 
+def test_the_script_alone_says_the_same(tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\n[ "$1" = -V ] && echo Python 3.9.2 && exit\nexit 1\n')
+    python.chmod(0o755)
+    script = ROOT / "requirements" / "install.sh"
+    done = subprocess.run([script, "venv", python], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"make install: needs Python 3.11, 3.12 or 3.13, but {python} is Python 3.9.2; "
+        "name another in PYTHON\n"
+    )
+
+
 def test_a_python_that_is_not_there_is_one_line(checkout):
     assert "found no no-such-python: install Python 3.11" in checkout.refused(
         PYTHON="no-such-python"

@@ -52,7 +52,7 @@ def serve_command(argv: list[str]) -> int:
         PluginGroup.ROUTING_POLICIES, PluginGroup.MIGRATION_POLICIES, PluginGroup.STORE_TIERS
     )
     config = parse_serve_argv(argv)
-    _check(config)
+    check_config(config)
     raise_descriptor_limit()
     contested = rivalries(*_asked(config))
     for line in contested:
@@ -73,8 +73,12 @@ def serve_command(argv: list[str]) -> int:
     return 0
 
 
-def _check(config: ServeConfig) -> None:
-    """Refuse at once what would otherwise be found out after vLLM has loaded."""
+def check_config(config: ServeConfig) -> None:
+    """Refuse at once what would otherwise be found out after vLLM has loaded.
+
+    Raises:
+        UserError: Options do not go together, or something that they name is not there.
+    """
     _check_pool(config)
     store = StoreOptions.of(config)
     store.tiers()
