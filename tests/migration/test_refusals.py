@@ -11,8 +11,6 @@ import pytest
 
 from banaserve.errors import MigrationError, UserError
 
-pytestmark = pytest.mark.e2e
-
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
