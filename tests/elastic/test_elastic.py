@@ -246,6 +246,7 @@ def test_a_forecast_knows_the_lengths_of_outputs_and_routes_as_it_is_told():
     assert worth["slo_aware"] >= worth["load_aware"]
 
 
+@pytest.mark.deep
 def test_it_comes_near_the_best_split_and_beats_what_it_began_with():
     load, limits = rows(5.2, 12_000, 200, 90.0), (2.0, 0.03)
     own, steps = run(elastic(ttft_s=2.0, tpot_s=0.03), load, limits)
@@ -256,6 +257,7 @@ def test_it_comes_near_the_best_split_and_beats_what_it_began_with():
     assert any("to prefill" in words for _, words in steps)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("rate_per_s", [2.5, 4.5])
 def test_a_load_that_stays_the_same_is_left_alone_after_two_minutes(rate_per_s):
     load = rows(rate_per_s, 12_000, 200, 600.0)
