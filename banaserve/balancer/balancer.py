@@ -114,7 +114,7 @@ class Balancer(RequestHandler):
         self._dispatcher = Dispatcher(self.fleet, self.registry, self.queue, log)
         self.is_leaving = False
         self.certificates: Certificates | None = None
-        self._buffered_bytes = 0
+        self.buffered_bytes = 0
         self._tenants = TenantQuotas(self._over_limit)
         self._peer_keys = Keys([settings.peer_key] if settings.peer_key else [])
         self.observers = observers(settings, log)
@@ -214,9 +214,9 @@ class Balancer(RequestHandler):
         self._refusal_log.say(over.limit, f"refused: {over}")
 
     def hold(self, num_bytes: int) -> None:
-        self._buffered_bytes += num_bytes
-        if num_bytes > 0 and self._buffered_bytes > self._max_buffered_bytes:
-            self._buffered_bytes -= num_bytes
+        self.buffered_bytes += num_bytes
+        if num_bytes > 0 and self.buffered_bytes > self._max_buffered_bytes:
+            self.buffered_bytes -= num_bytes
             raise RequestRefusedError(503, "too many bodies are held in memory; try again shortly")
 
     def refused(self, error: RequestRefusedError) -> None:

@@ -62,7 +62,7 @@ _NOTES = [
 
 def main(argv: Sequence[str]) -> int:
     """Run it and write the result, each time there is more of it; the exit code."""
-    given = _parse(argv)
+    given = parse(argv)
     end_on_sigterm()
     if given.pace is not None:
         result.deliver(paced.run(given), given.json)
@@ -79,7 +79,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Returns the options, those that the others imply filled in."""
     parser = Parser(prog="python -m benchmarks overlap", description=__doc__)
     add = parser.add_argument
     add("--json", type=Path, help="write the result there")
@@ -117,7 +118,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return given
 
 
-def _loads(given: argparse.Namespace) -> list[figures.OverlapLoad]:
+def loads_of(given: argparse.Namespace) -> list[figures.OverlapLoad]:
+    """Returns the loads that each arrangement is measured under."""
     return [
         figures.OverlapLoad("prefill", "prefill_gain", given.requests, given.prompt_tokens, 16),
         figures.OverlapLoad("ttft", "ttft_gain", 1, given.long_prompt_tokens, 1),
@@ -154,7 +156,7 @@ class _Measuring:
     def run(self) -> Iterator[result.Result]:
         """What has been found so far, again and again; the last one is all of it."""
         given, draws = self._given, random.Random(self._given.seed)
-        loads = _loads(given)
+        loads = loads_of(given)
         prompts = [
             {load.name: draw_prompts(draws, load) for load in loads} for _ in range(given.runs)
         ]
@@ -218,7 +220,7 @@ def _streams(draws: random.Random, given: argparse.Namespace) -> overlap_neighbo
 
 def _advancing(progress: Progress, given: argparse.Namespace) -> Any:
     places = 1 + 2 * len(given.layers) + (not given.no_stages)
-    total = given.runs * (places * len(_loads(given)) + len(given.shares))
+    total = given.runs * (places * len(loads_of(given)) + len(given.shares))
     task = progress.add_task("starting", total=total)
     return lambda what: progress.update(task, description=what, advance=1)
 

@@ -70,7 +70,7 @@ def run(given: argparse.Namespace) -> result.Result:
         UserError: Layers that the miniature cannot move, or a server that does not start.
     """
     profile = profiles.load(given.pace)
-    places = _places(given, profile)
+    places = places_of(given, profile)
     loads = [
         OverlapLoad("prefill", "prefill_gain", given.requests, given.prompt_tokens, 16),
         OverlapLoad("ttft", "ttft_gain", 1, given.prompt_tokens, 1),
@@ -88,7 +88,12 @@ def run(given: argparse.Namespace) -> result.Result:
         return asyncio.run(measuring.run(places))
 
 
-def _places(given: argparse.Namespace, profile: Profile) -> list[Place]:
+def places_of(given: argparse.Namespace, profile: Profile) -> list[Place]:
+    """Returns the arrangements of layers that are compared.
+
+    Raises:
+        UserError: Layers are asked for that the miniature cannot stand for.
+    """
     shape = profile.shape
     each = shape.num_layers // miniatures.of(profile).num_layers
     chosen = given.layers or [shape.num_layers // 4, shape.num_layers // 2]

@@ -255,7 +255,7 @@ async def house():
     yield made
     made.close()
     for balancer in made.balancers:
-        await made.until(lambda: not balancer._clients)  # noqa: B023
+        await made.until(lambda: not len(balancer.connections))  # noqa: B023
         balancer.fleet.check()
-        assert balancer._buffered_bytes == 0
+        assert balancer.buffered_bytes == 0
         assert not balancer.fleet._flights

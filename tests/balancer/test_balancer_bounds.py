@@ -18,6 +18,7 @@ from banaserve.balancer.peers import PeerState, ReplicaState
 from banaserve.balancer.routing_request import read_request
 from banaserve.balancer.tracing import RoutingLog
 from banaserve.types import RequestId
+from counters import counted
 
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: b\r\n"
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -62,7 +63,7 @@ async def test_a_head_behind_a_request_under_way_is_bounded(house):
     await caller.send(GET)
     await house.until(lambda: replica.asked)
     await caller.send(b"GET /v1/models HTTP/1.1\r\nX: " + b"a" * 400_000)
-    await house.until(lambda: balancer.metrics._refused[431])
+    await house.until(lambda: counted(balancer, "refused", status="431"))
     go_on.set()
     assert (await caller.reply()).status == 200
     assert (await caller.reply()).status == 431

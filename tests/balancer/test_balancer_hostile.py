@@ -138,7 +138,7 @@ async def test_bodies_in_memory_are_bounded_all_together(house):
     balancer = await house.balance(replica, limits=LimitSettings(max_buffered="1000B"))
     caller = await house.caller()
     await caller.send(POST + b"Content-Length: 900\r\n\r\n" + b"a" * 800)
-    await house.until(lambda: balancer._buffered_bytes == 800)
+    await house.until(lambda: balancer.buffered_bytes == 800)
     refused = await house.ask(body=b"a" * 201)
     assert (refused.status, refused.fields["retry-after"]) == (503, "1")
     await caller.send(b"a" * 100)

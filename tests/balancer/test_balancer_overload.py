@@ -17,6 +17,7 @@ import pytest
 from banaserve.balancer.balancer import Balancer
 from banaserve.balancer.config import HealthSettings, LimitSettings
 from banaserve.balancer.http import client_connection
+from counters import counted
 from slow_reading import reads_some, served_end
 
 KEY = "Authorization: Bearer good\r\n"
@@ -93,7 +94,7 @@ def later(balancer, seconds):
 async def test_silent_connections_keep_nobody_out(house):
     async with known_stream(house, max_connections=10, max_connections_per_address=10) as balancer:
         silent = [await house.caller() for _ in range(50)]
-        await house.until(lambda: balancer.metrics._dropped["connections"] >= 40)
+        await house.until(lambda: counted(balancer, "dropped", cause="connections") >= 40)
         assert len(balancer.connections) <= 10
         assert await is_closed(silent[0])
 
@@ -122,7 +123,7 @@ async def test_a_new_connection_is_refused_where_all_others_have_shown_a_key(hou
     reply = await late.reply()
     assert (reply.status, reply.fields["retry-after"]) == (503, "1")
     assert await is_closed(late)
-    await house.until(lambda: len(house.balancer._clients) == 2)
+    await house.until(lambda: len(house.balancer.connections) == 2)
     for one in kept:
         assert (await one.ask(fields=KEY)).status == 200
 
@@ -132,9 +133,9 @@ async def test_a_head_has_its_time_and_silence_too(house):
         half, silent = await house.caller(), await house.caller()
         await half.send(b"GET /v1/mod")
         await house.until(lambda: any(one._head_bytes for one in balancer._clients))
-        await house.until(lambda: len(balancer._clients) == 3)
+        await house.until(lambda: len(balancer.connections) == 3)
         later(balancer, LONG_S / 2)
-        assert len(balancer._clients) == 3
+        assert len(balancer.connections) == 3
         later(balancer, LONG_S + 1)
         assert (await half.reply()).status == 408
         assert await is_closed(silent)
@@ -156,7 +157,7 @@ async def test_bodies_without_a_key_take_no_places(house):
                 b"POST /v1/completions HTTP/1.1\r\nHost: b\r\nContent-Length: 1000\r\n\r\nx"
             )
             assert (await caller.reply()).status == 401
-        assert balancer._buffered_bytes == 0
+        assert balancer.buffered_bytes == 0
 
 
 async def test_a_body_has_its_time_in_all_however_it_trickles(house, monkeypatch):
@@ -168,11 +169,11 @@ async def test_a_body_has_its_time_in_all_however_it_trickles(house, monkeypatch
         await steady.send(POST + b"Content-Length: 1000000\r\n\r\n" + half)
         await slow.send(POST + b"Content-Length: 1000000\r\n\r\n")
         for number in range(10):
-            await house.until(lambda: balancer._buffered_bytes == 500_000 + number)  # noqa: B023
+            await house.until(lambda: balancer.buffered_bytes == 500_000 + number)  # noqa: B023
             later(balancer, passed_s)
             passed_s += LONG_S / 10
             await slow.send(b"a")
-        await house.until(lambda: balancer._buffered_bytes == 500_010)
+        await house.until(lambda: balancer.buffered_bytes == 500_010)
         later(balancer, LONG_S + 100)
         assert (await slow.reply()).status == 408
         await steady.send(half)
@@ -194,12 +195,12 @@ async def test_a_client_that_never_reads_is_dropped_in_mid_answer(house):
     await house.until(lambda: sum(one._is_choked for one in balancer._clients) == 2)
     body, seconds = 0, 0.0
     served = served_end((one._transport for one in balancer._clients), slow.writer)
-    while len(balancer._clients) == 2:
+    while len(balancer.connections) == 2:
         body += await reads_some(slow.reader, slow.writer, served)
         seconds += LONG_S / 3
         later(balancer, seconds)
     assert seconds >= LONG_S
-    assert balancer.metrics._dropped["unread"] == 1
+    assert counted(balancer, "dropped", cause="unread") == 1
     slow.writer.transport.resume_reading()
     while body < len(large):
         part = await asyncio.wait_for(slow.reader.read(2**20), 20)
@@ -213,7 +214,7 @@ async def test_refusals_are_logged_once_a_second(house, monkeypatch):
         for _ in range(5):
             assert (await house.ask()).status == 401
         assert sum("refused (401)" in line for line in house.log) == 1
-        assert balancer.metrics._refused[401] == 5
+        assert counted(balancer, "refused", status="401") == 5
 
 
 @contextlib.contextmanager
@@ -238,7 +239,7 @@ async def test_a_lack_of_descriptors_is_no_fault_of_a_replica(house):
     async with known_stream(house, max_attempts=2) as balancer:
         [target] = balancer.targets.values()
         callers = [await house.caller() for _ in range(5)]
-        await house.until(lambda: len(balancer._clients) == 6)
+        await house.until(lambda: len(balancer.connections) == 6)
         prober = balancer.registry._probers[target.view.id]
         target.pool.drop_idle()
         await house.until(lambda: len(house.one._writers) == 1)

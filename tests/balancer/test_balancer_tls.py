@@ -12,6 +12,7 @@ from banaserve.balancer.config import BalancerSettings, HealthSettings, LimitSet
 from banaserve.errors import UserError
 from banaserve.net.tls import ServerTls
 from certificates import serial_of, write_certificate
+from counters import counted
 
 
 def certified(folder, serial=1):
@@ -59,7 +60,7 @@ async def test_handshakes_that_do_not_end_keep_nobody_out(house, tmp_path):
     key = "Authorization: Bearer good\r\n"
     assert (await known.ask(fields=key)).status == 200
     silent = [await house.caller() for _ in range(30)]
-    await house.until(lambda: balancer.metrics._dropped["connections"] >= 23)
+    await house.until(lambda: counted(balancer, "dropped", cause="connections") >= 23)
     assert await silent[0].reader.read() == b""
     assert len(balancer.connections) <= 8
     assert (await known.ask(fields=key)).status == 200

@@ -134,10 +134,10 @@ class Mortal:
         self.dying, self.ended = asyncio.Event(), asyncio.Event()
         self._given_back = asyncio.Event()
         self._given_back.set()
-        self._starts = list(starts)
+        self.starts_left = list(starts)
 
     async def start(self, _: float) -> None:
-        error = self._starts.pop(0)
+        error = self.starts_left.pop(0)
         if error is not None:
             raise error
         self.dying.clear()
@@ -207,7 +207,7 @@ async def test_nothing_ends_the_watch_over_an_instance() -> None:
     await cluster.start(lambda _: None)
     await until(lambda: mortal.num_probes > 1)
     mortal.end()
-    await until(lambda: not mortal._starts)
+    await until(lambda: not mortal.starts_left)
     assert (mortal.state, told, mortal.num_kills) == (State.READY, ["x1"], 2)
     await cluster.stop()
 
@@ -219,7 +219,7 @@ async def test_an_instance_that_is_removed_is_not_started_again() -> None:
     cluster.supervisor.on_ended.append(told.append)
     await cluster.start(lambda _: None)
     await cluster.remove(mortal.id)
-    assert (mortal.state, told, mortal._starts) == (State.DEAD, ["x1"], [None])
+    assert (mortal.state, told, mortal.starts_left) == (State.DEAD, ["x1"], [None])
     assert (cluster.instances, cluster.has_left_decode(mortal.id)) == ({}, True)
     with pytest.raises(InstanceDeadError, match="x1 has been removed"):
         cluster.instance(mortal.id)
@@ -232,7 +232,7 @@ async def test_an_instance_that_is_removed_while_it_starts_again_ends() -> None:
 
     class Slow(Mortal):
         async def start(self, _: float) -> None:
-            if len(self._starts) == 1:
+            if len(self.starts_left) == 1:
                 starting.set()
                 await may_start.wait()
             await super().start(_)
@@ -246,7 +246,7 @@ async def test_an_instance_that_is_removed_while_it_starts_again_ends() -> None:
     await until(lambda: not cluster.instances)
     may_start.set()
     await asyncio.wait_for(removing, 30.0)
-    assert (mortal._starts, mortal.ended.is_set()) == ([], True)
+    assert (mortal.starts_left, mortal.ended.is_set()) == ([], True)
     assert mortal.state is not State.READY
     await cluster.stop()
 
@@ -261,7 +261,7 @@ async def test_an_instance_that_is_added_is_kept_alive() -> None:
     await other.start(1.0)
     cluster.adopt(added)
     other.kill()
-    await until(lambda: other._starts == [] and other.state is State.READY)
+    await until(lambda: other.starts_left == [] and other.state is State.READY)
     assert sorted(one.id for one in await cluster.taking()) == ["x1", "x2"]
     await cluster.stop()
 
@@ -274,9 +274,9 @@ async def test_streams_go_on_before_the_memory_of_a_dead_instance_is_free() -> N
     await cluster.start(lambda _: None)
     mortal.dying.set()
     await until(lambda: mortal.state is State.DEAD)
-    assert (told, len(mortal._starts), mortal._given_back.is_set()) == ([], 1, False)
+    assert (told, len(mortal.starts_left), mortal._given_back.is_set()) == ([], 1, False)
     mortal.ended.set()
-    await until(lambda: not mortal._starts)
+    await until(lambda: not mortal.starts_left)
     assert mortal._given_back.is_set()
     assert (mortal.state, told) == (State.READY, ["x1"])
     await cluster.stop()
@@ -288,7 +288,7 @@ async def test_an_instance_without_a_client_is_started_again() -> None:
     cluster = cluster_of(mortal)
     await cluster.start(lambda _: None)
     mortal.has_lost_client = True
-    await until(lambda: not mortal._starts)
+    await until(lambda: not mortal.starts_left)
     assert (mortal.state, mortal.num_kills > 0) == (State.READY, True)
     await cluster.stop()
 
@@ -301,7 +301,7 @@ async def test_an_instance_that_stands_still_is_started_again(
     cluster = cluster_of(mortal, stall_s=0.05)
     await cluster.start(lambda _: None)
     mortal.pid, mortal.report = process.pid, SimpleNamespace(at_s=WallClock().now() - 1e6)
-    await until(lambda: not mortal._starts)
+    await until(lambda: not mortal.starts_left)
     assert (mortal.state, mortal.num_kills > 0) == (State.READY, True)
     await cluster.stop()
 
@@ -314,7 +314,7 @@ async def test_an_instance_that_stands_still_while_it_starts_is_ended(
         """Its second start ends when it is killed."""
 
         async def start(self, _: float) -> None:
-            if len(self._starts) == 2:
+            if len(self.starts_left) == 2:
                 self.state, self.pid = State.STARTING, process.pid
                 self.ended.clear()
                 await self.ended.wait()
@@ -324,7 +324,7 @@ async def test_an_instance_that_stands_still_while_it_starts_is_ended(
     cluster = cluster_of(mortal, stall_s=0.05)
     await cluster.start(lambda _: None)
     mortal.end()
-    await until(lambda: not mortal._starts)
+    await until(lambda: not mortal.starts_left)
     assert mortal.state is State.READY
     await cluster.stop()
 
@@ -349,9 +349,9 @@ async def test_an_instance_waits_for_its_machine_and_is_not_blamed() -> None:
         mortal.kill()
         await until(lambda: mortal.state is State.FAILED)
         assert (cluster.has_failed, cluster.supervisor.failed.is_set()) == (False, False)
-        assert len(mortal._starts) == left + 1
+        assert len(mortal.starts_left) == left + 1
         mortal.has_machine = True
-        await until(lambda left=left: len(mortal._starts) == left)
+        await until(lambda left=left: len(mortal.starts_left) == left)
         await until(lambda: mortal.state is State.READY)
     await cluster.stop()
 
@@ -364,7 +364,7 @@ async def test_an_instance_that_was_given_up_is_tried_again() -> None:
     cluster = cluster_of(mortal, other, retry_s=0.01)
     await cluster.start(lambda _: None)
     mortal.end()
-    await until(lambda: not mortal._starts)
+    await until(lambda: not mortal.starts_left)
     assert mortal.state is State.READY
     assert not cluster.supervisor.failed.is_set(), "the other one has served all the time"
     await cluster.stop()
