@@ -29,8 +29,10 @@ pytest_plugins = ("room_times", "server_fixtures")
 
 from depth import num_examples  # noqa: E402
 from environment import clean  # noqa: E402
+from processor_claims import apply  # noqa: E402
 
 clean()
+apply()  # before vLLM chooses its kernels
 
 # A busy machine is no bug, and a failure must come again when the suite is run again.
 settings.register_profile(

@@ -179,6 +179,8 @@ def main() -> None:
 
 def _import() -> None:
     """What a server has imported when it forks the parent of its engines."""
+    # Before vLLM chooses its kernels; folders of tests are not on the path here.
+    runpy.run_path(str(Path(__file__).with_name("processor_claims.py")))["apply"]()
     for name in (
         "banaserve.cli.main",
         "banaserve.cli.serve.command",

@@ -51,9 +51,12 @@ def _in_process() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def engines(tmp_path_factory: pytest.TempPathFactory, _in_process: None) -> Iterator[Engines]:
+def engines(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest, _in_process: None
+) -> Iterator[Engines]:
     parents = GuestParents(tmp_path_factory.mktemp("guests"))
-    engines = Engines(parents, tmp_path_factory.mktemp("engines"))
+    folder = tmp_path_factory.mktemp("engines")
+    engines = Engines(parents, lambda: request.getfixturevalue("fork_server"), folder)
     yield engines
     engines.close()
     parents.close()

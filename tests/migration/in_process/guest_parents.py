@@ -6,14 +6,19 @@ with the socket that its guests' parent takes orders from.
 
 import json
 import os
+import runpy
 import signal
 import socket
 import sys
+from pathlib import Path
 
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
 def main() -> None:
+    # Folders of tests are not on the path here.
+    claims = Path(__file__).parents[2] / "support" / "processor_claims.py"
+    runpy.run_path(str(claims))["apply"]()
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models import registry
 
