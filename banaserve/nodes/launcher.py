@@ -38,10 +38,13 @@ class NodesLauncher:
         places: Where the agents are.
         key: Of the cluster.
         server: Name of this server for the nodes.
+
+    Attributes:
+        pool: The nodes, and the work that this server has for them.
     """
 
     def __init__(self, places: Places, key: str, work: NodeWork, server: str) -> None:
-        self._pool = NodePool(places, key, work, server)
+        self.pool = NodePool(places, key, work, server)
         self._key = key
         self._place: dict[str, PoolNode] = {}
         self._shims: list[subprocess.Popen[bytes]] = []
@@ -54,13 +57,13 @@ class NodesLauncher:
         Raises:
             UserError: A node cannot be reached or used, or they have no room for the instances.
         """
-        assigned = await self._pool.open(say)
-        for node, one in zip(self._pool.nodes, assigned, strict=True):
+        assigned = await self.pool.open(say)
+        for node, one in zip(self.pool.nodes, assigned, strict=True):
             self._place.update((str(instance_id), node) for instance_id, _ in one.instances)
 
     async def leave(self) -> None:
         """Give the nodes back: what runs there for this server ends."""
-        await self._pool.leave()
+        await self.pool.leave()
 
     def nodes(self) -> list[NodeStatus]:
         return [
@@ -73,20 +76,20 @@ class NodesLauncher:
                 memory_bytes=node.facts.memory_bytes,
                 problem="" if node.client.is_ready else node.client.problem,
             )
-            for node in self._pool.nodes
+            for node in self.pool.nodes
         ]
 
     def num_free_places(self) -> int:
-        return sum(max(0, self._free(node)) for node in self._pool.nodes if _takes(node))
+        return sum(max(0, self._free(node)) for node in self.pool.nodes if _takes(node))
 
     async def gained(self) -> list[str]:
-        return await self._pool.places.gained()
+        return await self.pool.places.gained()
 
     async def add_node(
         self, address: str, vllm_argv: tuple[str, ...], say: Callable[[str], None]
     ) -> str:
-        fullest = max((len(self._instances_of(node)) for node in self._pool.nodes), default=0)
-        node = await self._pool.add(address, vllm_argv, max(1, fullest), say)
+        fullest = max((len(self._instances_of(node)) for node in self.pool.nodes), default=0)
+        node = await self.pool.add(address, vllm_argv, max(1, fullest), say)
         return node.name
 
     def hold_node(self, name: str, *, is_held: bool) -> None:
@@ -96,16 +99,16 @@ class NodesLauncher:
         node = self._named(name)
         if names := self._instances_of(node):
             raise MigrationError(f"node {name} has instances still: {', '.join(names)}")
-        await self._pool.remove(node)
+        await self.pool.remove(node)
 
     def follow_peers(self, told: OnPeers) -> None:
-        self._pool.follow(told)
+        self.pool.follow(told)
 
     def _named(self, name: str) -> PoolNode:
-        for node in self._pool.nodes:
+        for node in self.pool.nodes:
             if node.name == name:
                 return node
-        have = ", ".join(node.name for node in self._pool.nodes)
+        have = ", ".join(node.name for node in self.pool.nodes)
         raise UserError(f"there is no node {name}: this server has {have}")
 
     def _instances_of(self, node: PoolNode) -> list[str]:
@@ -113,11 +116,11 @@ class NodesLauncher:
 
     def _free(self, node: PoolNode) -> int:
         """How many instances more it can have."""
-        return room(node.facts, self._pool.work.need) - len(self._instances_of(node))
+        return room(node.facts, self.pool.work.need) - len(self._instances_of(node))
 
     def local_store(self, options: StoreOptions) -> StoreOptions:
         """The store beside the front door asks those of the nodes, and holds nothing."""
-        return replace(options, size=LOOKUP_STORE_SIZE, ssd=None, peers=self._pool.peers())
+        return replace(options, size=LOOKUP_STORE_SIZE, ssd=None, peers=self.pool.peers())
 
     # ---- instances
 
@@ -129,7 +132,7 @@ class NodesLauncher:
         return node.name if node is not None else ""
 
     def distance(self, source: str, target: str) -> Distance | None:
-        return self._pool.ways.distance(self.node_of(source), self.node_of(target))
+        return self.pool.ways.distance(self.node_of(source), self.node_of(target))
 
     def store_beside(self, source: str, target: str) -> str:
         here, there = self._place.get(source), self._place.get(target)
@@ -161,7 +164,7 @@ class NodesLauncher:
         handshake = handshake_address.removeprefix("ipc://")
         stem = handshake.removesuffix(f".{SOCKET_NAMES[0]}")
         targets = {name: f"{stem}.{name}" for name in SOCKET_NAMES}
-        digest = await self._pool.digest(vllm_argv)
+        digest = await self.pool.digest(vllm_argv)
         order = JoinSession(
             self._opened(instance_id).incarnation,
             instance_id,
@@ -199,7 +202,7 @@ class NodesLauncher:
             opened.incarnation,
             guest=msgspec.json.encode(own),
             vllm_argv=vllm_argv,
-            model_digest=await self._pool.digest(vllm_argv),
+            model_digest=await self.pool.digest(vllm_argv),
         )
         return self._start_shim(address.target, order, {}, log_path)
 
@@ -226,9 +229,9 @@ class NodesLauncher:
         return ""
 
     def reserve(self, instance_id: str) -> None:
-        if instance_id in self._place or not self._pool.nodes:
+        if instance_id in self._place or not self.pool.nodes:
             return
-        here = [node for node in self._pool.nodes if _takes(node)]
+        here = [node for node in self.pool.nodes if _takes(node)]
         with_room = [node for node in here if self._free(node) > 0]
         if not with_room:
             raise MigrationError("no node has room for another instance")

@@ -187,7 +187,7 @@ def test_a_node_that_comes_back_elsewhere_is_used_as_before(
         lost, stays = [await start_node(tmp_path) for _ in range(2)]
         places = Moving([lost.address, stays.address])
         launcher = launcher_of(lost, stays)
-        launcher._pool.places = places
+        launcher.pool.places = places
         try:
             await launcher.open(lambda _: None)
             await until(lambda: launcher.distance("p0", "d0") is not None)
@@ -201,7 +201,7 @@ def test_a_node_that_comes_back_elsewhere_is_used_as_before(
             launcher.reserve("p1")
             assert launcher.node_of("p1") in (other.address, stays.address)
             await until(lambda: launcher.distance("p0", "d0") is not None)
-            assert not [pair for pair in launcher._pool.ways._measured if lost.address in pair]
+            assert not [pair for pair in launcher.pool.ways._measured if lost.address in pair]
         finally:
             await launcher.leave()
             launcher.close()
@@ -302,7 +302,7 @@ def test_a_model_that_a_node_lacks_is_named(
         node = await start_node(tmp_path)
         launcher = launcher_of(node)
         missing = tmp_path / "no-model"
-        launcher._pool.work = replace(launcher._pool.work, vllm_argv=("--model", str(missing)))
+        launcher.pool.work = replace(launcher.pool.work, vllm_argv=("--model", str(missing)))
         with pytest.raises(UserError, match=rf"node {node.address} refuses: {missing}: this node"):
             await launcher.open(lambda _: None)
         await launcher.leave()

@@ -46,7 +46,7 @@ def test_a_node_that_joins_gets_the_next_instance(scripts: Scripts, tmp_path: Pa
     async def run() -> None:
         first, other = [await start_node(tmp_path) for _ in range(2)]
         async with opened(first) as launcher, Front(tmp_path, "d1") as front:
-            launcher._pool.work = replace(launcher._pool.work, need=InstanceNeed(memory_bytes=1))
+            launcher.pool.work = replace(launcher.pool.work, need=InstanceNeed(memory_bytes=1))
             said = await joined(launcher, other)
             assert said[-1] == "measuring the ways to the other nodes"
             assert states(launcher) == {
@@ -84,7 +84,7 @@ def test_devices_of_one_that_has_left_are_free_again(scripts: Scripts, tmp_path:
 
 def client_of(launcher: NodesLauncher, number: int, store: PeerStore, stack: ExitStack) -> None:
     """Let ``store`` stand for the one that runs on a node."""
-    node = launcher._pool.nodes[number].client
+    node = launcher.pool.nodes[number].client
     assert node.opened is not None
     store.path = Path(node.opened.folder) / "kv"
     store.client = StoreClient(store.path, FINGERPRINT, client_name="here", timeout_s=10.0)
@@ -106,7 +106,7 @@ def test_stores_of_nodes_that_join_and_leave_are_read_by_all_others(
             launcher.follow_peers(on_peers)
             for number, node in enumerate((b, c), 1):
                 await joined(launcher, node)
-                assert told[-1] == launcher._pool.stores()
+                assert told[-1] == launcher.pool.stores()
                 assert len(told[-1]) == number + 1
             for number, store in enumerate(stores):
                 client_of(launcher, number, store, stack)
@@ -119,10 +119,10 @@ def test_stores_of_nodes_that_join_and_leave_are_read_by_all_others(
                         eventually, lambda s=store, keys=keys: s.read(keys) == 3
                     )
             await launcher.remove_node(c.address)
-            assert (len(told[-1]), told[-1]) == (2, launcher._pool.stores())
+            assert (len(told[-1]), told[-1]) == (2, launcher.pool.stores())
             names = stores[0].peers().stats
             assert names.available
-            order = launcher._pool.nodes[0].order.store
+            order = launcher.pool.nodes[0].order.store
             assert order is not None
             assert order.peers == tuple(told[-1][1:])
         for node in (a, b, c):
@@ -190,16 +190,16 @@ def test_what_cannot_join_is_refused_in_one_line(
                 patch.setattr(inspection, "own_version", lambda: "banaserve 0.0, vLLM 0.1")
                 words = r"^node .* has banaserve 0.0, vLLM 0.1, this server banaserve .*: install"
                 await refused(launcher, other.address, words)
-            work = launcher._pool.work
-            launcher._pool.work = replace(work, vllm_argv=("--model", str(model)))
+            work = launcher.pool.work
+            launcher.pool.work = replace(work, vllm_argv=("--model", str(model)))
             with monkeypatch.context() as patch:
                 patch.setattr("banaserve.nodes.pool.model_digest", lambda _: "of other files")
                 words = r"^node .*: .*/model: this node's files are not those of the server"
                 await refused(launcher, other.address, words)
-            launcher._pool.work = replace(work, need=InstanceNeed(memory_bytes=1 << 60))
+            launcher.pool.work = replace(work, need=InstanceNeed(memory_bytes=1 << 60))
             words = r"^node .* has no room: it has .*iB, and an instance needs .* of memory$"
             await refused(launcher, other.address, words)
-            launcher._pool.work = work
+            launcher.pool.work = work
             with monkeypatch.context() as patch:
                 patch.setattr(sessions, "check_model", fails)
                 await refused(launcher, other.address, r"refuses: it could not be prepared$")
@@ -234,8 +234,8 @@ def test_a_join_that_is_given_up_leaves_the_node_free(
                 with pytest.raises(asyncio.CancelledError):
                     await joining
                 assert list(states(launcher)) == [first.address]
-                assert launcher._pool.nodes[0].order.store is not None
-                assert launcher._pool.nodes[0].order.store.peers == ()
+                assert launcher.pool.nodes[0].order.store is not None
+                assert launcher.pool.nodes[0].order.store.peers == ()
                 await until(lambda: "has left" in other.said[-1])
             await joined(launcher, other)
         for node in (first, other):
@@ -250,7 +250,7 @@ def test_a_start_that_fails_gives_back_the_nodes_that_it_has_taken(
     async def run() -> None:
         first = await start_node(tmp_path)
         launcher = launcher_of(first)
-        launcher._pool.work = replace(launcher._pool.work, need=InstanceNeed(memory_bytes=1 << 60))
+        launcher.pool.work = replace(launcher.pool.work, need=InstanceNeed(memory_bytes=1 << 60))
         with pytest.raises(UserError, match="2 instances, each of which needs"):
             await launcher.open(lambda _: None)
         await until(lambda: "has left" in first.said[-1])
