@@ -55,9 +55,11 @@ class Running:
 
     Attributes:
         output: Tokens so far, those that it has brought along included.
+        is_counted: Whether the counts of its prompt have been told.
         num_computed: Tokens of prompt and output whose KV it has.
+        num_cached: Tokens of the prompt that lay in the prefix cache.
         blocks: Number of KV blocks that it holds.
-        events: Not yet told.
+        events: Events that have not been told.
     """
 
     def __init__(self, request: EngineCoreRequest) -> None:
@@ -86,6 +88,12 @@ class Steps:
     """Requests of an engine and its KV blocks: which compute in a step, and what comes of it.
 
     All blocks that a request may need are taken when it begins, so none is preempted.
+
+    Attributes:
+        budget: Limits of a step.
+        num_blocks: KV blocks of the pool.
+        is_paused: Whether waiting requests wait on.
+        is_frozen: Whether running ones stand still too.
     """
 
     def __init__(self, facts: EngineFacts, options: MockOptions) -> None:
@@ -274,7 +282,7 @@ class MockCore:
     """A mock engine core that serves one front end.
 
     Args:
-        instance_id: Of its instance, by which troubles name it.
+        instance_id: Name of its instance, by which troubles name it.
     """
 
     def __init__(
@@ -286,7 +294,6 @@ class MockCore:
         self._steps = Steps(facts, options)
         self._trouble = options.trouble_of(instance_id)
         self._num_tokens = 0
-        self._num_steps = 0
         self._weight_version = "default"
         self._is_ending = False
         self._pausing: deque[UtilityOutput] = deque()
@@ -429,7 +436,6 @@ class MockCore:
             took_ms = self._options.step_ms + self._options.prefill_token_ms * num_tokens
             time.sleep(max(0.0, began_s + took_ms / 1000 - time.monotonic()))
         outputs = [output for _, output in self._steps.finish()]
-        self._num_steps += bool(num_tokens)
         stats = self._steps.stats()
         if self._facts.fingerprint is not None and num_tokens:
             stats.kv_connector_stats = self._work(num_tokens, len(outputs), began_s)

@@ -93,10 +93,13 @@ class EngineFacts(msgspec.Struct, frozen=True):
     """What follows from an engine's command line and its model.
 
     Attributes:
-        weights: Differs where the weights' files do.
-        tokens: Tokens that answers are made of.
-        fingerprint: Of its KV blocks; None without a store.
-        argv: The command line.
+        weights: Digest of the files of weights.
+        num_blocks: KV blocks.
+        max_running: Number of requests that run at once.
+        max_step_tokens: Tokens that a step computes at most.
+        num_ranks: Tensor-parallel workers.
+        tokens: First token that answers are made of, and the one behind the last.
+        fingerprint: Fingerprint of the KV blocks; None without a store.
     """
 
     model: str
