@@ -115,7 +115,7 @@ class Caller:
         await self.writer.drain()
 
     async def head(self) -> tuple[int, dict[str, str]]:
-        head = await self._within(self.reader.readuntil(b"\r\n\r\n"))
+        head = await self.within(self.reader.readuntil(b"\r\n\r\n"))
         first, *lines = head.decode().split("\r\n")
         return int(first.split()[1]), dict(one.lower().split(": ", 1) for one in lines if one)
 
@@ -123,13 +123,11 @@ class Caller:
         """Status and body of the next answer."""
         status, fields = await self.head()
         if "content-length" in fields:
-            return status, await self._within(
-                self.reader.readexactly(int(fields["content-length"]))
-            )
+            return status, await self.within(self.reader.readexactly(int(fields["content-length"])))
         body = b""
-        while size := int(await self._within(self.reader.readuntil(b"\r\n")), 16):
-            body += (await self._within(self.reader.readexactly(size + 2)))[:-2]
-        await self._within(self.reader.readexactly(2))
+        while size := int(await self.within(self.reader.readuntil(b"\r\n")), 16):
+            body += (await self.within(self.reader.readexactly(size + 2)))[:-2]
+        await self.within(self.reader.readexactly(2))
         return status, body
 
     async def refusal(self) -> tuple[int, str]:
@@ -141,11 +139,12 @@ class Caller:
     async def is_closed(self) -> bool:
         """Wait for the end of the connection; False where something comes instead."""
         try:
-            return await self._within(self.reader.read(1)) == b""
+            return await self.within(self.reader.read(1)) == b""
         except ConnectionError:
             return True
 
-    async def _within(self, coming: Coroutine[Any, Any, bytes]) -> bytes:
+    async def within(self, coming: Coroutine[Any, Any, bytes]) -> bytes:
+        """What comes, if it comes before the deadline."""
         return await asyncio.wait_for(coming, DEADLINE_S)
 
     def hang_up(self) -> None:
@@ -248,6 +247,6 @@ async def serving_a_stream(limits: EdgeLimits | None = None, **more: Any) -> Asy
         assert status == 200
         rig.app.may_go_on.set()
         body = b""
-        while size := int(await known._within(known.reader.readuntil(b"\r\n")), 16):
-            body += (await known._within(known.reader.readexactly(size + 2)))[:-2]
+        while size := int(await known.within(known.reader.readuntil(b"\r\n")), 16):
+            body += (await known.within(known.reader.readexactly(size + 2)))[:-2]
         assert body == b"".join(b"data: %d\n\n" % number for number in range(NUM_EVENTS))

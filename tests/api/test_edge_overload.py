@@ -306,7 +306,7 @@ async def test_a_client_that_never_reads_is_dropped_and_a_slow_one_is_not() -> N
         assert deadline_s >= DEFAULT.unread_s
         slow.writer.transport.resume_reading()
         while body < LARGE_BYTES:
-            part = await slow._within(slow.reader.read(2**20))
+            part = await slow.within(slow.reader.read(2**20))
             assert part, "the slow reader was dropped"
             body += len(part)
 

@@ -15,6 +15,7 @@ from http import HTTPStatus
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 
 pytest.importorskip("vllm")
 
@@ -187,7 +188,8 @@ CASES = [
 
 
 def counted(cause: str, status: int) -> float:
-    return refusals.REFUSED.labels(cause, str(status))._value.get()
+    labels = {"cause": cause, "status": str(status)}
+    return REGISTRY.get_sample_value("banaserve_refused_total", labels) or 0.0
 
 
 @contextlib.asynccontextmanager
@@ -199,8 +201,8 @@ async def a_stream(rig: Rig) -> AsyncIterator[None]:
     yield
     rig.app.may_go_on.set()
     body = b""
-    while size := int(await known._within(known.reader.readuntil(b"\r\n")), 16):
-        body += (await known._within(known.reader.readexactly(size + 2)))[:-2]
+    while size := int(await known.within(known.reader.readuntil(b"\r\n")), 16):
+        body += (await known.within(known.reader.readexactly(size + 2)))[:-2]
     assert body == b"".join(b"data: %d\n\n" % number for number in range(NUM_EVENTS))
 
 
@@ -219,7 +221,7 @@ async def test_a_refusal_is_one_line_counted_and_logged_once_a_second(
         for number in range(1, TIMES + 1):
             caller = await case.provoke(rig)
             status, fields = await caller.head()
-            body = await caller._within(caller.reader.readexactly(int(fields["content-length"])))
+            body = await caller.within(caller.reader.readexactly(int(fields["content-length"])))
             error = json.loads(body)["error"]
             assert (status, error["code"]) == (case.status, case.status)
             assert error["type"] == HTTPStatus(case.status).phrase
