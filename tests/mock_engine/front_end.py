@@ -295,11 +295,12 @@ class Player:
 def differences(recorded: Recording, answers: Sequence[Answers], stats: list[Shape]) -> list[str]:
     """One line for each answer that is not the recorded one.
 
-    Where it depends on who is faster how many messages come, steps without output and messages that
-    are like those of the last action with answers are left out.
+    Where it depends on who is faster how many messages come, as it does in calls, steps without
+    output and messages like those of the last action with answers are left out.
     """
     lines, before = [], (Answers("", []), Answers("", []))
-    racing = {action.name for action in recorded.actions if action.is_racing}
+    calls = {action.name for action in recorded.actions if action.ends == "utility"}
+    racing = calls | {action.name for action in recorded.actions if action.is_racing}
     for pair in zip(recorded.answers, answers, strict=True):
         told = [
             [one for one in now.frames if now.name not in racing or _counts(one, last.frames)]
