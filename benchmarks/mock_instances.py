@@ -1,0 +1,261 @@
+"""Front door of 200 mock instances: its start, its streams, a rolling restart and a scale-down.
+
+``python -m benchmarks mock-instances``. Engine cores are mocks (``tests/mock_engine``) that speak
+vLLM's protocol and compute nothing, so what is measured is the front door: its time, memory and
+processor time an instance, and whether a stream is lost while instances are replaced and removed.
+Every answer is compared with the one that the same prompt had when nothing else went on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import os
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from banaserve import models
+from banaserve.api.admin_client import AdminClient
+from banaserve.arguments import Parser, positive
+from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
+from banaserve.bench.loadgen.servers import Server, command_server, end_on_sigterm
+from banaserve.bench.results import result
+from banaserve.controller.schemas import ScaleRequest
+from banaserve.engine.vllm.restart.api import RestartRequest
+from banaserve.net.descriptors import raise_descriptor_limit
+from banaserve.run_dir import find_admin
+from benchmarks.location import ROOT
+from benchmarks.script import run_script
+
+_MOCKS = ROOT / "tests" / "mock_engine"
+_FEW = 2
+_IDLE_S = 5.0
+_NUM_PROMPTS = 64
+_PROMPT_TOKENS = 300
+_CHANGE_S = 1800.0
+_TIMED = re.compile(r"\[ *([0-9.]+) s\] (.*)")
+
+
+@dataclass
+class Figures:
+    """Samples by figure, a sample a run."""
+
+    samples: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, name: str, value: float) -> None:
+        self.samples.setdefault(name, []).append(value)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run it and write the result; 1 where a stream was lost or wrong."""
+    parser = Parser(prog="python -m benchmarks mock-instances", description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--runs", type=positive, default=5)
+    parser.add_argument("--instances", type=positive, default=200)
+    parser.add_argument("--streams", type=positive, default=3000)
+    parser.add_argument("--concurrency", type=positive, default=128)
+    parser.add_argument("--tokens", type=positive, default=32)
+    parser.add_argument("--step-ms", type=float, default=20.0)
+    given = parser.parse_args(list(argv))
+    end_on_sigterm()
+    raise_descriptor_limit()
+    started_at, figures = datetime.now(UTC), Figures()
+    for number in range(given.runs):
+        _run(given, figures)
+        shown = {name: round(samples[-1], 3) for name, samples in figures.samples.items()}
+        print(f"run {number}: {shown}", flush=True)
+    lost = sum(sum(figures.samples[f"{name}_lost"]) for name in ("load", "restart", "scale_down"))
+    record = result.result(
+        "mock-instances",
+        seed=0,
+        options={
+            name: getattr(given, name)
+            for name in ("runs", "instances", "streams", "concurrency", "tokens", "step_ms")
+        },
+        started_at=started_at,
+        figures={
+            name: result.figure(samples, _unit(name)) for name, samples in figures.samples.items()
+        },
+        notes=[
+            "engine cores are mocks that compute nothing: no figure says anything of engines",
+            "client, front door, store and cores share the processors of one machine",
+            f"memory an instance: beside a server of {_FEW} instances",
+        ],
+    )
+    result.deliver(record, given.json)
+    return int(lost > 0)
+
+
+def _unit(name: str) -> str:
+    units = {"_s": "s", "_mb": "MB", "_per_s": "1/s", "_fraction": "ratio"}
+    return next((unit for end, unit in reversed(units.items()) if name.endswith(end)), "count")
+
+
+@contextlib.contextmanager
+def _served(num: int, step_ms: float) -> Iterator[tuple[Server, AdminClient, float]]:
+    """A server of ``num`` mock instances, its admin API and the seconds in which they started."""
+    os.environ["PYTHONPATH"] = str(_MOCKS)
+    os.environ["BANASERVE_MOCK_CORES"] = f'{{"step_ms": {step_ms}}}'
+    prefill = max(1, num // 4)
+    with tempfile.TemporaryDirectory(prefix="mock-") as folder:
+        command = [sys.executable, "-P", str(_MOCKS / "mock_serve.py"), "serve"]
+        command += ["--model", models.PACKAGED, "--pd", f"{prefill}:{num - prefill}"]
+        command += ["--kv-store-size", "64MiB", "--run-dir", folder, "--log-level", "WARNING"]
+        with command_server(command, "banaserve") as server:
+            yield server, AdminClient(*find_admin(Path(folder))), _start_s(server)
+
+
+def _start_s(server: Server) -> float:
+    """Seconds from the first order of an engine to the last engine that was ready.
+
+    Imports of vLLM, which come before, take as long for one instance.
+    """
+    lines = [_TIMED.match(line) for line in server.log_path.read_text().splitlines()]
+    times = {line[2]: float(line[1]) for line in lines if line is not None}
+    ready = max(at for words, at in times.items() if words.endswith("is ready"))
+    return ready - next(at for words, at in times.items() if words.startswith("starting inst"))
+
+
+def _run(given: argparse.Namespace, figures: Figures) -> None:
+    with _served(_FEW, given.step_ms) as (server, _, _):
+        few_mb = server.front_memory_bytes() / 1e6
+    with _served(given.instances, given.step_ms) as (server, admin, start_s):
+        more = given.instances - _FEW
+        figures.add("ready_s", start_s)
+        figures.add("front_mb", server.front_memory_bytes() / 1e6)
+        figures.add("front_each_mb", (figures.samples["front_mb"][-1] - few_mb) / more)
+        figures.add("core_mb", _core_bytes(server) / 1e6)
+        began_s = server.front_cpu_s()
+        time.sleep(_IDLE_S)
+        figures.add("idle_cpu_fraction", (server.front_cpu_s() - began_s) / _IDLE_S)
+        asyncio.run(_under_load(given, server, admin, figures))
+
+
+def _core_bytes(server: Server) -> float:
+    """Memory of one mock core that is its own."""
+    cores = [one for one in server.processes() if "mock_parent" in one.cmdline()][1:]
+    return statistics.median(one.memory_full_info().uss for one in cores[:20])
+
+
+async def _under_load(
+    given: argparse.Namespace, server: Server, admin: AdminClient, figures: Figures
+) -> None:
+    load = Load(server.url, given.tokens)
+    async with load.connected():
+        await load.learn()
+        began_s, cpu_s = time.monotonic(), server.front_cpu_s()
+        await load.until(given.concurrency, lambda: load.num_done >= given.streams)
+        took_s = time.monotonic() - began_s
+        figures.add("streams_per_s", load.num_done / took_s)
+        figures.add("tokens_per_s", load.num_done * given.tokens / took_s)
+        figures.add("load_cpu_fraction", (server.front_cpu_s() - cpu_s) / took_s)
+        _count(figures, "load", load)
+        restarting = asyncio.to_thread(_restart, admin)
+        figures.add("restart_s", await load.beside(given.concurrency, restarting))
+        _count(figures, "restart", load)
+        prefill = max(1, given.instances // 8)
+        ask = ScaleRequest(prefill, given.instances // 2 - prefill)
+        scaling = asyncio.to_thread(_scale, admin, ask)
+        figures.add("scale_down_s", await load.beside(given.concurrency, scaling))
+        _count(figures, "scale_down", load)
+
+
+def _count(figures: Figures, what: str, load: Load) -> None:
+    figures.add(f"{what}_streams", load.num_done)
+    figures.add(f"{what}_lost", len(load.lost))
+    for line in load.lost[:3]:
+        print(f"{what}: {line}", flush=True)
+    load.num_done, load.lost = 0, []
+
+
+def _restart(admin: AdminClient) -> float:
+    began_s = time.monotonic()
+    restart = admin.begin_restart(RestartRequest())
+    while restart.is_open and time.monotonic() < began_s + _CHANGE_S:
+        restart = admin.show_restart(restart.id, wait_s=20.0)
+    assert restart.state == "done", restart
+    return time.monotonic() - began_s
+
+
+def _scale(admin: AdminClient, ask: ScaleRequest) -> float:
+    began_s = time.monotonic()
+    scaling = admin.begin_scaling(ask)
+    while scaling.is_open and time.monotonic() < began_s + _CHANGE_S:
+        scaling = admin.show_scaling(scaling.id, wait_s=20.0)
+    assert scaling.state == "done", scaling
+    return time.monotonic() - began_s
+
+
+class Load:
+    """Streams of a closed loop, each compared with the calm answer to its prompt.
+
+    Attributes:
+        num_done: Streams that have ended since the last count.
+        lost: One line for each of them that failed or was not the calm answer.
+    """
+
+    def __init__(self, url: str, num_tokens: int) -> None:
+        self._url = url
+        self._num_tokens = num_tokens
+        self._expected: list[list[int]] = []
+        self._numbers = itertools.count()
+        self.num_done = 0
+        self.lost: list[str] = []
+
+    @contextlib.asynccontextmanager
+    async def connected(self) -> AsyncIterator[None]:
+        async with OpenAiClient(self._url, models.PACKAGED, return_token_ids=True) as self._client:
+            yield
+
+    async def learn(self) -> None:
+        """Ask each prompt once, one after the other."""
+        for number in range(_NUM_PROMPTS):
+            record = await self._ask(number)
+            assert record.error is None, record.error
+            self._expected.append(record.token_ids)
+        assert len({tuple(one) for one in self._expected}) == _NUM_PROMPTS
+
+    async def until(self, concurrency: int, is_over: Callable[[], bool]) -> None:
+        """Keep so many streams under way until ``is_over``, and end them."""
+
+        async def ask_on() -> None:
+            while not is_over():
+                await self._check(next(self._numbers) % _NUM_PROMPTS)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(concurrency):
+                group.create_task(ask_on())
+
+    async def beside(self, concurrency: int, change: Coroutine[None, None, float]) -> float:
+        """Keep streams under way while a change is made; returns its seconds."""
+        changing = asyncio.create_task(change)
+        await self.until(concurrency, changing.done)
+        return changing.result()
+
+    async def _check(self, number: int) -> None:
+        record = await self._ask(number)
+        self.num_done += 1
+        if record.error is not None:
+            self.lost.append(record.error)
+        elif record.token_ids != self._expected[number]:
+            self.lost.append(f"prompt {number} has {record.token_ids}")
+
+    async def _ask(self, number: int) -> RequestRecord:
+        prompt = [1000 + number, *range(2000, 2000 + _PROMPT_TOKENS)]
+        name = f"{number}-{next(self._numbers)}"
+        extra = {"ignore_eos": True}
+        call = CompletionCall(name, prompt=prompt, max_tokens=self._num_tokens, extra=extra)
+        return await self._client.send(call)
+
+
+if __name__ == "__main__":
+    run_script(main)
