@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from contextlib import ExitStack
 
 import msgspec
 import pytest
@@ -14,6 +15,7 @@ from banaserve.balancer.balancer import Balancer
 from banaserve.balancer.config import BalancerSettings, HealthSettings, ReplicaSettings
 from banaserve.balancer.server import listen, tick
 from benchmarks.router.link import RegionLink
+from ports import held_port
 from waiting import until
 
 WAIT_S = 20.0
@@ -190,9 +192,11 @@ class House:
         self.log = []
         self.balancers = []
         self._open = []
+        self._ports = ExitStack()
 
     async def replica(self, behave=None, port=0, ssl=None):
-        made = await Replica(behave, ssl).start(port)
+        # One that is started again finds its port free.
+        made = await Replica(behave, ssl).start(port or held_port(self._ports))
         self._open.append(made.stop)
         return made
 
@@ -247,6 +251,7 @@ class House:
     def close(self):
         for close in reversed(self._open):
             close()
+        self._ports.close()
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ import urllib.request
 
 import pytest
 
-from banaserve.bench.loadgen.servers import free_port
 from banaserve.cli import main as cli
 from banaserve.cli.route import _from_words, _make_parser
+from ports import free_port
 
 REPLICA = ["--replica", "http://127.0.0.1:9"]
 

@@ -12,7 +12,7 @@ import threading
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from banaserve.bench.loadgen.servers import free_port
+from ports import free_port
 from waiting import DEADLINE_S, eventually
 
 HARD_LIMIT = 160

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from banaserve.bench.loadgen.servers import free_port
 from banaserve.cli import main as cli
 from banaserve.cli.doctor.command import app as doctor
 from banaserve.cli.plugins import REGISTRIES
@@ -32,6 +31,7 @@ from installed_packages import (
     plugin_site,
     routing_plugin,
 )
+from ports import free_port
 from store_process import fork_store
 
 ROUTING_GROUP, REPLICA_GROUP, MIGRATION_GROUP, TIER_GROUP = PluginGroup

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.bench.loadgen.servers import free_port
 from banaserve.errors import StoreUnavailableError, UserError
 from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.client import StoreClient
@@ -22,6 +21,7 @@ from banaserve.kvstore.peers.options import PeerOptions
 from banaserve.kvstore.tiers.ssd.check import check_folder
 from banaserve.platform.processes import is_running
 from fingerprints import FINGERPRINT
+from ports import free_port
 from waiting import eventually, until
 
 KEYS = [bytes([number]) * 32 for number in range(4)]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import ports
 import small_model
-from banaserve.bench.loadgen import servers
 from fork_server import ForkServer
 from observing import until
 from server_run import Run
@@ -23,7 +23,7 @@ LIGHT = ("--kv-store-size", "512MiB", "--kv-cache-memory-bytes", str(512 << 20))
 
 @pytest.fixture(scope="session")
 def free_port() -> Callable[[], int]:
-    return servers.free_port
+    return ports.free_port
 
 
 @pytest.fixture(scope="session")

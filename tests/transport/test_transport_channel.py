@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 import transport_faults as faults
 import transport_peer
-from banaserve.bench.loadgen.servers import free_port
 from banaserve.transport import frames
 from banaserve.transport.connect import TcpListener, UnixListener, accept_tcp, connect
 from banaserve.transport.errors import (
@@ -29,6 +28,7 @@ from banaserve.transport.errors import (
 from banaserve.transport.interface import Message, Tensor, TransportOptions
 from depth import num_examples
 from forked import Forked
+from ports import free_port
 
 WAIT_S = 20.0
 

@@ -10,7 +10,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from banaserve.bench.loadgen.servers import end_with_parent, free_port
+from banaserve.bench.loadgen.servers import end_with_parent
+from ports import free_port
 from waiting import eventually
 
 PACKAGES = {"nginx": "nginx-light", "haproxy": "haproxy"}

@@ -20,7 +20,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from banaserve.bench.loadgen.servers import free_port
 from banaserve.engine.vllm.migration.time_hook import TimeHook
 from banaserve.engine.vllm.migration.units.base import MigrationUnit
 from banaserve.engine.vllm.migration.units.registry import read_modules
@@ -28,6 +27,7 @@ from banaserve.engine.vllm.migration.worker_api import MigrationApi
 from banaserve.engine.vllm.rpc.engine_api import CoreApi, PoolResize, PoolStatus
 from banaserve.engine.vllm.rpc.typed_rpc import call
 from banaserve.errors import MigrationError
+from ports import free_port
 from waiting import eventually
 
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

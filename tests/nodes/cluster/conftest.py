@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import small_model
-from banaserve.bench.loadgen import servers
+from ports import free_port
 from served import OPTIONS
 from server_run import Run
 from streams import Kind, asked_all
@@ -18,7 +18,7 @@ from streams import Kind, asked_all
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     words = ("--colocated", "1", "--no-kv-store", "--migration", "off")
     folder = tmp_path_factory.mktemp("plain")
-    run = Run(folder, servers.free_port(), (*small_model.options(), *OPTIONS, *words), {}, None)
+    run = Run(folder, free_port(), (*small_model.options(), *OPTIONS, *words), {}, None)
     run.wait_for("Ctrl-C ends it.")
     yield run
     run.close()

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import random_models
-from banaserve.bench.loadgen import servers
 from benchmarks.network import hosts
 from benchmarks.network.hosts import Network
 from host_cluster import Cluster
+from ports import free_port
 from served import OPTIONS
 from server_run import Run
 from streams import Kind, asked_all
@@ -56,7 +56,7 @@ def expected(
     """Of one engine on this machine."""
     words = ("--model", model, "--served-model-name", NAME, "--no-enable-prefix-caching")
     words = (*words, *OPTIONS, "--colocated", "1", "--no-kv-store", "--migration", "off")
-    run = Run(tmp_path_factory.mktemp("plain"), servers.free_port(), words, {}, None)
+    run = Run(tmp_path_factory.mktemp("plain"), free_port(), words, {}, None)
     run.wait_for("Ctrl-C ends it.")
     answers = asyncio.run(asked_all(run, kinds)).values()
     run.close()
