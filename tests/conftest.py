@@ -25,7 +25,7 @@ TESTS = Path(__file__).parent
 for _folder in sorted({path.parent for path in TESTS.rglob("*.py")} - {TESTS}):
     sys.path.append(str(_folder))
 
-pytest_plugins = ("room_times", "server_fixtures")
+pytest_plugins = ("room_times", "seeding", "server_fixtures")
 
 from depth import num_examples  # noqa: E402
 from environment import clean  # noqa: E402

@@ -13,6 +13,7 @@ import pytest
 from banaserve.balancer.config import HealthSettings, PolicySettings
 from banaserve.orchestrator.replicas import registry
 from banaserve.orchestrator.replicas.interface import Need
+from depth import chosen_seed
 
 
 async def kill(asked):
@@ -202,7 +203,7 @@ async def test_every_policy_gets_requests_served_over_a_failing_replica(house, p
 
 @pytest.mark.parametrize("name", registry.names())
 def test_a_policy_gets_what_it_reads(name):
-    policy = registry.make(name, random.Random(0))
+    policy = registry.make(name, random.Random(chosen_seed(0)))
     source = inspect.getsource(inspect.getmodule(policy))
     if re.search(r"\.(pending|running|kv_used_fraction|reported_at_s)\b", source):
         assert Need.REPORTS in policy.needs

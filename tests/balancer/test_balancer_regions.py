@@ -18,7 +18,8 @@ from banaserve.balancer.config import (
     TenantSettings,
 )
 from banaserve.balancer.membership import failover_owner
-from banaserve.bench.loadgen.servers import free_port
+from depth import chosen_seed
+from ports import free_port
 from waiting import thinks
 
 ROUND_TRIP_MS = {("us", "asia"): 145.4, ("us", "eu"): 99.1, ("asia", "eu"): 222.5}
@@ -346,7 +347,7 @@ async def test_nothing_is_lost_or_doubled_while_replicas_balancers_and_regions_d
     house, monkeypatch
 ):
     monkeypatch.setattr(peers, "DEAD_AFTER_S", 0.2)
-    generator = random.Random(7)
+    generator = random.Random(chosen_seed(7))
 
     async def stream(asked):
         prompt = asked.body.split(b'"')[3].decode()

@@ -12,6 +12,7 @@ from banaserve.orchestrator.replicas.interface import ReplicaId
 from banaserve.orchestrator.replicas.prefixes import snapshot
 from banaserve.orchestrator.replicas.prefixes.snapshot import decode, encode, load
 from banaserve.orchestrator.replicas.prefixes.tree import PrefixTree, make_tree
+from depth import seeds
 
 A, B = ReplicaId("a"), ReplicaId("b")
 ROOMY = 1 << 30
@@ -27,7 +28,7 @@ def filled(seed: int, count: int) -> tuple[PrefixTree, list[bytes]]:
     return tree, prompts
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(3, 3))
 def test_a_tree_comes_back_as_it_was(seed):
     tree, prompts = filled(seed, 200)
     data = encode(tree.dump(), 1, ROOMY)

@@ -21,6 +21,7 @@ from benchmarks.overlap import __main__, paced
 from benchmarks.overlap import figures as figures
 from benchmarks.overlap import neighbour as overlap_neighbour
 from benchmarks.overlap import rounds as overlap_rounds
+from depth import chosen_seed
 
 
 @pytest.mark.parametrize(
@@ -65,9 +66,9 @@ def test_loads_are_of_the_size_that_is_asked() -> None:
     loads = __main__.loads_of(given)
     assert [load.name for load in loads] == ["prefill", "ttft", "decode_1", "decode_8"]
     assert [load.num_requests for load in loads] == [3, 1, 1, 8]
-    prompts = overlap_rounds.draw_prompts(random.Random(0), loads[0])
+    prompts = overlap_rounds.draw_prompts(random.Random(chosen_seed(0)), loads[0])
     assert [len(prompt) for prompt in prompts] == [50, 50, 50]
-    assert prompts == overlap_rounds.draw_prompts(random.Random(0), loads[0]), "seeded"
+    assert prompts == overlap_rounds.draw_prompts(random.Random(chosen_seed(0)), loads[0]), "seeded"
 
 
 def test_gains_are_ratios_within_a_round() -> None:

@@ -9,11 +9,12 @@ import pytest
 
 from benchmarks.pipeline import measured_break_even, times_of
 from benchmarks.prefix_ttft import link_figures, whole_blocks
+from depth import chosen_seed
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.02])
 def test_break_even_is_found_from_the_waits_below_it(noise: float) -> None:
-    draws = random.Random(2)
+    draws = random.Random(chosen_seed(2))
     num_bytes, compute_s = 60e6, 1.5
     waits = [
         (bandwidth, (num_bytes / bandwidth - compute_s) * (1 + draws.uniform(-noise, noise)))

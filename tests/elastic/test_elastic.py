@@ -45,6 +45,7 @@ from banaserve.types import (
     Step,
     SwitchRole,
 )
+from depth import chosen_seed, seeds
 
 H100 = "llama-3.1-8b-h100"
 NO_LIMITS = ServiceLimits()
@@ -82,7 +83,7 @@ def test_every_arrangement_has_something_to_do_for_everybody():
     ]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20, 20))
 def test_roles_are_assigned_with_as_few_changes_as_can_be(seed):
     draws = random.Random(seed)
     views = [view(f"i{n}", draws.choice(list(Role)), draws.random()) for n in range(6)]
@@ -107,7 +108,7 @@ def test_who_decodes_least_begins_to_prefill():
 
 
 def test_bursts_are_no_news_and_another_rate_or_length_is():
-    draws = random.Random(3)
+    draws = random.Random(chosen_seed(3))
     steady = [seen(draws.uniform(0, 60), 50) for _ in range(600)]
     more = [seen(draws.uniform(60, 70), 50) for _ in range(220)]
     longer = [one._replace(prompt_tokens=300) for one in steady if one.arrival_s > 50]
@@ -140,7 +141,7 @@ def test_unfinished_requests_get_lengths_of_those_that_went_on():
 
 def test_a_forecast_sees_what_a_run_of_the_same_requests_gives():
     profile = profiles.load(H100)
-    draws = random.Random(1)
+    draws = random.Random(chosen_seed(1))
     requests = [
         ObservedRequest(n / 20, 2000, 0, draws.randint(20, 60), None, 0.0, 100.0)
         for n in range(200)

@@ -52,7 +52,7 @@ from banaserve.types import (
     Step,
     SwitchRole,
 )
-from depth import num_examples
+from depth import chosen_seed, num_examples
 
 OPT = profiles.load("opt-13b-a100")
 H100 = profiles.load("llama-3.1-8b-h100")
@@ -78,7 +78,7 @@ def away(host: str, guest: str, module: Module = LAYERS, held: int = 10**9) -> M
 
 
 def coming(rate_per_s: float, prompt: int, output: int, until_s: float) -> list[ObservedRequest]:
-    draws = random.Random(4)
+    draws = random.Random(chosen_seed(4))
     at_s, found = 0.0, []
     while (at_s := at_s + draws.expovariate(rate_per_s)) < until_s:
         found.append(ObservedRequest(at_s, prompt, 0, output, None, at_s + 0.5, at_s + 1))
@@ -114,7 +114,7 @@ def following(profile: str, limits: tuple[float, float], **options: object) -> S
 def flood(kinds: str, duration_s: float = 60.0) -> tuple[dict[str, float], list[tuple[float, str]]]:
     """One prefills, one decodes, and what decodes has too little memory for ``duration_s``."""
     system = following(OPT.name, (3.0, 0.2), modules=kinds, roles="fixed")
-    draws, at_s, rows = random.Random(1), 0.0, []
+    draws, at_s, rows = random.Random(chosen_seed(1)), 0.0, []
     while (at_s := at_s + draws.expovariate(6.0)) < duration_s:
         rows.append(SimRequest(len(rows), at_s, draws.randint(300, 900), draws.randint(200, 600)))
     found = tallied(OPT, system, rows)
@@ -141,7 +141,7 @@ def test_where_no_split_keeps_its_limits_alone_heads_of_decode_do() -> None:
     and one that decodes 0.38; changing between them brings 0.77. With heads away they work a fifth
     slower, which is to be worth it.
     """
-    draws, at_s, rows = random.Random(1), 0.0, []
+    draws, at_s, rows = random.Random(chosen_seed(1)), 0.0, []
     while (at_s := at_s + draws.expovariate(16.1)) < 45.0:
         rows.append((at_s, draws.randint(750, 2250), draws.randint(200, 600)))
     served, steps = [], []

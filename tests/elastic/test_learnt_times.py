@@ -15,6 +15,7 @@ from banaserve.elastic.options import ElasticOptions
 from banaserve.elastic.policy import decide
 from banaserve.errors import UserError
 from banaserve.types import InstanceId, InstanceReport, InstanceView, ObservedRequest, Role
+from depth import chosen_seed
 
 PROFILE = profiles.load("smollm2-135m-cpu")
 TOLD = (
@@ -115,7 +116,7 @@ def test_modules_need_a_profile() -> None:
 
 
 def prompts_of_576_tokens(per_s: float) -> list[ObservedRequest]:
-    draws, at_s, requests = random.Random(1), 0.0, []
+    draws, at_s, requests = random.Random(chosen_seed(1)), 0.0, []
     while (at_s := at_s + draws.expovariate(per_s)) < 30.0:
         requests.append(ObservedRequest(at_s, 576, 0, 16, None, at_s + 0.4, at_s + 0.9))
     return requests

@@ -14,6 +14,7 @@ from banaserve.elastic.options import ElasticOptions
 from banaserve.elastic.policy import decide
 from banaserve.elastic.slowdown import slowdown
 from banaserve.types import InstanceId, InstanceReport, InstanceView, ObservedRequest, Role
+from depth import chosen_seed
 
 ARRIVALS_S = tuple(float(second) for second in range(41))
 
@@ -66,7 +67,7 @@ def test_nothing_arrives() -> None:
 
 def overload() -> Situation:
     """Twenty seconds in which two that do both end seven eighths of the prompts that come."""
-    draws, at_s, free_s = random.Random(1), 0.0, 0.0
+    draws, at_s, free_s = random.Random(chosen_seed(1)), 0.0, 0.0
     requests: list[ObservedRequest] = []
     while (at_s := at_s + draws.expovariate(8.5)) < 20.0:
         free_s = max(free_s, at_s) + 1 / 8

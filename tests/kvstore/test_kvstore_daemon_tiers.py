@@ -22,6 +22,7 @@ from banaserve.kvstore.daemon.metrics import prometheus_text
 from banaserve.kvstore.interface import Exchanged, Lookup, Slot
 from banaserve.kvstore.stats import StoreStats, TierReport
 from banaserve.kvstore.tiers.ssd.check import check_folder
+from depth import chosen_seed
 from fingerprints import FINGERPRINT as SMALL
 from store_process import fork_store
 from waiting import eventually
@@ -178,7 +179,7 @@ def test_a_restart_finds_the_blocks_on_the_disk(store: Store) -> None:
 
 
 def test_kills_during_writes_never_yield_a_wrong_block(store: Store) -> None:
-    pick = random.Random(7)
+    pick = random.Random(chosen_seed(7))
     num_read = 0
     first = 0
     client = store.client()

@@ -10,6 +10,7 @@ import pytest
 import xxhash
 
 from banaserve import _native
+from depth import seeds
 
 SIZE = 64
 
@@ -126,7 +127,7 @@ def call(function: Any, kind: str, target: Any, source: Any, dst: Any, src: Any,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(3, 3))
 def test_scattered_copies_and_their_checksum(kind: str, seed: int) -> None:
     draws = np.random.default_rng(seed)
     for _ in range(60):

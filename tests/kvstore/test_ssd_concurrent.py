@@ -14,6 +14,7 @@ from banaserve.kvstore.tiers.interface import BlockBytes, BlockName, Completion,
 from banaserve.kvstore.tiers.ssd.check import check_folder
 from banaserve.kvstore.tiers.ssd.device import aligned_bytes
 from banaserve.kvstore.tiers.ssd.tier import SsdTier
+from depth import seeds
 
 CAPACITY_BYTES = 2**20
 QUEUE_DEPTH = 6
@@ -108,7 +109,7 @@ class Traffic:
 
 
 @pytest.mark.parametrize("engine", ["auto", "threads"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4, 4))
 def test_many_at_a_time(engine: str, seed: int, tmp_path: Path) -> None:
     tier = SsdTier(tmp_path, CAPACITY_BYTES, engine=engine, queue_depth=QUEUE_DEPTH)
     traffic = Traffic(tier, seed)

@@ -31,6 +31,7 @@ from banaserve.orchestrator.model.overlapping import makespan_s
 from banaserve.transport.connect import over_unix
 from banaserve.transport.errors import PeerGoneError
 from banaserve.transport.interface import Message, Tensor
+from depth import seeds
 
 HALVES = [(planner.HERE, 15), ("g", 15)]
 
@@ -118,7 +119,7 @@ def test_a_slow_guest_gains_less() -> None:
     assert plan_microbatches(times, HALVES, prompt(2048), 64).waiting_s < plan.waiting_s
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(40, 40))
 def test_parts_hold_all_tokens_and_are_what_kernels_work_on(seed: int) -> None:
     draw = np.random.default_rng(seed)
     queries = draw.integers(1, 300, draw.integers(1, 6))

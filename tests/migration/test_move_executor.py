@@ -41,6 +41,7 @@ from banaserve.types import (
     Step,
     SwitchRole,
 )
+from depth import seeds
 from waiting import until
 
 World = doubles.World
@@ -366,7 +367,7 @@ async def test_who_is_to_leave_a_leg_does_not_count_for_it(world, drain_s):
 
 
 @pytest.mark.parametrize("drains_s", [(0.0,), (0.0, 60.0)])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4, 4))
 async def test_switches_side_by_side_leave_no_leg_to_nobody(world, seed, drains_s):
     draws, endings, alone = random.Random(seed), set(), []
     instances = list(world.instances.values())

@@ -17,6 +17,7 @@ from banaserve.engine.vllm.migration.modules.paged_attention import DevicePages,
 from banaserve.kernels.interface import Batch, Heads
 from banaserve.kernels.reference import ReferenceKernels
 from banaserve.kernels.registry import pick
+from depth import seeds
 from split_doubles import (
     BLOCK_SIZE,
     GROUP,
@@ -35,7 +36,7 @@ def pages() -> KvPages:
     return KvPages(write, (NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE), torch.float32)
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", seeds(25, 25))
 def test_parts_of_a_sequence_merge_to_the_whole(pages: KvPages, seed: int) -> None:
     common, tables, away = random_step(seed)
     plan = split_context(common, BLOCK_SIZE, away)

@@ -34,6 +34,7 @@ from banaserve.errors import GuestLostError, ProtocolError
 from banaserve.transport.connect import over_unix
 from banaserve.transport.errors import PeerGoneError
 from banaserve.transport.interface import Message
+from depth import seeds
 from split_doubles import (
     BLOCK_SIZE,
     GROUP,
@@ -123,7 +124,7 @@ class Ends:
         self._channel.close()
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(12, 12))
 def test_both_ends_give_what_vllm_gives(seed: int) -> None:
     common, _, away = random_step(seed)
     common.slot_mapping[:] = -1

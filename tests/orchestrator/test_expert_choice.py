@@ -7,6 +7,7 @@ import random
 import pytest
 
 from banaserve.orchestrator.migration.expert_choice import experts_for
+from depth import seeds
 
 
 @pytest.mark.parametrize(
@@ -27,7 +28,7 @@ def test_experts_by_load(chosen: list[int], share: float, expected: tuple[int, .
     assert experts_for(chosen, share) == expected
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", seeds(50, 50))
 def test_no_expert_less_or_more_comes_closer(seed: int) -> None:
     draw = random.Random(seed)
     chosen = [draw.choice((0, 1, 5, 20, 100)) for _ in range(draw.randint(1, 40))]

@@ -24,6 +24,7 @@ from banaserve.types import (
     Role,
     SwitchRole,
 )
+from depth import seeds
 
 OPT_13B, cluster, instance = known.OPT_13B, known.cluster, known.instance
 
@@ -417,7 +418,7 @@ def test_what_failed_a_moment_ago_is_looked_past(policy: str, least: int) -> Non
     assert tried >= least
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(12, 12))
 def test_moves_that_are_not_weighed_would_not_have_been_taken(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from banaserve.orchestrator.model.calibration import (
 )
 from banaserve.orchestrator.model.fit import LinearFit
 from banaserve.orchestrator.model.moving import Link
+from depth import chosen_seed
 
 OPT_13B_A100 = (18.10e-3, 0.10191e-3, 7.122e-9, 6.269e-7, 0.03851e-3)
 """DistServe's fit, TP 1: the prefill's three and the decode's last two coefficients, in seconds."""
@@ -46,7 +47,7 @@ def test_a_profile_predicts_what_the_fit_says() -> None:
 
 
 def test_step_times_are_learnt_from_a_wrong_profile() -> None:
-    draws = random.Random(5)
+    draws = random.Random(chosen_seed(5))
     model = StepTime.of(0.05, 2e-4, 1e-8, 1e-6, 1e-4)
     for _ in range(400):
         work = sampled_work(draws)
@@ -58,7 +59,7 @@ def test_step_times_are_learnt_from_a_wrong_profile() -> None:
 
 
 def test_a_bandwidth_that_halves_is_followed() -> None:
-    draws = random.Random(6)
+    draws = random.Random(chosen_seed(6))
     model = TransferTime.of(Link(1e9, sync_s=1e-3))
     for bytes_per_s in (25e9, 12e9):
         for _ in range(100):

@@ -16,6 +16,7 @@ from banaserve.errors import UserError
 from banaserve.sim import case
 from banaserve.sim.run import judged, simulate
 from banaserve.sim.workload import Lengths, LoadPhase, drawn
+from depth import chosen_seed
 
 NAMES = [
     "bursts",
@@ -227,7 +228,7 @@ def test_drawn_arrivals_have_their_rate_and_their_bursts() -> None:
     ],
 )
 def test_lengths(lengths: Lengths, low: int, high: int, mean: float) -> None:
-    draws = random.Random(1)
+    draws = random.Random(chosen_seed(1))
     values = [lengths.draw(draws) for _ in range(4000)]
     assert low <= min(values)
     assert max(values) <= high

@@ -20,6 +20,7 @@ from banaserve.sim.request import SimRequest
 from banaserve.sim.system import preset
 from banaserve.sim.timeline import Timeline
 from banaserve.types import Distance, InstanceId
+from depth import seeds
 
 PROFILE = load_profile("opt-13b-a100")
 SMALL = CellsSetting(
@@ -66,7 +67,7 @@ def check(world: CellsWorld) -> None:
             assert instance.inflight_prefill_tokens == 0
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(6, 6))
 def test_nothing_is_lost_or_ended_twice_when_machines_die(seed):
     # Layouts by the seed too: machines of one instance up to whole cells, late and early notice.
     draws = Random(seed)

@@ -15,7 +15,7 @@ from banaserve.sim.batch import EngineLimits
 from banaserve.sim.engine import SimEngine
 from banaserve.sim.request import SimRequest
 from banaserve.sim.timeline import Timeline
-from depth import num_examples
+from depth import num_examples, seeds
 
 PROFILE = load("opt-13b-a100")
 
@@ -145,7 +145,7 @@ def mixed_load(seed: int, tight: bool) -> list[SimRequest]:
 
 
 @pytest.mark.parametrize("tight", [False, True])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4, 4))
 def test_runs_of_steps_equal_single_steps(seed: int, tight: bool) -> None:
     """With little memory too, where requests are preempted and computed again."""
     results, events = [], []

@@ -25,6 +25,17 @@ def seeds(in_long: int, otherwise: int) -> Sequence[int]:
     return range(in_long if IS_LONG else otherwise)
 
 
+def chosen_seed(usual: int) -> int:
+    """Seed of a test that runs once: ``usual``, or the one that is asked for; a failure says it."""
+    seed = usual if _SEED is None else int(_SEED)
+    SEEDS_OF_TEST.append(seed)
+    return seed
+
+
+SEEDS_OF_TEST: list[int] = []
+"""Those of the test under way, which ``seeding`` shows."""
+
+
 @contextlib.contextmanager
 def says_seed(seed: int) -> Iterator[None]:
     """Let a failure say which seed it is of."""

@@ -20,6 +20,7 @@ from banaserve.costs.profile import load
 from banaserve.engine.vllm.emulation.step_log import readers
 from banaserve.engine.vllm.migration.api import MoveLayers, Return
 from banaserve.run_dir import find_admin
+from depth import chosen_seed
 from fork_server import ForkServer
 from reference import reference_tokens
 from server_run import Run
@@ -34,7 +35,7 @@ SAMPLING = {"temperature": 0.0, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    draws = random.Random(5)
+    draws = random.Random(chosen_seed(5))
     return [draws.choices(range(500, 40_000), k=n) for n in (3, 40, 64, 100, 257, 400, 700, 90)]
 
 

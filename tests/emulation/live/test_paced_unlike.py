@@ -17,6 +17,7 @@ from banaserve.costs import miniatures
 from banaserve.costs import profile as profiles
 from banaserve.engine.vllm.emulation.step_log import readers
 from banaserve.run_dir import find_admin
+from depth import chosen_seed
 from fork_server import ForkServer
 from observing import until
 from reference import reference_tokens
@@ -78,7 +79,7 @@ def ask(server: Run, prompts: list[list[int]], concurrency: int) -> list[list[in
 def test_each_instance_takes_the_time_of_its_own_device_and_the_plan_knows_which(
     server: Run, fork_server: ForkServer, slow: Path
 ) -> None:
-    draws = random.Random(7)
+    draws = random.Random(chosen_seed(7))
     prompts = [draws.choices(range(500, 40_000), k=n) for n in (40, 700, 257, 1200, 90, 400)]
     model = miniatures.resolve(PROFILE, print)
     wanted = reference_tokens(fork_server, model.path_or_id, prompts, {"it": SAMPLING})["it"]

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from depth import chosen_seed
+
 pytestmark = [pytest.mark.e2e, pytest.mark.spine]
 
 ENGINE = "llama"
@@ -89,7 +91,7 @@ def test_a_seeded_request_goes_on(rig: Any, prompts: list[list[int]]) -> None:
 def test_random_plans_at_random_moments(
     rig: Any, prompts: list[list[int]], expected: Any, let_pass: Any
 ) -> None:
-    dice = random.Random(20)
+    dice = random.Random(chosen_seed(20))
     for _ in range(4):
         guest = rig.guest()
         start = dice.randrange(0, NUM_LAYERS - 1)

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from banaserve.fail_points import VARIABLE
-from depth import IS_LONG
+from depth import IS_LONG, chosen_seed
 from faults import Disk, Nemesis, plan
 from history import Asked, Fault, History, met, violations
 from link import Link
@@ -49,7 +49,7 @@ def seed() -> int:
 
 
 def kinds() -> dict[str, Kind]:
-    draw = random.Random(7)
+    draw = random.Random(chosen_seed(7))
     common = {"model": "smollm2-135m", "stream": True, "return_token_ids": True}
     common |= {"stream_options": {"include_usage": True}}
     length = {"max_tokens": 48, "ignore_eos": True}

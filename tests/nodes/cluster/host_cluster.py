@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import itertools
 from pathlib import Path
 
 from banaserve.kvstore.admin import fetch_stats
@@ -28,9 +28,10 @@ class Cluster:
         self.nodes: dict[str, NodeRun] = {}
         self._folder = folder
         self._served: Served | None = None
+        self._numbers = itertools.count()
 
     def start_node(self, host: Host) -> None:
-        folder = self._folder / f"node-{host.address}-{random.randrange(10**6)}"
+        folder = self._folder / f"node-{host.address}-{next(self._numbers)}"
         self.nodes[host.address] = NodeRun(folder, f"{host.address}:{PORT}", KEY, host.command)
 
     def start(self, *options: str) -> None:

@@ -26,7 +26,7 @@ from banaserve.api.admin_client import AdminClient
 from banaserve.bench.datasets import prompts
 from banaserve.errors import UserError
 from banaserve.run_dir import find_admin
-from depth import IS_LONG
+from depth import IS_LONG, chosen_seed
 from fork_server import ForkServer
 from observing import writer
 from reference import reference_tokens, tokenizer
@@ -234,7 +234,7 @@ def test_no_answer_notices_that_an_instance_is_drained(
 def test_random_kills_under_mixed_streams_lose_double_and_change_nothing(
     server: Run, kinds: dict[str, Kind], expected: dict[str, Answer]
 ) -> None:
-    draws = random.Random(4)
+    draws = random.Random(chosen_seed(4))
     wrong: list[object] = []
     num_answers = Counter[str]()
 
