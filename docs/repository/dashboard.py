@@ -28,7 +28,7 @@ from docs.repository.dashboard_queries import (
     panels,
     parsed,
 )
-from docs.repository.findings import Finding, at
+from docs.repository.findings import Finding, at, too_few
 
 _ENDINGS = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"], "gauge": [""]}
 ROWS = {
@@ -56,7 +56,9 @@ def findings() -> Iterator[Finding]:
     for panel in panels():
         yield from panel_findings(panel)
     own, of_vllm = _own_labels(), _vllm_metrics()
-    for one in asked_series():
+    series = asked_series()
+    yield from too_few(PATH, {one.metric for one in series}, 50, "metrics")
+    for one in series:
         yield from series_findings(one, own, of_vllm)
     yield from _rows()
     for place in lost(DASHBOARD, through_grafana(DASHBOARD)):

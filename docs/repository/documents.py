@@ -16,7 +16,7 @@ from banaserve.cli import bench
 from banaserve.cli.main import COMMANDS
 from benchmarks.registry import BENCHMARKS
 from docs import check, commands
-from docs.repository.findings import ROOT, Finding, at
+from docs.repository.findings import ROOT, Finding, at, too_few
 
 ARCHITECTURE = ROOT / "ARCHITECTURE.md"
 GLOSSARY = ROOT / "docs" / "glossary.md"
@@ -53,32 +53,41 @@ def _files_of_the_architecture() -> Iterator[Finding]:
         paths |= {f"/{path.relative_to(ROOT)}" for path in (ROOT / name).rglob("*")}
     every = "\n".join(sorted(paths))
     form = re.compile(r"`((?:[\w.*-]+/)*[\w.*-]+\.(?:py|json|h|cpp|\*)|(?:[\w-]+/)+[\w-]*)`")
+    seen = []
     for name in ("ARCHITECTURE.md", "docs/store.md", "docs/migration.md", "docs/balancer.md"):
         for number, line in enumerate((ROOT / name).read_text().splitlines(), start=1):
             for named in form.findall(line):
+                seen.append(named)
                 pattern = re.escape(named.rstrip("/")).replace(r"\*", "[^/\n]*")
                 if not re.search(f"/{pattern}$", every, re.MULTILINE):
                     yield Finding(ROOT / name, number, f"there is no {named}")
+    yield from too_few(ARCHITECTURE, seen, 50, "names of files")
 
 
 def _arrows() -> Iterator[Finding]:
+    seen = []
     for number, line in enumerate(ARCHITECTURE.read_text().splitlines(), start=1):
         if arrow := re.fullmatch(r" +\w+->>\w+: (.*)", line):
+            seen.append(arrow)
             names = [f"{path}:{name}" for path, name in check.code_names(arrow[1])]
             if names != [arrow[1]]:  # whether there is such a function asks docs.check
                 yield Finding(ARCHITECTURE, number, "an arrow names one function, and no more")
+    yield from too_few(ARCHITECTURE, seen, 20, "arrows")
 
 
 def _glossary() -> Iterator[Finding]:
+    seen = []
     for number, row in enumerate(GLOSSARY.read_text().splitlines(), start=1):
         if not re.fullmatch(r"\| .* \|", row) or row.startswith(("| ---", "| Word")):
             continue
+        seen.append(row)
         places = re.findall(r"`([\w/]+\.py)(?::[\w.]+)?`", row.split(" | ")[-1])
         if not places and "As in vLLM" not in row:
             yield Finding(GLOSSARY, number, "the word has no place in the code")
         for place in places:
             if not (ROOT / "banaserve" / place).is_file():
                 yield Finding(GLOSSARY, number, f"there is no {place}")
+    yield from too_few(GLOSSARY, seen, 30, "words")
 
 
 def _options() -> Iterator[Finding]:
@@ -91,6 +100,7 @@ def _options() -> Iterator[Finding]:
         for number, line in enumerate(document.read_text().splitlines(), start=1):
             for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", line):
                 named.setdefault(option, (document, number))
+    yield from too_few(ROOT / "README.md", named, 40, "options")
     for option, place in named.items():
         if option not in taken | OTHERS:
             yield Finding(*place, f"no command takes {option}")

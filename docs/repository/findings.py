@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -29,6 +29,14 @@ class Finding(NamedTuple):
     def __str__(self) -> str:
         path = self.path.relative_to(ROOT) if ROOT in self.path.parents else self.path
         return f"{path}:{self.line}: {self.words}"
+
+
+def too_few(path: Path, found: Sized, least: int, what: str) -> Iterator[Finding]:
+    """Yield a finding where a check has seen so little that it would miss what it is there for."""
+    if len(found) < least:
+        yield Finding(
+            path, 1, f"only {len(found)} {what} are recognised here: has the form changed?"
+        )
 
 
 def at(path: Path, text: str, words: str) -> Finding:

@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Iterator
 from typing import Any
 
-from docs.repository.findings import PACKAGE, ROOT, Finding, at, sources
+from docs.repository.findings import PACKAGE, ROOT, Finding, at, sources, too_few
 from docs.repository.import_graph import circles, entries_of, find_modules, read_imports
 
 LINKS = ("kernels", "kvstore", "orchestrator")
@@ -77,6 +77,7 @@ def _circles() -> Iterator[Finding]:
     modules = find_modules(ROOT, packages)
     # Imports for types count; those inside functions do not.
     declared = read_imports(ROOT, packages).declared
+    yield from too_few(PACKAGE, declared, 300, "modules")
     for circle in circles(declared):
         yield Finding(modules[circle[0]], 1, f"imports each other: {', '.join(circle)}")
     for folder in sorted({name.rpartition(".")[0] for name in modules} - {""}):

@@ -12,7 +12,7 @@ from banaserve.bench.results import result
 from banaserve.errors import UserError
 from benchmarks import pictures, results_page
 from benchmarks.break_even import page as break_even
-from docs.repository.findings import ROOT, Finding, at
+from docs.repository.findings import ROOT, Finding, at, too_few
 
 RESULTS = results_page.RESULTS
 README = ROOT / "README.md"
@@ -24,7 +24,9 @@ _SPACE = "{http://www.w3.org/2000/svg}"
 
 def findings() -> Iterator[Finding]:
     """Yield files that are no results, pages that are stale, and pictures of other figures."""
-    for path in sorted(RESULTS.rglob("*.json")):
+    paths = sorted(RESULTS.rglob("*.json"))
+    yield from too_few(RESULTS, paths, 20, "results")
+    for path in paths:
         yield from result_findings(path)
     if problem := results_page.stale(results_page.page(RESULTS), results_page.PAGE):
         yield Finding(results_page.PAGE, 1, problem)

@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT / "requirements"))
 from installer import (  # noqa: E402
     consistency,
     diagnosis,
+    lock,
     optional,
     pip_settings,
     places,
@@ -508,6 +509,16 @@ class Installed(Distribution):
 )
 def test_what_is_installed_is_checked_against_what_it_requires(installed, expected):
     assert consistency.problems([Installed(*one) for one in installed]) == expected
+
+
+def test_requirements_of_a_lock_have_their_hashes():
+    found = lock.blocks(
+        "# by uv\na-b==1 \\\n    --hash=sha256:1\nc[x]==2 ; python_version < '3.12'\n"
+    )
+    assert found == {
+        "a-b": "a-b==1 \\\n    --hash=sha256:1",
+        "c": "c[x]==2 ; python_version < '3.12'",
+    }
 
 
 @pytest.mark.parametrize(

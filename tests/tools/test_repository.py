@@ -21,7 +21,7 @@ from docs.repository import (
     words,
 )
 from docs.repository.dashboard_queries import DASHBOARD, AskedSeries, panels
-from docs.repository.findings import ROOT, Finding, at, tree_of
+from docs.repository.findings import ROOT, Finding, at, too_few, tree_of
 
 pytestmark = pytest.mark.tools
 
@@ -56,6 +56,12 @@ def test_a_finding_stands_at_the_first_line_with_its_text(tmp_path: Path) -> Non
     assert str(at(path, "two", "is wrong")) == f"{path}:2: is wrong"
     assert at(path, "three", "is missing").line == 1
     assert str(at(ROOT / "README.md", "# banaserve", "x")).startswith("README.md:")
+
+
+def test_a_check_that_sees_too_little_says_so() -> None:
+    (line,) = told(too_few(ROOT / "README.md", ["a"], 2, "options"))
+    assert line == "only 1 options are recognised here: has the form changed?"
+    assert told(too_few(ROOT / "README.md", "ab", 2, "options")) == []
 
 
 @pytest.mark.parametrize(
