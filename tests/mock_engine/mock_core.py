@@ -438,7 +438,7 @@ class MockCore:
         outputs = [output for _, output in self._steps.finish()]
         stats = self._steps.stats()
         if self._facts.fingerprint is not None and num_tokens:
-            stats.kv_connector_stats = self._work(num_tokens, len(outputs), began_s)
+            stats.kv_connector_stats = self._work(num_tokens, len(outputs), began_s, stats)
         self._send(
             EngineCoreOutputs(
                 outputs=outputs, scheduler_stats=stats, weight_version=self._weight_version
@@ -448,13 +448,19 @@ class MockCore:
         while self._pausing and not self._steps.has_work:
             self._send(EngineCoreOutputs(utility_output=self._pausing.popleft()))
 
-    def _work(self, num_tokens: int, num_decoding: int, began_s: float) -> dict[str, float]:
-        """What banaserve's connector counts of a step."""
+    def _work(
+        self, num_tokens: int, num_decoding: int, began_s: float, stats: SchedulerStats
+    ) -> dict[str, float]:
+        """Counts of a step by banaserve's connector."""
+        begun = stats.prefix_cache_stats
         return {
             "steps": 1,
             "busy_seconds": time.monotonic() - began_s,
             "step_prefill_tokens": max(0, num_tokens - num_decoding),
             "step_decode_requests": num_decoding,
+            "scheduled_requests": begun.requests,
+            "prompt_tokens_computed": begun.queries - begun.hits,
+            "prompt_tokens_cached": begun.hits,
         }
 
     def _count(self, num_tokens: int) -> None:
