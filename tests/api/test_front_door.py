@@ -462,7 +462,8 @@ def test_instances_are_named_by_their_role() -> None:
     assert [i for i, _ in ServeConfig(prefill=2, decode=1).instances()] == ["p0", "p1", "d0"]
 
 
-def test_a_run_directory_is_one_runs_own(tmp_path: Path) -> None:
+def test_a_run_directory_is_one_runs_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_dir, "_LOCK_S", 0.05)
     folder = tmp_path / "run"
     with open_run_dir(folder) as run:
         assert run.sockets.is_dir()

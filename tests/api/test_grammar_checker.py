@@ -54,6 +54,7 @@ async def test_a_grammar_that_takes_too_long_is_cut_off_and_others_are_not(
     await checker.check(GOOD)
 
 
+@pytest.mark.deep
 async def test_a_grammar_that_takes_too_much_memory_is_cut_off() -> None:
     checker = GrammarChecker(lambda: "", GrammarLimits(cpu_s=600, memory_bytes=4 * 2**20))
     try:
@@ -74,6 +75,7 @@ async def test_a_verdict_is_remembered(checker: GrammarChecker) -> None:
         await checker.check([EXPLODING])
 
 
+@pytest.mark.deep
 async def test_a_helper_that_has_died_is_started_again(checker: GrammarChecker) -> None:
     await checker.check(GOOD[:1])
     assert checker._process is not None

@@ -61,7 +61,8 @@ QUICK = StorePatience(probe_s=0.02, answer_s=1.0, stall_s=4.0, spin_s=1e6)
 async def test_a_daemon_that_hangs_is_started_again(tmp_path: Path) -> None:
     restarted = asyncio.Event()
     options, log = StoreOptions(size="64KiB"), tmp_path / "log"
-    store = SupervisedStore(tmp_path / "kv", options, log, restarted.set, QUICK)
+    patience = dataclasses.replace(QUICK, answer_s=0.5, stall_s=1.0)
+    store = SupervisedStore(tmp_path / "kv", options, log, restarted.set, patience)
     await store.start()
     try:
         first = store.pid
