@@ -46,7 +46,7 @@ _TIMED = re.compile(r"\[ *([0-9.]+) s\] (.*)")
 
 
 @dataclass
-class Figures:
+class FrontDoorFigures:
     """Samples by figure, a sample a run."""
 
     samples: dict[str, list[float]] = field(default_factory=dict)
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse_args(list(argv))
     end_on_sigterm()
     raise_descriptor_limit()
-    started_at, figures = datetime.now(UTC), Figures()
+    started_at, figures = datetime.now(UTC), FrontDoorFigures()
     for number in range(given.runs):
         _run(given, figures)
         shown = {name: round(samples[-1], 3) for name, samples in figures.samples.items()}
@@ -125,7 +125,7 @@ def _start_s(server: Server) -> float:
     return ready - next(at for words, at in times.items() if words.startswith("starting inst"))
 
 
-def _run(given: argparse.Namespace, figures: Figures) -> None:
+def _run(given: argparse.Namespace, figures: FrontDoorFigures) -> None:
     with _served(_FEW, given.step_ms) as (server, _, _):
         few_mb = server.front_memory_bytes() / 1e6
     with _served(given.instances, given.step_ms) as (server, admin, start_s):
@@ -147,9 +147,9 @@ def _core_bytes(server: Server) -> float:
 
 
 async def _under_load(
-    given: argparse.Namespace, server: Server, admin: AdminClient, figures: Figures
+    given: argparse.Namespace, server: Server, admin: AdminClient, figures: FrontDoorFigures
 ) -> None:
-    load = Load(server.url, given.tokens)
+    load = ComparedStreams(server.url, given.tokens)
     async with load.connected():
         await load.learn()
         began_s, cpu_s = time.monotonic(), server.front_cpu_s()
@@ -169,7 +169,7 @@ async def _under_load(
         _count(figures, "scale_down", load)
 
 
-def _count(figures: Figures, what: str, load: Load) -> None:
+def _count(figures: FrontDoorFigures, what: str, load: ComparedStreams) -> None:
     figures.add(f"{what}_streams", load.num_done)
     figures.add(f"{what}_lost", len(load.lost))
     for line in load.lost[:3]:
@@ -195,7 +195,7 @@ def _scale(admin: AdminClient, ask: ScaleRequest) -> float:
     return time.monotonic() - began_s
 
 
-class Load:
+class ComparedStreams:
     """Streams of a closed loop, each compared with the calm answer to its prompt.
 
     Attributes:
