@@ -61,6 +61,7 @@ class MockOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         answer_tokens: Number of tokens after which the model's end token comes; 0 for never.
         max_running: Number of requests that run at once; 0 for the engine's.
         num_blocks: KV blocks; 0 for as many as the engine's memory has room for.
+        instance_bytes: Memory that the server takes an instance to need, a mock core by default.
         troubles: What goes wrong.
     """
 
@@ -71,6 +72,7 @@ class MockOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     answer_tokens: int = 0
     max_running: int = 0
     num_blocks: int = 0
+    instance_bytes: int = 16 << 20
     troubles: tuple[Trouble, ...] = ()
 
     @classmethod

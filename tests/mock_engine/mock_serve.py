@@ -13,8 +13,7 @@ from banaserve.cli.serve import launch as serve_launch
 from banaserve.engine.vllm.launch import messages, spawn
 from banaserve.engine.vllm.launch.launcher import ForkLauncher
 from banaserve.engine.vllm.launch.parent_link import ParentLink, start_parent
-
-_MOCK_BYTES = 16 << 20
+from mock_facts import MockOptions
 
 
 def mock_launcher(argv: list[str]) -> ForkLauncher:
@@ -35,7 +34,8 @@ def mock_engines() -> None:
     """Let this process, and all that it starts, start mock cores in place of engines."""
     spawn._MODULE = "mock_parent"
     serve_launch._fork_launcher = lambda argv, _config: mock_launcher(argv)
-    serve_launch._instance_bytes = lambda *_: _MOCK_BYTES
+    instance_bytes = MockOptions.read().instance_bytes
+    serve_launch._instance_bytes = lambda *_: instance_bytes
 
 
 if __name__ == "__main__":
