@@ -18,6 +18,7 @@ from banaserve.clock import WallClock
 from banaserve.engine.vllm.launch.devices import Devices
 from banaserve.engine.vllm.launch.launcher import OnThisMachine
 from banaserve.engine.vllm.migration.api import MoveLayers
+from banaserve.engine.vllm.migration.controller import guest_monitor
 from banaserve.engine.vllm.monitoring import metrics
 from banaserve.engine.vllm.roles.drain import Drains
 from banaserve.engine.vllm.scaling import factory as factories
@@ -251,7 +252,10 @@ async def test_what_is_left_stays_and_serves(served: Served) -> None:
     assert not p1.is_held
 
 
-async def test_modules_beside_one_that_leaves_come_home_first(served: Served) -> None:
+async def test_modules_beside_one_that_leaves_come_home_first(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guest_monitor, "_END_S", 0.01)
     coordinator = served.world.cluster.coordinator
     await done(coordinator, LAYERS)
     served.world.instances[InstanceId("p1")].inflight_requests = 1
