@@ -172,8 +172,6 @@ def test_what_was_recorded_opens_nothing() -> None:
 
 def test_silence_is_noticed_and_beats_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "BEAT_S", 0.02)
-    # A busy machine may keep this process, which sends the beats too, from running for a while.
-    monkeypatch.setattr(links, "SILENT_S", 1.0)
     lives, is_over = asyncio.Event(), asyncio.Event()
 
     async def beat_for_a_while(link: NodeLink) -> None:
@@ -184,9 +182,15 @@ def test_silence_is_noticed_and_beats_are_none(monkeypatch: pytest.MonkeyPatch) 
     async def stand_still(link: NodeLink) -> None:
         await is_over.wait()
 
+    async def opened(port: int, silent_s: float) -> NodeLink:
+        tls = ClusterCredentials.of(KEY).client
+        ends = await asyncio.open_connection("127.0.0.1", port, ssl=tls, server_hostname="")
+        return NodeLink(*ends, "the node", silent_s)
+
     async def run() -> None:
         async with door(beat_for_a_while) as port:
-            link = await connect("127.0.0.1", port, ClusterCredentials.of(KEY))
+            # A busy machine may keep this process, which sends the beats too, from running.
+            link = await opened(port, silent_s=1.0)
             receiving = asyncio.create_task(link.receive())
             done, _ = await asyncio.wait({receiving}, timeout=1.5)
             assert not done
@@ -195,13 +199,7 @@ def test_silence_is_noticed_and_beats_are_none(monkeypatch: pytest.MonkeyPatch) 
                 await receiving
             await link.close()
         async with door(stand_still) as port:
-            link = NodeLink(
-                *await asyncio.open_connection(
-                    "127.0.0.1", port, ssl=ClusterCredentials.of(KEY).client, server_hostname=""
-                ),
-                "the node",
-                silent_s=0.3,
-            )
+            link = await opened(port, silent_s=0.3)
             with pytest.raises(NodeLostError, match=r"said nothing for 0\.3 seconds"):
                 await link.receive()
             is_over.set()
