@@ -230,10 +230,11 @@ def test_what_is_under_way_is_bounded(tier: StoreTier) -> None:
     store(tier, name(0), content(0))
     tickets: list[int] = []
     target = aligned_bytes(BLOCK_BYTES)
-    while (ticket := tier.submit_load(name(0).key, target)) is not None:
+    # A load may end on a thread of the tier while others are submitted: it counts no more.
+    while len(tickets) < 4096 and (ticket := tier.submit_load(name(0).key, target)) is not None:
         tickets.append(ticket)
-        assert len(tickets) <= 4096
-    assert tier.stats().in_flight == len(tickets) > 0
+        assert tier.stats().in_flight <= min(len(tickets), 1024)
+    assert tickets
     assert len(wait(tier, *tickets)) == len(tickets)
     assert tier.stats().in_flight == 0
     assert bytes(load(tier, name(0).key)) == bytes(content(0))
