@@ -44,6 +44,9 @@ from mock_protocol import (
     token_at,
 )
 
+DIES_AT = "dies_at"
+"""In a request's ``vllm_xargs``: the core dies before it computes the token with this number, counted
+from 0."""
 _CANNOT_MIGRATE = {"type": "Refused", "reason": "a mock engine cannot migrate"}
 _PAUSE_MODES = ("abort", "wait", "keep")
 _LINGER_MS = 4000
@@ -77,6 +80,12 @@ class Running:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt) + len(self.output)
+
+    @property
+    def is_deadly(self) -> bool:
+        """Whether its core is to die before its next token."""
+        number = (self.params.extra_args or {}).get(DIES_AT)
+        return number is not None and len(self.output) >= number
 
     @property
     def max_tokens(self) -> int:
@@ -182,6 +191,11 @@ class Steps:
         self._cache_stats.queries += len(request.prompt)
         self._cache_stats.hits += cached
         return cached
+
+    @property
+    def is_deadly(self) -> bool:
+        """Whether the step computes a token of which its core is to die."""
+        return any(self.running[one].is_deadly for one in self._scheduled if one in self.running)
 
     def finish(self) -> list[tuple[int, EngineCoreOutput]]:
         """Outputs of the step that was chosen, each with the number of its client."""
@@ -435,6 +449,8 @@ class MockCore:
         if num_tokens:
             took_ms = self._options.step_ms + self._options.prefill_token_ms * num_tokens
             time.sleep(max(0.0, began_s + took_ms / 1000 - time.monotonic()))
+        if self._steps.is_deadly:
+            os.kill(os.getpid(), signal.SIGKILL)
         outputs = [output for _, output in self._steps.finish()]
         stats = self._steps.stats()
         if self._facts.fingerprint is not None and num_tokens:

@@ -156,6 +156,13 @@ def test_core_that_dies_of_a_token_in_a_prompt() -> None:
         assert core.process.wait(END_S) == -9
 
 
+def test_core_that_dies_of_a_request_at_its_token() -> None:
+    with mock_core() as core:
+        core.add("a", PROMPT, max_tokens=9, extra_args={"dies_at": 3})
+        assert core.process.wait(END_S) == -9
+        assert len(list(core.front.pending())) == 3
+
+
 def test_core_that_hangs_lives_and_ends_by_a_kill_alone() -> None:
     with mock_core(MockOptions(troubles=(Trouble("hang", after_tokens=2),))) as core:
         core.add("a", PROMPT, max_tokens=9)
