@@ -45,8 +45,7 @@ from mock_protocol import (
 )
 
 DIES_AT = "dies_at"
-"""In a request's ``vllm_xargs``: the core dies before it computes the token with this number, counted
-from 0."""
+"""In a request's ``vllm_xargs``: number of the token, from 0, before which its core dies."""
 _CANNOT_MIGRATE = {"type": "Refused", "reason": "a mock engine cannot migrate"}
 _PAUSE_MODES = ("abort", "wait", "keep")
 _LINGER_MS = 4000
