@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import signal
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
@@ -17,21 +12,20 @@ import small_model
 from banaserve.api.admin_client import AdminClient
 from banaserve.bench.datasets import prompts
 from banaserve.cli.main import main
-from banaserve.controller.schemas import ScaleRequest
 from banaserve.engine.interface import Scaling
 from banaserve.errors import UserError
 from banaserve.run_dir import find_admin
 from observing import until, writers
 from reference import tokenizer
+from scaling_streams import Streams, has_served, ids_of, one_of_each_again, scaled
 from server_run import Run
-from streams import Answer, Gaps, Kind, asked_all, connected, differences
-from test_survival import made_kinds
+from stream_kinds import made_kinds
+from streams import Answer, Kind, asked_all
 
 pytestmark = pytest.mark.e2e
 
 OUTPUT_TOKENS = 300
 """Enough that an instance of such a small model has streams when it leaves."""
-MAX_ROUNDS = 5
 LONG = ("greedy", "seeded", "penalties", "logprobs", "three", "chat")
 KINDS = (
     "greedy",
@@ -77,10 +71,7 @@ def admin(server: Run) -> AdminClient:
 def one_of_each(admin: AdminClient) -> Iterator[None]:
     """However a test ends, the next one begins with one instance of each role."""
     yield
-    for one in admin.status().instances:
-        if one.state == "drained":
-            admin.release(one.id)
-    scaled(admin, 1, 1)
+    one_of_each_again(admin)
 
 
 @pytest.fixture(scope="module")
@@ -88,69 +79,6 @@ def expected(server: Run, kinds: dict[str, Kind]) -> dict[str, Answer]:
     answers = asyncio.run(asked_all(server, kinds))
     assert [name for name, answer in answers.items() if answer.error] == []
     return answers
-
-
-def roles_of(admin: AdminClient) -> Counter[str]:
-    return Counter(one.role for one in admin.status().instances)
-
-
-def ids_of(admin: AdminClient) -> list[str]:
-    return [one.id for one in admin.status().instances]
-
-
-def ended(admin: AdminClient, scaling: Scaling) -> Scaling:
-    found = scaling
-
-    def has_ended() -> bool:
-        nonlocal found
-        found = admin.show_scaling(scaling.id, wait_s=5.0)
-        return not found.is_open
-
-    until(has_ended, "the scaling has ended")
-    return found
-
-
-def scaled(admin: AdminClient, prefill: int, decode: int) -> Scaling:
-    done = ended(admin, admin.begin_scaling(ScaleRequest(prefill, decode)))
-    assert (done.state, done.reason) == ("done", "")
-    return done
-
-
-def has_served(server: Run, name: str) -> bool:
-    return server.metric("banaserve_scheduled_requests_total", instance_id=name) > 0
-
-
-class Streams:
-    """Streams of every kind, one after the other, from several clients at once."""
-
-    def __init__(self, server: Run, kinds: dict[str, Kind], expected: dict[str, Answer]) -> None:
-        self._server, self._kinds, self._expected = server, kinds, expected
-        self.wrong: list[Any] = []
-        self.num_answers = Counter[str]()
-        self._gaps = Gaps()
-
-    @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        stop = asyncio.Event()
-        async with connected(self._server) as client:
-            streams = [
-                asyncio.create_task(self._stream(client, number, stop))
-                for number in range(len(self._kinds))
-            ]
-            yield
-            stop.set()
-            await asyncio.gather(*streams)
-        print(f"\n{self.num_answers.total()} answers, {self._gaps}")
-
-    async def _stream(self, client: httpx.AsyncClient, number: int, stop: asyncio.Event) -> None:
-        names = list(self._kinds)
-        while not stop.is_set():
-            name = names[number % len(names)]
-            number += 1
-            found = {name: await self._gaps.asked(client, self._kinds[name])}
-            self.num_answers[name] += 1
-            kind = {name: self._kinds[name]}
-            self.wrong.extend(differences(kind, self._expected, found).items())
 
 
 @pytest.mark.spine
@@ -185,62 +113,6 @@ def test_no_answer_notices_that_instances_come_and_go(
     assert httpx.get(f"{server.url}/ready").json()["instances"] == dict.fromkeys(left, "ready")
 
 
-def test_streams_of_one_that_leaves_go_on_elsewhere(
-    server: Run, admin: AdminClient, kinds: dict[str, Kind], expected: dict[str, Answer]
-) -> None:
-    """Its streams may just have ended when it leaves: then another one comes and leaves."""
-    streams = Streams(server, {name: kinds[name] for name in LONG}, expected)
-
-    def num_moved() -> float:
-        return server.metric("banaserve_streams_moved_total")
-
-    def all_decode() -> bool:
-        found = [one for one in admin.status().instances if one.role == "decode"]
-        return all(one.inflight_requests for one in found)
-
-    def scale() -> float:
-        before = num_moved()
-        for _ in range(MAX_ROUNDS):
-            scaled(admin, 1, 2)
-            until(all_decode, "each decode instance has streams")
-            scaled(admin, 1, 1)
-            if num_moved() > before:
-                break
-        return num_moved() - before
-
-    async def run() -> float:
-        async with streams.running():
-            return await asyncio.to_thread(scale)
-
-    assert asyncio.run(run()) > 0
-    assert streams.wrong == []
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["--pd", "0:1"], "leaves nobody to serve prefill"),
-        (["--pd", "1:0"], "leaves nobody to serve decode"),
-        (["--pd", "400:400"], "798 more instances need about"),
-        (["--pd", "two"], "such as 3:2"),
-        (["--pd", "1000:1"], "such as 3:2"),
-        (["--colocated", "-1"], "give 0 to 999"),
-        (["--instances", "3"], "the roles are fixed on this server"),
-        (["--pd", "2:2", "--timeout", "0"], "give more than 0 seconds"),
-        ([], "say how many instances"),
-    ],
-)
-def test_what_cannot_be_is_refused_in_one_line(
-    argv: list[str], said: str, server: Run, admin: AdminClient, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = ids_of(admin)
-    assert main(["scale", *argv, "--run-dir", str(server.run_dir)]) == 2
-    out, err = capsys.readouterr()
-    assert said in err
-    assert (out, len(err.splitlines())) == ("", 1)
-    assert ids_of(admin) == before
-
-
 @pytest.mark.spine
 def test_the_last_of_a_role_is_not_drained_and_what_is_there_is_not_added(
     server: Run, admin: AdminClient, capsys: pytest.CaptureFixture[str]
@@ -250,86 +122,3 @@ def test_the_last_of_a_role_is_not_drained_and_what_is_there_is_not_added(
         admin.drain(decoding)
     assert main(["scale", "--pd", "1:1", "--run-dir", str(server.run_dir)]) == 0
     assert capsys.readouterr().out == "there are 1:1 already\n"
-
-
-def started(server: Run, name: str) -> int:
-    """The process of an instance that is being added."""
-    pids: list[int] = []
-
-    def is_there() -> bool:
-        pids.extend(pid for log, pid in writers(server.run_dir) if log == f"{name}.log")
-        return bool(pids)
-
-    until(is_there, f"{name} has a process")
-    return pids[0]
-
-
-def test_a_start_that_fails_leaves_everything_as_it_was(
-    server: Run, admin: AdminClient, kinds: dict[str, Kind], expected: dict[str, Answer]
-) -> None:
-    streams, before = Streams(server, kinds, expected), ids_of(admin)
-
-    def kill_what_starts() -> Scaling:
-        scaling = admin.begin_scaling(ScaleRequest(1, 3))
-        with pytest.raises(UserError, match=f"scaling {scaling.id} to 1:3 is under way"):
-            admin.begin_scaling(ScaleRequest(2, 1))
-        moves = [move.what for move in admin.status().moves if move.id == scaling.id]
-        assert moves == [f"to 1:3: {', '.join(admin.show_scaling(scaling.id).added)}: starting"]
-        os.kill(started(server, admin.show_scaling(scaling.id).added[0]), signal.SIGKILL)
-        return ended(admin, scaling)
-
-    async def run() -> Scaling:
-        async with streams.running():
-            return await asyncio.to_thread(kill_what_starts)
-
-    failed = asyncio.run(run())
-    assert (failed.state, failed.added) == ("failed", [])
-    assert "ended while starting" in failed.reason
-    assert ids_of(admin) == before
-    assert streams.wrong == []
-
-
-def test_a_scaling_that_is_given_up_leaves_everything_as_it_was(
-    server: Run, admin: AdminClient
-) -> None:
-    before = ids_of(admin)
-    scaling = admin.begin_scaling(ScaleRequest(2, 1))
-    admin.abort_scaling(scaling.id)
-    assert ended(admin, scaling).state == "aborted"
-    assert ids_of(admin) == before
-    with pytest.raises(UserError, match="nothing to abort"):
-        admin.abort_scaling(scaling.id)
-
-
-def test_no_answer_notices_kills_while_instances_come_and_go(
-    server: Run, admin: AdminClient, kinds: dict[str, Kind], expected: dict[str, Answer]
-) -> None:
-    """One that stays is killed while others start, and one that leaves while it does."""
-    streams = Streams(server, kinds, expected)
-
-    def scale_and_kill() -> list[Scaling]:
-        staying = next(one.id for one in admin.status().instances if one.role == "decode")
-        growing = admin.begin_scaling(ScaleRequest(1, 2))
-        os.kill(started(server, staying), signal.SIGKILL)
-        grown = ended(admin, growing)
-        until(
-            lambda: all(one.state == "ready" for one in admin.status().instances),
-            f"{staying} is back",
-        )
-        leaving = grown.added[0]
-        admin.drain(leaving)  # what is drained is the first to leave
-        pid = started(server, leaving)
-        shrinking = admin.begin_scaling(ScaleRequest(1, 1))
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        shrunk = ended(admin, shrinking)
-        assert shrunk.removed == [leaving]
-        return [grown, shrunk]
-
-    async def run() -> list[Scaling]:
-        async with streams.running():
-            return await asyncio.to_thread(scale_and_kill)
-
-    assert [(one.state, one.reason) for one in asyncio.run(run())] == [("done", "")] * 2
-    assert streams.wrong == []
-    assert roles_of(admin) == Counter(prefill=1, decode=1)
