@@ -86,16 +86,25 @@ def _path(env: Mapping[str, str]) -> str:
     return os.pathsep.join([str(FOLDER), *([given] if given else [])])
 
 
-def mock_node(folder: Path, address: str, key: str, mocks: MockOptions | None = None) -> NodeRun:
+def mock_node(
+    folder: Path,
+    address: str,
+    key: str,
+    mocks: MockOptions | None = None,
+    forks: ForkServer | None = None,
+    env: Mapping[str, str] | None = None,
+) -> NodeRun:
     """Start ``banaserve node`` whose engines are mocks; returns at once.
 
     Args:
         folder: For its logs; there may be none yet.
         address: ``HOST:PORT``.
+        forks: As the fixture ``fork_server``; None starts a Python of its own.
     """
     said = msgspec.json.encode(mocks or MockOptions()).decode()
-    variables = [f"PYTHONPATH={_path(os.environ)}", f"{VARIABLE}={said}"]
-    return NodeRun(folder, address, key, lambda command: ["env", *variables, *_as_script(command)])
+    env = {**(env or {}), VARIABLE: said, "PYTHONPATH": _path(os.environ)}
+    scripts = None if forks is None else _Scripts(forks)
+    return NodeRun(folder, address, key, _as_script, env, scripts)
 
 
 def mock_run(

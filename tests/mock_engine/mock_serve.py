@@ -1,12 +1,15 @@
 """``banaserve serve`` and ``banaserve node`` with mock engines; all else is the real thing.
 
-Usage: as ``python -m banaserve``, with ``tests/mock_engine`` in PYTHONPATH.
+Usage: as ``python -m banaserve``, with ``tests/mock_engine`` in PYTHONPATH. What is forked cannot be
+started on a host of a test's network by ``ip netns exec``: it goes there itself.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
+from pathlib import Path
 
 from banaserve.__main__ import run
 from banaserve.cli.serve import launch as serve_launch
@@ -14,6 +17,11 @@ from banaserve.engine.vllm.launch import messages, spawn
 from banaserve.engine.vllm.launch.launcher import ForkLauncher
 from banaserve.engine.vllm.launch.parent_link import ParentLink, start_parent
 from mock_facts import MockOptions
+
+HOST_VARIABLE = "BANASERVE_MOCK_HOST"
+"""Environment variable: the network namespace that this process is to run in."""
+_CLONE_NEWNS, _CLONE_NEWNET = 0x00020000, 0x40000000
+_MS_REC, _MS_PRIVATE = 1 << 14, 1 << 18
 
 
 def mock_launcher(argv: list[str]) -> ForkLauncher:
@@ -38,6 +46,24 @@ def mock_engines() -> None:
     serve_launch._instance_bytes = lambda *_: instance_bytes
 
 
+def enter(namespace: str) -> None:
+    """Go to a host: its network and a ``/dev/shm`` of its own, as ``Host.command`` gives."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path(f"/run/netns/{namespace}").open() as network:
+        _check(libc.setns(network.fileno(), _CLONE_NEWNET))
+    _check(libc.unshare(_CLONE_NEWNS))
+    _check(libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None))
+    _check(libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, None))
+
+
+def _check(failed: int) -> None:
+    if failed:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
 if __name__ == "__main__":
+    if host := os.environ.pop(HOST_VARIABLE, ""):
+        enter(host)
     mock_engines()
     run()

@@ -18,7 +18,7 @@ from node_run import NodeRun
 from observing import until
 from streams import Answer, asked_all, differences, greedy
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.deep
 
 KEY = "a-key-of-a-cluster-of-mock-engines"
 MOCKS = MockOptions(step_ms=4.0)
@@ -27,11 +27,13 @@ KINDS = greedy(6, 0, num_tokens=250)
 
 @pytest.fixture(scope="module")
 def nodes(
-    tmp_path_factory: pytest.TempPathFactory, free_port: Callable[[], int]
+    tmp_path_factory: pytest.TempPathFactory,
+    fork_server: ForkServer,
+    free_port: Callable[[], int],
 ) -> Iterator[list[NodeRun]]:
     folder = tmp_path_factory.mktemp("nodes")
     addresses = [f"127.0.0.1:{free_port()}" for _ in range(3)]
-    made = [mock_node(folder / one[10:], one, KEY, MOCKS) for one in addresses]
+    made = [mock_node(folder / one[10:], one, KEY, MOCKS, fork_server) for one in addresses]
     try:
         for node in made:
             node.wait_for("takes a server's engines")

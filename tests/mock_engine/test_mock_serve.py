@@ -19,7 +19,7 @@ from mock_run import MockRun, mock_run
 from observing import until, writer
 from streams import Answer, Kind, asked_all, back, differences, greedy
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.deep
 
 MOCKS = MockOptions(step_ms=4.0)
 KINDS = greedy(12, 0, num_tokens=250)

@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 
 from banaserve.nodes.options import KEY_VARIABLE
+from fork_server import ForkedProcess
 from observing import until
 from process_tree import ProcessTree
 
@@ -22,32 +24,56 @@ END_S = 30.0
 Within = Callable[[Sequence[str]], list[str]]
 
 
+class Forks(Protocol):
+    """What forks an agent in place of a Python of its own: ``ForkServer`` or what stands for it."""
+
+    def start(
+        self, argv: Sequence[str], env: Mapping[str, str], stdout: int, stderr: int
+    ) -> ForkedProcess: ...
+
+
 class NodeRun:
     """An agent and all that it runs.
 
     Args:
         folder: For its logs.
         within: What runs a command on a host of a test's network.
+        env: Variables of its own.
+        forks: What forks it, without ``within``; None starts a Python of its own.
 
     Attributes:
         address: ``HOST:PORT``.
     """
 
-    def __init__(self, folder: Path, address: str, key: str, within: Within = list) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        address: str,
+        key: str,
+        within: Within = list,
+        env: Mapping[str, str] | None = None,
+        forks: Forks | None = None,
+    ) -> None:
         self.address = address
         self.run_dir = folder
         # Not below ``folder``: a socket's path has at most 107 characters.
         self.temp_dir = Path(tempfile.mkdtemp(prefix="bn-"))
         self._terminal = folder.with_suffix(".out")
-        command = [sys.executable, "-P", "-m", "banaserve", "node", "--listen", address]
+        command = ["banaserve", "node", "--listen", address, "--run-dir", str(folder)]
+        env = {**os.environ, **(env or {})}
+        env |= {KEY_VARIABLE: key, "TMPDIR": str(self.temp_dir)}
         with self._terminal.open("wb") as out:
-            self.process = subprocess.Popen(
-                within([*command, "--run-dir", str(folder)]),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                env={**os.environ, KEY_VARIABLE: key, "TMPDIR": str(self.temp_dir)},
-                start_new_session=True,
+            self.process = (
+                forks.start(command, env, out.fileno(), out.fileno())
+                if forks is not None
+                else subprocess.Popen(
+                    within([sys.executable, "-P", "-m", *command]),
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=out,
+                    env=env,
+                    start_new_session=True,
+                )
             )
         self._tree = ProcessTree(self.process.pid)
 
