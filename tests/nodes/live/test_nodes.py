@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,10 +10,8 @@ import pytest
 
 from banaserve.api.admin_client import AdminClient
 from banaserve.engine.vllm.migration.api import MoveLayers, Return
-from banaserve.nodes.options import KEY_VARIABLE
 from banaserve.run_dir import find_admin
 from node_run import NodeRun
-from observing import until
 from server_run import Run
 from streams import Kind, asked_all, greedy
 
@@ -99,96 +93,3 @@ def test_layers_move_to_the_other_node_in_mid_stream_and_return(
 
     assert asyncio.run(stream_and_move()) == wanted
     assert asked(server, kinds) == wanted
-
-
-def test_no_secret_is_shown(server: Run, nodes: list[NodeRun]) -> None:
-    shown = [one.cmdline() for one in server.processes()]
-    shown += [one.cmdline() for node in nodes for one in node.processes()]
-    assert not any(KEY in word for words in shown for word in words)
-    written = "".join(
-        path.read_text(errors="replace")
-        for folder in (server.run_dir, *(node.run_dir for node in nodes))
-        for path in folder.iterdir()
-        if path.is_file()
-    )
-    assert KEY not in written + server.tails()
-
-
-def test_doctor_compares_the_nodes_with_this_machine(
-    server: Run, nodes: list[NodeRun], key_file: Path, free_port: Callable[[], int]
-) -> None:
-    """While a server uses them, which it says."""
-    words = [word for node in nodes for word in ("--node", node.address)]
-    command = [sys.executable, "-P", "-m", "banaserve", "doctor", "--json", *words]
-    command += ["--node", f"127.0.0.1:{free_port()}", "--cluster-key-file", str(key_file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1, done.stderr
-    found = {one["name"]: one for one in json.loads(done.stdout)["findings"]}
-    a, b = (node.address for node in nodes)
-    assert "it is in use" in found[f"node {a}"]["detail"]
-    lost = next(one for name, one in found.items() if "refused" in one["detail"])
-    assert (lost["status"], lost["advice"][:18]) == ("missing", "run `banaserve nod")
-    for way in (f"this machine to {a}", f"{a} to {b}", f"{b} to {a}"):
-        assert "ms there and back" in found[way]["detail"]
-    assert "memory" not in found
-
-
-def test_a_node_that_dies_is_routed_around_and_comes_back(
-    server: Run,
-    nodes: list[NodeRun],
-    expected: Callable[[dict[str, Kind]], list[list[int]]],
-    tmp_path: Path,
-) -> None:
-    """The decode instance's node dies under streams: they wait, and go on where it is back."""
-    kinds = greedy(4, 80)
-    wanted, lost = expected(kinds), nodes[1]
-    other: list[NodeRun] = []
-
-    async def stream_and_kill() -> list[list[int]]:
-        begun = asyncio.Event()
-        answering = asyncio.create_task(asked_all(server, kinds, lambda _: begun.set()))
-        await asyncio.wait_for(begun.wait(), 60.0)
-        lost.signal_all(signal.SIGKILL)
-        other.append(NodeRun(tmp_path / "again", lost.address, KEY))
-        answers = await answering
-        assert [answer.error for answer in answers.values()] == [""] * len(kinds)
-        return [answer.tokens[0] for answer in answers.values()]
-
-    try:
-        assert asyncio.run(stream_and_kill()) == wanted
-        until(
-            lambda: server.metric("banaserve_instance_ready", instance_id="d0") == 1, "d0 is back"
-        )
-        assert asked(server, kinds) == wanted
-        assert server.end() == 0
-        until(lambda: "has left" in other[0].printed(), "the node is free")
-        until(lambda: len(other[0].processes()) == 1, "only the agent is left")
-        assert list(other[0].temp_dir.glob("banaserve-*/n*")) == []
-        other[0].end()
-    finally:
-        for node in other:
-            node.close()
-
-
-@pytest.mark.parametrize(
-    ("key", "is_there", "words"),
-    [
-        ("another-key-of-a-cluster", True, "it has another cluster key"),
-        (KEY, False, "onnection refused"),
-    ],
-)
-def test_bad_input_is_one_line(
-    launch: Callable[..., Run],
-    nodes: list[NodeRun],
-    free_port: Callable[[], int],
-    key: str,
-    is_there: bool,
-    words: str,
-) -> None:
-    address = nodes[0].address if is_there else f"127.0.0.1:{free_port()}"
-    run = launch("--node", address, env={KEY_VARIABLE: key})
-    assert run.process.wait(120) == 2
-    said = run.errors.read_text().strip().splitlines()
-    assert len(said) == 1
-    assert words in said[0]
-    assert address in said[0]
