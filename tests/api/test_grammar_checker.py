@@ -1,4 +1,7 @@
-"""Grammars are compiled in a process that may die of them."""
+"""Grammars are compiled in a process that may die of them.
+
+It imports vLLM, which takes seconds, and gives way to all other processes: most tests are deep.
+"""
 
 from __future__ import annotations
 
@@ -64,6 +67,7 @@ async def test_a_grammar_that_takes_too_much_memory_is_cut_off() -> None:
         checker.close()
 
 
+@pytest.mark.deep
 async def test_a_verdict_is_remembered(checker: GrammarChecker) -> None:
     await checker.check(GOOD)
     with pytest.raises(BodyRefusedError):
@@ -85,6 +89,7 @@ async def test_a_helper_that_has_died_is_started_again(checker: GrammarChecker) 
     assert checker._process.pid != pid
 
 
+@pytest.mark.deep
 async def test_the_helper_ends_with_its_server(checker: GrammarChecker) -> None:
     await checker.check(GOOD[:1])
     process, control = checker._process, checker._control
@@ -94,6 +99,7 @@ async def test_the_helper_ends_with_its_server(checker: GrammarChecker) -> None:
     assert await asyncio.to_thread(process.wait, 60) == 0
 
 
+@pytest.mark.deep
 async def test_a_client_that_goes_away_ends_no_check_of_another(checker: GrammarChecker) -> None:
     first = asyncio.create_task(checker.check(GOOD))
     second = asyncio.create_task(checker.check(GOOD))

@@ -57,7 +57,9 @@ print("done")
 """
 
 
-@pytest.mark.parametrize(("program", "ranks"), [(ALONE, [0]), (TOGETHER, [0, 1])])
+@pytest.mark.parametrize(
+    ("program", "ranks"), [(ALONE, [0]), pytest.param(TOGETHER, [0, 1], marks=pytest.mark.deep)]
+)
 def test_groups(program: str, ranks: list[int], tmp_path: Path) -> None:
     place = str(tmp_path / "rendezvous")
     running = [
