@@ -11,9 +11,9 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
-import openai
 import pytest
 
+from endless_streams import endless_stream, how_it_ends
 from observing import until
 
 pytestmark = pytest.mark.e2e
@@ -33,8 +33,8 @@ def port(free_port):
     ("stage", "number"),
     [
         ("loading vLLM", signal.SIGINT),
-        ("starting instances", signal.SIGTERM),
         pytest.param("loading vLLM", signal.SIGTERM, marks=LONG),
+        pytest.param("starting instances", signal.SIGTERM, marks=LONG),
         pytest.param("starting instances", signal.SIGINT, marks=LONG),
     ],
 )
@@ -47,7 +47,8 @@ def test_while_it_starts(stage, number, launch, port):
     assert run.errors.read_text() == ""
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=LONG)])
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_with_streams_under_way(number, serve, port):
     run = serve("--drain-timeout", "0", port=port)
     streams = [endless_stream(run) for _ in range(NUM_STREAMS)]
@@ -78,24 +79,3 @@ def test_sigterm_lets_streams_end_and_takes_no_more(serve, port):
     assert run.process.returncode == 0
     run.check_nothing_left()
     assert run.errors.read_text() == ""
-
-
-def endless_stream(run):
-    return run.client().completions.create(
-        model=MODEL,
-        prompt="Once upon a time there was a town by the sea where every house was painted blue,"
-        " and one day a stranger came there and painted his house red.",
-        max_tokens=8000,
-        stream=True,
-        extra_body={"ignore_eos": True},
-    )
-
-
-def how_it_ends(stream) -> str:
-    """``error`` where the server said so in an event of the stream."""
-    try:
-        for _ in stream:
-            pass
-    except openai.APIError:
-        return "error"
-    return "end"
