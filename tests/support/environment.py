@@ -12,6 +12,9 @@ from collections.abc import Mapping
 _REMOVED = ("HF_", "HUGGING", "TRANSFORMERS_", "VLLM_", "BANASERVE_", "OPENAI_", "OTEL_", "MC_")
 """Beginnings of names that the product or its libraries read."""
 
+_TERMINAL = ("COLUMNS", "LINES")
+"""Names that make help texts and tables break their lines elsewhere."""
+
 _PROXIES = tuple(
     word
     for scheme in ("http", "https", "ftp", "all", "no")
@@ -42,7 +45,8 @@ def foreign(names: Mapping[str, str]) -> list[str]:
     return [
         name
         for name in names
-        if name in _PROXIES or (name.startswith(_REMOVED) and not name.startswith(_KEPT))
+        if name in (*_TERMINAL, *_PROXIES)
+        or (name.startswith(_REMOVED) and not name.startswith(_KEPT))
     ]
 
 
