@@ -1,7 +1,7 @@
 """``banaserve serve`` and ``banaserve node`` with mock engines; all else is the real thing.
 
-Usage: as ``python -m banaserve``, with ``tests/mock_engine`` in PYTHONPATH. What is forked cannot be
-started on a host of a test's network by ``ip netns exec``: it goes there itself.
+Usage: as ``python -m banaserve``, with ``tests/mock_engine`` in PYTHONPATH. A forked process
+goes to a host of a test's network itself: ``ip netns exec`` cannot start it there.
 """
 
 from __future__ import annotations

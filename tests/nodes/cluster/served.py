@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import small_model
@@ -18,21 +18,38 @@ from streams import Answer, Kind, asked_all
 
 LIGHT = ("--kv-store-size", "256MiB", "--kv-cache-memory-bytes", str(256 << 20))
 OPTIONS = (*LIGHT, "--dtype", "float32", "--max-model-len", "2048")
+PORT = 8000
+StartServer = Callable[[Host, Path, tuple[str, ...], Mapping[str, str]], Run]
+"""Starts a server on a host: with a folder for its logs, options and variables."""
+
+
+def start_server(host: Host, folder: Path, words: tuple[str, ...], env: Mapping[str, str]) -> Run:
+    """Start a server with real engines."""
+    options = (*small_model.options(), *OPTIONS, *words)
+    return Run(folder, PORT, options, env, None, host.command)
 
 
 class Served:
     """A server whose front door is on ``front``.
 
+    Args:
+        start: Starts it.
+
     Attributes:
         run: The server.
     """
 
-    def __init__(self, front: Host, folder: Path, words: tuple[str, ...], key: str = "") -> None:
+    def __init__(
+        self,
+        front: Host,
+        folder: Path,
+        words: tuple[str, ...],
+        key: str = "",
+        start: StartServer = start_server,
+    ) -> None:
         folder.mkdir()
         self._front = front
-        environment = {KEY_VARIABLE: key} if key else {}
-        options = (*small_model.options(), *OPTIONS, *words)
-        self.run = Run(folder, 8000, options, environment, None, front.command)
+        self.run = start(front, folder, words, {KEY_VARIABLE: key} if key else {})
 
     def wait(self) -> None:
         self.run.wait_for("Ctrl-C ends it.")
