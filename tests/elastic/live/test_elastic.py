@@ -14,13 +14,12 @@ import migration_load as loads
 import small_model
 from banaserve.api.admin_client import AdminClient
 from banaserve.controller.schemas import RoleRequest
-from banaserve.engine.interface import RoleChange
-from banaserve.errors import UserError
 from banaserve.platform.huge_pages import are_offered
 from banaserve.run_dir import find_admin
 from depth import IS_LONG, chosen_seed
 from observing import huge_page_bytes, writer
 from reference import reference_tokens
+from role_changes import changed
 
 pytestmark = pytest.mark.e2e
 
@@ -31,24 +30,11 @@ SERVE_OPTIONS = (
     *("--max-num-batched-tokens", "1024", "--max-num-seqs", "32", "--orchestrator", "off"),
     *("--routing-policy", "slo_aware", "--slo-ttft", "1", "--slo-tpot", "0.1"),
 )
-NUM_CHANGES = 100 if IS_LONG else 40
+NUM_CHANGES = 100 if IS_LONG else 16
 NUM_STREAMS = 16
 NUM_CHATS = 4
 BLOCK_TOKENS = 128
 """Most that a KV block of this server has."""
-
-
-def changed(admin: AdminClient, ask: RoleRequest) -> RoleChange | None:
-    """The change when it has ended; None where it is refused, as by the last of a role."""
-    try:
-        change = admin.begin_role(ask)
-    except UserError as refused:
-        if "already" in str(refused) or "only one that serves" in str(refused):
-            return None
-        raise
-    while change.is_open:
-        change = admin.show_role(change.id, wait_s=10.0)
-    return change
 
 
 @pytest.mark.skipif(not are_offered(), reason="this system has no huge pages to give")

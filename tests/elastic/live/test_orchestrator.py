@@ -1,4 +1,4 @@
-"""The orchestrator on real engines: roles switch and modules move by themselves, no token changes.
+"""The orchestrator on real engines: modules move by themselves, no token changes.
 
 Greedy, float32, SmolLM2, one server with two prefill instances and a decode instance whose KV cache
 is too small for the load; what has moved away is poisoned with NaN at its source.
@@ -6,7 +6,6 @@ is too small for the load; what has moved away is poisoned with NaN at its sourc
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
@@ -16,18 +15,12 @@ from pathlib import Path
 import pytest
 
 import migration_load as loads
-import small_model
-from banaserve import models
+from answers_before import Before
 from banaserve.api.admin_client import AdminClient
-from banaserve.bench.datasets import prompts
-from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
-from banaserve.controller.schemas import DecisionRecord, RoleRequest, WantedStep
-from banaserve.engine.interface import RoleChange
+from banaserve.controller.schemas import DecisionRecord, WantedStep
 from banaserve.engine.vllm.migration.api import Return
-from banaserve.errors import UserError
 from banaserve.run_dir import find_admin
 from observing import until
-from reference import tokenizer
 from server_run import Run
 
 pytestmark = pytest.mark.e2e
@@ -53,36 +46,6 @@ OPTIONS = (
 )
 
 
-def _groups(count: int) -> list[range]:
-    return [range(first, min(first + 5, count)) for first in range(0, count, 5)]
-
-
-class Before:
-    """Prompts, and what the server answers while nothing has moved."""
-
-    def __init__(self, server: Run) -> None:
-        tokenize = tokenizer(small_model.resolve().path_or_id)
-        found = prompts.prompts("synthetic", 10, 40, 160, 5, tokenize)
-        found += prompts.prompts("synthetic", 4, 200, 350, 6, tokenize)
-        self.prompts = [tokenize(prompt.text) for prompt in found]
-        self.tokens = asyncio.run(self._ask(server))
-
-    async def _ask(self, server: Run) -> list[list[int]]:
-        answers = []
-        async with OpenAiClient(server.url, models.PACKAGED, return_token_ids=True) as client:
-            for some in _groups(len(self.prompts)):
-                answers += await asyncio.gather(*(self._answer(client, n) for n in some))
-        assert [answer.error for answer in answers if answer.error] == []
-        return [list(answer.token_ids) for answer in answers]
-
-    async def _answer(self, client: OpenAiClient, number: int) -> RequestRecord:
-        prompt, extra = self.prompts[number], {"ignore_eos": True}
-        call = CompletionCall(
-            str(number), prompt=prompt, max_tokens=loads.OUTPUT_TOKENS, extra=extra
-        )
-        return await client.send(call)
-
-
 @pytest.fixture(scope="module")
 def decision_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("orchestrator") / "decisions.jsonl"
@@ -105,39 +68,6 @@ def admin(server: Run) -> AdminClient:
 @pytest.fixture(scope="module")
 def before(server: Run, admin: AdminClient) -> Before:
     return Before(server)
-
-
-def switched(admin: AdminClient, instance: str, role: str) -> RoleChange:
-    change = admin.begin_role(RoleRequest(instance, role, 100.0))
-    while change.is_open:
-        change = admin.show_role(change.id, wait_s=10.0)
-    assert (change.state, change.num_left) == ("done", 0), change
-    return change
-
-
-def tokens_of(server: Run, instance: str) -> float:
-    return server.metric("vllm:generation_tokens_total", instance_id=instance)
-
-
-def roles(admin: AdminClient) -> dict[str, str]:
-    return {one.id: one.role for one in admin.status().instances}
-
-
-def test_a_role_switches_under_streams_and_back(server, admin, before):
-    with loads.streaming(server, before, 5) as load:
-        switched(admin, "p1", "decode")
-        assert roles(admin) == {"p0": "prefill", "p1": "decode", "d0": "decode"}
-        with pytest.raises(UserError, match="only one that serves prefill"):
-            admin.begin_role(RoleRequest("p0", "decode"))
-        enough = tokens_of(server, "p1") + 40
-        until(lambda: tokens_of(server, "p1") >= enough, "p1 decodes")
-        load.wait_tokens(60)
-        switched(admin, "p1", "prefill")
-        assert roles(admin) == {"p0": "prefill", "p1": "prefill", "d0": "decode"}
-        load.wait_tokens(60)
-    assert server.metric("banaserve_instance_ready", instance_id="p1", role="prefill") == 1
-    assert server.metric("banaserve_leg_retries_total") == 0
-    assert server.metric("banaserve_instance_restarts_total") == 0
 
 
 def begun(decisions: list[DecisionRecord]) -> list[tuple[DecisionRecord, WantedStep]]:

@@ -1,0 +1,21 @@
+"""Role changes that are waited for."""
+
+from __future__ import annotations
+
+from banaserve.api.admin_client import AdminClient
+from banaserve.controller.schemas import RoleRequest
+from banaserve.engine.interface import RoleChange
+from banaserve.errors import UserError
+
+
+def changed(admin: AdminClient, ask: RoleRequest) -> RoleChange | None:
+    """The change when it has ended; None where it is refused, as by the last of a role."""
+    try:
+        change = admin.begin_role(ask)
+    except UserError as refused:
+        if "already" in str(refused) or "only one that serves" in str(refused):
+            return None
+        raise
+    while change.is_open:
+        change = admin.show_role(change.id, wait_s=10.0)
+    return change

@@ -1,0 +1,114 @@
+"""Mock engines die or stand still under 16 streams: no request hangs or goes wrong.
+
+What a death leaves in the store is in ``live/test_faults.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+
+import httpx
+import pytest
+
+from mock_core import DIES_AT
+from mock_facts import MockOptions
+from mock_run import MockRun
+from observing import until, writer, writers
+from streams import Answer, asked_all, differences, greedy
+
+pytestmark = pytest.mark.deep
+
+NUM_STREAMS = 16
+KINDS = greedy(NUM_STREAMS, 0, num_tokens=150)
+NAMES = ("p0", "p1", "d0", "d1")
+
+
+@pytest.fixture(scope="module")
+def server(serve: Callable[..., MockRun]) -> Iterator[MockRun]:
+    run = serve("--pd", "2:2", "--engine-stall-timeout", "3", mocks=MockOptions(step_ms=5.0))
+    yield run
+    assert run.end() == 0
+
+
+@pytest.fixture(scope="module")
+def expected(server: MockRun) -> dict[str, Answer]:
+    answers = asyncio.run(asked_all(server, KINDS))
+    assert {(one.error, one.num_tokens) for one in answers.values()} == {("", 150)}
+    return answers
+
+
+def wrong_while(
+    server: MockRun, expected: dict[str, Answer], *acts: Callable[[], object]
+) -> dict[str, tuple[Answer, Answer]]:
+    """Wrong answers of streams under which something is done each time that all have gone on."""
+
+    async def asked() -> dict[str, Answer]:
+        asking = asyncio.create_task(asked_all(server, KINDS))
+        for act in acts:
+            await asyncio.to_thread(go_on, server)
+            await asyncio.to_thread(act)
+        return await asking
+
+    return differences(KINDS, expected, asyncio.run(asked()))
+
+
+def go_on(server: MockRun) -> None:
+    """Return when all streams have gone on."""
+
+    def generated() -> float:
+        return server.metric("vllm:generation_tokens_total")
+
+    enough = generated() + 4 * NUM_STREAMS
+    until(lambda: generated() >= enough, "streams go on")
+
+
+@pytest.mark.parametrize(
+    ("victim", "number"),
+    [
+        ("p0", signal.SIGKILL),
+        ("d0", signal.SIGKILL),
+        ("d1", signal.SIGSTOP),
+        ("kvstore", signal.SIGKILL),
+    ],
+)
+def test_a_death_under_load_breaks_no_answer(
+    victim: str, number: signal.Signals, server: MockRun, expected: dict[str, Answer]
+) -> None:
+    pid = writer(server.run_dir, victim)
+    assert not wrong_while(server, expected, lambda: os.kill(pid, number))
+    # One that had nothing to do when it was stopped is found out later than the streams end.
+    until(lambda: pid not in {p for _, p in writers(server.run_dir)}, "its process has ended")
+    until(lambda: server.is_ready(*NAMES), "all instances are back")
+    until(lambda: server.metric("banaserve_kvstore_up") == 1, "the store answers")
+    assert server.metric("banaserve_requests_in_flight") == 0
+    assert writer(server.run_dir, victim) != pid
+
+
+def test_two_ends_one_after_the_other_break_no_answer(
+    server: MockRun, expected: dict[str, Answer]
+) -> None:
+    """The same streams are on both engines, and neither end is their doing."""
+    first, second = writer(server.run_dir, "d0"), writer(server.run_dir, "d1")
+    ends = (lambda: os.kill(first, signal.SIGTERM), lambda: os.kill(second, signal.SIGKILL))
+    assert not wrong_while(server, expected, *ends)
+    until(lambda: server.is_ready(*NAMES), "all instances are back")
+    assert first != writer(server.run_dir, "d0")
+    assert second != writer(server.run_dir, "d1")
+
+
+def test_a_request_under_which_engines_die_is_given_up(server: MockRun) -> None:
+    """Three engines die before its first token, and no fourth."""
+    before = {name: writer(server.run_dir, name) for name in NAMES}
+    body = {"model": "smollm2-135m", "prompt": "a", "max_tokens": 1, "vllm_xargs": {DIES_AT: 0}}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    assert (answer.status_code, answer.headers["x-should-retry"]) == (500, "false")
+    assert answer.json()["error"]["code"] == "engines_died"
+    until(lambda: server.is_ready(*NAMES), "all instances are back")
+    assert sum(writer(server.run_dir, name) != before[name] for name in NAMES) == 3
+
+
+def test_answers_are_the_same_after_all_that(server: MockRun, expected: dict[str, Answer]) -> None:
+    assert not wrong_while(server, expected)
