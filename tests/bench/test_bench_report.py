@@ -10,6 +10,7 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -70,14 +71,33 @@ def serving_result(system: str, slowness: float) -> result.Result:
     )
 
 
+def written(folder: Path) -> Path:
+    result.write(serving_result("fast", 1.0), folder / "fast" / "result.json")
+    result.write(serving_result("slow", 2.0), folder / "slow.json")
+    (folder / "fast" / "run.json").write_text("{}")
+    (folder / "fast" / "summaries").mkdir()
+    (folder / "fast" / "summaries" / "x.json").write_text("{}")
+    return folder
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    result.write(serving_result("fast", 1.0), tmp_path / "in" / "fast" / "result.json")
-    result.write(serving_result("slow", 2.0), tmp_path / "in" / "slow.json")
-    (tmp_path / "in" / "fast" / "run.json").write_text("{}")
-    (tmp_path / "in" / "fast" / "summaries").mkdir()
-    (tmp_path / "in" / "fast" / "summaries" / "x.json").write_text("{}")
-    return tmp_path / "in"
+    return written(tmp_path / "in")
+
+
+class Drawn(NamedTuple):
+    """A report whose plots have been drawn once for all tests that read it."""
+
+    folder: Path
+    html: str
+    markdown: str
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Drawn:
+    folder = written(tmp_path_factory.mktemp("drawn") / "in")
+    html, markdown = write_report(folder, folder.parent / "out", "t")
+    return Drawn(folder, html.read_text(), markdown.read_text())
 
 
 def test_pages(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,9 +132,8 @@ def test_committed_results_make_a_report(tmp_path: Path) -> None:
     assert len(identifiers) == len(set(identifiers)) > len(set(COMMITTED.glob("*.json")))
 
 
-def test_a_page_asks_no_network(folder: Path, tmp_path: Path) -> None:
-    html, _ = write_report(folder, tmp_path, "t")
-    text = html.read_text()
+def test_a_page_asks_no_network(drawn: Drawn) -> None:
+    text = drawn.html
     names = {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
     assert set(re.findall(r"https?://[^\s\"'<>)]+", text)) <= names
     assert not re.search(r"@import|<script|<link|<img|<iframe|url\((?!#)", text)
@@ -123,9 +142,8 @@ def test_a_page_asks_no_network(folder: Path, tmp_path: Path) -> None:
     assert all(one.startswith("#") for one in leading)
 
 
-def test_the_page_is_known_without_drawing_its_plots(folder: Path, tmp_path: Path) -> None:
-    _, markdown = write_report(folder, tmp_path / "out", "t")
-    assert markdown_without_drawing(folder, "t") == markdown.read_text()
+def test_the_page_is_known_without_drawing_its_plots(drawn: Drawn) -> None:
+    assert markdown_without_drawing(drawn.folder, "t") == drawn.markdown
 
 
 def test_without_matplotlib_the_rest_is_there(
