@@ -12,6 +12,7 @@ from importlib import import_module
 SUBJECTS = (
     "layout",
     "words",
+    "waits",
     "vllm_names",
     "documents",
     "packages",

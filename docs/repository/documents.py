@@ -28,6 +28,7 @@ OTHERS = {
     *("--scheduling-policy", "--compilation-config", "--no-enable-prefix-caching"),
     *("--gpu-memory-utilization", "--kv-cache-memory-bytes", "--max-num-seqs"),
     *("--enable-prompt-tokens-details", "--enforce-eager", "--no-enforce-eager"),
+    "--attention-backend",
     # Of the checker of another vLLM, which is no command.
     *("--only-breaks", "--cache"),
     "--page",  # of a benchmark, whose options are its own

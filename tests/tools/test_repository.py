@@ -18,6 +18,7 @@ from docs.repository import (
     kubernetes,
     packages,
     vllm_names,
+    waits,
     words,
 )
 from docs.repository.dashboard_queries import DASHBOARD, AskedSeries, panels
@@ -250,3 +251,25 @@ def test_panels_that_overlap_or_share_a_name() -> None:
     found = told(dashboard.layout_findings(shown))
     assert any("overlaps another" in line for line in found)
     assert any(line.startswith("title ") and line.endswith("stands twice") for line in found)
+
+
+@pytest.mark.parametrize(
+    ("line", "is_found"),
+    [
+        ("time.sleep(0.1)", True),
+        ("await asyncio.sleep(delay_s)", True),
+        ("await asyncio.sleep(0)", False),
+        ("clock.sleep(3)", False),
+    ],
+)
+def test_a_sleep_in_a_test_is_found(line: str, is_found: bool, tmp_path: Path) -> None:
+    path = tmp_path / "test_a.py"
+    path.write_text(f"async def test() -> None:\n    {line}\n")
+    assert [one.line for one in waits.sleep_findings(path)] == [2] * is_found
+
+
+def test_an_invariant_whose_tests_do_not_always_run_is_found(tmp_path: Path) -> None:
+    kept = "| a | b | `tests/serving/live/test_survival.py` |\n"
+    path = tmp_path / "ARCHITECTURE.md"
+    path.write_text(kept * 20 + "| a | b | `tests/migration/in_process/test_compiled.py` |\n")
+    assert [one.line for one in waits.invariant_findings(path)] == [21]
