@@ -71,6 +71,7 @@ class Running:
         self.client_index = request.client_index
         self.params = request.sampling_params
         self.prompt = request.prompt_token_ids or []
+        self.salt = request.cache_salt
         self.output = list(output_of(self.params))
         self.is_counted = len(self.output) > 1  # its prompt was counted where it was computed
         self.num_computed = self.num_cached = self.blocks = 0
@@ -177,7 +178,7 @@ class Steps:
 
     def _hit(self, request: Running) -> int:
         """Tokens of its prompt that lie in the prefix cache; its blocks are put there."""
-        size, key, cached = self._facts.block_size, 0, 0
+        size, key, cached = self._facts.block_size, hash(request.salt), 0
         for first in range(0, len(request.prompt) - size, size):
             key = hash((key, tuple(request.prompt[first : first + size])))
             if key in self._cached and cached == first:

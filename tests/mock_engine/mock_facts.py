@@ -62,6 +62,8 @@ class MockOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         max_running: Number of requests that run at once; 0 for the engine's.
         num_blocks: KV blocks; 0 for as many as the engine's memory has room for.
         instance_bytes: Memory that the server takes an instance to need, a mock core by default.
+        patience: Share of the time for which the server usually bears with a silent engine, engine
+            parent or store.
         troubles: What goes wrong.
     """
 
@@ -73,6 +75,7 @@ class MockOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_running: int = 0
     num_blocks: int = 0
     instance_bytes: int = 16 << 20
+    patience: float = 1.0
     troubles: tuple[Trouble, ...] = ()
 
     @classmethod

@@ -13,9 +13,11 @@ from pathlib import Path
 
 from banaserve.__main__ import run
 from banaserve.cli.serve import launch as serve_launch
-from banaserve.engine.vllm.launch import messages, spawn
+from banaserve.engine.vllm.launch import launcher, messages, spawn
 from banaserve.engine.vllm.launch.launcher import ForkLauncher
-from banaserve.engine.vllm.launch.parent_link import ParentLink, start_parent
+from banaserve.engine.vllm.launch.parent_link import ORDER_S, ParentLink, start_parent
+from banaserve.engine.vllm.liveness import probe
+from banaserve.kvstore.daemon.supervised import StorePatience, SupervisedStore
 from mock_facts import MockOptions
 
 HOST_VARIABLE = "BANASERVE_MOCK_HOST"
@@ -42,8 +44,20 @@ def mock_engines() -> None:
     """Let this process, and all that it starts, start mock cores in place of engines."""
     spawn._MODULE = "mock_parent"
     serve_launch._fork_launcher = lambda argv, _config: mock_launcher(argv)
-    instance_bytes = MockOptions.read().instance_bytes
-    serve_launch._instance_bytes = lambda *_: instance_bytes
+    options = MockOptions.read()
+    serve_launch._instance_bytes = lambda *_: options.instance_bytes
+    if options.patience != 1.0:
+        be_patient(options.patience)
+
+
+def be_patient(share: float) -> None:
+    """Bear with what says nothing for another time: real ones need more than mocks do."""
+    usual = StorePatience()
+    told = {name: share * getattr(usual, name) for name in StorePatience.__slots__}
+    SupervisedStore.__init__.__defaults__ = (StorePatience(**told),)
+    ParentLink.order.__defaults__ = (share * ORDER_S,)
+    launcher.ORDER_S *= share
+    probe._PROBE_TIMEOUT_S *= share
 
 
 def enter(namespace: str) -> None:

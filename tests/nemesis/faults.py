@@ -192,6 +192,8 @@ class Nemesis:
         disk: Of its SSD tier; None where none can be mounted here.
         router: In front of it; None where clients talk to the server itself.
         link: Between both.
+        longest_stop_s: Longest time of most harms that end.
+        long_pause_s: Time of one pause in four.
     """
 
     def __init__(
@@ -202,7 +204,10 @@ class Nemesis:
         router: Router | None,
         link: Link | None,
         seed: int,
+        longest_stop_s: float = _LONGEST_STOP_S,
+        long_pause_s: float = _LONG_PAUSE_S,
     ) -> None:
+        self._longest_stop_s, self._long_pause_s = longest_stop_s, long_pause_s
         self._victims = Victims(service, names)
         self._service = service
         self._names = names
@@ -223,7 +228,7 @@ class Nemesis:
         if choice.harm in (Harm.FILL, Harm.SLOW, Harm.CUT):
             begin, end = self._surroundings(choice.harm)
             begin()
-            lasts(self._draw.uniform(1.0, _LONGEST_STOP_S))
+            lasts(self._draw.uniform(1.0, self._longest_stop_s))
             end()
             return True
         if choice.target == "server":
@@ -257,7 +262,8 @@ class Nemesis:
             self._lost[choice.then_kill] = other
         if choice.harm is Harm.PAUSE:
             is_long = self._draw.random() < 0.25
-            lasts(_LONG_PAUSE_S if is_long else self._draw.uniform(0.5, _LONGEST_STOP_S))
+            short_s = self._draw.uniform(0.5, self._longest_stop_s)
+            lasts(self._long_pause_s if is_long else short_s)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
         return True
