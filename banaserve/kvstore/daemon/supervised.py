@@ -55,6 +55,7 @@ class SupervisedStore:
         log_path: Gets its output.
         on_restart: Called each time it has to be started again.
         patience: With a daemon that does not answer.
+        now_s: Clock of what patience is measured by.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class SupervisedStore:
         log_path: Path,
         on_restart: Callable[[], None],
         patience: StorePatience = StorePatience(),
+        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.socket_path = socket_path
         self.pid = 0
@@ -71,6 +73,7 @@ class SupervisedStore:
         self._log_path = log_path
         self._on_restart = on_restart
         self._patience = patience
+        self._now_s = now_s
         self._process: subprocess.Popen[bytes] | None = None
         self._keeper: asyncio.Task[None] | None = None
 
@@ -140,7 +143,7 @@ class SupervisedStore:
         try:
             while not written.done():
                 await asyncio.wait({written}, timeout=self._patience.probe_s)
-                if not written.done() and watch.has_stalled_starting(process.pid, time.monotonic()):
+                if not written.done() and watch.has_stalled_starting(process.pid, self._now_s()):
                     log.error("the KV cache store hangs while it starts: it is ended")
                     process.kill()
         finally:
@@ -198,16 +201,16 @@ class SupervisedStore:
 
     async def _end_when_hung(self, process: subprocess.Popen[bytes]) -> None:
         """Ask the daemon again and again; end it when it has not answered for too long."""
-        watch, heard_s = self._watch(), time.monotonic()
+        watch, heard_s = self._watch(), self._now_s()
         was_silent = is_silent = False
         while not (was_silent and is_silent):
             await asyncio.sleep(self._patience.probe_s)
             # Looked at before and after a question: it may be this process that stood still.
-            was_silent = watch.has_stalled(process.pid, heard_s, time.monotonic())
+            was_silent = watch.has_stalled(process.pid, heard_s, self._now_s())
             if await self._answers():
-                heard_s = time.monotonic()
-            is_silent = watch.has_stalled(process.pid, heard_s, time.monotonic())
-        silent_s = time.monotonic() - heard_s
+                heard_s = self._now_s()
+            is_silent = watch.has_stalled(process.pid, heard_s, self._now_s())
+        silent_s = self._now_s() - heard_s
         log.error("the KV cache store has not answered for %.0f s: it is ended", silent_s)
         process.kill()
 
