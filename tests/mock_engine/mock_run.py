@@ -107,6 +107,12 @@ def mock_node(
     return NodeRun(folder, address, key, _as_script, env, scripts)
 
 
+def started_elsewhere(mocks: MockOptions) -> dict[str, str]:
+    """Variables with which an agent has mock engines that Ray, or another program, starts."""
+    path = os.pathsep.join((str(FOLDER / "startup"), _path(os.environ)))
+    return {"PYTHONPATH": path, VARIABLE: msgspec.json.encode(mocks).decode()}
+
+
 def mock_run(
     folder: Path,
     forks: ForkServer | None,

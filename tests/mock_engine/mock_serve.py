@@ -11,7 +11,6 @@ import os
 import socket
 from pathlib import Path
 
-from banaserve.__main__ import run
 from banaserve.cli.serve import launch as serve_launch
 from banaserve.engine.vllm.launch import launcher, messages, spawn
 from banaserve.engine.vllm.launch.launcher import ForkLauncher
@@ -80,4 +79,6 @@ if __name__ == "__main__":
     if host := os.environ.pop(HOST_VARIABLE, ""):
         enter(host)
     mock_engines()
+    from banaserve.__main__ import run
+
     run()

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.network.hosts import Host
@@ -32,9 +33,12 @@ class RayNode:
     Args:
         folder: For its log.
         within: What runs it in a temporary folder of its own.
+        env: Variables of its own, which also agents get that it starts.
     """
 
-    def __init__(self, host: Host, folder: Path, within: list[str], *words: str) -> None:
+    def __init__(
+        self, host: Host, folder: Path, within: list[str], env: Mapping[str, str], *words: str
+    ) -> None:
         self.host = host
         self._log = folder / f"ray-{host.address}.log"
         ray = Path(sys.executable).with_name("ray")
@@ -46,7 +50,7 @@ class RayNode:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **_QUIET},
+                env={**os.environ, **_QUIET, **env},
                 start_new_session=True,
             )
         self.tree = ProcessTree(self.process.pid)
@@ -73,11 +77,18 @@ class RayCluster:
 
     Args:
         num_nodes: That are started with it; ``start_node`` starts one on a host that has none.
+        env: Variables that agents get, too.
     """
 
     def __init__(
-        self, hosts: list[Host], folder: Path, num_cpus: int, num_nodes: int | None = None
+        self,
+        hosts: list[Host],
+        folder: Path,
+        num_cpus: int,
+        num_nodes: int | None = None,
+        env: Mapping[str, str] | None = None,
     ) -> None:
+        self._env = env or {}
         self._num_nodes = len(hosts) - 1 if num_nodes is None else num_nodes
         self._folder, self._num_cpus = folder, num_cpus
         # Paths of its sockets are longer than those that pytest's folders leave room for. Ray uses
@@ -105,12 +116,12 @@ class RayCluster:
     def _start_head(self) -> RayNode:
         words = ("--port", str(PORT), "--num-cpus", "0", "--include-dashboard", "false")
         words += ("--head", "--temp-dir", self._temp)
-        return RayNode(self._hosts[0], self._folder, [], *words)
+        return RayNode(self._hosts[0], self._folder, [], self._env, *words)
 
     def start_node(self, number: int) -> RayNode:
         words = ("--address", self.address, "--num-cpus", str(self._num_cpus))
         within = ["sh", "-c", _OWN_TEMP, self._temps[number], self._temp]
-        return RayNode(self._hosts[1 + number], self._folder, within, *words)
+        return RayNode(self._hosts[1 + number], self._folder, within, self._env, *words)
 
     def close(self) -> None:
         for node in (*self.nodes, self.head):

@@ -1,4 +1,4 @@
-"""The page over a real server in a real browser: a move under load, a drain, the log replayed."""
+"""The page over a real server in a real browser: a move under load, the legs of a request."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -31,15 +30,10 @@ def chrome() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def decision_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("decisions") / "decisions.jsonl"
-
-
-@pytest.fixture(scope="module")
-def server(serve: Callable[..., Run], decision_log: Path, chrome: Browser) -> Iterator[Run]:
+def server(serve: Callable[..., Run], chrome: Browser) -> Iterator[Run]:
     run = serve(
         *("--pd", "2:1", "--dtype", "float32", "--max-model-len", "2048"),
-        *("--kv-cache-memory-bytes", str(256 << 20), "--decision-log", str(decision_log)),
+        *("--kv-cache-memory-bytes", str(256 << 20)),
         *("--api-key", "users"),
     )
     yield run
@@ -119,20 +113,6 @@ def row(page: Any, name: str) -> Any:
     return page.locator(f'#map [data-instance="{name}"]')
 
 
-def test_the_banner_names_the_page_and_where_its_key_is(server):
-    told = re.search(r"page +(\S+) \(its key: (\S+)\)", server.printed())
-    assert told is not None
-    assert told[1] == f"{server.url}/ui"
-    assert Path(told[2]).stat().st_mode & 0o077 == 0
-
-
-def test_the_users_key_opens_no_page(server):
-    for headers in ({}, {"Authorization": "Bearer users"}):
-        with httpx.stream("GET", f"{server.url}/admin/live", headers=headers) as answer:
-            assert answer.status_code == 401
-    assert httpx.get(f"{server.url}/ui/").status_code == 200
-
-
 def test_a_move_under_load_is_seen(server, page):
     with Load(server) as load:
         page.wait_for_selector("[data-request]")
@@ -166,26 +146,6 @@ def test_a_request_opens_as_a_waterfall_of_its_legs(page):
     page.locator("[data-request]").last.click()
 
 
-def test_decisions_and_the_store_are_shown(page):
-    page.locator("#feed summary").first.wait_for()
-    page.locator("#feed summary").first.click()
-    assert "d0" in page.locator("#feed .detail").first.inner_text()
-    assert "memory" in page.locator("#store").inner_text()
-
-
-def test_the_drain_button_asks_and_works(server, page):
-    row(page, "p1").click()
-    page.click('[data-action="drain"]')
-    assert page.locator("#ask-command").inner_text() == "banaserve drain p1"
-    page.click("#ask-yes")
-    page.locator('[data-action="undo"]').wait_for()
-    ready = httpx.get(f"{server.url}/admin/status")
-    assert ready.status_code == 401
-    page.click('[data-action="undo"]')
-    page.click("#ask-yes")
-    page.locator('[data-action="drain"]').wait_for()
-
-
 def test_every_query_of_the_dashboard_finds_its_metric(server):
     text = httpx.get(f"{server.url}/metrics").text
     families = dict(re.findall(r"^# TYPE (\S+) (\S+)", text, re.M))
@@ -200,20 +160,3 @@ def test_every_query_of_the_dashboard_finds_its_metric(server):
         else:
             # What has not happened yet has a family without samples.
             assert re.sub(r"_bucket$", "", one.metric) in families, one
-
-
-def test_the_key_is_in_no_log(server):
-    key = json.loads(admin_note(server.run_dir).read_text())["key"]
-    for log in server.run_dir.glob("*.log"):
-        assert key not in log.read_text(errors="replace"), log.name
-    assert key not in server.printed()
-
-
-def test_what_the_server_decided_is_replayed(decision_log, page, chrome):
-    from banaserve.ui.replay_app import read_replay
-
-    assert page.locator("#feed > li").count() >= 1
-    replay = read_replay(decision_log)
-    moment = replay.moment(replay.num_frames - 1)
-    assert [one.status.id for one in moment.snapshot.instances] == ["p0", "p1", "d0"]
-    assert moment.snapshot.num_layers == 30

@@ -1,9 +1,9 @@
-"""``serve --cluster``: a node that Ray gains joins by itself; one of the start is given back."""
+"""``serve --cluster`` with mock engines: a node that Ray gains joins; one of the start leaves."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,25 +16,35 @@ from banaserve.engine.interface import NodeChange, NodeStatus
 from banaserve.run_dir import find_admin
 from benchmarks.network import hosts
 from benchmarks.network.hosts import Network
+from fork_server import ForkServer
+from mock_facts import MockOptions
+from mock_hosts import MockHosts
+from mock_run import started_elsewhere
 from observing import until
 from ray_run import RayCluster
 from served import Served
-from streams import Kind, greedy
+from streams import greedy
 
 _why = hosts.missing()
+# Ray takes as long to start as engines do.
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(bool(_why), reason=_why)]
 
 _JOINED_S = 120.0
+MOCKS = MockOptions(step_ms=4.0)
+KINDS = greedy(8, 0, 48)
 
 
 class World:
     """Ray on a head and one host at first, and a server beside the head."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, forks: ForkServer) -> None:
         self.network = Network(3)
-        self.ray = RayCluster(self.network.hosts, folder, num_cpus=2, num_nodes=1)
+        env = started_elsewhere(MOCKS)
+        self.ray = RayCluster(self.network.hosts, folder, num_cpus=2, num_nodes=1, env=env)
         words = ("--pd", "1:1", "--cluster", self.ray.address)
-        self.served = Served(self.network.hosts[0], folder / "serve", words)
+        self.served = Served(
+            self.network.hosts[0], folder / "serve", words, start=MockHosts(forks, MOCKS).server
+        )
         self.served.wait()
         self.admin = AdminClient(*find_admin(self.served.run.run_dir))
 
@@ -62,9 +72,9 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def world(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("gained")
-    made = World(folder)
+    made = World(folder, fork_server)
     try:
         yield made
     finally:
@@ -72,8 +82,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.fixture(scope="module")
+def wanted(world: World) -> list[list[int]]:
+    """Answers of the first node."""
+    return world.served.asked(KINDS)
+
+
 def test_what_ray_gains_joins_and_gets_the_next_instance(
-    world: World, expected: Callable[[dict[str, Kind]], list[list[int]]]
+    world: World, wanted: list[list[int]]
 ) -> None:
     first, gained = world.network.hosts[1].address, world.network.hosts[2].address
     assert [node.name.partition(":")[0] for node in world.nodes()] == [first]
@@ -89,19 +105,15 @@ def test_what_ray_gains_joins_and_gets_the_next_instance(
     )
     shown = {one.id: one.node.partition(":")[0] for one in world.served.status().instances}
     assert shown == {"p0": first, "d0": first, "d1": gained}
-    kinds = greedy(8, 0)
-    assert world.served.asked(kinds) == expected(kinds)
+    assert world.served.asked(KINDS) == wanted
 
 
-def test_a_node_of_the_start_is_given_back(
-    world: World, expected: Callable[[dict[str, Kind]], list[list[int]]]
-) -> None:
+def test_a_node_of_the_start_is_given_back(world: World, wanted: list[list[int]]) -> None:
     first, gained = world.nodes()
     done = world.changed(NodeRequest("remove", first.name, 60.0))
     assert (done.state, done.reason) == ("done", "")
     assert [node.name for node in world.nodes()] == [gained.name]
-    kinds = greedy(8, 50)
-    assert world.served.asked(kinds) == expected(kinds)
+    assert world.served.asked(KINDS) == wanted
     again = world.changed(NodeRequest("add", world.network.hosts[1].address))
     assert again.state == "done", again
     assert [node.name.partition(":")[0] for node in world.nodes()] == [
