@@ -12,9 +12,8 @@ import pytest
 
 from depth import IS_LONG, chosen_seed
 from faults import Choice, Harm, Nemesis, plan
-from fork_server import ForkServer
 from mock_facts import MockOptions
-from mock_run import MockRun, mock_launching, mock_serving
+from mock_run import MockRun
 from service import Service
 from trial import Trial, kinds
 
@@ -29,15 +28,8 @@ READY_S = 60.0
 
 
 @pytest.fixture(scope="module")
-def launch(
-    tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer
-) -> Iterator[Callable[..., MockRun]]:
-    yield from mock_launching(tmp_path_factory, fork_server)
-
-
-@pytest.fixture(scope="module")
-def service(launch: Callable[..., MockRun]) -> Iterator[Service]:
-    made = Service(mock_serving(launch)(*OPTIONS, mocks=MOCKS))
+def service(serve: Callable[..., MockRun]) -> Iterator[Service]:
+    made = Service(serve(*OPTIONS, mocks=MOCKS))
     yield made
     assert made.run.end() == 0
 

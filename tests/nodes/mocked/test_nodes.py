@@ -14,7 +14,7 @@ import pytest
 from banaserve.nodes.options import KEY_VARIABLE
 from fork_server import ForkServer
 from mock_facts import MockOptions
-from mock_run import MockRun, mock_launching, mock_node, mock_serving
+from mock_run import MockRun, mock_node
 from node_run import NodeRun
 from observing import until
 from server_run import Run
@@ -61,16 +61,9 @@ def nodes(
 
 
 @pytest.fixture(scope="module")
-def launch(
-    tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer
-) -> Iterator[Callable[..., MockRun]]:
-    yield from mock_launching(tmp_path_factory, fork_server)
-
-
-@pytest.fixture(scope="module")
-def server(launch: Callable[..., MockRun], nodes: list[NodeRun], key_file: Path) -> MockRun:
+def server(serve: Callable[..., MockRun], nodes: list[NodeRun], key_file: Path) -> MockRun:
     addresses = [word for node in nodes for word in ("--node", node.address)]
-    return mock_serving(launch)("--pd", "1:1", *addresses, "--cluster-key-file", str(key_file))
+    return serve("--pd", "1:1", *addresses, "--cluster-key-file", str(key_file))
 
 
 def test_no_secret_is_shown(server: MockRun, nodes: list[NodeRun]) -> None:

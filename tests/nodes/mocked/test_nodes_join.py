@@ -13,7 +13,7 @@ from banaserve.cli.main import main
 from banaserve.run_dir import find_admin
 from fork_server import ForkServer
 from mock_facts import MockOptions
-from mock_run import MockRun, mock_launching, mock_node, mock_serving
+from mock_run import MockRun, mock_node
 from node_run import NodeRun
 from observing import until
 from server_run import Run
@@ -47,20 +47,13 @@ def nodes(
 
 
 @pytest.fixture(scope="module")
-def launch(
-    tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer
-) -> Iterator[Callable[..., MockRun]]:
-    yield from mock_launching(tmp_path_factory, fork_server)
-
-
-@pytest.fixture(scope="module")
 def server(
-    launch: Callable[..., MockRun], nodes: list[NodeRun], tmp_path_factory: pytest.TempPathFactory
+    serve: Callable[..., MockRun], nodes: list[NodeRun], tmp_path_factory: pytest.TempPathFactory
 ) -> MockRun:
     key_file = tmp_path_factory.mktemp("key") / "key"
     key_file.write_text(KEY)
     words = ("--node", nodes[0].address, "--cluster-key-file", str(key_file))
-    return mock_serving(launch)("--pd", "1:1", *words)
+    return serve("--pd", "1:1", *words)
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,8 @@ import pytest
 from banaserve.run_dir import admin_note
 from browsing import Browser, browser, check_accessible
 from docs.repository.dashboard_queries import asked_series
-from fork_server import ForkServer
 from mock_facts import MockOptions
-from mock_run import MockRun, mock_launching, mock_serving
+from mock_run import MockRun
 
 pytestmark = pytest.mark.deep
 
@@ -34,17 +33,8 @@ def decision_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def launch(
-    tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer
-) -> Iterator[Callable[..., MockRun]]:
-    yield from mock_launching(tmp_path_factory, fork_server)
-
-
-@pytest.fixture(scope="module")
-def server(
-    launch: Callable[..., MockRun], decision_log: Path, chrome: Browser
-) -> Iterator[MockRun]:
-    run = mock_serving(launch)(
+def server(serve: Callable[..., MockRun], decision_log: Path, chrome: Browser) -> Iterator[MockRun]:
+    run = serve(
         *("--pd", "2:1", "--decision-log", str(decision_log), "--api-key", "users"),
         mocks=MockOptions(step_ms=4.0),
     )
