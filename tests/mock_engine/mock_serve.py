@@ -53,7 +53,10 @@ def be_patient(share: float) -> None:
     """Bear with what says nothing for another time: real ones need more than mocks do."""
     usual = StorePatience()
     told = {name: share * getattr(usual, name) for name in StorePatience.__slots__}
-    SupervisedStore.__init__.__defaults__ = (StorePatience(**told),)
+    begin = SupervisedStore.__init__
+    begin.__defaults__ = tuple(
+        StorePatience(**told) if one == usual else one for one in begin.__defaults__ or ()
+    )
     ParentLink.order.__defaults__ = (share * ORDER_S,)
     launcher.ORDER_S *= share
     probe._PROBE_TIMEOUT_S *= share
