@@ -46,11 +46,11 @@ def mock_engines() -> None:
     options = MockOptions.read()
     serve_launch._instance_bytes = lambda *_: options.instance_bytes
     if options.patience != 1.0:
-        be_patient(options.patience)
+        set_patience(options.patience)
 
 
-def be_patient(share: float) -> None:
-    """Bear with what says nothing for another time: real ones need more than mocks do."""
+def set_patience(share: float) -> None:
+    """Set the share of the usual time for which what says nothing is borne with."""
     usual = StorePatience()
     told = {name: share * getattr(usual, name) for name in StorePatience.__slots__}
     begin = SupervisedStore.__init__
