@@ -130,7 +130,7 @@ def replaced_unnoticed(old: Run, claim: Callable[[], Run]) -> None:
     wanted = asyncio.run(expected())
     pid = old.process.pid
     clients, new, took_over_s = asyncio.run(replaced())
-    assert clients.errors == []
+    assert not clients.errors, clients.errors
     streams = [one for one in clients.answers if one.is_long]
     for one in streams:
         number = int(one.name.removeprefix("client").split("-")[0])

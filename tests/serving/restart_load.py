@@ -26,21 +26,24 @@ class Load:
         changed: Notified of each.
     """
 
-    def __init__(self, client: httpx.AsyncClient, kinds: dict[str, Kind]) -> None:
+    def __init__(
+        self, client: httpx.AsyncClient, kinds: dict[str, Kind], num_streams: int = NUM_STREAMS
+    ) -> None:
         self.answers: list[tuple[str, Answer]] = []
         self._kinds = kinds
+        self._num_streams = num_streams
         self.changed = asyncio.Condition()
         self._gaps = Gaps()
         self._stop = asyncio.Event()
         self._tasks = [
-            asyncio.create_task(self._stream(client, number)) for number in range(NUM_STREAMS)
+            asyncio.create_task(self._stream(client, number)) for number in range(num_streams)
         ]
 
     async def _stream(self, client: httpx.AsyncClient, number: int) -> None:
         names = list(self._kinds)
         while not self._stop.is_set():
             name = names[number % len(names)]
-            number += NUM_STREAMS + 1
+            number += self._num_streams + 1
             answer = await self._gaps.asked(client, self._kinds[name])
             async with self.changed:
                 self.answers.append((name, answer))
@@ -66,9 +69,11 @@ class Load:
 
 
 @asynccontextmanager
-async def loaded(server: Run, kinds: dict[str, Kind]) -> AsyncIterator[Load]:
+async def loaded(
+    server: Run, kinds: dict[str, Kind], num_streams: int = NUM_STREAMS
+) -> AsyncIterator[Load]:
     async with connected(server) as client:
-        load = Load(client, kinds)
+        load = Load(client, kinds, num_streams)
         try:
             yield load
         finally:

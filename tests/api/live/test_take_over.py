@@ -19,6 +19,7 @@ pytestmark = pytest.mark.e2e
 OPTIONS = (
     *("--pd", "1:1", "--dtype", "float32", "--max-model-len", "2048", "--migration", "off"),
     *("--kv-cache-memory-bytes", str(128 << 20), "--kv-store-size", "256MiB"),
+    *("--drain-timeout", "120"),  # two servers on a busy machine
 )
 
 

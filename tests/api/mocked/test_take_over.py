@@ -19,7 +19,7 @@ from take_over_clients import replaced_unnoticed, serves
 
 pytestmark = pytest.mark.deep
 
-OPTIONS = ("--pd", "1:1", "--max-model-len", "2048", "--migration", "off")
+OPTIONS = ("--pd", "1:1", "--max-model-len", "2048", "--migration", "off", "--drain-timeout", "120")
 MOCKS = MockOptions(step_ms=4.0)
 ENDLESS_START = MockOptions(start_ms=600_000.0)
 

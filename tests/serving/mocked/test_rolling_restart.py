@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import small_model
@@ -36,7 +37,9 @@ pytestmark = pytest.mark.deep
 
 CHOSEN = ("greedy", "seeded", "penalties", "logprobs", "three", "unseeded", "stop", "chat")
 COMMON = ("--dtype", "float32", "--max-model-len", "2048", "--migration", "off")
-MOCKS = MockOptions(step_ms=4.0)
+MOCKS = MockOptions(step_ms=4.0, prefill_token_ms=0.5)
+"""Prompts take long enough that some are between two legs whenever the weights change."""
+MANY = 16
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +124,7 @@ def test_every_answer_is_of_old_weights_or_of_new_ones(
     old = asyncio.run(asked_all(server, kinds))
 
     async def run() -> tuple[RollingRestart, Load]:
-        async with loaded(server, kinds) as load:
+        async with loaded(server, kinds, MANY) as load:
             await load.reaches(NUM_STREAMS)
             ask = RestartRequest(str(new_weights))
             found = await asyncio.to_thread(restarted, server, ask)
@@ -248,7 +251,7 @@ def test_weights_that_do_not_serve_go_back(
     fails_once = pairs.run_dir / "fails-once"
     fails_once.touch()
     trouble = Trouble("fail at start", instances=("p0",), once=str(fails_once))
-    pairs.set_mocks(MockOptions(step_ms=MOCKS.step_ms, troubles=(trouble,)))
+    pairs.set_mocks(msgspec.structs.replace(MOCKS, troubles=(trouble,)))
 
     async def run() -> tuple[int, Load]:
         async with loaded(pairs, kinds) as load:
@@ -285,7 +288,7 @@ def test_an_engine_that_is_killed_while_it_starts(
     hangs_once = pairs.run_dir / "hangs-once"
     hangs_once.touch()
     trouble = Trouble("never ready", instances=(victim,), once=str(hangs_once))
-    pairs.set_mocks(MockOptions(step_ms=MOCKS.step_ms, troubles=(trouble,)))
+    pairs.set_mocks(msgspec.structs.replace(MOCKS, troubles=(trouble,)))
 
     def kill(found: RollingRestart) -> None:
         starting = [one.instance for one in found.engines if one.state == "starting"]
