@@ -20,6 +20,8 @@ from banaserve.kvstore.fingerprint import Fingerprint
 VARIABLE = "BANASERVE_MOCK_CORES"
 """Environment variable: JSON of ``MockOptions``, or the path of a file with it, which every core
 reads when it starts."""
+HOST_VARIABLE = "BANASERVE_MOCK_HOST"
+"""Environment variable: the network namespace that a server or agent is to run in."""
 VLLM = "0.32.0"
 _BLOCK_TOKENS = 128
 _FIRST_TOKEN = 300

@@ -17,10 +17,8 @@ from banaserve.engine.vllm.launch.launcher import ForkLauncher
 from banaserve.engine.vllm.launch.parent_link import ORDER_S, ParentLink, start_parent
 from banaserve.engine.vllm.liveness import probe
 from banaserve.kvstore.daemon.supervised import StorePatience, SupervisedStore
-from mock_facts import MockOptions
+from mock_facts import HOST_VARIABLE, MockOptions
 
-HOST_VARIABLE = "BANASERVE_MOCK_HOST"
-"""Environment variable: the network namespace that this process is to run in."""
 _CLONE_NEWNS, _CLONE_NEWNET = 0x00020000, 0x40000000
 _MS_REC, _MS_PRIVATE = 1 << 14, 1 << 18
 

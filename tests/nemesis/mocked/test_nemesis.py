@@ -20,7 +20,7 @@ from trial import Trial, kinds
 pytestmark = [pytest.mark.deep, pytest.mark.early]
 
 NAMES = ("p0", "d0")
-STALL_S = 1
+STALL_S = 2.5
 OPTIONS = ("--pd", "1:1", "--engine-stall-timeout", str(STALL_S), "--enable-prompt-tokens-details")
 MOCKS = MockOptions(step_ms=5.0, patience=0.4)
 NUM_OF_PLAN = 40 if IS_LONG else 6
@@ -40,6 +40,6 @@ def test_faults_by_turns_break_no_promise(service: Service) -> None:
     # Clients talk to the server itself: it stands still, but does not end.
     faults = [*itertools.islice(plan(seed, NAMES, ()), NUM_OF_PLAN), Choice(Harm.PAUSE, "front")]
     nemesis = Nemesis(
-        service, NAMES, None, None, None, seed, longest_stop_s=2.0, long_pause_s=3.0 * STALL_S
+        service, NAMES, None, None, None, seed, longest_stop_s=2.0, long_pause_s=2 * STALL_S
     )
     Trial(service, nemesis, kinds(80), READY_S).run(faults)

@@ -8,9 +8,8 @@ from pathlib import Path
 from benchmarks.network.hosts import Host
 from fork_server import ForkServer
 from host_cluster import KEY
-from mock_facts import MockOptions
+from mock_facts import HOST_VARIABLE, MockOptions
 from mock_run import MockRun, mock_node, mock_run
-from mock_serve import HOST_VARIABLE
 from node_run import NodeRun
 from served import PORT
 
