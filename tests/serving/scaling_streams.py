@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import httpx
@@ -62,6 +62,12 @@ def started(server: Run, name: str) -> int:
 
     until(is_there, f"{name} has a process")
     return pids[0]
+
+
+def series_of(server: Run, names: Sequence[str]) -> list[str]:
+    """Lines of the metrics that are of instances of these names."""
+    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    return [line for line in lines if any(f'"{name}"' in line for name in names)]
 
 
 class Streams:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 import httpx
+import psutil
 import pytest
 
 import small_model
@@ -27,7 +28,16 @@ from mock_facts import MockOptions
 from mock_run import MockRun
 from observing import until, writers
 from reference import tokenizer
-from scaling_streams import Streams, ended, has_served, ids_of, one_of_each_again, scaled, started
+from scaling_streams import (
+    Streams,
+    ended,
+    has_served,
+    ids_of,
+    one_of_each_again,
+    scaled,
+    series_of,
+    started,
+)
 from stream_kinds import made_kinds
 from streams import Answer, Kind, asked_all
 
@@ -38,8 +48,9 @@ OUTPUT_TOKENS = 300
 MAX_ROUNDS = 5
 LONG = ("greedy", "seeded", "penalties", "logprobs", "three", "chat")
 KINDS = (*LONG, "min_tokens", "stop")
-MOCKS = MockOptions(step_ms=2.0, instance_bytes=1 << 30)
-ENDLESS_STARTS = MockOptions(start_ms=600_000.0, instance_bytes=1 << 30)
+# A machine of any size has room for a few more instances and not for 798.
+MOCKS = MockOptions(step_ms=2.0, instance_bytes=psutil.virtual_memory().total // 700)
+ENDLESS_STARTS = MockOptions(start_ms=600_000.0)
 
 
 @pytest.fixture(scope="module")
@@ -106,18 +117,19 @@ def test_no_answer_notices_that_instances_come_and_go(
         async with streams.running():
             return await asyncio.to_thread(scale)
 
+    before = ids_of(admin)
     grown, shrunk, back = asyncio.run(run())
     assert streams.wrong == []
     assert set(streams.num_answers) == set(kinds)
-    assert (grown.added, grown.removed) == (["p1", "d1"], [])
+    assert (len(grown.added), grown.removed) == (2, [])
     assert (shrunk.added, len(shrunk.removed)) == ([], 1)
     assert (back.added, len(back.removed)) == ([], 1)
     left, gone = ids_of(admin), [*shrunk.removed, *back.removed]
-    assert sorted([*left, *gone]) == ["d0", "d1", "p0", "p1"]
+    assert sorted([*left, *gone]) == sorted([*before, *grown.added])
     for name in ("banaserve_instance_ready", "vllm:generation_tokens_total"):
         assert [server.metric(name, instance_id=one) > 0 for one in left] == [True, True]
-    page = httpx.get(f"{server.url}/metrics").text
-    assert [one for one in gone if f'"{one}"' in page] == []
+    # The orchestrator forgets them at its next turn.
+    until(lambda: series_of(server, gone) == [], "no series of those that left is shown")
     assert {log for log, _ in writers(server.run_dir)} & {f"{one}.log" for one in gone} == set()
     assert httpx.get(f"{server.url}/ready").json()["instances"] == dict.fromkeys(left, "ready")
 
