@@ -21,6 +21,8 @@ from room_map import TESTS, RoomError, room_of, rooms
 
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _LATE = "left out for time"
+_SAID_FROM_S = 30.0
+"""Core-seconds of a run; those of less are not printed."""
 
 # Processor time -----------------------------------------------------------------------------------
 
@@ -85,6 +87,7 @@ class Report:
 
     def __init__(self, config: pytest.Config, own: CoreSeconds | None) -> None:
         self._own = own
+        self._plugins = config.pluginmanager
         self._shares = config.getoption("--check-shares")
         self._path = config.getoption("--core-seconds")
         self.of_rooms: dict[str, float] = defaultdict(float)
@@ -101,8 +104,19 @@ class Report:
                 total[name] += seconds
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._say_now(report)
         if report.skipped and _LATE in str(report.longrepr):
             self._left_out.add(report.nodeid.partition("::")[0])
+
+    def _say_now(self, report: pytest.TestReport) -> None:
+        """A failure in a line when it happens: a run that is cut off would not say it at the end."""
+        crash = getattr(report.longrepr, "reprcrash", None)
+        words = str(report.longrepr if crash is None else crash.message).split("\n")
+        reporter = self._plugins.get_plugin("terminalreporter")
+        if reporter is not None:
+            reporter.ensure_newline()
+            reporter.write_line(f"{report.when} of {report.nodeid}: {words[0][:300]}", red=True)
 
     @pytest.hookimpl
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -124,12 +138,12 @@ class Report:
         ]
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        if sum(self.of_rooms.values()) < 30:
-            return
-        terminalreporter.section("core-seconds by room")
-        ranked = sorted(self.of_rooms.items(), key=lambda one: -one[1])
-        words = [f"{name} {took:.0f}" for name, took in ranked]
-        terminalreporter.write_line(f"all {sum(self.of_rooms.values()):.0f}: {', '.join(words)}")
+        total_s = sum(self.of_rooms.values())
+        if total_s >= _SAID_FROM_S:
+            terminalreporter.section("core-seconds by room")
+            ranked = sorted(self.of_rooms.items(), key=lambda one: -one[1])
+            words = [f"{name} {took:.0f}" for name, took in ranked]
+            terminalreporter.write_line(f"all {total_s:.0f}: {', '.join(words)}")
         for line in self._over():
             terminalreporter.write_line(line, red=True)
         for name in sorted(self._left_out):
