@@ -110,7 +110,7 @@ class Report:
             self._left_out.add(report.nodeid.partition("::")[0])
 
     def _say_now(self, report: pytest.TestReport) -> None:
-        """A failure in a line when it happens: a run that is cut off would not say it at the end."""
+        """Say a failure in a line when it happens: a run that is cut off has no summary."""
         crash = getattr(report.longrepr, "reprcrash", None)
         words = str(report.longrepr if crash is None else crash.message).split("\n")
         reporter = self._plugins.get_plugin("terminalreporter")
