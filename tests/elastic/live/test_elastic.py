@@ -28,7 +28,7 @@ SERVE_OPTIONS = (
     *("--pd", "2:2", "--dtype", "float32", "--max-model-len", "1024"),
     *("--kv-cache-memory-bytes", str(KV_BYTES)),
     *("--max-num-batched-tokens", "1024", "--max-num-seqs", "32", "--orchestrator", "off"),
-    *("--routing-policy", "slo_aware", "--slo-ttft", "1", "--slo-tpot", "0.1"),
+    *("--routing-policy", "slo_aware", "--slo-ttft", "60", "--slo-tpot", "10"),
 )
 NUM_CHANGES = 100 if IS_LONG else 16
 NUM_STREAMS = 16
@@ -83,7 +83,7 @@ def test_the_next_turn_of_a_chat_goes_where_the_last_one_lies(serve, fork_server
     server = serve(
         *("--colocated", "4", "--no-kv-store", "--dtype", "float32", "--max-model-len", "1024"),
         *("--kv-cache-memory-bytes", str(KV_BYTES), "--migration", "off", "--orchestrator", "off"),
-        *("--routing-policy", "slo_aware", "--slo-ttft", "1", "--slo-tpot", "0.1"),
+        *("--routing-policy", "slo_aware", "--slo-ttft", "60", "--slo-tpot", "10"),
     )
     reference = loads.Reference(fork_server, 8 * NUM_CHATS, longest=600, seed=5)
     chats = range(8 * NUM_CHATS - NUM_CHATS, 8 * NUM_CHATS)  # the long ones
