@@ -75,7 +75,7 @@ def alone(serve: Callable[..., MockRun]) -> Iterator[MockRun]:
     ("name", "order"),
     [
         ("pairs", ["p0", "d0", "p1", "d1"]),
-        ("pair", ["p0", "d0"]),
+        pytest.param("pair", ["p0", "d0"], marks=pytest.mark.long),
         pytest.param("alone", ["c0"], marks=pytest.mark.long),
     ],
 )
@@ -113,7 +113,7 @@ def new_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(shutil.copytree(small_model.resolve().path_or_id, target))
 
 
-@pytest.mark.parametrize("name", ["pairs", "pair"])
+@pytest.mark.parametrize("name", ["pairs", pytest.param("pair", marks=pytest.mark.long)])
 def test_every_answer_is_of_old_weights_or_of_new_ones(
     name: str,
     request: pytest.FixtureRequest,
