@@ -81,10 +81,14 @@ class Keeper:
 
     def send(self, call: Call) -> None:
         """Give the process a call. Where it is gone, ``on_lost`` comes before the return."""
+        child = self._child
+        if child is None:
+            self.lose("Mooncake's client is gone: it has ended")
+            return
         try:
-            if self._child is None:
-                raise ConnectionResetError("it has ended")
-            self._child.send(call)
+            child.send(call)
+        except (BrokenPipeError, ConnectionResetError):
+            self.lose(f"Mooncake's client has ended ({child.epitaph()})")
         except OSError as error:
             self.lose(f"Mooncake's client is gone: {error}")
 
