@@ -16,8 +16,9 @@ CASES ?= 2000
 DEVICE ?= cpu
 # `full` also installs what tests of optional parts need.
 DEV ?=
-# Tests side by side; one with engines keeps about one core busy and takes up to 10 GB.
-JOBS ?= 2
+# Files of tests side by side: they wait for processes half of their time. One with engines takes up to
+# 10 GB.
+JOBS ?= 3
 # The first that runs and will do: a version manager may put a name on PATH that does not run.
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
     $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && \
@@ -71,7 +72,7 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -n $(JOBS)
 # A file's tests share servers.
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
-SPINE := not long and not tools and (not e2e or spine)
+SPINE := not long and not room and (not e2e or spine)
 ROOM ?=
 # Of what CI runs beside `make test`: no file begins later.
 LIMIT ?= 2400
@@ -116,7 +117,7 @@ support: install  ## Run the tests of model families, and write the page of what
 	@PYTHONSAFEPATH= $(BIN)/python -m docs.models
 
 test-fast: install  ## Run the tests that start no engine and take no many seconds.
-	@$(PYTEST) --dist worksteal -m 'not e2e and not long and not tools and not deep' $(ARGS)
+	@$(PYTEST) --dist worksteal -m 'not e2e and not long and not room and not deep' $(ARGS)
 
 test-gpu:  ## Run the tests that need a GPU with GPU_PYTHON; installs nothing, skips without a GPU.
 	@timeout 480 $(GPU_PYTHON) -m pytest -p no:cacheprovider tests/gpu $(ARGS) || \

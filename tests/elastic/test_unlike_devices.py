@@ -97,7 +97,7 @@ def run(system: System, load: list[tuple[float, int, int]]):
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("slow", [("c0", "c1"), ("c2", "c3")])
+@pytest.mark.parametrize("slow", [("c0", "c1"), pytest.param(("c2", "c3"), marks=pytest.mark.room)])
 def test_who_reads_memory_slowly_prefills_where_the_plan_knows_it(
     slow: tuple[str, str], tmp_path: Path
 ) -> None:

@@ -58,8 +58,10 @@ def linked(two: tuple[PeerStore, PeerStore]) -> tuple[PeerStore, PeerStore]:
 
 def start(there: PeerStore, here: PeerStore) -> None:
     """Both know each other, and what their clients' blocks are."""
-    there.start(here)
+    # A peer that does not listen yet is asked again a second later: each is told once both do.
+    there.start()
     here.start(there)
+    set_peers(there.path, [here.address])
     for one in (there, here):
         eventually(one.is_linked)
         one.client.connect()

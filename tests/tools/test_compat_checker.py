@@ -17,7 +17,7 @@ from banaserve.engine.vllm.compat.manifest import ENTRIES, Entry, Hook, NameKind
 from banaserve.engine.vllm.compat.sources import Sources, WheelFiles
 from banaserve.errors import UserError
 
-pytestmark = pytest.mark.tools
+pytestmark = pytest.mark.room
 
 FILES = {
     "vllm/__init__.py": (

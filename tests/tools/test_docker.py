@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.tools
+pytestmark = pytest.mark.room
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"

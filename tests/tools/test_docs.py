@@ -10,7 +10,7 @@ import pytest
 from banaserve.cli.main import COMMANDS
 from docs import check, generate, reference
 
-pytestmark = pytest.mark.tools
+pytestmark = pytest.mark.room
 
 ROOT = check.ROOT
 

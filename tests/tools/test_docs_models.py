@@ -11,7 +11,7 @@ import pytest
 import docs.models as docs_models
 from docs.models import Shown, page, stale
 
-pytestmark = pytest.mark.tools
+pytestmark = pytest.mark.room
 
 TEST = "tests/tools/test_docs_models.py::test_only_what_was_run_works"
 WORKS = Shown("deepseek_v2", "hand-over", "works", "", TEST, "0.32.0")

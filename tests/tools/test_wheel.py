@@ -20,7 +20,7 @@ import pytest
 
 from banaserve import _native
 
-pytestmark = pytest.mark.tools
+pytestmark = pytest.mark.room
 
 ROOT = Path(__file__).parents[2]
 # What every manylinux has.

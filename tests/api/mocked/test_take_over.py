@@ -17,7 +17,7 @@ from mock_run import MockRun
 from observing import until
 from take_over_clients import replaced_unnoticed, serves
 
-pytestmark = pytest.mark.deep
+pytestmark = pytest.mark.room
 
 OPTIONS = ("--pd", "1:1", "--max-model-len", "2048", "--migration", "off", "--drain-timeout", "120")
 MOCKS = MockOptions(step_ms=4.0)

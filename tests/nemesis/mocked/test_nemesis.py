@@ -23,7 +23,7 @@ NAMES = ("p0", "d0")
 STALL_S = 2.5
 OPTIONS = ("--pd", "1:1", "--engine-stall-timeout", str(STALL_S), "--enable-prompt-tokens-details")
 MOCKS = MockOptions(step_ms=5.0, patience=0.4)
-NUM_OF_PLAN = 40 if IS_LONG else 6
+NUM_OF_PLAN = 40 if IS_LONG else 3
 READY_S = 60.0
 
 

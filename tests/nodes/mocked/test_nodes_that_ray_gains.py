@@ -27,7 +27,7 @@ from streams import greedy
 
 _why = hosts.missing()
 # Ray takes as long to start as engines do.
-pytestmark = [pytest.mark.e2e, pytest.mark.skipif(bool(_why), reason=_why)]
+pytestmark = [pytest.mark.room, pytest.mark.skipif(bool(_why), reason=_why)]
 
 _JOINED_S = 120.0
 MOCKS = MockOptions(step_ms=4.0)

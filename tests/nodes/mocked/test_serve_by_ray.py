@@ -28,7 +28,7 @@ from streams import greedy
 
 _why = hosts.missing()
 # Ray takes as long to start as engines do.
-pytestmark = [pytest.mark.e2e, pytest.mark.skipif(bool(_why), reason=_why)]
+pytestmark = [pytest.mark.room, pytest.mark.skipif(bool(_why), reason=_why)]
 
 _AGAIN_S = 120.0
 """Until engines have started on a node that Ray has had to notice first."""

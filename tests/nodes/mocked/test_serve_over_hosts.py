@@ -21,7 +21,7 @@ from observing import until
 from streams import greedy
 
 _why = hosts.missing()
-pytestmark = [pytest.mark.deep, pytest.mark.skipif(bool(_why), reason=_why)]
+pytestmark = [pytest.mark.room, pytest.mark.skipif(bool(_why), reason=_why)]
 
 NUM_RESTARTS = 50 if IS_LONG else 1
 KINDS = greedy(8, 0, 150)

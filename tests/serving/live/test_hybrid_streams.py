@@ -93,12 +93,11 @@ def test_streams_that_are_preempted_start_over(
     assert preempted > 0
 
 
-@pytest.mark.spine
 @pytest.mark.parametrize(
     ("victim", "number", "share"),
     [
         ("p0", signal.SIGKILL, 0.0),
-        ("d0", signal.SIGKILL, 0.1),
+        pytest.param("d0", signal.SIGKILL, 0.1, marks=pytest.mark.spine),
         ("d0", signal.SIGKILL, 0.6),
         ("d1", signal.SIGSTOP, 0.5),
         ("kvstore", signal.SIGKILL, 0.3),

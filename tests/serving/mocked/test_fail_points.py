@@ -21,7 +21,7 @@ from mock_run import MockRun
 from observing import until, writer
 from streams import Answer, asked_all, back, greedy
 
-pytestmark = [pytest.mark.deep, pytest.mark.usefixtures("disarmed")]
+pytestmark = [pytest.mark.room, pytest.mark.usefixtures("disarmed")]
 
 NUM_STREAMS = 4
 KINDS = greedy(12, 0, num_tokens=60)

@@ -12,7 +12,7 @@ from mock_facts import MockOptions, Trouble
 from mock_run import MockRun
 from observing import until, writer
 
-pytestmark = pytest.mark.deep
+pytestmark = pytest.mark.room
 
 
 def test_a_server_whose_engine_never_comes_back_ends_with_an_error(
