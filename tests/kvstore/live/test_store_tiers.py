@@ -1,6 +1,6 @@
 """The store with an SSD folder below it: tokens never change, whatever happens to the folder.
 
-The tests run in their order and share what they can: two servers in turn over one folder.
+The tests share what they can: two servers in turn over one folder.
 """
 
 from __future__ import annotations
@@ -65,6 +65,10 @@ class Deployment:
         words = ("--colocated", "1", "--dtype", "float32", *STORE, *options)
         self.server = self.serve(*words, "--kv-store-ssd", str(self.folder))
         return self.server
+
+    def running(self) -> Run:
+        """The server that runs; one is started where none does."""
+        return self.server or self.start(*TIGHT, *CHUNKED)
 
     def stop(self) -> None:
         server, self.server = self.server, None
@@ -187,8 +191,7 @@ def test_after_a_restart_prefixes_come_from_ssd(
 def test_another_tenant_hits_nothing_and_the_same_one_does(
     deployment: Deployment, prompts: list[list[int]], reference: list[list[int]]
 ) -> None:
-    server = deployment.server
-    assert server is not None
+    server = deployment.running()
     seen = {name: engine(server, name) for name in ("prompt_tokens_cached", "loaded_blocks")}
     loads = tier(server, "loads_total")
     assert ask(server, prompts[:2], salt=BOB) == reference[:2]
@@ -208,8 +211,7 @@ def test_preemption_and_chunked_prefill_change_no_token(
     reference: list[list[int]],
     long_reference: list[list[int]],
 ) -> None:
-    server = deployment.server
-    assert server is not None
+    server = deployment.running()
     for salt in ("carol", ALICE):  # computed in chunks, and fetched from SSD
         assert ask(server, prompts, salt=salt, concurrency=NUM_PROMPTS) == reference
     # Two at once come to ten blocks: the later one has to give way.
@@ -223,8 +225,7 @@ def test_preemption_and_chunked_prefill_change_no_token(
 def test_flipped_bytes_are_found_and_computed_again(
     deployment: Deployment, prompts: list[list[int]], reference: list[list[int]]
 ) -> None:
-    server = deployment.server
-    assert server is not None
+    server = deployment.running()
     stored = tier(server, "num_blocks")
     deployment.stop()
     assert flip_bytes(deployment.folder) > stored
@@ -268,8 +269,7 @@ def test_the_store_is_killed_under_streams(
     kill: int,
     loses_folder: bool,
 ) -> None:
-    server = deployment.server
-    assert server is not None
+    server = deployment.running()
     pid = deployment.store_pid()
 
     async def load_and_kill() -> list[RequestRecord]:
@@ -294,8 +294,7 @@ def test_the_store_is_killed_under_streams(
 def test_all_is_well_after_that(
     deployment: Deployment, prompts: list[list[int]], reference: list[list[int]]
 ) -> None:
-    server = deployment.server
-    assert server is not None
+    server = deployment.running()
     assert ask(server, prompts[:2], salt="dave") == reference[:2]
     until(lambda: tier(server, "stores_total") > 0, "blocks go to SSD again")
     assert tier(server, "available") == 1
