@@ -81,19 +81,44 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 _SHARED = ("tests/migration/in_process/",)
 """Folders whose files share what takes long to start: one test process runs all of them."""
+_HEAVY = ("/live/", "/in_process/", "/cluster/")
+"""Folders of tests with real engines."""
+_HEAVY_BYTES = 10 << 30
+"""Memory that such a test may take, with the process that runs it."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give a file to one test process, and a folder of ``_SHARED`` too."""
+    """Give a file to one test process, and a folder of ``_SHARED`` too.
+
+    As many processes run tests with engines as memory has room for; others run the rest.
+    """
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
+
+    num_heavy = max(1, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _HEAVY_BYTES)
 
     class ByFile(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             shared = (folder for folder in _SHARED if nodeid.startswith(folder))
             return next(shared, None) or str(super()._split_scope(nodeid))
+
+        def _next_scope(self, node: Any) -> str | None:
+            may_be_heavy = self.nodes.index(node) < num_heavy
+            light = (one for one in self.workqueue if not any(part in one for part in _HEAVY))
+            return next(iter(self.workqueue) if may_be_heavy else light, None)
+
+        def _assign_work_unit(self, node: Any) -> None:
+            if (scope := self._next_scope(node)) is not None:
+                self.workqueue.move_to_end(scope, last=False)
+                super()._assign_work_unit(node)
+
+        def _reschedule(self, node: Any) -> None:
+            if self.workqueue and self._next_scope(node) is None and not node.shutting_down:
+                node.shutdown()
+            else:
+                super()._reschedule(node)
 
     return ByFile(config, log)
 
