@@ -33,7 +33,7 @@ from restart_load import NUM_STREAMS, Load, admin_of, is_wrong, loaded, pids_of,
 from stream_kinds import made_kinds
 from streams import Answer, Kind, asked, asked_all, connected, differences
 
-pytestmark = pytest.mark.deep
+pytestmark = pytest.mark.room
 
 CHOSEN = ("greedy", "seeded", "penalties", "logprobs", "three", "unseeded", "stop", "chat")
 COMMON = ("--dtype", "float32", "--max-model-len", "2048", "--migration", "off")
