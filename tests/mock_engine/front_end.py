@@ -181,7 +181,7 @@ class FrontEnd:
     """Front end of one engine core.
 
     Args:
-        folder: Where its sockets lie; a short path.
+        folder: Folder of the sockets, with a short path.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -57,7 +57,7 @@ class Running:
 
     Attributes:
         output: Tokens so far, those that it has brought along included.
-        is_counted: Whether the counts of its prompt have been told.
+        is_counted: True once the counts of the prompt have been reported.
         num_computed: Tokens of prompt and output whose KV it has.
         num_cached: Tokens of the prompt that lay in the prefix cache.
         blocks: Number of KV blocks that it holds.
@@ -101,8 +101,8 @@ class Steps:
     Attributes:
         budget: Limits of a step.
         num_blocks: KV blocks of the pool.
-        is_paused: Whether waiting requests wait on.
-        is_frozen: Whether running ones stand still too.
+        is_paused: True while no waiting request may start.
+        is_frozen: True while running requests stand still too.
     """
 
     def __init__(self, facts: EngineFacts, options: MockOptions) -> None:

@@ -40,7 +40,7 @@ class Trouble(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ``spin``: it answers nothing and uses one.
         after_tokens: Tokens that the core puts out before; of no matter at the start.
         instances: Ids of the instances that it concerns; all where there is none.
-        token: It happens of this token in a prompt, in place of ``after_tokens``.
+        token: Token of a prompt that sets the trouble off, in place of ``after_tokens``.
         once: A file that is removed by the core that it happens to; without the file it does not
             happen. Empty for each time.
     """
@@ -66,7 +66,7 @@ class MockOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         instance_bytes: Memory that the server takes an instance to need, a mock core by default.
         patience: Share of the time for which the server usually bears with a silent engine, engine
             parent or store.
-        troubles: What goes wrong.
+        troubles: Faults of the cores.
     """
 
     step_ms: float = 1.0

@@ -254,8 +254,8 @@ def token_at(
     Args:
         position: Number of output tokens before it.
         seed: 0 of a request that takes the likeliest token.
-        tokens: Those that it is one of.
-        left_out: Of these, those that it must not be, while there is another.
+        tokens: Candidates, of which one is returned.
+        left_out: Candidates that are avoided while another one is left.
     """
     found = zlib.crc32(f"{weights} {list(prompt)} {position} {seed}".encode())
     for number in range(min(len(tokens), len(left_out) + 1)):
