@@ -126,8 +126,8 @@ def mock_run(
     Args:
         folder: For its logs.
         forks: As the fixture ``fork_server``.
-        options: Of ``banaserve serve``; without a model it is the small one, and one prefill and
-            one decode instance serve it.
+        options: Options of ``banaserve serve``; without a model the small one is served, by one
+            prefill and one decode instance.
     """
     model = () if "--model" in options else small_model.options()
     where = port or servers.free_port()

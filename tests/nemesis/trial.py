@@ -51,9 +51,9 @@ class Trial:
     Attributes:
         service: The server.
         nemesis: Does the faults.
-        kinds: What clients ask.
+        kinds: Requests of the clients.
         ready_s: Time in which the server is to be whole again after a fault.
-        url: Where clients ask; the server itself where it is empty.
+        url: Address that clients ask; empty for the server itself.
     """
 
     service: Service

@@ -39,7 +39,7 @@ class NodeRun:
         folder: For its logs.
         within: What runs a command on a host of a test's network.
         env: Variables of its own.
-        forks: What forks it, without ``within``; None starts a Python of its own.
+        forks: Fork server of the process, without ``within``; None starts a Python of its own.
 
     Attributes:
         address: ``HOST:PORT``.

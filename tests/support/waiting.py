@@ -17,7 +17,7 @@ def eventually(
 
     Args:
         holds: The condition.
-        what: What is waited for, in a failure.
+        what: Name of the condition, for the failure.
         deadline_s: Longest time to wait.
     """
     began_s = time.monotonic()

@@ -65,7 +65,10 @@ def _shared_renderer(config: VllmConfig) -> Any:
 
 
 def _key(config: VllmConfig) -> tuple[Any, ...]:
-    """Whatever a renderer is made of: files too, which may be replaced between two restarts."""
+    """Options and files of a tokenizer, which is what clients of cores use of a renderer.
+
+    Files may be replaced between two restarts.
+    """
     model = config.model_config
     names = sorted({str(model.model), str(model.tokenizer)})
     files = [
@@ -75,7 +78,8 @@ def _key(config: VllmConfig) -> tuple[Any, ...]:
         for path in sorted(Path(name).glob(pattern))
     ]
     said = (model.tokenizer_mode, model.tokenizer_revision, model.revision, model.max_model_len)
-    return (*names, *said, str(model.runner_type), bool(model.trust_remote_code), *files)
+    flags = (bool(model.trust_remote_code), bool(model.skip_tokenizer_init))
+    return (*names, *said, str(model.runner_type), *flags, *files)
 
 
 async_llm.renderer_from_config = _shared_renderer
