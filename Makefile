@@ -88,7 +88,7 @@ endif
 
 test-all: lint  ## Run the tests of all rooms; green, it notes the commit from which CI counts changes.
 	@$(PYTEST) $(BY_FILE) -m 'not long' --check-shares all $(ARGS)
-	@$(MAP) --record
+	@$(if $(ARGS),echo 'not recorded: ARGS may have left tests out',$(MAP) --record)
 
 test-changed: install  ## Run what `make test` leaves out of the rooms that changed since all was green, within LIMIT seconds.
 	@folders=$$($(MAP) --changed); [ -n "$$folders" ] || { echo 'no room has changed'; exit 0; }; \
