@@ -19,7 +19,11 @@ from banaserve.engine.vllm.migration.host.block_mover import BlockMover
 from banaserve.engine.vllm.migration.host.unit_builder import UnitBuilder
 from banaserve.engine.vllm.migration.kv.dirty_blocks import DirtyBlockTracker
 from banaserve.engine.vllm.migration.kv.host_kv import HostKv, KvRun
-from banaserve.engine.vllm.migration.kv.remote_kv import RemoteKv
+from banaserve.engine.vllm.migration.kv.remote_kv import (
+    BACKGROUND_GRACE_S,
+    STEP_GRACE_S,
+    RemoteKv,
+)
 from banaserve.engine.vllm.migration.kv.store_copier import StoreCopier
 from banaserve.engine.vllm.migration.rpc import messages
 from banaserve.engine.vllm.migration.time_hook import REAL_TIME, TimeHook
@@ -174,6 +178,30 @@ def test_a_copy_stops_between_two_submissions(
     mover = BlockMover(unit, host, None, Place(host, unit, transports).kv)
     answers = iter([False, False, True])
     assert mover.copy([0, 1, 2, 3], lambda: next(answers)) == 2 * 9 * PAGE
+
+
+class PatientTicket:
+    """A copy that ends at once, and notes how long it would have been waited for."""
+
+    def __init__(self) -> None:
+        self.patience_s: list[float] = []
+
+    def wait(self, timeout_s: float) -> None:
+        self.patience_s.append(timeout_s)
+
+
+@pytest.mark.parametrize("to_guest", [True, False], ids=["to a guest", "from a guest"])
+def test_only_what_no_step_can_wait_for_bears_a_guest_that_stands_still(
+    host: HostKv, to_guest: bool
+) -> None:
+    ticket = PatientTicket()
+    kv: Any = SimpleNamespace(copy_units=lambda *_, **__: [ticket])
+    mover = BlockMover(unit_of(LAYERS, host), host, *((None, kv) if to_guest else (kv, None)))
+    mover.copy([0])
+    mover.copy([0], in_background=True)
+    in_step, beside_steps = map(round, ticket.patience_s)
+    assert in_step == STEP_GRACE_S
+    assert beside_steps == (BACKGROUND_GRACE_S if to_guest else STEP_GRACE_S)
 
 
 def test_a_broken_connection_is_opened_again_as_long_as_the_guest_offers(

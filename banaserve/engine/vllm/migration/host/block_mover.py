@@ -11,7 +11,13 @@ import numpy as np
 import torch
 
 from banaserve.engine.vllm.migration.kv.host_kv import DeviceKv, HostKv
-from banaserve.engine.vllm.migration.kv.remote_kv import RemoteKv, StagedRemoteKv, wait_all
+from banaserve.engine.vllm.migration.kv.remote_kv import (
+    BACKGROUND_GRACE_S,
+    STEP_GRACE_S,
+    RemoteKv,
+    StagedRemoteKv,
+    wait_all,
+)
 from banaserve.engine.vllm.migration.time_hook import REAL_TIME, TimeHook
 from banaserve.transport.local_region import reserve
 from banaserve.transport.memory import Memory
@@ -48,11 +54,19 @@ class BlockMover:
         self._bounce: Memory | None = None
         self._time_hook = time_hook
 
-    def copy(self, blocks: Sequence[int], stop: Callable[[], bool] = lambda: False) -> int:
+    def copy(
+        self,
+        blocks: Sequence[int],
+        stop: Callable[[], bool] = lambda: False,
+        *,
+        in_background: bool = False,
+    ) -> int:
         """Copy these blocks of every layer; blocks the caller, not the GIL.
 
         Args:
             stop: Asked between two submissions: whether to give up.
+            in_background: Steps go on meanwhile. A guest that blocks go to from home may then stand
+                still for longer; where they come from one, steps may wait for the same blocks.
 
         Returns:
             Bytes copied.
@@ -66,11 +80,13 @@ class BlockMover:
             if self._source is not None and self._target is not None:
                 copied = self._between_guests(blocks, stop)
             else:
-                copied = self._with_host(blocks, stop)
+                copied = self._with_host(blocks, stop, in_background)
         self._time_hook.copied(copied, time.perf_counter() - began_s)
         return copied
 
-    def _with_host(self, blocks: Sequence[int], stop: Callable[[], bool]) -> int:
+    def _with_host(
+        self, blocks: Sequence[int], stop: Callable[[], bool], in_background: bool
+    ) -> int:
         if self._host.device is not None:
             return self._with_device(self._host.device, blocks, stop)
         remote, to_guest = self._target or self._source, self._target is not None
@@ -79,6 +95,7 @@ class BlockMover:
         each_bytes = sum(self._block_bytes.values())
         is_guarded = self._source is not None and self._unit.blocks_come_home
         per_time = max(1, (_BOUNCE_BYTES if is_guarded else _ROUND_BYTES) // each_bytes)
+        grace_s = BACKGROUND_GRACE_S if in_background and self._source is None else STEP_GRACE_S
         num_bytes = 0
         for first in range(0, len(blocks), per_time):
             if stop():
@@ -89,7 +106,7 @@ class BlockMover:
                 tickets = remote.copy_units(
                     part, local, starts, self._host.page_bytes, to_guest=to_guest
                 )
-                wait_all(tickets, len(part) * each_bytes)
+                wait_all(tickets, len(part) * each_bytes, grace_s)
                 num_bytes += len(part) * each_bytes
         return num_bytes
 

@@ -123,7 +123,7 @@ class Move:
     def _round(self, blocks: list[int]) -> None:
         assert self.mover is not None
         began_s = time.perf_counter()
-        num_bytes = self.mover.copy(blocks, self._stop.is_set)
+        num_bytes = self.mover.copy(blocks, self._stop.is_set, in_background=True)
         self.facts.rounds += 1
         self.facts.precopy_bytes += num_bytes
         self.facts.precopy_s += time.perf_counter() - began_s

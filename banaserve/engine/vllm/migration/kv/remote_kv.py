@@ -22,7 +22,9 @@ from banaserve.transport.memory import Memory
 
 OPEN_TIMEOUT_S = 5.0
 _SLOWEST_BYTES_PER_S = 50e6
-_GRACE_S = 2.0
+STEP_GRACE_S = 2.0
+BACKGROUND_GRACE_S = 30.0
+"""Beyond what its bytes should take: a copy that steps wait for, and one that nobody waits for."""
 
 _Plan = tuple[Memory, Offsets, Offsets, int, int]
 """Local memory, offsets in it and in the region, bytes at each, epoch."""
@@ -208,15 +210,19 @@ def _has_failed(ticket: Ticket) -> bool:
     return False
 
 
-def wait_all(tickets: Sequence[Ticket], num_bytes: int) -> None:
+def wait_all(tickets: Sequence[Ticket], num_bytes: int, grace_s: float = STEP_GRACE_S) -> None:
     """Return when all copies have ended; the time they get grows with their bytes.
+
+    Args:
+        grace_s: How long a guest may stand still meanwhile. One whose process has ended is found
+            at once.
 
     Raises:
         GuestLostError: One has failed or takes too long; none touches local memory any more.
     """
     try:
         for ticket in tickets:
-            ticket.wait(copy_deadline_s(num_bytes))
+            ticket.wait(grace_s + num_bytes / _SLOWEST_BYTES_PER_S)
     except TransportError as error:
         cancel_all(tickets)
         raise GuestLostError(f"a copy has failed: {error}") from error
@@ -225,11 +231,6 @@ def wait_all(tickets: Sequence[Ticket], num_bytes: int) -> None:
 def cancel_all(tickets: Sequence[Ticket]) -> None:
     for ticket in tickets:
         ticket.cancel()
-
-
-def copy_deadline_s(num_bytes: int) -> float:
-    """How long a copy may take before the guest is given up."""
-    return _GRACE_S + num_bytes / _SLOWEST_BYTES_PER_S
 
 
 class StagedRemoteKv(RemoteKv):
