@@ -16,7 +16,7 @@ from installer.console import Problem, say
 _TORCH_ALONE = ("torch", "cuda-", "nvidia-")
 """Openings of the names of what PyPI's torch brings and the CPU build does without."""
 _STAND_INS = ("torchaudio", "torchcodec", "torchvision")
-_OPTIONAL = ("nixl", "nixl-cu12", "playwright", "pyee", "ray")
+_OPTIONAL = ("nixl", "nixl-cu13", "playwright", "pyee", "ray")
 _COMMENT = re.compile(r"^#.*\n", re.MULTILINE)
 _HASH = re.compile(r"--hash=\S+")
 _HEADS = {

@@ -57,7 +57,7 @@ async def test_a_grammar_that_takes_too_long_is_cut_off_and_others_are_not(
     await checker.check(GOOD)
 
 
-@pytest.mark.deep
+@pytest.mark.room
 async def test_a_grammar_that_takes_too_much_memory_is_cut_off() -> None:
     checker = GrammarChecker(lambda: "", GrammarLimits(cpu_s=600, memory_bytes=4 * 2**20))
     try:
@@ -67,7 +67,7 @@ async def test_a_grammar_that_takes_too_much_memory_is_cut_off() -> None:
         checker.close()
 
 
-@pytest.mark.deep
+@pytest.mark.room
 async def test_a_verdict_is_remembered(checker: GrammarChecker) -> None:
     await checker.check(GOOD)
     with pytest.raises(BodyRefusedError):
@@ -89,7 +89,7 @@ async def test_a_helper_that_has_died_is_started_again(checker: GrammarChecker) 
     assert checker._process.pid != pid
 
 
-@pytest.mark.deep
+@pytest.mark.room
 async def test_the_helper_ends_with_its_server(checker: GrammarChecker) -> None:
     await checker.check(GOOD[:1])
     process, control = checker._process, checker._control
@@ -99,7 +99,7 @@ async def test_the_helper_ends_with_its_server(checker: GrammarChecker) -> None:
     assert await asyncio.to_thread(process.wait, 60) == 0
 
 
-@pytest.mark.deep
+@pytest.mark.room
 async def test_a_client_that_goes_away_ends_no_check_of_another(checker: GrammarChecker) -> None:
     first = asyncio.create_task(checker.check(GOOD))
     second = asyncio.create_task(checker.check(GOOD))

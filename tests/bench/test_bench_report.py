@@ -121,7 +121,7 @@ def test_pages(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ElementTree.parse(out / line.partition("(")[2].rstrip(")"))
 
 
-@pytest.mark.deep
+@pytest.mark.room
 def test_committed_results_make_a_report(tmp_path: Path) -> None:
     html, markdown = (page.read_text() for page in write_report(COMMITTED, tmp_path, "all"))
     for path in COMMITTED.rglob("*.json"):

@@ -133,7 +133,7 @@ def test_a_module_leaves_where_that_is_best_and_comes_home_when_the_load_is_ligh
     assert left_s < 20 < 60 < home_s < served["total_s"]
 
 
-@pytest.mark.deep
+@pytest.mark.room
 def test_where_no_split_keeps_its_limits_alone_heads_of_decode_do() -> None:
     """From all-do-both: roles and heads are one plan, and nothing changes while the load lasts.
 

@@ -96,8 +96,8 @@ def run(system: System, load: list[tuple[float, int, int]]):
 # ---- the plan of roles
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("slow", [("c0", "c1"), pytest.param(("c2", "c3"), marks=pytest.mark.room)])
+@pytest.mark.room
+@pytest.mark.parametrize("slow", [("c0", "c1"), ("c2", "c3")])
 def test_who_reads_memory_slowly_prefills_where_the_plan_knows_it(
     slow: tuple[str, str], tmp_path: Path
 ) -> None:
@@ -113,7 +113,7 @@ def test_who_reads_memory_slowly_prefills_where_the_plan_knows_it(
     assert not {name for name, role in switched if role == "decode"} & set(slow)
 
 
-@pytest.mark.deep
+@pytest.mark.room
 def test_where_all_are_alike_the_plan_is_the_same(tmp_path: Path) -> None:
     """Whether they are the cluster's own device, or all have a file of their own that says so."""
     load = rows(5.2, 12_000, 200, 40.0)

@@ -15,7 +15,7 @@ from hurting_bodies import CASES, COMPLETIONS, MODEL, SERVE_OPTIONS, refused
 
 __all__ = ["SERVE_OPTIONS"]
 
-pytestmark = [pytest.mark.e2e, pytest.mark.spine]
+pytestmark = pytest.mark.e2e
 
 
 @pytest.mark.parametrize("name", ["n", "an exploding grammar"])

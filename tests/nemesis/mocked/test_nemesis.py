@@ -17,7 +17,7 @@ from mock_run import MockRun
 from service import Service
 from trial import Trial, kinds
 
-pytestmark = [pytest.mark.deep, pytest.mark.early]
+pytestmark = [pytest.mark.room, pytest.mark.early]
 
 NAMES = ("p0", "d0")
 STALL_S = 2.5
