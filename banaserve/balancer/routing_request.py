@@ -7,6 +7,7 @@ from dataclasses import replace
 import msgspec
 
 from banaserve.balancer.http.request import ClientRequest
+from banaserve.json_text import as_utf8
 from banaserve.orchestrator.replicas.interface import FleetView, Request
 from banaserve.types import RequestId
 
@@ -58,7 +59,7 @@ def read_request(
     if message.body:
         data = message.body[0] if len(message.body) == 1 else b"".join(message.body)
         try:
-            body = _decode(data)
+            body = _decode(as_utf8(data))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             body = _NO_BODY
     prompt = bytes(body.messages or body.prompt or body.input)

@@ -67,14 +67,46 @@ def simulate_command(
     ] = "",
     show_list: Annotated[bool, typer.Option("--list", help="Show what comes with it.")] = False,
     system: Annotated[
-        list[str] | None, typer.Option(help="One to run, several times for several; else all.")
+        list[str] | None, typer.Option(
+            help="One to run, several times for several; else all of a case, or colocated, static "
+            "and elastic."
+        ),
     ] = None,
     policy: Annotated[
         str | None, typer.Option(help=f"Of migration: {', '.join(names())}, or a plugin.")
     ] = None,
     profile: Annotated[str | None, typer.Option(help="A name, or a .toml file.")] = None,
+    pd: Annotated[
+        str | None,
+        typer.Option(
+            "--pd",
+            metavar="P:D",
+            help="Prefill and decode instances; the colocated system has as many in all (2:2).",
+        ),
+    ] = None,
     instances: Annotated[
-        str | None, typer.Option(help="P:D; the colocated system has as many in all.")
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="N instances that begin as both; the static system splits them in halves.",
+        ),
+    ] = None,
+    slo_ttft: Annotated[
+        float | None,
+        typer.Option(
+            metavar="S",
+            help="Longest time to first token of a request that is served well, in seconds (2; "
+            "of a case: its own).",
+        ),
+    ] = None,
+    slo_tpot: Annotated[
+        float | None,
+        typer.Option(
+            metavar="S",
+            help="Longest mean time of an output token after the first, in seconds (0.1; of a "
+            "case: its own).",
+        ),
     ] = None,
     rps: Annotated[float | None, typer.Option(help="Mean requests a second.")] = None,
     arrivals: Annotated[str | None, typer.Option(help=", ".join(ARRIVALS))] = None,
@@ -104,7 +136,9 @@ def simulate_command(
         return 0
     if not target:
         raise UserError("give a case, a trace or a dataset (see `banaserve simulate --list`)")
-    prefill, decode = _pair(instances)
+    if pd is not None and instances is not None:
+        raise UserError("give one of --pd and --instances")
+    prefill, decode = _pair(pd)
     asked = AskedSystem(
         target=target,
         systems=system or (),
@@ -112,6 +146,9 @@ def simulate_command(
         profile=profile,
         prefill=prefill,
         decode=decode,
+        instances=instances,
+        slo_ttft_s=slo_ttft,
+        slo_tpot_s=slo_tpot,
         rps=rps,
         arrivals=arrivals,
         duration_s=duration,
@@ -175,12 +212,12 @@ def _deciding(planned: SimulationJob) -> list[str]:
     return [name for name, one in planned.systems.items() if one.migration != "still"]
 
 
-def _pair(instances: str | None) -> tuple[int | None, int | None]:
-    if instances is None:
+def _pair(pd: str | None) -> tuple[int | None, int | None]:
+    if pd is None:
         return None, None
-    prefill, _, decode = instances.partition(":")
+    prefill, _, decode = pd.partition(":")
     if not (prefill.isdecimal() and decode.isdecimal()):
-        raise UserError(f"instances is {instances}: give P:D, such as 2:2")
+        raise UserError(f"pd is {pd}: give P:D, such as 2:2")
     return int(prefill), int(decode)
 
 
@@ -324,6 +361,7 @@ def listing_rows() -> list[Row]:
     told = {
         "banaserve": "prefill and decode apart, the global store, migration",
         "colocated": "every instance does both, as vLLM alone",
+        "elastic": "roles and step sizes follow the load, as `serve --elastic`",
         "static": "prefill and decode apart, nothing moves",
     }
     rows += [("system", name, told[name]) for name in KINDS]

@@ -13,7 +13,7 @@ from banaserve.names import check_known
 from banaserve.sim.events import Event
 from banaserve.sim.request import SimRequest
 from banaserve.sim.result import LatencyLimits
-from banaserve.sim.system import KINDS, System, preset
+from banaserve.sim.system import KINDS, System, following, preset
 from banaserve.sim.workload import Lengths, LoadPhase, drawn
 
 BUILT_IN = Path(__file__).parent / "cases"
@@ -74,11 +74,16 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One scenario, with the systems that are sent through it."""
+    """One scenario, with the systems that are sent through it.
+
+    Attributes:
+        profile_name: Of ``profile``, or its file.
+    """
 
     name: str
     about: str
     profile: Profile
+    profile_name: str
     seed: int
     repeat: int
     limits: LatencyLimits
@@ -120,14 +125,17 @@ def read(name_or_path: str) -> Case:
     for key in ("seed", "repeat"):
         if not isinstance(table.get(key, 1), int) or isinstance(table.get(key), bool):
             raise UserError(f"{path}: {key} is {table[key]!r}: give a whole number")
-    systems = _systems(path, table["systems"])
+    profile_name = str(table["profile"])
+    limits = _built(path, "limits", table.get("limits", {}), LatencyLimits)
+    systems = _systems(path, table["systems"], profile_name, limits)
     case = Case(
         name=str(table["name"]),
         about=str(table["about"]),
-        profile=load(str(table["profile"])),
+        profile=load(profile_name),
+        profile_name=profile_name,
         seed=table["seed"],
         repeat=table.get("repeat", 1),
-        limits=_built(path, "limits", table.get("limits", {}), LatencyLimits),
+        limits=limits,
         phases=tuple(_phase(path, n, entry) for n, entry in enumerate(_list(path, table, "phase"))),
         systems=systems,
         events=tuple(
@@ -154,7 +162,9 @@ def _check_names(path: Path, case: Case) -> None:
             check_known(f"instance in {path.name}", event.instance, everyone)
 
 
-def _systems(path: Path, table: Any) -> dict[str, System]:
+def _systems(
+    path: Path, table: Any, profile_name: str, limits: LatencyLimits
+) -> dict[str, System]:
     if not isinstance(table, Mapping) or not table:
         raise UserError(f"{path}: systems is no section, or an empty one")
     systems = {}
@@ -164,8 +174,14 @@ def _systems(path: Path, table: Any) -> dict[str, System]:
         settings = dict(entry)
         kind = str(settings.pop("kind", name))
         check_known(f"kind of system in {path.name}", kind, KINDS)
+        options = settings.pop("migration_options", {}) if kind == "elastic" else {}
+        if not isinstance(options, Mapping):
+            raise UserError(f"{path}: systems.{name}.migration_options is no section")
         try:
             systems[name] = preset(kind, **settings)
+            if kind == "elastic":
+                told = (profile_name, limits.ttft_s, limits.tpot_s)
+                systems[name] = following(systems[name], *told, **options)
         except UserError as error:
             raise UserError(f"{path}: systems.{name}: {error}") from error
     return systems

@@ -20,14 +20,15 @@ from banaserve.sim.events import Event
 from banaserve.sim.lengths import DATASETS, draw_measured, read_lengths
 from banaserve.sim.request import SimRequest
 from banaserve.sim.result import LatencyLimits
-from banaserve.sim.system import KINDS, System, preset
+from banaserve.sim.system import KINDS, System, following, preset
 from banaserve.sim.trace import Arrival, read_trace, requests_of
 from banaserve.sim.workload import Arrivals, Pair, arriving
 
 ARRIVALS = ("bursts", "diurnal", "poisson", "trace")
 DEFAULT_PROFILE = "opt-13b-a100"
+_INSTANCES = 4
 
-_EVERY_SYSTEM = ("colocated", "static", "banaserve")
+_EVERY_SYSTEM = ("colocated", "static", "elastic")
 _FILES = (".json", ".jsonl", ".csv", ".zst")
 
 
@@ -40,6 +41,9 @@ class AskedSystem:
             which the lengths are known.
         systems: Those to run; none is all.
         policy: Of migration, for every system that migrates.
+        prefill, decode: Instances of each role.
+        instances: That begin as both; the static system splits them in halves.
+        slo_ttft_s, slo_tpot_s: Limits of a request that is served well, to results and policies.
         rps: Mean arrivals a second; a trace is stretched to it.
         variation: Of the gaps of bursts.
         swing_fraction: Of a diurnal rate.
@@ -54,6 +58,9 @@ class AskedSystem:
     profile: str | None = None
     prefill: int | None = None
     decode: int | None = None
+    instances: int | None = None
+    slo_ttft_s: float | None = None
+    slo_tpot_s: float | None = None
     rps: float | None = None
     arrivals: str | None = None
     duration_s: float | None = None
@@ -108,15 +115,17 @@ def job(asked: AskedSystem) -> SimulationJob:
 
 def _of_case(asked: AskedSystem, case: Case) -> SimulationJob:
     load = ("rps", "arrivals", "duration_s", "speed", "limit", "max_output_tokens")
-    for name in (*load, "prefill", "decode"):
+    for name in (*load, "prefill", "decode", "instances"):
         if getattr(asked, name) is not None:
-            option = "instances" if name in ("prefill", "decode") else name.removesuffix("_s")
+            option = "pd" if name in ("prefill", "decode") else name.removesuffix("_s")
             option = option.replace("_", "-")
             raise UserError(f"{option} says nothing for a case: the case has its own")
     for name in asked.systems:
         check_known(f"system of the case {case.name}", name, case.systems)
+    limits = _limits(asked, case.limits)
+    profile_name = asked.profile or case.profile_name
     systems = {
-        name: _with_policy(system, asked.policy)
+        name: _with_policy(system, asked.policy, profile_name, limits)
         for name, system in case.systems.items()
         if not asked.systems or name in asked.systems
     }
@@ -127,17 +136,29 @@ def _of_case(asked: AskedSystem, case: Case) -> SimulationJob:
         systems,
         case.requests,
         case.expected_requests,
-        case.limits,
+        limits,
         case.events,
         case.seed,
         case,
     )
 
 
-def _with_policy(system: System, policy: str | None) -> System:
-    if policy is None or system.migration == "still":
+def _with_policy(
+    system: System, policy: str | None, profile_name: str, limits: LatencyLimits
+) -> System:
+    """``system`` with another policy of migration, where it has one that moves anything."""
+    if system.migration == "still" or policy in (None, system.migration):
         return system
-    return replace(system, migration=policy)
+    if policy == "elastic":
+        return following(system, profile_name, limits.ttft_s, limits.tpot_s)
+    return replace(system, migration=policy, migration_options={})
+
+
+def _limits(asked: AskedSystem, usual: LatencyLimits) -> LatencyLimits:
+    return LatencyLimits(
+        usual.ttft_s if asked.slo_ttft_s is None else asked.slo_ttft_s,
+        usual.tpot_s if asked.slo_tpot_s is None else asked.slo_tpot_s,
+    )
 
 
 def _of_load(asked: AskedSystem) -> SimulationJob:
@@ -152,16 +173,29 @@ def _of_load(asked: AskedSystem) -> SimulationJob:
         {name: _system(name, asked) for name in asked.systems or _EVERY_SYSTEM},
         requests,
         expected,
-        LatencyLimits(),
+        _limits(asked, LatencyLimits()),
     )
 
 
 def _system(name: str, asked: AskedSystem) -> System:
-    prefill = 2 if asked.prefill is None else asked.prefill
-    decode = 2 if asked.decode is None else asked.decode
-    if name == "colocated":
-        return preset(name, colocated=prefill + decode)
-    return _with_policy(preset(name, prefill=prefill, decode=decode), asked.policy)
+    """One of ``KINDS`` with the instances asked for; 2 of each role where none are."""
+    begin_as_both = asked.instances is not None
+    total = _INSTANCES if asked.instances is None else asked.instances
+    prefill = total // 2 if asked.prefill is None else asked.prefill
+    decode = total - total // 2 if asked.decode is None else asked.decode
+    if name == "static" and begin_as_both and total < 2:
+        raise UserError("the static system needs 2 instances or more: name others with --system")
+    if name == "colocated" or (name == "elastic" and asked.prefill is None):
+        system = preset(name, colocated=total if asked.prefill is None else prefill + decode)
+    elif name == "banaserve" and begin_as_both:
+        system = preset(name, colocated=total)
+    else:
+        system = preset(name, prefill=prefill, decode=decode)
+    limits = _limits(asked, LatencyLimits())
+    profile_name = asked.profile or DEFAULT_PROFILE
+    if name == "elastic":
+        system = following(system, profile_name, limits.ttft_s, limits.tpot_s)
+    return _with_policy(system, asked.policy, profile_name, limits)
 
 
 def _load(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from banaserve.errors import UserError
@@ -13,9 +13,12 @@ from banaserve.orchestrator.routing import registry as routings
 from banaserve.sim.batch import EngineLimits
 from banaserve.types import Role
 
-KINDS = ("banaserve", "colocated", "static")
+KINDS = ("banaserve", "colocated", "elastic", "static")
 HANDOVERS = ("pull", "store")
 CACHES = ("global", "local", "node", "none")
+_ANY = 10_000
+"""Steps of a plan of the elastic policy: it is carried out as a whole."""
+_HISTORY_S = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +100,8 @@ def preset(kind: str, **changes: Any) -> System:
     """Returns a system of ``kind`` with its usual settings, some of them changed.
 
     ``colocated`` is vLLM with its own prefix cache; ``static`` hands KV over by pulling and never
-    moves anything (DistServe); ``banaserve`` has the global store and the repaired policy.
+    moves anything (DistServe); ``banaserve`` has the global store and the repaired policy;
+    ``elastic`` has the store too, and becomes what ``serve --elastic`` is by ``following``.
 
     Raises:
         UserError: An unknown kind or key, or a value out of range.
@@ -107,6 +111,7 @@ def preset(kind: str, **changes: Any) -> System:
         "colocated": {"cache": "local"},
         "static": {"handover": "pull"},
         "banaserve": {"cache": "global", "migration": "repaired"},
+        "elastic": {"cache": "global"},
     }
     known = [name for name in System.__slots__ if name != "kind"]
     for key in changes:
@@ -122,3 +127,30 @@ def preset(kind: str, **changes: Any) -> System:
                 check_known(f"key of {name}", key, [field.name for field in fields(section)])
             merged[name] = section(**given)
     return System(kind=kind, **merged)
+
+
+def following(
+    system: System, profile: str, ttft_s: float = 0.0, tpot_s: float = 0.0, **options: Any
+) -> System:
+    """Returns ``system`` with roles and step sizes that follow its load, as ``serve --elastic``.
+
+    Args:
+        profile: Name or file of the device and model that the policy forecasts with.
+        ttft_s, tpot_s: Limits of a request that is served well, to policy and routing; 0 is none.
+        options: Further ones of the policy, see ``elastic/options.py``.
+    """
+    limits_s = {"ttft_s": ttft_s, "tpot_s": tpot_s}
+    has_limits = bool(ttft_s or tpot_s)
+    routing = "slo_aware" if has_limits else "load_aware"
+    return replace(
+        system,
+        routing=routing,
+        routing_options=limits_s if has_limits else {},
+        migration="elastic",
+        migration_options={"profile": profile, "routing": routing, **limits_s, **options},
+        history_s=_HISTORY_S,
+        control_s=1.0,
+        control_limits=replace(system.control_limits, concurrent=_ANY, per_minute=_ANY),
+        overlap_fraction=None,
+        attention_fraction=None,
+    )

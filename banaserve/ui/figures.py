@@ -10,8 +10,6 @@ from banaserve.ui.records import Figures
 
 WINDOW_S = 30.0
 """Long enough for a p99 that does not jump with each request."""
-_AT_ONCE_S = 1e-3
-"""An answer that is not streamed has its first output at its end."""
 
 
 def figures_of(
@@ -20,21 +18,20 @@ def figures_of(
     now_s: float,
     cpu_fraction: float | None = None,
 ) -> Figures:
-    """Returns the figures of one moment; latencies are of requests that were streamed.
+    """Returns the figures of one moment.
 
     Args:
         requests: Those under way, and those that have ended within ``WINDOW_S``.
         now_s: On the clock of ``requests``.
     """
     known = list(requests)
-    streamed = [one for one in known if not _came_at_once(one)]
     since_s = now_s - WINDOW_S
     ttft_s = [
         one.first_s - one.arrival_s
-        for one in streamed
+        for one in known
         if one.first_s is not None and one.first_s >= since_s
     ]
-    tpot_s = [value for one in streamed if (value := _tpot_s(one, since_s, now_s)) is not None]
+    tpot_s = [value for one in known if (value := _tpot_s(one, since_s, now_s)) is not None]
     memory = [one.memory for one in instances if one.memory is not None]
     compute = [one.compute for one in instances if one.compute is not None]
     gpus = [one.gpu_busy_fraction for one in instances if one.gpu_busy_fraction is not None]
@@ -65,13 +62,6 @@ def quantile(values: Sequence[float], fraction: float) -> float | None:
 
 def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
-
-
-def _came_at_once(one: ObservedRequest) -> bool:
-    """Whether its first output says nothing of its first token."""
-    if one.first_s is None or one.end_s is None or one.output_tokens < 2:
-        return False
-    return one.end_s - one.first_s < _AT_ONCE_S
 
 
 def _tpot_s(one: ObservedRequest, since_s: float, now_s: float) -> float | None:

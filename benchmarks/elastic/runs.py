@@ -12,7 +12,7 @@ from banaserve.elastic.arrangement import Arrangement, arrangements
 from banaserve.sim.batch import EngineLimits
 from banaserve.sim.result import LatencyLimits, summary
 from banaserve.sim.run import tallied
-from banaserve.sim.system import System
+from banaserve.sim.system import System, following
 from benchmarks.elastic.cells import LoadCell, Rows, load_of, sample
 
 CHUNKS = (512, 2048)
@@ -20,7 +20,6 @@ CHUNKS = (512, 2048)
 
 _SAMPLE = 100
 """Requests an instance, all at once: enough that batches are full."""
-_ANY = 10_000
 
 
 class Outcome(NamedTuple):
@@ -84,26 +83,9 @@ WHOLE = Variant()
 def elastic_system(cell: LoadCell, size: int, variant: Variant = WHOLE) -> System:
     """A cluster that begins with all doing both and follows its load."""
     ttft_s, tpot_s = cell.service_limits
-    limits_s = {"ttft_s": ttft_s, "tpot_s": tpot_s}
-    system = System(
-        kind="banaserve",
-        colocated=size,
-        routing="slo_aware",
-        routing_options=limits_s,
-        migration="elastic",
-        history_s=300.0,
-        control_s=1.0,
-        overlap_fraction=None,
-        attention_fraction=None,
-        migration_options={
-            "profile": cell.profile,
-            "routing": "slo_aware",
-            **limits_s,
-            **variant.options,
-        },
-    )
-    limits = replace(system.control_limits, concurrent=_ANY, per_minute=_ANY)
-    return replace(system, control_limits=limits, **variant.system)
+    system = System(kind="banaserve", colocated=size)
+    options = {"profile": cell.profile, "ttft_s": ttft_s, "tpot_s": tpot_s, **variant.options}
+    return replace(following(system, **options), **variant.system)
 
 
 def saturation_per_s(cell: LoadCell, size: int, data: Path | None) -> float:

@@ -13,7 +13,7 @@ from msgspec import structs
 from banaserve.balancer import server
 from banaserve.balancer.config import LimitSettings, PolicySettings
 from banaserve.balancer.http.client_connection import UNREAD_S, ClientConnection
-from banaserve.balancer.http.request import ClientRequest
+from banaserve.balancer.http.request import ClientRequest, RequestRefusedError
 from banaserve.balancer.peers import PeerState, ReplicaState
 from banaserve.balancer.routing_request import read_request
 from banaserve.balancer.tracing import RoutingLog
@@ -253,3 +253,31 @@ def test_nothing_begins_on_a_connection_that_ends():
     client.can_go_on = False
     client.done(ClientRequest())
     assert not client._waiting
+
+
+@pytest.mark.parametrize(
+    ("target", "passed_on"),
+    [
+        (b"http://any.example/v1/models?a=b", b"/v1/models?a=b"),
+        (b"HTTPS://any.example:443/v1/chat/completions", b"/v1/chat/completions"),
+        (b"http://[fd00::1]:80/ready", b"/ready"),
+        (b"http://any.example", b"/"),
+        (b"/http://any.example/", None),
+        (b"http:///v1/models", None),
+        (b"ftp://any.example/v1/models", None),
+        (b"http://any.example/../admin", None),
+        (b"http://any.example\\v1/models", None),
+        (b"*", None),
+    ],
+)
+def test_a_target_in_absolute_form_is_its_path(target: bytes, passed_on: bytes | None) -> None:
+    message = ClientRequest()
+    message.add_url(target)
+    message.add_field(b"Host", b"any.example")
+    if passed_on is None:
+        with pytest.raises(RequestRefusedError):
+            message.head_complete(b"GET", "1.1", True)
+        return
+    message.head_complete(b"GET", "1.1", True)
+    assert (message.target, message.path) == (passed_on, passed_on.partition(b"?")[0])
+    assert b"".join(message.parts(b"")).startswith(b"GET " + passed_on + b" HTTP/1.1\r\n")

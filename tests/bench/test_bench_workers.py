@@ -16,7 +16,7 @@ import os, signal, sys
 from benchmarks.workers import workers
 
 def begin(_):
-    print(os.getpid(), flush=True)
+    os.write(1, b"%d\\n" % os.getpid())  # in one piece: both write to one pipe
     signal.alarm(600), signal.pause()
 
 if __name__ == "__main__":
@@ -36,8 +36,11 @@ def test_workers_end_with_a_benchmark_that_is_killed(tmp_path: Path, number: int
         env={**os.environ, "PYTHONPATH": str(root)},
     ) as parent:
         assert parent.stdout is not None
-        found = [psutil.Process(int(parent.stdout.readline())) for _ in range(2)]
-        assert all(one.is_running() for one in found)
-        parent.send_signal(number)
-        _, left = psutil.wait_procs(found, timeout=30.0)
-        assert left == []
+        try:
+            found = [psutil.Process(int(parent.stdout.readline())) for _ in range(2)]
+            assert all(one.is_running() for one in found)
+            parent.send_signal(number)
+            _, left = psutil.wait_procs(found, timeout=30.0)
+            assert left == []
+        finally:
+            parent.kill()

@@ -47,7 +47,7 @@ def test_json_over_two_seeds(capsys: pytest.CaptureFixture[str]) -> None:
     told = json.loads(capsys.readouterr().out)
     assert told["time"].startswith("simulated")
     assert [run["seed"] for run in told["runs"]] == [5, 6]
-    assert list(told["runs"][0]["systems"]) == ["colocated", "static", "banaserve"]
+    assert list(told["runs"][0]["systems"]) == ["colocated", "static", "elastic"]
 
 
 def test_a_chrome_trace_has_every_step_and_request(
@@ -80,7 +80,11 @@ def test_a_chrome_trace_has_every_step_and_request(
     [
         ([], "give a case, a trace or a dataset"),
         (["bursts", "--seeds", "0"], "seeds is 0"),
-        (["alpaca", "--rps", "2", "--instances", "4"], "give P:D"),
+        (["alpaca", "--rps", "2", "--pd", "4"], "give P:D"),
+        (["alpaca", "--rps", "2", "--pd", "1:1", "--instances", "4"], "one of --pd and"),
+        (["alpaca", "--rps", "2", "--instances", "1"], "the static system needs 2 instances"),
+        (["bursts", "--instances", "4"], "the case has its own"),
+        (["alpaca", "--rps", "2", "--slo-ttft", "0"], "ttft_s is 0"),
         (["alpaca", "--rps", "many"], "--rps"),
         (["bursts", "--chrome-trace", "/nowhere/x.json"], "cannot write /nowhere/x.json"),
         (["bursts", "--polic", "repaired"], "--policy"),

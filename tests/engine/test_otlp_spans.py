@@ -105,7 +105,7 @@ class World:
             notes.leg_began("whole", "d0", 1, "r")
             if error is not None:
                 raise error
-            notes.first_output("decode", None)
+            notes.first_token("decode", None)
             notes.output_tokens, notes.finish_reason = 3, "stop"
 
 

@@ -290,7 +290,7 @@ def traced() -> tuple[RequestNotes, ConnectorNotes, ConnectorNotes]:
         prefill.finished("r-1-p", 1)
         notes.leg_began("decode", "d0", 1, "r-1")
         decode.received("r-1", 100, False, 100)
-        notes.first_output("prefill", None)
+        notes.first_token("prefill", None)
         notes.output_tokens, notes.finish_reason = 3, "length"
     return notes, prefill, decode
 
@@ -400,11 +400,10 @@ WORDS: list[tuple[RequestEvent, str]] = [
         LegFailed("prefill", "p0", "EngineDeadError", 1, "tried again"),
         "prefill leg failed on p0: EngineDeadError; tried again",
     ),
-    (FirstToken("prefill"), "first output sent to the client, its first token from prefill"),
+    (FirstToken("prefill"), "first token of the answer, from prefill"),
     (
         FirstToken("decode", "sampling"),
-        "first output sent to the client, its first token from decode; "
-        "prefill's could not be used: sampling",
+        "first token of the answer, from decode; prefill's could not be used: sampling",
     ),
     (RequestEnded("length", 1), "request ended: length, 1 output token"),
     (RequestEnded("error", 0, "no time"), "request ended: error, 0 output tokens; no time"),

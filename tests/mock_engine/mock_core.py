@@ -414,7 +414,7 @@ class MockCore:
                 request = self._read_request.decode(body)
                 self._steps.add(Running(request))
                 if self._trouble is not None and self._trouble.token in request.prompt_token_ids:
-                    self._meet(self._trouble)
+                    self._meet(self._trouble, request.request_id)
             case RequestType.ABORT:
                 for request_id in msgspec.msgpack.decode(body):
                     self._steps.remove(request_id)
@@ -487,8 +487,12 @@ class MockCore:
         if self._num_tokens >= trouble.after_tokens:
             self._meet(trouble)
 
-    def _meet(self, trouble: Trouble) -> None:
-        """Let a trouble happen, unless it has happened to another core."""
+    def _meet(self, trouble: Trouble, request_id: str = "") -> None:
+        """Let a trouble happen, unless it has happened to another core.
+
+        Args:
+            request_id: Of the request that it happens at; empty for none.
+        """
         if not takes(trouble):
             return
         match trouble.how:
@@ -499,6 +503,8 @@ class MockCore:
             case "spin":
                 while True:
                     pass
+            case "end in error":
+                self._end_all([request_id], FinishReason.ERROR)
             case "fatal":
                 print("RuntimeError: a mock core's fatal error", file=sys.stderr, flush=True)
                 self._say_dead()
@@ -575,9 +581,13 @@ class MockCore:
         names = [*steps.running, *steps.waiting]
         if not names:
             return
+        self._end_all(names, FinishReason.ABORT)
+
+    def _end_all(self, names: Sequence[str], reason: FinishReason) -> None:
+        """End requests with no further token."""
         for name in names:
-            steps.remove(name)
-        outputs = [EngineCoreOutput(name, [], finish_reason=FinishReason.ABORT) for name in names]
+            self._steps.remove(name)
+        outputs = [EngineCoreOutput(name, [], finish_reason=reason) for name in names]
         self._send(EngineCoreOutputs(outputs=outputs, finished_requests=set(names)))
 
     # ---- utility calls of banaserve

@@ -37,7 +37,8 @@ class Trouble(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         how: ``fail at start``: it ends with an error before the handshake; ``never ready``: it
             starts and says nothing; ``die``: its process is killed; ``fatal``: it says that it is
             dead and ends with an error; ``hang``: it answers nothing and uses no processor;
-            ``spin``: it answers nothing and uses one.
+            ``spin``: it answers nothing and uses one; ``end in error``: it ends the request that
+            has ``token`` with an error, and serves all others.
         after_tokens: Tokens that the core puts out before; of no matter at the start.
         instances: Ids of the instances that it concerns; all where there is none.
         token: Token of a prompt that sets the trouble off, in place of ``after_tokens``.

@@ -35,7 +35,7 @@ def test_a_case_with_another_policy_and_fewer_systems() -> None:
 
 def test_a_distribution_with_instances_and_rate() -> None:
     planned = job(AskedSystem(target="longbench", rps=5, duration_s=40, prefill=3, decode=1))
-    assert list(planned.systems) == ["colocated", "static", "banaserve"]
+    assert list(planned.systems) == ["colocated", "static", "elastic"]
     assert planned.systems["colocated"].colocated == 4
     assert (planned.systems["static"].prefill, planned.systems["static"].decode) == (3, 1)
     requests = list(planned.requests(1))
@@ -79,7 +79,7 @@ def test_a_diurnal_rate_is_lowest_at_the_ends() -> None:
     [
         ({"target": "prefil-flood"}, "did you mean prefill-flood"),
         ({"target": "prefill-flood", "rps": 3}, "rps says nothing for a case"),
-        ({"target": "prefill-flood", "prefill": 3}, "instances says nothing"),
+        ({"target": "prefill-flood", "prefill": 3}, "pd says nothing"),
         ({"target": "prefill-flood", "max_output_tokens": 9}, "max-output-tokens says nothing"),
         ({"target": "alpaca", "rps": 1, "limit": 9}, "limit says nothing for drawn arrivals"),
         ({"target": "prefill-flood", "systems": ["colocated"]}, "unknown system of the case"),

@@ -225,7 +225,7 @@ def test_a_request_opens_as_a_waterfall(chrome, live):
     with requests.following("chatcmpl-first", 12, now_s - 2.0, 1.7e9) as notes:
         notes.legs.append(TracedLeg("c9", 1, "e1"))
         notes._events.append((now_s - 1.5, LegBegan("whole", "c9", "e1"), "e1"))
-        notes.first_output("decode", None)
+        notes.first_token("decode", None)
     with signed_in(chrome, live) as page:
         page.click('[data-request="chatcmpl-first"]')
         page.locator(".waterfall svg").wait_for()

@@ -141,12 +141,6 @@ def test_figures_are_of_the_last_seconds():
     assert found.requests_per_s == pytest.approx(3 / WINDOW_S)
 
 
-def test_an_answer_that_is_not_streamed_has_no_time_of_a_first_token():
-    found = figures_of([], [request(NOW_S - 9, NOW_S - 3, NOW_S - 3 + 1e-5, 100)], NOW_S)
-    assert (found.ttft_p50_s, found.tpot_p50_s) == (None, None)
-    assert found.tokens_per_s == pytest.approx(100 / WINDOW_S)
-
-
 def test_a_long_request_counts_with_the_tokens_of_the_window():
     began_s = NOW_S - 2 * WINDOW_S
     found = figures_of([], [request(began_s, began_s, None, 601)], NOW_S)

@@ -26,6 +26,7 @@ from banaserve.api.bodies.pace import ValidationPace
 from banaserve.api.bodies.shape import measure
 from banaserve.api.edge.refusals import refuse
 from banaserve.api.limits import RETRY_AFTER_S
+from banaserve.json_text import as_utf8
 
 LONG_BYTES = 256 * 2**10
 """From here on a body is looked at in a thread."""
@@ -82,6 +83,7 @@ class BodyGuard:
         body = await _whole(receive)
         if body is None:
             return
+        body = as_utf8(body)
         held = _Held()
         try:
             refusal = await self._refusal(scope, body, held)

@@ -23,6 +23,8 @@ _JOINED_BYTES = 16 * 1024
 _MANY_PARTS, _PART_BYTES = 256, 64
 
 _ODD_PATH = re.compile(rb"//|/\.\.?(?:/|$)|[\\\0-\x20]")
+_ORIGIN = re.compile(rb"https?://[^/?#\s\\]+", re.IGNORECASE)
+"""Opening of a target in absolute form: any server has to take it (RFC 9112, 3.2.2)."""
 _TARGET = re.compile(rb"/[A-Za-z0-9\-._~!$&'()*+,;=:@%/]*(?:\?[^\s#\\\0]*)?")
 
 
@@ -175,6 +177,9 @@ class ClientRequest:
             self.expects_continue = False
         if method in (b"CONNECT", b"TRACE"):
             raise RequestRefusedError(405, f"{method.decode()} is not supported")
+        if (origin := _ORIGIN.match(self._target)) is not None:
+            rest = self._target[origin.end() :]
+            self._target = rest if rest.startswith(b"/") else b"/" + rest
         if not _TARGET.fullmatch(self._target):
             raise RequestRefusedError(400, "the request's target is not a path")
         # A replica may read the path otherwise than the list of allowed paths does.

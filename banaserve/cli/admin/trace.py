@@ -158,7 +158,7 @@ def parts_of(event: RequestEvent) -> Iterator[str]:
             yield f"{event.leg} leg failed on {event.instance}: {event.why}"
             yield event.next_step
         case FirstToken():
-            yield f"first output sent to the client, its first token from {event.source}"
+            yield f"first token of the answer, from {event.source}"
             if event.blocker is not None:
                 yield f"prefill's could not be used: {event.blocker}"
         case RequestEnded():

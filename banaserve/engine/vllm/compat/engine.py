@@ -70,6 +70,7 @@ __all__ = [
     "run_engine_core",
     "send",
     "set_cached_tokens",
+    "set_created_tokens",
     "start_output_handler",
     "submit",
 ]
@@ -118,10 +119,31 @@ def register(
     request: EngineCoreRequest,
     prompt_text: str | None,
     queue: RequestOutputCollector,
+    on_first_token: Callable[[], None] | None = None,
 ) -> Any:
-    """Make the front-end state of a request without sending it; returns the state."""
+    """Make the front-end state of a request without sending it; returns the state.
+
+    Args:
+        on_first_token: Called once, before its first token goes on to ``queue``; to an answer that
+            is not streamed that happens only with the last one.
+    """
     llm.output_processor.add_request(request, prompt_text, None, 0, queue)
-    return llm.output_processor.request_states[request.request_id]
+    state = llm.output_processor.request_states[request.request_id]
+    if on_first_token is not None:
+        _call_at_first_token(state, on_first_token)
+    return state
+
+
+def _call_at_first_token(state: Any, on_first_token: Callable[[], None]) -> None:
+    make = state.make_request_output
+
+    def first(new_token_ids: list[int], *args: Any, **kwargs: Any) -> Any:
+        if new_token_ids:
+            del state.make_request_output  # the class's own from here on
+            on_first_token()
+        return make(new_token_ids, *args, **kwargs)
+
+    state.make_request_output = first
 
 
 def adopt(llm: AsyncLLM, state: Any, request_id: str, queue: RequestOutputCollector) -> None:
@@ -146,6 +168,14 @@ def output_tokens(state: Any) -> list[int]:
 def set_cached_tokens(state: Any, num_tokens: int) -> None:
     """Let the client be told that so many tokens of the prompt were cached."""
     state.remote_prefill_cached_tokens = num_tokens
+
+
+def set_created_tokens(state: Any, num_tokens: int) -> None:
+    """Let the client be told that so many tokens of the prompt were computed and cached.
+
+    From its first token on: with that the state takes over what the engine says.
+    """
+    state.num_cache_creation_tokens = num_tokens
 
 
 async def send(llm: AsyncLLM, request: EngineCoreRequest) -> None:

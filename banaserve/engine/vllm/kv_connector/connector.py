@@ -236,6 +236,13 @@ class StoreConnector(ConnectorBase):
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferStats | None:
         return stats_from_wire(data)
 
+    def reset_cache(self) -> bool:
+        """Drop what the store has, of all its clients; whether nothing is left in its memory."""
+        if self._client.clear() is None:
+            return False
+        stats = self._client.stats()
+        return stats is not None and not stats.used_slots
+
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.close()

@@ -11,6 +11,7 @@ import msgspec
 
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.compat.config import VllmConfig, is_on_cpu
+from banaserve.engine.vllm.compat.grammars import install_backends
 from banaserve.engine.vllm.compat.scheduler import install_states
 from banaserve.engine.vllm.emulation import install as pacing
 from banaserve.engine.vllm.launch import guest_main
@@ -40,6 +41,7 @@ def run_engine_core(config: VllmConfig, instance_id: str, handshake_address: str
     compat.install_notes_utility()
     compat.install_prompt_ending()
     compat.install_continuation()
+    install_backends()
     install_states()
     runner_class = prepare_runners(config)
     if is_on_cpu():

@@ -68,7 +68,7 @@ PREDICTED = Histogram(
 # gen_ai.server.time_to_first_token and gen_ai.server.request.duration.
 TTFT_S = Histogram(
     "banaserve_time_to_first_token_seconds",
-    "From a request's arrival to its first output, over all of its legs",
+    "From a request's arrival to its first token, streamed or not, over all of its legs",
     buckets=[
         *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
         *(10.0, 20.0, 40.0, 80.0, 160.0),

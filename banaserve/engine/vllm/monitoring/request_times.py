@@ -1,4 +1,4 @@
-"""Times of whole requests as metrics: first output and end."""
+"""Times of whole requests as metrics: first token and end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def observe(notes: RequestNotes) -> None:
     assert notes.ended is not None
     ended_s, end = notes.ended
     exemplar = notes.span.exemplar if notes.span is not None else None
-    if notes.first_output_s is not None:
-        metrics.TTFT_S.observe(notes.first_output_s - notes.arrived_s, exemplar)
+    if notes.first_token_s is not None:
+        metrics.TTFT_S.observe(notes.first_token_s - notes.arrived_s, exemplar)
     how = end.how if end.how in _ENDS else "other"
     metrics.LATENCY_S.labels(how).observe(ended_s - notes.arrived_s, exemplar)

@@ -143,6 +143,21 @@ class EnginesDiedError(GracefulHTTPError):
         )
 
 
+def failed_by_itself(context: RequestContext, instance: Instance) -> GracefulHTTPError:
+    """Returns the error of a request that its engine has ended with one, before any output.
+
+    The engine lives: it would be the same on any other.
+    """
+    params = context.request.sampling_params
+    if params is not None and params.structured_outputs is not None:
+        return GracefulHTTPError(
+            "the constraint of this structured output has passed the check and does not compile; "
+            f"why is in the log of {instance.id}",
+            HTTPStatus.BAD_REQUEST,
+        )
+    return GracefulHTTPError("Internal server error", HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
 def out_of_time() -> GracefulHTTPError:
     """Counts a request whose deadline has passed; returns the error for its client."""
     metrics.DEADLINES.inc()
@@ -172,6 +187,7 @@ class RequestContext:
         split_blocker: Why this request cannot be split into legs, None where it can.
         prefilled: The prompt's KV has been left in the store.
         num_cached_tokens: So many of its tokens the prefill leg had not to compute.
+        num_created_tokens: So many it has computed that requests after it find cached.
         first: The prefill leg's token and why it stopped there, until it has been sent.
         num_sent: Outputs that have gone to the client.
         aborted: By its id, from outside: it ends where it stands.
@@ -202,6 +218,7 @@ class RequestContext:
     state: Any = None
     prefilled: bool = False
     num_cached_tokens: int = 0
+    num_created_tokens: int = 0
     first: RequestOutput | None = None
     num_sent: int = 0
     aborted: bool = False
@@ -284,14 +301,21 @@ class RequestContext:
         """Output tokens so far."""
         return len(self.tokens_so_far)
 
-    def send(self, output: RequestOutput, source: str) -> RequestOutput:
-        """``output`` goes to the client; ``source`` is the leg that computed it."""
+    def first_token_is_there(self) -> None:
+        """Note when, whether or not it goes to the client at once."""
+        if self.prefilled:  # to the decode leg all of the prompt is cached
+            compat.set_created_tokens(self.state, self.num_created_tokens)
+        if not self.is_sibling:
+            source = "decode" if self.first is None else "prefill"
+            self.notes.first_token(source, self.first_token_blocker if self.prefilled else None)
+
+    def send(self, output: RequestOutput) -> RequestOutput:
+        """``output`` goes to the client."""
         self.num_sent += 1
         self._compare(output)
-        if self.num_sent == 1 and not self.is_sibling:
-            self.notes.first_output(source, self.first_token_blocker if self.prefilled else None)
-            if not self.notes.cached_tokens:  # the store is not asked while all instances do both
-                self.notes.cached_tokens = output.num_cached_tokens or 0
+        # The store is not asked while all instances do both.
+        if self.num_sent == 1 and not self.is_sibling and not self.notes.cached_tokens:
+            self.notes.cached_tokens = output.num_cached_tokens or 0
         if output.finished:
             self.notes.finish_reason = output.outputs[0].finish_reason
         return output
@@ -347,9 +371,12 @@ async def prefill(context: RequestContext, instance: Instance, push_to: str = ""
     context.notes.note(ended, leg.request_id)
     if context.aborted:
         return
+    if finish_reason == "error":
+        raise failed_by_itself(context, instance)
     if finish_reason not in ("length", "stop"):
         raise InstanceDeadError(f"prefill on {instance.id} ended early")
     context.prefilled, context.num_cached_tokens = True, output.num_cached_tokens or 0
+    context.num_created_tokens = output.num_cache_creation_tokens or 0
     context.weights = weights
     if keeps_token:
         context.first = output
@@ -410,6 +437,8 @@ async def decode(
                 if finished and is_sent:
                     ended = LegEnded(leg_name, instance.id, output.outputs[0].finish_reason)
                     context.notes.note(ended, context.request.request_id)
+                    if ended.finish_reason == "error" and not context.tokens_so_far:
+                        raise failed_by_itself(context, instance)
                 yield output
         except DEAD:
             context.num_beside = max(context.num_beside, instance.inflight_requests)
@@ -442,7 +471,9 @@ def _begin(context: RequestContext, llm: compat.AsyncLLM, queue: LegOutputCollec
         compat.adopt(llm, context.state, context.request.request_id, queue)
         metrics.RESUMED.inc()
         return True
-    context.state = compat.register(llm, context.request, context.prompt_text, queue)
+    context.state = compat.register(
+        llm, context.request, context.prompt_text, queue, context.first_token_is_there
+    )
     if context.prefilled:  # for the client: to the decode leg all of the prompt is cached
         compat.set_cached_tokens(context.state, context.num_cached_tokens)
     if context.first is None:
@@ -552,7 +583,7 @@ async def run_request(
                 context.comes()
             leg = "decode"
             if context.aborted:
-                yield context.send(await _ended(context, cluster.instance(route.decode)), "decode")
+                yield context.send(await _ended(context, cluster.instance(route.decode)))
                 return
             if route.prefill is not None and _has_left(context, cluster, route.decode):
                 async with asyncio.timeout_at(context.deadline):
@@ -572,10 +603,9 @@ async def run_request(
             async with contextlib.aclosing(
                 decode(context, cluster.instance(route.decode), router.gathering)
             ) as outputs:
-                source = "decode" if context.first is None else "prefill"
                 async for output in outputs:
                     context.comes()
-                    yield context.send(output, source)
+                    yield context.send(output)
             router.has_computed(route.decode, context.request, context.tokens_so_far)
             return
         except DEAD as death:

@@ -81,6 +81,7 @@ async def _run(
         if index > 0:
             await first.prompt_leg_ended.wait()
             own.prefilled, own.num_cached_tokens = first.prefilled, first.num_cached_tokens
+            own.num_created_tokens = first.num_created_tokens
             own.weights = first.weights
         async with contextlib.aclosing(run_request(own, router)) as outputs:
             async for output in outputs:

@@ -118,7 +118,7 @@ class LegFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class FirstToken(msgspec.Struct, frozen=True, tag=True):
-    """The first output went to the client.
+    """The answer's first token was there; an answer that is not streamed goes out with the last.
 
     Attributes:
         source: ``prefill`` where the prefill leg's token was used, else ``decode``.
@@ -344,7 +344,7 @@ class RequestSummary(msgspec.Struct):
         arrived_at_s: Seconds since 1970.
         output_tokens: So far.
         instances: Of its legs, in order.
-        ttft_s: From its arrival to its first output; None before that.
+        ttft_s: From its arrival to its first token, streamed or not; None before that.
         took_s: From its arrival to its end, or until now.
         end: How it ended; empty while it is under way.
         received_s: That its body took to come in, before its arrival.

@@ -116,7 +116,7 @@ class RequestNotes:
         self.tokens_so_far: Callable[[], int] = lambda: 0
         self.legs: list[TracedLeg] = []
         self.num_dropped = 0
-        self.first_output_s: float | None = None
+        self.first_token_s: float | None = None
         self.finish_reason: str | None = None
         self.ended: tuple[float, RequestEnded] | None = None
         self.call = call
@@ -155,9 +155,9 @@ class RequestNotes:
             self.legs.append(TracedLeg(instance, incarnation, name))
         self._note(LegBegan(leg, instance, name, resumed_tokens), name)
 
-    def first_output(self, source: str, blocker: str | None) -> None:
-        """The first output goes to the client."""
-        self.first_output_s = self._clock.now()
+    def first_token(self, source: str, blocker: str | None) -> None:
+        """The answer's first token is there; again where the answer begins anew."""
+        self.first_token_s = self._clock.now()
         self._note(FirstToken(source, blocker))
 
     def end(self, how: str, error: str = "") -> None:
@@ -187,13 +187,13 @@ class RequestNotes:
             self.cached_tokens,
             self.output_tokens if has_ended else self.tokens_so_far(),
             InstanceId(self.legs[-1].instance) if self.legs and not has_ended else None,
-            self.first_output_s,
+            self.first_token_s,
             self.ended[0] if self.ended is not None else None,
         )
 
     def summary(self) -> RequestSummary:
         ended_s = self.ended[0] if self.ended is not None else self._clock.now()
-        first_s, call = self.first_output_s, self.call
+        first_s, call = self.first_token_s, self.call
         answered_s = call.answered_s if call is not None else None
         return RequestSummary(
             id=self.request_id,

@@ -1,0 +1,21 @@
+"""Encodings of JSON: what Python's own reader takes, and vLLM with it, becomes UTF-8."""
+
+from __future__ import annotations
+
+import json
+
+_BEGINS = (b"{", b"[", b'"', b" ", b"\n")
+
+
+def as_utf8(text: bytes) -> bytes:
+    """Returns JSON without a byte order mark, in UTF-8; what is in no encoding stays as it is.
+
+    UTF-16 and UTF-32 are told by their marks, or by their first characters (RFC 4627, 3).
+    """
+    if text[:1] in _BEGINS and text[1:2] != b"\0":
+        return text
+    try:
+        encoding = json.detect_encoding(text)
+        return text if encoding == "utf-8" else text.decode(encoding).encode()
+    except UnicodeError:
+        return text

@@ -1,0 +1,36 @@
+"""Encodings of JSON that Python's reader takes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from banaserve.json_text import as_utf8
+
+VALUES = ({"a": "Grüße, 你好 🎉"}, [1, 2], "text", 7, {}, {"a": "b" * 5000})
+ENCODINGS = (
+    "utf-8",
+    "utf-8-sig",
+    "utf-16",
+    "utf-16-le",
+    "utf-16-be",
+    "utf-32",
+    "utf-32-le",
+    "utf-32-be",
+)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("space", ["", "\n ", "\t"])
+@pytest.mark.parametrize("value", VALUES, ids=str)
+def test_it_is_the_same_value_in_utf_8(value: object, space: str, encoding: str) -> None:
+    text = space + json.dumps(value, ensure_ascii=False)
+    assert as_utf8(text.encode(encoding)).decode() == text
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"\xff", b"\xff\xfe{", b"{\x00", b"\xfe\xff\xd8\x00", b"not json", b"\x00\x00"]
+)
+def test_what_is_in_no_encoding_is_not_lost(text: bytes) -> None:
+    assert as_utf8(text) == text or as_utf8(text).decode()

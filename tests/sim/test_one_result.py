@@ -1,0 +1,89 @@
+"""Command, cases, benchmark and library give one result for the same system and load."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from banaserve.cli.main import main
+from banaserve.sim import case
+from banaserve.sim.job import AskedSystem, job
+from banaserve.sim.run import simulate
+from banaserve.sim.system import System, following, preset
+from benchmarks.elastic.cells import LoadCell, cells
+from benchmarks.elastic.runs import elastic_system
+
+DOCUMENT = Path(__file__).parents[2] / "docs/simulator.md"
+
+
+@pytest.fixture(scope="module")
+def own_case(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example of the documents, a hundredth as long and with all arrivals at one time."""
+    text = DOCUMENT.read_text().partition('    name = "mine"')
+    block = textwrap.dedent(text[1] + text[2].partition("\nKeys of a system")[0])
+    path = tmp_path_factory.mktemp("case") / "mine.toml"
+    path.write_text(block.replace("duration_s = 600", "duration_s = 8"))
+    return path
+
+
+@pytest.mark.room
+def test_the_documented_case_runs_as_the_library_does(
+    own_case: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["simulate", str(own_case), "--json"])
+    [told] = json.loads(capsys.readouterr().out)["runs"]
+    assert code in (0, 1)
+    assert list(told["systems"]) == ["colocated", "elastic", "three_to_one"]
+    read = case.read(str(own_case))
+    for name, system in read.systems.items():
+        own = simulate(read.profile, system, read.requests(1), read.limits)
+        assert json.loads(json.dumps(own)) == told["systems"][name], name
+
+
+@pytest.mark.room
+def test_the_elastic_policy_serves_what_fixed_roles_do_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Three prefill instances idle and one decode instance is full, unless somebody looks."""
+
+    def goodput(policy: str) -> float:
+        main(["simulate", "decode-flood", "--system", "banaserve", "--policy", policy, "--json"])
+        [told] = json.loads(capsys.readouterr().out)["runs"]
+        return float(told["systems"]["banaserve"]["goodput_fraction"])
+
+    assert goodput("elastic") > 0.95 > 0.3 > goodput("still")
+
+
+def test_the_benchmarks_elastic_system_is_the_commands() -> None:
+    cell: LoadCell = cells(1, traced=False)[0]
+    ttft_s, tpot_s = cell.service_limits
+    asked = AskedSystem(
+        target="alpaca",
+        rps=1,
+        instances=4,
+        profile=cell.profile,
+        slo_ttft_s=ttft_s,
+        slo_tpot_s=tpot_s,
+    )
+    commands = job(asked).systems["elastic"]
+    assert replace(commands, kind="banaserve", cache="none") == elastic_system(cell, 4)
+
+
+def test_roles_that_it_begins_with_are_kept() -> None:
+    planned = job(AskedSystem(target="alpaca", rps=1, prefill=3, decode=1))
+    names = [name for name, _ in planned.systems["elastic"].roles()]
+    assert sorted(names) == ["d0", "p0", "p1", "p2"]
+    assert planned.systems["colocated"].colocated == 4
+    both = job(AskedSystem(target="alpaca", rps=1, instances=5))
+    assert both.systems["elastic"].colocated == both.systems["colocated"].colocated == 5
+    assert (both.systems["static"].prefill, both.systems["static"].decode) == (2, 3)
+
+
+def test_without_limits_it_routes_by_load() -> None:
+    system: System = following(preset("elastic", colocated=2), "opt-13b-a100", modules="layers")
+    assert (system.routing, system.routing_options) == ("load_aware", {})
+    assert system.migration_options["modules"] == "layers"
