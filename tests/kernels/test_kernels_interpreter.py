@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parent / "interpreted"
 pytest.importorskip("triton")
 
 
-@pytest.mark.deep
+@pytest.mark.room
 @pytest.mark.early
 def test_the_triton_kernels_are_right_in_the_interpreter() -> None:
     environment = {

@@ -48,7 +48,6 @@ def claim(launch: Callable[..., Run], old: Run) -> Callable[..., Run]:
     return start
 
 
-@pytest.mark.spine
 def test_no_client_notices_that_the_server_is_replaced(
     claim: Callable[..., Run], old: Run, disk: Path
 ) -> None:

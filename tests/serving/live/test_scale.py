@@ -81,7 +81,6 @@ def expected(server: Run, kinds: dict[str, Kind]) -> dict[str, Answer]:
     return answers
 
 
-@pytest.mark.spine
 def test_no_answer_notices_that_instances_come_and_go(
     server: Run, admin: AdminClient, kinds: dict[str, Kind], expected: dict[str, Answer]
 ) -> None:
