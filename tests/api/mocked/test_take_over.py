@@ -17,8 +17,6 @@ from mock_run import MockRun
 from observing import until
 from take_over_clients import replaced_unnoticed, serves
 
-pytestmark = pytest.mark.room
-
 OPTIONS = ("--pd", "1:1", "--max-model-len", "2048", "--migration", "off", "--drain-timeout", "120")
 MOCKS = MockOptions(step_ms=4.0)
 ENDLESS_START = MockOptions(start_ms=600_000.0)
@@ -60,6 +58,7 @@ def refused(run: MockRun) -> str:
     return errors
 
 
+@pytest.mark.room
 def test_what_cannot_be_taken_over_is_refused_at_once(
     launch: Callable[..., MockRun],
     claim: Callable[..., MockRun],
@@ -77,6 +76,7 @@ def test_what_cannot_be_taken_over_is_refused_at_once(
     assert serves(old)
 
 
+@pytest.mark.room
 def test_one_that_cannot_serve_or_dies_leaves_the_old_one_as_it_was(
     claim: Callable[..., MockRun], old: MockRun, disk: Path
 ) -> None:
@@ -93,6 +93,7 @@ def test_one_that_cannot_serve_or_dies_leaves_the_old_one_as_it_was(
     assert serves(old)
 
 
+@pytest.mark.deep
 def test_no_client_notices_that_the_server_is_replaced(
     claim: Callable[..., MockRun], old: MockRun, disk: Path
 ) -> None:

@@ -112,7 +112,6 @@ def test_no_answer_notices_that_instances_come_and_go(
     assert httpx.get(f"{server.url}/ready").json()["instances"] == dict.fromkeys(left, "ready")
 
 
-@pytest.mark.spine
 def test_the_last_of_a_role_is_not_drained_and_what_is_there_is_not_added(
     server: Run, admin: AdminClient, capsys: pytest.CaptureFixture[str]
 ) -> None:
