@@ -67,7 +67,8 @@ def simulate_command(
     ] = "",
     show_list: Annotated[bool, typer.Option("--list", help="Show what comes with it.")] = False,
     system: Annotated[
-        list[str] | None, typer.Option(
+        list[str] | None,
+        typer.Option(
             help="One to run, several times for several; else all of a case, or colocated, static "
             "and elastic."
         ),

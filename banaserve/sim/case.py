@@ -162,9 +162,7 @@ def _check_names(path: Path, case: Case) -> None:
             check_known(f"instance in {path.name}", event.instance, everyone)
 
 
-def _systems(
-    path: Path, table: Any, profile_name: str, limits: LatencyLimits
-) -> dict[str, System]:
+def _systems(path: Path, table: Any, profile_name: str, limits: LatencyLimits) -> dict[str, System]:
     if not isinstance(table, Mapping) or not table:
         raise UserError(f"{path}: systems is no section, or an empty one")
     systems = {}
