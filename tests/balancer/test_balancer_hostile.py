@@ -48,7 +48,8 @@ REFUSED = [
     (b"FROB /v1/models HTTP/1.1\r\nHost: b\r\n\r\n", 400),
     (b"CONNECT b:80 HTTP/1.1\r\nHost: b\r\n\r\n", 405),
     (b"TRACE /v1/models HTTP/1.1\r\nHost: b\r\n\r\n", 405),
-    (b"GET http://c/v1/models HTTP/1.1\r\nHost: b\r\n\r\n", 400),
+    (b"GET http://c\\v1/models HTTP/1.1\r\nHost: b\r\n\r\n", 400),
+    (b"GET ftp://c/v1/models HTTP/1.1\r\nHost: b\r\n\r\n", 400),
     (b"OPTIONS * HTTP/1.1\r\nHost: b\r\n\r\n", 400),
     (
         b"GET /v1/x HTTP/1.1\r\nHost: b\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n",

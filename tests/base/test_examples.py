@@ -35,7 +35,7 @@ def test_the_trace_that_is_simulated_compares_all_systems(tmp_path: Path) -> Non
     made = ran(str(EXAMPLES / "simulate_trace.py"))
     heading, *rows = made.splitlines()
     assert heading.split()[0] == "SYSTEM"
-    assert [row.split()[0] for row in rows] == ["colocated", "static", "banaserve"]
+    assert [row.split()[0] for row in rows] == ["colocated", "static", "elastic"]
     assert all(float(row.split()[1]) > 0 for row in rows)
     trace = tmp_path / "trace.jsonl"
     lines = [{"t": i, "input_length": 100, "output_length": 5} for i in range(10)]

@@ -519,8 +519,8 @@ def test_the_trace_of_a_request_shows_both_legs_in_order(
             "routed to p0 then d0",
             "prefill leg sent to p0",
             "prefill leg ended on p0: length",
+            "first token of the answer, from prefill",
             "decode leg sent to d0",
-            "first output sent to the client, its first token from prefill",
             "decode leg ended on d0: length",
             "request ended: length, 4 output tokens",
         ],
@@ -552,6 +552,8 @@ def test_the_trace_says_why_decode_samples_the_first_token(
     )
     assert main(["trace", answer.id, "--run-dir", str(server.run_dir)]) == 0
     shown = capsys.readouterr().out
-    assert "its first token from decode; prefill's could not be used: extra_args" in shown
+    assert (
+        "first token of the answer, from decode; prefill's could not be used: extra_args" in shown
+    )
     assert shown.count("hand-over") + shown.count("scheduler has it") >= 3, shown
     assert "not known" not in shown

@@ -28,6 +28,12 @@ class BrokenRequestError(Exception):
     """The bytes of a request have no certain meaning."""
 
 
+def _path_of(target: bytes) -> bytes:
+    """The path of a target in absolute form, which means the same; any other target as it is."""
+    rest = re.sub(rb"^https?://[^/?#]+", b"", target, flags=re.IGNORECASE)
+    return rest if rest.startswith(b"/") or rest == target else b"/" + rest
+
+
 @dataclass(frozen=True)
 class Meaning:
     """A request as one of the programs has understood it."""
@@ -140,7 +146,7 @@ class RecordingOrigin:
             body = await reader.readexactly(_checked(int(lengths[0]) if lengths else 0))
         option = b",".join(options).lower()
         keep_alive = b"keep-alive" in option if is_http10 else b"close" not in option
-        meaning = Meaning(start[1], start[2], body)
+        meaning = Meaning(start[1], _path_of(start[2]), body)
         own = tuple(field for field in fields if field[0] not in _OF_A_HOP)
         return Recorded(meaning, len(self.records), tuple(stamps), is_http10, keep_alive, own)
 
