@@ -53,6 +53,7 @@ from banaserve.engine.vllm.migration.controller.guest_monitor import live_migrat
 from banaserve.engine.vllm.migration.controller.move_executor import MoveExecutor
 from banaserve.engine.vllm.monitoring import metrics
 from banaserve.engine.vllm.requests.prefix_lookup import PrefixLookup
+from banaserve.engine.vllm.requests.rebalancer import Rebalancer
 from banaserve.engine.vllm.requests.residency import Residency
 from banaserve.engine.vllm.requests.router import Router
 from banaserve.engine.vllm.requests.trace_collection import TraceCollector
@@ -77,6 +78,7 @@ from banaserve.kvstore.stats import StoreStats
 from banaserve.net.descriptors import connections_within
 from banaserve.orchestrator.autoscaling import AutoscaleOptions
 from banaserve.orchestrator.control import ControlLimits, Mode
+from banaserve.orchestrator.rebalancing import RebalanceOptions
 from banaserve.orchestrator.routing import registry
 from banaserve.orchestrator.routing.legs import LegOptions
 from banaserve.platform.packages import vllm_version
@@ -493,9 +495,14 @@ async def _controlling(
     restarts = _restarts(parts, router, coordinator, client, lambda: scaler.is_under_way)
     nodes = NodeChanges(parts.launcher, scaler, cluster, clock)
     nodes.start()
+    rebalancer = _rebalancer(config, router, clock)
+    if rebalancer is not None:
+        rebalancer.start()
     try:
         yield Control(controller, executor, roles, drains, scaler, router.policy, restarts, nodes)
     finally:
+        if rebalancer is not None:
+            await rebalancer.stop()
         await nodes.stop()
         await restarts.stop()
         if autoscaler is not None:
@@ -503,6 +510,19 @@ async def _controlling(
         await scaler.stop()
         await controller.stop()
         await roles.stop()
+
+
+def _rebalancer(config: ServeConfig, router: Router, clock: WallClock) -> Rebalancer | None:
+    """None if it is off, or without a store: a stream that moves fetches its KV from there."""
+    if not (config.rebalances and config.kv_store):
+        return None
+    usual = RebalanceOptions()
+    options = replace(
+        usual,
+        interval_s=usual.interval_s * config.dilate,
+        cooldown_s=usual.cooldown_s * config.dilate,
+    )
+    return Rebalancer(router.cluster, lambda: router.output_lengths.lengths, options, clock)
 
 
 def _autoscaler(

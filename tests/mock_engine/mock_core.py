@@ -447,7 +447,9 @@ class MockCore:
         began_s = time.monotonic()
         num_tokens = self._steps.schedule()
         if num_tokens:
-            took_ms = self._options.step_ms + self._options.prefill_token_ms * num_tokens
+            options = self._options
+            took_ms = options.step_ms + options.prefill_token_ms * num_tokens
+            took_ms += options.request_ms * len(self._steps.running)
             time.sleep(max(0.0, began_s + took_ms / 1000 - time.monotonic()))
         if self._steps.is_deadly:
             os.kill(os.getpid(), signal.SIGKILL)

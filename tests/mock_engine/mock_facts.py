@@ -59,6 +59,7 @@ class MockOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         step_ms: Time of a step without its prompts.
         prefill_token_ms: Time that each token of a prompt adds to a step.
+        request_ms: Time that each request adds to a step.
         start_ms: Time before the handshake.
         answer_ms: Time that each answer to a utility call takes.
         answer_tokens: Number of tokens after which the model's end token comes; 0 for never.
@@ -72,6 +73,7 @@ class MockOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     step_ms: float = 1.0
     prefill_token_ms: float = 0.0
+    request_ms: float = 0.0
     start_ms: float = 0.0
     answer_ms: float = 0.0
     answer_tokens: int = 0

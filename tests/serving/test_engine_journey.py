@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from vllm.v1.metrics.stats import IterationStats
 from banaserve.clock import WallClock
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.continuation import output_of, with_output
+from banaserve.engine.vllm.instance import DRAINED
 from banaserve.engine.vllm.kv_connector.handover import Handover
 from banaserve.engine.vllm.requests.disagg_request import (
     EnginesDiedError,
@@ -98,9 +100,14 @@ class Engine:
         await compat.AsyncLLM.abort(self, request_id, internal)
 
     def holding(
-        self, _: int, __: int, move: Callable[[], None] | None = None, is_prompt: bool = False
+        self,
+        _: int,
+        __: int,
+        move: Callable[[str], None] | None = None,
+        is_prompt: bool = False,
+        moved_s: float | None = None,
     ) -> Any:
-        self.move = move
+        self.move = None if move is None else functools.partial(move, DRAINED)
         return _Flight()
 
     async def _add_request(self, request: Any, *more: Any) -> None:
@@ -555,7 +562,8 @@ class Replaced(Engines):
     is_replaced = False
 
     async def route(self, *said: object, **options: object) -> Route:
-        if self.is_replaced and said[-1]:
+        *_, weights, _ = said
+        if self.is_replaced and weights:
             raise WeightsReplacedError
         return await super().route()
 
@@ -675,7 +683,7 @@ async def test_predictions_are_held_against_what_a_stream_shows(
         now_s[0] = at_s
         monkeypatch.setattr(RequestContext, "num_output_tokens", num_tokens)
         text = SimpleNamespace(text="", token_ids=[0], finish_reason=None)
-        given.send(SimpleNamespace(outputs=[text], finished=is_last, num_cached_tokens=0), "decode")
+        given.send(SimpleNamespace(outputs=[text], finished=is_last, num_cached_tokens=0))
     assert seen == wanted
 
 

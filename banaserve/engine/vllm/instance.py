@@ -15,7 +15,7 @@ import gc
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -37,6 +37,7 @@ from banaserve.engine.vllm.roles.role_switch import Budgets
 from banaserve.engine.vllm.settings.kv_bytes import kv_token_bytes
 from banaserve.errors import InstanceDeadError
 from banaserve.orchestrator.cluster_view import with_guests
+from banaserve.orchestrator.rebalancing import Stream
 from banaserve.platform import linux, processes
 from banaserve.types import (
     NO_WAYS,
@@ -48,6 +49,8 @@ from banaserve.types import (
 )
 
 logger = logging.getLogger(__name__)
+DRAINED, REBALANCED = "drained", "rebalanced"
+"""Reasons for which a leg goes on at another instance."""
 _DEFAULT_PREFILL_TOKENS_PER_S = 1000.0
 _SPEED_SMOOTHING = 0.2
 
@@ -81,10 +84,14 @@ class InflightGuard:
 
     Args:
         prefill_tokens: Of its ``tokens``, those that are to be computed there.
+
+    Attributes:
+        has_output: Whether the engine has computed a token of the leg.
     """
 
     def __init__(self, instance: Counting, prefill_tokens: int, tokens: int) -> None:
         self._instance = instance
+        self.has_output = False
         self._leg = Inflight(1, tokens)
         pairs = prefill_tokens * (2 * tokens - prefill_tokens)
         self._prompt = Inflight(0, 0, 1, prefill_tokens, pairs) if prefill_tokens else None
@@ -93,13 +100,32 @@ class InflightGuard:
             instance.add_inflight(self._prompt, 1)
 
     def prefilled(self) -> None:
-        """The prompt has been computed. May be said again with each output."""
+        """Note that the prompt has been computed. Idempotent: called with each output."""
+        self.has_output = True
         if self._prompt is not None:
             self._instance.add_inflight(self._prompt, -1)
             self._prompt = None
 
     def end(self) -> None:
         self._instance.add_inflight(self._leg, -1)
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that the leg had when it was sent."""
+        return self._leg.tokens
+
+
+class MovableLeg(NamedTuple):
+    """A leg that can go on at another instance.
+
+    Attributes:
+        move: Lets it go on there, for a reason: see ``LegMovedError``.
+        moved_s: Time of its last move by the rebalancer, on the event loop's clock; None for none.
+    """
+
+    guard: InflightGuard
+    move: Callable[[str], None]
+    moved_s: float | None
 
 
 async def startup_handshake(socket: zmq.asyncio.Socket, addresses: dict[str, str]) -> None:
@@ -163,10 +189,10 @@ class Instance:
         self.is_leaving = False
         self.is_orphaned = False
         self.settings = EngineSettings(config, budgets)
-        self._movable: dict[int, Callable[[], None]] = {}
+        self._movable: dict[int, MovableLeg] = {}
         self._given_back = asyncio.Event()
         self._given_back.set()
-        self._movable_prompts: dict[int, Callable[[], None]] = {}
+        self._movable_prompts: dict[int, MovableLeg] = {}
         self.log_path = run_dir / f"{instance_id}.log"
         self._launcher = launcher
         self._series = series
@@ -338,8 +364,8 @@ class Instance:
         self.state = State.STARTING
         self.settings = settings
         self.move_streams()
-        for move in list(self._movable_prompts.values()):
-            move()
+        for leg in list(self._movable_prompts.values()):
+            leg.move(DRAINED)
 
     def kill(self) -> None:
         """End the engine core's process, if there is one."""
@@ -368,19 +394,22 @@ class Instance:
         self,
         prefill_tokens: int,
         tokens: int = 0,
-        move: Callable[[], None] | None = None,
+        move: Callable[[str], None] | None = None,
         *,
         is_prompt: bool = False,
+        moved_s: float | None = None,
     ) -> Iterator[InflightGuard]:
         """Count a leg of ``tokens`` as in flight here, ``prefill_tokens`` still to be computed.
 
         Args:
             move: Lets it go on elsewhere; None where it cannot.
             is_prompt: It would begin anew there, so only the end of its engine moves it.
+            moved_s: Time of its last move by the rebalancer; None for none.
         """
         guard = InflightGuard(self, prefill_tokens, max(tokens, prefill_tokens))
         if move is not None:
-            (self._movable_prompts if is_prompt else self._movable)[id(guard)] = move
+            legs = self._movable_prompts if is_prompt else self._movable
+            legs[id(guard)] = MovableLeg(guard, move, moved_s)
         try:
             yield guard
         finally:
@@ -391,10 +420,22 @@ class Instance:
 
     def move_streams(self) -> int:
         """Let every stream that can go on elsewhere do so; returns how many."""
-        moves = list(self._movable.values())
-        for move in moves:
-            move()
-        return len(moves)
+        legs = list(self._movable.values())
+        for leg in legs:
+            leg.move(DRAINED)
+        return len(legs)
+
+    def streams(self) -> list[Stream]:
+        """Return the legs that can go on elsewhere, the oldest first."""
+        return [
+            Stream(key, leg.guard.tokens, not leg.guard.has_output, leg.moved_s)
+            for key, leg in self._movable.items()
+        ]
+
+    def move_stream(self, key: Hashable) -> None:
+        """Let one of ``streams`` go on elsewhere, if it has not ended meanwhile."""
+        if (leg := self._movable.get(key)) is not None:  # type: ignore[call-overload]
+            leg.move(REBALANCED)
 
     @property
     def num_movable(self) -> int:

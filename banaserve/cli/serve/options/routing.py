@@ -34,6 +34,12 @@ def add_routing(parser: argparse.ArgumentParser) -> None:
         help="prompts with at most so many uncached tokens have no prefill leg",
     )
     add(
+        "--no-rebalance",
+        action="store_true",
+        help="let each stream stay at the instance that it was routed to; otherwise streams leave "
+        "instances with more requests than others of their role",
+    )
+    add(
         "--gather-decode",
         type=float,
         default=_DEFAULTS.gather_decode_s,

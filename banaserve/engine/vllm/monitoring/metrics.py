@@ -22,6 +22,10 @@ RESUMED = Counter(
 MOVED = Counter(
     "banaserve_streams_moved", "Streams that went on elsewhere because their instance was drained"
 )
+REBALANCED = Counter(
+    "banaserve_streams_rebalanced",
+    "Streams that went on elsewhere because another instance had fewer requests",
+)
 BROKEN = Counter(
     "banaserve_streams_broken",
     "Streams that ended in an error after their instance died: prompts that arrive in pieces",

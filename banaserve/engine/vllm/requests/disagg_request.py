@@ -25,7 +25,7 @@ from banaserve.engine.vllm.compat.requests import (
     RequestOutputKind,
 )
 from banaserve.engine.vllm.continuation import logprob_rows
-from banaserve.engine.vllm.instance import Instance
+from banaserve.engine.vllm.instance import DRAINED, REBALANCED, Instance
 from banaserve.engine.vllm.monitoring import metrics
 from banaserve.engine.vllm.requests.gathering import Gathering
 from banaserve.engine.vllm.requests.legs import decode_leg, prefill_leg
@@ -48,7 +48,16 @@ DEAD = (compat.EngineDeadError, InstanceDeadError)
 
 
 class LegMovedError(Exception):
-    """A leg is to go on at another instance: its own is being drained or replaced."""
+    """A leg is to go on at another instance.
+
+    Attributes:
+        reason: ``drained``: its instance is being drained or replaced; ``rebalanced``: another has
+            fewer requests.
+    """
+
+    def __init__(self, reason: str = DRAINED) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 class Prediction(NamedTuple):
@@ -203,6 +212,8 @@ class RequestContext:
         has_siblings: It is the one that counts.
         trial: Its turn to be tried again, where instances have died under it; None for none.
         weights: Of the engines that compute it; empty until the first has.
+        rebalanced_s: Time of its last move by the rebalancer, on the event loop's clock; None for
+            none.
     """
 
     request: compat.EngineCoreRequest
@@ -230,6 +241,7 @@ class RequestContext:
     has_siblings: bool = False
     trial: Trial | None = None
     weights: str = ""
+    rebalanced_s: float | None = None
     _first_s: float = 0.0
     _furthest: int = 0
     _blame: float = 0.0
@@ -351,7 +363,7 @@ async def prefill(context: RequestContext, instance: Instance, push_to: str = ""
     num_tokens = len(context.request.prompt_token_ids or ())
     weights, to_compute = instance.weights, context.to_compute_at(instance.id)
     held = instance.holding(
-        to_compute, num_tokens, lambda: queue.put(LegMovedError()), is_prompt=True
+        to_compute, num_tokens, lambda reason: queue.put(LegMovedError(reason)), is_prompt=True
     )
     with held, _expiring(queue, context.deadline):
         alone, started_s = instance.is_alone, loop.time()
@@ -394,7 +406,12 @@ async def decode(
     waiting = 0 if context.prefilled else context.to_compute_at(instance.id)
     leg_name, num_resumed = "decode" if context.prefilled else "whole", len(context.tokens_so_far)
     num_tokens = len(context.request.prompt_token_ids or ()) + num_resumed
-    held = instance.holding(waiting, num_tokens, lambda: queue.put(LegMovedError()))
+    held = instance.holding(
+        waiting,
+        num_tokens,
+        lambda reason: queue.put(LegMovedError(reason)),
+        moved_s=context.rebalanced_s,
+    )
     with held as guard, _expiring(queue, context.deadline):
         context.num_beside = instance.inflight_requests
         try:
@@ -549,6 +566,7 @@ async def run_request(
     """Run all legs, again elsewhere after a death; one clear error where that is impossible."""
     cluster = router.cluster
     dead: Instance | None = None
+    avoided: InstanceId | None = None
     for attempt in itertools.count(1):
         leg = "route"
         turn = contextlib.AsyncExitStack()
@@ -569,7 +587,9 @@ async def run_request(
                     context.first_token_blocker is not None,
                     context.resident_tokens,
                     context.weights,
+                    avoided,
                 )
+            avoided = None
             context.prediction = (
                 Prediction.of(route) if attempt == 1 and not context.is_sibling else None
             )
@@ -619,11 +639,15 @@ async def run_request(
             if is_last:
                 raise given_up(context.request.external_req_id, context.num_deaths) from death
             metrics.RETRIES.labels(leg).inc()
-        except LegMovedError:
-            metrics.MOVED.inc()
+        except LegMovedError as moved:
             left = route.decode if leg == "decode" or route.prefill is None else route.prefill
-            moved = LegFailed(leg, left, "drained", context.num_deaths, "goes on elsewhere")
-            context.notes.note(moved, context.request.request_id)
+            if moved.reason == REBALANCED:
+                metrics.REBALANCED.inc()
+                avoided, context.rebalanced_s = left, asyncio.get_running_loop().time()
+            else:
+                metrics.MOVED.inc()
+            why = LegFailed(leg, left, moved.reason, context.num_deaths, "goes on elsewhere")
+            context.notes.note(why, context.request.request_id)
         except WeightsReplacedError:
             if not context.start_over():
                 raise

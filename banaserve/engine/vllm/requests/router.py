@@ -117,6 +117,7 @@ class Router:
         first_token_waits: bool = False,
         resident_tokens: Mapping[InstanceId, int] = NOWHERE,
         weights: str = "",
+        avoided: InstanceId | None = None,
     ) -> Route:
         """The policy's choice; waits a while for a restart where no instance serves.
 
@@ -124,6 +125,7 @@ class Router:
 
         Args:
             weights: That it has begun with; empty where it has not.
+            avoided: Not chosen if any other instance can serve; None for none.
 
         Raises:
             GracefulHTTPError: 503 when still no instance serves; 500 where the policy fails.
@@ -145,6 +147,9 @@ class Router:
         waits = False
         while True:
             seen = self._view_of(weights)
+            if avoided is not None and avoided in seen.instances:
+                left = replace(seen.instances[avoided], ready=False)
+                seen = replace(seen, instances={**seen.instances, avoided: left})
             try:
                 route = self.policy.route(view, seen)
                 if split_blocker is not None and route.prefill is not None:
@@ -156,6 +161,9 @@ class Router:
                 error = GracefulHTTPError(str(failure), HTTPStatus.INTERNAL_SERVER_ERROR)
                 raise error from None
             except NoInstanceError as nobody:
+                if avoided is not None:
+                    avoided = None
+                    continue
                 if not waits:
                     notes.note(NoInstance(str(nobody)), request.request_id)
                 waits = True

@@ -1,0 +1,116 @@
+"""Rebalancer: moves streams from overloaded instances to those with fewer requests."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+
+from banaserve.clock import Clock
+from banaserve.engine.vllm.cluster import Cluster
+from banaserve.engine.vllm.instance import Instance
+from banaserve.orchestrator.rebalancing import DecodeLoad, RebalanceOptions, choose_moves
+from banaserve.types import OutputLengths, Role
+
+logger = logging.getLogger(__name__)
+_STALE_S = 5.0
+_USUAL_REMAINING_TOKENS = 100.0
+
+
+class Rebalancer:
+    """Decides once an interval, until it is stopped.
+
+    The router chooses where a stream goes on: never where it has just left, if others can serve.
+    Decode instances are balanced among themselves, and so are instances that do both.
+
+    Args:
+        output_lengths: Returns the lengths of the last answers; None before the first has ended.
+        options: Of the decision.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        output_lengths: Callable[[], OutputLengths | None],
+        options: RebalanceOptions,
+        clock: Clock,
+    ) -> None:
+        self._cluster = cluster
+        self._output_lengths = output_lengths
+        self._options = options
+        self._clock = clock
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to decide."""
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        """End. Streams that are on their way arrive."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            await self._clock.sleep(self._options.interval_s)
+            try:
+                self.rebalance()
+            except Exception:
+                logger.exception("rebalancing")
+
+    def rebalance(self) -> int:
+        """Decide once; return the number of streams that go on elsewhere."""
+        if self._cluster.is_replacing:
+            return 0
+        num_moved = 0
+        for role in (Role.DECODE, Role.COLOCATED):
+            loads = list(self._loads(role))
+            now_s = asyncio.get_running_loop().time()
+            moves = choose_moves(loads, now_s, self._options, self._remaining_tokens())
+            for source, streams in moves.items():
+                instance = self._cluster.instances[source]
+                for stream in streams:
+                    instance.move_stream(stream.key)
+                num_waiting = sum(stream.is_waiting for stream in streams)
+                logger.info(
+                    "%d streams leave instance %s, %d of which had not begun there",
+                    len(streams),
+                    source,
+                    num_waiting,
+                )
+                num_moved += len(streams)
+        return num_moved
+
+    def _loads(self, role: Role) -> Iterator[DecodeLoad]:
+        for instance in self._cluster.instances.values():
+            if instance.role is role and instance.takes_requests:
+                yield self._load(instance)
+
+    def _load(self, instance: Instance) -> DecodeLoad:
+        view = instance.view()
+        report = view.report
+        speed = view.facts.speed if view.facts is not None else 1.0
+        if report is None or self._clock.now() - report.at_s > _STALE_S:
+            return DecodeLoad(instance.id, view.inflight_requests, 0, instance.streams(), speed)
+        return DecodeLoad(
+            instance.id,
+            view.inflight_requests,
+            report.num_waiting,
+            instance.streams(),
+            speed,
+            report.kv_used_fraction,
+            report.step_s,
+            report.step_fill_fraction,
+            report.fetch_token_s,
+        )
+
+    def _remaining_tokens(self) -> float:
+        """Return the mean number of output tokens that a stream still has.
+
+        A stream that decodes at some moment has half of its answer left, on average.
+        """
+        lengths = self._output_lengths()
+        if lengths is None:
+            return _USUAL_REMAINING_TOKENS
+        return sum(lengths.present_tokens) / len(lengths.present_tokens) / 2

@@ -1,0 +1,101 @@
+"""Streams leave an overloaded instance by themselves, once others of its role serve again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from banaserve.api.admin_client import AdminClient
+from banaserve.engine.vllm.tracing.events import LegFailed
+from banaserve.run_dir import find_admin
+from mock_facts import MockOptions
+from mock_run import MockRun
+from observing import until
+from streams import Answer, Kind, asked_all, differences, greedy
+
+pytestmark = pytest.mark.deep
+
+NUM_STREAMS = 24
+KINDS = greedy(NUM_STREAMS, 0, num_tokens=600)
+DECODE = ("d0", "d1", "d2")
+OTHERS = DECODE[1:]
+
+
+@pytest.fixture(scope="module")
+def server(serve: Callable[..., MockRun]) -> Iterator[MockRun]:
+    run = serve("--pd", "1:3", mocks=MockOptions(step_ms=2.0, request_ms=1.0))
+    yield run
+    assert run.end() == 0
+
+
+@pytest.fixture(scope="module")
+def admin(server: MockRun) -> AdminClient:
+    return AdminClient(*find_admin(server.run_dir))
+
+
+def held(server: MockRun) -> dict[str, float]:
+    return {n: server.metric("banaserve_requests_in_flight", instance_id=n) for n in DECODE}
+
+
+def asked_while(
+    server: MockRun, kinds: dict[str, Kind], act: Callable[[], None]
+) -> dict[str, Answer]:
+    """Answers of streams under which something is done, once all of them have begun."""
+
+    async def asked() -> dict[str, Answer]:
+        begun: set[int] = set()
+        all_begin = asyncio.Event()
+
+        def seen(answer: Answer) -> None:
+            begun.add(id(answer))
+            if len(begun) == len(kinds):
+                all_begin.set()
+
+        asking = asyncio.create_task(asked_all(server, kinds, seen))
+        await all_begin.wait()
+        await asyncio.to_thread(act)
+        return await asking
+
+    return asyncio.run(asked())
+
+
+def test_streams_of_one_go_to_others_that_serve_again(server: MockRun, admin: AdminClient) -> None:
+    expected = asyncio.run(asked_all(server, KINDS))
+    for name in OTHERS:
+        admin.drain(name)
+    until(lambda: sum(held(server).values()) == 0, "all have ended")
+
+    def serve_again() -> None:
+        assert held(server) == {"d0": NUM_STREAMS, "d1": 0, "d2": 0}
+        for name in OTHERS:
+            admin.release(name)
+        until(
+            lambda: (
+                max(now := held(server).values()) <= 1.3 * NUM_STREAMS / 3
+                and sum(now) == NUM_STREAMS
+            ),
+            "all of them have their share",
+        )
+
+    answers = asked_while(server, KINDS, serve_again)
+    assert differences(KINDS, expected, answers) == {}
+    moved = server.metric("banaserve_streams_rebalanced_total")
+    assert moved >= NUM_STREAMS // 2
+    events = Counter[str]()
+    for summary in admin.requests(NUM_STREAMS):
+        trace = admin.trace(summary.id)
+        events[summary.id] = sum(
+            isinstance(one.event, LegFailed) and one.event.why == "rebalanced"
+            for one in trace.lines
+        )
+    assert max(events.values()) == 1, "none moves twice within ten seconds"
+    assert sum(events.values()) == moved
+
+
+def test_a_balanced_load_is_left_alone(server: MockRun) -> None:
+    before = server.metric("banaserve_streams_rebalanced_total")
+    asyncio.run(asked_all(server, KINDS))
+    assert server.metric("banaserve_streams_rebalanced_total") == before
