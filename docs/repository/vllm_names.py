@@ -41,6 +41,7 @@ _MODULE = re.compile(r"vllm(\.\w+)+")
 def findings() -> Iterator[Finding]:
     """Yield entries that do not hold, and uses of vLLM outside of the list or of compat."""
     yield from _list_findings()
+    yield from count_findings(ROOT / "README.md")
     for path in sorted(COMPAT.glob("*.py")):
         yield from import_findings(path)
         yield from use_findings(path)
@@ -49,6 +50,14 @@ def findings() -> Iterator[Finding]:
             yield from outside_findings(path)
             if str(path.relative_to(ROOT)).startswith(NEAR_VLLM):
                 yield from near_findings(path)
+
+
+def count_findings(readme: Path) -> Iterator[Finding]:
+    """Yield a README that does not say how much of vLLM is changed at run time."""
+    number = len({entry.path for entry in ENTRIES if entry.hook in (Hook.WRAPPED, Hook.REPLACED)})
+    words = f"{number} of its functions and classes are wrapped or replaced"
+    if words not in readme.read_text():
+        yield Finding(readme, 1, f"does not say that {words}")
 
 
 def _name(entry_name: str) -> str:

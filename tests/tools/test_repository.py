@@ -273,3 +273,11 @@ def test_an_invariant_whose_tests_do_not_always_run_is_found(tmp_path: Path) -> 
     path = tmp_path / "ARCHITECTURE.md"
     path.write_text(kept * 20 + "| a | b | `tests/migration/in_process/test_compiled.py` |\n")
     assert [one.line for one in waits.invariant_findings(path)] == [21]
+
+
+def test_a_readme_that_does_not_say_how_much_of_vllm_is_changed_is_found(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("vLLM is unmodified; 1 of its functions and classes are wrapped or replaced")
+    assert [one.path for one in vllm_names.count_findings(readme)] == [readme]
+    readme.write_text((ROOT / "README.md").read_text())
+    assert list(vllm_names.count_findings(readme)) == []
