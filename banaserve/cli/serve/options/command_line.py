@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Sequence
 
 from banaserve.access.tenants import read_tenants
-from banaserve.arguments import Parser, read_pair
+from banaserve.arguments import read_pair
 from banaserve.cli.serve.options.budgets import add_budgets, budget_of
 from banaserve.cli.serve.options.front_door import (
     add_front_door,
@@ -15,6 +15,7 @@ from banaserve.cli.serve.options.front_door import (
     operator_key_of,
     take_over_of,
 )
+from banaserve.cli.serve.options.help_pages import ServeParser, asked_group
 from banaserve.cli.serve.options.instances import add_instances
 from banaserve.cli.serve.options.migration import add_migration
 from banaserve.cli.serve.options.nodes import add_nodes, cluster_key_of
@@ -42,9 +43,13 @@ def parse_serve_argv(argv: Sequence[str]) -> ServeConfig:
 
     Raises:
         UserError: A word or a value that makes no sense.
+        SystemExit: Help was asked for and has been printed.
     """
     ours, for_vllm = split_argv(argv)
     parser = _make_parser()
+    if (group := asked_group(ours)) is not None:
+        print(parser.format_group(group), end="")
+        raise SystemExit(0)
     # vLLM's positional form. Only the first word can be it: a later one may be the value of an
     # option that only vLLM knows.
     positional = ours.pop(0) if ours and not ours[0].startswith("-") else None
@@ -170,8 +175,21 @@ def _config(known: argparse.Namespace, vllm_argv: tuple[str, ...]) -> ServeConfi
     )
 
 
-def _make_parser() -> argparse.ArgumentParser:
-    parser = Parser(
+_GROUPS = {
+    "instances": add_instances,
+    "nodes": add_nodes,
+    "server": add_front_door,
+    "store": add_store,
+    "routing": add_routing,
+    "migration": add_migration,
+    "pacing": add_pacing,
+    "orchestrator": add_orchestrator,
+    "budgets": add_budgets,
+}
+
+
+def _make_parser() -> ServeParser:
+    parser = ServeParser(
         prog="banaserve serve",
         usage="banaserve serve [MODEL] [options] [-- vLLM options]",
         description="Serve a model with prefill and decode apart, over the OpenAI API.",
@@ -179,13 +197,7 @@ def _make_parser() -> argparse.ArgumentParser:
         "banaserve serve --model smollm2-135m --pd 2:2 -- --max-model-len 4096",
         allow_abbrev=False,
     )
-    add_instances(parser)
-    add_nodes(parser)
-    add_front_door(parser)
-    add_store(parser)
-    add_routing(parser)
-    add_migration(parser)
-    add_pacing(parser)
-    add_orchestrator(parser)
-    add_budgets(parser)
+    for name, add in _GROUPS.items():
+        add(parser)
+        parser.end_group(name)
     return parser

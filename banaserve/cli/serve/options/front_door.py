@@ -15,8 +15,8 @@ _DEFAULTS = ServeConfig()
 def add_front_door(parser: argparse.ArgumentParser) -> None:
     """Add them to ``parser``."""
     add = parser.add_argument
-    add("--host", default=_DEFAULTS.host)
-    add("--port", type=int, default=_DEFAULTS.port)
+    add("--host", default=_DEFAULTS.host, help=f"address to listen at ({_DEFAULTS.host})")
+    add("--port", type=int, default=_DEFAULTS.port, help=f"port to listen at ({_DEFAULTS.port})")
     add(
         "--take-over",
         nargs="?",

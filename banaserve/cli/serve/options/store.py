@@ -15,9 +15,19 @@ _DEFAULTS = ServeConfig()
 def add_store(parser: argparse.ArgumentParser) -> None:
     """Add them to ``parser``."""
     add = parser.add_argument
-    add("--kv-store-size", default=_DEFAULTS.kv_store_size, help="memory for KV blocks")
+    add(
+        "--kv-store-size",
+        default=_DEFAULTS.kv_store_size,
+        metavar="SIZE",
+        help=f"memory of the store, such as 8GiB ({_DEFAULTS.kv_store_size})",
+    )
     add("--kv-store-ssd", type=Path, metavar="FOLDER", help="keep KV blocks on a local disk too")
-    add("--kv-store-ssd-size", default=_DEFAULTS.kv_store_ssd_size, metavar="SIZE")
+    add(
+        "--kv-store-ssd-size",
+        default=_DEFAULTS.kv_store_ssd_size,
+        metavar="SIZE",
+        help=f"size of the files on that disk ({_DEFAULTS.kv_store_ssd_size})",
+    )
     add(
         "--kv-store-distributed",
         default="",

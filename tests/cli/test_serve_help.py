@@ -1,0 +1,59 @@
+"""`banaserve serve --help` fits a screen; every option is on the page of its group."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from banaserve.cli.main import main
+from banaserve.cli.serve.options import command_line
+from banaserve.cli.serve.options.help_pages import COMMON
+
+SCREEN_LINES = 50
+
+
+def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        main(["serve", *words])
+    assert end.value.code in (0, None)
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    return printed.out
+
+
+@pytest.mark.parametrize("word", ["--help", "-h"])
+def test_the_common_options_fit_a_screen(
+    word: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    page = shown(capsys, word)
+    assert page.count("\n") < SCREEN_LINES
+    assert max(map(len, page.splitlines())) <= 80
+    names = [name for names in COMMON.values() for name in names]
+    assert len(names) == 15
+    assert re.findall(r"^  (--[a-z-]+)", page, re.MULTILINE) == names
+
+
+def test_every_option_is_on_the_page_of_one_group(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = command_line._make_parser()
+    pages = [shown(capsys, f"--help={group}") for group in parser.groups]
+    whole = shown(capsys, "--pd", "1:1", "--help=all")
+    for group in parser.groups.values():
+        for option in group:
+            name = option.option_strings[-1]
+            found = re.compile(rf"^  (?:-h, )?{name}[ \[\n]", re.MULTILINE)
+            assert sum(bool(found.search(page)) for page in pages) == 1, name
+            assert found.search(whole), name
+
+
+def test_a_group_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--help=stor"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "did you mean store?" in error
+
+
+def test_version_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["version", "--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: banaserve version\n")
