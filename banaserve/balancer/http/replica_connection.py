@@ -16,6 +16,7 @@ from banaserve.balancer.http.response import (
     parse_response_head,
 )
 from banaserve.errors import ProtocolError
+from banaserve.net.keep_alive import watch_server
 from banaserve.net.tls import Certificates
 
 IDLE_S = 4.0
@@ -76,6 +77,8 @@ class ReplicaConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        if (connection := self._transport.get_extra_info("socket")) is not None:
+            watch_server(connection)
         self._pool.opened(self)
 
     def send(self, parts: Sequence[bytes], sink: Sink, to_head: bool) -> None:
