@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from banaserve.bench.results import result
 from banaserve.bench.serving.cell import Sent
-from banaserve.bench.serving.command import main
+from banaserve.bench.serving.command import main, parse
 from banaserve.errors import UserError
 
 KEY = "secret"
@@ -252,6 +252,28 @@ def test_the_warm_up_counts_for_nothing(bench: Any, tmp_path: Path) -> None:
     assert due == pytest.approx([n / 10 for n in range(6)], abs=0.04)
 
 
+def test_a_number_of_requests_is_enough(bench: Any, tmp_path: Path) -> None:
+    assert bench(*FAST, "--requests", "8") == 0
+    [cell] = result.read(tmp_path / "run" / "result.json").raw["cells"]
+    assert (cell["warm_up_requests"], cell["requests"]) == (0, 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "arrival", "warm_up_s"),
+    [
+        (("--requests", "8"), "closed", 0.0),
+        (("--requests", "8", "--rps", "2"), "poisson", 0.0),
+        (("--rps", "2"), "poisson", 10.0),
+        (("--rps", "2", "--requests", "8", "--warmup", "1"), "poisson", 1.0),
+    ],
+)
+def test_what_is_not_said_suits_the_rest(
+    options: tuple[str, ...], arrival: str, warm_up_s: float
+) -> None:
+    given = parse(["--url", "http://127.0.0.1:1", *options])
+    assert (given.arrival, given.warmup) == (arrival, warm_up_s)
+
+
 def test_a_cell_that_is_all_warm_up_is_none(bench: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="all 3 requests of 500rps-seed0 were sent in the warm-up"):
         bench(*FAST, "--rps", "500", "--requests", "3", "--warmup", "60")
@@ -265,7 +287,7 @@ def test_a_cell_that_is_all_warm_up_is_none(bench: Any, tmp_path: Path) -> None:
         (("--rps", "1", "--api-key", "wrong"), "HTTP 401: give its --api-key"),
         (("--rps", "1", "--model", "other"), "serves canned, not other"),
         (("--rps", "1", "--dataset", "alpca"), "unknown dataset, and no file: alpca"),
-        ((), "poisson arrivals need --rps"),
+        (("--arrival", "poisson"), "poisson arrivals need --rps"),
         (("--arrival", "closed", "--rps", "1"), "has no --rps"),
         (("--arrival", "closed"), "needs --requests"),
         (("--arrival", "trace", "--dataset", "random", "--rps", "9"), "says not when"),

@@ -100,7 +100,7 @@ _NOTES = (
 
 def main(argv: Sequence[str]) -> int:
     """Run it, keep the records, print the table; the exit code."""
-    given = _parse(argv)
+    given = parse(argv)
     plan = _plan(given)
     target = find_target(given.url, given.model, given.api_key)
     words = Words(load_tokenizer(target, given.tokenizer))
@@ -114,7 +114,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the options; those that are not given suit the others."""
     parser = Parser(
         prog="banaserve bench serving",
         description=__doc__,
@@ -126,7 +127,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--out", type=Path, default=Path("bench-serving"), help="folder of the run")
     add("--json", type=Path, help="write the result there too")
-    return parser.parse_args(list(argv))
+    given = parser.parse_args(list(argv))
+    if given.arrival is None:
+        given.arrival = "closed" if given.rps is None else "poisson"
+    if given.warmup is None:
+        given.warmup = 10.0 if given.requests is None else 0.0
+    return given
 
 
 def _add_target(parser: argparse.ArgumentParser) -> None:
@@ -162,12 +168,17 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
 def _add_load(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--rps", type=_numbers, help="requests a second: one, or several such as 1,2,4")
-    add("--arrival", default="poisson", help=", ".join(KINDS))
+    add("--arrival", help=f"{', '.join(KINDS)} (poisson with --rps, else closed)")
     add("--variation", type=float, default=2.0, help="coefficient of, of gamma arrivals")
     add("--concurrency", type=_numbers, default=(8,), help="of closed: requests under way")
     add("--requests", type=int, help="of each cell (default: those of --warmup and --duration)")
     add("--duration", type=float, default=60.0, metavar="S", help="measured")
-    add("--warmup", type=float, default=10.0, metavar="S", help="sent before, not counted")
+    add(
+        "--warmup",
+        type=float,
+        metavar="S",
+        help="seconds of requests that are sent before and not counted (10; 0 with --requests)",
+    )
     add("--seeds", type=_whole, default=(0,), help="such as 0,1,2,3,4")
     add("--slo-ttft", type=float, metavar="S", help="for goodput")
     add("--slo-tpot", type=float, metavar="S", help="for goodput")
