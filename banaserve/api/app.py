@@ -16,6 +16,7 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from prometheus_client import Counter, Gauge
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -46,6 +47,7 @@ from banaserve.engine.vllm.compat.config import ModelConfig
 from banaserve.engine.vllm.requests.disagg_request import EnginesDiedError
 from banaserve.errors import UserError
 from banaserve.net.keep_alive import keep_alive
+from banaserve.net.loop_watch import LoopWatch
 from banaserve.net.tls import Certificates, ServerTls
 from banaserve.net.tls_listener import TlsListener
 
@@ -135,7 +137,16 @@ async def _no_scaling(_: Request) -> Response:
     )
 
 
-_TICKS_A_SWEEP = 5
+_TICK_S, _TICKS_A_SWEEP = 0.1, 5
+"""uvicorn calls ``on_tick`` so often."""
+LAG_S = Gauge(
+    "banaserve_front_door_lag_seconds",
+    "How much later than due the front door's event loop came to its last tick",
+)
+STALLED_S = Counter(
+    "banaserve_front_door_stalled_seconds",
+    "Seconds for which the front door's event loop stood still, in stalls of a second and more",
+)
 
 
 class _Server(uvicorn.Server):
@@ -145,6 +156,7 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self.listening = asyncio.Event()
         self._edge, self._tls = edge, tls
+        self._watch = LoopWatch(_TICK_S)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         for sock in sockets or ():
@@ -172,8 +184,14 @@ class _Server(uvicorn.Server):
         return TlsListener(sock, make, tls, edge.table, edge.limits.handshake_s, failed)
 
     async def on_tick(self, counter: int) -> bool:
+        now_s = monotonic()
+        if self._watch.tick(now_s):
+            STALLED_S.inc(self._watch.lag_s)
+            logger.warning("the front door's event loop stood still for %.1f s", self._watch.lag_s)
+        LAG_S.set(self._watch.lag_s)
         if counter % _TICKS_A_SWEEP == 0:
-            self._edge.sweep(monotonic())
+            if self._watch.may_enforce():
+                self._edge.sweep(now_s)
             if self._tls is not None:
                 self._tls.look()
         return bool(await super().on_tick(counter))

@@ -40,6 +40,7 @@ from banaserve.errors import UserError
 from banaserve.kvstore.sizes import parse_size
 from banaserve.net.connections import ConnectionTable, Evictable
 from banaserve.net.descriptors import connections_within
+from banaserve.net.loop_watch import LoopWatch
 from banaserve.net.refusal_log import RefusalLog
 from banaserve.net.tls import Certificates
 from banaserve.orchestrator.replicas.fleet import Fleet
@@ -66,6 +67,8 @@ _SMALL_BODY_BYTES = 64 * 1024
 Say = Callable[[str], None]
 _RESERVED_DESCRIPTORS, _DESCRIPTORS_A_TARGET = 256, 4
 """For logs and the resolver, and for probes."""
+TICK_S = 0.1
+"""Time between two calls of ``Balancer.tick``."""
 
 
 class Balancer(RequestHandler):
@@ -119,6 +122,7 @@ class Balancer(RequestHandler):
         self._peer_keys = Keys([settings.peer_key] if settings.peer_key else [])
         self.observers = observers(settings, log)
         self._clients: set[ClientConnection] = set()
+        self._watch = LoopWatch(TICK_S)
         self.connections: ConnectionTable[Evictable] = ConnectionTable(1)
         self._refusal_log = RefusalLog(log)
         self._under_way: dict[ProxiedRequest, None] = {}
@@ -323,6 +327,8 @@ class Balancer(RequestHandler):
     def tick(self) -> None:
         """What time alone brings about; called ten times a second."""
         now_s = monotonic()
+        if self._watch.tick(now_s):
+            self.log(f"the balancer's event loop stood still for {self._watch.lag_s:.1f} s")
         for target in self.targets.values():
             if target.breaker.is_open:
                 target.refresh(now_s)
@@ -335,8 +341,9 @@ class Balancer(RequestHandler):
         for proxied in list(self._under_way):
             if proxied.deadline_s <= now_s:
                 proxied.expire()
-        for client in list(self._clients):
-            client.sweep(now_s)
+        if self._watch.may_enforce():
+            for client in list(self._clients):
+                client.sweep(now_s)
         for target in self.targets.values():
             target.pool.sweep(now_s)
         for one in (self.certificates, self.registry.tls):

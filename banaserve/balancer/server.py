@@ -11,14 +11,13 @@ from pathlib import Path
 
 import uvloop
 
-from banaserve.balancer.balancer import Balancer
+from banaserve.balancer.balancer import TICK_S, Balancer
 from banaserve.balancer.config_file import follow
 from banaserve.balancer.http.client_connection import ClientConnection
 from banaserve.net.keep_alive import keep_alive
 from banaserve.net.tls import Certificates
 from banaserve.net.tls_listener import ClientListener, TlsListener
 
-_TICK_S = 0.1
 _TICKS_A_SLOW_ONE = 5
 _BACKLOG = 2048
 _HANDSHAKE_S = 10.0
@@ -100,7 +99,7 @@ async def tick(balancer: Balancer) -> None:
     """Keep the balancer's time."""
     while True:
         for _ in range(_TICKS_A_SLOW_ONE):
-            await asyncio.sleep(_TICK_S)
+            await asyncio.sleep(TICK_S)
             _guarded(balancer.tick, balancer)
         _guarded(balancer.tick_slowly, balancer)
 
