@@ -1,7 +1,9 @@
 """Demonstration for people: four paced engines under a load that swings, on the page.
 
 ``make demo``. The time of the engines is modelled, so that the load of four GPUs fits two cores.
-Layers move by hand first, then roles follow the load; at the end it says how to replay it all.
+First the speed of this machine is measured. Then the load meets four instances whose roles follow
+it, and after them two prefill and two decode instances that stay what they are. The last line says
+how many requests were in time in both; it says why not if the machine could not keep up.
 """
 
 from __future__ import annotations
@@ -9,76 +11,214 @@ from __future__ import annotations
 import argparse
 import asyncio
 import secrets
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from banaserve.api.admin_client import AdminClient
 from banaserve.arguments import Parser
 from banaserve.bench.loadgen.client import OpenAiClient
+from banaserve.bench.loadgen.modelled_time import modelled_time
 from banaserve.bench.loadgen.servers import Server, banaserve_server, end_on_sigterm
 from banaserve.config import MINIATURE
 from banaserve.engine.vllm.migration.api import MoveLayers, Return
 from banaserve.errors import UserError
 from banaserve.sim import case as cases
-from benchmarks.cases import CaseRequest, options_of, send
+from banaserve.sim.case import Case
+from benchmarks.cases import CaseRequest, figures_of, send
 from benchmarks.script import run_script
 
-_CASE, _SYSTEM = "oscillating-load", "banaserve"
+MOST_LATE = 0.03
+"""Share of steps that may take longer than modelled; with more, times say nothing."""
+_CASE = "oscillating-load"
+_DILATIONS = (2.0, 3.0, 4.0, 6.0, 8.0, 12.0)
+_PHASE_WALL_S = 20.0
+_TRIAL_S = 2.5
 _TIMEOUT_S = 600.0
-_TIME_TO_OPEN_S = 10.0
+_TIME_TO_OPEN_S = 5.0
+_TELL_EVERY_S = 10.0
+_SHARED = ("--kv-store-size", "512MiB", "--max-concurrent-requests", "8192")
+
+
+class DemoRun(NamedTuple):
+    """What came of the load on one arrangement.
+
+    Attributes:
+        num_in_time: Requests within the limits.
+        late_fraction: Share of steps that took longer than modelled.
+        took_s: On the wall.
+    """
+
+    num_requests: int
+    num_in_time: int
+    num_failed: int
+    late_fraction: float
+    took_s: float
 
 
 def main(argv: Sequence[str]) -> int:
     """Run it to its end; the exit code."""
     parser = Parser(prog="python -m benchmarks demo", description=__doc__)
-    parser.add_argument("--dilate", type=float, default=2.0, help="wall seconds of a modelled one")
-    parser.add_argument("--phase-s", type=float, default=20.0, help="modelled, of each of two")
+    parser.add_argument("--port", type=int, help="of both servers (a free one)")
+    parser.add_argument("--dilate", type=float, help="wall seconds of a modelled one (measured)")
+    parser.add_argument("--phase-s", type=float, help="modelled seconds of each of two phases")
     parser.add_argument("--log", type=Path, default=Path("build/demo.jsonl"), help="of decisions")
     given = parser.parse_args(list(argv))
-    if given.dilate < 0.1 or given.phase_s < 1:
-        raise UserError("--dilate: give 0.1 or more, --phase-s: 1 or more")
+    for name, least in (("dilate", 0.1), ("phase_s", 1.0)):
+        value = getattr(given, name)
+        if value is not None and value < least:
+            raise UserError(f"--{name.replace('_', '-')} {value:g}: give {least:g} or more")
     end_on_sigterm()
     given.log.parent.mkdir(parents=True, exist_ok=True)
-    given.log.unlink(missing_ok=True)
+    for log in (given.log, _of_fixed(given.log)):
+        log.unlink(missing_ok=True)
     asyncio.run(_show(given))
     return 0
 
 
 async def _show(given: argparse.Namespace) -> None:
     case = cases.read(_CASE)
-    phases = tuple(replace(one, duration_s=given.phase_s) for one in case.phases)
-    case = replace(case, phases=phases, repeat=1)
+    dilation = given.dilate or await _measured(given, case)
+    phase_s = given.phase_s or _PHASE_WALL_S / dilation
+    case = replace(
+        case, phases=tuple(replace(one, duration_s=phase_s) for one in case.phases), repeat=1
+    )
+    limits = case.limits
+    service = ("--slo-ttft", f"{limits.ttft_s:g}", "--slo-tpot", f"{limits.tpot_s:g}")
+    follow = ("--instances", "4", *service)
+    fixed = ("--pd", "2:2", "--orchestrator", "dry-run")
+    logs = given.log, _of_fixed(given.log)
+    print("1 of 2: four instances whose roles follow the load", flush=True)
+    first = await _run(given, case, dilation, follow, logs[0], is_shown=True)
+    print("2 of 2: the same load on two prefill and two decode instances", flush=True)
+    second = await _run(given, case, dilation, fixed, logs[1])
+    for log in logs:
+        print(f"play it again: banaserve ui --replay {log}")
+    print(verdict(first, second, limits.ttft_s, limits.tpot_s))
+
+
+def _of_fixed(log: Path) -> Path:
+    return log.with_stem(f"{log.stem}-fixed")
+
+
+def verdict(follows: DemoRun, fixed: DemoRun, ttft_s: float, tpot_s: float) -> str:
+    """Return the last line."""
+    late = max(follows.late_fraction, fixed.late_fraction)
+    if late > MOST_LATE:
+        return (
+            f"no verdict: {late:.1%} of the steps took longer than modelled (at most "
+            f"{MOST_LATE:.0%}); end other programs, or give a larger --dilate"
+        )
+    return (
+        f"in time (first token within {ttft_s:g} s, the others {tpot_s:g} s apart): "
+        f"{follows.num_in_time} of {follows.num_requests} requests with roles that follow the "
+        f"load, {fixed.num_in_time} of {fixed.num_requests} with fixed roles; "
+        f"{late:.1%} of the steps late"
+    )
+
+
+async def _measured(given: argparse.Namespace, case: Case) -> float:
+    """Return the least dilation at which this machine keeps up with the load.
+
+    Raises:
+        UserError: It keeps up at none.
+    """
+    peak = max(case.phases, key=lambda one: one.rate_per_s * one.output.mean)
+    trial = replace(case, phases=(replace(peak, duration_s=_TRIAL_S),), repeat=1)
+    late = 1.0
+    for dilation in _DILATIONS:
+        print(f"measuring this machine: {dilation:g} wall seconds a modelled one", flush=True)
+        options = ("--colocated", "4", "--orchestrator", "off", "--migration", "off")
+        late = (await _run(given, trial, dilation, options, None)).late_fraction
+        print(f"  {late:.1%} of the steps took longer than modelled", flush=True)
+        if late <= MOST_LATE / 2:
+            return dilation
+    raise UserError(
+        f"this machine is too slow: {late:.1%} of the steps are late even at {_DILATIONS[-1]:g} "
+        "wall seconds a modelled one; end other programs, or give --dilate"
+    )
+
+
+async def _run(
+    given: argparse.Namespace,
+    case: Case,
+    dilation: float,
+    options: Sequence[str],
+    log: Path | None,
+    *,
+    is_shown: bool = False,
+) -> DemoRun:
     asked = [CaseRequest.of(one, case.seed) for one in case.requests(case.seed)]
-    options = options_of(case.systems[_SYSTEM], case.profile.name, given.dilate, given.log)
     key = secrets.token_urlsafe(12)
-    print("starting two prefill and two decode engines, whose time is modelled", flush=True)
-    with banaserve_server(MINIATURE, *options, "--admin-key", key) as server:
-        print(f"\n  page  {server.url}/ui\n  key   {key}\n", flush=True)
-        print(f"the load begins in {_TIME_TO_OPEN_S:g} s", flush=True)
-        await asyncio.sleep(_TIME_TO_OPEN_S)
+    words = ["--pace", case.profile.name, "--dilate", f"{dilation:g}", *_SHARED, *options]
+    words += ["--admin-key", key]
+    if log is not None:
+        words += ["--decision-log", str(log)]
+    with banaserve_server(MINIATURE, *words, port=given.port) as server:
+        if is_shown:
+            print(f"\n  page  {server.url}/ui\n  key   {key}\n", flush=True)
+            await asyncio.sleep(_TIME_TO_OPEN_S)
         name = f"paced-{case.profile.name}"
         async with OpenAiClient(server.url, name, timeout_s=_TIMEOUT_S, read_late=True) as client:
             began_s = time.monotonic()
-            moving = asyncio.create_task(asyncio.to_thread(_move, server, key))
-            records = await send(client, asked, given.dilate)
-            await moving
-        failed = sum(one.error is not None for one in records)
-        decided = AdminClient(server.url, key).decisions()
-    done = [step.what for one in decided for step in one.steps if step.result is not None]
-    print(f"{len(records)} requests in {time.monotonic() - began_s:.0f} s, {failed} failed")
-    for what in done:
-        print(f"  {what}")
-    print(f"play it again: banaserve ui --replay {given.log}")
+            with _told(server, len(asked)) if log is not None else _untold():
+                sending = asyncio.create_task(send(client, asked, dilation))
+                if is_shown:
+                    await asyncio.to_thread(_move, server, key)
+                records = await sending
+        told = modelled_time(server.url)
+    assert told is not None, "a paced server says how it kept time"
+    figures = figures_of(records, dilation, case.limits)
+    return DemoRun(
+        len(records),
+        round(figures["goodput_fraction"] * len(records)),
+        sum(one.error is not None for one in records),
+        told.num_overrun / max(1, told.num_steps),
+        time.monotonic() - began_s,
+    )
+
+
+@contextmanager
+def _told(server: Server, num_requests: int) -> Iterator[None]:
+    """Say how far the load is, every few seconds."""
+    over = threading.Event()
+
+    def tell() -> None:
+        began_s = time.monotonic()
+        while not over.wait(_TELL_EVERY_S):
+            running, waiting = (
+                server.metric(f"vllm:num_requests_{state}") for state in ("running", "waiting")
+            )
+            print(
+                f"  {time.monotonic() - began_s:3.0f} s: of {num_requests} requests {running:.0f} "
+                f"run and {waiting:.0f} wait",
+                flush=True,
+            )
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextmanager
+def _untold() -> Iterator[None]:
+    yield
 
 
 def _move(server: Server, key: str) -> None:
-    """A quarter of a decode instance's layers to an idle one, and home again."""
+    """A quarter of an instance's layers to another one, and home again."""
     admin = AdminClient(server.url, key)
-    (host,) = [one for one in admin.placement().instances if one.id == "d0"]
-    print(f"layers 0:{host.num_layers // 4} of d0 go to p0, and home again", flush=True)
-    for ask in (MoveLayers("d0", "p0", (0, host.num_layers // 4)), Return("d0")):
+    (host,) = [one for one in admin.placement().instances if one.id == "c0"]
+    print(f"  layers 0:{host.num_layers // 4} of c0 go to c1, and home again", flush=True)
+    for ask in (MoveLayers("c0", "c1", (0, host.num_layers // 4)), Return("c0")):
         admin.run(ask)
         time.sleep(3)  # to be looked at
 

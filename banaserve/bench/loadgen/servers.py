@@ -144,11 +144,14 @@ class Server:
 
 @contextlib.contextmanager
 def banaserve_server(
-    model: str, *options: str, environment: Mapping[str, str] | None = None
+    model: str,
+    *options: str,
+    environment: Mapping[str, str] | None = None,
+    port: int | None = None,
 ) -> Iterator[Server]:
-    """``banaserve serve`` with ``options``, on a free port of this machine."""
+    """``banaserve serve`` with ``options``, on ``port`` or a free port of this machine."""
     command = [sys.executable, "-m", "banaserve", "serve", "--model", model]
-    with _started([*command, *options], "banaserve", environment) as server:
+    with _started([*command, *options], "banaserve", environment, port) as server:
         yield server
 
 
@@ -219,9 +222,12 @@ def end_on_sigterm() -> None:
 
 @contextlib.contextmanager
 def _started(
-    command: Sequence[str], name: str, environment: Mapping[str, str] | None = None
+    command: Sequence[str],
+    name: str,
+    environment: Mapping[str, str] | None = None,
+    port: int | None = None,
 ) -> Iterator[Server]:
-    port = free_port()
+    port = free_port() if port is None else port
     variables = {"OMP_NUM_THREADS": "1", **ENVIRONMENT, **os.environ, **(environment or {})}
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         log_path = Path(folder) / f"{name}.log"
