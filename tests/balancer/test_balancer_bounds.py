@@ -179,7 +179,7 @@ def test_a_full_disk_ends_the_decision_log_and_nothing_else():
 
 
 async def test_the_clock_goes_on_after_a_step_that_failed(monkeypatch):
-    monkeypatch.setattr(server, "_TICK_S", 0.0)
+    monkeypatch.setattr(server, "TICK_S", 0.0)
     said, went_on = [], asyncio.Event()
 
     def fail():
