@@ -16,7 +16,7 @@ class LoopWatch:
         interval_s: Time between two calls of ``tick``.
 
     Attributes:
-        lag_s: How much later than due the last tick came.
+        lag_s: Time by which the last tick came too late.
     """
 
     def __init__(self, interval_s: float) -> None:

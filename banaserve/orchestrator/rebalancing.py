@@ -47,7 +47,7 @@ class Stream(NamedTuple):
     Attributes:
         key: Identifies it to the caller.
         tokens: Number of tokens whose KV it would fetch elsewhere.
-        is_waiting: Whether its instance has not yet computed anything of it.
+        is_waiting: Flag: its instance has not computed anything of it yet.
         moved_s: Time of its last move; None if it has not moved.
     """
 
@@ -63,7 +63,7 @@ class DecodeLoad(NamedTuple):
     Attributes:
         num_requests: Number of decode and whole requests that it holds, movable or not.
         num_waiting: Number of them that its engine has not put into a batch.
-        streams: Those that can move, the oldest first.
+        streams: Requests that can move, the oldest first.
         speed: Speed of its device against the others.
         kv_used_fraction: Share of its KV memory in use, in [0, 1].
         step_s: Time of one of its steps; 0 if not measured.

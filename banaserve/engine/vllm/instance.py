@@ -86,7 +86,7 @@ class InflightGuard:
         prefill_tokens: Of its ``tokens``, those that are to be computed there.
 
     Attributes:
-        has_output: Whether the engine has computed a token of the leg.
+        has_output: Flag: the engine has computed a token of the leg.
     """
 
     def __init__(self, instance: Counting, prefill_tokens: int, tokens: int) -> None:

@@ -26,7 +26,7 @@ OTHERS = DECODE[1:]
 
 @pytest.fixture(scope="module")
 def server(serve: Callable[..., MockRun]) -> Iterator[MockRun]:
-    run = serve("--pd", "1:3", mocks=MockOptions(step_ms=2.0, request_ms=1.0))
+    run = serve("--pd", "1:3", "--rebalance", mocks=MockOptions(step_ms=2.0, request_ms=1.0))
     yield run
     assert run.end() == 0
 

@@ -130,7 +130,7 @@ def _config(known: argparse.Namespace, vllm_argv: tuple[str, ...]) -> ServeConfi
         routing_policy=known.routing_policy or usual_routing(known),
         routing_options=tuple(read_pair("--routing-option", text) for text in known.routing_option),
         skip_prefill_below_tokens=known.skip_prefill_below_tokens,
-        rebalances=not known.no_rebalance,
+        rebalances=known.rebalance,
         gather_decode_s=known.gather_decode,
         threads_per_instance=known.threads_per_instance,
         max_concurrent_requests=known.max_concurrent_requests,

@@ -34,10 +34,10 @@ def add_routing(parser: argparse.ArgumentParser) -> None:
         help="prompts with at most so many uncached tokens have no prefill leg",
     )
     add(
-        "--no-rebalance",
+        "--rebalance",
         action="store_true",
-        help="let each stream stay at the instance that it was routed to; otherwise streams leave "
-        "instances with more requests than others of their role",
+        help="let streams leave instances with more requests than others of their role; otherwise "
+        "each stays where it was routed (needs the store)",
     )
     add(
         "--gather-decode",

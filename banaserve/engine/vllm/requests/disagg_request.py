@@ -196,7 +196,7 @@ class RequestContext:
         split_blocker: Why this request cannot be split into legs, None where it can.
         prefilled: The prompt's KV has been left in the store.
         num_cached_tokens: So many of its tokens the prefill leg had not to compute.
-        num_created_tokens: So many it has computed that requests after it find cached.
+        num_created_tokens: Number of prompt tokens that the prefill leg has left in caches.
         first: The prefill leg's token and why it stopped there, until it has been sent.
         num_sent: Outputs that have gone to the client.
         aborted: By its id, from outside: it ends where it stands.

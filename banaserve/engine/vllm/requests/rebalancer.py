@@ -25,7 +25,7 @@ class Rebalancer:
 
     Args:
         output_lengths: Returns the lengths of the last answers; None before the first has ended.
-        options: Of the decision.
+        options: Thresholds and times of the decision.
     """
 
     def __init__(

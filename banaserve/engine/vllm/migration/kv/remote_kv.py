@@ -214,8 +214,8 @@ def wait_all(tickets: Sequence[Ticket], num_bytes: int, grace_s: float = STEP_GR
     """Return when all copies have ended; the time they get grows with their bytes.
 
     Args:
-        grace_s: How long a guest may stand still meanwhile. One whose process has ended is found
-            at once.
+        grace_s: Time for which a guest may stand still meanwhile. A guest whose process has ended
+            is found at once.
 
     Raises:
         GuestLostError: One has failed or takes too long; none touches local memory any more.
