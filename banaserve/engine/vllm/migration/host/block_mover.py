@@ -80,22 +80,21 @@ class BlockMover:
             if self._source is not None and self._target is not None:
                 copied = self._between_guests(blocks, stop)
             else:
-                copied = self._with_host(blocks, stop, in_background)
+                nobody_waits = in_background and self._source is None
+                grace_s = BACKGROUND_GRACE_S if nobody_waits else STEP_GRACE_S
+                copied = self._with_host(blocks, stop, grace_s)
         self._time_hook.copied(copied, time.perf_counter() - began_s)
         return copied
 
-    def _with_host(
-        self, blocks: Sequence[int], stop: Callable[[], bool], in_background: bool
-    ) -> int:
+    def _with_host(self, blocks: Sequence[int], stop: Callable[[], bool], grace_s: float) -> int:
         if self._host.device is not None:
-            return self._with_device(self._host.device, blocks, stop)
+            return self._with_device(self._host.device, blocks, stop, grace_s)
         remote, to_guest = self._target or self._source, self._target is not None
         assert remote is not None
         local, starts = self._host_memory()
         each_bytes = sum(self._block_bytes.values())
         is_guarded = self._source is not None and self._unit.blocks_come_home
         per_time = max(1, (_BOUNCE_BYTES if is_guarded else _ROUND_BYTES) // each_bytes)
-        grace_s = BACKGROUND_GRACE_S if in_background and self._source is None else STEP_GRACE_S
         num_bytes = 0
         for first in range(0, len(blocks), per_time):
             if stop():
@@ -111,7 +110,7 @@ class BlockMover:
         return num_bytes
 
     def _with_device(
-        self, device: DeviceKv, blocks: Sequence[int], stop: Callable[[], bool]
+        self, device: DeviceKv, blocks: Sequence[int], stop: Callable[[], bool], grace_s: float
     ) -> int:
         """Blocks are packed into host memory before they leave, or unpacked when they have come."""
         remote, to_guest = self._target or self._source, self._target is not None
@@ -134,7 +133,7 @@ class BlockMover:
                 if to_guest:
                     for name in names:
                         device.pack(name, part, pages[name], self._unit.heads(name))
-                remote.exchange(part, memory, local, to_guest=to_guest)
+                remote.exchange(part, memory, local, to_guest=to_guest, grace_s=grace_s)
                 if not to_guest:
                     for name in names:
                         device.unpack(name, part, pages[name], self._unit.heads(name))

@@ -301,11 +301,13 @@ class StagedRemoteKv(RemoteKv):
         *,
         to_guest: bool,
         urgent: bool = False,
+        grace_s: float = STEP_GRACE_S,
     ) -> None:
         """Copy blocks of some attentions; returns when they are where they should be.
 
         Args:
             pages: Offset of each block's page in ``local``, laid out as the host's, by attention.
+            grace_s: See ``wait_all``.
 
         Raises:
             GuestLostError: The guest is gone, or takes copies of another epoch.
@@ -316,7 +318,7 @@ class StagedRemoteKv(RemoteKv):
             for first in range(0, len(blocks), per_time):
                 part = slice(first, min(first + per_time, len(blocks)))
                 mine = {name: offsets[part] for name, offsets in pages.items()}
-                self._piece(blocks[part], local, mine, to_guest, urgent)
+                self._piece(blocks[part], local, mine, to_guest, urgent, grace_s)
 
     def _piece(
         self,
@@ -325,6 +327,7 @@ class StagedRemoteKv(RemoteKv):
         pages: Mapping[str, _Offsets],
         to_guest: bool,
         urgent: bool,
+        grace_s: float,
     ) -> None:
         start = self._half_bytes if urgent else 0
         request = messages.CopyPages(
@@ -335,6 +338,7 @@ class StagedRemoteKv(RemoteKv):
         wait_all(
             self._submit(local, pages, start, to_guest, urgent),
             len(blocks) * sum(self._page_bytes[name] for name in pages),
+            grace_s,
         )
         if to_guest:
             self._ask(request)
