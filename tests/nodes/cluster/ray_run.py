@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
 from benchmarks.network.hosts import Host
 from observing import until
 from process_tree import ProcessTree
@@ -25,6 +26,11 @@ _QUIET = {
     "RAY_gcs_rpc_server_reconnect_timeout_s": str(_RECONNECT_S),
 }
 _OWN_TEMP = 'mount --bind "$0" "$1" && shift && exec "$@"'
+
+
+# As on a machine of its own: Ray refuses to start a head where it sees processes of one, and what
+# lost its parent before it was seen would be left; the kernel ends a namespace with its first process.
+_OWN_PROCESSES = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 
 class RayNode:
@@ -44,6 +50,7 @@ class RayNode:
         ray = Path(sys.executable).with_name("ray")
         command = [str(ray), "start", "--block", "--node-ip-address", host.address]
         command += ["--object-store-memory", "100000000", "--disable-usage-stats", *words]
+        command = [*_OWN_PROCESSES, *command]
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 host.command([*within, *command]),
@@ -67,8 +74,10 @@ class RayNode:
         return self.process.poll() is not None
 
     def kill(self) -> None:
-        """End all of it at once, as a machine that dies does."""
-        self.tree.signal(signal.SIGKILL)
+        """End all of it at once, as a machine that dies does; none of it is left on return."""
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended by itself
+            for first in psutil.Process(self.process.pid).children():
+                first.kill()
         self.process.wait()
 
 
