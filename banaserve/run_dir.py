@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import secrets
 import shutil
 import tempfile
 import time
@@ -23,6 +24,7 @@ _OFFER = "door"
 _KEPT_RUNS = 10
 _SOCKETS = "banaserve-"
 _LOCK = "lock"
+_NEW_S = 60.0
 _LOCK_S = 5.0
 """For the engines of a run that was killed, which hold its lock until they have ended too."""
 _TAIL_BYTES = 64 << 10
@@ -61,9 +63,7 @@ def open_run_dir(chosen: Path | None) -> Iterator[RunDir]:
         note = _own(logs)
         remove_admin(logs)
         _sweep_killed_runs()
-        sockets = Path(tempfile.mkdtemp(prefix=_SOCKETS))
-        lock = (sockets / _LOCK).open("w")
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        sockets, lock = _locked_sockets()
         said = {"pid": os.getpid(), "started_at": time.time(), "sockets": str(sockets)}
         note.truncate(0)
         note.write(json.dumps(said))
@@ -187,6 +187,18 @@ def _running(chosen: Path | None) -> Iterator[tuple[Path, AdminAccess]]:
             raise UserError(f"cannot read {folder / _ADMIN}: {error}") from error
 
 
+def _locked_sockets() -> tuple[Path, IO[str]]:
+    """A new folder for sockets, and its lock; another run may sweep it away before it is locked."""
+    while True:
+        sockets = Path(tempfile.mkdtemp(prefix=_SOCKETS))
+        with contextlib.suppress(FileNotFoundError):
+            lock = (sockets / _LOCK).open("w")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if (sockets / _LOCK).exists():
+                return sockets, lock
+            lock.close()
+
+
 def _sweep_killed_runs() -> None:
     """Remove the socket folders of this user's runs that ended without a chance to do so.
 
@@ -211,9 +223,19 @@ def _fresh() -> Path:
     runs = _runs()
     old = sorted(runs.glob("2*")) if runs.is_dir() else []
     for folder in old[: -_KEPT_RUNS or None]:
-        if not _is_running(folder):
+        if not (_is_new(folder) or _is_running(folder)):
             shutil.rmtree(folder, ignore_errors=True)
-    return runs / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    # Containers that share a home have process ids of their own.
+    own = f"{os.getpid()}-{secrets.token_hex(3)}"
+    return runs / f"{time.strftime('%Y%m%d-%H%M%S')}-{own}"
+
+
+def _is_new(folder: Path) -> bool:
+    """Whether a run may be about to lock it."""
+    try:
+        return time.time() - folder.stat().st_mtime < _NEW_S
+    except OSError:
+        return True
 
 
 def _own(folder: Path) -> IO[str]:

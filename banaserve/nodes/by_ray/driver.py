@@ -280,7 +280,9 @@ def _resources(bundle: dict[str, float]) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:_MAX_WORDS] or type(error).__name__
+    # A task's error begins with a traceback, and ends with what the task has raised.
+    words = str(getattr(error, "cause", None) or error)
+    return " ".join(words.split())[:_MAX_WORDS] or type(error).__name__
 
 
 def main() -> int:
