@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
+
 from benchmarks.network.hosts import Host
 from observing import until
 from process_tree import ProcessTree
@@ -26,10 +27,8 @@ _QUIET = {
     "RAY_gcs_rpc_server_reconnect_timeout_s": str(_RECONNECT_S),
 }
 _OWN_TEMP = 'mount --bind "$0" "$1" && shift && exec "$@"'
-
-
-# As on a machine of its own: Ray refuses to start a head where it sees processes of one, and what
-# lost its parent before it was seen would be left; the kernel ends a namespace with its first process.
+# As on a machine of its own: Ray refuses to start a head where it sees processes of one, and some
+# of them lose their parents before they are seen. With its first process the kernel ends them all.
 _OWN_PROCESSES = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 
