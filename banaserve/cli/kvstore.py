@@ -191,7 +191,7 @@ def store_rows(stats: StoreStats) -> list[Row]:
         *rows,
         ("being written", f"{stats.writing_slots} ({stats.quarantined_slots} quarantined)"),
         ("coming up", f"{stats.promoting_slots} ({stats.joined} reads joined others)"),
-        ("leases", f"{stats.num_leases} on {stats.leased_slots} slots"),
+        ("leases", f"{stats.num_leases} and {stats.num_holds} holds on {stats.leased_slots} slots"),
         ("evictions", str(stats.evictions)),
         (
             "tenants",

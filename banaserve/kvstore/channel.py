@@ -390,6 +390,8 @@ class StoreLink:
             return
         if reply.lease_id is not None:
             self._untold.append(wire.ReleaseLeases(self.generation, reply.lease_id))
+        if reply.hold:
+            self._untold.append(wire.EndHold(self.generation, reply.hold))
         serials = [pair[1] for pair in reply.reserved if pair is not None]
         if serials:
             self._untold.append(wire.Abandon(self.generation, serials, None))

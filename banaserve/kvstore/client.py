@@ -57,6 +57,7 @@ class StoreClient:
         self._populate = populate
         self._maps_pool = maps_pool
         self._lock = threading.Lock()
+        self._num_slots = 0
         self._view: PoolView | None = None
         self._board: BoardView | None = None
         self._link = StoreLink(
@@ -91,6 +92,11 @@ class StoreClient:
                     raise
             time.sleep(FIRST_RETRY_S)
 
+    @property
+    def num_slots(self) -> int:
+        """Slots in the pool of the present connection; 0 without one."""
+        return self._num_slots
+
     def lookup(self, keys: Sequence[bytes]) -> list[Lookup]:
         """What the store knows of each key; leases nothing. All MISS while the store is away.
 
@@ -114,6 +120,7 @@ class StoreClient:
         reserve: Sequence[tuple[bytes, bytes | None]] = (),
         tenant: bytes = b"",
         compute_block_s: float = 0.0,
+        hold: int = 0,
     ) -> Exchanged:
         """Lease the longest prefix of ``acquire`` there is, and reserve slots for new blocks.
 
@@ -127,6 +134,8 @@ class StoreClient:
             tenant: Who pays for slots, up to 64 bytes; the empty one is a tenant like any other.
             compute_block_s: What computing one of the acquired blocks would take; 0.0 where that
                 is not known: then every block is fetched.
+            hold: No block of these keys is evicted before ``end_hold`` of this number, or for five
+                minutes; 0 holds none.
 
         Raises:
             ValueError: A key is not of 16 to 64 bytes, there are more than 65536, the tenant is
@@ -140,7 +149,7 @@ class StoreClient:
         with self._lock:
             reply = self._link.call(
                 lambda seq: wire.ExchangeSlots(
-                    seq, list(acquire), list(reserve), tenant, compute_block_s
+                    seq, list(acquire), list(reserve), tenant, compute_block_s, hold
                 ),
                 wire.SlotsGranted,
             )
@@ -159,7 +168,13 @@ class StoreClient:
             reply.wait_s,
             reply.undecided,
             reply.num_declined,
+            reply.num_refused,
         )
+
+    def end_hold(self, hold: int) -> None:
+        """The blocks held by this number have been read, or will not be; does not wait."""
+        with self._lock:
+            self._link.tell(wire.EndHold(self._link.generation, hold))
 
     def arrivals(self, slots: Sequence[Slot]) -> list[Lookup]:
         """States of the leased ``slots``, without a message: under 1 us a slot.
@@ -319,6 +334,7 @@ class StoreClient:
     def _map(self, welcome: wire.Welcome, pool_fd: int, board_fd: int) -> None:
         if self._board is not None and self._board.generation == welcome.generation:
             return
+        self._num_slots = welcome.pool_bytes // welcome.slot_bytes
         if self._maps_pool:
             self._view = PoolView(
                 pool_fd, welcome.pool_bytes, welcome.generation, self._fingerprint
@@ -329,6 +345,7 @@ class StoreClient:
 
     def _unmap(self) -> None:
         self._view = self._board = None
+        self._num_slots = 0
 
 
 def _check_keys(keys: Sequence[bytes]) -> None:

@@ -7,7 +7,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 from banaserve.kvstore.eviction import Chains, EvictionQueue, Tenants
 from banaserve.kvstore.interface import Lookup
-from banaserve.kvstore.records import Grant, IndexEntry, Owned, SlotWatcher, StoreCounters
+from banaserve.kvstore.records import (
+    Grant,
+    Hold,
+    IndexEntry,
+    Owned,
+    SlotWatcher,
+    StoreCounters,
+)
 
 
 class BlockIndex:
@@ -52,6 +59,7 @@ class BlockIndex:
         self.num_leased = 0
         self._writing: dict[int, IndexEntry] = {}
         self._leases: dict[int, Grant] = {}
+        self._holds: dict[int, Hold] = {}
         self._owned: dict[int, Owned] = {}
         self._last_lease_id = 0
 
@@ -76,9 +84,18 @@ class BlockIndex:
         return len(self._leases)
 
     @property
+    def num_holds(self) -> int:
+        """Prompts that are being handed over."""
+        return len(self._holds)
+
+    @property
     def has_owners(self) -> bool:
         """Whether any owner holds a lease or a reservation."""
         return bool(self._owned)
+
+    def is_at_quota(self, tenant: bytes) -> bool:
+        """Whether ``tenant`` may use no further slot, whatever room there is."""
+        return self._tenants.is_full(tenant)
 
     def num_writing_of(self, owner: int) -> int:
         """Slots that ``owner`` has reserved and that are still being written."""
@@ -139,8 +156,7 @@ class BlockIndex:
         """Let a lease cover further ``entries``."""
         num_ready = 0
         for entry in entries:
-            self.num_leased += entry.num_leases == 0
-            entry.num_leases += 1
+            self._cover(entry)
             entry.last_used = self._tick
             num_ready += entry.ready
         grant.entries.extend(entries)
@@ -154,13 +170,40 @@ class BlockIndex:
         if grant is None:
             return False
         for entry in grant.entries:
-            entry.num_leases -= 1
-            if entry.num_leases == 0:
-                self.num_leased -= 1
-                self._settle(entry)
+            self._uncover(entry)
         self._owned[grant.owner].lease_ids.discard(lease_id)
         self._forget_owner_if_idle(grant.owner)
         return True
+
+    # ---- holds
+
+    def hold(self, hold_id: int, keys: Iterable[bytes], until_s: float) -> None:
+        """Keep what the index has of ``keys``, whatever its state, until ``end_hold``.
+
+        Args:
+            hold_id: Chosen by who hands over; a hold of that id is made larger.
+            until_s: When ``expire_holds`` ends it.
+        """
+        hold = self._holds.setdefault(hold_id, Hold({}, until_s))
+        hold.until_s = until_s
+        for entry in filter(None, map(self._entries.get, keys)):
+            if entry.serial not in hold.entries:
+                hold.entries[entry.serial] = entry
+                self._cover(entry)
+
+    def end_hold(self, hold_id: int) -> bool:
+        """Nobody waits for these blocks any more. False where there is no such hold."""
+        hold = self._holds.pop(hold_id, None)
+        if hold is None:
+            return False
+        for entry in hold.entries.values():
+            self._uncover(entry)
+        return True
+
+    def expire_holds(self, now_s: float) -> None:
+        """End those whose time is up."""
+        for hold_id in [name for name, hold in self._holds.items() if hold.until_s <= now_s]:
+            self.end_hold(hold_id)
 
     # ---- writing
 
@@ -209,7 +252,7 @@ class BlockIndex:
         if entry is None:
             return False
         self._end_writing(entry)
-        self._remove(entry)
+        self._remove_unwritten(entry)
         return True
 
     def drop_owner(self, owner: int) -> None:
@@ -305,7 +348,6 @@ class BlockIndex:
             assert not entry.dropped
             writing = entry.serial in self._writing
             assert writing + entry.ready + entry.promoting == 1, "an entry in two states or none"
-            assert not writing or not entry.num_leases, "a lease on a block that is being written"
             assert not entry.promoting or entry.num_pins, "a promotion that nobody carries out"
         for serial, entry in self._dropped.items():
             assert entry.serial == serial
@@ -317,6 +359,8 @@ class BlockIndex:
 
     def _check_leases(self) -> None:
         leased = [entry for grant in self._leases.values() for entry in grant.entries]
+        assert not any(entry.serial in self._writing for entry in leased), "a lease on a write"
+        leased += [entry for hold in self._holds.values() for entry in hold.entries.values()]
         for entry in leased:
             holder = self._dropped.get(entry.serial) if entry.dropped else self._entries[entry.key]
             assert holder is entry, "a leased block is gone"
@@ -367,6 +411,16 @@ class BlockIndex:
         self._remove(entry)
         return True
 
+    def _cover(self, entry: IndexEntry) -> None:
+        self.num_leased += entry.num_leases == 0
+        entry.num_leases += 1
+
+    def _uncover(self, entry: IndexEntry) -> None:
+        entry.num_leases -= 1
+        if entry.num_leases == 0:
+            self.num_leased -= 1
+            self._settle(entry)
+
     def _stop_promoting(self, entry: IndexEntry) -> None:
         entry.promoting = False
         self.num_promoting -= 1
@@ -385,6 +439,14 @@ class BlockIndex:
         elif not entry.num_leases and not entry.num_pins:
             del self._dropped[entry.serial]
             self._free_slot(entry)
+
+    def _remove_unwritten(self, entry: IndexEntry) -> None:
+        """Its bytes will not come: there is nothing to hold."""
+        for hold in self._holds.values():
+            if hold.entries.pop(entry.serial, None) is not None:
+                entry.num_leases -= 1
+                self.num_leased -= entry.num_leases == 0
+        self._remove(entry)
 
     def _remove(self, entry: IndexEntry) -> None:
         del self._entries[entry.key]
@@ -422,7 +484,7 @@ class BlockIndex:
         if entry.ended_parts == (1 << entry.num_parts) - 1:
             self._end_writing(entry)
             if entry.failed:
-                self._remove(entry)
+                self._remove_unwritten(entry)
             else:
                 self.counters.commits += 1
                 self._publish(entry)

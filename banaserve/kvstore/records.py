@@ -27,7 +27,7 @@ class IndexEntry:
     that. ``dropped`` when its key is out of the index while its slot is still in use.
 
     Attributes:
-        num_leases: Leases that cover it.
+        num_leases: Leases and holds that cover it.
         num_pins: Copies between the slot and tiers that are under way or about to begin.
         last_used: Tick of the last acquire or commit.
         checksum: Of the slot's bytes since it became READY, where the store keeps checksums.
@@ -120,6 +120,19 @@ class Grant:
             if not entry.ready:
                 return number
         return len(self.entries)
+
+
+@dataclass(slots=True)
+class Hold:
+    """Blocks of a prompt that is handed over: none of them is evicted before the hold ends.
+
+    Attributes:
+        entries: By serial; some may be being written.
+        until_s: When it ends by itself.
+    """
+
+    entries: dict[int, IndexEntry]
+    until_s: float
 
 
 class Owned:

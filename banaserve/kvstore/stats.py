@@ -51,8 +51,9 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
             was dropped.
         writing_slots: Slots that clients are writing.
         promoting_slots: Slots that tiers fill or are about to fill.
-        leased_slots: Slots that at least one lease covers.
+        leased_slots: Slots that at least one lease or hold covers.
         num_leases: Leases held.
+        num_holds: Prompts whose blocks are held until decode has read them.
         quarantined_slots: Slots being written whose client went away while its process lives.
         hits: Keys asked for by acquire that were readable in memory.
         misses: Keys asked for by acquire that were not.
@@ -88,6 +89,7 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     promoting_slots: int
     leased_slots: int
     num_leases: int
+    num_holds: int = 0
     quarantined_slots: int
     hits: int
     misses: int

@@ -16,7 +16,7 @@ from banaserve.errors import ProtocolError
 from banaserve.kvstore.fingerprint import MAX_PARTS, Fingerprint
 from banaserve.kvstore.stats import StoreStats
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_MESSAGE_BYTES = 16 * 2**20
 MAX_KEYS = 65536
 MIN_KEY_BYTES = 16
@@ -65,7 +65,9 @@ class ExchangeSlots(_Message, frozen=True, tag="exchange"):
     """``reserve`` is a list of (key, its parent's key).
 
     ``tenant`` pays for the slots that are reserved or filled from tiers; ``compute_block_s`` is
-    what computing one of the acquired blocks would cost, 0.0 where that is not known.
+    what computing one of the acquired blocks would cost, 0.0 where that is not known. With a
+    ``hold`` that is not 0 no block of these keys that the store has, or that this call reserves, is
+    evicted before ``EndHold``.
     """
 
     seq: Number
@@ -73,6 +75,7 @@ class ExchangeSlots(_Message, frozen=True, tag="exchange"):
     reserve: Annotated[list[tuple[Key, Key | None]], msgspec.Meta(max_length=MAX_KEYS)]
     tenant: Tenant = b""
     compute_block_s: Seconds = 0.0
+    hold: Number = 0
 
 
 class PushBlocks(_Message, frozen=True, tag="push"):
@@ -113,6 +116,11 @@ class Abandon(_Message, frozen=True, tag="abandon"):
 class ReleaseLeases(_Message, frozen=True, tag="release"):
     generation: Number
     lease_id: Number
+
+
+class EndHold(_Message, frozen=True, tag="unhold"):
+    generation: Number
+    hold: Number
 
 
 class GetStats(_Message, frozen=True, tag="stats"):
@@ -159,7 +167,8 @@ class Looked(_Message, frozen=True, tag="looked"):
 
 
 class SlotsGranted(_Message, frozen=True, tag="granted"):
-    """``slots`` and ``reserved`` hold (index, serial); the rest is as in ``Exchanged``."""
+    """``slots`` and ``reserved`` hold (index, serial); ``hold`` is the request's; the rest as in
+    ``Exchanged``."""
 
     seq: Number
     lease_id: Number | None
@@ -169,6 +178,8 @@ class SlotsGranted(_Message, frozen=True, tag="granted"):
     wait_s: float = 0.0
     undecided: bool = False
     num_declined: Number = 0
+    num_refused: Number = 0
+    hold: Number = 0
 
 
 class Committed(_Message, frozen=True, tag="committed"):
@@ -207,6 +218,7 @@ Request = (
     | Commit
     | Abandon
     | ReleaseLeases
+    | EndHold
     | GetStats
     | Clear
     | SetPeers
@@ -214,7 +226,7 @@ Request = (
 )
 Reply = Welcome | ClientRefused | Looked | SlotsGranted | Committed | Stats | Cleared | PeersSet
 
-OneWay = PushBlocks | LayersWritten | Abandon | ReleaseLeases
+OneWay = PushBlocks | LayersWritten | Abandon | ReleaseLeases | EndHold
 """Requests without an answer that name a generation."""
 
 _encoder = msgspec.msgpack.Encoder()

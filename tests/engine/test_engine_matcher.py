@@ -17,7 +17,12 @@ from banaserve.engine.vllm.compat import kv_cache as compat
 from banaserve.engine.vllm.continuation import with_output
 from banaserve.engine.vllm.kv_connector.handover import Handover
 from banaserve.engine.vllm.kv_connector.metadata import StepResult
-from banaserve.engine.vllm.kv_connector.prefix_matcher import ASK_AGAIN_S, UNDECIDED_FOR_S
+from banaserve.engine.vllm.kv_connector.prefix_matcher import (
+    ASK_AGAIN_S,
+    ASK_FOR_ROOM_S,
+    ROOM_S,
+    UNDECIDED_FOR_S,
+)
 from banaserve.engine.vllm.kv_connector.request_state import LONGEST_WAIT_S, tenant_of
 from banaserve.engine.vllm.kv_connector.scheduler import StoreConnectorScheduler
 from banaserve.kvstore.cost_gate import CostGate
@@ -49,6 +54,8 @@ class AccountingStore:
         undecided: Answers that say so from now on.
         wait_s: What it predicts.
         exchanges: Every exchange so far: (acquired, reserved, tenant, compute_block_s).
+        holds: That have begun and not ended.
+        room: Blocks that can be reserved at a time.
         pushes: Every push so far: (to, keys, tenant), and what was reserved then.
     """
 
@@ -61,6 +68,8 @@ class AccountingStore:
         self.pushes: list[tuple[str, list[bytes], bytes, set[bytes]]] = []
         self.leases: dict[int, list[Slot]] = {}
         self.reservations: dict[int, bytes] = {}
+        self.holds: set[int] = set()
+        self.num_slots = self.room = 1000
         self._next = 1
         self._key_of: dict[int, bytes] = {}
 
@@ -71,11 +80,14 @@ class AccountingStore:
         reserve: Sequence[tuple[bytes, bytes | None]] = (),
         tenant: bytes = b"",
         compute_block_s: float = 0.0,
+        hold: int = 0,
     ) -> Exchanged:
         keys = [key for key, _ in reserve]
         self.exchanges.append((list(acquire), keys, tenant, compute_block_s))
         there = [key for key in acquire if self.held.get(key, MISS) is not MISS]
         slots = [self._slot(key) for key in acquire[: len(there)] if key in there]
+        if hold:
+            self.holds.add(hold)
         states = [self.held[self._key_of[slot.serial]] for slot in slots]
         ready = next((i for i, state in enumerate(states) if state is not HIT), len(slots))
         lease = None
@@ -83,14 +95,19 @@ class AccountingStore:
             lease = Lease(self._number(), 1, len(slots))
             self.leases[lease.id] = slots
         granted: list[Slot | None] = []
+        refused = 0
         for key in keys:
             taken = {*self.held, *self.reservations.values(), *self.written_elsewhere}
-            free = key not in taken
+            free = key not in taken and len(self.reservations) < self.room
+            refused += not free and key not in taken
             granted.append(self._slot(key) if free else None)
             if granted[-1] is not None:
                 self.reservations[granted[-1].serial] = key
         undecided, self.undecided = self.undecided > 0, max(0, self.undecided - 1)
-        return Exchanged(lease, slots, granted, ready, self.wait_s, undecided)
+        return Exchanged(lease, slots, granted, ready, self.wait_s, undecided, num_refused=refused)
+
+    def end_hold(self, hold: int) -> None:
+        self.holds.discard(hold)
 
     def push(self, to: str, keys: Sequence[bytes], tenant: bytes = b"") -> None:
         self.pushes.append((to, list(keys), tenant, {*self.reservations.values()}))
@@ -622,3 +639,61 @@ def test_nothing_else_is_pushed(bench: Bench, handover: Handover | None) -> None
     plan = bench.schedule(request, matched)
     assert len(plan.saves) == 4
     assert (plan.pushed, bench.store.pushes) == ([], [])
+
+
+# ---- hand-over: what prefill leaves is held until decode has read it
+
+HOLD = 77
+
+
+def test_a_prefill_leg_waits_for_room_and_holds_nothing_meanwhile(bench: Bench) -> None:
+    request = bench.request(4, handover=Handover(leaves_tail=True, hold=HOLD))
+    bench.store.room = 3
+    for _ in range(3):
+        assert bench.side.match(request, 0) is None
+        bench.side.plan(Bench._output(None, 0))
+        assert (bench.store.reservations, bench.store.leases, bench.store.holds) == ({}, {}, set())
+        bench.clock.now_s += ASK_FOR_ROOM_S
+    bench.store.room = 4
+    assert bench.side.match(request, 0) == 0
+    assert bench.store.holds == {HOLD}
+    assert bench.counted("waited_for_room") == 1
+
+
+@pytest.mark.parametrize(("room", "num_slots"), [(3, 1000), (3, 3)])
+def test_it_does_not_wait_for_ever_nor_for_what_cannot_be(
+    bench: Bench, room: int, num_slots: int
+) -> None:
+    request = bench.request(4, handover=Handover(leaves_tail=True, hold=HOLD))
+    bench.store.room, bench.store.num_slots = room, num_slots
+    if num_slots > 4:
+        assert bench.side.match(request, 0) is None
+        bench.clock.now_s += ROOM_S
+    assert bench.side.match(request, 0) == 0
+    assert len(bench.store.reservations) == 3
+
+
+def test_what_a_prefill_leg_leaves_is_held_until_the_decode_leg_has_read_it(bench: Bench) -> None:
+    leg = bench.request(4, handover=Handover(leaves_tail=True, hold=HOLD))
+    assert bench.side.match(leg, 0) == 0
+    bench.schedule(leg, 0)
+    leg.append_output_token_ids(1)
+    bench.side.finished(leg.request_id)
+    assert bench.store.holds == {HOLD}
+
+    decode = bench.request(4, handover=Handover(tokens=4 * BLOCK, hold=HOLD))
+    bench.hold(decode, [HIT] * 4)
+    matched = bench.side.match(decode, 0)
+    assert matched == 4 * BLOCK
+    plan = bench.schedule(decode, matched)
+    assert bench.store.holds == {HOLD}
+    bench.side.step_done(StepResult(plan.step))  # type: ignore[attr-defined]
+    assert not bench.store.holds
+
+
+def test_a_prefill_leg_that_is_aborted_holds_nothing(bench: Bench) -> None:
+    leg = bench.request(4, handover=Handover(leaves_tail=True, hold=HOLD))
+    assert bench.side.match(leg, 0) == 0
+    bench.schedule(leg, 0)
+    bench.side.finished(leg.request_id)
+    assert not bench.store.holds

@@ -18,6 +18,7 @@ NUM_SLOTS = 3
 KEYS = [bytes([ord("a") + i]) for i in range(5)]
 OWNERS = [1, 2]
 TENANTS = [b"", b"t"]
+HOLDS = [1, 2]
 
 keys = st.sampled_from(KEYS)
 owners = st.sampled_from(OWNERS)
@@ -78,6 +79,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.blocks: dict[bytes, Block] = {}
         self.dropped: list[Block] = []
         self.leases: dict[int, tuple[int, list[Block]]] = {}
+        self.holds: dict[int, list[Block]] = {}
         self.serials: list[int] = []
         self.pinned: list[IndexEntry] = []
         self.promotions: dict[int, IndexEntry] = {}
@@ -227,7 +229,7 @@ class IndexMachine(RuleBasedStateMachine):
         block.failed |= fails
         if len(block.ended) == block.num_parts:
             if block.failed:
-                del self.blocks[key]
+                self.forget_unwritten(key)
             else:
                 self.tick += 1
                 block.ready, block.last_used = True, self.tick
@@ -239,7 +241,12 @@ class IndexMachine(RuleBasedStateMachine):
         key = self.writing(serial)
         assert self.index.abandon(serial) is (key is not None)
         if key is not None:
-            del self.blocks[key]
+            self.forget_unwritten(key)
+
+    def forget_unwritten(self, key: bytes) -> None:
+        gone = self.blocks.pop(key)
+        for hold, held in self.holds.items():
+            self.holds[hold] = [block for block in held if block is not gone]
 
     @rule(asked=st.lists(keys, unique=True, max_size=5), owner=owners)
     def acquire(self, asked: list[bytes], owner: int) -> None:
@@ -296,6 +303,32 @@ class IndexMachine(RuleBasedStateMachine):
         assert not self.index.release(lease_id)
         self.forget_lease(lease_id)
 
+    @rule(hold=st.sampled_from(HOLDS), wanted=st.lists(keys, min_size=1, max_size=4))
+    def hold(self, hold: int, wanted: list[bytes]) -> None:
+        self.index.hold(hold, wanted, until_s=float(hold))
+        held = self.holds.setdefault(hold, [])
+        for key in wanted:
+            block = self.blocks.get(key)
+            if block is not None and not any(block is one for one in held):
+                block.leases += 1
+                held.append(block)
+
+    @rule(hold=st.sampled_from(HOLDS))
+    def end_hold(self, hold: int) -> None:
+        assert self.index.end_hold(hold) == (hold in self.holds)
+        self.forget_hold(hold)
+
+    @rule(now_s=st.sampled_from([0.5, 1.5, 2.5]))
+    def expire_holds(self, now_s: float) -> None:
+        self.index.expire_holds(now_s)
+        for hold in [one for one in self.holds if one <= now_s]:
+            self.forget_hold(hold)
+
+    def forget_hold(self, hold: int) -> None:
+        for block in self.holds.pop(hold, []):
+            block.leases -= 1
+        self.settle()
+
     @rule(owner=owners)
     def drop_owner(self, owner: int) -> None:
         self.index.drop_owner(owner)
@@ -303,7 +336,7 @@ class IndexMachine(RuleBasedStateMachine):
             self.forget_lease(lease_id)
         for key, block in list(self.blocks.items()):
             if block.owner == owner and not block.ready and not block.promoting:
-                del self.blocks[key]
+                self.forget_unwritten(key)
 
     @precondition(lambda self: len(self.blocks) == NUM_SLOTS)
     @rule()
@@ -326,6 +359,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.index.num_promoting == sum(block.promoting for block in in_use)
         assert self.index.num_tenants == len({block.tenant for block in in_use})
         assert self.index.num_leases == len(self.leases)
+        assert self.index.num_holds == len(self.holds)
         assert self.index.num_leased == sum(block.leases > 0 for block in in_use)
         words = {block.slot: ("failed", block.serial) for block in self.dropped}
         for block in self.blocks.values():

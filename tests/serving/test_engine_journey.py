@@ -7,7 +7,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -33,6 +33,7 @@ from banaserve.engine.vllm.requests.disagg_request import (
     run_request,
 )
 from banaserve.engine.vllm.requests.gathering import Gathering
+from banaserve.engine.vllm.requests.prefix_lookup import PrefixLookups
 from banaserve.engine.vllm.requests.router import WeightsReplacedError
 from banaserve.engine.vllm.requests.sequences import run_sequences, sequences_of
 from banaserve.engine.vllm.requests.trials import Trials
@@ -148,6 +149,7 @@ class Engines:
 
     def __init__(self, *engines: Engine, prefill: Engine | None = None) -> None:
         self.trials = Trials()
+        self.lookups = PrefixLookups(cast("Any", self))
         self.gathering = Gathering(GATHER_S)
         self.cluster = self
         self._left = list(engines)

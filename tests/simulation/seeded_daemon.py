@@ -42,12 +42,16 @@ class _Daemon:
         return self.returncode
 
 
+def _virtual_now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
 class VirtualDaemon(SupervisedStore):
     """Starts again whenever its process dies, or hangs for as long as the supervisor allows."""
 
     def __init__(self, store: SharedStore, troubles: Troubles) -> None:
         nothing: Any = None
-        super().__init__(_NOWHERE, nothing, _NOWHERE, lambda: None)
+        super().__init__(_NOWHERE, nothing, _NOWHERE, lambda: None, now_s=_virtual_now_s)
         self._store, self._troubles = store, troubles
         self._pids = itertools.count(20_000_000)
         self._daemons: dict[int, _Daemon] = {}

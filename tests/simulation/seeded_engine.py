@@ -191,6 +191,10 @@ class StoreLink:
         self._is_lagging = self._has_died = False
         self.waited_s = 0.0
 
+    @property
+    def num_slots(self) -> int:
+        return self._shared.service.stats().num_slots
+
     def exchange(
         self,
         *,
@@ -198,8 +202,9 @@ class StoreLink:
         reserve: Sequence[tuple[bytes, bytes | None]] = (),
         tenant: bytes = b"",
         compute_block_s: float = 0.0,
+        hold: int = 0,
     ) -> Exchanged:
-        asked = wire.ExchangeSlots(2, list(acquire), list(reserve), tenant, compute_block_s)
+        asked = wire.ExchangeSlots(2, list(acquire), list(reserve), tenant, compute_block_s, hold)
         granted = self._answer(asked)
         if granted is None:
             return Exchanged(None, (), (None,) * len(reserve))
@@ -221,7 +226,11 @@ class StoreLink:
             granted.wait_s,
             granted.undecided,
             granted.num_declined,
+            granted.num_refused,
         )
+
+    def end_hold(self, hold: int) -> None:
+        self._tell(self._generation, wire.EndHold(self._generation, hold))
 
     def lookup(self, keys: Sequence[bytes]) -> list[Lookup]:
         looked = self._answer(wire.LookupKeys(4, list(keys)))
@@ -351,6 +360,8 @@ class StoreLink:
             return
         if reply.lease_id is not None:
             service.answer(self.session, wire.ReleaseLeases(generation, reply.lease_id))
+        if reply.hold:
+            service.answer(self.session, wire.EndHold(generation, reply.hold))
         serials = [pair[1] for pair in reply.reserved if pair is not None]
         if serials:
             service.answer(self.session, wire.Abandon(generation, serials, None))

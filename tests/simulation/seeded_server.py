@@ -296,6 +296,7 @@ class Server:
                 if one.is_held:
                     self.drains.release(name)
             await until(lambda: all(one.takes_requests for one in self.cluster.instances.values()))
+            await until(lambda: not (self.store.is_hung or self.store.is_away))
         assert self.cluster.is_ready
 
     @property

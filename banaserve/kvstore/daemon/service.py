@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,8 @@ log = logging.getLogger(__name__)
 
 SETTLE_S = 5.0
 """Longest wait for copies under way before the pool is cut anew."""
+HOLD_S = 300.0
+"""A hold that nobody ends goes after so long: who hands over has died."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,7 @@ class StoreService:
         watcher: Carries what becomes of slots over to board, memory and tiers.
         tenant_quota: Largest share of the slots that one tenant may use; 1 sets no limit.
         pushing: Sends blocks to other machines' stores; None where there are none.
+        clock: Seconds, never going back.
 
     Attributes:
         receiving: Takes blocks that those stores send.
@@ -83,7 +87,9 @@ class StoreService:
         tenant_quota: float = 1.0,
         pushing: Pushing | None = None,
         set_peers: Callable[[Sequence[str]], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self.receiving = Receiving(tiering.promoter)
         self._pushing = pushing
         self.pool_bytes = pool.num_bytes
@@ -175,6 +181,8 @@ class StoreService:
                     self._index.abandon(serial, request.part)
             case wire.ReleaseLeases() if request.generation == self._generation:
                 self._index.release(request.lease_id)
+            case wire.EndHold() if request.generation == self._generation:
+                self._index.end_hold(request.hold)
         return None
 
     def _peers_problem(self, peers: Sequence[str]) -> str:
@@ -248,6 +256,7 @@ class StoreService:
             promoting_slots=index.num_promoting,
             leased_slots=index.num_leased,
             num_leases=index.num_leases,
+            num_holds=index.num_holds,
             quarantined_slots=quarantined,
             hits=index.counters.hits,
             misses=index.counters.misses,
@@ -340,16 +349,24 @@ class StoreService:
         namespace = session.namespace
         keys = [namespace + key for key in request.acquire]
         climb = self._acquire(keys, session, request)
+        to_write = [namespace + key for key, _ in request.reserve]
+        # Once before, so that what is reserved does not push out blocks of the same prompt.
+        self._hold(request.hold, (*keys, *to_write))
         reserved = [
             self._index.reserve(
-                namespace + key,
+                key,
                 None if parent is None else namespace + parent,
                 session.id,
                 session.num_writers,
                 request.tenant,
             )
-            for key, parent in request.reserve
+            for key, (_, parent) in zip(to_write, request.reserve, strict=True)
         ]
+        self._hold(request.hold, to_write)
+        num_refused = 0
+        if not self._index.is_at_quota(request.tenant):
+            lacking = (key for key, one in zip(to_write, reserved, strict=True) if one is None)
+            num_refused = sum(self._index.get(key) is None for key in lacking)
         grant = climb.grant
         return wire.SlotsGranted(
             request.seq,
@@ -360,7 +377,15 @@ class StoreService:
             climb.wait_s,
             climb.undecided,
             climb.num_declined,
+            num_refused,
+            request.hold,
         )
+
+    def _hold(self, hold_id: int, keys: Sequence[bytes]) -> None:
+        if hold_id:
+            now_s = self._clock()
+            self._index.expire_holds(now_s)
+            self._index.hold(hold_id, keys, now_s + HOLD_S)
 
     def _acquire(self, keys: list[bytes], session: Session, request: wire.ExchangeSlots) -> Climb:
         grant = self._index.acquire(keys, session.id)

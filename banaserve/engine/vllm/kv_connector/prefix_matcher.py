@@ -37,6 +37,10 @@ _KEPT_STEPS = 64
 """Steps that the worker has not answered yet; more are never under way."""
 ASK_AGAIN_S = 0.005
 """How long a tier gets to hear from its peers before the store is asked again."""
+ASK_FOR_ROOM_S = 0.02
+"""How long a prefill leg waits before it asks again for room in the store."""
+ROOM_S = 60.0
+"""After so long it is computed without: decode computes what it does not find."""
 UNDECIDED_FOR_S = 0.1
 """After so long what the tiers still do not know counts as missing."""
 
@@ -284,7 +288,9 @@ class PrefixMatcher:
             reserve=[(offer.key, offer.parent) for offer in offers],
             tenant=tracked.tenant,
             compute_block_s=block_s,
+            hold=tracked.own_hold,
         )
+        tracked.has_hold = tracked.own_hold != 0
         if held is not None:
             self._client.release(held)
         tracked.lease, tracked.hits, tracked.first_hit = answer.lease, list(answer.slots), first
@@ -310,11 +316,28 @@ class PrefixMatcher:
         tracked.offers, tracked.undecided_until_s = offers, until_s
         tracked.keep(offers, answer.reserved)
         tracked.ask_again_at_s = None
-        if (answer.undecided or is_written) and now_s < until_s:
+        if self._waits_for_room(tracked, answer, now_s):
+            tracked.ask_again_at_s = now_s + ASK_FOR_ROOM_S
+            self._give_back(tracked)
+        elif (answer.undecided or is_written) and now_s < until_s:
             tracked.ask_again_at_s = now_s + ASK_AGAIN_S
             self._abandon_saves(tracked)
         elif answer.num_declined:
             self._stats.add(tier_declined_blocks=answer.num_declined)
+
+    def _waits_for_room(self, tracked: RequestState, answer: Exchanged, now_s: float) -> bool:
+        """Whether a prefill leg waits until others' prompts have been read by decode.
+
+        Without room for all of its blocks decode would compute them again. It holds nothing
+        meanwhile: of two that each held a part neither would ever get the rest.
+        """
+        fits_at_all = len(tracked.offers) <= self._client.num_slots
+        if not (answer.num_refused and tracked.has_hold and fits_at_all):
+            return False
+        if tracked.room_until_s is None:
+            tracked.room_until_s = now_s + ROOM_S
+            self._stats.add(waited_for_room=1)
+        return now_s < tracked.room_until_s
 
     def _is_being_written(
         self, keys: list[bytes], offers: list[SaveCandidate], answer: Exchanged
@@ -415,7 +438,9 @@ class PrefixMatcher:
         offers = [o for o in tracked.offers if o.index >= end and o.index not in known]
         if offers:
             pairs = [(offer.key, offer.parent) for offer in offers]
-            reserved = self._client.exchange(reserve=pairs, tenant=tracked.tenant).reserved
+            reserved = self._client.exchange(
+                reserve=pairs, tenant=tracked.tenant, hold=tracked.own_hold
+            ).reserved
             tracked.keep(offers, reserved)
 
     def _count_promotion(self, request_id: str, promotion: PendingPromotion, now_s: float) -> None:
@@ -443,8 +468,18 @@ class PrefixMatcher:
         if promotion is not None and promotion.num_pending and promotion.outcome is None:
             self._stats.add(promotion_abandoned=1)
         tracked.promotion = tracked.ask_again_at_s = tracked.verdict = None
+        self._give_back(tracked)
+
+    def _give_back(self, tracked: RequestState) -> None:
         self.release_hits(tracked)
         self._abandon_saves(tracked)
+        self.end_hold(tracked)
+
+    def end_hold(self, tracked: RequestState) -> None:
+        """Nobody is to read what is held of this prompt."""
+        if tracked.has_hold:
+            tracked.has_hold = False
+            self._client.end_hold(tracked.hold)
 
     def _abandon_saves(self, tracked: RequestState) -> None:
         if tracked.saves:

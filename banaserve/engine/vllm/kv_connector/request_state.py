@@ -139,6 +139,10 @@ class RequestState:
         push_to: Where its prompt's blocks are sent while they are computed; empty for nowhere.
         num_claimed: Full blocks below this index have been offered to the store.
         leaves_tail: See ``Handover``.
+        hold: See ``Handover``.
+        has_hold: The store may know of the hold.
+        room_until_s: Until when this prefill leg waits for room in the store; None where there has
+            been room so far.
         prefix_tokens: What the store was last asked for is a prefix of so many tokens,
         prefix_blocks: and so many blocks, those of its states included.
     """
@@ -158,6 +162,9 @@ class RequestState:
     num_claimed: int = 0
     push_to: str = ""
     leaves_tail: bool = False
+    hold: int = 0
+    has_hold: bool = False
+    room_until_s: float | None = None
     prefix_tokens: int = 0
     prefix_blocks: int = 0
 
@@ -169,7 +176,18 @@ class RequestState:
             tenant_of(request.cache_salt),
             push_to=handover.push_to,
             leaves_tail=handover.leaves_tail,
+            hold=handover.hold,
         )
+
+    @property
+    def own_hold(self) -> int:
+        """Hold of the blocks that this prefill leg leaves in the store; 0 for none."""
+        return self.hold if self.leaves_tail else 0
+
+    @property
+    def hold_to_end(self) -> int:
+        """Hold that ends when this decode leg has read the blocks; 0 for none."""
+        return 0 if self.leaves_tail else self.hold
 
     def keep(self, offers: Sequence[SaveCandidate], reserved: Sequence[Slot | None]) -> None:
         """Remember which offers the store took."""

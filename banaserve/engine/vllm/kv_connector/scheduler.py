@@ -67,6 +67,7 @@ class StoreConnectorScheduler:
         self._tracked: dict[str, RequestState] = {}
         self._loads: list[tuple[RequestState, list[int], int]] = []
         self._leases_by_step: dict[int, list[Lease]] = {}
+        self._holds_by_step: dict[int, list[int]] = {}
         self._step = 0
         self._last_done = 0
         self.stats = ConnectorCounters()
@@ -117,6 +118,8 @@ class StoreConnectorScheduler:
         self.ahead.admit(has_tokens, request.num_tokens, fetched_blocks)
         if num_external_tokens == 0:
             self._matcher.release_hits(tracked)
+            if tracked.hold_to_end:
+                self._client.end_hold(tracked.hold_to_end)
             return
         end = first + len(tracked.hits) - len(self._groups.states)
         block_ids = self._groups.with_states(blocks.get_block_ids(), first, end)
@@ -150,7 +153,7 @@ class StoreConnectorScheduler:
         return plan
 
     def _plan_loads(self, plan: StepPlan) -> None:
-        leases = []
+        leases, holds = [], []
         for tracked, block_ids, first_computed_token in self._loads:
             copies = [
                 BlockCopy(block_id, slot)
@@ -162,10 +165,14 @@ class StoreConnectorScheduler:
             self.notes.copies(plan.step, tracked.request.request_id, fetched=len(copies))
             if tracked.lease is not None:
                 leases.append(tracked.lease)
+            if tracked.hold_to_end:
+                holds.append(tracked.hold_to_end)
             tracked.lease, tracked.hits = None, []
         self._loads.clear()
         if leases:
             self._leases_by_step[plan.step] = leases
+        if holds:
+            self._holds_by_step[plan.step] = holds
 
     def _claim_decoded(self, output: SchedulerOutput) -> None:
         """Reserve slots for full blocks whose hash has become known since: those of decode."""
@@ -220,7 +227,9 @@ class StoreConnectorScheduler:
                 continue
             keys = state_keys(prefix, len(self._groups.states))
             reserved = self._client.exchange(
-                reserve=[(key, prefix) for key in keys], tenant=tracked.tenant
+                reserve=[(key, prefix) for key in keys],
+                tenant=tracked.tenant,
+                hold=tracked.own_hold,
             ).reserved
             block_ids = state.get_block_ids(request_id)
             assert block_ids is not None
@@ -252,13 +261,17 @@ class StoreConnectorScheduler:
     # ---- afterwards
 
     def step_done(self, done: StepResult) -> None:
-        """All copies up to this step have ended: their leases go back."""
+        """All copies up to this step have ended: their leases go back, and what is read of a
+        prompt that was handed over need not be held any more."""
         self._gate.done(done)
         self.notes.step_done(done)
         self._last_done = max(self._last_done, done.step)
         for step in [planned for planned in self._leases_by_step if planned <= done.step]:
             for lease in self._leases_by_step.pop(step):
                 self._client.release(lease)
+        for step in [planned for planned in self._holds_by_step if planned <= done.step]:
+            for hold in self._holds_by_step.pop(step):
+                self._client.end_hold(hold)
 
     def finished(self, request_id: str) -> None:
         """The request has ended, however it did: nothing of it stays reserved."""
@@ -267,6 +280,8 @@ class StoreConnectorScheduler:
             request = tracked.request
             num_own = request.num_output_tokens - len(output_of(request.sampling_params))
             self.notes.finished(request_id, num_own)
+            if request.num_output_tokens:
+                tracked.has_hold = False  # what it has left is for the decode leg, which ends it
             self._matcher.let_go(tracked)
             self._loads = [load for load in self._loads if load[0] is not tracked]
 

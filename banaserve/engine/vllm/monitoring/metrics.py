@@ -99,6 +99,7 @@ _TRANSFERS = {
         "scheduled_requests": "Requests that an instance has begun to compute",
         "prompt_tokens_computed": "Prompt tokens that an instance computed",
         "prompt_tokens_cached": "Prompt tokens that an instance had cached or fetched",
+        "waited_for_room": "Prefill legs that waited: decode had not read what the store held",
         "loaded_blocks": "KV blocks fetched from the store",
         "loaded_bytes": "Bytes fetched from the store",
         "saved_blocks": "KV blocks committed to the store",

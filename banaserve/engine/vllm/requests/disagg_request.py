@@ -212,6 +212,7 @@ class RequestContext:
         has_siblings: It is the one that counts.
         trial: Its turn to be tried again, where instances have died under it; None for none.
         weights: Of the engines that compute it; empty until the first has.
+        hold: Number under which the store holds its prompt's blocks for decode; 0 for none.
         rebalanced_s: Time of its last move by the rebalancer, on the event loop's clock; None for
             none.
     """
@@ -242,6 +243,7 @@ class RequestContext:
     trial: Trial | None = None
     weights: str = ""
     rebalanced_s: float | None = None
+    hold: int = 0
     _first_s: float = 0.0
     _furthest: int = 0
     _blame: float = 0.0
@@ -357,7 +359,7 @@ async def prefill(context: RequestContext, instance: Instance, push_to: str = ""
     """
     llm = _client(instance)
     keeps_token = context.first_token_blocker is None
-    leg = prefill_leg(context.request, keeps_token, push_to)
+    leg = prefill_leg(context.request, keeps_token, push_to, context.hold)
     queue = LegOutputCollector(RequestOutputKind.FINAL_ONLY, leg.request_id)
     loop = asyncio.get_running_loop()
     num_tokens = len(context.request.prompt_token_ids or ())
@@ -427,7 +429,11 @@ async def decode(
                     num_resumed,
                 )
                 leg = decode_leg(
-                    context.request, context.tokens_so_far, context.prefilled, context.is_stored
+                    context.request,
+                    context.tokens_so_far,
+                    context.prefilled,
+                    context.is_stored,
+                    context.hold,
                 )
                 begins = context.prefilled and not num_resumed
                 if not (begins and gathering.waits(instance.id)):
@@ -568,7 +574,7 @@ async def run_request(
     dead: Instance | None = None
     avoided: InstanceId | None = None
     for attempt in itertools.count(1):
-        leg = "route"
+        leg, goes_on = "route", False
         turn = contextlib.AsyncExitStack()
         try:
             context.resident_tokens = router.resident_tokens(context.request)
@@ -596,8 +602,12 @@ async def run_request(
             leg = "prefill"
             if route.prefill is not None and not context.prefilled and not context.aborted:
                 computes, decodes = map(cluster.instance, (route.prefill, route.decode))
+                push_to = computes.store_beside(decodes)
+                # A store that is pushed to is another one than that the prefill leg writes to.
+                router.lookups.end_hold(context.hold)
+                context.hold = 0 if push_to else router.lookups.new_hold()
                 with decodes.expecting(), router.gathering.coming(route.decode):
-                    await prefill(context, computes, computes.store_beside(decodes))
+                    await prefill(context, computes, push_to)
                 if context.prefilled:
                     router.has_computed(route.prefill, context.request)
                 context.comes()
@@ -639,6 +649,7 @@ async def run_request(
             if is_last:
                 raise given_up(context.request.external_req_id, context.num_deaths) from death
             metrics.RETRIES.labels(leg).inc()
+            goes_on = True
         except LegMovedError as moved:
             left = route.decode if leg == "decode" or route.prefill is None else route.prefill
             if moved.reason == REBALANCED:
@@ -648,12 +659,16 @@ async def run_request(
                 metrics.MOVED.inc()
             why = LegFailed(leg, left, moved.reason, context.num_deaths, "goes on elsewhere")
             context.notes.note(why, context.request.request_id)
+            goes_on = True
         except WeightsReplacedError:
             if not context.start_over():
                 raise
+            goes_on = True
         except (DeadlineExceededError, TimeoutError):
             raise out_of_time() from None
         finally:
+            if not goes_on:
+                router.lookups.end_hold(context.hold)
             await turn.aclose()
             context.trial = None
 

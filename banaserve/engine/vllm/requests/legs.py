@@ -43,12 +43,13 @@ def give_seed(params: SamplingParams) -> None:
 
 
 def prefill_leg(
-    request: compat.EngineCoreRequest, keeps_token: bool, push_to: str = ""
+    request: compat.EngineCoreRequest, keeps_token: bool, push_to: str = "", hold: int = 0
 ) -> compat.EngineCoreRequest:
     """The request with one output token, its prompt's KV to be left in the store.
 
     Args:
         push_to: Store of another machine that gets it while it is computed; empty for none.
+        hold: Number under which the store keeps it until decode has read it; 0 for none.
         keeps_token: The token is the answer's first one; otherwise it is thrown away, and
             sampled in the cheapest way.
     """
@@ -67,7 +68,9 @@ def prefill_leg(
     params.max_tokens = 1
     params.detokenize = False
     params.output_kind = RequestOutputKind.FINAL_ONLY
-    params.extra_args = _with_handover(given, Handover(leaves_tail=True, push_to=push_to))
+    params.extra_args = _with_handover(
+        given, Handover(leaves_tail=True, push_to=push_to, hold=hold)
+    )
     leg.sampling_params = params
     return leg
 
@@ -77,12 +80,14 @@ def decode_leg(
     tokens: list[int],
     handed_over: bool,
     is_stored: bool = False,
+    hold: int = 0,
 ) -> compat.EngineCoreRequest:
     """The request as it goes on after the output ``tokens``, which it brings along.
 
     Args:
         handed_over: The prompt's KV lies in the store, partial last block included.
         is_stored: The store had so much of the prompt that it needs no prefill leg.
+        hold: Number of the prefill leg's hold; 0 for none.
     """
     leg = copy.copy(request)
     given = request.sampling_params
@@ -90,7 +95,7 @@ def decode_leg(
     params = copy.copy(given)
     # After a death the store has whole blocks of prompt and output: then all of it is looked up.
     if len(tokens) <= 1 and handed_over:
-        handover = Handover(tokens=len(request.prompt_token_ids or ()))
+        handover = Handover(tokens=len(request.prompt_token_ids or ()), hold=hold)
         params.extra_args = _with_handover(given, handover)
     elif len(tokens) <= 1 and is_stored:
         params.extra_args = _with_handover(given, Handover(is_stored=True))

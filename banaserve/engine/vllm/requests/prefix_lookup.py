@@ -1,8 +1,9 @@
-"""Lookups of prompts in the store before routing: how many of their tokens need no computing."""
+"""Front door's part in the store: lookups of prompts before routing, holds of those handed over."""
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from itertools import takewhile
@@ -23,6 +24,9 @@ _ASKED_S = 0.02
 """For the answers of other machines' stores: a round trip takes a millisecond, and what is fetched
 saves more than this. A store that is away is asked nothing."""
 _POLL_S = 0.001
+_TELL_S = 0.2
+"""Holds that end within so long are told to the store together; decode legs have ended most."""
+_HOLD_BITS = 62
 
 
 class PrefixLookup:
@@ -45,6 +49,16 @@ class PrefixLookup:
             return 0
         known = num_known(lambda: self._client.lookup(keys[:MAX_KEYS]), WallClock().now, time.sleep)
         return known * self._block_size
+
+    async def end_holds(self, holds: Sequence[int]) -> None:
+        """Let the store evict again what is held by these numbers."""
+        await asyncio.to_thread(self._end_holds, holds)
+
+    def _end_holds(self, holds: Sequence[int]) -> None:
+        # Connects to a store that was started anew: what engines have told it is held there.
+        self._client.lookup(())
+        for hold in holds:
+            self._client.end_hold(hold)
 
     def close(self) -> None:
         self._client.close()
@@ -89,6 +103,31 @@ class PrefixLookups:
     def __init__(self, cluster: Cluster) -> None:
         self.by_weights: dict[str, PrefixLookup] = {}
         self._cluster = cluster
+        self._ended: list[int] = []
+        self._telling: asyncio.Task[None] | None = None
+
+    def new_hold(self) -> int:
+        """Number under which the store is to hold a prompt until decode has read it; 0 without one.
+
+        Whoever takes it calls ``end_hold`` at the end, whatever has become of the request.
+        """
+        return 1 + secrets.randbits(_HOLD_BITS) if self.by_weights else 0
+
+    def end_hold(self, hold: int) -> None:
+        """The request is over, or tried again; the store is told soon. 0 is no hold."""
+        if hold:
+            self._ended.append(hold)
+            if self._telling is None or self._telling.done():
+                self._telling = asyncio.get_running_loop().create_task(self._tell())
+
+    async def _tell(self) -> None:
+        while self._ended:
+            await asyncio.sleep(_TELL_S)
+            ended, self._ended = self._ended, []
+            # All of them are clients of one store.
+            lookup = next(iter(self.by_weights.values()), None)
+            if lookup is not None:
+                await lookup.end_holds(ended)
 
     async def cached_tokens(self, request: compat.EngineCoreRequest) -> int:
         """What the store holds of the prompt; 0 without a store.
@@ -117,5 +156,7 @@ class PrefixLookups:
             self.by_weights.pop(other).close()
 
     def close(self) -> None:
+        if self._telling is not None:
+            self._telling.cancel()
         for lookup in self.by_weights.values():
             lookup.close()

@@ -1,0 +1,44 @@
+"""A store with room for a quarter of the prompts under way: nothing is computed twice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+import small_model
+from fork_server import ForkServer
+from observing import until
+from reference import reference_tokens
+from server_run import Run
+from streams import asked_all, greedy
+
+pytestmark = pytest.mark.e2e
+
+NUM_PROMPTS, OUTPUT_TOKENS = 16, 24
+# Of blocks of 128 tokens each prompt has three, all of them 48: in this store there are twelve.
+STORE = ("--kv-store-size", "70MiB")
+# A decode instance that runs two requests at a time: the others wait for it.
+FEW = ("--max-num-seqs", "2", "--kv-cache-memory-bytes", str(60 << 20))
+
+
+def test_prefill_waits_until_decode_has_read_what_the_store_holds(
+    serve: Callable[..., Run], fork_server: ForkServer
+) -> None:
+    words = ("--pd", "1:1", "--dtype", "float32", "--max-model-len", "1024")
+    server = serve(*words, *STORE, *FEW, "--skip-prefill-below-tokens", "0")
+    kinds = greedy(NUM_PROMPTS, 3000, OUTPUT_TOKENS)
+    answers = asyncio.run(asked_all(server, kinds))
+    assert [answer.error for answer in answers.values()] == [""] * NUM_PROMPTS
+
+    assert server.metric("banaserve_prompt_tokens_computed_total", instance_id="d0") <= NUM_PROMPTS
+    assert server.metric("banaserve_waited_for_room_total", instance_id="p0") > 0
+    assert server.metric("banaserve_kvstore_num_slots") * 4 <= 3 * NUM_PROMPTS
+    until(lambda: server.metric("banaserve_kvstore_leased_slots") == 0, "nothing is held")
+    assert server.metric("banaserve_kvstore_num_holds") == 0
+
+    prompts = [kind.body["prompt"] for kind in kinds.values()]
+    greedily = {"": {"temperature": 0.0, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True}}
+    wanted = reference_tokens(fork_server, small_model.options()[1], prompts, greedily)[""]
+    assert [answer.tokens[0] for answer in answers.values()] == wanted
