@@ -77,8 +77,8 @@ class RoutingLog:
     def __init__(self, path: Path, region: str, log: Callable[[str], None]) -> None:
         """Raises UserError where ``path`` cannot be written."""
         try:
-            # Line by line on disk is not needed: a crash may cost the last lines.
-            self._file = path.open("ab", buffering=1 << 16)
+            # Whoever follows the file sees a request when it has ended.
+            self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise UserError(f"cannot write {path}: {error.strerror}") from error
         self._path, self._region, self._log = path, region, log

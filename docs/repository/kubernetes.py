@@ -70,6 +70,11 @@ def _leader(files: Path) -> Iterator[Finding]:
         yield at(LWS_FILE, "size:", "the leader does not name each worker")
     if config.num_instances != len(config.nodes):
         yield at(LWS_FILE, "args:", "a worker has one GPU, and not one instance")
+    if _container("leader")["readinessProbe"]["httpGet"]["path"] != "/ready":
+        yield at(LWS_FILE, "path:", "traffic comes before the instances are ready")
+    pod = LWS["spec"]["leaderWorkerTemplate"]["leaderTemplate"]["spec"]
+    if pod.get("terminationGracePeriodSeconds", 0) <= config.drain_timeout_s:
+        yield at(LWS_FILE, "name: serve", "is killed before --drain-timeout has passed")
     if not config.keys or not config.cluster_key:
         yield at(LWS_FILE, "args:", "the leader has no keys")
 
