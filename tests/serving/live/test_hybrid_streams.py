@@ -24,7 +24,7 @@ from observing import until, writer
 from reference import reference_tokens
 from server_run import Run
 from store_process import fork_store
-from streams import Answer, Kind, asked_all
+from streams import Answer, Kind, asked_all, back
 
 pytestmark = pytest.mark.e2e
 
@@ -129,11 +129,12 @@ def test_a_death_breaks_no_stream(
     os.kill(pid, number)
     streams.join()
     assert tokens_of(found) == expected
+    # One that stood still may have had nothing to do: then it is found after the last answer.
+    back(server, victim, pid)
     until(lambda: server.is_ready(*NAMES), "all instances are back")
     until(lambda: server.metric("banaserve_kvstore_up") == 1, "the store answers")
     until(lambda: server.metric("banaserve_kvstore_leased_slots") == 0, "no leases")
     until(lambda: server.metric("banaserve_kvstore_writing_slots") == 0, "nothing half written")
-    assert writer(server.run_dir, victim) != pid
 
 
 def test_a_request_whose_blocks_are_lost_is_computed_from_its_first_token(

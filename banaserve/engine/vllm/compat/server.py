@@ -25,6 +25,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.input_processor import InputProcessor
 
 from banaserve.engine.vllm.compat.config import VllmConfig
+from banaserve.errors import UserError
 
 try:  # vLLM 0.33 and later
     from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args
@@ -89,8 +90,17 @@ def load_parsers(args: Namespace) -> None:
 
 
 async def bind_engines(app: Any, args: Namespace, client: EngineClient, tasks: Any) -> None:
-    """Let vLLM's application serve ``client``, and go on where an engine has failed."""
-    await init_app_state(client, app.state, args, tasks)
+    """Let vLLM's application serve ``client``, and go on where an engine has failed.
+
+    Raises:
+        UserError: A parser does not fit the model's tokenizer.
+    """
+    try:
+        await init_app_state(client, app.state, args, tasks)
+    except TypeError as unfit:
+        if args.tool_call_parser or args.reasoning_parser:
+            raise UserError(str(unfit).partition("\n")[0]) from unfit
+        raise
     app.state.server = StaysUp()
 
 

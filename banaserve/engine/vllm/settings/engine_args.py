@@ -106,6 +106,11 @@ def _made(args: Namespace) -> VllmConfig:
     except (ValueError, OSError, NotImplementedError) as refused:
         first = str(refused).strip().splitlines()
         raise UserError(f"vLLM cannot serve this: {' '.join(first)[:400]}") from refused
+    except RuntimeError as unfit:
+        if not args.reasoning_parser:
+            raise
+        words = f"--reasoning-parser {args.reasoning_parser} does not fit this model"
+        raise UserError(f"{words}: {' '.join(str(unfit).split())[:400]}") from unfit
 
 
 def pools(config: VllmConfig) -> bool:
