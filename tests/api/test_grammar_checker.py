@@ -19,6 +19,8 @@ from banaserve.api.bodies.grammar_checker import GrammarChecker
 from banaserve.api.bodies.grammar_process import GrammarLimits
 from banaserve.api.bodies.grammars import GrammarSpec
 
+pytestmark = pytest.mark.deep
+
 GOOD = [
     GrammarSpec("json", '{"type": "object", "properties": {"a": {"type": "string"}}}'),
     GrammarSpec("regex", r"[a-z]+@[a-z]+\.com"),

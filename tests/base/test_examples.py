@@ -16,6 +16,8 @@ from banaserve.orchestrator.routing.legs import LegOptions
 from banaserve.types import ClusterView, InstanceId, InstanceView, RequestId, RequestView, Role
 from installed_packages import install_examples
 
+pytestmark = pytest.mark.deep
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

@@ -13,6 +13,8 @@ from banaserve.costs import profile
 from banaserve.sim import case
 from banaserve.sim.system import KINDS
 
+pytestmark = pytest.mark.deep
+
 
 def test_listing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--list"]) == 0

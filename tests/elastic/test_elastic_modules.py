@@ -54,6 +54,8 @@ from banaserve.types import (
 )
 from depth import chosen_seed, num_examples
 
+pytestmark = pytest.mark.deep
+
 OPT = profiles.load("opt-13b-a100")
 H100 = profiles.load("llama-3.1-8b-h100")
 LAYERS = Module(30, 40)

@@ -34,6 +34,8 @@ from benchmarks.drivers.otlp_receiver import OtlpReceiver
 from forked import Forked
 from waiting import until
 
+pytestmark = pytest.mark.deep
+
 TRACE, PARENT = "0123456789abcdef0123456789abcdef", "0123456789abcdef"
 HEADERS = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=1"}
 SECRET = "what the client asked"

@@ -9,6 +9,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
+pytestmark = pytest.mark.deep
+
 
 # What a worker's process does: import the extension by its name, then make the device.
 WORKER = """

@@ -14,6 +14,8 @@ from banaserve.sim.lengths import read_lengths
 from banaserve.sim.trace import read_trace
 from corpus import attempt, fuzzed, spoiled
 
+pytestmark = pytest.mark.deep
+
 READERS = (read_entries, read_trace, read_lengths)
 SUFFIXES = (".jsonl", ".json", ".csv", ".jsonl.zst")
 

@@ -35,6 +35,8 @@ from peer_store import DEADLINE_S, FINGERPRINT, KEY, NUM_SLOTS, SLOT_BYTES, Peer
 from store_process import fork_store
 from waiting import eventually
 
+pytestmark = pytest.mark.deep
+
 
 @pytest.fixture
 def two(tmp_path: Path, stack: ExitStack) -> tuple[PeerStore, PeerStore]:

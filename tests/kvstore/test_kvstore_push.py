@@ -39,6 +39,8 @@ from peer_store import FINGERPRINT, KEY, NUM_SLOTS, SLOT_BYTES, PeerStore, block
 from store_process import start_store
 from waiting import eventually
 
+pytestmark = pytest.mark.deep
+
 NUM_LAYERS, PARTS = FINGERPRINT.num_layers, FINGERPRINT.num_parts
 NAMESPACE = FINGERPRINT.namespace()
 

@@ -24,6 +24,8 @@ from fingerprints import FINGERPRINT
 from ports import free_port
 from waiting import eventually, until
 
+pytestmark = pytest.mark.deep
+
 KEYS = [bytes([number]) * 32 for number in range(4)]
 DEADLINE_S = 30.0
 

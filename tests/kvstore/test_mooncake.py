@@ -26,6 +26,8 @@ from banaserve.kvstore.tiers.mooncake_config import parse_url
 from banaserve.kvstore.tiers.mooncake_process import KEY_PREFIX
 from benchmarks.kvstore.peers import Peer, missing_mooncake, mooncake_master
 
+pytestmark = pytest.mark.deep
+
 needs_mooncake = pytest.mark.skipif(missing_mooncake() is not None, reason=str(missing_mooncake()))
 PEER = Path(__file__).with_name("mooncake_peer.py")
 DEADLINE_S = 60.0

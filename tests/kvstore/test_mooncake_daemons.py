@@ -19,7 +19,7 @@ from benchmarks.kvstore.peers import missing_mooncake, mooncake_master
 from waiting import eventually
 
 MISSING = missing_mooncake()
-pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+pytestmark = [pytest.mark.deep, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
 DEADLINE_S = 60.0
 KEYS = [bytes([number + 1]) * 32 for number in range(6)]
 FINGERPRINT = Fingerprint(

@@ -26,6 +26,8 @@ from banaserve.kvstore.tiers.ssd.device import aligned_bytes
 from banaserve.kvstore.tiers.ssd.tier import SsdTier
 from benchmarks.kvstore.peers import joined_mooncake, missing_mooncake, mooncake_master
 
+pytestmark = pytest.mark.deep
+
 _masters = ExitStack()
 
 

@@ -13,6 +13,8 @@ from mock_facts import MockOptions, Trouble
 from mock_process import INIT, engine_argv, launched, mock_core
 from mock_protocol import ENGINE_CORE_DEAD, FinishReason, token_at
 
+pytestmark = pytest.mark.deep
+
 PROMPT = list(range(1000, 1200))
 END_S = 30.0
 

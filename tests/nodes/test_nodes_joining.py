@@ -23,6 +23,8 @@ from node_doubles import Front, Node, Scripts, launcher_of, opened, patched, sta
 from peer_store import FINGERPRINT, SLOT_BYTES, PeerStore, chain
 from waiting import eventually, until
 
+pytestmark = pytest.mark.deep
+
 STORE = StoreOptions(size=f"{16 * SLOT_BYTES}B")
 
 

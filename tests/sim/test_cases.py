@@ -18,6 +18,8 @@ from banaserve.sim.run import judged, simulate
 from banaserve.sim.workload import Lengths, LoadPhase, drawn
 from depth import chosen_seed
 
+pytestmark = pytest.mark.deep
+
 NAMES = [
     "bursts",
     "death-in-migration",

@@ -22,6 +22,8 @@ from banaserve.sim.timeline import Timeline
 from banaserve.types import Distance, InstanceId
 from depth import seeds
 
+pytestmark = pytest.mark.deep
+
 PROFILE = load_profile("opt-13b-a100")
 SMALL = CellsSetting(
     instances=120,

@@ -20,6 +20,8 @@ from depth import says_seed, seeds
 from fingerprints import FINGERPRINT
 from tiering_doubles import KEYS, NAMESPACE, ScriptedTier, Store
 
+pytestmark = pytest.mark.deep
+
 SEEDS = seeds(in_long=10_000, otherwise=80)
 PARTS = 4
 NUM_TURNS = 250

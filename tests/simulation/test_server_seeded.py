@@ -12,6 +12,8 @@ from depth import says_seed, seeds
 from seeded_machine import run_virtually
 from seeded_server import Server, run_seed
 
+pytestmark = pytest.mark.deep
+
 SEEDS = seeds(in_long=10_000, otherwise=40)
 PARTS = 4
 REGRESSIONS = (3839, 4593)

@@ -19,6 +19,8 @@ from banaserve.transport.errors import (
 from banaserve.transport.memory import PAGE_BYTES, SLICE_BYTES, Memory
 from depth import num_examples
 
+pytestmark = pytest.mark.deep
+
 side, doomed = harness.side, harness.doomed
 WAIT_S, REGION_BYTES = harness.WAIT_S, harness.REGION_BYTES
 digest, random_bytes = harness.digest, harness.random_bytes

@@ -28,6 +28,8 @@ from banaserve.transport.memory import SLICE_BYTES, Memory
 from banaserve.transport.registry import create
 from banaserve.transport.torch_distributed import _TorchMover
 
+pytestmark = pytest.mark.deep
+
 side, doomed = harness.side, harness.doomed
 WAIT_S, REGION_BYTES = harness.WAIT_S, harness.REGION_BYTES
 digest, random_bytes = harness.digest, harness.random_bytes

@@ -28,6 +28,8 @@ from browsing import Browser, browser, check_accessible, keep, keep_for_readme
 from served_admin import KEY, Served
 from waiting import eventually
 
+pytestmark = pytest.mark.deep
+
 AUTH = {"Authorization": f"Bearer {KEY}"}
 MODELLED = "MODELLED, not measured: tiny"
 

@@ -19,7 +19,7 @@ from store_process import start_store
 from waiting import eventually
 
 _why = hosts.missing()
-pytestmark = pytest.mark.skipif(bool(_why), reason=_why)
+pytestmark = [pytest.mark.deep, pytest.mark.skipif(bool(_why), reason=_why)]
 
 PORT = 7100
 NUM_RESTARTS = 50 if IS_LONG else 4
