@@ -122,7 +122,7 @@ class ServeConfig:
         kv_store_fetch: ``cheaper`` fetches as much of a prefix as is faster than computing it;
             ``always`` all of it.
         kv_store_verify: Whether memory gets checksums.
-        rebalances: Whether the rebalancer runs: it moves streams from overloaded instances.
+        rebalances: Flag: the rebalancer moves streams away from overloaded instances.
         gather_decode_s: So long a decode leg waits for others that it could begin with; 0: not.
         threads_per_instance: OMP threads of each engine; 0 shares the cores among them.
         restart_grace_s: How long a request waits for a restart where no instance serves its role.

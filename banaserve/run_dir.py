@@ -25,6 +25,7 @@ _KEPT_RUNS = 10
 _SOCKETS = "banaserve-"
 _LOCK = "lock"
 _NEW_S = 60.0
+"""For a run that has made its folder and has not locked it yet."""
 _LOCK_S = 5.0
 """For the engines of a run that was killed, which hold its lock until they have ended too."""
 _TAIL_BYTES = 64 << 10

@@ -181,8 +181,8 @@ class BlockIndex:
         """Keep what the index has of ``keys``, whatever its state, until ``end_hold``.
 
         Args:
-            hold_id: Chosen by who hands over; a hold of that id is made larger.
-            until_s: When ``expire_holds`` ends it.
+            hold_id: Number that the front door has chosen; a hold of that number is made larger.
+            until_s: Time at which ``expire_holds`` ends the hold.
         """
         hold = self._holds.setdefault(hold_id, Hold({}, until_s))
         hold.until_s = until_s

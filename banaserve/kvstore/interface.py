@@ -62,7 +62,7 @@ class Exchanged:
         undecided: A tier is still asking a peer about the key after ``slots``: ask again soon.
         num_declined: Blocks after ``slots`` that lie in a tier and were left there because
             computing them is predicted to be cheaper than fetching them.
-        num_refused: Of ``reserved``, those that are None for lack of room, not by a quota.
+        num_refused: Number of reserved keys that have no slot for lack of room, not by a quota.
     """
 
     lease: Lease | None

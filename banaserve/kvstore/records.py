@@ -127,8 +127,8 @@ class Hold:
     """Blocks of a prompt that is handed over: none of them is evicted before the hold ends.
 
     Attributes:
-        entries: By serial; some may be being written.
-        until_s: When it ends by itself.
+        entries: Blocks by serial; some may be being written.
+        until_s: Time at which the hold ends by itself.
     """
 
     entries: dict[int, IndexEntry]

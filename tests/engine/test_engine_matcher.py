@@ -54,8 +54,8 @@ class AccountingStore:
         undecided: Answers that say so from now on.
         wait_s: What it predicts.
         exchanges: Every exchange so far: (acquired, reserved, tenant, compute_block_s).
-        holds: That have begun and not ended.
-        room: Blocks that can be reserved at a time.
+        holds: Numbers of the holds that have begun and not ended.
+        room: Number of blocks that can be reserved at a time.
         pushes: Every push so far: (to, keys, tenant), and what was reserved then.
     """
 

@@ -75,8 +75,8 @@ class RayNode:
     def kill(self) -> None:
         """End all of it at once, as a machine that dies does; none of it is left on return."""
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended by itself
-            for first in psutil.Process(self.process.pid).children():
-                first.kill()
+            for one in psutil.Process(self.process.pid).children() or [self.process]:
+                one.kill()
         self.process.wait()
 
 

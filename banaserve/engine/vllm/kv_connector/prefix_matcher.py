@@ -473,10 +473,9 @@ class PrefixMatcher:
     def _give_back(self, tracked: RequestState) -> None:
         self.release_hits(tracked)
         self._abandon_saves(tracked)
-        self.end_hold(tracked)
+        self._end_hold(tracked)
 
-    def end_hold(self, tracked: RequestState) -> None:
-        """Nobody is to read what is held of this prompt."""
+    def _end_hold(self, tracked: RequestState) -> None:
         if tracked.has_hold:
             tracked.has_hold = False
             self._client.end_hold(tracked.hold)

@@ -140,9 +140,9 @@ class RequestState:
         num_claimed: Full blocks below this index have been offered to the store.
         leaves_tail: See ``Handover``.
         hold: See ``Handover``.
-        has_hold: The store may know of the hold.
-        room_until_s: Until when this prefill leg waits for room in the store; None where there has
-            been room so far.
+        has_hold: Flag: the store may know of the hold.
+        room_until_s: Time until which this prefill leg waits for room in the store; None where
+            there has been room so far.
         prefix_tokens: What the store was last asked for is a prefix of so many tokens,
         prefix_blocks: and so many blocks, those of its states included.
     """
