@@ -93,9 +93,3 @@ def test_streams_of_one_go_to_others_that_serve_again(server: MockRun, admin: Ad
         )
     assert max(events.values()) == 1, "none moves twice within ten seconds"
     assert sum(events.values()) == moved
-
-
-def test_a_balanced_load_is_left_alone(server: MockRun) -> None:
-    before = server.metric("banaserve_streams_rebalanced_total")
-    asyncio.run(asked_all(server, KINDS))
-    assert server.metric("banaserve_streams_rebalanced_total") == before
