@@ -34,6 +34,7 @@ from banaserve.api.metrics import MetricsPage
 from banaserve.api.take_over import Offer, SocketOffer
 from banaserve.clock import Clock, WallClock
 from banaserve.config import SLO_AWARE, ServeConfig
+from banaserve.controller.decision_format import rebalancing_of
 from banaserve.controller.decisions import DecisionLog
 from banaserve.controller.loop import Controller, ControllerOptions
 from banaserve.controller.schemas import ControllerState
@@ -78,12 +79,12 @@ from banaserve.kvstore.stats import StoreStats
 from banaserve.net.descriptors import connections_within
 from banaserve.orchestrator.autoscaling import AutoscaleOptions
 from banaserve.orchestrator.control import ControlLimits, Mode
-from banaserve.orchestrator.rebalancing import RebalanceOptions
+from banaserve.orchestrator.rebalancing import RebalanceOptions, Stream
 from banaserve.orchestrator.routing import registry
 from banaserve.orchestrator.routing.legs import LegOptions
 from banaserve.platform.packages import vllm_version
 from banaserve.run_dir import AdminAccess, RunDir, remove_admin, write_admin
-from banaserve.types import Role
+from banaserve.types import InstanceId, Role
 from banaserve.ui.page import PageDoor
 from banaserve.ui.records import PageInfo
 
@@ -495,7 +496,11 @@ async def _controlling(
     restarts = _restarts(parts, router, coordinator, client, lambda: scaler.is_under_way)
     nodes = NodeChanges(parts.launcher, scaler, cluster, clock)
     nodes.start()
-    rebalancer = _rebalancer(config, router, clock)
+
+    def note_rebalancing(moves: Mapping[InstanceId, Sequence[Stream]]) -> None:
+        log.add(rebalancing_of(executor.view(), moves, time.time(), options.time))
+
+    rebalancer = _rebalancer(config, router, clock, note_rebalancing)
     if rebalancer is not None:
         rebalancer.start()
     try:
@@ -512,7 +517,12 @@ async def _controlling(
         await roles.stop()
 
 
-def _rebalancer(config: ServeConfig, router: Router, clock: WallClock) -> Rebalancer | None:
+def _rebalancer(
+    config: ServeConfig,
+    router: Router,
+    clock: WallClock,
+    note: Callable[[Mapping[InstanceId, Sequence[Stream]]], None],
+) -> Rebalancer | None:
     """None if it is off, or without a store: a stream that moves fetches its KV from there."""
     if not (config.rebalances and config.kv_store):
         return None
@@ -522,7 +532,9 @@ def _rebalancer(config: ServeConfig, router: Router, clock: WallClock) -> Rebala
         interval_s=usual.interval_s * config.dilate,
         cooldown_s=usual.cooldown_s * config.dilate,
     )
-    return Rebalancer(router.cluster, lambda: router.output_lengths.lengths, options, clock)
+    return Rebalancer(
+        router.cluster, lambda: router.output_lengths.lengths, options, clock, note
+    )
 
 
 def _autoscaler(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from banaserve.controller.schemas import (
     DecisionRecord,
     Felt,
@@ -12,10 +14,11 @@ from banaserve.controller.schemas import (
     WantedMove,
     WantedStep,
 )
-from banaserve.engine.interface import StepOutcome
-from banaserve.orchestrator.control import Held, Turn, kind_of, words
+from banaserve.engine.interface import Ending, StepOutcome
+from banaserve.orchestrator.control import Held, Mode, Turn, kind_of, words
 from banaserve.orchestrator.measure import load_of
 from banaserve.orchestrator.migration.scoring import module_words
+from banaserve.orchestrator.rebalancing import Stream
 from banaserve.types import (
     ClusterView,
     InstanceId,
@@ -24,6 +27,10 @@ from banaserve.types import (
     ReturnModule,
     Step,
 )
+
+
+REBALANCER = "rebalancer"
+"""Policy that a decision of the rebalancer names."""
 
 
 def decision_of(turn: Turn, mode: str, policy: str, at_s: float, time: str = "") -> DecisionRecord:
@@ -51,6 +58,47 @@ def decision_of(turn: Turn, mode: str, policy: str, at_s: float, time: str = "")
         num_layers=max((one.num_layers for one in known), default=0),
         num_kv_heads=max((one.num_kv_heads for one in known), default=0),
         time=time,
+    )
+
+
+def rebalancing_of(
+    view: ClusterView, moves: Mapping[InstanceId, Sequence[Stream]], at_s: float, time: str = ""
+) -> DecisionRecord:
+    """Return what the log keeps of streams that leave overloaded instances.
+
+    Args:
+        moves: Streams that leave each instance.
+        at_s: Seconds since 1970.
+        time: How time passes, in words; empty where it is real.
+    """
+    counts = [one.inflight_requests for one in view.instances.values() if one.ready]
+    return DecisionRecord(
+        number=0,
+        at_s=at_s,
+        mode=Mode.ON.value,
+        policy=REBALANCER,
+        gap=max(counts) / (sum(counts) / len(counts)) - 1.0 if any(counts) else 0.0,
+        is_balancing=True,
+        reason="other streams have moved lately, would cost more than they save, or are not many",
+        instances=numbers_of(view),
+        left_out={},
+        steps=[_rebalanced(source, streams, at_s) for source, streams in moves.items()],
+        rejected=[],
+        time=time,
+    )
+
+
+def _rebalanced(source: InstanceId, streams: Sequence[Stream], at_s: float) -> WantedStep:
+    num_waiting = sum(stream.is_waiting for stream in streams)
+    unit = "stream leaves" if len(streams) == 1 else "streams leave"
+    return WantedStep(
+        what=f"{len(streams)} {unit} {source}, {num_waiting} of which had not begun there",
+        kind="streams",
+        cost_s=0.0,
+        benefit_s=0.0,
+        timeout_s=0.0,
+        predicted={},
+        result=StepRecord(str(Ending.DONE), "", 0.0, 0, 0.0, 0, False, ended_at_s=at_s),
     )
 
 

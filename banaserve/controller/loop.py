@@ -11,7 +11,7 @@ from typing import Any
 
 from banaserve.clock import Clock
 from banaserve.controller import metrics
-from banaserve.controller.decision_format import changes, decision_of, result_of
+from banaserve.controller.decision_format import REBALANCER, changes, decision_of, result_of
 from banaserve.controller.decisions import DecisionLog
 from banaserve.controller.schemas import (
     ControllerState,
@@ -139,7 +139,7 @@ class Controller:
 
     def status(self) -> ControllerStatus:
         options, link = self._options, self._executor.link()
-        last = self.log.last(1)
+        last = [one for one in self.log.last() if one.policy != REBALANCER][-1:]
         return ControllerStatus(
             state=self._state,
             mode=options.mode.value,

@@ -8,12 +8,14 @@ fetch and the computation of its last block.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from math import ceil, floor
 from typing import NamedTuple
 
-from banaserve.types import InstanceId
+from banaserve.types import InstanceId, OutputLengths
+
+_USUAL_REMAINING_TOKENS = 100.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,8 @@ class DecodeLoad(NamedTuple):
     Attributes:
         num_requests: Number of decode and whole requests that it holds, movable or not.
         num_waiting: Number of them that its engine has not put into a batch.
-        streams: Requests that can move, the oldest first.
+        streams: Returns the requests that can move, the oldest first; called for overloaded
+            instances only.
         speed: Speed of its device against the others.
         kv_used_fraction: Share of its KV memory in use, in [0, 1].
         step_s: Time of one of its steps; 0 if not measured.
@@ -74,7 +77,7 @@ class DecodeLoad(NamedTuple):
     id: InstanceId
     num_requests: int
     num_waiting: int
-    streams: Sequence[Stream]
+    streams: Callable[[], Sequence[Stream]]
     speed: float = 1.0
     kv_used_fraction: float = 0.0
     step_s: float = 0.0
@@ -117,7 +120,7 @@ def choose_moves(
             continue
         most = max(options.least_moved, floor(options.moved_fraction * one.num_requests))
         most = min(most, floor(excess), left)
-        free = [stream for stream in one.streams if _may_move(stream, now_s, options)]
+        free = [stream for stream in one.streams() if _may_move(stream, now_s, options)]
         waiting = [stream for stream in reversed(free) if stream.is_waiting][: one.num_waiting]
         lightest = min(load.num_requests / load.speed for load in receivers)
         running = sorted(
@@ -132,6 +135,19 @@ def choose_moves(
             chosen[one.id] = moved
             left -= len(moved)
     return chosen
+
+
+def remaining_tokens(lengths: OutputLengths | None) -> float:
+    """Return the mean number of output tokens that a stream still has.
+
+    A stream that decodes at some moment has half of its answer left, on average.
+
+    Args:
+        lengths: Lengths of the last answers; None before the first has ended.
+    """
+    if lengths is None:
+        return _USUAL_REMAINING_TOKENS
+    return sum(lengths.present_tokens) / len(lengths.present_tokens) / 2
 
 
 def _may_move(stream: Stream, now_s: float, options: RebalanceOptions) -> bool:
@@ -154,14 +170,3 @@ def _pays(
         stream.tokens * source.fetch_token_s + source.step_s
     )  # one step computes its last block
     return gain_s >= options.least_gain * cost_s
-
-
-def expected_remaining(lengths: Iterable[int], so_far: float) -> float:
-    """Return the mean number of output tokens left to answers that have ``so_far``.
-
-    Args:
-        lengths: Of the last answers, in tokens.
-        so_far: Tokens that the answers have now.
-    """
-    longer = [length - so_far for length in lengths if length > so_far]
-    return sum(longer) / len(longer) if longer else so_far

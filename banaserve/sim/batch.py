@@ -53,6 +53,7 @@ class SimBatch:
         self._ends: list[tuple[int, int, SimRequest]] = []
         self._chunks: list[tuple[SimRequest, int]] = []
         self._joining: list[SimRequest] = []
+        self._leaving: list[SimRequest] = []
         self._has_lost_kv = False
         self._fetched_tokens = 0
 
@@ -159,6 +160,15 @@ class SimBatch:
         self._context -= request.kv_tokens
         self.used_tokens -= request.kv_tokens
 
+    def _take_leaving(self) -> list[SimRequest]:
+        """At a boundary between two steps: those that decode elsewhere from now on."""
+        leaving, self._leaving = self._leaving, []
+        here = [request for request in leaving if self.decoding.get(request.id) is request]
+        for request in here:
+            self._settle(request)
+            self._leave(request)
+        return here
+
     def _preempt(self, request: SimRequest) -> None:
         self._settle(request)
         self._leave(request)
@@ -204,7 +214,7 @@ class SimBatch:
             lost.append(request)
         for table in (self.waiting, self.prefilling, self.loading, self.decoding):
             table.clear()
-        for entries in (self._ends, self._joining, self._chunks):
+        for entries in (self._ends, self._joining, self._leaving, self._chunks):
             entries.clear()
         self.used_tokens = self._context = 0
         return sorted(lost, key=lambda request: request.id)

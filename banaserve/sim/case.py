@@ -28,6 +28,7 @@ METRICS = (
     "num_moves",
     "num_moves_aborted",
     "num_preemptions",
+    "num_rebalanced",
     "num_restarted",
     "output_tokens_per_s",
     "total_s",

@@ -14,10 +14,12 @@ from banaserve.orchestrator import control
 from banaserve.orchestrator.control import Mode
 from banaserve.orchestrator.migration import registry as migrations
 from banaserve.orchestrator.model.output_length import OutputLengthWindow
+from banaserve.orchestrator.rebalancing import RebalanceOptions, choose_moves, remaining_tokens
 from banaserve.orchestrator.routing import registry as routings
 from banaserve.sim.engine import SimEngine
 from banaserve.sim.instance import SimInstance
 from banaserve.sim.placing import Placing
+from banaserve.sim.rebalancing import loads
 from banaserve.sim.request import SimRequest
 from banaserve.sim.store import HASH_BLOCK_TOKENS, SimPrefixCache
 from banaserve.sim.system import System
@@ -31,6 +33,7 @@ from banaserve.types import (
     RequestId,
     RequestView,
     Role,
+    Route,
 )
 
 _REPEAT_S = 0.5
@@ -61,6 +64,7 @@ class Cell:
         finished: Requests that have ended, in that order.
         num_refused: Requests that fit no instance.
         num_restarted: Legs that ran again because an instance died.
+        num_rebalanced: Streams that went on elsewhere because their instance was overloaded.
         num_handed_over: Prompts fetched by the instance that decodes, and those of them that came
             from another machine: ``num_handed_far``.
         store: The global store's prefixes, where the system has one; shared by all cells.
@@ -111,6 +115,7 @@ class Cell:
         self._output_lengths = OutputLengthWindow()
         self.num_refused = 0
         self.num_restarted = 0
+        self.num_rebalanced = 0
         self.num_handed_over = self.num_handed_far = 0
         self._num_returning = 0
         self.instances = {
@@ -144,6 +149,7 @@ class Cell:
             self._fetch,
             self._prefilled,
             self._end,
+            self._left,
         )
         if self._system.cache == "local":
             self.caches[InstanceId(name)] = SimPrefixCache(
@@ -203,15 +209,19 @@ class Cell:
         lengths = self._output_lengths.lengths
         return ClusterView(now_s, views, under_way, output_lengths=lengths)
 
-    def _send(self, request: SimRequest) -> None:
-        """Route ``request`` with everything that it has so far, and give it to its first leg."""
+    def _send(self, request: SimRequest, avoided: InstanceId | None = None) -> None:
+        """Route ``request`` with everything that it has so far, and give it to its first leg.
+
+        Args:
+            avoided: Not chosen if any other instance can serve; None for none.
+        """
         tokens = request.to_compute + request.cached_tokens
         cached = request.cached_tokens
         if self.store is not None and request.hash_ids and not cached:
             cached = min(self.store.lookup(request.hash_ids, request.prompt_tokens), tokens - 1)
         try:
             asked = RequestView(RequestId(str(request.id)), tokens, cached, request.max_tokens)
-            route = self._routing.route(asked, self.view())
+            route = self._route(asked, avoided)
         except NoInstanceError:
             if self._listener is not None and self._listener.stranded(request):
                 self.load -= 1
@@ -230,6 +240,17 @@ class Cell:
             request.decode.expect(request)
         first.take(request, tokens, request.to_compute)
         first.engine.submit(request)
+
+    def _route(self, asked: RequestView, avoided: InstanceId | None) -> Route:
+        seen = self.view()
+        if avoided is None:
+            return self._routing.route(asked, seen)
+        left = replace(seen.instances[avoided], ready=False)
+        others = replace(seen, instances={**seen.instances, avoided: left})
+        try:
+            return self._routing.route(asked, others)
+        except NoInstanceError:
+            return self._routing.route(asked, seen)
 
     def _prefilled(self, engine: SimEngine, request: SimRequest) -> bool:
         """A prompt is computed: hand it over, unless it decodes where it is."""
@@ -328,6 +349,28 @@ class Cell:
             for step in turn.begin:
                 self.placing.begin(step)
 
+    def rebalance(self, options: RebalanceOptions) -> None:
+        """Let streams leave overloaded instances, by the decision of the server's rebalancer."""
+        cluster, now_s = self.view(), self._timeline.now_s
+        remaining = remaining_tokens(cluster.output_lengths)
+        for role in (Role.DECODE, Role.COLOCATED):
+            seen = loads(self.instances, cluster, role)
+            for source, streams in choose_moves(seen, now_s, options, remaining).items():
+                for stream in streams:
+                    assert isinstance(stream.key, SimRequest)
+                    self.instances[source].engine.move_away(stream.key)
+
+    def _left(self, engine: SimEngine, request: SimRequest) -> None:
+        self.instances[engine.name].leave(request)
+        self.num_rebalanced += 1
+        request.rebalanced_s = self._timeline.now_s
+        self._keep_stored(request)
+        # Not at once: the engine is between two steps.
+        self._timeline.at(self._timeline.now_s, self._go_on, (request, engine.name))
+
+    def _go_on(self, told: tuple[SimRequest, InstanceId]) -> None:
+        self._send(*told)
+
     def kill(self, name: InstanceId, back_after_s: float | None) -> None:
         """The instance dies; its requests run again elsewhere."""
         self.kill_node([name], back_after_s)
@@ -389,13 +432,17 @@ class Cell:
             request.held_by.release(request.kv_tokens)
         request.held_by = None
         request.comes()
+        self._keep_stored(request)
+        self._send(request)
+
+    def _keep_stored(self, request: SimRequest) -> None:
+        """Let ``request`` begin anew with what the store has of it."""
         request.start_over()
         # A store of one machine is lost with it, and what it held of a request is not told apart.
         is_kept = self._system.handover == "store" and self._system.cache != "node"
         if is_kept and request.generated:
             whole = (request.all_tokens - 1) // self._block_tokens * self._block_tokens
             request.cached_tokens, request.to_compute = whole, request.all_tokens - whole
-        self._send(request)
 
 
 def _observed(request: SimRequest) -> ObservedRequest:

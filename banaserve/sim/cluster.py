@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from banaserve.costs.profile import Profile
 from banaserve.errors import UserError
 from banaserve.names import check_known
+from banaserve.orchestrator.rebalancing import RebalanceOptions
 from banaserve.sim.cell import Cell
 from banaserve.sim.instance import SimInstance
 from banaserve.sim.request import SimRequest
@@ -42,6 +43,8 @@ class SimCluster:
         self._system = system
         self._is_running = True
         self._stuck_s = 0.0
+        self._num_ticks = 0
+        self._rebalance_options = RebalanceOptions()
         store = (
             SimPrefixCache(system.store_tokens, HASH_BLOCK_TOKENS)
             if system.cache == "global"
@@ -59,7 +62,9 @@ class SimCluster:
         ]
         self._lighter.update(range(len(self.cells)))
         if system.migration != "still":
-            timeline.after(system.control_s, self._control)
+            self._tick_after(system.control_s, self._control)
+        if system.rebalances:
+            self._tick_after(self._rebalance_options.interval_s, self._rebalance)
 
     def run(self, requests: Iterable[SimRequest]) -> None:
         """Let ``requests``, in the order of their arrivals, come and all of them end."""
@@ -107,14 +112,30 @@ class SimCluster:
             heapq.heapreplace(heap, (now, place))
 
     def _control(self, _: None) -> None:
+        self._num_ticks -= 1
         for cell in self.cells:
             cell.control()
         # Nothing else is due: what waits fits nowhere, and only another placement could help.
-        is_stuck = self._timeline.next_s is None
+        is_stuck = self._timeline.num_due == self._num_ticks
         self._stuck_s = self._stuck_s + self._system.control_s if is_stuck else 0.0
-        is_needed = self._is_running or any(cell.load for cell in self.cells)
-        if is_needed and self._stuck_s < _GIVE_UP_S:
-            self._timeline.after(self._system.control_s, self._control)
+        if self._is_needed and self._stuck_s < _GIVE_UP_S:
+            self._tick_after(self._system.control_s, self._control)
+
+    def _rebalance(self, _: None) -> None:
+        self._num_ticks -= 1
+        for cell in self.cells:
+            cell.rebalance(self._rebalance_options)
+        # With nothing due but turns of control there is nothing that could move.
+        if self._is_needed and self._timeline.num_due > self._num_ticks:
+            self._tick_after(self._rebalance_options.interval_s, self._rebalance)
+
+    @property
+    def _is_needed(self) -> bool:
+        return self._is_running or any(cell.load for cell in self.cells)
+
+    def _tick_after(self, delay_s: float, tick: Callable[[None], None]) -> None:
+        self._num_ticks += 1
+        self._timeline.after(delay_s, tick)
 
     def find(self, name: str) -> tuple[Cell, SimInstance]:
         """Returns an instance and its cell.

@@ -25,6 +25,7 @@ class SimEngine(SimBatch):
             ``join`` when it is here.
         prefilled: Called when a prompt is computed; true says that decoding goes on here.
         finished: Called when a request has its last token.
+        left: Called with a request that leaves for another engine, as ``move_away`` has asked.
 
     Attributes:
         observe: Where set, told of each step, or run of steps that only decode, when it is over:
@@ -41,6 +42,7 @@ class SimEngine(SimBatch):
         fetch: Callable[[SimEngine, SimRequest], None],
         prefilled: Callable[[SimEngine, SimRequest], bool],
         finished: Callable[[SimEngine, SimRequest], None],
+        left: Callable[[SimEngine, SimRequest], None],
     ) -> None:
         super().__init__(limits, kv_tokens, lambda request: fetch(self, request))
         self.name = name
@@ -51,7 +53,7 @@ class SimEngine(SimBatch):
         self.prefilled_tokens = 0
         self.prefill_busy_s = 0.0
         self._timeline = timeline
-        self._prefilled, self._finished = prefilled, finished
+        self._prefilled, self._finished, self._left = prefilled, finished, left
         self._version = 0
         self._is_stepping = False
         self._stall_s = 0.0
@@ -97,6 +99,15 @@ class SimEngine(SimBatch):
         self._version += 1
         return self._take_all()
 
+    def move_away(self, request: SimRequest) -> None:
+        """Let ``request`` leave: at once if it waits, else when the step under way has ended."""
+        if self.decoding.get(request.id) is request:
+            self._leaving.append(request)
+            self._wake()
+        elif request in self.waiting:
+            self.waiting.remove(request)
+            self._left(self, request)
+
     def drop(self, request: SimRequest) -> None:
         """What ``request`` was about to fetch is gone: forget it and its room."""
         if self.loading.pop(request.id, None) is not None:
@@ -134,7 +145,7 @@ class SimEngine(SimBatch):
 
     def _has_news(self) -> bool:
         """Whether the next step could differ from this one."""
-        if self._joining or self._has_lost_kv:
+        if self._joining or self._leaving or self._has_lost_kv:
             return True
         if len(self.decoding) > self.kv_tokens - self.used_tokens:
             return True
@@ -143,6 +154,9 @@ class SimEngine(SimBatch):
     def _step(self) -> None:
         """Begin the next step, or the next run of steps that only decode."""
         self._is_stepping = False
+        if self._leaving:
+            for request in self._take_leaving():
+                self._left(self, request)
         if self._joining:
             for request in self._joining:
                 self._enter(request)

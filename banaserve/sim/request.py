@@ -24,6 +24,7 @@ class SimRequest:
         prefill, decode: Engines of its two legs; prefill is None where one serves both.
         expected_by: The instance that will decode it, until its prompt is computed elsewhere.
         held_by: The engine that keeps its KV until it is fetched.
+        rebalanced_s: Time of its last move by the rebalancer; None for none.
         counted_tokens: Its tokens in the router's counts of the instance that it is at,
         uncounted_tokens: and of those, the ones that have to be computed there first.
     """
@@ -50,6 +51,7 @@ class SimRequest:
         "output_tokens",
         "prefill",
         "prompt_tokens",
+        "rebalanced_s",
         "to_compute",
         "uncounted_tokens",
     )
@@ -82,6 +84,7 @@ class SimRequest:
         self.num_preemptions = 0
         self.counted_tokens = 0
         self.uncounted_tokens = 0
+        self.rebalanced_s: float | None = None
         self.prefill: Any = None
         self.decode: Any = None
         self.expected_by: Any = None

@@ -29,6 +29,7 @@ class Tally(msgspec.Struct, frozen=True):
     num_requests: int = 0
     num_refused: int = 0
     num_restarted: int = 0
+    num_rebalanced: int = 0
     num_preemptions: int = 0
     num_moves_aborted: int = 0
     num_events: int = 0
@@ -54,6 +55,7 @@ def tally(cluster: SimCluster, timeline: Timeline, num_requests: int) -> Tally:
         num_requests,
         num_refused=sum(cell.num_refused for cell in cells),
         num_restarted=sum(cell.num_restarted for cell in cells),
+        num_rebalanced=sum(cell.num_rebalanced for cell in cells),
         num_preemptions=sum(engine.num_preemptions for engine in engines),
         num_moves_aborted=sum(cell.placing.num_aborted for cell in cells),
         num_events=timeline.num_events,
@@ -121,6 +123,7 @@ def summary(tally: Tally, limits: LatencyLimits) -> dict[str, Any]:
         "finished_fraction": len(served) / num_requests if num_requests else 0.0,
         "num_refused": tally.num_refused,
         "num_restarted": tally.num_restarted,
+        "num_rebalanced": tally.num_rebalanced,
         "num_preemptions": tally.num_preemptions,
         "num_moves": len(tally.steps),
         "num_moves_aborted": tally.num_moves_aborted,

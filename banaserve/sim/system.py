@@ -42,6 +42,8 @@ class System:
         attention_fraction: Share of a layer's time that moved heads take along; None is that of
             the steps at hand.
         limits: Of each engine, whatever its role.
+        rebalances: Flag: streams leave overloaded instances, as with ``serve --rebalance``; needs
+            a hand-over by the store.
         devices: Profiles of instances whose device is another one than that of the cluster, by
             their ids.
     """
@@ -64,6 +66,7 @@ class System:
     overlap_fraction: float | None = 0.0
     attention_fraction: float | None = 0.3
     limits: EngineLimits = field(default_factory=EngineLimits)
+    rebalances: bool = False
     devices: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -78,6 +81,8 @@ class System:
             raise UserError("a system needs instances: give prefill and decode, or colocated")
         if self.control_s <= 0:
             raise UserError(f"control_s is {self.control_s}: give more than 0")
+        if self.rebalances and self.handover != "store":
+            raise UserError("rebalances needs a store: give handover = \"store\"")
         for name in ("overlap_fraction", "attention_fraction"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:

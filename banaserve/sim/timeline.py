@@ -46,6 +46,11 @@ class Timeline:
         """When the next event is due; None when nothing is."""
         return self._heap[0][0] if self._heap else None
 
+    @property
+    def num_due(self) -> int:
+        """Number of events that are to happen."""
+        return len(self._heap)
+
     def step(self) -> None:
         """Jump to the next event and let it happen; there must be one."""
         self.now_s, _, event, argument = heappop(self._heap)

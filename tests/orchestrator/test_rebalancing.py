@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ def load(name: str, num_requests: int, num_waiting: int = 0, **more: Any) -> Dec
     streams = [
         Stream((name, n), 100 + n, n >= num_requests - num_waiting) for n in range(num_requests)
     ]
-    return DecodeLoad(InstanceId(name), num_requests, num_waiting, streams, **more)
+    return DecodeLoad(InstanceId(name), num_requests, num_waiting, lambda: streams, **more)
 
 
 def moved(loads: list[DecodeLoad], now_s: float = 0.0, remaining: float = 100.0) -> dict[str, int]:
@@ -65,7 +66,7 @@ def test_nobody_sends_to_one_whose_requests_wait_or_whose_memory_is_full() -> No
 
 def test_a_stream_that_has_moved_stays_for_a_while() -> None:
     streams = [Stream(n, 100, moved_s=5.0) for n in range(20)]
-    loads = [DecodeLoad(InstanceId("d0"), 20, 0, streams), load("d1", 0)]
+    loads = [DecodeLoad(InstanceId("d0"), 20, 0, lambda: streams), load("d1", 0)]
     assert moved(loads, now_s=5.0 + OPTIONS.cooldown_s - 0.1) == {}
     assert moved(loads, now_s=5.0 + OPTIONS.cooldown_s) == {"d0": 8}
 
@@ -93,15 +94,15 @@ def test_whatever_the_load_no_move_makes_it_worse(seed: int) -> None:
     for n in range(draws.randint(1, 6)):
         number = draws.choice((0, 1, 3, draws.randint(0, 400)))
         one = load(f"d{n}", number, draws.randint(0, number), speed=draws.choice((0.5, 1.0, 2.0)))
-        kept = [s for s in one.streams if draws.random() < 0.8]
-        loads.append(one._replace(streams=kept, kv_used_fraction=draws.random()))
+        kept = [s for s in one.streams() if draws.random() < 0.8]
+        loads.append(one._replace(streams=partial(list, kept), kv_used_fraction=draws.random()))
     chosen = choose_moves(loads, 0.0, OPTIONS, draws.uniform(0.0, 500.0))
     total, speed = sum(one.num_requests for one in loads), sum(one.speed for one in loads)
     by_id = {one.id: one for one in loads}
     for source, streams in chosen.items():
         share = total * by_id[source].speed / speed
         assert len(set(streams)) == len(streams) > 0
-        assert set(streams) <= set(by_id[source].streams)
+        assert set(streams) <= set(by_id[source].streams())
         assert by_id[source].num_requests - len(streams) >= share - 1e-9
     room = sum(
         max(0.0, total * one.speed / speed - one.num_requests) + 1

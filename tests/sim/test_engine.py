@@ -50,6 +50,7 @@ class Bench:
             self._fetch,
             lambda engine, request: True,
             lambda engine, request: self.done.append(request),
+            lambda engine, request: None,
         )
 
     def _fetch(self, engine: SimEngine, request: SimRequest) -> None:

@@ -39,6 +39,7 @@ def simulated(load: Load) -> Recorded:
         lambda engine, request: None,
         lambda engine, request: True,
         lambda engine, request: finished.append((request.id, len(steps) - 1)),
+        lambda engine, request: None,
     )
     coming = [
         (step, SimRequest(number, 0.0, prompt, output))

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from banaserve.clock import Clock
 from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.instance import Instance
-from banaserve.orchestrator.rebalancing import DecodeLoad, RebalanceOptions, choose_moves
-from banaserve.types import OutputLengths, Role
+from banaserve.orchestrator.rebalancing import (
+    DecodeLoad,
+    RebalanceOptions,
+    Stream,
+    choose_moves,
+    remaining_tokens,
+)
+from banaserve.types import InstanceId, OutputLengths, Role
 
 logger = logging.getLogger(__name__)
 _STALE_S = 5.0
-_USUAL_REMAINING_TOKENS = 100.0
 
 
 class Rebalancer:
@@ -26,6 +31,7 @@ class Rebalancer:
     Args:
         output_lengths: Returns the lengths of the last answers; None before the first has ended.
         options: Thresholds and times of the decision.
+        note: Called with the streams that leave each instance, before they leave.
     """
 
     def __init__(
@@ -34,11 +40,13 @@ class Rebalancer:
         output_lengths: Callable[[], OutputLengths | None],
         options: RebalanceOptions,
         clock: Clock,
+        note: Callable[[Mapping[InstanceId, Sequence[Stream]]], None],
     ) -> None:
         self._cluster = cluster
         self._output_lengths = output_lengths
         self._options = options
         self._clock = clock
+        self._note = note
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -67,7 +75,10 @@ class Rebalancer:
         for role in (Role.DECODE, Role.COLOCATED):
             loads = list(self._loads(role))
             now_s = asyncio.get_running_loop().time()
-            moves = choose_moves(loads, now_s, self._options, self._remaining_tokens())
+            remaining = remaining_tokens(self._output_lengths())
+            moves = choose_moves(loads, now_s, self._options, remaining)
+            if moves:
+                self._note(moves)
             for source, streams in moves.items():
                 instance = self._cluster.instances[source]
                 for stream in streams:
@@ -92,25 +103,15 @@ class Rebalancer:
         report = view.report
         speed = view.facts.speed if view.facts is not None else 1.0
         if report is None or self._clock.now() - report.at_s > _STALE_S:
-            return DecodeLoad(instance.id, view.inflight_requests, 0, instance.streams(), speed)
+            return DecodeLoad(instance.id, view.inflight_requests, 0, instance.streams, speed)
         return DecodeLoad(
             instance.id,
             view.inflight_requests,
             report.num_waiting,
-            instance.streams(),
+            instance.streams,
             speed,
             report.kv_used_fraction,
             report.step_s,
             report.step_fill_fraction,
             report.fetch_token_s,
         )
-
-    def _remaining_tokens(self) -> float:
-        """Return the mean number of output tokens that a stream still has.
-
-        A stream that decodes at some moment has half of its answer left, on average.
-        """
-        lengths = self._output_lengths()
-        if lengths is None:
-            return _USUAL_REMAINING_TOKENS
-        return sum(lengths.present_tokens) / len(lengths.present_tokens) / 2

@@ -1,0 +1,55 @@
+"""Load of a simulated cell's instances, as the rebalancer of the server sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from banaserve.orchestrator.rebalancing import DecodeLoad, Stream
+from banaserve.sim.engine import SimEngine
+from banaserve.sim.instance import SimInstance
+from banaserve.types import ClusterView, InstanceId, InstanceView, Role
+
+
+def loads(
+    instances: Mapping[InstanceId, SimInstance], cluster: ClusterView, role: Role
+) -> list[DecodeLoad]:
+    """Return the load of each ready instance of ``role``, as ``cluster`` has it."""
+    return [
+        _load(view, instances[view.id].engine)
+        for view in cluster.instances.values()
+        if view.role is role and view.ready
+    ]
+
+
+def _load(view: InstanceView, engine: SimEngine) -> DecodeLoad:
+    assert view.report is not None
+    assert view.facts is not None
+    return DecodeLoad(
+        view.id,
+        view.inflight_requests,
+        view.report.num_waiting,
+        _streams_of(engine),
+        view.facts.speed,
+        view.report.kv_used_fraction,
+        view.report.step_s,
+        view.report.step_fill_fraction,
+        view.report.fetch_token_s,
+    )
+
+
+def _streams_of(engine: SimEngine) -> Callable[[], list[Stream]]:
+    """Return a function that lists the requests whose KV is in the store, the oldest first."""
+
+    def streams() -> list[Stream]:
+        running = [
+            Stream(request, request.prompt_tokens + engine.generated_by(request), False, request.rebalanced_s)
+            for request in engine.decoding.values()
+        ]
+        waiting = [
+            Stream(request, request.all_tokens, True, request.rebalanced_s)
+            for request in engine.waiting
+            if request.generated
+        ]
+        return [*running, *waiting]
+
+    return streams
