@@ -12,7 +12,7 @@ import secrets
 import socket
 import time
 from argparse import Namespace
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -532,9 +532,7 @@ def _rebalancer(
         interval_s=usual.interval_s * config.dilate,
         cooldown_s=usual.cooldown_s * config.dilate,
     )
-    return Rebalancer(
-        router.cluster, lambda: router.output_lengths.lengths, options, clock, note
-    )
+    return Rebalancer(router.cluster, lambda: router.output_lengths.lengths, options, clock, note)
 
 
 def _autoscaler(

@@ -28,7 +28,6 @@ from banaserve.types import (
     Step,
 )
 
-
 REBALANCER = "rebalancer"
 """Policy that a decision of the rebalancer names."""
 

@@ -42,7 +42,12 @@ def _streams_of(engine: SimEngine) -> Callable[[], list[Stream]]:
 
     def streams() -> list[Stream]:
         running = [
-            Stream(request, request.prompt_tokens + engine.generated_by(request), False, request.rebalanced_s)
+            Stream(
+                request,
+                request.prompt_tokens + engine.generated_by(request),
+                False,
+                request.rebalanced_s,
+            )
             for request in engine.decoding.values()
         ]
         waiting = [

@@ -82,7 +82,7 @@ class System:
         if self.control_s <= 0:
             raise UserError(f"control_s is {self.control_s}: give more than 0")
         if self.rebalances and self.handover != "store":
-            raise UserError("rebalances needs a store: give handover = \"store\"")
+            raise UserError('rebalances needs a store: give handover = "store"')
         for name in ("overlap_fraction", "attention_fraction"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:
