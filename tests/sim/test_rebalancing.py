@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -90,7 +91,5 @@ def test_whatever_dies_every_request_ends_and_none_moves_twice_at_once(seed: int
         instance.engine.check()
         assert instance.engine.used_tokens == instance.inflight == 0
     assert moves
-    gaps = [
-        after - at for times in moves.values() for at, after in zip(times, times[1:], strict=False)
-    ]
+    gaps = [after - at for times in moves.values() for at, after in pairwise(times)]
     assert all(gap >= RebalanceOptions().cooldown_s for gap in gaps)
