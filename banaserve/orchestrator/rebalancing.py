@@ -8,7 +8,7 @@ fetch and the computation of its last block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from math import ceil, floor
 from typing import NamedTuple
@@ -24,7 +24,10 @@ class RebalanceOptions:
 
     Attributes:
         interval_s: Time between two decisions.
-        threshold: An instance is overloaded with more than so many times its share of requests.
+        threshold: Streams begin to leave an instance with more than so many times its share of
+            requests,
+        idle_fraction: or while another has less than this part of its share.
+        target: They go on leaving until the instance has at most so many times its share.
         least_excess: Number of requests above its share that an overloaded instance has at least.
         cooldown_s: Time for which a stream that has moved stays where it is.
         moved_fraction: Share of an instance's requests that move in one decision at most.
@@ -34,7 +37,9 @@ class RebalanceOptions:
     """
 
     interval_s: float = 1.0
-    threshold: float = 1.25
+    threshold: float = 2.0
+    idle_fraction: float = 0.5
+    target: float = 1.25
     least_excess: int = 3
     cooldown_s: float = 10.0
     moved_fraction: float = 0.4
@@ -90,6 +95,7 @@ def choose_moves(
     now_s: float,
     options: RebalanceOptions,
     remaining_tokens: float,
+    begun: Collection[InstanceId] = (),
 ) -> dict[InstanceId, list[Stream]]:
     """Return the streams that leave each instance; empty if the load is balanced.
 
@@ -100,6 +106,7 @@ def choose_moves(
         loads: All ready instances that serve decode legs.
         now_s: On the clock of ``Stream.moved_s``.
         remaining_tokens: Expected number of output tokens that a running stream still has.
+        begun: Instances whose streams left in the last decision.
     """
     total, speed = sum(one.num_requests for one in loads), sum(one.speed for one in loads)
     if len(loads) < 2 or not total or not speed > 0:
@@ -110,12 +117,18 @@ def choose_moves(
         for one in loads
         if one.kv_used_fraction <= options.max_kv_fraction and not one.num_waiting
     }
+    has_idle = any(
+        room.get(one.id) and one.num_requests < options.idle_fraction * share[one.id]
+        for one in loads
+    )
     left = sum(room.values())
     receivers = [one for one in loads if room.get(one.id)]
     chosen: dict[InstanceId, list[Stream]] = {}
     for one in sorted(loads, key=lambda load: share[load.id] - load.num_requests):
         excess = one.num_requests - share[one.id]
-        is_overloaded = one.num_requests > options.threshold * share[one.id]
+        begins = has_idle or one.num_requests > options.threshold * share[one.id]
+        has_more = one.num_requests > options.target * share[one.id]
+        is_overloaded = has_more and (begins or one.id in begun)
         if not left or not receivers or excess < options.least_excess or not is_overloaded:
             continue
         most = max(options.least_moved, floor(options.moved_fraction * one.num_requests))

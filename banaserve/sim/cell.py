@@ -116,6 +116,7 @@ class Cell:
         self.num_refused = 0
         self.num_restarted = 0
         self.num_rebalanced = 0
+        self._rebalancing: set[InstanceId] = set()
         self.num_handed_over = self.num_handed_far = 0
         self._num_returning = 0
         self.instances = {
@@ -353,9 +354,12 @@ class Cell:
         """Let streams leave overloaded instances, by the decision of the server's rebalancer."""
         cluster, now_s = self.view(), self._timeline.now_s
         remaining = remaining_tokens(cluster.output_lengths)
+        begun, self._rebalancing = self._rebalancing, set()
         for role in (Role.DECODE, Role.COLOCATED):
             seen = loads(self.instances, cluster, role)
-            for source, streams in choose_moves(seen, now_s, options, remaining).items():
+            moves = choose_moves(seen, now_s, options, remaining, begun)
+            self._rebalancing.update(moves)
+            for source, streams in moves.items():
                 for stream in streams:
                     assert isinstance(stream.key, SimRequest)
                     self.instances[source].engine.move_away(stream.key)

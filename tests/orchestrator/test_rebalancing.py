@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -28,8 +29,14 @@ def load(name: str, num_requests: int, num_waiting: int = 0, **more: Any) -> Dec
     return DecodeLoad(InstanceId(name), num_requests, num_waiting, lambda: streams, **more)
 
 
-def moved(loads: list[DecodeLoad], now_s: float = 0.0, remaining: float = 100.0) -> dict[str, int]:
-    chosen = choose_moves(loads, now_s, OPTIONS, remaining)
+def moved(
+    loads: list[DecodeLoad],
+    now_s: float = 0.0,
+    remaining: float = 100.0,
+    begun: Collection[str] = (),
+) -> dict[str, int]:
+    names = {InstanceId(name) for name in begun}
+    chosen = choose_moves(loads, now_s, OPTIONS, remaining, names)
     return {str(name): len(streams) for name, streams in chosen.items()}
 
 
@@ -42,9 +49,11 @@ def test_a_balanced_load_stays_where_it_is() -> None:
 
 def test_a_burst_on_one_of_three_is_spread_within_five_decisions() -> None:
     counts = {"d0": 300, "d1": 0, "d2": 0}
+    begun: dict[str, int] = {}
     for _ in range(5):
         loads = [load(name, count) for name, count in counts.items()]
-        for source, number in moved(loads).items():
+        begun = moved(loads, begun=begun)
+        for source, number in begun.items():
             counts[source] -= number
             for _ in range(number):
                 counts[min(counts, key=lambda name: counts[name])] += 1
@@ -84,7 +93,15 @@ def test_a_move_that_takes_longer_than_it_saves_is_left_alone() -> None:
 
 def test_a_faster_device_has_the_larger_share() -> None:
     assert moved([load("d0", 30, speed=3.0), load("d1", 10)]) == {}
-    assert moved([load("d0", 20, speed=3.0), load("d1", 20)]) == {"d1": 8}
+    assert moved([load("d0", 12, speed=3.0), load("d1", 20)]) == {"d1": 8}
+
+
+def test_an_uneven_load_is_left_alone_until_one_is_nearly_idle_and_then_evened_out() -> None:
+    uneven = [load("d0", 18), load("d1", 10), load("d2", 8)]
+    assert moved(uneven) == {}
+    assert moved(uneven, begun=("d0",)) == {"d0": 6}
+    assert moved([load("d0", 18), load("d1", 14), load("d2", 4)]) == {"d0": 6}
+    assert moved([load("d0", 25), load("d1", 6), load("d2", 6)])["d0"] == 8
 
 
 @pytest.mark.parametrize("seed", seeds(30, 300))

@@ -47,6 +47,7 @@ class Rebalancer:
         self._options = options
         self._clock = clock
         self._note = note
+        self._begun: set[InstanceId] = set()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -71,12 +72,14 @@ class Rebalancer:
         """Decide once; return the number of streams that go on elsewhere."""
         if self._cluster.is_replacing:
             return 0
-        num_moved = 0
+        num_moved, begun = 0, self._begun
+        self._begun = set()
         for role in (Role.DECODE, Role.COLOCATED):
             loads = list(self._loads(role))
             now_s = asyncio.get_running_loop().time()
             remaining = remaining_tokens(self._output_lengths())
-            moves = choose_moves(loads, now_s, self._options, remaining)
+            moves = choose_moves(loads, now_s, self._options, remaining, begun)
+            self._begun.update(moves)
             if moves:
                 self._note(moves)
             for source, streams in moves.items():
