@@ -10,7 +10,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -97,10 +97,16 @@ def tail_of(log: Path, max_bytes: int = _TAIL_BYTES) -> str:
 
 
 class AdminAccess(NamedTuple):
-    """How to reach a running server's admin API; ``key`` is empty where the user has chosen it."""
+    """How to reach a running server's admin API.
+
+    Attributes:
+        key: Empty where the user has chosen it.
+        certificate: File of the server's TLS certificate; empty without TLS.
+    """
 
     url: str
     key: str
+    certificate: str = ""
 
 
 def write_admin(logs: Path, access: AdminAccess) -> None:
@@ -121,30 +127,40 @@ def remove_admin(logs: Path) -> None:
     (logs / _ADMIN).unlink(missing_ok=True)
 
 
-def find_admin(chosen: Path | None) -> AdminAccess:
-    """The admin API of the server that runs in ``chosen``, or of the only one that runs.
+def find_admin(chosen: Path | None, port: int | None = None) -> AdminAccess:
+    """The admin API of the server that runs in ``chosen``, on ``port``, or of the only one.
 
     Raises:
         UserError: None or several run.
     """
-    return find_admin_dir(chosen)[1]
+    return find_admin_dir(chosen, port)[1]
 
 
-def find_admin_dir(chosen: Path | None) -> tuple[Path, AdminAccess]:
+def find_admin_dir(chosen: Path | None, port: int | None = None) -> tuple[Path, AdminAccess]:
     """The same, with the folder of the run.
 
     Raises:
         UserError: None or several run.
     """
-    running = dict(_running(chosen))
+    everyone = dict(_running(chosen))
+    ports = {urlsplit(access.url).port: folder for folder, access in everyone.items()}
+    running = everyone if port is None else {ports[port]: ()} if port in ports else {}
     if not running:
-        where = f"no banaserve serves in {chosen}" if chosen else "no banaserve of yours serves"
-        raise UserError(f"{where}: give its --run-dir, or --url and --admin-key")
+        where = f" on port {port}" if port is not None else f" in {chosen}" if chosen else ""
+        yours = "" if chosen else " of yours"
+        others = f" (others: {_listed(ports)})" if ports else ""
+        raise UserError(
+            f"no banaserve{yours} serves{where}{others}: give its --port or --run-dir, or --url "
+            "and --admin-key"
+        )
     if len(running) > 1:
-        names = ", ".join(str(folder) for folder in sorted(running))
-        raise UserError(f"several run: choose one with --run-dir ({names})")
-    ((folder, access),) = running.items()
-    return folder, access
+        raise UserError(f"several run: choose one with --port ({_listed(ports)}) or --run-dir")
+    (folder,) = running
+    return folder, everyone[folder]
+
+
+def _listed(ports: Iterable[int | None]) -> str:
+    return ", ".join(str(port) for port in sorted(port for port in ports if port is not None))
 
 
 def find_offer(chosen: Path | None, port: int) -> Path:

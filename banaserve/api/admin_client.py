@@ -56,13 +56,18 @@ class AdminClient:
 
     Args:
         url: Of the front door, without a path.
-        verify: Whether the server's TLS certificate is checked.
+        certificate: File of the server's TLS certificate or its authority's; empty for those that
+            this machine trusts.
+        is_own: Flag: ``certificate`` is the server's own, whatever name is in it.
+
+    Raises:
+        UserError: The certificate cannot be read.
     """
 
-    def __init__(self, url: str, key: str, verify: bool = True) -> None:
+    def __init__(self, url: str, key: str, certificate: str = "", is_own: bool = False) -> None:
         self._url = url.rstrip("/")
         self._key = key
-        context = None if verify else ssl._create_unverified_context()
+        context = _trusting(certificate, is_own) if certificate else None
         handlers: list[urllib.request.BaseHandler] = [urllib.request.HTTPSHandler(context=context)]
         if _is_here(self._url):
             handlers.append(urllib.request.ProxyHandler({}))
@@ -340,6 +345,20 @@ class AdminClient:
         except (OSError, ValueError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             raise UserError(f"no banaserve answers at {self._url}: {reason}") from None
+
+
+def _trusting(certificate: str, is_own: bool) -> ssl.SSLContext:
+    """A context that trusts the file's certificates and no others."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        context.load_verify_locations(certificate)
+    except OSError as error:  # ssl.SSLError is one, with a reason of its own
+        reason = error.strerror or getattr(error, "reason", None) or error
+        raise UserError(f"cannot read the certificate {certificate}: {reason}") from None
+    # The server's own need not be an authority's.
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.check_hostname = not is_own
+    return context
 
 
 def _is_here(url: str) -> bool:

@@ -643,4 +643,7 @@ def _write_admin(parts: Parts, sock: socket.socket, key: str) -> None:
     host, port = sock.getsockname()[:2]
     name = f"[{host}]" if ":" in host else host
     url = f"{scheme_of(parts.args)}://{name}:{port}"
-    write_admin(parts.run.logs, AdminAccess(url, "" if parts.config.admin_key else key))
+    own_key = "" if parts.config.admin_key else key
+    certificate = parts.args.ssl_certfile
+    access = AdminAccess(url, own_key, str(Path(certificate).absolute()) if certificate else "")
+    write_admin(parts.run.logs, access)

@@ -21,7 +21,7 @@ def ui(
         Path | None,
         typer.Option(help="Show what this decision log tells, with a slider for the time."),
     ] = None,
-    port: Annotated[int, typer.Option(help="Of the replay, on this machine; 0: a free one.")] = 0,
+    port: Annotated[int, typer.Option(help="Of your server, or of the replay (a free one).")] = 0,
     run_dir: Annotated[
         Path | None, typer.Option(help="Folder of the run (the only one of yours).")
     ] = None,
@@ -30,7 +30,7 @@ def ui(
     if replay is not None:
         _replay(replay, port)
         return
-    folder, access = find_admin_dir(run_dir)
+    folder, access = find_admin_dir(run_dir, port or None)
     typer.echo(f"{access.url}/ui")
     where = f"in {admin_note(folder)}" if access.key else "that of --admin-key"
     typer.echo(f"its key: {where}")

@@ -38,7 +38,7 @@ class RebalanceOptions:
 
     interval_s: float = 1.0
     threshold: float = 2.0
-    idle_fraction: float = 0.5
+    idle_fraction: float = 0.2
     target: float = 1.25
     least_excess: int = 3
     cooldown_s: float = 10.0

@@ -168,7 +168,7 @@ def test_the_only_run_is_found_and_several_are_named(tmp_path, monkeypatch):
         assert find_admin(None).key == "k", "the other has ended, whoever has its process id"
         with open_run_dir(other):
             write_admin(other, AdminAccess("http://127.0.0.1:2", "k"))
-            with pytest.raises(UserError, match="several run: choose one with --run-dir"):
+            with pytest.raises(UserError, match=r"several run: choose one with --port \("):
                 find_admin(None)
 
 
@@ -322,7 +322,7 @@ def test_ctrl_c_aborts_the_move(banaserve, server, capsys, monkeypatch):
 def test_servers_that_cannot_be_reached(server, capsys, monkeypatch, tmp_path):
     monkeypatch.delenv("BANASERVE_ADMIN_KEY", raising=False)
     assert main(["placement", "--url", server.url]) == 2
-    assert "give --admin-key" in capsys.readouterr().err
+    assert "give its --admin-key" in capsys.readouterr().err
     assert main(["placement", "--url", server.url, "--admin-key", "wrong"]) == 2
     assert "refuses the admin key" in capsys.readouterr().err
     assert main(["placement", "--url", "http://127.0.0.1:9", "--admin-key", "k"]) == 2

@@ -13,46 +13,75 @@ from typing import Annotated, Any
 
 import typer
 
+from banaserve.access.key_files import key_of
 from banaserve.api.admin_client import AdminClient
 from banaserve.errors import UserError
-from banaserve.run_dir import AdminAccess, find_admin
+from banaserve.run_dir import find_admin
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
-_RUN_DIR = Annotated[
-    Path | None, typer.Option("--run-dir", help="Folder of the run (the only one of yours).")
-]
-_URL = Annotated[
-    str | None, typer.Option("--url", help="Where the server listens, instead of --run-dir.")
-]
-_KEY = Annotated[
-    str | None,
-    typer.Option("--admin-key", help="The server's, where it was given one.", metavar="KEY"),
-]
-_OPTIONS = {"run_dir": _RUN_DIR, "url": _URL, "admin_key": _KEY}
+_OPTIONS = {
+    "port": Annotated[
+        int | None, typer.Option("--port", help="Port of one of your servers on this machine.")
+    ],
+    "run_dir": Annotated[
+        Path | None, typer.Option("--run-dir", help="Folder of the run (the only one of yours).")
+    ],
+    "url": Annotated[
+        str | None, typer.Option("--url", help="Where the server listens, instead of --run-dir.")
+    ],
+    "admin_key": Annotated[
+        str | None,
+        typer.Option("--admin-key", help="The server's, where it was given one.", metavar="KEY"),
+    ],
+    "admin_key_file": Annotated[
+        Path | None, typer.Option("--admin-key-file", help="File with that key.", metavar="FILE")
+    ],
+    "cacert": Annotated[
+        Path | None,
+        typer.Option(
+            "--cacert",
+            help="Certificate, or its authority's, of the server at --url (one of your own runs: "
+            "that of its --ssl-certfile).",
+            metavar="FILE",
+        ),
+    ],
+}
 
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
     """Options that say which running server a command talks to."""
 
+    port: int | None
     run_dir: Path | None
     url: str | None
     admin_key: str | None
+    admin_key_file: Path | None
+    cacert: Path | None
 
     def client(self) -> AdminClient:
         """Return a client of the server that the options name.
 
         Raises:
-            UserError: They name none, or no key is known.
+            UserError: They name none, contradict each other, or a file cannot be used.
         """
-        given = self.admin_key or os.environ.get("BANASERVE_ADMIN_KEY", "")
-        access = AdminAccess(self.url, "") if self.url else find_admin(self.run_dir)
-        if not (given or access.key):
-            raise UserError(
-                "this server was started with an admin key of its own: give --admin-key"
-            )
-        return AdminClient(access.url, given or access.key)
+        named = [
+            f"--{name.replace('_', '-')}"
+            for name in ("port", "run_dir", "url")
+            if getattr(self, name) is not None
+        ]
+        if len(named) > 1:
+            raise UserError(f"{' and '.join(named)} both name a server: leave one out")
+        usual = os.environ.get("BANASERVE_ADMIN_KEY", "")
+        key = key_of("--admin-key", self.admin_key, self.admin_key_file, usual)
+        if self.url is not None:
+            certificate = str(self.cacert) if self.cacert is not None else ""
+            return AdminClient(self.url, key, certificate)
+        if self.cacert is not None:
+            raise UserError("--cacert is for --url: that of your own run is known")
+        access = find_admin(self.run_dir, self.port)
+        return AdminClient(access.url, key or access.key, access.certificate, is_own=True)
 
 
 def with_server_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -62,8 +91,8 @@ def with_server_options(command: Callable[..., None]) -> Callable[..., None]:
     """
 
     @functools.wraps(command)
-    def run(run_dir: Path | None, url: str | None, admin_key: str | None, **given: Any) -> None:
-        command(ServerOptions(run_dir, url, admin_key), **given)
+    def run(**given: Any) -> None:
+        command(ServerOptions(**{name: given.pop(name) for name in _OPTIONS}), **given)
 
     _, *own = inspect.signature(command, eval_str=True).parameters.values()
     where = next((i for i, one in enumerate(own) if one.name == "as_json"), len(own))
