@@ -67,11 +67,7 @@ class AdminClient:
     def __init__(self, url: str, key: str, certificate: str = "", is_own: bool = False) -> None:
         self._url = url.rstrip("/")
         self._key = key
-        context = _trusting(certificate, is_own) if certificate else None
-        handlers: list[urllib.request.BaseHandler] = [urllib.request.HTTPSHandler(context=context)]
-        if _is_here(self._url):
-            handlers.append(urllib.request.ProxyHandler({}))
-        self._opener = urllib.request.build_opener(*handlers)
+        self._opener = opener_of(self._url, certificate, is_own)
 
     def begin(self, ask: MigrationRequest) -> Migration:
         """Begin a migration.
@@ -345,6 +341,19 @@ class AdminClient:
         except (OSError, ValueError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             raise UserError(f"no banaserve answers at {self._url}: {reason}") from None
+
+
+def opener_of(url: str, certificate: str, is_own: bool) -> urllib.request.OpenerDirector:
+    """Return what opens requests to the server at ``url``; see ``AdminClient``.
+
+    Raises:
+        UserError: The certificate cannot be read.
+    """
+    context = _trusting(certificate, is_own) if certificate else None
+    handlers: list[urllib.request.BaseHandler] = [urllib.request.HTTPSHandler(context=context)]
+    if _is_here(url):
+        handlers.append(urllib.request.ProxyHandler({}))
+    return urllib.request.build_opener(*handlers)
 
 
 def _trusting(certificate: str, is_own: bool) -> ssl.SSLContext:

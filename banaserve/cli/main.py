@@ -46,6 +46,7 @@ COMMANDS = {
     "serve": Command(
         "banaserve.cli.serve.command", "serve_command", "Serve a model over the OpenAI API."
     ),
+    "chat": Command("banaserve.cli.chat", "app", "Talk to the model of a running server."),
     "node": Command("banaserve.cli.node", "app", "Run engines of a server on another machine."),
     "doctor": Command("banaserve.cli.doctor.command", "app", "Say what this machine can run."),
     "kvstore": Command("banaserve.cli.kvstore", "app", "Run the KV cache store, or look at one."),

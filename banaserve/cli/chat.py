@@ -1,0 +1,155 @@
+"""``banaserve chat``: a conversation with a running server's model, or one question."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from banaserve.access.key_files import key_of
+from banaserve.api.admin_client import opener_of
+from banaserve.errors import UserError
+from banaserve.run_dir import find_admin
+
+app = typer.Typer(name="chat", add_completion=False)
+_TIMEOUT_S = 600.0
+Message = dict[str, str]
+
+
+class ChatServer:
+    """A server that speaks OpenAI's chat API; calls block.
+
+    Raises:
+        UserError: The certificate cannot be read.
+    """
+
+    def __init__(self, url: str, api_key: str, certificate: str, is_own: bool) -> None:
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._opener = opener_of(self._url, certificate, is_own)
+
+    def first_model(self) -> str:
+        """Return the name of the first model that it serves.
+
+        Raises:
+            UserError: There is no answer, or the key is refused.
+        """
+        with self._asked("/v1/models", None) as answer:
+            try:
+                return str(json.loads(answer.read())["data"][0]["id"])
+            except (ValueError, LookupError, TypeError):
+                raise UserError(f"{self._url} lists no models: is it an OpenAI API?") from None
+
+    def stream(self, body: dict[str, Any]) -> Iterator[str]:
+        """Yield the pieces of an answer as they come.
+
+        Raises:
+            UserError: The request is refused, or the answer breaks off.
+        """
+        told = {**body, "stream": True}
+        with self._asked("/v1/chat/completions", json.dumps(told).encode()) as answer:
+            yield from pieces(answer)
+
+    @contextlib.contextmanager
+    def _asked(self, path: str, body: bytes | None) -> Iterator[Any]:
+        try:
+            request = urllib.request.Request(self._url + path, body, self._headers)
+            with self._opener.open(request, timeout=_TIMEOUT_S) as answer:
+                yield answer
+        except urllib.error.HTTPError as refused:
+            raise UserError(_refusal(refused)) from None
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", None) or str(error) or type(error).__name__
+            raise UserError(f"no server answers at {self._url}: {reason}") from None
+
+
+def pieces(lines: Iterable[bytes]) -> Iterator[str]:
+    """Yield the text in the events of a streamed answer, reasoning included.
+
+    Raises:
+        UserError: The server has sent an error.
+    """
+    for line in lines:
+        data = line.strip().removeprefix(b"data:").strip()
+        if not line.startswith(b"data:") or data == b"[DONE]":
+            continue
+        event = json.loads(data)
+        if "error" in event:
+            raise UserError(f"the answer broke off: {event['error'].get('message', data)}")
+        for choice in event.get("choices", ()):
+            delta = choice.get("delta") or {}
+            if text := delta.get("content") or delta.get("reasoning"):
+                yield text
+
+
+def _refusal(refused: urllib.error.HTTPError) -> str:
+    if refused.code in (401, 403):
+        return "the server refuses the API key: give its --api-key-file"
+    with contextlib.suppress(ValueError, LookupError, TypeError, OSError):
+        return str(json.loads(refused.read())["error"]["message"])
+    return f"the server answers {refused.code} {refused.reason}"
+
+
+@app.command()
+def chat(
+    question: Annotated[
+        str | None, typer.Argument(help="One question; without it a conversation begins.")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port of one of your servers on this machine.")
+    ] = None,
+    url: Annotated[str | None, typer.Option(help="Where another server listens.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="The server's, where it needs one.", metavar="KEY")
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="File with that key.", metavar="FILE")
+    ] = None,
+    cacert: Annotated[
+        Path | None, typer.Option(help="Certificate of the server at --url.", metavar="FILE")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Name of the model (the first one).")] = None,
+    system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Length of an answer in tokens.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is always the same answer.")] = None,
+) -> None:
+    """Talk to the model of a running server. An empty line, or Ctrl-D, ends the conversation."""
+    key = key_of("--api-key", api_key, api_key_file, os.environ.get("BANASERVE_API_KEY", ""))
+    if url is not None:
+        server = ChatServer(url, key, str(cacert) if cacert else "", is_own=False)
+    else:
+        access = find_admin(None, port)
+        server = ChatServer(access.url, key, access.certificate, is_own=True)
+    options = {"max_tokens": max_tokens, "temperature": temperature}
+    asked: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    asked["model"] = model or server.first_model()
+    said: list[Message] = [{"role": "system", "content": system}] if system else []
+    for words in [question] if question is not None else _typed():
+        said.append({"role": "user", "content": words})
+        answer = ""
+        for piece in server.stream({**asked, "messages": said}):
+            answer += piece
+            print(piece, end="", flush=True)
+        print()
+        said.append({"role": "assistant", "content": answer})
+
+
+def _typed() -> Iterator[str]:
+    """Yield lines until one is empty; prompts go to stderr, so that answers can be piped."""
+    while True:
+        print("> ", end="", file=sys.stderr, flush=True)
+        words = sys.stdin.readline().strip()
+        if not words:
+            return
+        yield words
