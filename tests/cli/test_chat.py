@@ -100,11 +100,8 @@ def test_what_cannot_be_is_one_line(url: str, capsys: pytest.CaptureFixture[str]
 
 
 def test_an_error_in_a_stream_is_told() -> None:
-    lines = [
-        b'data: {"choices":[{"delta":{"content":"a"}}]}\n',
-        b'data: {"error":{"message":"b"}}\n',
-    ]
-    found = pieces(lines)
+    text, error = b'{"choices":[{"delta":{"content":"a"}}]}', b'{"error":{"message":"b"}}'
+    found = pieces([b"data: " + text, b"\n", b"data: " + error])
     assert next(found) == "a"
     with pytest.raises(UserError, match="broke off: b"):
         next(found)
