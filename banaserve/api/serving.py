@@ -526,12 +526,8 @@ def _rebalancer(
     """None if it is off, or without a store: a stream that moves fetches its KV from there."""
     if not (config.rebalances and config.kv_store):
         return None
-    usual = RebalanceOptions()
-    options = replace(
-        usual,
-        interval_s=usual.interval_s * config.dilate,
-        cooldown_s=usual.cooldown_s * config.dilate,
-    )
+    given = {"tpot_s": config.orchestrator.slo_tpot_s}
+    options = RebalanceOptions(**stretched(RebalanceOptions, given, config.dilate))
     return Rebalancer(router.cluster, lambda: router.output_lengths.lengths, options, clock, note)
 
 

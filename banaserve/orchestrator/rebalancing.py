@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import ceil, floor
 from typing import NamedTuple
 
-from banaserve.types import InstanceId, OutputLengths
+from banaserve.types import InstanceId, InstanceView, OutputLengths
 
 _USUAL_REMAINING_TOKENS = 100.0
 
@@ -33,6 +33,8 @@ class RebalanceOptions:
         moved_fraction: Share of an instance's requests that move in one decision at most.
         least_moved: Number of requests that may move in one decision, whatever the share.
         least_gain: Predicted saving of a move of a running stream over its cost, at least.
+        tpot_s: Limit of the time between two tokens; what comes to an instance may not make its
+            steps longer. 0 is none.
         max_kv_fraction: Instances whose KV memory is fuller receive no stream.
     """
 
@@ -45,6 +47,7 @@ class RebalanceOptions:
     moved_fraction: float = 0.4
     least_moved: int = 8
     least_gain: float = 2.0
+    tpot_s: float = 0.0
     max_kv_fraction: float = 0.85
 
 
@@ -77,6 +80,8 @@ class DecodeLoad(NamedTuple):
         step_s: Time of one of its steps; 0 if not measured.
         growing_fraction: Share of that time that grows with its requests, in [0, 1].
         fetch_token_s: Time to fetch the KV of one token from the store.
+        fixed_s, request_s, token_s: Time of a step without requests, and what each request and
+            each token of its KV adds; 0 if not learnt.
     """
 
     id: InstanceId
@@ -88,6 +93,35 @@ class DecodeLoad(NamedTuple):
     step_s: float = 0.0
     growing_fraction: float = 1.0
     fetch_token_s: float = 0.0
+    fixed_s: float = 0.0
+    request_s: float = 0.0
+    token_s: float = 0.0
+
+
+def load_of(view: InstanceView, streams: Callable[[], Sequence[Stream]]) -> DecodeLoad:
+    """Return the load of an instance, as its last report has it.
+
+    Args:
+        streams: As ``DecodeLoad.streams``.
+    """
+    report, speed = view.report, view.facts.speed if view.facts is not None else 1.0
+    if report is None:
+        return DecodeLoad(view.id, view.inflight_requests, 0, streams, speed)
+    fixed_s, _, _, token_s, request_s, *_ = report.step_coefficients or (0.0,) * 5
+    return DecodeLoad(
+        view.id,
+        view.inflight_requests,
+        report.num_waiting,
+        streams,
+        speed,
+        report.kv_used_fraction,
+        report.step_s,
+        report.step_fill_fraction,
+        report.fetch_token_s,
+        fixed_s,
+        request_s,
+        token_s,
+    )
 
 
 def choose_moves(
@@ -112,34 +146,42 @@ def choose_moves(
     if len(loads) < 2 or not total or not speed > 0:
         return {}
     share = {one.id: total * one.speed / speed for one in loads}
-    room = {
-        one.id: max(0, ceil(share[one.id]) - one.num_requests)
+    receivers = [
+        one
         for one in loads
-        if one.kv_used_fraction <= options.max_kv_fraction and not one.num_waiting
+        if one.num_requests < ceil(share[one.id])
+        and one.kv_used_fraction <= options.max_kv_fraction
+        and not one.num_waiting
+    ]
+    has_idle = any(one.num_requests < options.idle_fraction * share[one.id] for one in receivers)
+    sources = [
+        one
+        for one in loads
+        if receivers
+        and one.num_requests - share[one.id] >= options.least_excess
+        and one.num_requests > options.target * share[one.id]
+        and (has_idle or one.id in begun or one.num_requests > options.threshold * share[one.id])
+    ]
+    free = {
+        one.id: [stream for stream in one.streams() if _may_move(stream, now_s, options)]
+        for one in sources
     }
-    has_idle = any(
-        room.get(one.id) and one.num_requests < options.idle_fraction * share[one.id]
-        for one in loads
-    )
-    left = sum(room.values())
-    receivers = [one for one in loads if room.get(one.id)]
+    tokens = [stream.tokens for streams in free.values() for stream in streams]
+    if not tokens:
+        return {}
+    context = sum(tokens) / len(tokens)
+    left = sum(_room(one, share[one.id], context, options.tpot_s) for one in receivers)
+    lightest = min(one.num_requests / one.speed for one in receivers)
     chosen: dict[InstanceId, list[Stream]] = {}
-    for one in sorted(loads, key=lambda load: share[load.id] - load.num_requests):
-        excess = one.num_requests - share[one.id]
-        begins = has_idle or one.num_requests > options.threshold * share[one.id]
-        has_more = one.num_requests > options.target * share[one.id]
-        is_overloaded = has_more and (begins or one.id in begun)
-        if not left or not receivers or excess < options.least_excess or not is_overloaded:
-            continue
+    for one in sorted(sources, key=lambda load: share[load.id] - load.num_requests):
         most = max(options.least_moved, floor(options.moved_fraction * one.num_requests))
-        most = min(most, floor(excess), left)
-        free = [stream for stream in one.streams() if _may_move(stream, now_s, options)]
-        waiting = [stream for stream in reversed(free) if stream.is_waiting][: one.num_waiting]
-        lightest = min(load.num_requests / load.speed for load in receivers)
+        most = min(most, floor(one.num_requests - share[one.id]), left)
+        streams = free[one.id]
+        waiting = [stream for stream in reversed(streams) if stream.is_waiting][: one.num_waiting]
         running = sorted(
             (
                 s
-                for s in free
+                for s in streams
                 if not s.is_waiting and _pays(s, one, lightest, remaining_tokens, options)
             ),
             key=lambda stream: stream.tokens,
@@ -148,6 +190,19 @@ def choose_moves(
             chosen[one.id] = moved
             left -= len(moved)
     return chosen
+
+
+def _room(receiver: DecodeLoad, share: float, context: float, tpot_s: float) -> int:
+    """Return the number of streams of ``context`` tokens that may come.
+
+    With them it has its share of the requests at most, and its steps are within the limit.
+    """
+    room = ceil(share) - receiver.num_requests
+    each_s = receiver.request_s + context * receiver.token_s
+    if tpot_s and each_s > 0:
+        within = floor((tpot_s - receiver.fixed_s) / each_s)
+        room = min(room, within - receiver.num_requests)
+    return max(0, room)
 
 
 def remaining_tokens(lengths: OutputLengths | None) -> float:

@@ -44,7 +44,8 @@ class SimCluster:
         self._is_running = True
         self._stuck_s = 0.0
         self._num_ticks = 0
-        self._rebalance_options = RebalanceOptions()
+        tpot_s = float(system.routing_options.get("tpot_s", 0.0))
+        self._rebalance_options = RebalanceOptions(tpot_s=tpot_s)
         store = (
             SimPrefixCache(system.store_tokens, HASH_BLOCK_TOKENS)
             if system.cache == "global"

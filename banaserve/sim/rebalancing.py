@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from banaserve.orchestrator.rebalancing import DecodeLoad, Stream
+from banaserve.orchestrator.rebalancing import DecodeLoad, Stream, load_of
 from banaserve.sim.engine import SimEngine
 from banaserve.sim.instance import SimInstance
-from banaserve.types import ClusterView, InstanceId, InstanceView, Role
+from banaserve.types import ClusterView, InstanceId, Role
 
 
 def loads(
@@ -15,26 +15,10 @@ def loads(
 ) -> list[DecodeLoad]:
     """Return the load of each ready instance of ``role``, as ``cluster`` has it."""
     return [
-        _load(view, instances[view.id].engine)
+        load_of(view, _streams_of(instances[view.id].engine))
         for view in cluster.instances.values()
         if view.role is role and view.ready
     ]
-
-
-def _load(view: InstanceView, engine: SimEngine) -> DecodeLoad:
-    assert view.report is not None
-    assert view.facts is not None
-    return DecodeLoad(
-        view.id,
-        view.inflight_requests,
-        view.report.num_waiting,
-        _streams_of(engine),
-        view.facts.speed,
-        view.report.kv_used_fraction,
-        view.report.step_s,
-        view.report.step_fill_fraction,
-        view.report.fetch_token_s,
-    )
 
 
 def _streams_of(engine: SimEngine) -> Callable[[], list[Stream]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from banaserve.clock import Clock
 from banaserve.engine.vllm.cluster import Cluster
@@ -14,6 +15,7 @@ from banaserve.orchestrator.rebalancing import (
     RebalanceOptions,
     Stream,
     choose_moves,
+    load_of,
     remaining_tokens,
 )
 from banaserve.types import InstanceId, OutputLengths, Role
@@ -103,18 +105,6 @@ class Rebalancer:
 
     def _load(self, instance: Instance) -> DecodeLoad:
         view = instance.view()
-        report = view.report
-        speed = view.facts.speed if view.facts is not None else 1.0
-        if report is None or self._clock.now() - report.at_s > _STALE_S:
-            return DecodeLoad(instance.id, view.inflight_requests, 0, instance.streams, speed)
-        return DecodeLoad(
-            instance.id,
-            view.inflight_requests,
-            report.num_waiting,
-            instance.streams,
-            speed,
-            report.kv_used_fraction,
-            report.step_s,
-            report.step_fill_fraction,
-            report.fetch_token_s,
-        )
+        if view.report is not None and self._clock.now() - view.report.at_s > _STALE_S:
+            view = replace(view, report=None)
+        return load_of(view, instance.streams)
