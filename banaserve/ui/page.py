@@ -58,7 +58,7 @@ def page_files() -> dict[str, PageFile]:
 
 
 class PageDoor:
-    """Answers what lies under ``/ui`` and passes on the rest."""
+    """Answers what lies under ``/ui``, leads there from ``/``, and passes on the rest."""
 
     def __init__(self, app: ASGIApp, info: PageInfo) -> None:
         self._app = app
@@ -66,10 +66,12 @@ class PageDoor:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"].removeprefix(scope.get("root_path", "")) if "path" in scope else ""
-        if scope["type"] != "http" or not (path == PREFIX or path.startswith(f"{PREFIX}/")):
+        is_page = path in ("/", PREFIX) or path.startswith(f"{PREFIX}/")
+        if scope["type"] != "http" or not is_page:
             await self._app(scope, receive, send)
             return
-        await self._answer(path.removeprefix(PREFIX), scope)(scope, receive, send)
+        below = path.removeprefix(PREFIX) if path != "/" else ""
+        await self._answer(below, scope)(scope, receive, send)
 
     def _answer(self, path: str, scope: Scope) -> Response:
         if scope["method"] not in ("GET", "HEAD"):

@@ -68,9 +68,20 @@ def test_those_that_wait_go_first_and_the_last_to_come_among_them() -> None:
     assert [stream.tokens for stream in streams[5:]] == sorted(s.tokens for s in streams[5:])
 
 
-def test_nobody_sends_to_one_whose_requests_wait_or_whose_memory_is_full() -> None:
+def test_nobody_sends_to_one_with_prompts_to_compute_or_whose_memory_is_full() -> None:
     assert moved([load("d0", 20), load("d1", 1, num_waiting=1)]) == {}
     assert moved([load("d0", 20), load("d1", 1, kv_used_fraction=0.9)]) == {}
+    assert moved([load("d0", 20), load("d1", 1, prompt_tokens=2000)]) == {}
+
+
+def test_no_more_come_than_leave_the_steps_of_the_receiver_within_the_limit() -> None:
+    limits = RebalanceOptions(tpot_s=0.05)
+    receiver = load("d1", 1, fixed_s=0.02, request_s=0.001, token_s=1e-5)
+    chosen = choose_moves([load("d0", 40), receiver], 0.0, limits, 100.0)
+    assert len(chosen[InstanceId("d0")]) == 13, (
+        "(50 - 20) / (1 + 0.01 * 119.5) ms is 13.7, less one"
+    )
+    assert choose_moves([load("d0", 40), receiver._replace(fixed_s=0.06)], 0.0, limits, 9.0) == {}
 
 
 def test_a_stream_that_has_moved_stays_for_a_while() -> None:

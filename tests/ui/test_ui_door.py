@@ -99,8 +99,9 @@ async def test_the_page_needs_no_key_and_lets_nothing_else_in(served):
         assert "http" not in policy
         again = await client.get("/ui/", headers={"if-none-match": page.headers["etag"]})
         assert (again.status_code, again.content) == (304, b"")
-        moved = await client.get("/ui")
-        assert (moved.status_code, moved.headers["location"]) == (307, "ui/")
+        for path in ("/", "/ui"):
+            moved = await client.get(path)
+            assert (moved.status_code, moved.headers["location"]) == (307, "ui/")
         info = (await client.get("/ui/page.json")).json()
         assert (info["mode"], info["title"]) == ("live", "tiny")
         for name in page_files():
