@@ -35,8 +35,7 @@ class RebalanceOptions:
         least_gain: Predicted saving of a move of a running stream over its cost, at least.
         tpot_s: Limit of the time between two tokens; what comes to an instance may not make its
             steps longer. 0 is none.
-        max_kv_fraction: Instances whose KV memory is fuller receive no stream,
-        max_prompt_tokens: nor do those with more prompt tokens to compute.
+        max_kv_fraction: Instances whose KV memory is fuller receive no stream.
     """
 
     interval_s: float = 1.0
@@ -50,7 +49,6 @@ class RebalanceOptions:
     least_gain: float = 2.0
     tpot_s: float = 0.0
     max_kv_fraction: float = 0.85
-    max_prompt_tokens: int = 512
 
 
 class Stream(NamedTuple):
@@ -73,7 +71,7 @@ class DecodeLoad(NamedTuple):
     """Load of an instance that serves decode legs.
 
     Attributes:
-        num_requests: Number of decode and whole requests that it holds, movable or not.
+        num_requests: Number of requests that it holds whose prompts are computed.
         num_waiting: Number of them that its engine has not put into a batch.
         streams: Returns the requests that can move, the oldest first; called for overloaded
             instances only.
@@ -82,7 +80,6 @@ class DecodeLoad(NamedTuple):
         step_s: Time of one of its steps; 0 if not measured.
         growing_fraction: Share of that time that grows with its requests, in [0, 1].
         fetch_token_s: Time to fetch the KV of one token from the store.
-        prompt_tokens: Number of prompt tokens that it still has to compute.
         fixed_s, request_s, token_s: Time of a step without requests, and what each request and
             each token of its KV adds; 0 if not learnt.
     """
@@ -96,25 +93,26 @@ class DecodeLoad(NamedTuple):
     step_s: float = 0.0
     growing_fraction: float = 1.0
     fetch_token_s: float = 0.0
-    prompt_tokens: int = 0
     fixed_s: float = 0.0
     request_s: float = 0.0
     token_s: float = 0.0
 
 
-def load_of(view: InstanceView, streams: Callable[[], Sequence[Stream]]) -> DecodeLoad:
+def load_of(
+    view: InstanceView, num_requests: int, streams: Callable[[], Sequence[Stream]]
+) -> DecodeLoad:
     """Return the load of an instance, as its last report has it.
 
     Args:
-        streams: As ``DecodeLoad.streams``.
+        num_requests, streams: As in ``DecodeLoad``.
     """
     report, speed = view.report, view.facts.speed if view.facts is not None else 1.0
     if report is None:
-        return DecodeLoad(view.id, view.inflight_requests, 0, streams, speed)
+        return DecodeLoad(view.id, num_requests, 0, streams, speed)
     fixed_s, _, _, token_s, request_s, *_ = report.step_coefficients or (0.0,) * 5
     return DecodeLoad(
         view.id,
-        view.inflight_requests,
+        num_requests,
         report.num_waiting,
         streams,
         speed,
@@ -122,7 +120,6 @@ def load_of(view: InstanceView, streams: Callable[[], Sequence[Stream]]) -> Deco
         report.step_s,
         report.step_fill_fraction,
         report.fetch_token_s,
-        view.inflight_prefill_tokens,
         fixed_s,
         request_s,
         token_s,
@@ -156,7 +153,6 @@ def choose_moves(
         for one in loads
         if one.num_requests < ceil(share[one.id])
         and one.kv_used_fraction <= options.max_kv_fraction
-        and one.prompt_tokens <= options.max_prompt_tokens
         and not one.num_waiting
     ]
     has_idle = any(one.num_requests < options.idle_fraction * share[one.id] for one in receivers)

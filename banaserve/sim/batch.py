@@ -63,6 +63,12 @@ class SimBatch:
         return decoding + prefilling + len(self.loading) + len(self._joining)
 
     @property
+    def num_streams(self) -> int:
+        """Requests whose prompts are computed, here or elsewhere."""
+        num_prompts = len(self.prefilling) + sum(not one.generated for one in self.waiting)
+        return self.num_running + len(self.waiting) - num_prompts
+
+    @property
     def work(self) -> StepWork:
         """Work of a step with the requests that it has at present."""
         tokens = computed = 0

@@ -14,11 +14,12 @@ def loads(
     instances: Mapping[InstanceId, SimInstance], cluster: ClusterView, role: Role
 ) -> list[DecodeLoad]:
     """Return the load of each ready instance of ``role``, as ``cluster`` has it."""
-    return [
-        load_of(view, _streams_of(instances[view.id].engine))
-        for view in cluster.instances.values()
-        if view.role is role and view.ready
-    ]
+    found = []
+    for view in cluster.instances.values():
+        if view.role is role and view.ready:
+            engine = instances[view.id].engine
+            found.append(load_of(view, engine.num_streams, _streams_of(engine)))
+    return found
 
 
 def _streams_of(engine: SimEngine) -> Callable[[], list[Stream]]:

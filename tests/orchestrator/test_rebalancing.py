@@ -68,10 +68,9 @@ def test_those_that_wait_go_first_and_the_last_to_come_among_them() -> None:
     assert [stream.tokens for stream in streams[5:]] == sorted(s.tokens for s in streams[5:])
 
 
-def test_nobody_sends_to_one_with_prompts_to_compute_or_whose_memory_is_full() -> None:
+def test_nobody_sends_to_one_whose_requests_wait_or_whose_memory_is_full() -> None:
     assert moved([load("d0", 20), load("d1", 1, num_waiting=1)]) == {}
     assert moved([load("d0", 20), load("d1", 1, kv_used_fraction=0.9)]) == {}
-    assert moved([load("d0", 20), load("d1", 1, prompt_tokens=2000)]) == {}
 
 
 def test_no_more_come_than_leave_the_steps_of_the_receiver_within_the_limit() -> None:

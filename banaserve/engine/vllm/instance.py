@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import enum
 import gc
+import itertools
 import logging
 import os
 import signal
@@ -108,6 +109,11 @@ class InflightGuard:
 
     def end(self) -> None:
         self._instance.add_inflight(self._leg, -1)
+
+    @property
+    def is_prompt(self) -> bool:
+        """Flag: most of the leg's tokens are still to be computed here."""
+        return self._prompt is not None and 2 * self._prompt.prefill_tokens > self._leg.tokens
 
     @property
     def tokens(self) -> int:
@@ -426,11 +432,18 @@ class Instance:
         return len(legs)
 
     def streams(self) -> list[Stream]:
-        """Return the legs that can go on elsewhere, the oldest first."""
+        """Return the legs that can go on elsewhere with what the store has, the oldest first."""
         return [
             Stream(key, leg.guard.tokens, not leg.guard.has_output, leg.moved_s)
             for key, leg in self._movable.items()
+            if not leg.guard.is_prompt
         ]
+
+    @property
+    def num_streams(self) -> int:
+        """Number of its legs whose prompts are computed, here or elsewhere."""
+        legs = itertools.chain(self._movable.values(), self._movable_prompts.values())
+        return self.inflight_requests - sum(leg.guard.is_prompt for leg in legs)
 
     def move_stream(self, key: Hashable) -> None:
         """Let one of ``streams`` go on elsewhere, if it has not ended meanwhile."""

@@ -107,4 +107,4 @@ class Rebalancer:
         view = instance.view()
         if view.report is not None and self._clock.now() - view.report.at_s > _STALE_S:
             view = replace(view, report=None)
-        return load_of(view, instance.streams)
+        return load_of(view, instance.num_streams, instance.streams)
