@@ -190,7 +190,7 @@ class ServeConfig:
     routing_policy: str = "load_aware"
     routing_options: Options = ()
     skip_prefill_below_tokens: int = DEFAULT_SKIP_PREFILL_BELOW_TOKENS
-    rebalances: bool = False
+    rebalances: bool = True
     gather_decode_s: float = 0.0
     threads_per_instance: int = 0
     max_concurrent_requests: int = 512

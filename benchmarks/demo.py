@@ -41,7 +41,7 @@ _TRIAL_S = 2.5
 _TIMEOUT_S = 600.0
 _TIME_TO_OPEN_S = 5.0
 _TELL_EVERY_S = 10.0
-_SHARED = ("--kv-store-size", "512MiB", "--max-concurrent-requests", "8192", "--rebalance")
+_SHARED = ("--kv-store-size", "512MiB", "--max-concurrent-requests", "8192")
 
 
 class DemoRun(NamedTuple):

@@ -87,6 +87,10 @@ BENCHMARKS = {
         "benchmarks.recovery.__main__",
         "How long does a stream pause when its instance is killed, beside recomputing?",
     ),
+    "rebalancing": Benchmark(
+        "benchmarks.rebalancing",
+        "What do streams gain that move from an overloaded instance to idle ones?",
+    ),
     "regions": Benchmark("benchmarks.regions", "What does a policy give clients of three regions?"),
     "results": Benchmark(
         "benchmarks.results_page", "What do all committed results say, as benchmarks/RESULTS.md?"

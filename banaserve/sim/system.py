@@ -158,4 +158,5 @@ def following(
         control_limits=replace(system.control_limits, concurrent=_ANY, per_minute=_ANY),
         overlap_fraction=None,
         attention_fraction=None,
+        rebalances=True,
     )

@@ -35,9 +35,10 @@ def add_routing(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--rebalance",
-        action="store_true",
-        help="let streams leave instances with more requests than others of their role; otherwise "
-        "each stays where it was routed (needs the store)",
+        action=argparse.BooleanOptionalAction,
+        default=_DEFAULTS.rebalances,
+        help="let streams leave overloaded instances for nearly idle ones of their role; "
+        "needs the store (on)",
     )
     add(
         "--gather-decode",

@@ -1,0 +1,201 @@
+"""A burst on one decode instance, and then two more that serve: with and without rebalancing.
+
+``python -m benchmarks rebalancing``. Paced engines, one that prefills and three that decode. All
+requests come at once while two of the three are drained, so that all of them decode on the third;
+then the two serve again, and get new requests only unless streams move. Both servers get the same
+requests. Nothing else may run beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+from banaserve.api.admin_client import AdminClient
+from banaserve.arguments import Parser, positive
+from banaserve.bench.loadgen.client import OpenAiClient
+from banaserve.bench.loadgen.modelled_time import modelled_time
+from banaserve.bench.loadgen.servers import Server, banaserve_server, end_on_sigterm
+from banaserve.bench.results import result
+from banaserve.bench.results.result import ModelledTime
+from banaserve.bench.results.statistics import paired_ratios
+from banaserve.config import MINIATURE
+from banaserve.costs.profile import load
+from banaserve.engine.vllm.tracing.events import LegFailed
+from banaserve.errors import UserError
+from banaserve.run_dir import find_admin
+from banaserve.sim.request import SimRequest
+from banaserve.sim.result import LatencyLimits
+from benchmarks.cases import CaseRequest, figures_of, num_equal, sampled, send
+from benchmarks.script import run_script
+
+_DECODE, _OTHERS = ("d0", "d1", "d2"), ("d1", "d2")
+_BALANCED_AFTER_S = 5.0
+"""Modelled seconds after the two serve again."""
+_TIMEOUT_S = 3600.0
+_WAYS = {"kept": "--no-rebalance", "rebalanced": "--rebalance"}
+
+
+class BurstRun(NamedTuple):
+    """What came of the burst on one server; times in modelled seconds.
+
+    Attributes:
+        largest_over_mean: Of the running requests of the three, five seconds after two of them
+            serve again.
+        num_moved: Streams that the rebalancer moved.
+        least_gap_s: Least time between two moves of one stream; infinite if none moved twice.
+        equal_fraction: Share of a sample whose answers are those of one plain vLLM engine.
+    """
+
+    figures: dict[str, float]
+    largest_over_mean: float
+    num_moved: float
+    least_gap_s: float
+    equal_fraction: float
+    time: ModelledTime
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run it and write the result; the exit code."""
+    parser = Parser(prog="python -m benchmarks rebalancing", description=__doc__)
+    add = parser.add_argument
+    add("--json", type=Path, help="write the result there")
+    add("--runs", type=positive, default=3, help="of each server")
+    add("--requests", type=positive, default=240)
+    add("--prompt-tokens", type=positive, default=100)
+    add("--output-tokens", type=positive, default=400)
+    add("--profile", default="opt-13b-a100")
+    add("--dilate", type=float, default=4.0, help="wall seconds of a modelled one")
+    add("--sample", type=positive, default=8, help="answers a run that are compared")
+    given = parser.parse_args(list(argv))
+    end_on_sigterm()
+    began = datetime.now(UTC)
+    runs: dict[str, list[BurstRun]] = {name: [] for name in _WAYS}
+    for number in range(given.runs):
+        for name in sorted(_WAYS, reverse=bool(number % 2)):
+            run = asyncio.run(_run(given, _WAYS[name], number))
+            runs[name].append(run)
+            print(
+                f"{number + 1} of {given.runs}, {name}: largest over mean "
+                f"{run.largest_over_mean:.2f}, tpot p99 {run.figures['tpot_p99_s']:.3f} s, "
+                f"{run.num_moved:.0f} moved, {_late(run.time):.1%} of the steps late",
+                flush=True,
+            )
+    result.deliver(_result(given, began, runs), given.json)
+    return 0
+
+
+async def _run(given: argparse.Namespace, way: str, number: int) -> BurstRun:
+    profile = load(given.profile)
+    asked = [
+        CaseRequest.of(SimRequest(n, 0.0, given.prompt_tokens, given.output_tokens), number)
+        for n in range(given.requests)
+    ]
+    options = ["--pace", profile.name, "--dilate", f"{given.dilate:g}", "--pd", "1:3", way]
+    options += ["--kv-store-size", "1GiB", "--max-concurrent-requests", "8192"]
+    options += ["--orchestrator", "off", "--request-timeout", f"{_TIMEOUT_S:g}"]
+    with TemporaryDirectory(prefix="bench-") as folder:
+        run_dir = Path(folder) / "run"
+        with banaserve_server(MINIATURE, *options, "--run-dir", str(run_dir)) as server:
+            admin = AdminClient(*find_admin(run_dir))
+            name = f"paced-{profile.name}"
+            async with OpenAiClient(
+                server.url, name, return_token_ids=True, timeout_s=_TIMEOUT_S, read_late=True
+            ) as client:
+                for other in _OTHERS:
+                    admin.drain(other)
+                sending = asyncio.create_task(send(client, asked, given.dilate))
+                largest = await asyncio.to_thread(_release, server, admin, given)
+                records = await sending
+            moved = server.metric("banaserve_streams_rebalanced_total")
+            gap_s = _least_gap_s(admin, given.requests) / given.dilate
+            told = modelled_time(server.url)
+    assert told is not None, "a paced server says how it kept time"
+    answers = [(asked[n].prompt, records[n].token_ids) for n in sampled(len(asked), given.sample)]
+    if failed := [record.error for record in records if record.error]:
+        raise UserError(f"{len(failed)} requests failed, the first by: {failed[0]}")
+    return BurstRun(
+        figures_of(records, given.dilate, LatencyLimits()),
+        largest,
+        moved,
+        gap_s,
+        num_equal(profile, answers) / len(answers),
+        told,
+    )
+
+
+def _release(server: Server, admin: AdminClient, given: argparse.Namespace) -> float:
+    """Let the two serve once the burst decodes; returns how uneven it is five seconds later."""
+    while sum(_running(server)) < given.requests:
+        time.sleep(0.2)
+    for other in _OTHERS:
+        admin.release(other)
+    time.sleep(_BALANCED_AFTER_S * given.dilate)
+    running = _running(server)
+    return max(running) / (sum(running) / len(running))
+
+
+def _running(server: Server) -> list[float]:
+    return [server.metric("banaserve_requests_in_flight", instance_id=name) for name in _DECODE]
+
+
+def _least_gap_s(admin: AdminClient, num_requests: int) -> float:
+    gaps = [float("inf")]
+    for summary in admin.requests(num_requests):
+        at_s = [
+            line.at_s
+            for line in admin.trace(summary.id).lines
+            if isinstance(line.event, LegFailed) and line.event.why == "rebalanced"
+        ]
+        gaps += [after - before for before, after in pairwise(at_s)]
+    return min(gaps)
+
+
+def _late(told: ModelledTime) -> float:
+    return told.num_overrun / max(1, told.num_steps)
+
+
+def _result(
+    given: argparse.Namespace, began: datetime, runs: dict[str, list[BurstRun]]
+) -> result.Result:
+    kept, moved = runs["kept"], runs["rebalanced"]
+    samples: dict[str, tuple[list[float], str]] = {}
+    for figure in ("tpot_p99_s", "tpot_p50_s", "ttft_p99_s", "total_s"):
+        pairs = ([run.figures[figure] for run in found] for found in (moved, kept))
+        samples[f"{figure.removesuffix('_s')}_ratio"] = paired_ratios(*pairs), "ratio"
+        for name, found in runs.items():
+            samples[f"{name}.{figure}"] = [run.figures[figure] for run in found], "modelled s"
+    for name, found in runs.items():
+        samples[f"{name}.largest_over_mean"] = [run.largest_over_mean for run in found], "ratio"
+        samples[f"{name}.num_moved"] = [run.num_moved for run in found], "streams"
+        samples[f"{name}.equal_fraction"] = [run.equal_fraction for run in found], "fraction"
+        samples[f"{name}.late_fraction"] = [_late(run.time) for run in found], "fraction"
+    twice = [run.least_gap_s for run in moved if run.least_gap_s != float("inf")]
+    raw: dict[str, Any] = {"least_gap_s": min(twice) if twice else None}
+    return result.result(
+        "rebalancing",
+        seed=0,
+        options={name: str(value) for name, value in vars(given).items() if name != "json"},
+        started_at=began,
+        figures={name: result.figure(*sample) for name, sample in samples.items()},
+        notes=[
+            "paced: real engines and store, the time of their steps is modelled",
+            "largest_over_mean: of the requests in flight on the three decode instances, five "
+            "modelled seconds after two of them serve again",
+            "equal_fraction: of a sample, answers that are those of one plain vLLM engine",
+            "least_gap_s: least time between two moves of one stream; null if none moved twice",
+        ],
+        raw=raw,
+        modelled_time=[run.time for found in runs.values() for run in found],
+    )
+
+
+if __name__ == "__main__":
+    run_script(main)
