@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import ceil, floor
 from typing import NamedTuple
 
-from banaserve.types import InstanceId, InstanceView, OutputLengths
+from banaserve.types import InstanceId, InstanceView, OutputLengths, Role
 
 _USUAL_REMAINING_TOKENS = 100.0
 
@@ -21,6 +21,9 @@ _USUAL_REMAINING_TOKENS = 100.0
 @dataclass(frozen=True, slots=True)
 class RebalanceOptions:
     """Options of the rebalancer.
+
+    With a limit of the time per token, instances that compute prompts too are left to the router,
+    which weighs each request against the limits and may load one of them more on purpose.
 
     Attributes:
         interval_s: Time between two decisions.
@@ -49,6 +52,11 @@ class RebalanceOptions:
     least_gain: float = 2.0
     tpot_s: float = 0.0
     max_kv_fraction: float = 0.85
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """Roles whose instances are balanced, each among themselves."""
+        return (Role.DECODE,) if self.tpot_s else (Role.DECODE, Role.COLOCATED)
 
 
 class Stream(NamedTuple):

@@ -355,7 +355,7 @@ class Cell:
         cluster, now_s = self.view(), self._timeline.now_s
         remaining = remaining_tokens(cluster.output_lengths)
         begun, self._rebalancing = self._rebalancing, set()
-        for role in (Role.DECODE, Role.COLOCATED):
+        for role in options.roles:
             seen = loads(self.instances, cluster, role)
             moves = choose_moves(seen, now_s, options, remaining, begun)
             self._rebalancing.update(moves)

@@ -76,7 +76,7 @@ class Rebalancer:
             return 0
         num_moved, begun = 0, self._begun
         self._begun = set()
-        for role in (Role.DECODE, Role.COLOCATED):
+        for role in self._options.roles:
             loads = list(self._loads(role))
             now_s = asyncio.get_running_loop().time()
             remaining = remaining_tokens(self._output_lengths())
