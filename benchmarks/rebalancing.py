@@ -126,7 +126,7 @@ async def _run(given: argparse.Namespace, way: str, number: int) -> BurstRun:
         largest,
         moved,
         gap_s,
-        num_equal(profile, answers) / len(answers),
+        await asyncio.to_thread(num_equal, profile, answers) / len(answers),
         told,
     )
 
