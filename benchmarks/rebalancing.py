@@ -68,11 +68,11 @@ def main(argv: Sequence[str]) -> int:
     add = parser.add_argument
     add("--json", type=Path, help="write the result there")
     add("--runs", type=positive, default=3, help="of each server")
-    add("--requests", type=positive, default=240)
+    add("--requests", type=positive, default=360)
     add("--prompt-tokens", type=positive, default=100)
     add("--output-tokens", type=positive, default=400)
     add("--profile", default="opt-13b-a100")
-    add("--dilate", type=float, default=4.0, help="wall seconds of a modelled one")
+    add("--dilate", type=float, default=2.5, help="wall seconds of a modelled one")
     add("--sample", type=positive, default=8, help="answers a run that are compared")
     given = parser.parse_args(list(argv))
     end_on_sigterm()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import functools
+import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -14,6 +16,8 @@ from banaserve.errors import BanaServeError, UserError
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+EXIT_CLOSED_PIPE = 141
+"""What a shell says of a command that SIGPIPE ended."""
 _WITH_VLLM = (
     "safetensors",
     "sse_starlette",
@@ -95,7 +99,9 @@ def one_line_errors(command: Callable[P, int]) -> Callable[P, int]:
     @functools.wraps(command)
     def told(*args: P.args, **kwargs: P.kwargs) -> int:
         try:
-            return command(*args, **kwargs)
+            code = command(*args, **kwargs)
+            sys.stdout.flush()
+            return code
         except UserError as error:
             print_error(str(error))
             return EXIT_USER_ERROR
@@ -110,10 +116,24 @@ def one_line_errors(command: Callable[P, int]) -> Callable[P, int]:
                 "with the extra cpu or cuda (README.md says how)"
             )
             return EXIT_USER_ERROR
+        except BrokenPipeError:
+            if not _is_stdout_closed():
+                raise
+            return EXIT_CLOSED_PIPE
         except KeyboardInterrupt:
             return EXIT_INTERRUPTED
 
     return told
+
+
+def _is_stdout_closed() -> bool:
+    """Whether nobody reads stdout any more; then what is still to be written goes nowhere."""
+    asked = select.poll()
+    asked.register(sys.stdout, 0)
+    if not any(found & select.POLLERR for _, found in asked.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 @one_line_errors

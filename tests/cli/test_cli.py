@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from types import ModuleType
@@ -119,6 +120,17 @@ def test_version_names_what_is_installed(capsys):
     assert cli.main(["--version"]) == 0
     first, *_ = capsys.readouterr().out.splitlines()
     assert first.startswith("banaserve 0.")
+
+
+@pytest.mark.parametrize("argv", [("--help",), ("version",), ("simulate", "--list")])
+def test_a_reader_that_closes_the_pipe_ends_a_command_quietly(argv: tuple[str, ...]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-P", "-m", "banaserve", *argv]
+    with os.fdopen(writer, "wb") as pipe:
+        done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True)
+    assert done.stderr == ""
+    assert done.returncode in (1, 141), "click says 1"
 
 
 def test_help_and_doctor_import_nothing_heavy():
