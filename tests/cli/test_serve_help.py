@@ -42,7 +42,7 @@ def test_every_option_is_on_the_page_of_one_group(capsys: pytest.CaptureFixture[
     for group in parser.groups.values():
         for option in group:
             name = option.option_strings[-1]
-            found = re.compile(rf"^  (?:-h, )?{name}[ \[\n]", re.MULTILINE)
+            found = re.compile(rf"^  (?:\S+, )?{name}[ \[\n]", re.MULTILINE)
             assert sum(bool(found.search(page)) for page in pages) == 1, name
             assert found.search(whole), name
 
