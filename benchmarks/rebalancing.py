@@ -47,8 +47,8 @@ class BurstRun(NamedTuple):
     """What came of the burst on one server; times in modelled seconds.
 
     Attributes:
-        largest_over_mean: Of the running requests of the three, five seconds after two of them
-            serve again.
+        largest_over_mean: Ratio of the largest to the mean number of requests on the three, five
+            seconds after two of them serve again.
         num_moved: Streams that the rebalancer moved.
         least_gap_s: Least time between two moves of one stream; infinite if none moved twice.
         equal_fraction: Share of a sample whose answers are those of one plain vLLM engine.

@@ -526,7 +526,7 @@ def _rebalancer(
     """None if it is off, or without a store: a stream that moves fetches its KV from there."""
     if not (config.rebalances and config.kv_store):
         return None
-    given = {"tpot_s": config.orchestrator.slo_tpot_s}
+    given = {"tpot_s": float(config.routing_section.get("tpot_s", 0.0))}
     options = RebalanceOptions(**stretched(RebalanceOptions, given, config.dilate))
     return Rebalancer(router.cluster, lambda: router.output_lengths.lengths, options, clock, note)
 

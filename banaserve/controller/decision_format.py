@@ -67,8 +67,8 @@ def rebalancing_of(
 
     Args:
         moves: Streams that leave each instance.
-        at_s: Seconds since 1970.
-        time: How time passes, in words; empty where it is real.
+        at_s: Time of the decision, in seconds since 1970.
+        time: Words that say how time passes; empty if it is real.
     """
     counts = [one.inflight_requests for one in view.instances.values() if one.ready]
     return DecisionRecord(

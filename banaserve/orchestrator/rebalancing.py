@@ -27,10 +27,10 @@ class RebalanceOptions:
 
     Attributes:
         interval_s: Time between two decisions.
-        threshold: Streams begin to leave an instance with more than so many times its share of
-            requests,
-        idle_fraction: or while another has less than this part of its share.
-        target: They go on leaving until the instance has at most so many times its share.
+        threshold: Multiple of its share of requests above which streams begin to leave an instance.
+        idle_fraction: Part of its share below which an instance is nearly idle: then streams leave
+            every instance that is above ``target``.
+        target: Multiple of its share above which streams go on leaving, once they have begun.
         least_excess: Number of requests above its share that an overloaded instance has at least.
         cooldown_s: Time for which a stream that has moved stays where it is.
         moved_fraction: Share of an instance's requests that move in one decision at most.
