@@ -16,7 +16,6 @@ import sys
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
@@ -306,7 +305,9 @@ class MockCore:
         self._facts = facts
         self._options = options
         self._steps = Steps(facts, options)
-        self._trouble = options.trouble_of(instance_id)
+        trouble = options.trouble_of(instance_id)
+        # One of a start leaves its file to a core that starts.
+        self._trouble = None if trouble is None or trouble.is_of_start else trouble
         self._num_tokens = 0
         self._weight_version = "default"
         self._is_ending = False
@@ -638,10 +639,15 @@ def takes(trouble: Trouble) -> bool:
     if not trouble.once:
         return True
     try:
-        Path(trouble.once).unlink()
+        os.rename(trouble.once, taken(trouble.once, os.getpid()))
     except FileNotFoundError:
         return False
     return True
+
+
+def taken(once: str, pid: int | str) -> str:
+    """Name that the file of a trouble has after the trouble has happened to process ``pid``."""
+    return f"{once}.of.{pid}"
 
 
 def hang() -> NoReturn:

@@ -42,8 +42,8 @@ class Trouble(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         after_tokens: Tokens that the core puts out before; of no matter at the start.
         instances: Ids of the instances that it concerns; all where there is none.
         token: Token of a prompt that sets the trouble off, in place of ``after_tokens``.
-        once: A file that is removed by the core that it happens to; without the file it does not
-            happen. Empty for each time.
+        once: A file that is renamed, to a name with its process id, by the core that it happens
+            to; without the file it does not happen. Empty for each time.
     """
 
     how: str
@@ -51,6 +51,11 @@ class Trouble(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     instances: tuple[str, ...] = ()
     token: int | None = None
     once: str = ""
+
+    @property
+    def is_of_start(self) -> bool:
+        """Flag: it happens to a core that starts, and to none that serves."""
+        return self.how in ("fail at start", "never ready")
 
 
 class MockOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -185,6 +185,16 @@ def test_core_that_fails_at_its_start_once(tmp_path: Path) -> None:
             assert front.shake(INIT, lambda: process.poll() is None).ready["status"] == "READY"
 
 
+def test_core_that_serves_leaves_a_trouble_of_starts_to_others(tmp_path: Path) -> None:
+    flag = tmp_path / "flag"
+    with mock_core(MockOptions(troubles=(Trouble("never ready", once=str(flag)),))) as core:
+        flag.touch()
+        core.add("a", PROMPT, max_tokens=9)
+        while not any(one.finish_reason is not None for one in core.receive().outputs):
+            pass
+        assert flag.exists()
+
+
 def test_core_ends_in_order_after_the_step_under_way() -> None:
     with mock_core(MockOptions(step_ms=5.0)) as core:
         core.add("a", PROMPT, max_tokens=3000)

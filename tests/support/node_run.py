@@ -18,6 +18,7 @@ from banaserve.nodes.options import KEY_VARIABLE
 from fork_server import ForkedProcess
 from observing import until
 from process_tree import ProcessTree
+from server_run import tail_of
 
 START_S = 60.0
 END_S = 30.0
@@ -112,8 +113,4 @@ class NodeRun:
     def tails(self) -> str:
         """The last lines of what it has written."""
         logs = [self._terminal, *sorted(self.run_dir.glob("*.log"))]
-        return "\n".join(
-            f"--- node {self.address} {log.name}\n"
-            + "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-            for log in logs
-        )
+        return "\n".join(f"--- node {self.address} {log.name}\n{tail_of(log)}" for log in logs)

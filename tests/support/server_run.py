@@ -178,11 +178,7 @@ class Run(servers.Server):
     def tails(self) -> str:
         """The last lines of everything it has written."""
         logs = [self._terminal, self.errors, *sorted(self.run_dir.glob("*.log"))]
-        return "\n".join(
-            f"--- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-15:])
-            for path in logs
-            if path.exists()
-        )
+        return "\n".join(f"--- {path.name}\n{tail_of(path)}" for path in logs if path.exists())
 
     # ---- talking to it
 
@@ -223,3 +219,9 @@ def _described(process: psutil.Process) -> str:
 
 def _wchan(task: Path) -> str:
     return (task / "wchan").read_text() or "no call"
+
+
+def tail_of(log: Path) -> str:
+    """The last lines of a log, without those that say of each request that it was answered."""
+    lines = log.read_text(errors="replace").splitlines()
+    return "\n".join([line for line in lines if "uvicorn.access" not in line][-25:])
