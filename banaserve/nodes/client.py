@@ -10,7 +10,14 @@ from typing import TypeVar
 from banaserve.errors import ProtocolError
 from banaserve.net.addresses import written
 from banaserve.nodes.credentials import ClusterCredentials
-from banaserve.nodes.link import Data, NodeLink, NodeLostError, connect
+from banaserve.nodes.link import (
+    PATIENT_S,
+    SILENT_S,
+    Data,
+    NodeLink,
+    NodeLostError,
+    connect,
+)
 from banaserve.nodes.messages import (
     PROTOCOL,
     FreePort,
@@ -86,7 +93,8 @@ class NodeClient:
         Raises:
             NodeLostError: It cannot be reached, or refuses.
         """
-        self._link = await connect(self.place.host, self.place.port, self._credentials)
+        place = self.place
+        self._link = await connect(place.host, place.port, self._credentials, PATIENT_S)
         self._lost = asyncio.Event()
         self._answers = asyncio.Queue()
         self._reading = asyncio.create_task(self._read(self._link))
@@ -114,6 +122,8 @@ class NodeClient:
         """
         await self._ask(order, NodePrepared, _PREPARE_S)
         self.is_ready = True
+        if self._link is not None:
+            self._link.silent_s = SILENT_S
 
     async def set_store_peers(self, peers: Sequence[str]) -> None:
         """Let the node's store fetch blocks from these, and no others.

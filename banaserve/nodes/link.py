@@ -16,6 +16,8 @@ from banaserve.platform.linux import since_received_s
 BEAT_S = 0.5
 SILENT_S = 2.5
 """With the beat, what a node had is gone for the server within three seconds."""
+PATIENT_S = 15.0
+"""Of a node that has nothing yet: there is nothing to lose, and it may be busy with its start."""
 CONNECT_S = 5.0
 CHUNK_BYTES = 64 << 10
 _HEAD = struct.Struct("!II")
@@ -38,6 +40,8 @@ class NodeLink:
 
     Args:
         peer: Its name, for errors.
+
+    Attributes:
         silent_s: The other side is gone when it has said nothing for so long.
     """
 
@@ -50,7 +54,7 @@ class NodeLink:
     ) -> None:
         self.peer = peer
         self._reader, self._writer = reader, writer
-        self._silent_s = silent_s
+        self.silent_s = silent_s
         self._beating: asyncio.Task[None] | None = None
 
     async def send(self, message: NodeMessage) -> None:
@@ -101,12 +105,12 @@ class NodeLink:
     async def _read(self, num_bytes: int) -> bytes:
         while True:
             try:
-                async with asyncio.timeout(self._silent_s):
+                async with asyncio.timeout(self.silent_s):
                     return await self._reader.readexactly(num_bytes)
             except TimeoutError:
                 if self._is_silent():
                     raise NodeLostError(
-                        f"{self.peer} has said nothing for {self._silent_s:g} seconds"
+                        f"{self.peer} has said nothing for {self.silent_s:g} seconds"
                     ) from None
             except asyncio.IncompleteReadError:
                 raise NodeLostError(f"{self.peer} has closed the connection") from None
@@ -117,7 +121,7 @@ class NodeLink:
         """Whether nothing has come: it may be this process that stood still."""
         sock = self._writer.get_extra_info("socket")
         try:
-            return sock is None or since_received_s(sock) >= self._silent_s
+            return sock is None or since_received_s(sock) >= self.silent_s
         except OSError:
             return True
 
@@ -139,8 +143,13 @@ class NodeLink:
         self._writer.transport.abort()
 
 
-async def connect(host: str, port: int, credentials: ClusterCredentials) -> NodeLink:
+async def connect(
+    host: str, port: int, credentials: ClusterCredentials, silent_s: float = SILENT_S
+) -> NodeLink:
     """A connection to a node's agent, with beats.
+
+    Args:
+        silent_s: As of ``NodeLink``.
 
     Raises:
         NodeLostError: Nobody answers there, or nobody with the cluster's key.
@@ -155,7 +164,7 @@ async def connect(host: str, port: int, credentials: ClusterCredentials) -> Node
         raise NodeLostError(f"{name} does not answer: is a firewall between?") from None
     except OSError as error:
         raise NodeLostError(f"{name}: {_words(error)}") from error
-    link = NodeLink(reader, writer, name)
+    link = NodeLink(reader, writer, name, silent_s)
     link.start_beats()
     return link
 

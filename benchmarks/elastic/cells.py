@@ -74,6 +74,11 @@ LENGTHS: dict[str, Callable[[Random], tuple[int, int]]] = {
     "summaries 6000/200": _around(6000, 200),
 }
 
+CODE = "code 2000/30"
+"""Code completion: lengths with the means of such traces, and none of the lengths that are drawn."""
+
+_ALL_LENGTHS = {**LENGTHS, CODE: _around(2000, 30)}
+
 _OPPOSITE = {
     "alpaca capped": "longbench reference",
     "alpaca reference": "longbench capped",
@@ -160,7 +165,9 @@ def sample(cell: LoadCell, count: int, data: Path | None) -> Rows:
     names = [cell.lengths]
     if cell.arrivals == "swing":
         names.append(_OPPOSITE[cell.lengths])
-    return Rows([(0.0, *cut(*LENGTHS[names[n % len(names)]](draws), most)) for n in range(count)])
+    return Rows(
+        [(0.0, *cut(*_ALL_LENGTHS[names[n % len(names)]](draws), most)) for n in range(count)]
+    )
 
 
 def load_of(
@@ -182,7 +189,7 @@ def load_of(
     for at_s in arrivals.times_s(draws):
         is_other = cell.arrivals == "swing" and int(at_s / _PHASE_S) % 2
         name = _OPPOSITE[cell.lengths] if is_other else cell.lengths
-        rows.append((at_s, *cut(*LENGTHS[name](draws), most)))
+        rows.append((at_s, *cut(*_ALL_LENGTHS[name](draws), most)))
     return Rows(rows)
 
 

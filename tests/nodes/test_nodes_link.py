@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from banaserve.errors import ProtocolError, UserError
+from banaserve.nodes import client as clients
 from banaserve.nodes import link as links
+from banaserve.nodes.client import NodeClient
 from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.link import Data, NodeLink, NodeLostError, accepted, connect
 from banaserve.nodes.messages import (
@@ -21,10 +23,14 @@ from banaserve.nodes.messages import (
     ChannelOpened,
     FreePort,
     LogWritten,
+    NodePrepared,
     NodeRefused,
     PortFound,
+    PrepareNode,
+    SessionOpened,
     decode,
 )
+from banaserve.nodes.places import AgentPlace
 from banaserve.nodes.relay import Relay
 from waiting import until
 
@@ -204,6 +210,35 @@ def test_silence_is_noticed_and_beats_are_none(monkeypatch: pytest.MonkeyPatch) 
                 await link.receive()
             is_over.set()
             await link.close()
+
+    asyncio.run(run())
+
+
+def test_a_node_that_prepares_may_be_silent_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients, "SILENT_S", 0.2)
+
+    async def stand_still(link: NodeLink, for_s: float) -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(link.receive(), for_s)
+
+    async def prepare_slowly(link: NodeLink) -> None:
+        await link.receive()
+        await link.send(SessionOpened("1", "/tmp", (), 0, 1))
+        await link.receive()
+        await stand_still(link, 0.6)
+        await link.send(NodePrepared())
+        await until_gone(link)
+
+    async def run() -> None:
+        async with door(prepare_slowly) as port:
+            place = AgentPlace("127.0.0.1", port)
+            client = NodeClient(place, ClusterCredentials.of(KEY), "a server", lambda: None)
+            await client.open()
+            await client.prepare(PrepareNode((), forks=True))
+            assert client.is_ready
+            await client.wait_lost()
+            assert "has said nothing for 0.2 seconds" in client.problem
+            await client.close()
 
     asyncio.run(run())
 
