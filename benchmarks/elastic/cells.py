@@ -75,7 +75,7 @@ LENGTHS: dict[str, Callable[[Random], tuple[int, int]]] = {
 }
 
 CODE = "code 2000/30"
-"""Code completion: lengths with the means of such traces, and none of the lengths that are drawn."""
+"""Code completion, with the means of such traces; not among the lengths that are drawn."""
 
 _ALL_LENGTHS = {**LENGTHS, CODE: _around(2000, 30)}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -38,15 +39,18 @@ class World:
     """Ray on a head and one host at first, and a server beside the head."""
 
     def __init__(self, folder: Path, forks: ForkServer) -> None:
-        self.network = Network(3)
-        env = started_elsewhere(MOCKS)
-        self.ray = RayCluster(self.network.hosts, folder, num_cpus=2, num_nodes=1, env=env)
-        words = ("--pd", "1:1", "--cluster", self.ray.address)
-        self.served = Served(
-            self.network.hosts[0], folder / "serve", words, start=MockHosts(forks, MOCKS).server
-        )
-        self.served.wait()
-        self.admin = AdminClient(*find_admin(self.served.run.run_dir))
+        env, start = started_elsewhere(MOCKS), MockHosts(forks, MOCKS).server
+        with ExitStack() as closing:
+            self.network = Network(3)
+            closing.callback(self.network.close)
+            self.ray = RayCluster(self.network.hosts, folder, num_cpus=2, num_nodes=1, env=env)
+            closing.callback(self.ray.close)
+            words = ("--pd", "1:1", "--cluster", self.ray.address)
+            self.served = Served(self.network.hosts[0], folder / "serve", words, start=start)
+            closing.callback(self.served.run.close)
+            self.served.wait()
+            self.admin = AdminClient(*find_admin(self.served.run.run_dir))
+            self._closing = closing.pop_all()
 
     def nodes(self) -> list[NodeStatus]:
         return self.network.hosts[0].inside(self.admin.nodes)
@@ -66,9 +70,7 @@ class World:
         return found
 
     def close(self) -> None:
-        self.served.run.close()
-        self.ray.close()
-        self.network.close()
+        self._closing.close()
 
 
 @pytest.fixture(scope="module")
