@@ -84,10 +84,14 @@ def live(tmp_path: Path, chrome: Browser) -> Iterator[Live]:
 @contextlib.contextmanager
 def signed_in(chrome: Browser, live: Live, **view: Any) -> Iterator[Any]:
     with chrome.page(live.url, **view) as page:
-        page.fill("#key", KEY)
-        page.keyboard.press("Enter")
-        page.wait_for_selector("#map [role=option]")
+        sign_in(page)
         yield page
+
+
+def sign_in(page: Any) -> None:
+    page.fill("#key", KEY)
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#map [role=option]")
 
 
 def row(page: Any, name: str) -> Any:
@@ -242,6 +246,71 @@ def test_a_request_opens_as_a_waterfall(chrome, live):
         check_accessible(page)
         page.click('[data-request="chatcmpl-first"]')
         page.locator(".waterfall").wait_for(state="hidden")
+
+
+def noted(live: Live, num_requests: int, ttft_s: float) -> None:
+    """So many requests have ended, the last just now."""
+    requests = live.served.requests
+    for number in range(num_requests):
+        now_s = requests._clock.now()
+        arrived_s = now_s - ttft_s - (number == 0) * 100 * ttft_s
+        with requests.following(f"chatcmpl-{number:03}", 12, arrived_s, 1.7e9 + number) as notes:
+            notes.first_token("decode", None)
+
+
+@pytest.mark.parametrize("width", [360, 390, 768, 1024, 1280, 1400, 1920])
+def test_every_figure_is_whole_with_a_legend_and_a_scale(chrome, live, width):
+    noted(live, 3, 0.25)
+    with chrome.page(live.url, width=width) as page:
+        page.evaluate(
+            """() => {
+                const {prototype} = CanvasRenderingContext2D, {fillText} = prototype;
+                window.drawn = [];
+                prototype.fillText = function (text, ...place) {
+                    window.drawn.push(text);
+                    fillText.call(this, text, ...place);
+                };
+            }"""
+        )
+        sign_in(page)
+        page.locator("#figures li", has_text="p99 25.25 s").wait_for()
+        told = page.locator("#figures .figure").all_inner_texts()
+        assert [one.split("\n")[0] for one in told] == [
+            *("Time to first token", "Time per output token", "Requests"),
+            *("KV blocks in use", "Output", "Compute"),
+        ]
+        cut_off = page.evaluate(
+            """() => [...document.querySelectorAll("#figures strong")].filter((one) => {
+                const inner = one.getBoundingClientRect();
+                const outer = one.closest(".figure").getBoundingClientRect();
+                return inner.right > outer.right || inner.bottom > outer.bottom;
+            }).map((one) => one.parentElement.textContent)"""
+        )
+        assert cut_off == []
+        assert page.locator("#figures .value").evaluate_all(
+            "all => all.every((one) => one.scrollWidth <= one.clientWidth)"
+        )
+        marks = page.locator("#figures li .swatch")
+        assert marks.count() == page.locator("#figures li").count() == 11
+        drawn = set(page.evaluate("window.drawn"))
+        assert {"20 s", "50%", "100%", "1"} <= drawn, "values of the scales, with units"
+        page.locator(".times span").nth(11).wait_for()
+        for one in page.locator(".times").all_inner_texts():
+            assert re.fullmatch(r"(\d\d:\d\d:\d\d\s*){2}", one), "from when to when"
+        keep(page, f"live-figures-{width}", whole=False)
+
+
+def test_as_many_requests_are_seen_as_the_page_says(chrome, live):
+    noted(live, 40, 0.25)
+    with signed_in(chrome, live) as page:
+        page.locator("[data-request]").nth(29).wait_for()
+        names = page.locator("[data-request]").all_inner_texts()
+        assert names == [f"chatcmpl-{number:03}" for number in range(39, 9, -1)]
+        assert page.locator("#requests-title").inner_text() == "Last 30 requests"
+        assert page.evaluate(
+            "() => document.querySelector('#requests .scroll').scrollHeight"
+            " <= document.querySelector('#requests .scroll').clientHeight"
+        ), "none lies below the edge of a box"
 
 
 # ---- what is done
