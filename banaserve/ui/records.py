@@ -53,7 +53,9 @@ class MoveProgress(msgspec.Struct, frozen=True):
         target: The instance beside which they will run; empty for home.
         phase: Of the unit that is on its way.
         num_bytes: KV and weights that have travelled so far.
-        predicted_bytes: That will; 0 where that is not known.
+        total_bytes: KV and weights that have to travel, more as blocks are written meanwhile; 0
+            before copies have begun.
+        predicted_bytes: The most that may have to travel; 0 where that is not known.
     """
 
     id: str
@@ -65,6 +67,7 @@ class MoveProgress(msgspec.Struct, frozen=True):
     phase: str = ""
     seconds: float = 0.0
     num_bytes: int = 0
+    total_bytes: int = 0
     predicted_bytes: int = 0
     stall_s: float = 0.0
     error: str = ""

@@ -184,11 +184,20 @@ def test_a_move_is_seen_while_it_is_under_way(chrome, live):
     with signed_in(chrome, live) as page:
         live.post("migrations", {"kind": "heads", "from": "d0", "to": "p1", "heads": {"3": [1]}})
         page.locator("#map .tagged", has_text="copying").wait_for()
+        assert re.search(r"0 B of at most [\d.]+ \wiB", page.locator("#moves").inner_text())
+        told = {"weight_bytes": 1 << 20, "planned_bytes": 3 << 20, "precopy_bytes": 1 << 20}
+        engine.moves["m1.0"]["facts"] |= told
+        page.locator("#map .tagged", has_text="copying 2.0 MiB of 4.0 MiB").wait_for()
+        assert "2.0 MiB of 4.0 MiB" in page.locator("#moves").inner_text()
+        assert page.locator("#moves progress").evaluate("one => one.value / one.max") == 0.5
         engine.held.clear()
         row(page, "p1").locator(".guest.heads").wait_for()
         engine.held.add("copying")
         live.post("migrations", {"kind": "layers", "from": "d0", "to": "p0", "layers": [10, 20]})
         page.locator("#map .tagged", has_text="copying").wait_for()
+        told = {"planned_bytes": 77 << 20, "precopy_bytes": 31 << 20}
+        engine.moves["m2.0"]["facts"] |= told
+        page.locator("#map .tagged", has_text="copying 31.0 MiB of 77.0 MiB").wait_for()
         assert page.locator("#map .move").count() == 2
         assert row(page, "d0").locator(".hole").count() == 1
         for made in made_log.decisions(2, 3):
