@@ -157,6 +157,31 @@ class PageSnapshot(msgspec.Struct, frozen=True):
     version: int = PAGE_VERSION
 
 
+class PageCode(msgspec.Struct, frozen=True):
+    """A code that opens the page once.
+
+    Attributes:
+        valid_s: Seconds in which it does.
+    """
+
+    code: str
+    valid_s: float
+
+
+class PageToken(msgspec.Struct, frozen=True):
+    """What a tab keeps instead of the admin key."""
+
+    token: str
+
+
+def page_link(url: str, code: str) -> str:
+    """Return the address that opens the page of the server at ``url`` with a code.
+
+    A fragment is not sent, so the code is in no log of a server or a proxy.
+    """
+    return f"{url}/ui/#code={code}"
+
+
 class PageInfo(msgspec.Struct, frozen=True):
     """What the page is for, asked for before anything else.
 

@@ -21,7 +21,7 @@ from banaserve.engine.vllm.tracing.events import LegBegan
 from banaserve.engine.vllm.tracing.request_log import TracedLeg
 from banaserve.types import InstanceReport
 from banaserve.ui.page import PageDoor
-from banaserve.ui.records import PageInfo
+from banaserve.ui.records import PageInfo, page_link
 from banaserve.ui.replay import Replay, read_decisions
 from banaserve.ui.replay_app import replay_app
 from browsing import Browser, browser, check_accessible, keep, keep_for_readme
@@ -130,19 +130,80 @@ def test_without_a_key_nothing_is_asked(chrome, live):
     assert asked == []
 
 
-def test_the_key_stays_in_the_tabs_memory(chrome, live):
+def tokens_of(page: Any) -> list[str]:
+    """What the tab has stored, which is in no other place."""
+    assert page.evaluate("[document.cookie, localStorage.length]") == ["", 0]
+    found: list[str] = page.evaluate("Object.values(sessionStorage)")
+    return found
+
+
+def opens(live: Live, credential: str) -> bool:
+    headers = {"Authorization": f"Bearer {credential}"}
+    return httpx.get(f"{live.server.url}/admin/status", headers=headers).is_success
+
+
+def test_the_key_is_asked_once_a_tab_and_not_stored(chrome, live):
     urls: list[str] = []
     with signed_in(chrome, live) as page:
         page.on("request", lambda one: urls.append(one.url))
-        page.wait_for_timeout(300)
-        kept = page.evaluate("[document.cookie, localStorage.length, sessionStorage.length]")
-        assert kept == ["", 0, 0]
-        assert KEY not in page.url
+        page.wait_for_function("() => sessionStorage.length")
+        (token,) = tokens_of(page)
+        assert token != KEY
+        assert opens(live, token)
         assert page.input_value("#key") == ""
+        page.reload()
+        page.wait_for_selector("#map [role=option]")
+        assert page.locator("#login").is_hidden()
+        assert tokens_of(page) == [token]
+        assert KEY not in page.url
+        with chrome.page(live.url) as other:
+            other.wait_for_selector("#login:not([hidden])")
         page.click("#leave")
         page.wait_for_selector("#login:not([hidden])")
         assert page.locator("#board").is_hidden()
-    assert not any(KEY in one for one in urls)
+        assert tokens_of(page) == []
+    assert not opens(live, token)
+    assert not any(secret in one for one in urls for secret in (KEY, token))
+
+
+def test_a_link_opens_the_page_once(chrome, live):
+    urls: list[str] = []
+    code = live.served.page.access.new_code()
+    link = page_link(live.server.url, code)
+    with chrome.page(link) as page:
+        page.on("request", lambda one: urls.append(one.url))
+        page.wait_for_selector("#map [role=option]")
+        assert page.url == f"{live.url}/"
+        (token,) = tokens_of(page)
+        page.reload()
+        page.wait_for_selector("#map [role=option]")
+        # As one that has it from the history of the terminal.
+        with chrome.page(link) as other:
+            other.wait_for_function("() => document.body.innerText.includes('has been used')")
+            assert tokens_of(other) == []
+            check_accessible(other)
+            # Another one in the same tab changes its fragment alone.
+            other.goto(page_link(live.server.url, live.served.page.access.new_code()))
+            other.wait_for_selector("#map [role=option]")
+        live.served.page.access.forget(token)
+        page.reload()
+        page.wait_for_function("() => document.body.innerText.includes('has ended')")
+        assert tokens_of(page) == []
+        sign_in(page)
+    assert not any(code in one for one in urls)
+
+
+def test_a_tab_whose_key_was_typed_goes_on_at_the_next_server(chrome, live):
+    with signed_in(chrome, live) as page:
+        page.wait_for_function("() => sessionStorage.length")
+        for token in tokens_of(page):
+            live.served.page.access.forget(token)
+        # The next one knows the same key, and no token of the last one.
+        page.click("#pause")
+        page.click("#ask-yes")
+        page.locator("#pause", has_text="Resume").wait_for()
+        page.reload()
+        page.wait_for_selector("#login:not([hidden])")
 
 
 # ---- what is seen
