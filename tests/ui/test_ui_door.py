@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import io
 import re
 import tomllib
 from collections.abc import AsyncIterator
@@ -19,6 +20,7 @@ pytest.importorskip("vllm")
 
 from banaserve.api.page_access import CODE_S, PageAccess
 from banaserve.api.serving import _page
+from banaserve.cli.serve.command import _page as _page_line
 from banaserve.cli.serve.options.command_line import parse_serve_argv
 from banaserve.ui.page import PageDoor, page_files
 from banaserve.ui.records import PageInfo
@@ -350,6 +352,24 @@ async def test_a_replay_answers_this_machine_alone():
             assert (await client.get(f"/replay/moment.json?frame={wrong}")).status_code == 404
         other = await client.get("/replay/index.json", headers={"host": "rebound.example"})
         assert other.status_code == 400
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("argv", "terminal", "told"),
+    [
+        ([], Terminal(), "http://a:1/ui/#code=c0de (opens once; `banaserve ui` gives another)"),
+        ([], io.StringIO(), "http://a:1/ui (its key: /runs/1/admin.json)"),
+        (["--admin-key", "mine"], io.StringIO(), "http://a:1/ui (its key: --admin-key)"),
+    ],
+)
+def test_a_terminal_gets_a_link_and_a_log_does_not(argv, terminal, told):
+    run: Any = SimpleNamespace(logs=Path("/runs/1"))
+    assert _page_line("http://a:1", parse_serve_argv(argv), run, terminal, "c0de") == told
 
 
 def test_the_page_can_be_left_out():

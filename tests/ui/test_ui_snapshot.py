@@ -24,7 +24,13 @@ from banaserve.kvstore.tiers.interface import TierStats
 from banaserve.types import ObservedRequest
 from banaserve.ui.figures import WINDOW_S, figures_of, quantile
 from banaserve.ui.records import MoveProgress, ShownLayers
-from banaserve.ui.snapshot import migration_progress, modules_away, snapshot_of, spans_of, store_panel
+from banaserve.ui.snapshot import (
+    migration_progress,
+    modules_away,
+    snapshot_of,
+    spans_of,
+    store_panel,
+)
 
 CONTROLLER = ControllerStatus(ControllerState.RUNNING, "on", "repaired", 2.0)
 NOW_S = 1000.0
