@@ -39,7 +39,8 @@ _migrations: msgspec.json.Decoder[MigrationRequest] = msgspec.json.Decoder(Migra
 class AdminDoor:
     """Answers what lies under ``/admin`` and passes on the rest.
 
-    The users' API keys open nothing here, and this key opens nothing there.
+    The users' API keys open nothing here, and this key opens nothing there. Tokens of pages open
+    what the key does, but make no further ones.
     """
 
     def __init__(
@@ -54,12 +55,23 @@ class AdminDoor:
         self._app = app
         self._admin = BodyLimit(admin_app(coordinator, control, traces, page), _MAX_BODY_BYTES)
         self._key = key.encode()
+        self._pages = page.access if page is not None else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not _is_admin(scope):
             await self._app(scope, receive, send)
             return
-        if not self._opens(Headers(scope=scope).get("authorization", "")):
+        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        given = given if scheme.lower() == "bearer" else ""
+        is_key = secrets.compare_digest(given.encode(), self._key)
+        if self._pages is not None:
+            path = _path(scope)
+            about_pages = self._pages.answer(scope["method"], path, given, is_key=is_key)
+            if about_pages is not None:
+                mark_authenticated(scope)
+                await about_pages(scope, receive, send)
+                return
+        if not (is_key or (self._pages is not None and self._pages.opens(given))):
             refusal = refuse(
                 "admin_key",
                 HTTPStatus.UNAUTHORIZED,
@@ -70,11 +82,6 @@ class AdminDoor:
             return
         mark_authenticated(scope)
         await self._admin(scope, receive, send)
-
-    def _opens(self, header: str) -> bool:
-        scheme, _, key = header.partition(" ")
-        is_right = secrets.compare_digest(key.encode(), self._key)
-        return is_right and scheme.lower() == "bearer"
 
 
 def admin_app(
@@ -139,5 +146,10 @@ def _expert_load(coordinator: Coordinator) -> Endpoint:
 
 
 def _is_admin(scope: Scope) -> bool:
-    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    path = _path(scope)
     return path == PREFIX or path.startswith(f"{PREFIX}/")
+
+
+def _path(scope: Scope) -> str:
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))

@@ -36,6 +36,7 @@ from banaserve.engine.vllm.migration.api import (
 from banaserve.engine.vllm.restart.api import RestartRequest, RollingRestart
 from banaserve.engine.vllm.tracing.events import RequestSummary, RequestTrace
 from banaserve.errors import UserError
+from banaserve.ui.records import PageCode
 
 T = TypeVar("T")
 _TIMEOUT_S = 60.0
@@ -93,6 +94,14 @@ class AdminClient:
             UserError: It has ended, or the server cannot be reached.
         """
         return self._call("DELETE", f"/admin/migrations/{migration_id}", Migration)
+
+    def page_code(self) -> PageCode:
+        """Get a code that opens the page once.
+
+        Raises:
+            UserError: There is no page, or the server cannot be reached.
+        """
+        return self._call("POST", "/admin/page-code", PageCode)
 
     def overlap(self, ask: OverlapRequest) -> Overlapping:
         """Let an instance and its guests compute at once, or in turn.

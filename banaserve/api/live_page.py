@@ -17,6 +17,7 @@ from banaserve.api.admin_answers import PREFIX
 from banaserve.api.admin_control import Control
 from banaserve.api.edge.refusals import refuse
 from banaserve.api.metrics import StoreAsker
+from banaserve.api.page_access import PageAccess
 from banaserve.api.status import status_of
 from banaserve.clock import Clock
 from banaserve.engine.vllm.migration.api import UnitModules
@@ -43,6 +44,9 @@ class LivePage:
         clock: Of ``requests``.
         store_stats: Asks the store, None where there is none; may block, may raise
             StoreUnavailableError.
+
+    Attributes:
+        access: Codes and tokens with which a tab reads what the page shows.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class LivePage:
         self._requests = requests
         self._clock = clock
         self._store = StoreAsker(store_stats, _STORE_S) if store_stats is not None else None
+        self.access = PageAccess(clock)
         self.viewers = Viewers(self.look, clock)
         psutil.cpu_percent()  # the next call counts from here
 

@@ -130,10 +130,14 @@ class Parts:
     by_role: Mapping[Role, RoleEngine] = field(default_factory=dict)
 
 
-async def serve(parts: Parts, say: Say, on_open: Callable[[], None]) -> None:
+async def serve(parts: Parts, say: Say, on_open: Callable[[str], None]) -> None:
     """Start store, instances and front door; return when all have ended.
 
     A signal ends them, or another server that takes the front door over.
+
+    Args:
+        on_open: Called when requests are answered, with a code that opens the page once; it is
+            empty where there is no page.
 
     Raises:
         UserError: Something could not be started; nothing is left running.
@@ -192,7 +196,7 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[], None]) -> None:
         await parts.front.serves(say)
         offer = await stack.enter_async_context(_offering(parts, sock, door))
         _write_admin(parts, sock, key)
-        on_open()
+        on_open(page.access.new_code() if page is not None else "")
         over = (stop, offer.retired, cluster.supervisor.failed)
         await asyncio.wait(
             {closed, *(asyncio.create_task(event.wait()) for event in over)},

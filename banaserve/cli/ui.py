@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from banaserve.api.admin_client import AdminClient
 from banaserve.errors import UserError
 from banaserve.run_dir import admin_note, find_admin_dir
+from banaserve.ui.records import page_link
 
 app = typer.Typer(name="ui", add_completion=False)
 _LOOPBACK = "127.0.0.1"
@@ -26,14 +29,22 @@ def ui(
         Path | None, typer.Option(help="Folder of the run (the only one of yours).")
     ] = None,
 ) -> None:
-    """Say where a running server's page is, or serve a page for a decision log."""
+    """Give a link that opens a running server's page, or serve a page for a decision log."""
     if replay is not None:
         _replay(replay, port)
         return
     folder, access = find_admin_dir(run_dir, port or None)
-    typer.echo(f"{access.url}/ui")
-    where = f"in {admin_note(folder)}" if access.key else "that of --admin-key"
-    typer.echo(f"its key: {where}")
+    key = access.key or os.environ.get("BANASERVE_ADMIN_KEY", "")
+    if not key:
+        typer.echo(f"{access.url}/ui")
+        typer.echo("its key: that of --admin-key")
+        return
+    client = AdminClient(access.url, key, access.certificate, is_own=True)
+    found = client.page_code()
+    typer.echo(page_link(access.url, found.code))
+    typer.echo(f"opens once, within {found.valid_s / 60:g} minutes")
+    if access.key:
+        typer.echo(f"its key: in {admin_note(folder)}")
 
 
 def _replay(path: Path, port: int) -> None:

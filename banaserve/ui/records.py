@@ -53,7 +53,9 @@ class MoveProgress(msgspec.Struct, frozen=True):
         target: The instance beside which they will run; empty for home.
         phase: Of the unit that is on its way.
         num_bytes: KV and weights that have travelled so far.
-        predicted_bytes: That will; 0 where that is not known.
+        total_bytes: KV and weights that have to travel, more as blocks are written meanwhile; 0
+            before copies have begun.
+        predicted_bytes: The most that may have to travel; 0 where that is not known.
     """
 
     id: str
@@ -65,6 +67,7 @@ class MoveProgress(msgspec.Struct, frozen=True):
     phase: str = ""
     seconds: float = 0.0
     num_bytes: int = 0
+    total_bytes: int = 0
     predicted_bytes: int = 0
     stall_s: float = 0.0
     error: str = ""
@@ -152,6 +155,31 @@ class PageSnapshot(msgspec.Struct, frozen=True):
     requests: list[RequestSummary] = []
     routing: str = ""
     version: int = PAGE_VERSION
+
+
+class PageCode(msgspec.Struct, frozen=True):
+    """A code that opens the page once.
+
+    Attributes:
+        valid_s: Seconds in which it does.
+    """
+
+    code: str
+    valid_s: float
+
+
+class PageToken(msgspec.Struct, frozen=True):
+    """What a tab keeps instead of the admin key."""
+
+    token: str
+
+
+def page_link(url: str, code: str) -> str:
+    """Return the address that opens the page of the server at ``url`` with a code.
+
+    A fragment is not sent, so the code is in no log of a server or a proxy.
+    """
+    return f"{url}/ui/#code={code}"
 
 
 class PageInfo(msgspec.Struct, frozen=True):

@@ -96,11 +96,20 @@ def migration_progress(migration: Migration, moving: Sequence[UnitModules]) -> M
         phase=now.phase if now is not None else "",
         seconds=sum(sum(one.seconds.values()) for one in migration.moves),
         num_bytes=int(sum(one.facts.get(name, 0) for one in migration.moves for name in _COPIED)),
+        total_bytes=_total_bytes(migration),
         predicted_bytes=migration.predicted_bytes,
         stall_s=sum(one.facts.get("stall_s", 0.0) for one in migration.moves),
         error=migration.error,
         spans=[span for modules in moving for span in spans_of(modules)],
     )
+
+
+def _total_bytes(migration: Migration) -> int:
+    """Bytes that have to travel; 0 as long as a move of it has not begun to copy."""
+    facts = [one.facts for one in migration.moves]
+    if not all("planned_bytes" in one for one in facts):
+        return 0
+    return int(sum(one["planned_bytes"] + one.get("weight_bytes", 0) for one in facts))
 
 
 def _line_progress(line: MoveLine) -> MoveProgress:

@@ -109,6 +109,23 @@ def test_blocks_go_on_to_another_guest_and_home(
         assert (tensor[[2, 4]][:, moved] == -1).all(), "blocks that were not copied"
 
 
+def test_what_has_been_copied_is_known_while_a_copy_is_under_way(
+    host: HostKv, transports: tuple[Transport, Transport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_mover, "_ROUND_BYTES", 1)
+    unit, seen = unit_of(LAYERS, host), []
+    mover = BlockMover(unit, host, None, Place(host, unit, transports).kv)
+
+    def stop() -> bool:
+        seen.append(mover.num_bytes)
+        return False
+
+    for _ in range(2):
+        mover.copy([0, 1, 3], stop)
+    assert seen == [number * mover.each_bytes for number in range(6)]
+    assert mover.each_bytes > 0
+
+
 def test_older_blocks_that_have_come_home_are_left_alone(
     host: HostKv, transports: tuple[Transport, Transport]
 ) -> None:

@@ -21,7 +21,7 @@ from banaserve.engine.vllm.tracing.events import LegBegan
 from banaserve.engine.vllm.tracing.request_log import TracedLeg
 from banaserve.types import InstanceReport
 from banaserve.ui.page import PageDoor
-from banaserve.ui.records import PageInfo
+from banaserve.ui.records import PageInfo, page_link
 from banaserve.ui.replay import Replay, read_decisions
 from banaserve.ui.replay_app import replay_app
 from browsing import Browser, browser, check_accessible, keep, keep_for_readme
@@ -84,10 +84,14 @@ def live(tmp_path: Path, chrome: Browser) -> Iterator[Live]:
 @contextlib.contextmanager
 def signed_in(chrome: Browser, live: Live, **view: Any) -> Iterator[Any]:
     with chrome.page(live.url, **view) as page:
-        page.fill("#key", KEY)
-        page.keyboard.press("Enter")
-        page.wait_for_selector("#map [role=option]")
+        sign_in(page)
         yield page
+
+
+def sign_in(page: Any) -> None:
+    page.fill("#key", KEY)
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#map [role=option]")
 
 
 def row(page: Any, name: str) -> Any:
@@ -126,19 +130,80 @@ def test_without_a_key_nothing_is_asked(chrome, live):
     assert asked == []
 
 
-def test_the_key_stays_in_the_tabs_memory(chrome, live):
+def tokens_of(page: Any) -> list[str]:
+    """What the tab has stored, which is in no other place."""
+    assert page.evaluate("[document.cookie, localStorage.length]") == ["", 0]
+    found: list[str] = page.evaluate("Object.values(sessionStorage)")
+    return found
+
+
+def opens(live: Live, credential: str) -> bool:
+    headers = {"Authorization": f"Bearer {credential}"}
+    return httpx.get(f"{live.server.url}/admin/status", headers=headers).is_success
+
+
+def test_the_key_is_asked_once_a_tab_and_not_stored(chrome, live):
     urls: list[str] = []
     with signed_in(chrome, live) as page:
         page.on("request", lambda one: urls.append(one.url))
-        page.wait_for_timeout(300)
-        kept = page.evaluate("[document.cookie, localStorage.length, sessionStorage.length]")
-        assert kept == ["", 0, 0]
-        assert KEY not in page.url
+        page.wait_for_function("() => sessionStorage.length")
+        (token,) = tokens_of(page)
+        assert token != KEY
+        assert opens(live, token)
         assert page.input_value("#key") == ""
+        page.reload()
+        page.wait_for_selector("#map [role=option]")
+        assert page.locator("#login").is_hidden()
+        assert tokens_of(page) == [token]
+        assert KEY not in page.url
+        with chrome.page(live.url) as other:
+            other.wait_for_selector("#login:not([hidden])")
         page.click("#leave")
         page.wait_for_selector("#login:not([hidden])")
         assert page.locator("#board").is_hidden()
-    assert not any(KEY in one for one in urls)
+        assert tokens_of(page) == []
+    assert not opens(live, token)
+    assert not any(secret in one for one in urls for secret in (KEY, token))
+
+
+def test_a_link_opens_the_page_once(chrome, live):
+    urls: list[str] = []
+    code = live.served.page.access.new_code()
+    link = page_link(live.server.url, code)
+    with chrome.page(link) as page:
+        page.on("request", lambda one: urls.append(one.url))
+        page.wait_for_selector("#map [role=option]")
+        assert page.url == f"{live.url}/"
+        (token,) = tokens_of(page)
+        page.reload()
+        page.wait_for_selector("#map [role=option]")
+        # As one that has it from the history of the terminal.
+        with chrome.page(link) as other:
+            other.wait_for_function("() => document.body.innerText.includes('has been used')")
+            assert tokens_of(other) == []
+            check_accessible(other)
+            # Another one in the same tab changes its fragment alone.
+            other.goto(page_link(live.server.url, live.served.page.access.new_code()))
+            other.wait_for_selector("#map [role=option]")
+        live.served.page.access.forget(token)
+        page.reload()
+        page.wait_for_function("() => document.body.innerText.includes('has ended')")
+        assert tokens_of(page) == []
+        sign_in(page)
+    assert not any(code in one for one in urls)
+
+
+def test_a_tab_whose_key_was_typed_goes_on_at_the_next_server(chrome, live):
+    with signed_in(chrome, live) as page:
+        page.wait_for_function("() => sessionStorage.length")
+        for token in tokens_of(page):
+            live.served.page.access.forget(token)
+        # The next one knows the same key, and no token of the last one.
+        page.click("#pause")
+        page.click("#ask-yes")
+        page.locator("#pause", has_text="Resume").wait_for()
+        page.reload()
+        page.wait_for_selector("#login:not([hidden])")
 
 
 # ---- what is seen
@@ -180,11 +245,20 @@ def test_a_move_is_seen_while_it_is_under_way(chrome, live):
     with signed_in(chrome, live) as page:
         live.post("migrations", {"kind": "heads", "from": "d0", "to": "p1", "heads": {"3": [1]}})
         page.locator("#map .tagged", has_text="copying").wait_for()
+        assert re.search(r"0 B of at most [\d.]+ \wiB", page.locator("#moves").inner_text())
+        told = {"weight_bytes": 1 << 20, "planned_bytes": 3 << 20, "precopy_bytes": 1 << 20}
+        engine.moves["m1.0"]["facts"] |= told
+        page.locator("#map .tagged", has_text="copying 2.0 MiB of 4.0 MiB").wait_for()
+        assert "2.0 MiB of 4.0 MiB" in page.locator("#moves").inner_text()
+        assert page.locator("#moves progress").evaluate("one => one.value / one.max") == 0.5
         engine.held.clear()
         row(page, "p1").locator(".guest.heads").wait_for()
         engine.held.add("copying")
         live.post("migrations", {"kind": "layers", "from": "d0", "to": "p0", "layers": [10, 20]})
         page.locator("#map .tagged", has_text="copying").wait_for()
+        told = {"planned_bytes": 77 << 20, "precopy_bytes": 31 << 20}
+        engine.moves["m2.0"]["facts"] |= told
+        page.locator("#map .tagged", has_text="copying 31.0 MiB of 77.0 MiB").wait_for()
         assert page.locator("#map .move").count() == 2
         assert row(page, "d0").locator(".hole").count() == 1
         for made in made_log.decisions(2, 3):
@@ -242,6 +316,71 @@ def test_a_request_opens_as_a_waterfall(chrome, live):
         check_accessible(page)
         page.click('[data-request="chatcmpl-first"]')
         page.locator(".waterfall").wait_for(state="hidden")
+
+
+def noted(live: Live, num_requests: int, ttft_s: float) -> None:
+    """So many requests have ended, the last just now."""
+    requests = live.served.requests
+    for number in range(num_requests):
+        now_s = requests._clock.now()
+        arrived_s = now_s - ttft_s - (number == 0) * 100 * ttft_s
+        with requests.following(f"chatcmpl-{number:03}", 12, arrived_s, 1.7e9 + number) as notes:
+            notes.first_token("decode", None)
+
+
+@pytest.mark.parametrize("width", [360, 390, 768, 1024, 1280, 1400, 1920])
+def test_every_figure_is_whole_with_a_legend_and_a_scale(chrome, live, width):
+    noted(live, 3, 0.25)
+    with chrome.page(live.url, width=width) as page:
+        page.evaluate(
+            """() => {
+                const {prototype} = CanvasRenderingContext2D, {fillText} = prototype;
+                window.drawn = [];
+                prototype.fillText = function (text, ...place) {
+                    window.drawn.push(text);
+                    fillText.call(this, text, ...place);
+                };
+            }"""
+        )
+        sign_in(page)
+        page.locator("#figures li", has_text="p99 25.25 s").wait_for()
+        told = page.locator("#figures .figure").all_inner_texts()
+        assert [one.split("\n")[0] for one in told] == [
+            *("Time to first token", "Time per output token", "Requests"),
+            *("KV blocks in use", "Output", "Compute"),
+        ]
+        cut_off = page.evaluate(
+            """() => [...document.querySelectorAll("#figures strong")].filter((one) => {
+                const inner = one.getBoundingClientRect();
+                const outer = one.closest(".figure").getBoundingClientRect();
+                return inner.right > outer.right || inner.bottom > outer.bottom;
+            }).map((one) => one.parentElement.textContent)"""
+        )
+        assert cut_off == []
+        assert page.locator("#figures .value").evaluate_all(
+            "all => all.every((one) => one.scrollWidth <= one.clientWidth)"
+        )
+        marks = page.locator("#figures li .swatch")
+        assert marks.count() == page.locator("#figures li").count() == 11
+        drawn = set(page.evaluate("window.drawn"))
+        assert {"20 s", "50%", "100%", "1"} <= drawn, "values of the scales, with units"
+        page.locator(".times span").nth(11).wait_for()
+        for one in page.locator(".times").all_inner_texts():
+            assert re.fullmatch(r"(\d\d:\d\d:\d\d\s*){2}", one), "from when to when"
+        keep(page, f"live-figures-{width}", whole=False)
+
+
+def test_as_many_requests_are_seen_as_the_page_says(chrome, live):
+    noted(live, 40, 0.25)
+    with signed_in(chrome, live) as page:
+        page.locator("[data-request]").nth(29).wait_for()
+        names = page.locator("[data-request]").all_inner_texts()
+        assert names == [f"chatcmpl-{number:03}" for number in range(39, 9, -1)]
+        assert page.locator("#requests-title").inner_text() == "Last 30 requests"
+        assert page.evaluate(
+            "() => document.querySelector('#requests .scroll').scrollHeight"
+            " <= document.querySelector('#requests .scroll').clientHeight"
+        ), "none lies below the edge of a box"
 
 
 # ---- what is done

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import io
+import re
 import tomllib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -16,7 +18,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from banaserve.api.page_access import CODE_S, PageAccess
 from banaserve.api.serving import _page
+from banaserve.cli.serve.command import _page as _page_line
 from banaserve.cli.serve.options.command_line import parse_serve_argv
 from banaserve.ui.page import PageDoor, page_files
 from banaserve.ui.records import PageInfo
@@ -128,8 +132,17 @@ def test_the_page_is_small_and_names_no_other_host():
         text = file.body.decode().replace("http://www.w3.org/2000/svg", "")
         assert "http://" not in text, name
         assert "https://" not in text, name
-        for risky in ("innerHTML", "localStorage", "sessionStorage", "document.cookie", "eval("):
+        for risky in ("innerHTML", "localStorage", "document.cookie", "eval("):
             assert risky not in text, f"{name}: {risky}"
+
+
+def test_a_tab_stores_its_token_and_nothing_else():
+    naming = {name for name, file in page_files().items() if b"sessionStorage" in file.body}
+    assert naming == {"access.js"}
+    text = page_files()["access.js"].body.decode()
+    assert re.findall(r"\.(?:setItem|\w+ = )\(?.*", text) == [".setItem(NAME, token));"]
+    assert text.count("sessionStorage") == 1, "used in one place"
+    assert "const { token } = await answer.json();" in text, "what the server has made for it"
 
 
 def test_what_is_carried_of_others_is_what_was_published():
@@ -161,6 +174,103 @@ async def test_without_the_key_there_is_no_stream(served, headers):
     assert stream.status == 401
     assert b"no valid admin key" in stream.body
     assert served.page.viewers.num_viewers == 0
+
+
+# ---- links and tokens
+
+
+def bearer(credential: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {credential}"}
+
+
+async def token_for(client: httpx.AsyncClient, credential: str) -> str:
+    """Empty where the server gives none."""
+    given = await client.post("/admin/page-token", headers=bearer(credential))
+    if not given.is_success:
+        return ""
+    assert given.headers["cache-control"] == "no-store"
+    return str(given.json()["token"])
+
+
+async def opens(client: httpx.AsyncClient, credential: str) -> bool:
+    asked = await client.get("/admin/status", headers=bearer(credential))
+    assert asked.status_code in (200, 401)
+    return asked.status_code == 200
+
+
+async def test_a_code_gets_one_token_and_opens_nothing_itself(served):
+    async with client_of(served.app) as client:
+        code = served.page.access.new_code()
+        assert not await opens(client, code)
+        token = await token_for(client, code)
+        assert await opens(client, token)
+        assert await token_for(client, code) == "", "once"
+        stream = Stream(served.app, bearer(token))
+        await until(lambda: bool(stream.events()))
+        await stream.leave()
+        for wrong in ("", "wrong", token, KEY[:-1], code[:-1]):
+            assert await token_for(client, wrong) == "", wrong
+        for headers in ({}, {"authorization": f"Basic {served.page.access.new_code()}"}):
+            refused = await client.post("/admin/page-token", headers=headers)
+            assert refused.status_code == 401
+
+
+async def test_the_key_gets_codes_and_tokens_and_a_token_neither(served):
+    async with client_of(served.app) as client:
+        given = await client.post("/admin/page-code", headers=AUTH)
+        assert given.json()["valid_s"] == CODE_S
+        token = await token_for(client, given.json()["code"])
+        assert await opens(client, await token_for(client, KEY))
+        for path in ("page-code", "page-token"):
+            refused = await client.post(f"/admin/{path}", headers=bearer(token))
+            assert refused.status_code == 404
+        for wrong in ("", "users", given.json()["code"]):
+            refused = await client.post("/admin/page-code", headers=bearer(wrong))
+            assert refused.status_code == 401
+
+
+async def test_a_token_ends_when_its_tab_signs_out_and_with_its_server(served, tmp_path):
+    async with client_of(served.app) as client:
+        first, second = [await token_for(client, KEY) for _ in range(2)]
+        gone = await client.delete("/admin/page-token", headers=bearer(first))
+        assert gone.status_code == 204
+        assert [await opens(client, one) for one in (first, second)] == [False, True]
+    other = Served()
+    next_server = await other.open(tmp_path)
+    async with client_of(next_server) as client:
+        assert not await opens(client, second)
+        assert await opens(client, KEY)
+    await other.close()
+
+
+class GivenClock:
+    def __init__(self) -> None:
+        self.s = 0.0
+
+    def now(self) -> float:
+        return self.s
+
+    async def sleep(self, seconds: float) -> None:
+        raise AssertionError("nobody waits")
+
+
+@pytest.mark.parametrize(("after_s", "is_valid"), [(CODE_S - 1, True), (CODE_S, False)])
+def test_a_code_is_valid_for_a_while(after_s, is_valid):
+    clock = GivenClock()
+    access = PageAccess(clock)
+    code = access.new_code()
+    clock.s += after_s
+    assert access.redeem(code) is is_valid
+    assert not access.redeem(code)
+
+
+def test_so_many_codes_and_tokens_are_known():
+    access = PageAccess(GivenClock())
+    codes = [access.new_code() for _ in range(9)]
+    assert [access.redeem(one) for one in codes] == [False] + [True] * 8
+    tokens = [access.new_token() for _ in range(65)]
+    assert len({*codes, *tokens}) == 9 + 65
+    assert [access.opens(one) for one in tokens] == [False] + [True] * 64
 
 
 async def test_a_move_is_seen_on_the_stream(served):
@@ -242,6 +352,24 @@ async def test_a_replay_answers_this_machine_alone():
             assert (await client.get(f"/replay/moment.json?frame={wrong}")).status_code == 404
         other = await client.get("/replay/index.json", headers={"host": "rebound.example"})
         assert other.status_code == 400
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("argv", "terminal", "told"),
+    [
+        ([], Terminal(), "http://a:1/ui/#code=c0de (opens once; `banaserve ui` gives another)"),
+        ([], io.StringIO(), "http://a:1/ui (its key: /runs/1/admin.json)"),
+        (["--admin-key", "mine"], io.StringIO(), "http://a:1/ui (its key: --admin-key)"),
+    ],
+)
+def test_a_terminal_gets_a_link_and_a_log_does_not(argv, terminal, told):
+    run: Any = SimpleNamespace(logs=Path("/runs/1"))
+    assert _page_line("http://a:1", parse_serve_argv(argv), run, terminal, "c0de") == told
 
 
 def test_the_page_can_be_left_out():

@@ -24,7 +24,13 @@ from banaserve.kvstore.tiers.interface import TierStats
 from banaserve.types import ObservedRequest
 from banaserve.ui.figures import WINDOW_S, figures_of, quantile
 from banaserve.ui.records import MoveProgress, ShownLayers
-from banaserve.ui.snapshot import modules_away, snapshot_of, spans_of, store_panel
+from banaserve.ui.snapshot import (
+    migration_progress,
+    modules_away,
+    snapshot_of,
+    spans_of,
+    store_panel,
+)
 
 CONTROLLER = ControllerStatus(ControllerState.RUNNING, "on", "repaired", 2.0)
 NOW_S = 1000.0
@@ -50,7 +56,7 @@ def test_a_snapshot_of_a_server(num_instances):
     )
     units = [modules_away(LayersModules(4, 8), "p0", "layers 4:8")]
     moves = [MoveStatus("m1.0", "u", "layers 8:12", "p0", "copying", {"copying": 2.0}, {})]
-    moves[0].facts = {"precopy_bytes": 100, "weight_bytes": 20}
+    moves[0].facts = {"precopy_bytes": 100, "weight_bytes": 20, "planned_bytes": 260}
     migration = Migration("m1", "layers", "d0", "p0", "running", moves, predicted_bytes=400)
     found = snapshot_of(
         status,
@@ -78,6 +84,7 @@ def test_a_snapshot_of_a_server(num_instances):
             "copying",
             2.0,
             120,
+            280,
             400,
             spans=[ShownLayers(8, 12)],
         ),
@@ -96,6 +103,16 @@ def test_of_moves_that_have_ended_only_the_last_are_shown():
     status = ServerStatus(1.7e9, [], [], CONTROLLER)
     found = snapshot_of(status, (0, 0), {}, [*ended, under_way], {}, [], 0.0, None, [])
     assert [one.id for one in found.moves] == ["m20", *(f"m{i}" for i in range(12, 20))]
+
+
+def test_how_many_bytes_travel_is_known_once_all_copies_have_begun():
+    moves = [MoveStatus(f"m1.{i}", "u", "layers", "p0", "copying") for i in range(2)]
+    migration = Migration("m1", "layers", "d0", "p0", "running", moves, predicted_bytes=400)
+    moves[0].facts = {"precopy_bytes": 60, "planned_bytes": 80}
+    found = migration_progress(migration, [])
+    assert (found.num_bytes, found.total_bytes, found.predicted_bytes) == (60, 0, 400)
+    moves[1].facts = {"weight_bytes": 10, "planned_bytes": 0}
+    assert migration_progress(migration, []).total_bytes == 90
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ from banaserve.plugins import PluginGroup
 from banaserve.run_dir import RunDir, admin_note, open_run_dir
 from banaserve.transport import registry as transports
 from banaserve.transport.interface import MIN_SECRET_BYTES, TransportOptions
+from banaserve.ui.records import page_link
 
 _AGAIN_S = 0.5
 logger = logging.getLogger(__name__)
@@ -144,7 +145,9 @@ def _serve(
         launch.run(
             parts,
             say,
-            lambda: _banner(served, model, run, terminal, scheme, facts, pools=is_pooling),
+            lambda code: _banner(
+                served, model, run, terminal, scheme, facts, code, pools=is_pooling
+            ),
         )
 
 
@@ -155,6 +158,7 @@ def _banner(
     terminal: TextIO,
     scheme: str,
     facts: Mapping[str, str],
+    page_code: str,
     *,
     pools: bool,
 ) -> None:
@@ -175,7 +179,7 @@ def _banner(
         "",
         f"  banaserve serves {model.served_name} ({shape})",
         f"  API    {url}/v1",
-        *([f"  page   {url}/ui ({_page_key(config, run)})"] if config.ui else []),
+        *([f"  page   {_page(url, config, run, terminal, page_code)}"] if config.ui else []),
         f"  logs   {Path(run.logs)}",
         f"  routing  {registry.POLICIES.label(config.routing_policy)}",
         *(f"  {name:<5}  {words}" for name, words in facts.items() if words),
@@ -188,9 +192,15 @@ def _banner(
     print("\n".join(lines), file=terminal, flush=True)
 
 
-def _page_key(config: ServeConfig, run: RunDir) -> str:
-    """Where the key of the page is found; the key itself is not for a terminal's history."""
-    return "its key: --admin-key" if config.admin_key else f"its key: {admin_note(run.logs)}"
+def _page(url: str, config: ServeConfig, run: RunDir, terminal: TextIO, code: str) -> str:
+    """The address of the page.
+
+    A terminal gets one that opens it; where output is collected others may read it, and are told
+    where the key is. The key itself is for neither.
+    """
+    if terminal.isatty():
+        return f"{page_link(url, code)} (opens once; `banaserve ui` gives another)"
+    return f"{url}/ui (its key: {'--admin-key' if config.admin_key else admin_note(run.logs)})"
 
 
 class Leaving:

@@ -345,7 +345,7 @@ def _migration_blocker(engine_config: VllmConfig) -> str:
     return ""
 
 
-def run(parts: Parts, say: Callable[[str], None], on_open: Callable[[], None]) -> None:
+def run(parts: Parts, say: Callable[[str], None], on_open: Callable[[str], None]) -> None:
     import uvloop
 
     from banaserve.api.serving import serve

@@ -1,4 +1,5 @@
 // The page: a live server behind its admin key, or a decision log with a slider.
+import { codeOfLink, endToken, forgetToken, getToken, keptToken } from "./access.js";
 import { Charts } from "./charts.js";
 import { by, clock } from "./elements.js";
 import { Feed } from "./feed.js";
@@ -11,6 +12,7 @@ import { Stream } from "./stream.js";
 
 const VERSION = 1;
 
+// What opens the admin API: the key that was typed, or this tab's token.
 let key = "";
 let stream = null;
 let snapshot = null;
@@ -90,16 +92,20 @@ function signIn(words = "") {
   by("key").focus();
 }
 
-function open(given) {
-  // What no header can carry is no key; fetch would throw at it.
-  if (!/^[\x21-\x7e]+$/.test(given)) { signIn("A key has no spaces and only ASCII characters."); return; }
+function open(given, isToken = false) {
+  stream?.stop();
   key = given;
   by("login-error").textContent = "";
   let requests = null;
   stream = new Stream(key, {
     state(kind, words) {
       if (kind === "open") { board?.feed.clear(); return; }
-      if (kind === "refused") { notice(""); signIn(words); return; }
+      if (kind === "refused") {
+        notice("");
+        forgetToken();
+        signIn(isToken ? "What opened this tab has ended, as it does with its server. `banaserve ui` gives a new link." : words);
+        return;
+      }
       by("clock").className = `clock ${kind === "live" ? "live" : ""}`;
       notice(kind === "live" ? "" : words);
     },
@@ -115,6 +121,7 @@ function open(given) {
         }
         by("board").hidden = false;
         by("main").focus();
+        if (!isToken) getToken(key);
       }
       requests = board.requests;
       if (name === "decision") { board.feed.add(value); return; }
@@ -145,13 +152,32 @@ function said(words) {
 function live() {
   by("login-form").addEventListener("submit", (event) => {
     event.preventDefault();
-    stream?.stop();
-    open(by("key").value.trim());
+    const given = by("key").value.trim();
+    // What no header can carry is no key; fetch would throw at it.
+    if (/^[\x21-\x7e]+$/.test(given)) open(given);
+    else signIn("A key has no spaces and only ASCII characters.");
   });
   // Nothing of this server stays in the tab.
-  by("leave").addEventListener("click", () => location.reload());
+  by("leave").addEventListener("click", async () => {
+    stream?.stop();
+    await endToken();
+    location.reload();
+  });
   by("pause").addEventListener("click", () => board.operator.pause(snapshot.controller.state === "paused"));
-  signIn();
+  // A link that is opened in this tab changes the fragment of its address alone.
+  window.addEventListener("hashchange", () => enter(codeOfLink()));
+  const code = codeOfLink();
+  if (code) enter(code);
+  else if (keptToken()) open(keptToken(), true);
+  else signIn();
+}
+
+// With a link's code.
+async function enter(code) {
+  if (!code) return;
+  const token = await getToken(code);
+  if (token) open(token, true);
+  else if (!stream) signIn("This link has been used, or is too old. `banaserve ui` gives another.");
 }
 
 // ---- replay

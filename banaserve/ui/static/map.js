@@ -1,5 +1,6 @@
 // Map of instances x layers: each row is an instance, each column a layer of the model.
-import { bytes, by, percent, roleClass, roleShape, roleWords, s } from "./elements.js";
+import { by, percent, roleClass, roleShape, roleWords, s } from "./elements.js";
+import { bytesOf } from "./panels.js";
 
 const AXIS = 20;
 
@@ -231,8 +232,8 @@ function drawMove(move, place, names) {
   const x = place.x(first), width = Math.max(4, (end - first) * place.cell);
   const y = home + place.bandY;
   const found = [s("rect", { class: "move", x, y, width, height: place.band, rx: 3 })];
-  if (move.predicted_bytes && move.num_bytes) {
-    const part = Math.min(1, move.num_bytes / move.predicted_bytes);
+  if (move.total_bytes && move.num_bytes) {
+    const part = Math.min(1, move.num_bytes / move.total_bytes);
     found.unshift(s("rect", { class: "moved", x, y, width: width * part, height: place.band }));
   }
   const to = names.indexOf(move.target);
@@ -243,7 +244,7 @@ function drawMove(move, place, names) {
     const bend = middle + Math.min(60, 12 + Math.abs(goal - start) / 4);
     found.push(s("path", { class: "move arc", d: `M${middle} ${start}C${bend} ${start} ${bend} ${goal} ${middle} ${goal}` }));
   }
-  const words = `${move.phase || move.state}${move.num_bytes ? ` ${bytes(move.num_bytes)}` : ""}`;
+  const words = `${move.phase || move.state}${move.total_bytes ? ` ${bytesOf(move)}` : ""}`;
   const size = 6.4 * words.length + 12;
   const left = Math.max(place.left, Math.min(place.width - place.right - size, middle - size / 2));
   const top = y + place.band / 2 - 8;

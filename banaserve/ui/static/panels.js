@@ -7,18 +7,24 @@ export function showMoves(moves) {
     return;
   }
   const rows = moves.map((one) => {
-    const part = one.predicted_bytes ? Math.min(1, one.num_bytes / one.predicted_bytes) : null;
+    const isOpen = ["waiting", "running"].includes(one.state);
     const goes = one.source ? `${one.source} → ${one.target || "home"}: ` : "";
-    const progress = ["waiting", "running"].includes(one.state) && part !== null
-      ? h("progress", { max: 1, value: part, "aria-label": `${one.id}: ${percent(part)} of the bytes` }) : null;
+    const progress = isOpen && one.total_bytes
+      ? h("progress", { max: one.total_bytes, value: one.num_bytes, "aria-label": `${one.id}: ${bytesOf(one)}` }) : null;
     return [
       one.id, chip(one.state), h("span", null, `${goes}${one.what}`, one.error ? h("span", { class: "error" }, ` ${one.error}`) : null),
       h("span", null, one.phase && one.state !== "done" ? one.phase : "", progress),
-      one.num_bytes ? bytes(one.num_bytes) : "", seconds(one.seconds), one.stall_s ? seconds(one.stall_s) : "",
+      isOpen ? bytesOf(one) : one.num_bytes ? bytes(one.num_bytes) : "", seconds(one.seconds), one.stall_s ? seconds(one.stall_s) : "",
     ];
   });
   const shown = table(["Id", "State", "What", "Phase", ">Bytes", ">Time", ">Stall"], rows);
   renew(by("moves"), h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Moves" }, shown));
+}
+
+// How many bytes of a move have travelled, of how many: exactly once copies have begun.
+export function bytesOf({ num_bytes, total_bytes, predicted_bytes }) {
+  if (total_bytes) return `${bytes(num_bytes)} of ${bytes(total_bytes)}`;
+  return predicted_bytes ? `${bytes(num_bytes)} of at most ${bytes(predicted_bytes)}` : num_bytes ? bytes(num_bytes) : "";
 }
 
 let before = null;

@@ -1,4 +1,4 @@
-// Recent requests; each opens as a waterfall of the parts of its time.
+// The last requests; each opens as a waterfall of the parts of its time.
 import { by, chip, clock, count, h, renew, s, seconds, table } from "./elements.js";
 
 const LANE = 24, LEFT = 116, AXIS = 22;
@@ -24,16 +24,29 @@ export class Requests {
       count(one.output_tokens), seconds(one.ttft_s), seconds(one.took_s),
     ]);
     const shown = table(["Request", "Arrived", "End", "Instances", ">Prompt", ">Output", ">First token", ">Took"], rows);
-    const scroll = h("div", { class: "scroll tall", tabindex: "0", role: "region", "aria-label": "Recent requests" }, shown);
+    const scroll = h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Last requests" }, shown);
     renew(by("requests"), scroll, this.waterfall);
-    if (focused) [...by("requests").querySelectorAll("[data-request]")].find((one) => one.dataset.request === focused)?.focus();
+    this.place();
+    if (focused) this.button(focused)?.focus({ preventScroll: true });
+  }
+
+  button(id) {
+    return [...by("requests").querySelectorAll("[data-request]")].find((one) => one.dataset.request === id);
+  }
+
+  // Below its request; below all of them once that is no longer among the last.
+  place() {
     this.waterfall.hidden = !this.open;
+    this.waterfall.closest("tr")?.remove();
+    const row = this.open && this.button(this.open)?.closest("tr");
+    if (row) row.after(h("tr", null, h("td", { colspan: row.children.length }, this.waterfall)));
+    else by("requests").append(this.waterfall);
   }
 
   async toggle(id) {
     this.open = this.open === id ? null : id;
     for (const one of by("requests").querySelectorAll("[data-request]")) one.setAttribute("aria-expanded", String(one.dataset.request === this.open));
-    this.waterfall.hidden = !this.open;
+    this.place();
     if (!this.open) return;
     this.waterfall.replaceChildren(h("p", { class: "hint" }, `Asking the engines about ${short(id)}`));
     try {

@@ -1,5 +1,5 @@
 // The live stream. EventSource sends no header, so the key would have to go into the URL or into a
-// cookie; fetch sends it as the admin API wants it, and nothing but this tab's memory holds it.
+// cookie; fetch sends it as the admin API wants it.
 const PATIENCE_S = 6;
 const AWAY_S = 60;
 

@@ -54,7 +54,7 @@ def test_the_time_hook_is_told_what_a_move_has_done(
     (unit,) = rig.do("status")["units"]
     facts = rig.do("status")["moves"][unit["unit_id"]]["facts"]
     copied_bytes = facts.get("precopy_bytes", 0) + facts["commit_bytes"]
-    assert pieces.num_bytes - before_bytes == copied_bytes > 0
+    assert pieces.num_bytes - before_bytes == copied_bytes == facts["planned_bytes"] > 0
     assert pieces.num_commits == before + 1
 
 

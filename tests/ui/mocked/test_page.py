@@ -10,7 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
+from banaserve.cli.ui import app as ui
 from banaserve.run_dir import admin_note
 from browsing import Browser, browser, check_accessible
 from docs.repository.dashboard_queries import asked_series
@@ -76,6 +78,25 @@ def test_the_banner_names_the_page_and_where_its_key_is(server):
     assert told is not None
     assert told[1] == f"{server.url}/ui"
     assert Path(told[2]).stat().st_mode & 0o077 == 0
+
+
+def test_a_link_of_the_command_opens_the_page_once(server, chrome):
+    told = CliRunner().invoke(ui, ["--run-dir", str(server.run_dir)])
+    assert told.exit_code == 0, told.output
+    link, valid, key = told.output.splitlines()
+    assert re.fullmatch(rf"{server.url}/ui/#code=[\w-]{{43}}", link)
+    assert valid == "opens once, within 15 minutes"
+    assert key == f"its key: in {admin_note(server.run_dir)}"
+    with chrome.page(link) as one:
+        one.wait_for_selector("#map [role=option]")
+        (token,) = one.evaluate("Object.values(sessionStorage)")
+        one.reload()
+        one.wait_for_selector("#map [role=option]")
+    with chrome.page(link) as other:
+        other.wait_for_function("() => document.body.innerText.includes('has been used')")
+    for log in server.run_dir.glob("*.log"):
+        text = log.read_text(errors="replace")
+        assert not any(secret in text for secret in (token, link.split("=")[1])), log.name
 
 
 def test_the_users_key_opens_no_page(server):

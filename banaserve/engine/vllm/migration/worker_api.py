@@ -44,7 +44,8 @@ class MoveFacts(msgspec.Struct, omit_defaults=True):
         prepare_s: Of building the unit in its target, or of making room for it at home.
         weight_bytes: Loaded by the guest.
         rounds: Of copies while the source served.
-        precopy_bytes: KV copied in them.
+        precopy_bytes: KV copied in them, also in one that is under way.
+        planned_bytes: KV of all copies that have begun, copied or not yet.
         precopy_s: That they took.
         commit_blocks: Copied at the standstill.
         commit_bytes: KV of them.
@@ -63,6 +64,7 @@ class MoveFacts(msgspec.Struct, omit_defaults=True):
     precopy_s: float = 0.0
     prepare_s: float | None = None
     weight_bytes: int | None = None
+    planned_bytes: int | None = None
     commit_blocks: int | None = None
     commit_bytes: int | None = None
     copy_s: float | None = None

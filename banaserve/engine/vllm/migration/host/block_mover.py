@@ -33,7 +33,12 @@ _ROUND_BYTES = 64 << 20
 
 
 class BlockMover:
-    """One direction of one unit: ``source`` and ``target`` are None for the host."""
+    """One direction of one unit: ``source`` and ``target`` are None for the host.
+
+    Attributes:
+        num_bytes: Bytes that all copies have copied, also one that is under way.
+        each_bytes: Bytes of one block of the unit.
+    """
 
     def __init__(
         self,
@@ -51,6 +56,8 @@ class BlockMover:
         self._block_bytes = {
             name: sum(run.num_bytes for run in host.runs(unit.heads(name))) for name in unit.names
         }
+        self.num_bytes = 0
+        self.each_bytes = sum(self._block_bytes.values())
         self._bounce: Memory | None = None
         self._time_hook = time_hook
 
@@ -74,28 +81,28 @@ class BlockMover:
         Raises:
             GuestLostError: One of the guests is gone; the host's own KV may hold half a copy.
         """
-        began_s = time.perf_counter()
-        copied = 0
+        began_s, before_bytes = time.perf_counter(), self.num_bytes
         if blocks and self._unit.names:
             if self._source is not None and self._target is not None:
-                copied = self._between_guests(blocks, stop)
+                self._between_guests(blocks, stop)
             else:
                 nobody_waits = in_background and self._source is None
                 grace_s = BACKGROUND_GRACE_S if nobody_waits else STEP_GRACE_S
-                copied = self._with_host(blocks, stop, grace_s)
+                self._with_host(blocks, stop, grace_s)
+        copied = self.num_bytes - before_bytes
         self._time_hook.copied(copied, time.perf_counter() - began_s)
         return copied
 
-    def _with_host(self, blocks: Sequence[int], stop: Callable[[], bool], grace_s: float) -> int:
+    def _with_host(self, blocks: Sequence[int], stop: Callable[[], bool], grace_s: float) -> None:
         if self._host.device is not None:
-            return self._with_device(self._host.device, blocks, stop, grace_s)
+            self._with_device(self._host.device, blocks, stop, grace_s)
+            return
         remote, to_guest = self._target or self._source, self._target is not None
         assert remote is not None
         local, starts = self._host_memory()
-        each_bytes = sum(self._block_bytes.values())
+        each_bytes = self.each_bytes
         is_guarded = self._source is not None and self._unit.blocks_come_home
         per_time = max(1, (_BOUNCE_BYTES if is_guarded else _ROUND_BYTES) // each_bytes)
-        num_bytes = 0
         for first in range(0, len(blocks), per_time):
             if stop():
                 break
@@ -106,18 +113,16 @@ class BlockMover:
                     part, local, starts, self._host.page_bytes, to_guest=to_guest
                 )
                 wait_all(tickets, len(part) * each_bytes, grace_s)
-                num_bytes += len(part) * each_bytes
-        return num_bytes
+                self.num_bytes += len(part) * each_bytes
 
     def _with_device(
         self, device: DeviceKv, blocks: Sequence[int], stop: Callable[[], bool], grace_s: float
-    ) -> int:
+    ) -> None:
         """Blocks are packed into host memory before they leave, or unpacked when they have come."""
         remote, to_guest = self._target or self._source, self._target is not None
         assert isinstance(remote, StagedRemoteKv)
         names, page_bytes = self._unit.names, self._host.page_bytes
         per_time = max(1, _BOUNCE_BYTES // (len(names) * page_bytes))
-        num_bytes = 0
         for first in range(0, len(blocks), per_time):
             if stop():
                 break
@@ -137,8 +142,7 @@ class BlockMover:
                 if not to_guest:
                     for name in names:
                         device.unpack(name, part, pages[name], self._unit.heads(name))
-                num_bytes += len(part) * sum(self._block_bytes.values())
-        return num_bytes
+                self.num_bytes += len(part) * self.each_bytes
 
     def _room(self, num_bytes: int) -> Memory:
         """Memory of this process, kept for the next time."""
@@ -167,10 +171,9 @@ class BlockMover:
         whole = Memory(first, end - first, True, list(slabs.values()))
         return whole, {name: slab.address - first for name, slab in slabs.items()}
 
-    def _between_guests(self, blocks: Sequence[int], stop: Callable[[], bool]) -> int:
+    def _between_guests(self, blocks: Sequence[int], stop: Callable[[], bool]) -> None:
         assert self._source is not None
         assert self._target is not None
-        num_bytes = 0
         with self._still_there(blocks) as found:
             blocks = found  # what comes home meanwhile may be copied: nobody reads it
         per_time = max(1, _BOUNCE_BYTES // self._host.page_bytes)
@@ -178,11 +181,10 @@ class BlockMover:
         for name in self._unit.names:
             for first in range(0, len(blocks), per_time):
                 if stop():
-                    return num_bytes
+                    return
                 part = blocks[first : first + per_time]
                 offsets = np.arange(len(part), dtype=np.int64) * self._host.page_bytes
                 size = len(part) * self._block_bytes[name]
                 wait_all(self._source.copy(name, part, memory, offsets, to_guest=False), size)
                 wait_all(self._target.copy(name, part, memory, offsets, to_guest=True), size)
-                num_bytes += size
-        return num_bytes
+                self.num_bytes += size

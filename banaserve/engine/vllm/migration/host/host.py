@@ -274,6 +274,7 @@ class MigrationHost:
         assert move.mover is not None
         self.step_context.dirty_blocks.step_ended()
         blocks = move.take_left(self.step_context.dirty_blocks)
+        move.plan(blocks)
         move.facts.commit_bytes = move.mover.copy(blocks)
         return blocks
 

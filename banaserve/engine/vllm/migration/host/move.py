@@ -123,10 +123,17 @@ class Move:
     def _round(self, blocks: list[int]) -> None:
         assert self.mover is not None
         began_s = time.perf_counter()
+        self.plan(blocks)
         num_bytes = self.mover.copy(blocks, self._stop.is_set, in_background=True)
         self.facts.rounds += 1
         self.facts.precopy_bytes += num_bytes
         self.facts.precopy_s += time.perf_counter() - began_s
+
+    def plan(self, blocks: list[int]) -> None:
+        """Note that these are about to be copied."""
+        assert self.mover is not None
+        planned_bytes = self.facts.planned_bytes or 0
+        self.facts.planned_bytes = planned_bytes + len(blocks) * self.mover.each_bytes
 
     def free(self, work: Callable[[], None]) -> None:
         """Begin to give back what the source holds."""
@@ -205,6 +212,9 @@ class Move:
 
     def report(self) -> MoveReport:
         """How far it is, for the coordinator."""
+        facts, mover = copy.copy(self.facts), self.mover
+        if mover is not None and self._phase is MovePhase.COPYING:
+            facts.precopy_bytes = mover.num_bytes
         return MoveReport(
             move_id=self.move_id,
             unit_id=self.unit.unit_id,
@@ -212,5 +222,5 @@ class Move:
             target=self.target.guest_id if self.target else None,
             reason=self.error,
             dirty_blocks=len(self._watch) if self._watch is not None else None,
-            facts=copy.copy(self.facts),
+            facts=facts,
         )
