@@ -1,4 +1,4 @@
-"""Scripts that the theme of the documents' site would fetch from elsewhere; both under MIT licence."""
+"""Scripts that the theme of the site would fetch from elsewhere; each is under the MIT licence."""
 
 from __future__ import annotations
 
