@@ -31,6 +31,14 @@ def test_a_case_says_that_it_is_simulated_and_what_was_reached(
     assert "opt-13b-a100" in shown
     assert "move layers 32:40 from d0 to p0" in shown
     assert "reached  seed 7" in shown
+    parts = [part.splitlines() for part in shown.split("\n\n")[1:]]
+    headings = [part[0].split() for part in parts]
+    assert headings[1:] == [
+        ["system", "at", "step"],
+        ["goal", "run", "system", "figure", "value"],
+    ]
+    # Numbers end where the names of their systems do.
+    assert len({len(line) for line in parts[0]}) == 1
 
 
 def test_a_goal_that_is_missed_is_exit_code_1(
