@@ -93,6 +93,14 @@ def simulate_command(
             help="N instances that begin as both; the static system splits them in halves.",
         ),
     ] = None,
+    colocated: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="N instances that do both; without --system the colocated system alone.",
+        ),
+    ] = None,
     slo_ttft: Annotated[
         float | None,
         typer.Option(
@@ -137,17 +145,17 @@ def simulate_command(
         return 0
     if not target:
         raise UserError("give a case, a trace or a dataset (see `banaserve simulate --list`)")
-    if pd is not None and instances is not None:
-        raise UserError("give one of --pd and --instances")
+    if sum(one is not None for one in (pd, instances, colocated)) > 1:
+        raise UserError("give one of --pd, --instances and --colocated")
     prefill, decode = _pair(pd)
     asked = AskedSystem(
         target=target,
-        systems=system or (),
+        systems=system or (("colocated",) if colocated is not None else ()),
         policy=policy,
         profile=profile,
         prefill=prefill,
         decode=decode,
-        instances=instances,
+        instances=instances if colocated is None else colocated,
         slo_ttft_s=slo_ttft,
         slo_tpot_s=slo_tpot,
         rps=rps,
