@@ -204,12 +204,13 @@ $(VENV)/fuzz/.installed: pyproject.toml $(VENV_STAMP)
 	@touch $@
 
 # In an environment of its own: nothing that serves or is tested needs these packages.
-$(VENV)/docs/.installed: pyproject.toml $(VENV_STAMP)
+$(VENV)/docs/.installed: pyproject.toml requirements/installer/site_scripts.py $(VENV_STAMP)
 	@$(BIN)/python -m venv --clear $(VENV)/docs
 	@$(BIN)/python -c 'import tomllib; \
 	    print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
 	    > $(VENV)/docs/requirements.txt
 	@$(VENV)/docs/bin/pip install -q -r $(VENV)/docs/requirements.txt
+	@requirements/install.sh site-scripts
 	@touch $@
 
 lock: install  ## Write the locks of requirements/ from pyproject.toml, with hashes.

@@ -324,8 +324,8 @@ def options_of(system: System, profile: str, dilation: float, log: Path) -> list
     options += ["--orchestrator-interval", f"{system.control_s:g}"]
     options += ["--orchestrator-concurrent", str(limits.concurrent)]
     options += ["--orchestrator-per-minute", str(limits.per_minute), "--decision-log", str(log)]
-    if not system.overlap_fraction:
-        options += ["--migration-overlap", "1"]  # As the simulator has it: guests are waited for.
+    if system.overlap_fraction == 0:
+        options += ["--migration-overlap", "1"]  # As the case has it: guests are waited for.
     for key, value in system.migration_options.items():
         options += ["--orchestrator-option", f"{key}={value}"]
     return [*options, *_OPTIONS]

@@ -1,15 +1,16 @@
 """Page of all committed results: ``benchmarks/RESULTS.md`` from the files of ``results/``.
 
     python -m benchmarks results            # writes the page
-    python -m benchmarks results --check    # one line and exit code 1 where the page is stale
+    python -m benchmarks results --check    # one line and exit code 1 where the page is another
 
-Nothing on the page comes from elsewhere than the result files and the list of benchmarks, so equal
-files give an equal page.
+Nothing on the page comes from elsewhere than the result files, the list of benchmarks and, as to
+which results are stale, the code since: equal files give an equal page.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +25,7 @@ from banaserve.bench.results.result import Figure, Result
 from banaserve.bench.results.statistics import spread_fraction
 from banaserve.errors import UserError
 from benchmarks.location import ROOT
+from benchmarks.measured_code import MEASURED, History
 from benchmarks.registry import BENCHMARKS
 from benchmarks.script import run_script
 
@@ -31,6 +33,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "benchmarks" / "RESULTS.md"
 MAX_FIGURES = 110
 COMMAND = "python -m benchmarks results"
+_STALE_LINE = re.compile(r"^- STALE: the code that (\S+) measures", re.MULTILINE)
 
 # Of results with more figures than a page holds, those that are shown. A result that has a table
 # or a page of its own (``compare``, the simulations) shows or links that one.
@@ -59,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser(prog=COMMAND, description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; 1 where it is stale")
     given = parser.parse_args(list(argv))
-    text = page(RESULTS)
+    text = page(RESULTS, stale_results(RESULTS))
     if not given.check:
         PAGE.write_text(text)
         print(PAGE.relative_to(ROOT))
@@ -74,11 +77,40 @@ def stale(text: str, path: Path) -> str:
     """Return one line that says how to renew ``path`` where it does not hold ``text``, else ""."""
     if path.is_file() and path.read_text() == text:
         return ""
-    return f"{path.name} is not that of the result files: run {COMMAND}"
+    return (
+        f"{path.name} is not that of the result files, or code has changed that a result measures: "
+        f"run {COMMAND}"
+    )
 
 
-def page(folder: Path) -> str:
+def stale_results(folder: Path) -> frozenset[Path]:
+    """Return the committed results, from ``folder``, whose measured code has changed since.
+
+    Where the history is not whole nobody can tell: they are those of the committed page.
+
+    Raises:
+        UserError: It is not declared what a result's benchmark measures.
+    """
+    history = History(ROOT)
+    if not history.is_whole():
+        return frozenset(map(Path, _STALE_LINE.findall(PAGE.read_text())))
+    found = set()
+    for path in result_files(folder):
+        record = result.read(path)
+        measured = MEASURED.get(_name(record))
+        if measured is None:
+            raise UserError(f"benchmarks/measured_code.py does not say what {record.name} measures")
+        commit = history.measured_at(record.commit, path)
+        if commit is not None and history.has_changed(commit, measured):
+            found.add(path.relative_to(folder))
+    return frozenset(found)
+
+
+def page(folder: Path, stale_paths: Collection[Path] = ()) -> str:
     """Return the page of all results below ``folder``, in the order of their paths.
+
+    Args:
+        stale_paths: Results, from ``folder``, that are named as stale.
 
     Raises:
         UserError: No result, or a file that is not one.
@@ -89,12 +121,14 @@ def page(folder: Path) -> str:
         "largest run\nand the spread (largest less smallest, over the median). "
         "[README.md](README.md) says what\neach figure means and what this system loses, "
         "[LOG.md](LOG.md) what did not work. Where a\nmachine has no GPU, nothing was measured on "
-        "one."
+        "one.\n\nA result is stale where a statement of the code that it measures has changed "
+        "since\n([measured_code.py](measured_code.py) says which code that is): run anew it may "
+        "differ."
     ]
     paths = result_files(folder)
     records = [(path.relative_to(folder), result.read(path)) for path in paths]
-    parts.append(_contents(records))
-    parts += [_section(path, record) for path, record in records]
+    parts.append(_contents(records, stale_paths))
+    parts += [_section(path, record, path in stale_paths) for path, record in records]
     return "\n\n".join(parts) + "\n"
 
 
@@ -126,16 +160,19 @@ def _arguments(record: Result) -> str:
     return "" if profile in (None, "None") else f"--pace {profile}"
 
 
-def _contents(records: Sequence[tuple[Path, Result]]) -> str:
-    lines = ["| Result | Question | Date |", "| --- | --- | --- |"]
+def _contents(records: Sequence[tuple[Path, Result]], stale_paths: Collection[Path]) -> str:
+    lines = ["| Result | Question | Date | Code since |", "| --- | --- | --- | --- |"]
     for path, record in records:
         title = _title(path)
         date = f"{record.started_at:%Y-%m-%d}"
-        lines.append(f"| [{title}](#{_anchor(title)}) | {asked(record).question} | {date} |")
+        state = "changed: stale" if path in stale_paths else "the same"
+        lines.append(
+            f"| [{title}](#{_anchor(title)}) | {asked(record).question} | {date} | {state} |"
+        )
     return "\n".join(lines)
 
 
-def _section(path: Path, record: Result) -> str:
+def _section(path: Path, record: Result, is_stale: bool) -> str:
     question, command = asked(record)
     machine = record.machine
     code = record.commit[:9] if record.commit else "unknown"
@@ -149,6 +186,8 @@ def _section(path: Path, record: Result) -> str:
         f"Python {record.versions.python}, vLLM {record.versions.vllm}",
         f"- Options: {_options(record)}",
     ]
+    if is_stale:
+        facts.append(f"- STALE: the code that {path} measures has changed since")
     if record.modelled_time:
         profiles = ", ".join(sorted({one.profile for one in record.modelled_time}))
         facts.append(f"- Time is MODELLED, not measured: {profiles}")

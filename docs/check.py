@@ -1,6 +1,7 @@
 """Check that what the documents name is there: ``python -m docs.check``, one line a finding.
 
-Links, also their anchors; names of code in the form ``file.py:function``, ``file.py:Class`` or
+Links, also their anchors, and paths of documents that sources name, as messages and the page
+under ``/ui`` do; names of code in the form ``file.py:function``, ``file.py:Class`` or
 ``file.py:Class.method``, with the file's path from ``banaserve/`` or the top of the repository; and
 no line that a merge has left.
 """
@@ -21,6 +22,8 @@ REFERENCE_PAGES = ("commands.md", "admin-api.md", "metrics.md", "configuration.m
 
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _CODE_NAME = re.compile(r"((?:[\w.-]+/)*[\w-]+\.py):([A-Za-z_]\w*(?:\.\w+)*)")
+_DOCUMENT = re.compile(r"(?<![\w./-])(?:docs|benchmarks|docker|examples)/[\w./-]*\.md\b")
+_SOURCE_SUFFIXES = {".py", ".js", ".html", ".toml", ".yml", ".yaml", ".json", ".sh"}
 _MERGE_MARK = re.compile(r"(<{7}|>{7}) ")
 _FENCE = re.compile(r"^\s*(```|~~~)")
 
@@ -41,9 +44,26 @@ def documents() -> list[Path]:
 def main() -> int:
     """Print every finding; return 1 where there is one."""
     findings = [line for document in documents() for line in findings_in(document)]
+    findings += [line for source in sources() for line in named_documents(source)]
     for line in findings:
         print(line)
     return 1 if findings else 0
+
+
+def sources() -> list[Path]:
+    """Return the files whose text reaches users: programs, the page, files of containers."""
+    folders = (ROOT / name for name in ("banaserve", "benchmarks", "docker", "examples"))
+    found = (path for folder in folders for path in folder.rglob("*.*"))
+    return sorted(path for path in found if path.suffix in _SOURCE_SUFFIXES)
+
+
+def named_documents(source: Path) -> Iterator[str]:
+    """Yield one line for each path of a document in a source that leads nowhere in a clone."""
+    for number, line in enumerate(source.read_text().splitlines(), start=1):
+        for name in _DOCUMENT.findall(line):
+            if not (ROOT / name).is_file() or (ROOT / name).parent == REFERENCE:
+                place = source.relative_to(ROOT) if ROOT in source.parents else source
+                yield f"{place}:{number}: there is no document {name}"
 
 
 def findings_in(document: Path) -> Iterator[str]:
@@ -102,8 +122,8 @@ def _link_problem(document: Path, target: str) -> str:
         return ""
     name, _, anchor = target.partition("#")
     path = (document.parent / name).resolve() if name else document
-    if path.parent == REFERENCE and path.name in REFERENCE_PAGES:
-        return ""
+    if path.parent == REFERENCE:  # nor where an earlier build has left it
+        return f"dead link {target}: only `make docs` makes this page"
     if not path.exists():
         return f"dead link {target}"
     if anchor and path.suffix == ".md" and anchor not in _anchors(path):

@@ -16,6 +16,8 @@ from docs import reference
 from docs.check import REFERENCE, REFERENCE_PAGES, ROOT, documents
 
 SOURCES = ROOT / "build" / "docs"
+SCRIPTS = ROOT / ".venv" / "docs" / "scripts"
+"""Scripts that pages load; ``make docs`` brings them before it generates the sources."""
 
 
 def main(argv: list[str]) -> int:
@@ -35,6 +37,8 @@ def generate(folder: Path) -> None:
             copied.add(path)
             _copy(path, folder)
             waiting += _linked(path)
+    if SCRIPTS.is_dir():
+        shutil.copytree(SCRIPTS, folder / "assets")
     out = folder / REFERENCE.relative_to(ROOT)
     out.mkdir(parents=True, exist_ok=True)
     pages = reference.pages()

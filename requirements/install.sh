@@ -5,6 +5,7 @@
 #   install.sh cpu|cuda      install vLLM, banaserve and the development tools
 #   install.sh dev-full      install what tests of optional parts need
 #   install.sh verify cpu|cuda   install again what .venv has lost
+#   install.sh site-scripts  bring the scripts of the documents' site into .venv/docs
 #   install.sh lock          write the lock files
 set -euo pipefail
 cd "$(dirname "$0")/.."

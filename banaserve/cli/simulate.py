@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from banaserve.bench.results.statistics import mean_interval
+from banaserve.bench.results.digits import interval_text, row
 from banaserve.cli.console import print_rows
 from banaserve.cli.plugins import use_plugins, warn_of_rivalries
 from banaserve.controller.simulated_log import SimulatedLog
@@ -36,21 +36,21 @@ _TELL_EVERY = 256
 """Requests between two moves of the progress bar."""
 Row = tuple[str, ...]
 _SHOWN = (
-    ("finished", "finished_fraction", 100.0, "%"),
-    ("goodput", "goodput_fraction", 100.0, "%"),
-    ("requests/s", "requests_per_s", 1.0, ""),
-    ("tokens/s", "output_tokens_per_s", 1.0, ""),
-    ("total", "total_s", 1.0, " s"),
-    ("mean latency", "e2e_mean_s", 1.0, " s"),
-    ("ttft p50", "ttft_p50_s", 1e3, " ms"),
-    ("ttft p99", "ttft_p99_s", 1e3, " ms"),
-    ("tpot p50", "tpot_p50_s", 1e3, " ms"),
-    ("tpot p99", "tpot_p99_s", 1e3, " ms"),
-    ("busy", "busy_fraction", 100.0, "%"),
-    ("cache hits", "cache_hit_fraction", 100.0, "%"),
-    ("preemptions", "num_preemptions", 1.0, ""),
-    ("refused", "num_refused", 1.0, ""),
-    ("moves", "num_moves", 1.0, ""),
+    ("finished, %", "finished_fraction", 100.0),
+    ("goodput, %", "goodput_fraction", 100.0),
+    ("requests/s", "requests_per_s", 1.0),
+    ("tokens/s", "output_tokens_per_s", 1.0),
+    ("total, s", "total_s", 1.0),
+    ("mean latency, s", "e2e_mean_s", 1.0),
+    ("ttft p50, ms", "ttft_p50_s", 1e3),
+    ("ttft p99, ms", "ttft_p99_s", 1e3),
+    ("tpot p50, ms", "tpot_p50_s", 1e3),
+    ("tpot p99, ms", "tpot_p99_s", 1e3),
+    ("busy, %", "busy_fraction", 100.0),
+    ("cache hits, %", "cache_hit_fraction", 100.0),
+    ("preemptions", "num_preemptions", 1.0),
+    ("refused", "num_refused", 1.0),
+    ("moves", "num_moves", 1.0),
 )
 _MOST_MOVES = 20
 """Moves that are shown of each system; JSON has all."""
@@ -91,6 +91,14 @@ def simulate_command(
             min=1,
             metavar="N",
             help="N instances that begin as both; the static system splits them in halves.",
+        ),
+    ] = None,
+    colocated: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="N instances that do both; without --system the colocated system alone.",
         ),
     ] = None,
     slo_ttft: Annotated[
@@ -137,17 +145,17 @@ def simulate_command(
         return 0
     if not target:
         raise UserError("give a case, a trace or a dataset (see `banaserve simulate --list`)")
-    if pd is not None and instances is not None:
-        raise UserError("give one of --pd and --instances")
+    if sum(one is not None for one in (pd, instances, colocated)) > 1:
+        raise UserError("give one of --pd, --instances and --colocated")
     prefill, decode = _pair(pd)
     asked = AskedSystem(
         target=target,
-        systems=system or (),
+        systems=system or (("colocated",) if colocated is not None else ()),
         policy=policy,
         profile=profile,
         prefill=prefill,
         decode=decode,
-        instances=instances,
+        instances=instances if colocated is None else colocated,
         slo_ttft_s=slo_ttft,
         slo_tpot_s=slo_tpot,
         rps=rps,
@@ -298,27 +306,22 @@ def _show(planned: SimulationJob, outcomes: list[dict[str, Any]]) -> None:
 
 
 def result_rows(outcomes: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """A row for each figure and a column for each system: means, with 95% intervals over seeds."""
+    """Returns a row for each figure and a column for each system, numbers at its right edge.
+
+    Figures are those of the one run, or means with half the width of their 95% interval over runs.
+    """
     systems = list(outcomes[0]["systems"])
-    rows: list[Row] = [("", *systems)]
-    for words, key, factor, unit in _SHOWN:
-        cells = []
-        for system in systems:
-            values = [factor * outcome["systems"][system][key] for outcome in outcomes]
-            cells.append(_cell(values) + unit)
+    rows = [("figure", *systems)]
+    for words, key, factor in _SHOWN:
+        samples = [[factor * one["systems"][name][key] for one in outcomes] for name in systems]
+        is_one = len(outcomes) == 1
+        cells = row([one for [one] in samples]) if is_one else map(interval_text, samples)
         rows.append((words, *cells))
-    return rows
-
-
-def _cell(values: Sequence[float]) -> str:
-    if max(values) == min(values):
-        return _number(values[0])
-    low, mean, high = mean_interval(values)
-    return f"{_number(mean)} ± {_number((high - low) / 2, 2)}"
-
-
-def _number(value: float, digits: int = 4) -> str:
-    return f"{value:.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        (first, *(cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)))
+        for first, *cells in rows
+    ]
 
 
 def move_rows(outcome: Mapping[str, Any]) -> list[Row]:
@@ -329,7 +332,7 @@ def move_rows(outcome: Mapping[str, Any]) -> list[Row]:
         rows += [(name, f"{step['at_s']:.1f} s", step["step"]) for step in steps[:_MOST_MOVES]]
         if len(steps) > _MOST_MOVES:
             rows.append((name, "", f"and {len(steps) - _MOST_MOVES} more (see --json)"))
-    return rows
+    return [("system", "at", "step"), *rows] if rows else []
 
 
 def goal_rows(outcomes: Sequence[Mapping[str, Any]]) -> list[Row]:
@@ -349,7 +352,7 @@ def goal_rows(outcomes: Sequence[Mapping[str, Any]]) -> list[Row]:
                     f"{goal['value']:.4g}",
                 )
             )
-    return rows
+    return [("goal", "run", "system", "figure", "value"), *rows] if rows else []
 
 
 def listing_rows() -> list[Row]:

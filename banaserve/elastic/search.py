@@ -84,7 +84,6 @@ class Search:
             handover="store",
             routing=options.routing,
             routing_options=options.routing_options,
-            overlap_fraction=None,
             attention_fraction=None,
             devices={view.id: kind for view in self._views if (kind := device_of(view))},
         )

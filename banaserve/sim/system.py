@@ -38,7 +38,7 @@ class System:
         cell_size: Instances that one router and one policy look after; 0 is all of them. Requests
             go to the cell with the fewest.
         overlap_fraction: How much hosts and guests really overlap; None is what steps in
-            micro-batches allow.
+            micro-batches allow, as engines cut them unless told otherwise.
         attention_fraction: Share of a layer's time that moved heads take along; None is that of
             the steps at hand.
         limits: Of each engine, whatever its role.
@@ -63,7 +63,7 @@ class System:
     history_s: float = 0.0
     control_limits: ControlLimits = field(default_factory=ControlLimits)
     cell_size: int = 0
-    overlap_fraction: float | None = 0.0
+    overlap_fraction: float | None = None
     attention_fraction: float | None = 0.3
     limits: EngineLimits = field(default_factory=EngineLimits)
     rebalances: bool = False
@@ -156,7 +156,6 @@ def following(
         history_s=_HISTORY_S,
         control_s=1.0,
         control_limits=replace(system.control_limits, concurrent=_ANY, per_minute=_ANY),
-        overlap_fraction=None,
         attention_fraction=None,
         rebalances=True,
     )

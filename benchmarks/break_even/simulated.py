@@ -215,7 +215,6 @@ def _run(
         decode=arrangement.num_decode,
         colocated=arrangement.num_both,
         limits=EngineLimits(step_tokens=arrangement.step_tokens),
-        overlap_fraction=None,
         attention_fraction=None,
     )
     timeline = Timeline()

@@ -128,16 +128,16 @@ def names_in(document: Path) -> Iterator[Finding]:
                     yield Finding(document, number, f"there is no `{command} {name}`")
 
 
-class _SiteLoader(yaml.SafeLoader):
+class SiteLoader(yaml.SafeLoader):
     """Reads names of Python's objects, which mkdocs.yml has, as nothing."""
 
 
-_SiteLoader.add_multi_constructor("tag:yaml.org,2002:python/name:", lambda *_: "")
+SiteLoader.add_multi_constructor("tag:yaml.org,2002:python/name:", lambda *_: "")
 
 
 def _site() -> Iterator[Finding]:
     file = ROOT / "mkdocs.yml"
-    settings = yaml.load(file.read_text(), _SiteLoader)
+    settings = yaml.load(file.read_text(), SiteLoader)
     named = set(re.findall(r"[\w./-]+\.md", json.dumps(settings["nav"])))
     pages = {str(path.relative_to(ROOT)) for path in check.documents()}
     pages |= {f"docs/reference/{name}" for name in check.REFERENCE_PAGES}

@@ -28,7 +28,8 @@ def findings() -> Iterator[Finding]:
     yield from too_few(RESULTS, paths, 20, "results")
     for path in paths:
         yield from result_findings(path)
-    if problem := results_page.stale(results_page.page(RESULTS), results_page.PAGE):
+    text = results_page.page(RESULTS, results_page.stale_results(RESULTS))
+    if problem := results_page.stale(text, results_page.PAGE):
         yield Finding(results_page.PAGE, 1, problem)
     if break_even.PAGE.read_text() != break_even.page(break_even.RESULT):
         yield Finding(break_even.PAGE, 1, f"is stale: run {break_even.COMMAND}")

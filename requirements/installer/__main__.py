@@ -17,6 +17,7 @@ from installer import (
     lock,
     optional,
     places,
+    site_scripts,
     tools,
     torch_build,
 )
@@ -66,6 +67,8 @@ def _step(argv: list[str]) -> None:
                 _install(device)
         case ["dev-full"]:
             optional.install(tools.best())
+        case ["site-scripts"]:
+            site_scripts.install()
         case ["lock"]:
             lock.write()
         case _:

@@ -5,18 +5,14 @@ Where the system's packages, or npm's, cannot be installed they are named, and t
 
 from __future__ import annotations
 
-import base64
 import ctypes
-import hashlib
 import os
 import shutil
-import tarfile
-import tempfile
 from pathlib import Path
 
-from installer import places, tools
+from installer import npm, places, tools
 from installer.commands import run
-from installer.console import say
+from installer.console import Problem, say
 
 _PROGRAMS = {
     "redis-server": "redis-server",
@@ -24,11 +20,11 @@ _PROGRAMS = {
     "haproxy": "haproxy",
     "chromium": "chromium",
 }
-_AXE = "axe-core@4.14.1"
-_AXE_DIGEST = (
-    "FHfa+lmNjQZfJz1q8wKqIDwC6DExcHt/pkjNQb09a3NPjCKg2rhu5qb2S4r76ASyFNNtuFooJpZe37OgudVGtQ=="
+_AXE = npm.PackedFile(
+    "axe-core@4.14.1",
+    "FHfa+lmNjQZfJz1q8wKqIDwC6DExcHt/pkjNQb09a3NPjCKg2rhu5qb2S4r76ASyFNNtuFooJpZe37OgudVGtQ==",
+    "axe.min.js",
 )
-"""SHA-512 of the package, as npm's registry says it."""
 _SBIN = "/usr/local/sbin:/usr/sbin"
 """Not on every user's path, and Debian puts proxies there."""
 
@@ -60,27 +56,10 @@ def install(tool: tools.Tool) -> None:
 
 def _bring_axe() -> None:
     """axe-core, which looks for what keeps people out of a page: one file into ``.venv``."""
-    file = places.VENV / "axe-core" / "axe.min.js"
-    if file.exists():
-        return
-    if shutil.which("npm") is None:
-        say("tests of the page's accessibility skip: they need axe-core, which npm brings")
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        run(["npm", "pack", "--silent", _AXE], cwd=Path(folder))
-        packed = list(Path(folder).glob("*.tgz"))
-        if [_digest(one) for one in packed] != [_AXE_DIGEST]:
-            say(f"{_AXE} could not be had from npm, and its tests skip: see {places.LOG}")
-            return
-        with tarfile.open(packed[0]) as package:
-            member = package.extractfile("package/axe.min.js")
-            assert member is not None, "the digest says which files there are"
-            file.parent.mkdir(exist_ok=True)
-            file.write_bytes(member.read())
-
-
-def _digest(file: Path) -> str:
-    return base64.b64encode(hashlib.sha512(file.read_bytes()).digest()).decode()
+    try:
+        npm.bring(_AXE, places.VENV / "axe-core" / "axe.min.js")
+    except Problem as problem:
+        say(f"tests of the page's accessibility skip: {problem}")
 
 
 def _missing() -> list[str]:

@@ -70,11 +70,12 @@ def test_a_system_as_options_of_serve() -> None:
         "--orchestrator on --orchestrator-policy repaired",
         "--orchestrator-option rho=2",
         "--decision-log log",
-        "--migration-overlap 1",
     ):
         assert wanted in words
-    at_once = preset("banaserve", prefill=3, decode=1, overlap_fraction=0.5)
-    assert "--migration-overlap" not in options_of(at_once, "opt-13b-a100", 4.0, Path("log"))
+    assert "--migration-overlap" not in words
+    waiting = preset("banaserve", prefill=3, decode=1, overlap_fraction=0.0)
+    words = " ".join(options_of(waiting, "opt-13b-a100", 4.0, Path("log")))
+    assert "--migration-overlap 1" in words
     still = options_of(preset("static", prefill=2, decode=2), "opt-13b-a100", 1.0, Path("log"))
     assert "--orchestrator off" in " ".join(still)
     with pytest.raises(UserError, match="apart"):

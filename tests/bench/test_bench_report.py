@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import pytest
 
 from banaserve.bench.loadgen.client import RequestRecord
@@ -182,11 +183,33 @@ def test_what_cannot_be_reported(tmp_path: Path) -> None:
 
 
 def test_tables_in_both_forms() -> None:
-    table = [["load", "<a|b>"], ["1", tables.Best("2")]]
-    assert tables.as_markdown(table) == "| load | <a\\|b> |\n| --- | --- |\n| 1 | **2** |"
+    table = [["load", "<a|b>"], ["x", tables.Best("2")], ["long", "[10 ± 3]"]]
+    assert tables.as_markdown(table).splitlines() == [
+        "| load |   <a\\|b> |",
+        "| ---- | -------: |",
+        "| x    |    **2** |",
+        "| long | [10 ± 3] |",
+    ]
     html = tables.as_html(table)
-    assert '<td class="best">2</td>' in html
-    assert "<th>&lt;a|b&gt;</th>" in html
+    assert '<td class="number best">2</td>' in html
+    assert '<th class="number">&lt;a|b&gt;</th>' in html
+    assert "<td>long</td>" in html
+
+
+def test_columns_of_numbers_are_those_without_a_word() -> None:
+    rows = [
+        ["0.5 requests/s", "8 at once", "1,450 ≈", "-", "-3", "12 GB of it", "layers 0:4"],
+        ["1 requests/s", "16 at once", "[2.5]", "710 ± 180", "-", "x", "-"],
+    ]
+    assert tables.number_columns(rows) == [False, False, True, True, True, False, False]
+
+
+def test_a_table_without_rows_is_not_shown(tmp_path: Path) -> None:
+    record = msgspec.structs.replace(serving_result("none", 1.0), figures={}, raw={})
+    result.write(record, tmp_path / "nothing.json")
+    html, markdown = (page.read_text() for page in write_report(tmp_path, tmp_path, "Empty"))
+    assert "<table" not in html
+    assert "|" not in markdown
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

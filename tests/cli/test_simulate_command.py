@@ -31,6 +31,14 @@ def test_a_case_says_that_it_is_simulated_and_what_was_reached(
     assert "opt-13b-a100" in shown
     assert "move layers 32:40 from d0 to p0" in shown
     assert "reached  seed 7" in shown
+    parts = [part.splitlines() for part in shown.split("\n\n")[1:]]
+    headings = [part[0].split() for part in parts]
+    assert headings[1:] == [
+        ["system", "at", "step"],
+        ["goal", "run", "system", "figure", "value"],
+    ]
+    # Numbers end where the names of their systems do.
+    assert len({len(line) for line in parts[0]}) == 1
 
 
 def test_a_goal_that_is_missed_is_exit_code_1(
@@ -83,7 +91,8 @@ def test_a_chrome_trace_has_every_step_and_request(
         ([], "give a case, a trace or a dataset"),
         (["bursts", "--seeds", "0"], "seeds is 0"),
         (["alpaca", "--rps", "2", "--pd", "4"], "give P:D"),
-        (["alpaca", "--rps", "2", "--pd", "1:1", "--instances", "4"], "one of --pd and"),
+        (["alpaca", "--rps", "2", "--pd", "1:1", "--instances", "4"], "one of --pd, --instances"),
+        (["alpaca", "--rps", "2", "--pd", "1:1", "--colocated", "4"], "one of --pd, --instances"),
         (["alpaca", "--rps", "2", "--instances", "1"], "the static system needs 2 instances"),
         (["bursts", "--instances", "4"], "the case has its own"),
         (["alpaca", "--rps", "2", "--slo-ttft", "0"], "ttft_s is 0"),

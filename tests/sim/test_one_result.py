@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from banaserve.cli.main import main
+from banaserve.engine.vllm.settings.migration_settings import MigrationSettings
 from banaserve.sim import case
 from banaserve.sim.job import AskedSystem, job
 from banaserve.sim.run import simulate
-from banaserve.sim.system import System, following, preset
+from banaserve.sim.system import KINDS, System, following, preset
 from benchmarks.elastic.cells import LoadCell, cells
 from benchmarks.elastic.runs import elastic_system
+from benchmarks.simulate_paper.runs import SYSTEMS as COMPARED_WITH_THE_PAPER
 
 DOCUMENT = Path(__file__).parents[2] / "docs/simulator.md"
 
@@ -71,6 +73,32 @@ def test_the_benchmarks_elastic_system_is_the_commands() -> None:
     )
     commands = job(asked).systems["elastic"]
     assert replace(commands, kind="banaserve", cache="none") == elastic_system(cell, 4)
+
+
+def test_colocated_instances_of_the_command_are_the_librarys(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    load = ["alpaca", "--rps", "4", "--duration", "5", "--seed", "3"]
+    assert main(["simulate", *load, "--colocated", "2", "--json"]) == 0
+    [told] = json.loads(capsys.readouterr().out)["runs"]
+    planned = job(AskedSystem(target="alpaca", rps=4, duration_s=5))
+    system = preset("colocated", colocated=2)
+    own = simulate(planned.profile, system, planned.requests(3), planned.limits)
+    assert told["systems"] == {"colocated": json.loads(json.dumps(own))}
+
+
+def test_the_systems_compared_with_the_paper_are_the_commands() -> None:
+    planned = job(AskedSystem(target="alpaca", rps=1, prefill=2, decode=2, systems=KINDS))
+    for name, system in COMPARED_WITH_THE_PAPER.items():
+        assert planned.systems[name] == system
+    assert planned.systems["colocated"] == preset("colocated", colocated=4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_overlap_as_engines_let_them_unless_told(kind: str) -> None:
+    assert MigrationSettings().overlap > 1
+    assert preset(kind, colocated=2).overlap_fraction is None
+    assert preset(kind, colocated=2, overlap_fraction=0.0).overlap_fraction == 0.0
 
 
 def test_roles_that_it_begins_with_are_kept() -> None:

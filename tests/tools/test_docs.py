@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from banaserve.cli.main import COMMANDS
 from docs import check, generate, reference
+from docs.repository import documents
+
+sys.path.append(str(check.ROOT / "requirements"))
+from installer import site_scripts
 
 pytestmark = pytest.mark.room
 
@@ -33,6 +39,37 @@ def test_dead_links_and_names_are_one_line_each(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("built", [False, True])
+def test_a_page_that_only_a_build_makes_is_a_dead_link(
+    built: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference_folder = tmp_path / "docs" / "reference"
+    reference_folder.mkdir(parents=True)
+    monkeypatch.setattr(check, "REFERENCE", reference_folder)
+    if built:
+        (reference_folder / "commands.md").write_text("# Commands\n")
+    document = tmp_path / "README.md"
+    document.write_text("[options](docs/reference/commands.md#commands)\n")
+    [line] = check.findings_in(document)
+    assert "docs/reference/commands.md" in line
+    assert "make docs" in line
+
+
+def test_a_message_that_names_no_document_of_a_clone_is_found(tmp_path: Path) -> None:
+    source = tmp_path / "command.py"
+    source.write_text(
+        'raise UserError("see docs/store.md")\n'
+        'raise UserError("see docs/reference/commands.md")\n'
+        'raise UserError("see https://example.org/docs/other.md or docs/gone.md")\n'
+    )
+    found = [line.removeprefix(f"{source}:") for line in check.named_documents(source)]
+    assert found == [
+        "2: there is no document docs/reference/commands.md",
+        "3: there is no document docs/gone.md",
+    ]
+    assert ROOT / "banaserve" / "ui" / "static" / "index.html" in check.sources()
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
@@ -47,6 +84,18 @@ def test_the_site_has_what_its_pages_link_to(site: Path) -> None:
             path = (ROOT / page.relative_to(site)).parent / target
             if "://" not in target and not path.is_dir():
                 assert (page.parent / target).is_file(), (page, target)
+
+
+def test_the_site_has_a_search_a_dark_switch_and_nothing_from_elsewhere() -> None:
+    settings = yaml.load((ROOT / "mkdocs.yml").read_text(), documents.SiteLoader)
+    assert {"search", "offline"} <= set(settings["plugins"])
+    theme = settings["theme"]
+    assert {one["scheme"] for one in theme["palette"]} == {"default", "slate"}
+    assert all(one["toggle"]["name"] for one in theme["palette"])
+    assert theme["font"] is False
+    page = (ROOT / theme["custom_dir"] / "main.html").read_text()
+    loaded = [*settings["extra"]["polyfills"], *re.findall(r"'(assets/[^']+)'", page)]
+    assert sorted(loaded) == sorted(f"assets/{name}" for name in site_scripts.SCRIPTS)
 
 
 def test_the_commands_page_has_every_command_with_its_help(site: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from banaserve.bench.report.tables import Table
+from banaserve.bench.report.tables import Table, is_empty
 from banaserve.bench.serving.summary import Summary
 
 Cells = Mapping[str, Sequence[Summary]]
@@ -47,7 +47,7 @@ def extra_tables(
         ("The simulator over the engines, the same requests", _errors(cells, simulated)),
         ("Steps that the orchestrator began", _decisions(raw.get("decisions", {}))),
     ]
-    return [(caption, table) for caption, table in found if len(table) > 1]
+    return [(caption, table) for caption, table in found if not is_empty(table)]
 
 
 def _mean(cells: Sequence[Summary], load: str, metric: str) -> float | None:

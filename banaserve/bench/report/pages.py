@@ -33,8 +33,8 @@ _CSS = (
     "body{font:15px/1.5 sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem;"
     "color:var(--text);background:var(--back)}"
     "table{border-collapse:collapse;margin:1rem 0;font-size:13px;display:block;overflow-x:auto}"
-    "td,th{border:1px solid var(--edge);padding:.2rem .5rem;text-align:right;white-space:nowrap}"
-    "td:first-child,th:first-child,td:nth-child(2),th:nth-child(2){text-align:left}"
+    "td,th{border:1px solid var(--edge);padding:.2rem .5rem;text-align:left;white-space:nowrap}"
+    ".number{text-align:right;font-variant-numeric:tabular-nums}"
     "td.best{font-weight:bold;background:var(--best)}"
     ".answer{font-size:17px}.facts,.note{color:var(--faint);font-size:13px}"
     "figure{margin:1rem 0}svg.plot{width:100%;height:auto}"
@@ -80,7 +80,8 @@ def _html_section(section: Section, svgs: Sequence[str], number: int) -> list[st
     parts.append(_html_list(section.answer, "answer"))
     if section.details:
         parts += ["<h3>Figure by figure</h3>", _html_list(section.details)]
-    parts.append(tables.as_html(section.table))
+    if not tables.is_empty(section.table):
+        parts.append(tables.as_html(section.table))
     if section.table_note:
         parts.append(f'<p class="note">{escape(section.table_note)}</p>')
     for grid, drawn in zip(section.plots, svgs, strict=False):
@@ -126,7 +127,8 @@ def _markdown_section(section: Section, names: Sequence[str]) -> list[str]:
     parts = [f"## {section.name}", _markdown_list(section.answer)]
     if section.details:
         parts += ["### Figure by figure", _markdown_list(section.details)]
-    parts.append(tables.as_markdown(section.table))
+    if not tables.is_empty(section.table):
+        parts.append(tables.as_markdown(section.table))
     if section.table_note:
         parts.append(section.table_note)
     for grid, name in zip(section.plots, names, strict=False):

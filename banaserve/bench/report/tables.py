@@ -20,6 +20,8 @@ from banaserve.bench.serving.summary import Summary
 Table = list[list[str]]
 NO_VALUE = "-"
 LIKE_THE_BEST = "≈"
+_LOADS = ("requests/s", "at once")
+"""Endings of a load in words, which begins with a number."""
 MARKS = (
     f"Bold: the best of its row; {LIKE_THE_BEST}: not told apart from it; in brackets: not "
     "compared, since the system lost more requests than others."
@@ -120,25 +122,60 @@ def _mean(samples: Sequence[float], factor: float) -> str:
     return with_half(mean, (high - low) / 2)
 
 
+def is_empty(table: Table) -> bool:
+    """Whether the table has headings at most."""
+    return len(table) < 2
+
+
+def number_columns(rows: Sequence[Sequence[str]]) -> list[bool]:
+    """Returns for each column of ``rows``, without headings, whether it holds numbers alone."""
+    return [all(_is_number(cell) for cell in column) for column in zip(*rows, strict=True)]
+
+
+def _is_number(cell: str) -> bool:
+    text = cell.lstrip("[-")
+    return cell == NO_VALUE or (text[:1].isdigit() and not text.endswith(_LOADS))
+
+
 def as_html(table: Table) -> str:
-    """Returns the table as an element; headings of rows stand left."""
+    """Returns the table as an element; columns of numbers stand right, others left."""
     head, *rows = table
-    parts = [f"<table><thead><tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr>"]
-    parts.append("</thead><tbody>")
-    parts += [f"<tr>{''.join(_html_cell(cell) for cell in cells)}</tr>" for cells in rows]
-    return "\n".join((*parts, "</tbody></table>"))
+    kinds = ["number" if one else "" for one in number_columns(rows)]
+    lines = [_html_row("th", head, kinds), *(_html_row("td", cells, kinds) for cells in rows)]
+    body = "\n".join(lines[1:])
+    return f"<table><thead>{lines[0]}\n</thead><tbody>\n{body}\n</tbody></table>"
 
 
-def _html_cell(cell: str) -> str:
-    is_best = isinstance(cell, Best)
-    return f'<td class="best">{escape(cell)}</td>' if is_best else f"<td>{escape(cell)}</td>"
+def _html_row(tag: str, cells: Sequence[str], kinds: Sequence[str]) -> str:
+    return f"<tr>{''.join(map(_html_cell, [tag] * len(cells), cells, kinds))}</tr>"
+
+
+def _html_cell(tag: str, cell: str, kind: str) -> str:
+    classes = " ".join(filter(None, (kind, "best" if isinstance(cell, Best) else "")))
+    named = f' class="{classes}"' if classes else ""
+    return f"<{tag}{named}>{escape(cell)}</{tag}>"
 
 
 def as_markdown(table: Table) -> str:
-    """Returns the table in GitHub's form, the best values bold."""
-    head, *rows = table
-    lines = (head, ["---"] * len(head), *rows)
-    return "\n".join(f"| {' | '.join(_markdown_cell(cell) for cell in cells)} |" for cells in lines)
+    """Returns the table in GitHub's form, as ``as_html`` aligns it, the best values bold.
+
+    Columns stand below each other in the text too.
+    """
+    texts = [[_markdown_cell(cell) for cell in cells] for cells in table]
+    are_numbers = number_columns(table[1:])
+    widths = [max(3, *map(len, column)) for column in zip(*texts, strict=True)]
+    rule = [
+        "-" * (width - 1) + (":" if is_number else "-")
+        for width, is_number in zip(widths, are_numbers, strict=True)
+    ]
+    lines = [
+        [
+            f"{text:>{width}}" if is_number else f"{text:<{width}}"
+            for text, width, is_number in zip(cells, widths, are_numbers, strict=True)
+        ]
+        for cells in texts
+    ]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (lines[0], rule, *lines[1:]))
 
 
 def _markdown_cell(cell: str) -> str:

@@ -298,7 +298,8 @@ def deliver(record: Result, path: Path | None) -> None:
         UserError: The file cannot be written.
     """
     console = Console()
-    console.print(table(record))
+    if record.figures:
+        console.print(table(record))
     for note in record.notes:
         console.print(f"- {note}", markup=False)
     if path is not None:

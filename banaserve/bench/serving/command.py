@@ -33,6 +33,7 @@ from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve.bench.loadgen.loops import run_fast
 from banaserve.bench.loadgen.modelled_time import modelled_time
 from banaserve.bench.loadgen.target import ServerUnderTest, find_target, load_tokenizer, try_out
+from banaserve.bench.report.tables import NO_VALUE
 from banaserve.bench.results import result
 from banaserve.bench.results.digits import interval_text
 from banaserve.bench.results.result import ModelledTime
@@ -67,12 +68,15 @@ _ROWS = (
 
 
 def table(summaries: Sequence[Summary]) -> Table:
-    """Returns a column for each load: means over seeds, with their 95% interval's half width."""
+    """Returns a column for each load: means over seeds, with their 95% interval's half width.
+
+    A figure that no load has is left out.
+    """
     by_load: dict[str, list[Summary]] = {}
     for summary in summaries:
         by_load.setdefault(summary.load_name, []).append(summary)
     shown = Table(title="mean over seeds, ± half the 95% interval", box=None)
-    shown.add_column("")
+    shown.add_column("figure")
     for load in by_load:
         shown.add_column(load, justify="right")
     for count in ("requests", "failed", "timed_out"):
@@ -83,12 +87,13 @@ def table(summaries: Sequence[Summary]) -> Table:
             _mean([one.metrics[metric] * factor for one in same if metric in one.metrics])
             for same in by_load.values()
         ]
-        shown.add_row(name, *cells)
+        if any(cell != NO_VALUE for cell in cells):
+            shown.add_row(name, *cells)
     return shown
 
 
 def _mean(values: Sequence[float]) -> str:
-    return interval_text(values) if values else "-"
+    return interval_text(values) if values else NO_VALUE
 
 
 _NOTES = (

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from banaserve.engine.vllm.tracing.events import TraceSpan
 
-HEADING = ("PART", "FROM", "MS", "PROCESS", "", "ABOUT")
+HEADING = ("PART", "FROM", "MS", "PROCESS", "TIMELINE", "ABOUT")
 _COLUMNS = 32
 _TOLD_MS = 0.05
 """Shorter parts without parts of their own are left out."""
