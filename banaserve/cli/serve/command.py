@@ -137,6 +137,7 @@ def _serve(
         facts = {
             "dtype": launch.dtype_words(served, parts),
             "model": launch.model_words(served, parts),
+            "tools": launch.give_tool_parser(served, parts),
             "moves": launch.migration_words(served, parts),
             "time": emulation.words(served),
         }
