@@ -1,4 +1,4 @@
-"""Parser of tool calls by default: the one of the family that reads what its chat template writes."""
+"""Parser of tool calls by default: the one that reads what the chat template writes."""
 
 from __future__ import annotations
 

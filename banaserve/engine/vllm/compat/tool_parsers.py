@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from argparse import Namespace
 from typing import Any
 
@@ -80,7 +79,9 @@ def written_call(tokenizer: Any, chat_template: str | None) -> str:
         return ""
     if _NAME not in prompt:
         return ""
-    answer = whole[len(os.path.commonprefix([prompt, whole])) :].rstrip()
+    pairs = zip(prompt, whole, strict=False)
+    common = next((at for at, (one, other) in enumerate(pairs) if one != other), len(prompt))
+    answer = whole[common:].rstrip()
     return answer.removesuffix(str(getattr(tokenizer, "eos_token", None) or ""))
 
 
