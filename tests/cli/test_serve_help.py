@@ -36,7 +36,7 @@ def test_the_common_options_fit_a_screen(
 
 
 def test_every_option_is_on_the_page_of_one_group(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = command_line._make_parser()
+    parser = command_line.make_parser()
     pages = [shown(capsys, f"--help={group}") for group in parser.groups]
     whole = shown(capsys, "--pd", "1:1", "--help=all")
     for group in parser.groups.values():

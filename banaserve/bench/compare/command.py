@@ -31,7 +31,7 @@ from tokenizers import Tokenizer
 from banaserve import models
 from banaserve.api.admin_client import AdminClient
 from banaserve.bench.compare import options as compare_options
-from banaserve.bench.compare.options import parse, plans
+from banaserve.bench.compare.options import make_parser, parse, plans
 from banaserve.bench.compare.result import (
     CHECK_TOKENS,
     SystemRun,
@@ -60,6 +60,8 @@ from banaserve.costs import miniatures
 from banaserve.engine.vllm.migration.api import Return
 from banaserve.errors import UserError
 from banaserve.run_dir import find_admin
+
+__all__ = ["main", "make_parser"]
 
 _TIMEOUT_S = 120.0
 _AGAIN_S = 0.5

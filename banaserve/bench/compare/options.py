@@ -25,6 +25,13 @@ def parse(argv: Sequence[str], about: str | None) -> argparse.Namespace:
     Raises:
         UserError: One that makes no sense, or no such profile.
     """
+    given = make_parser(about).parse_args(list(argv))
+    given.workload = given.workload or ["shared-prefix", "multi-turn", "random"]
+    return _checked(given)
+
+
+def make_parser(about: str | None = None) -> Parser:
+    """Returns the parser of the command's options."""
     parser = Parser(
         prog="banaserve bench compare",
         description=about,
@@ -60,9 +67,7 @@ def parse(argv: Sequence[str], about: str | None) -> argparse.Namespace:
     add("--slo-tpot", type=float, metavar="S", help="for goodput")
     add("--check", type=int, default=4, help="answers of each workload compared with one engine")
     add("--serve-option", action="append", default=[], help="for every system, such as --x=y")
-    given = parser.parse_args(list(argv))
-    given.workload = given.workload or ["shared-prefix", "multi-turn", "random"]
-    return _checked(given)
+    return parser
 
 
 def _rates(text: str) -> tuple[float, ...]:

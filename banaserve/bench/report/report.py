@@ -21,13 +21,18 @@ from banaserve.errors import UserError
 _SKIPPED = ("run.json",)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Write both pages; the exit code."""
+def make_parser() -> Parser:
+    """Returns the parser of the command's options."""
     parser = Parser(prog="banaserve bench report", description=__doc__)
     parser.add_argument("folder", type=Path, metavar="DIR", help="with results, at any depth")
     parser.add_argument("--out", type=Path, help="folder of the pages (default: DIR)")
     parser.add_argument("--title", default="Benchmarks of banaserve")
-    given = parser.parse_args(list(argv))
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write both pages; the exit code."""
+    given = make_parser().parse_args(list(argv))
     pages = write_report(given.folder, given.out or given.folder, given.title)
     for page in pages:
         print(page)

@@ -119,8 +119,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Read the options; those that are not given suit the others."""
+def make_parser() -> Parser:
+    """Returns the parser of the command's options."""
     parser = Parser(
         prog="banaserve bench serving",
         description=__doc__,
@@ -132,7 +132,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--out", type=Path, default=Path("bench-serving"), help="folder of the run")
     add("--json", type=Path, help="write the result there too")
-    given = parser.parse_args(list(argv))
+    return parser
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the options; those that are not given suit the others."""
+    given = make_parser().parse_args(list(argv))
     if given.arrival is None:
         given.arrival = "closed" if given.rps is None else "poisson"
     if given.warmup is None:

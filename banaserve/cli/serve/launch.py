@@ -54,6 +54,11 @@ _HEAPS = 2
 """Of malloc in the front door's process, whose threads are many and short: each engine that is
 started again would leave 45 MB in another one."""
 _EAGER = ("--enforce-eager", "--no-enforce-eager")
+_TOOL_OPTIONS = (
+    "--enable-auto-tool-choice",
+    "--no-enable-auto-tool-choice",
+    "--tool-call-parser",
+)
 _PARALLEL = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp")
 
 
@@ -319,6 +324,22 @@ def model_words(config: ServeConfig, parts: Parts) -> str:
     if goes_without_rotary_kernel(parts.engine_config):
         words += "; MLA without vLLM's rotary kernel, which is wrong on CPUs"
     return f"{words}; {kept}" if kept else words
+
+
+def give_tool_parser(config: ServeConfig, parts: Parts) -> str:
+    """Give vLLM's server the parser of tool calls that the model needs, where the user gave none.
+
+    Returns:
+        What the banner says of it; empty for a model that knows no tools, and for a user's parser.
+    """
+    from banaserve.engine.vllm.settings.tool_parsers import choose_tool_parser
+
+    if pools(parts) or _gives(config.vllm_argv, *_TOOL_OPTIONS):
+        return ""
+    choice = choose_tool_parser(parts.args, parts.engine_config)
+    parts.args.enable_auto_tool_choice = bool(choice.name)
+    parts.args.tool_call_parser = choice.name or None
+    return str(choice)
 
 
 def pools(parts: Parts) -> bool:

@@ -46,7 +46,7 @@ def parse_serve_argv(argv: Sequence[str]) -> ServeConfig:
         SystemExit: Help was asked for and has been printed.
     """
     ours, for_vllm = split_argv(argv)
-    parser = _make_parser()
+    parser = make_parser()
     if (group := asked_group(ours)) is not None:
         print(parser.format_group(group), end="")
         raise SystemExit(0)
@@ -188,7 +188,8 @@ _GROUPS = {
 }
 
 
-def _make_parser() -> ServeParser:
+def make_parser() -> ServeParser:
+    """Returns the parser of banaserve's own options."""
     parser = ServeParser(
         prog="banaserve serve",
         usage="banaserve serve [MODEL] [options] [-- vLLM options]",

@@ -256,6 +256,24 @@ _REQUESTS = [
 _CLI_ARGS = "vllm.entrypoints.launchers.cli_args"
 _CLI_ARGS_033 = "vllm.entrypoints.common.cli_args"
 
+_TOOL_PARSERS = [
+    *_functions("tool_parsers", "vllm.renderers.chat_utils", "how a model writes calls of tools",
+                "load_chat_template(chat_template)"),
+    *_functions("tool_parsers", "vllm.utils.mistral", "who writes a model's calls of tools",
+                "is_mistral_tokenizer(obj)"),
+    *_classes("tool_parsers", "vllm.parser.parser_manager", "parser that a model needs",
+              "ParserManager"),
+    *_methods("tool_parsers", "vllm.parser.parser_manager", "ParserManager",
+              "parser that a model needs", "get_parser(tool_parser_name=, reasoning_parser_name=, "
+              "enable_auto_tools=, model_name=, is_harmony=, tool_strict_level=, tokenizer=)"),
+    *_classes("tool_parsers", "vllm.entrypoints.openai.chat_completion.protocol",
+              "parser that a model needs", "ChatCompletionRequest"),
+    *_methods("tool_parsers", "vllm.tool_parsers.abstract_tool_parser", "ToolParser",
+              "parser that a model needs", "extract_tool_calls(model_output, request)"),
+    *_functions("tool_parsers", "vllm.tokenizers", "how a model writes calls of tools",
+                "cached_tokenizer_from_config(model_config=)"),
+]  # fmt: skip
+
 _SERVER = [
     Entry("server", "vllm", "envs", NameKind.MODULE, "environment of vLLM's server"),
     Entry("server", "vllm.envs", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE", NameKind.VALUE,
@@ -907,6 +925,7 @@ ENTRIES: tuple[Entry, ...] = (
     *_CONFIG,
     *_REQUESTS,
     *_SERVER,
+    *_TOOL_PARSERS,
     *_ENGINE,
     *_GRAMMARS,
     *_SCHEDULER,

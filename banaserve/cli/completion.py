@@ -1,0 +1,130 @@
+"""``banaserve completion SHELL``: a script with which a shell completes banaserve's command lines.
+
+The script asks ``banaserve completion --complete WORDS`` at each completion, so that it knows the
+options of the installed version. Where there is nothing to offer, shells offer files.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+from banaserve.errors import UserError
+
+_ASK = "banaserve completion --complete"
+SCRIPTS = {
+    "bash": f"""_banaserve() {{
+    local IFS=$'\\n'
+    COMPREPLY=($({_ASK} "${{COMP_WORDS[@]:1:COMP_CWORD}}" 2>/dev/null))
+}}
+complete -o default -F _banaserve banaserve""",
+    "zsh": f"""#compdef banaserve
+_banaserve() {{
+    local -a found
+    found=(${{(f)"$({_ASK} "${{(@)words[2,CURRENT]}}" 2>/dev/null)"}})
+    if (( $#found )); then compadd -- $found; else _files; fi
+}}
+(( $+functions[compdef] )) || {{ autoload -Uz compinit && compinit }}
+compdef _banaserve banaserve""",
+    "fish": f"""complete -c banaserve -a \
+'({_ASK} (commandline -opc)[2..-1] "$(commandline -ct)" 2>/dev/null)'""",
+}
+_SHELLS = ", ".join(SCRIPTS)
+_HELP = f"""usage: banaserve completion SHELL
+
+Print a script that lets SHELL ({_SHELLS}) complete banaserve's commands and options:
+
+  bash   echo 'source <(banaserve completion bash)' >> ~/.bashrc
+  zsh    echo 'source <(banaserve completion zsh)' >> ~/.zshrc
+  fish   banaserve completion fish > ~/.config/fish/completions/banaserve.fish"""
+
+
+@dataclass(frozen=True, slots=True)
+class CommandWords:
+    """Words that may follow a command.
+
+    Attributes:
+        commands: Names of its sub-commands.
+        options: Values that each option takes: None where it takes none, an empty sequence where
+            they cannot be listed.
+    """
+
+    commands: Sequence[str] = ()
+    options: Mapping[str, Sequence[str] | None] = field(default_factory=dict)
+
+
+def completion_command(argv: Sequence[str]) -> int:
+    """Print a shell's script, or words for it; return the exit code.
+
+    Raises:
+        UserError: There is no script for such a shell.
+    """
+    if argv[:1] == ["--complete"]:
+        print("\n".join(candidates(argv[1:])))
+        return 0
+    if argv in (["--help"], ["-h"]):
+        print(_HELP)
+        return 0
+    if len(argv) != 1 or argv[0] not in SCRIPTS:
+        raise UserError(f"completion: name one shell of {_SHELLS} (see banaserve completion -h)")
+    print(SCRIPTS[argv[0]])
+    return 0
+
+
+def candidates(words: Sequence[str]) -> list[str]:
+    """Return what the last of ``words`` may become.
+
+    Args:
+        words: Words after ``banaserve``; the last, which may be empty, is the one to complete.
+    """
+    *before, begun = words or [""]
+    known = _words_after(before)
+    values = known.options.get(before[-1]) if before else None
+    if values is None:
+        values = list(known.options) if begun.startswith("-") else known.commands
+    return [value for value in values if value.startswith(begun)]
+
+
+def _words_after(words: Sequence[str]) -> CommandWords:
+    from banaserve.cli.bench import BENCHMARKS
+    from banaserve.cli.main import COMMANDS
+
+    if not words:
+        return CommandWords([*COMMANDS, "--help", "--version"])
+    name, *rest = words
+    if name not in COMMANDS:
+        return CommandWords()
+    if name == "bench" and not (rest and rest[0] in BENCHMARKS):
+        return CommandWords([*BENCHMARKS])
+    if name == "completion":
+        return CommandWords([*SCRIPTS])
+    command = COMMANDS[name]
+    if command.attribute == "app":
+        return _of_typer(getattr(import_module(command.module), command.attribute), rest)
+    module = import_module(BENCHMARKS[rest[0]].module if name == "bench" else command.module)
+    return _of_parser(module.make_parser()) if hasattr(module, "make_parser") else CommandWords()
+
+
+def _of_parser(parser: argparse.ArgumentParser) -> CommandWords:
+    options: dict[str, Sequence[str] | None] = {}
+    for action in parser._actions:
+        values = None if action.nargs == 0 else [str(one) for one in action.choices or ()]
+        options |= dict.fromkeys(action.option_strings, values)
+    return CommandWords(options=options)
+
+
+def _of_typer(app: Any, words: Sequence[str]) -> CommandWords:
+    from typer.core import TyperOption
+    from typer.main import get_command
+
+    command: Any = get_command(app)
+    for word in words:
+        command = getattr(command, "commands", {}).get(word, command)
+    options: dict[str, Sequence[str] | None] = {"--help": None}
+    for one in command.params:
+        if isinstance(one, TyperOption):
+            options |= dict.fromkeys([*one.opts, *one.secondary_opts], None if one.is_flag else ())
+    return CommandWords([*getattr(command, "commands", {})], options)
