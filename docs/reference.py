@@ -354,9 +354,13 @@ def metrics_page() -> str:
     ]  # fmt: skip
     return (
         f"# Metrics\n\n{GENERATED} `GET /metrics` of the front door has all of `serve`'s, those "
-        "of vLLM (`vllm:...`, with the instance's id beside) and those of the store; `banaserve "
-        "kvstore --metrics-port` has the store's alone. `banaserve_kvstore_up` is 1 while the "
-        "store answers."
+        "of vLLM (`vllm:...`, with the label `instance_id`) and those of the store; `banaserve "
+        "kvstore --metrics-port` has the store's alone. vLLM's metrics of requests have a label "
+        "`leg` too: a request with two legs counts its prompt, its time in the queue and its "
+        "prefill time under `prefill`, everything else under `decode`, one without a prefill leg "
+        "all of it under `whole`. So their sums over all instances and legs count each request "
+        "once, also one that has moved or whose engine has died. `banaserve_kvstore_up` is 1 "
+        "while the store answers."
         f"\n\n{_table(('Metric', 'Type', 'Labels', 'Meaning', 'Where'), rows)}\n"
     )
 

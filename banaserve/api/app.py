@@ -48,6 +48,7 @@ from banaserve.engine.vllm.requests.disagg_request import EnginesDiedError
 from banaserve.errors import UserError
 from banaserve.net.keep_alive import keep_alive
 from banaserve.net.loop_watch import LoopWatch
+from banaserve.net.stall_witness import StallWitness
 from banaserve.net.tls import Certificates, ServerTls
 from banaserve.net.tls_listener import TlsListener
 
@@ -157,6 +158,11 @@ class _Server(uvicorn.Server):
         self.listening = asyncio.Event()
         self._edge, self._tls = edge, tls
         self._watch = LoopWatch(_TICK_S)
+        self._witness = StallWitness()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        self._witness.close()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         for sock in sockets or ():
@@ -184,10 +190,14 @@ class _Server(uvicorn.Server):
         return TlsListener(sock, make, tls, edge.table, edge.limits.handshake_s, failed)
 
     async def on_tick(self, counter: int) -> bool:
-        now_s = monotonic()
+        now_s, where = monotonic(), self._witness.tick()
         if self._watch.tick(now_s):
             STALLED_S.inc(self._watch.lag_s)
-            logger.warning("the front door's event loop stood still for %.1f s", self._watch.lag_s)
+            logger.warning(
+                "the front door's event loop stood still for %.1f s: %s",
+                self._watch.lag_s,
+                where or "not seen where",
+            )
         LAG_S.set(self._watch.lag_s)
         if counter % _TICKS_A_SWEEP == 0:
             if self._watch.may_enforce():

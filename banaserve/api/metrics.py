@@ -25,43 +25,41 @@ from banaserve.errors import StoreUnavailableError
 from banaserve.kvstore.daemon.metrics import prometheus_text
 from banaserve.kvstore.stats import StoreStats
 from banaserve.platform.processes import in_daemon_thread
-from banaserve.types import InstanceId
 
 _STORE = "banaserve_kvstore_"
 _OPEN_METRICS = "application/openmetrics-text"
 
 
-Registries = Mapping[InstanceId, CollectorRegistry]
-"""Series of vLLM's, by instance."""
+Registries = Sequence[tuple[Mapping[str, str], CollectorRegistry]]
+"""Series of vLLM's, and the labels that those of each registry get."""
 
 
 class _Labelled(Collector):
-    """The default registry, and those of the instances with the instance's id as a label."""
+    """The default registry, and those of the instances with labels of their own."""
 
     def __init__(self, registries: Callable[[], Registries]) -> None:
         self._registries = registries
 
     def collect(self) -> Iterator[Metric]:
         yield from REGISTRY.collect()
-        theirs = {name: one.collect() for name, one in self._registries().items()}
-        yield from _together(theirs)
+        yield from _together((labels, one.collect()) for labels, one in self._registries())
 
     def of(self, names: Sequence[str]) -> Iterator[Metric]:
         """The samples of these names alone, without making the others."""
         yield from REGISTRY.restricted_registry(names).collect()
-        theirs = {
-            name: one.restricted_registry(names).collect()
-            for name, one in self._registries().items()
-        }
-        yield from _together(theirs)
+        yield from _together(
+            (labels, one.restricted_registry(names).collect()) for labels, one in self._registries()
+        )
 
 
-def _together(by_instance: Mapping[InstanceId, Iterable[Metric]]) -> Iterator[Metric]:
+def _together(
+    labelled: Iterable[tuple[Mapping[str, str], Iterable[Metric]]],
+) -> Iterator[Metric]:
     """Families of one name as one family."""
     found: dict[str, Metric] = {}
-    for name, families in by_instance.items():
+    for labels, families in labelled:
         for family in families:
-            samples = [_with_id(sample, name) for sample in family.samples]
+            samples = [_with(sample, labels) for sample in family.samples]
             if (known := found.get(family.name)) is not None:
                 known.samples.extend(samples)
             else:
@@ -70,8 +68,8 @@ def _together(by_instance: Mapping[InstanceId, Iterable[Metric]]) -> Iterator[Me
     yield from found.values()
 
 
-def _with_id(sample: Any, name: InstanceId) -> Any:
-    return sample._replace(labels={**sample.labels, "instance_id": name})
+def _with(sample: Any, labels: Mapping[str, str]) -> Any:
+    return sample._replace(labels={**sample.labels, **labels})
 
 
 class _Chosen(Collector):
@@ -133,7 +131,7 @@ class MetricsPage:
     thread that nothing else needs.
 
     Args:
-        registries: Returns vLLM's series, by instance.
+        registries: Returns vLLM's series of instances, with labels for each registry.
         store_stats: Asks the store, None where there is none; may block, may raise
             StoreUnavailableError.
     """

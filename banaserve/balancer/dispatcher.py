@@ -17,7 +17,7 @@ from banaserve.errors import PolicyError
 from banaserve.net.refusal_log import RefusalLog
 from banaserve.orchestrator.replicas import registry
 from banaserve.orchestrator.replicas.fleet import Fleet
-from banaserve.orchestrator.replicas.interface import Request, RoutingDecision
+from banaserve.orchestrator.replicas.interface import Need, Request, RoutingDecision
 from banaserve.registry import one_line
 
 
@@ -73,6 +73,12 @@ class Dispatcher:
     def has_other(self, request: Request, tried: set[str]) -> bool:
         """Returns whether a target that is not in ``tried`` may serve ``request`` at present."""
         return self._targets.has_other(request, tried)
+
+    def others(self, request: Request, tried: set[str]) -> list[Target]:
+        """Returns targets not in ``tried`` that the policy may send ``request`` at some time."""
+        found = self._targets.others(request, tried)
+        goes_on = Need.PEERS in self.fleet.policy.needs
+        return found if goes_on else [one for one in found if not one.is_peer]
 
     def make_room(self, why: str) -> None:
         """Close idle connections to targets: there are too few descriptors for a new one."""

@@ -116,13 +116,17 @@ class TargetRegistry:
 
     def has_other(self, request: Request, tried: set[str]) -> bool:
         """Whether a target that is not in ``tried`` may serve ``request`` at present."""
-        return any(
-            one.view.is_available
-            and one.view.id not in tried
+        return any(one.view.is_available for one in self.others(request, tried))
+
+    def others(self, request: Request, tried: set[str]) -> list[Target]:
+        """Returns targets not in ``tried`` that may serve ``request``, now or at another time."""
+        return [
+            one
+            for one in self.targets.values()
+            if one.view.id not in tried
             and not (one.is_peer and request.was_forwarded)
             and may_serve(one.view, request)
-            for one in self.targets.values()
-        )
+        ]
 
     @property
     def is_ready(self) -> bool:

@@ -13,6 +13,7 @@ from banaserve.balancer.http.client_connection import ClientConnection
 from banaserve.balancer.http.replica_connection import ReplicaConnection, Sink
 from banaserve.balancer.http.request import ClientRequest
 from banaserve.balancer.http.response import Body, ChunkedBody, ResponseHead, UntilClose
+from banaserve.balancer.routing_request import stored_response
 from banaserve.balancer.tenants import TenantUse
 from banaserve.errors import PolicyError
 from banaserve.net.descriptors import is_own_fault
@@ -53,6 +54,7 @@ class ProxiedRequest:
         "_client",
         "_dispatcher",
         "_had_free_try",
+        "_holder_is_busy",
         "_is_events",
         "_last",
         "_on_ended",
@@ -101,7 +103,7 @@ class ProxiedRequest:
         self._body: Body | None = None
         self._last = b""
         self._why = ""
-        self._is_events = self._had_free_try = False
+        self._is_events = self._had_free_try = self._holder_is_busy = False
 
     @property
     def num_tokens(self) -> int:
@@ -164,7 +166,10 @@ class ProxiedRequest:
             attempt.drop()
             attempt.answered(status, now_s)
             self._why = f"{attempt.target.name} answered {status}"
+            self._holder_is_busy = True
             self._again(attempt)
+            return
+        if status == 404 and self._looks_on(attempt, now_s):
             return
         if self.message.is_http10 and isinstance(body, ChunkedBody):
             # uvicorn answers so in either version of HTTP: no fault of the replica's.
@@ -218,6 +223,31 @@ class ProxiedRequest:
 
     # Another attempt.
 
+    def _looks_on(self, attempt: UpstreamAttempt, now_s: float) -> bool:
+        """Look for a stored response, which one replica holds, at the next; False at the last."""
+        if not (response_id := stored_response(self.message)):
+            return False
+        tried = {*self._tried, attempt.target.view.id}
+        if not self._why and not self._dispatcher.others(self.request, tried):
+            return False
+        self._tried = tried
+        attempt.drop()
+        attempt.answered(404, now_s)
+        self.num_attempts -= 1
+        is_left = any(one.view.is_available for one in self._dispatcher.others(self.request, tried))
+        if not is_left or not self.place():
+            self._not_found(response_id)
+        return True
+
+    def _not_found(self, response_id: str) -> None:
+        """Answer that no replica which could be asked holds a stored response."""
+        unasked = self._dispatcher.others(self.request, self._tried)
+        why = self._why or f"{unasked[0].name} cannot be asked"
+        is_busy = self._holder_is_busy or any(one.is_full for one in unasked)
+        what = "and may hold it: try again shortly" if is_busy else "and what it held may be lost"
+        words = f"no replica that could be asked holds the response {response_id!r}; {why}, {what}"
+        self._answer(503 if is_busy else 404, words, 1.0 if is_busy else None)
+
     def _lack(self, attempt: UpstreamAttempt, why: str) -> None:
         """This process has no descriptor for a connection: no fault of the replica's."""
         attempt.broke(is_fault=False)
@@ -242,6 +272,9 @@ class ProxiedRequest:
         self._tried.add(attempt.target.view.id)
         if self._dispatcher.has_other(self.request, self._tried):
             self._rejoin()
+            return
+        if response_id := stored_response(self.message):
+            self._not_found(response_id)
             return
         self._tried.clear()
         self._pause()

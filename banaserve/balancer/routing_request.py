@@ -1,7 +1,9 @@
-"""Request as a policy sees it, read from the body without changing a byte of it."""
+"""Request as a policy sees it, read from path and body without changing a byte of them."""
 
 from __future__ import annotations
 
+import contextlib
+import re
 from dataclasses import replace
 
 import msgspec
@@ -21,6 +23,8 @@ MAX_OUTPUT_TOKENS = 10**7
 """A client may ask for any number; what policies add up stays one that they can reckon with."""
 
 _NOTHING = msgspec.Raw(b"")
+_RESPONSES = (b"/v1/responses", b"/v1/responses/render")
+_STORED = re.compile(rb"/v1/responses/([^/]{1,256})(?:/cancel)?/?")
 
 
 class _Body(msgspec.Struct):
@@ -35,7 +39,14 @@ class _Body(msgspec.Struct):
     max_completion_tokens: int | None = None
 
 
+class _Continuation(msgspec.Struct):
+    """The part of a request to ``/v1/responses`` that names what it goes on from."""
+
+    previous_response_id: str = ""
+
+
 _decode = msgspec.json.Decoder(_Body).decode
+_decode_continuation = msgspec.json.Decoder(_Continuation).decode
 
 
 def blind_request(request_id: RequestId, now_s: float) -> Request:
@@ -57,11 +68,8 @@ def read_request(
     """
     body = _NO_BODY
     if message.body:
-        data = message.body[0] if len(message.body) == 1 else b"".join(message.body)
-        try:
-            body = _decode(as_utf8(data))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            body = _NO_BODY
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            body = _decode(_data(message))
     prompt = bytes(body.messages or body.prompt or body.input)
     return Request(
         request_id,
@@ -77,6 +85,23 @@ def read_request(
 
 
 _NO_BODY = _Body()
+
+
+def stored_response(message: ClientRequest) -> str:
+    """Returns the id of the stored response that ``message`` needs; empty where it needs none.
+
+    Of all that a client of vLLM may leave at a server, only this lies in the memory of one replica.
+    """
+    if (named := _STORED.fullmatch(message.path)) and message.path not in _RESPONSES:
+        return named[1].decode("utf-8", "replace")
+    if message.path.rstrip(b"/") in _RESPONSES:
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return _decode_continuation(_data(message)).previous_response_id[:MAX_NAME_CHARS]
+    return ""
+
+
+def _data(message: ClientRequest) -> bytes:
+    return as_utf8(message.body[0] if len(message.body) == 1 else b"".join(message.body))
 
 
 def without_tried(view: FleetView, tried: set[str]) -> FleetView:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Collection
+from typing import Any
+
 LEAST_STALL_S = 1.0
 """A call that is later than this counts as a stall; a busy machine may delay any call by less."""
 
@@ -42,3 +46,21 @@ class LoopWatch:
         may = not self._has_stood_still or self._has_waited
         self._has_stood_still, self._has_waited = False, not may
         return may
+
+
+async def wait_first(awaited: Collection[asyncio.Future[Any]], timeout_s: float) -> None:
+    """Return when one of ``awaited`` is done, or none is in ``timeout_s``.
+
+    A timer of a loop that has stood still runs before the answers that have come meanwhile are
+    read: after a stall these get the time once more by which the timer was late.
+    """
+    loop = asyncio.get_running_loop()
+    due_s = loop.time() + timeout_s
+    while True:
+        done, _ = await asyncio.wait(
+            awaited, timeout=due_s - loop.time(), return_when=asyncio.FIRST_COMPLETED
+        )
+        late_s = loop.time() - due_s
+        if done or late_s < LEAST_STALL_S:
+            return
+        due_s = loop.time() + min(late_s, timeout_s)

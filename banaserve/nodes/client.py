@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from banaserve.errors import ProtocolError
 from banaserve.net.addresses import written
+from banaserve.net.loop_watch import wait_first
 from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.link import (
     PATIENT_S,
@@ -160,9 +161,7 @@ class NodeClient:
             lost = asyncio.create_task(self._lost.wait())
             answer = asyncio.create_task(self._answers.get())
             try:
-                await asyncio.wait(
-                    {lost, answer}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-                )
+                await wait_first({lost, answer}, timeout_s)
                 if answer.done() and isinstance(said := answer.result(), kind):
                     return said
                 if lost.done():

@@ -108,13 +108,15 @@ def series_findings(
 
     Args:
         own: Labels of each metric of banaserve, by the name of its samples.
-        of_vllm: Names of vLLM's metrics, which get the instance's id as a label on the way.
+        of_vllm: Names of vLLM's metrics, which get labels on the way: the instance's id, and the
+            leg where they are of requests.
     """
     is_vllm = asked.metric.startswith("vllm:")
     if asked.metric not in (of_vllm if is_vllm else own):
         yield at(PATH, asked.metric, f"{asked.panel}: nothing exports {asked.metric}")
         return
-    unknown = asked.labels - ({"instance_id"} if is_vllm else own[asked.metric])
+    labels = {"instance_id", "leg"} if is_vllm else own[asked.metric]
+    unknown = asked.labels - labels
     if unknown:
         words = f"{asked.panel}: {asked.metric} has no label {', '.join(sorted(unknown))}"
         yield at(PATH, asked.metric, words)

@@ -38,7 +38,9 @@ def names() -> Iterator[SimpleNamespace]:
     ours = Counter(f"banaserve_b_{tag}", "Ours", ["instance_id"])
     ours.labels("p0").inc(5)
     yield SimpleNamespace(
-        theirs=f"vllm:a_{tag}_total", ours=f"banaserve_b_{tag}_total", registries=registries
+        theirs=f"vllm:a_{tag}_total",
+        ours=f"banaserve_b_{tag}_total",
+        registries=[({"instance_id": name}, one) for name, one in registries.items()],
     )
     REGISTRY.unregister(ours)
 
@@ -83,7 +85,7 @@ async def test_the_store_is_asked_only_for_its_own_names(names: SimpleNamespace)
         num_asked += 1
         return unavailable()
 
-    page = MetricsPage(dict, counting)
+    page = MetricsPage(list, counting)
     await asked(page, f"name[]={names.ours}")
     assert num_asked == 0
     found = await asked(page, "name[]=banaserve_kvstore_leased_slots")
@@ -149,7 +151,7 @@ async def test_a_scraper_that_asks_gets_examples_and_the_same_samples(
 async def test_others_get_the_text_format_without_examples(latency: Histogram, accept: str) -> None:
     latency.observe(1.5, {"trace_id": "ab" * 16})
     answer = await answered(
-        MetricsPage(dict, None), f"name[]={latency_name(latency)}_bucket", accept
+        MetricsPage(list, None), f"name[]={latency_name(latency)}_bucket", accept
     )
     assert answer.headers["content-type"].startswith("text/plain")
     text = bytes(answer.body).decode()
@@ -158,7 +160,7 @@ async def test_others_get_the_text_format_without_examples(latency: Histogram, a
 
 
 async def test_both_formats_at_once_are_two_pages(latency: Histogram) -> None:
-    page = MetricsPage(dict, None)
+    page = MetricsPage(list, None)
     open_one, plain = await asyncio.gather(answered(page, "", PROMETHEUS), answered(page, ""))
     assert b"# EOF" in bytes(open_one.body)
     assert b"# EOF" not in bytes(plain.body)
@@ -175,7 +177,7 @@ async def test_many_scrapes_are_one() -> None:
         num_asked += 1
         return unavailable()
 
-    page = MetricsPage(dict, counting)
+    page = MetricsPage(list, counting)
     answers = await asyncio.gather(*(answered(page, "") for _ in range(24)))
     assert (num_asked, len({bytes(one.body) for one in answers})) == (1, 1)
 
@@ -250,7 +252,7 @@ async def test_too_many_different_calls_are_refused() -> None:
 
 
 async def test_too_many_different_pages_are_429_and_counted() -> None:
-    page = MetricsPage(dict, None)
+    page = MetricsPage(list, None)
     counted = functools.partial(
         *(REGISTRY.get_sample_value, "banaserve_refused_total"),
         {"cause": "metrics", "status": "429"},

@@ -9,7 +9,8 @@ pytest.importorskip("vllm")
 from vllm.v1.engine import FinishReason
 from vllm.v1.metrics.stats import FinishedRequestStats, SchedulerStats
 
-from banaserve.engine.vllm.monitoring.reports import ReportBoard, never_below_zero
+from banaserve.engine.vllm.monitoring.leg_stats import never_below_zero
+from banaserve.engine.vllm.monitoring.reports import ReportBoard
 from banaserve.types import InstanceId
 
 STEP_S = 0.005
@@ -100,6 +101,6 @@ def test_a_first_token_from_elsewhere_makes_no_time_negative() -> None:
     """It came before the engine that ends the request had scheduled it."""
     times = {"queued_time": -0.2, "prefill_time": -0.1, "decode_time": 0.5, "inference_time": 0.4}
     finished = FinishedRequestStats(finish_reason=FinishReason.LENGTH, e2e_latency=0.9, **times)
-    never_below_zero([finished])
+    never_below_zero(finished)
     assert (finished.queued_time, finished.prefill_time) == (0.0, 0.0)
     assert (finished.decode_time, finished.inference_time, finished.e2e_latency) == (0.5, 0.4, 0.9)

@@ -111,9 +111,8 @@ class Engine:
         self.move = None if move is None else functools.partial(move, DRAINED)
         return _Flight()
 
-    async def _add_request(self, request: Any, *more: Any) -> None:
-        self.output_processor.add_request(request, *more)
-        await self.add_request_async(request)
+    def check_admission(self, request_id: str) -> None:
+        """It takes all."""
 
     def compute(self, num_tokens: int, num_cached: int = 0) -> None:
         """The next tokens of its last leg, one step each; ``num_cached`` of its prompt it had."""

@@ -687,9 +687,8 @@ class Front:
         llm: Any = self
         await compat.AsyncLLM.abort(llm, request_id, internal)
 
-    async def _add_request(self, request: Any, *more: Any) -> None:
-        self.output_processor.add_request(request, *more)
-        await self.add_request_async(request)
+    def check_admission(self, request_id: str) -> None:
+        """It takes all."""
 
     async def collective_rpc(
         self, method: str, timeout: float | None = None, args: Sequence[Any] = ()

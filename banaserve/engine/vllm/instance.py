@@ -32,8 +32,9 @@ from banaserve.engine.vllm.compat.engine_errors import last_error_in
 from banaserve.engine.vllm.launch.engine_settings import EngineSettings, weights_of
 from banaserve.engine.vllm.launch.launcher import Launcher
 from banaserve.engine.vllm.monitoring import metrics
+from banaserve.engine.vllm.monitoring.engine_series import EngineSeries
 from banaserve.engine.vllm.monitoring.gpu_monitor import GpuMeter
-from banaserve.engine.vllm.monitoring.reports import EngineSeries, ReportBoard
+from banaserve.engine.vllm.monitoring.reports import ReportBoard
 from banaserve.engine.vllm.roles.role_switch import Budgets
 from banaserve.engine.vllm.settings.kv_bytes import kv_token_bytes
 from banaserve.errors import InstanceDeadError

@@ -246,6 +246,34 @@ def test_the_probes(server):
     assert page["banaserve_kvstore_up"] == {frozenset(): 1.0}
 
 
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("length", [3, 300])
+def test_vllms_metrics_count_a_request_once(server, complete, length, stream):
+    """In one leg, whose engine counts as vLLM does by itself, and in two."""
+    names = {
+        "vllm:request_success_total": 1,
+        "vllm:e2e_request_latency_seconds_count": 1,
+        "vllm:request_queue_time_seconds_count": 1,
+        "vllm:time_to_first_token_seconds_count": 1,
+        "vllm:request_prompt_tokens_sum": length,
+        "vllm:prompt_tokens_total": length,
+        "vllm:generation_tokens_total": 20,
+        "vllm:inter_token_latency_seconds_count": 19,
+    }
+    before = {name: server.metric(name) for name in names}
+    options = {"stream_options": {"include_usage": True}} if stream else {}
+    made = complete(
+        numbered_tokens(90 + length + stream, length),
+        stream=stream,
+        max_tokens=20,
+        extra_body={"ignore_eos": True},
+        **options,
+    )
+    usage = [one.usage for one in made if one.usage][-1] if stream else made.usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (length, 20)
+    assert {name: server.metric(name) - before[name] for name in names} == names
+
+
 # The hand-over ------------------------------------------------------------------------------------
 
 

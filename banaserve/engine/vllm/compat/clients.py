@@ -14,10 +14,11 @@ from typing import Any
 
 from vllm.v1.engine import async_llm
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.metrics.stats import IterationStats
 
 from banaserve.engine.vllm.compat.config import UsageContext, VllmConfig
 
-__all__ = ["EngineClient", "connect"]
+__all__ = ["EngineClient", "connect", "set_iteration_stats"]
 
 _renderers: weakref.WeakValueDictionary[tuple[Any, ...], Any] = weakref.WeakValueDictionary()
 _making = threading.Lock()
@@ -53,6 +54,11 @@ def connect(
         stat_loggers=[stat_logger],
         client_addresses={"input_address": input_address, "output_address": output_address},
     )
+
+
+def set_iteration_stats(kind: type[IterationStats]) -> None:
+    """Let clients of this process count the outputs of a step in an object of this class."""
+    async_llm.IterationStats = kind
 
 
 def _shared_renderer(config: VllmConfig) -> Any:

@@ -25,7 +25,7 @@ from vllm.v1.metrics.stats import (
     IterationStats,
     MultiModalCacheStats,
     PrefillStats,
-    PromptTokenStats,
+    RequestStateStats,
     SchedulerStats,
 )
 from vllm.v1.outputs import LogprobsLists
@@ -53,6 +53,7 @@ __all__ = [
     "PrefillStats",
     "PrometheusStatLogger",
     "RequestOutputCollector",
+    "RequestStateStats",
     "SchedulerStats",
     "add_utility",
     "adopt",
@@ -109,9 +110,12 @@ async def submit(
     request: EngineCoreRequest,
     prompt_text: str | None,
     queue: RequestOutputCollector,
+    stats: RequestStateStats,
 ) -> None:
     """Register a prepared request with the front-end state and send it to the engine core."""
-    await llm._add_request(request, prompt_text, None, 0, queue)
+    llm.check_admission(request_id=request.request_id)
+    register(llm, request, prompt_text, queue, stats)
+    await send(llm, request)
 
 
 def register(
@@ -119,16 +123,19 @@ def register(
     request: EngineCoreRequest,
     prompt_text: str | None,
     queue: RequestOutputCollector,
+    stats: RequestStateStats,
     on_first_token: Callable[[], None] | None = None,
 ) -> Any:
     """Make the front-end state of a request without sending it; returns the state.
 
     Args:
+        stats: Takes the place of the state's own.
         on_first_token: Called once, before its first token goes on to ``queue``; to an answer that
             is not streamed that happens only with the last one.
     """
     llm.output_processor.add_request(request, prompt_text, None, 0, queue)
     state = llm.output_processor.request_states[request.request_id]
+    state.stats = stats
     if on_first_token is not None:
         _call_at_first_token(state, on_first_token)
     return state
@@ -213,19 +220,18 @@ def put_first_token(
     finish_reason: FinishReason | None,
     stop_reason: int | str | None,
     prefill_stats: PrefillStats,
+    iteration: IterationStats,
     logprobs: tuple[list[int], list[float], int] | None = None,
 ) -> bool:
     """Pass a token sampled elsewhere through detokenizer and stop checks to the client.
 
-    The token counts for latency here; its prompt was counted where it was computed.
-
     Args:
+        iteration: Counts the token; empty before.
         logprobs: Token ids and log probabilities of its position, its own first, and its rank.
 
     Returns:
         Whether the request goes on.
     """
-    iteration = IterationStats()
     rows = None
     if logprobs is not None:
         token_ids, values, rank = logprobs
@@ -241,7 +247,6 @@ def put_first_token(
         prefill_stats=prefill_stats,
     )
     llm.output_processor.process_outputs([output], time.monotonic(), iteration)
-    iteration.prompt_token_stats = PromptTokenStats()
     if llm.logger_manager is not None:
         llm.logger_manager.record(scheduler_stats=None, iteration_stats=iteration)
     return request_state(llm, request_id) is not None

@@ -5,18 +5,11 @@ They arrive in the statistics that vLLM sends with its outputs.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
-
-from prometheus_client import REGISTRY, CollectorRegistry
-from prometheus_client.registry import Collector
 
 from banaserve.clock import Clock
-from banaserve.engine.vllm.compat import engine as compat
-from banaserve.engine.vllm.compat.config import VllmConfig
-from banaserve.engine.vllm.compat.engine import IterationStats, MultiModalCacheStats, SchedulerStats
+from banaserve.engine.vllm.compat.engine import SchedulerStats
 from banaserve.engine.vllm.monitoring import metrics
 from banaserve.engine.vllm.monitoring.gpu_monitor import GpuMeter
 from banaserve.orchestrator.model.calibration import StepTime, StepWork
@@ -260,106 +253,3 @@ class _Heard:
     num_running: int
     num_waiting: int
     kv_used_fraction: float
-
-
-class EngineSeries:
-    """vLLM's Prometheus series of each instance, in a registry of its own: instances come and go.
-
-    vLLM's logger takes one registry of the process for all engines, and a second logger would
-    remove the series of the first. Each instance is an engine index of its own there.
-    """
-
-    def __init__(self, config: VllmConfig) -> None:
-        self._config = config
-        self._indexes = itertools.count()
-        self._loggers: dict[InstanceId, tuple[Any, int]] = {}
-        self._registries: dict[InstanceId, CollectorRegistry] = {}
-
-    @property
-    def registries(self) -> Mapping[InstanceId, CollectorRegistry]:
-        """By instance, as they are now; another mapping after each change."""
-        return self._registries
-
-    def add(self, instance_id: InstanceId) -> None:
-        """Begin with the series of an instance."""
-        index = next(self._indexes)
-        logger, registry = _logger_apart(self._config, index)
-        self._loggers[instance_id] = logger, index
-        self._registries = {**self._registries, instance_id: registry}
-
-    def forget(self, instance_id: InstanceId) -> None:
-        """Show the series of an instance no more."""
-        self._loggers.pop(instance_id, None)
-        self._registries = {n: one for n, one in self._registries.items() if n != instance_id}
-
-    def logger_class(
-        self, instance_id: InstanceId, on_stats: Callable[[SchedulerStats], None]
-    ) -> type[Any]:
-        """A logger class for one instance's engine client that passes everything on."""
-        logger, index = self._loggers[instance_id]
-
-        class InstanceLogger(compat.PrometheusStatLogger):
-            def __init__(
-                self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None
-            ) -> None:
-                pass  # registers nothing: the instance's logger has, and outlives its engine
-
-            def record(
-                self,
-                scheduler_stats: SchedulerStats | None,
-                iteration_stats: IterationStats | None,
-                mm_cache_stats: MultiModalCacheStats | None = None,
-                engine_idx: int = 0,
-            ) -> None:
-                if iteration_stats is not None:
-                    never_below_zero(iteration_stats.finished_requests)
-                logger.record(scheduler_stats, iteration_stats, mm_cache_stats, index)
-                if scheduler_stats is not None:
-                    on_stats(scheduler_stats)
-
-            def log_engine_initialized(self) -> None:
-                pass
-
-            def log(self) -> None:
-                pass
-
-            def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
-                pass
-
-            def record_admission_rejection(self, reason: str) -> None:
-                logger.record_admission_rejection(reason)
-
-        return InstanceLogger
-
-
-def _logger_apart(config: VllmConfig, index: int) -> tuple[Any, CollectorRegistry]:
-    """vLLM's logger for one engine, and a registry that alone has its series.
-
-    The constructor registers them in the registry of the process, and removes from there what has
-    vLLM's prefix, which is put back.
-    """
-    others = _vllm_collectors()
-    logger = compat.PrometheusStatLogger(config, [index])
-    own = CollectorRegistry(auto_describe=False)
-    for collector in _vllm_collectors():
-        REGISTRY.unregister(collector)
-        own.register(collector)
-    for collector in others:
-        REGISTRY.register(collector)
-    return logger, own
-
-
-def _vllm_collectors() -> list[Collector]:
-    found = list(REGISTRY._collector_to_names)
-    return [one for one in found if str(getattr(one, "_name", "")).startswith("vllm:")]
-
-
-def never_below_zero(finished: Iterable[Any]) -> None:
-    """Let no stretch of a request's time be negative.
-
-    vLLM counts from the engine's own scheduling. A first token from prefill, or from the engine
-    where a stream was before, comes before the engine that ends the request has scheduled it.
-    """
-    for one in finished:
-        for name in ("queued_time", "prefill_time", "decode_time", "inference_time"):
-            setattr(one, name, max(0.0, getattr(one, name)))

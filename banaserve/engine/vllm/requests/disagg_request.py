@@ -27,6 +27,12 @@ from banaserve.engine.vllm.compat.requests import (
 from banaserve.engine.vllm.continuation import logprob_rows
 from banaserve.engine.vllm.instance import DRAINED, REBALANCED, Instance
 from banaserve.engine.vllm.monitoring import metrics
+from banaserve.engine.vllm.monitoring.leg_stats import (
+    IterationByLeg,
+    Leg,
+    LegRequestStats,
+    Sequences,
+)
 from banaserve.engine.vllm.requests.gathering import Gathering
 from banaserve.engine.vllm.requests.legs import decode_leg, prefill_leg
 from banaserve.engine.vllm.requests.router import Router, WeightsReplacedError
@@ -195,6 +201,8 @@ class RequestContext:
         state: vLLM's front-end state (detokenizer, logprobs) once output has begun.
         split_blocker: Why this request cannot be split into legs, None where it can.
         prefilled: The prompt's KV has been left in the store.
+        is_prompt_counted: vLLM's metrics have its prompt, from a prefill leg of its own.
+        sequences: Counts of all sequences of the same request.
         num_cached_tokens: So many of its tokens the prefill leg had not to compute.
         num_created_tokens: Number of prompt tokens that the prefill leg has left in caches.
         first: The prefill leg's token and why it stopped there, until it has been sent.
@@ -229,6 +237,8 @@ class RequestContext:
     split_blocker: str | None = None
     state: Any = None
     prefilled: bool = False
+    is_prompt_counted: bool = False
+    sequences: Sequences = field(default_factory=Sequences)
     num_cached_tokens: int = 0
     num_created_tokens: int = 0
     first: RequestOutput | None = None
@@ -292,6 +302,7 @@ class RequestContext:
         others_have_begun = self.has_siblings and self.prompt_leg_ended.is_set()
         if self.num_sent or self.is_sibling or others_have_begun:
             return False
+        self.is_prompt_counted |= bool(self.tokens_so_far)
         self.prefilled, self.first, self.state, self.weights = False, None, None, ""
         self.uncached_tokens = len(self.request.prompt_token_ids or ())
         return True
@@ -305,6 +316,16 @@ class RequestContext:
         """Tokens of the prompt that the instance has to compute, as far as the router knows."""
         num_tokens = len(self.request.prompt_token_ids or ())
         return min(self.uncached_tokens, num_tokens - self.resident_tokens.get(instance_id, 0))
+
+    def stats(self, is_prefill: bool = False) -> LegRequestStats:
+        """vLLM's statistics of its next leg."""
+        if is_prefill:
+            leg = Leg.UNCOUNTED if self.is_prompt_counted else Leg.PREFILL
+        else:
+            leg = Leg.DECODE if self.is_prompt_counted else Leg.WHOLE
+        return LegRequestStats(
+            arrival_time=self.request.arrival_time, leg=leg, sequences=self.sequences
+        )
 
     @property
     def tokens_so_far(self) -> list[int]:
@@ -372,7 +393,7 @@ async def prefill(context: RequestContext, instance: Instance, push_to: str = ""
         context.num_beside = instance.inflight_requests
         context.notes.leg_began("prefill", instance.id, instance.incarnation, leg.request_id)
         try:
-            await compat.submit(llm, leg, None, queue)
+            await compat.submit(llm, leg, None, queue, context.stats(is_prefill=True))
             output = await queue.get()
         except BaseException:
             context.num_beside = max(context.num_beside, instance.inflight_requests)
@@ -389,7 +410,8 @@ async def prefill(context: RequestContext, instance: Instance, push_to: str = ""
         raise failed_by_itself(context, instance)
     if finish_reason not in ("length", "stop"):
         raise InstanceDeadError(f"prefill on {instance.id} ended early")
-    context.prefilled, context.num_cached_tokens = True, output.num_cached_tokens or 0
+    context.prefilled = context.is_prompt_counted = True
+    context.num_cached_tokens = output.num_cached_tokens or 0
     context.num_created_tokens = output.num_cache_creation_tokens or 0
     context.weights = weights
     if keeps_token:
@@ -495,7 +517,12 @@ def _begin(context: RequestContext, llm: compat.AsyncLLM, queue: LegOutputCollec
         metrics.RESUMED.inc()
         return True
     context.state = compat.register(
-        llm, context.request, context.prompt_text, queue, context.first_token_is_there
+        llm,
+        context.request,
+        context.prompt_text,
+        queue,
+        context.stats(),
+        context.first_token_is_there,
     )
     if context.prefilled:  # for the client: to the decode leg all of the prompt is cached
         compat.set_cached_tokens(context.state, context.num_cached_tokens)
@@ -524,7 +551,14 @@ def _put_first_token(context: RequestContext, llm: compat.AsyncLLM) -> bool:
     token_id = output.token_ids[-1]
     rows = logprob_rows(output.logprobs[-1], token_id) if output.logprobs else None
     return compat.put_first_token(
-        llm, context.request.request_id, token_id, finish, output.stop_reason, stats, rows
+        llm,
+        context.request.request_id,
+        token_id,
+        finish,
+        output.stop_reason,
+        stats,
+        IterationByLeg(),
+        rows,
     )
 
 
@@ -538,7 +572,7 @@ async def _ended(context: RequestContext, instance: Instance) -> RequestOutput:
     if context.tokens_so_far:
         compat.adopt(llm, context.state, context.request.request_id, queue)
     else:
-        compat.register(llm, context.request, context.prompt_text, queue)
+        compat.register(llm, context.request, context.prompt_text, queue, context.stats())
     await _abort(llm, context.request.request_id)
     output = await queue.get()
     assert isinstance(output, RequestOutput)

@@ -13,6 +13,7 @@ import copy
 from collections.abc import AsyncGenerator, Sequence
 
 from banaserve.engine.vllm.compat.requests import RequestOutput, RequestOutputKind
+from banaserve.engine.vllm.monitoring.leg_stats import Sequences
 from banaserve.engine.vllm.requests.disagg_request import RequestContext, run_request
 from banaserve.engine.vllm.requests.router import Router
 
@@ -23,6 +24,7 @@ def sequences_of(context: RequestContext) -> Sequence[RequestContext]:
     assert params is not None
     if params.n == 1:
         return (context,)
+    context.sequences = Sequences(params.n)
     return [_sequence(context, index) for index in range(params.n)]
 
 

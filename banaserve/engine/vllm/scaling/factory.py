@@ -13,7 +13,7 @@ from banaserve.engine.vllm.instance import Instance
 from banaserve.engine.vllm.launch.engine_settings import EngineSettings, RoleEngine
 from banaserve.engine.vllm.launch.launcher import Launcher
 from banaserve.engine.vllm.monitoring import metrics
-from banaserve.engine.vllm.monitoring.reports import EngineSeries
+from banaserve.engine.vllm.monitoring.engine_series import EngineSeries
 from banaserve.engine.vllm.roles.role_switch import Budgets
 from banaserve.errors import MigrationError
 from banaserve.kvstore.sizes import format_size

@@ -20,6 +20,7 @@ from banaserve.engine.vllm.migration.worker_api import (
 from banaserve.engine.vllm.rpc.engine_api import CoreApi, PoolResize, PoolStatus
 from banaserve.engine.vllm.rpc.typed_rpc import RemoteCall, call
 from banaserve.errors import InstanceDeadError, MigrationError, NoAnswerError, ProtocolError
+from banaserve.net.loop_watch import wait_first
 from banaserve.types import InstanceId, ModulePlacement, Role
 
 CALL_TIMEOUT_S = 30.0
@@ -217,7 +218,7 @@ class HostClient:
         call = asyncio.ensure_future(made)
         either: set[asyncio.Future[Any]] = {call, self._ended}
         try:
-            await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            await wait_first(either, timeout_s)
             if call.done():
                 return call.result()
         except compat.EngineDeadError:
