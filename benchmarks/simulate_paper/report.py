@@ -170,7 +170,7 @@ def _needed_of(samples: Samples, figure: PaperFigure, reading: str) -> list[str]
             ).estimate
             for rate in RATES
         )
-        words = f"- PaperFigure {figure.number}, {reading}, over {theirs}: {best:.2f} at most, "
+        words = f"- Figure {figure.number}, {reading}, over {theirs}: {best:.2f} at most, "
         words += f"the paper has up to {wanted:g}. "
         if best >= wanted:
             words += "Reached."
@@ -212,7 +212,7 @@ def _splits(samples: Samples) -> list[str]:
         f"Tokens a second at {rate} requests a second. The right columns begin with another split",
         "of the four GPUs into prefill and decode.",
         "",
-        f"| PaperFigure | Reading | {' | '.join((*SYSTEMS, *SPLITS))} |",
+        f"| Figure | Reading | {' | '.join((*SYSTEMS, *SPLITS))} |",
         "| --- " * (2 + len(SYSTEMS) + len(SPLITS)) + "|",
     ]
     for figure in FIGURES:
