@@ -47,6 +47,22 @@ def test_every_option_is_on_the_page_of_one_group(capsys: pytest.CaptureFixture[
             assert found.search(whole), name
 
 
+def test_every_option_says_what_it_is_with_unit_and_default(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    page = " ".join(shown(capsys, "--help=all").split())
+    assert "SUPPRESS" not in page
+    for option in (one for group in command_line.make_parser().groups.values() for one in group):
+        name = option.option_strings[-1]
+        assert option.help, name
+        assert len(option.help.split()) >= 3, name
+        if option.dest.endswith(("timeout", "_grace", "_interval", "_stall")):
+            assert option.metavar == "SECONDS", name
+        if isinstance(option.default, float) and option.default:
+            assert f"({option.default:g})" in page, name
+
+
 def test_a_group_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--help=stor"]) == 2
     error = capsys.readouterr().err

@@ -8,6 +8,10 @@ from banaserve.config import Budget
 from banaserve.types import Role
 
 _ROLES = (Role.PREFILL, Role.DECODE)
+_WHAT = {
+    "max-num-batched-tokens": "most tokens of a step",
+    "max-num-seqs": "most sequences of a step",
+}
 
 
 def add_budgets(parser: argparse.ArgumentParser) -> None:
@@ -16,9 +20,10 @@ def add_budgets(parser: argparse.ArgumentParser) -> None:
         "budgets", "as vLLM's options of the same names, which they may not exceed; by role"
     )
     for role in _ROLES:
-        for name in ("max-num-batched-tokens", "max-num-seqs"):
+        for name in _WHAT:
             option = f"--{role.value}-{name}"
-            group.add_argument(option, type=int, default=0, metavar="N", help=f"{role.value} only")
+            words = f"{_WHAT[name]} of {role.value} instances (as --{name})"
+            group.add_argument(option, type=int, default=0, metavar="N", help=words)
 
 
 def budget_of(known: argparse.Namespace, role: Role) -> Budget:

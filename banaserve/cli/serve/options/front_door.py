@@ -15,8 +15,8 @@ _DEFAULTS = ServeConfig()
 def add_front_door(parser: argparse.ArgumentParser) -> None:
     """Add them to ``parser``."""
     add = parser.add_argument
-    add("--host", default=_DEFAULTS.host, help=f"address to listen at ({_DEFAULTS.host})")
-    add("--port", type=int, default=_DEFAULTS.port, help=f"port to listen at ({_DEFAULTS.port})")
+    add("--host", default=_DEFAULTS.host, help="address to listen at")
+    add("--port", type=int, default=_DEFAULTS.port, help="port to listen at")
     add(
         "--take-over",
         nargs="?",
@@ -25,47 +25,56 @@ def add_front_door(parser: argparse.ArgumentParser) -> None:
         help="replace the server that runs there, or the one on --port: once this one can serve it "
         "takes its socket, and that one ends with its last request",
     )
-    add("--api-key", action="append", help="needed by clients; repeat for several tenants")
-    add("--tenants", type=Path, metavar="FILE", help="TOML with API keys, each with its limits")
+    add("--api-key", action="append", help="key that clients must give; repeat for several")
+    add("--tenants", type=Path, metavar="FILE", help="TOML file with API keys and their limits")
     add(
         "--api-key-file",
         type=Path,
         metavar="FILE",
-        help="holds such keys, one a line; a command line can be read by other users",
+        help="file with such keys, one a line: other users can read a command line",
     )
     add(
         "--max-concurrent-requests",
         type=int,
         default=_DEFAULTS.max_concurrent_requests,
-        help="more are answered 429",
+        metavar="N",
+        help="requests that may be under way at once; more are answered with status 429",
     )
-    add("--admin-key", help="opens the admin API (one is made for the run and kept in its folder)")
-    add("--admin-key-file", type=Path, metavar="FILE", help="holds that key")
-    add("--no-ui", action="store_true", help="no page under /ui, which the admin key opens")
-    add("--metrics-key", help="needed for /metrics, where an API key does too (all may read it)")
-    add("--metrics-key-file", type=Path, metavar="FILE", help="holds that key")
-    add("--max-body-size", default=_DEFAULTS.max_body_size)
+    add(
+        "--admin-key",
+        help="key that opens the admin API (one is made for the run and kept in its folder)",
+    )
+    add("--admin-key-file", type=Path, metavar="FILE", help="file with the admin key")
+    add("--no-ui", action="store_true", help="serve no page under /ui")
+    add("--metrics-key", help="key of /metrics, which API keys open too (all may read it)")
+    add("--metrics-key-file", type=Path, metavar="FILE", help="file with that key")
+    add(
+        "--max-body-size",
+        default=_DEFAULTS.max_body_size,
+        metavar="SIZE",
+        help="most bytes of a request's body",
+    )
     _add_connections(parser)
     add(
         "--request-bound",
         action="append",
         default=[],
         metavar="NAME=N",
-        help="what a request may hold at most, such as messages=4096; repeat",
+        help="what a request may hold at most, such as messages=4096; repeat for several",
     )
     add(
         "--request-timeout",
         type=float,
         default=_DEFAULTS.request_timeout_s,
-        metavar="S",
-        help="one time budget for both legs",
+        metavar="SECONDS",
+        help="time for a whole request, all of its legs",
     )
     add(
         "--drain-timeout",
         type=float,
         default=_DEFAULTS.drain_timeout_s,
-        metavar="S",
-        help="so long SIGTERM waits for requests under way; 0: not at all",
+        metavar="SECONDS",
+        help="time that SIGTERM waits for requests under way; 0 waits for none",
     )
 
 
@@ -76,22 +85,22 @@ def _add_connections(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=_DEFAULTS.max_connections,
         metavar="N",
-        help="of clients; beyond, the oldest without a key is closed (0: by the limit of file "
-        "descriptors, 16384 at most)",
+        help="connections of clients; beyond, the oldest without a key is closed (0: by the limit "
+        "of file descriptors, 16384 at most)",
     )
     add(
         "--max-connections-per-address",
         type=int,
         default=_DEFAULTS.max_connections_per_address,
         metavar="N",
-        help="of these, from one address without a key (0: a quarter)",
+        help="connections from one address without a key (0: a quarter of all)",
     )
     add(
         "--body-timeout",
         type=float,
         default=_DEFAULTS.body_timeout_s,
-        metavar="S",
-        help="for all of a request's body, and a second more for each 64 KiB that have come",
+        metavar="SECONDS",
+        help="time for a request's body, and a second more for each 64 KiB that have come",
     )
 
 

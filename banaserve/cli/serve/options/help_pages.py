@@ -28,6 +28,18 @@ _MAX_WIDTH = 100
 _OPTION_WIDTH = 34
 
 
+class _WithDefaults(argparse.HelpFormatter):
+    """Adds the default of an option in brackets, where its help does not end with them."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        words, default = action.help or "", action.default
+        is_said = words.endswith(")")
+        # Of flags a default says nothing; one that is zero or empty stands for something.
+        if is_said or not default or isinstance(default, bool) or default == argparse.SUPPRESS:
+            return words
+        return f"{words} ({default:g})" if isinstance(default, float) else f"{words} ({default})"
+
+
 class ServeParser(Parser):
     """A parser whose options are in named groups.
 
@@ -71,7 +83,7 @@ class ServeParser(Parser):
 
     def _page(self, sections: Mapping[str, Sequence[argparse.Action]], end: str) -> str:
         width = min(_MAX_WIDTH, shutil.get_terminal_size().columns) - 2
-        formatter = argparse.HelpFormatter(
+        formatter = _WithDefaults(
             self.prog, max_help_position=min(_OPTION_WIDTH, width // 3), width=width
         )
         formatter.add_usage(self.usage, [], [])

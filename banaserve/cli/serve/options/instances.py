@@ -15,13 +15,13 @@ def add_instances(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", help="smollm2-135m, llama-13b, opt-13b, a Hugging Face id or a folder")
     add("--pd", metavar="P:D", help="prefill and decode instances (1:1)")
-    add("--colocated", type=int, default=0, metavar="N", help="N instances that do both")
+    add("--colocated", type=int, default=0, metavar="N", help="number of instances that do both")
     add(
         "--instances",
         type=int,
         default=0,
         metavar="N",
-        help="N instances that begin as both; what each does is left to the elastic policy",
+        help="number of instances that begin as both; what each does is left to the elastic policy",
     )
     add(
         "--elastic",
@@ -49,13 +49,19 @@ def add_instances(parser: argparse.ArgumentParser) -> None:
             type=int,
             default=0,
             metavar="N",
-            help=f"ranks of an engine for {role} (0: --tensor-parallel-size, as of the others)",
+            help=f"tensor-parallel ranks of an engine for {role} (as --tensor-parallel-size)",
         )
-    add("--engine-start", default=_DEFAULTS.engine_start, help="auto, fork (CPU) or spawn (GPU)")
+    add(
+        "--engine-start",
+        default=_DEFAULTS.engine_start,
+        metavar="WAY",
+        help="way to start an engine: fork, for CPUs; spawn, for GPUs; auto, which of both fits",
+    )
     add(
         "--threads-per-instance",
         type=int,
         default=_DEFAULTS.threads_per_instance,
+        metavar="N",
         help="CPU threads of each engine (0: share the cores)",
     )
     add(
@@ -64,33 +70,39 @@ def add_instances(parser: argparse.ArgumentParser) -> None:
         default=_DEFAULTS.scheduler,
         help="order of waiting requests in an engine: vLLM's, or Preble's by the cached fraction",
     )
-    add("--start-timeout", type=float, default=_DEFAULTS.start_timeout_s, metavar="S")
+    add(
+        "--start-timeout",
+        type=float,
+        default=_DEFAULTS.start_timeout_s,
+        metavar="SECONDS",
+        help="time that an engine may take to start",
+    )
     add(
         "--restart-grace",
         type=float,
         default=_DEFAULTS.restart_grace_s,
-        metavar="S",
-        help="how long a request waits for a restart where nobody serves",
+        metavar="SECONDS",
+        help="time that a request waits for a restart where no instance serves",
     )
     add(
         "--engine-stall-timeout",
         type=float,
         default=_DEFAULTS.engine_stall_s,
-        metavar="S",
-        help="an engine on a CPU that is silent and idle for so long is started again",
+        metavar="SECONDS",
+        help="silence after which an engine on a CPU that uses no processor is started again",
     )
     add(
         "--engine-spin-timeout",
         type=float,
         default=_DEFAULTS.engine_spin_s,
-        metavar="S",
-        help="any engine that is silent for so long is started again: more than its longest step",
+        metavar="SECONDS",
+        help="silence after which any engine is started again: more than its longest step",
     )
-    add("--run-dir", type=Path, help="where logs go (a fresh folder under the state directory)")
+    add("--run-dir", type=Path, help="folder of logs (a new one below the state directory)")
     add(
         "--log-max-size",
         default=_DEFAULTS.log_max_size,
         metavar="SIZE",
-        help="of each log, which is then begun anew, and of its last one; '' sets no limit",
+        help="size at which a log is begun anew, the last one being kept; '' sets no limit",
     )
     add("--config", type=Path, help="TOML file with these options; the command line wins")

@@ -25,21 +25,21 @@ def add_migration(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=_DEFAULTS.migration_kv_growth,
         metavar="FACTOR",
-        help="address space to reserve for KV blocks, in terms of those at the start",
+        help="address space to reserve for KV blocks, as a multiple of those at the start",
     )
     add(
         "--migration-stall",
         type=float,
         default=_DEFAULTS.migration_stall_s,
-        metavar="S",
-        help="a guest that is silent for so much longer than its work takes is given up",
+        metavar="SECONDS",
+        help="silence beyond the time of its work after which a guest is given up",
     )
     add(
         "--migration-overlap",
         type=int,
         default=_DEFAULTS.migration_overlap,
         metavar="N",
-        help="cut steps into at most so many micro-batches, so that an instance and the guests of "
+        help="most micro-batches that a step is cut into, so that an instance and the guests of "
         "its layers compute at once; 1: it waits for them, which is better where they share cores",
     )
     add(
@@ -47,27 +47,26 @@ def add_migration(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=_DEFAULTS.migration_guest_share,
         metavar="FRACTION",
-        help="of an instance's device, that guests of others beside it may take together",
+        help="share of an instance's device that guests of other instances may take together",
     )
     add(
         "--migration-guest-saves",
         choices=("on", "off"),
         default="on" if _DEFAULTS.migration_guest_saves else "off",
-        help="whether a guest saves the KV of its layers to the store, or sends it to its host, "
-        "which does",
+        help="who saves the KV of a guest's layers to the store: on, the guest; off, its host",
     )
     add(
         "--migration-transport",
         choices=registry.names(),
         default=_DEFAULTS.migration_transport,
-        help="by which KV and activations travel between an instance and its guests",
+        help="way of KV and activations between an instance and its guests",
     )
     add(
         "--migration-attention",
         choices=MIGRATION_ATTENTION,
         default=_DEFAULTS.migration_attention,
-        help="what instances and guests attend with: vLLM's kernels, or ours, which know parts of "
-        "the heads and of the context on every device; auto: vLLM's on a CPU, ours for what has "
-        "moved on a GPU",
+        help="kernels of attention: vLLM's, or banaserve's, which know parts of "
+        "the heads and of the context on every device; auto: vLLM's on a CPU, "
+        "and on a GPU banaserve's for what has moved",
     )
     add("--migration-poison", action="store_true", help="fill what moved away with NaN: for tests")

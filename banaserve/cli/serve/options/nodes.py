@@ -31,7 +31,7 @@ def add_nodes(parser: argparse.ArgumentParser) -> None:
         "--cluster-key-file",
         type=Path,
         metavar="FILE",
-        help=f"holds the key that this server and its nodes share; {KEY_VARIABLE}",
+        help=f"file with the key that this server and its nodes share (${KEY_VARIABLE})",
     )
 
 

@@ -34,43 +34,49 @@ def add_orchestrator(parser: argparse.ArgumentParser) -> None:
         "--slo-ttft",
         type=float,
         default=0.0,
-        metavar="S",
-        help="time to first token of a request that is served well (0: no limit); one may name "
-        "its own in a header",
+        metavar="SECONDS",
+        help="limit of the time to first token; a request may name its own in a header "
+        "(0: no limit)",
     )
     add(
         "--slo-tpot",
         type=float,
         default=0.0,
-        metavar="S",
-        help="mean time of an output token after the first (0: no limit)",
+        metavar="SECONDS",
+        help="limit of the mean time per output token after the first (0: no limit)",
     )
     add(
         "--orchestrator-option",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="option of the policy, such as delta_up=0.3",
+        help="option of the policy, such as delta_up=0.3; repeat for several",
     )
     add(
         "--orchestrator-interval",
         type=float,
         default=_ORCHESTRATOR.interval_s,
-        metavar="S",
+        metavar="SECONDS",
+        help="time between two decisions",
     )
     add(
         "--orchestrator-concurrent",
         type=int,
         metavar="N",
-        help=f"steps that may be under way at once ({_ORCHESTRATOR.concurrent}; elastic: any)",
+        help=f"changes that may be under way at once ({_ORCHESTRATOR.concurrent}; elastic: any)",
     )
     add(
         "--orchestrator-per-minute",
         type=int,
         metavar="N",
-        help=f"steps that may begin within a minute ({_ORCHESTRATOR.per_minute}; elastic: any)",
+        help=f"changes that may begin within a minute ({_ORCHESTRATOR.per_minute}; elastic: any)",
     )
-    add("--decision-log", type=Path, metavar="FILE", help="append every decision, as JSON lines")
+    add(
+        "--decision-log",
+        type=Path,
+        metavar="FILE",
+        help="file to append decisions to, as JSON lines",
+    )
 
 
 def orchestrator_of(known: argparse.Namespace) -> OrchestratorConfig:

@@ -25,13 +25,14 @@ def add_routing(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="option of the routing policy, such as preset=published",
+        help="option of the routing policy, such as preset=published; repeat for several",
     )
     add(
         "--skip-prefill-below-tokens",
         type=int,
         default=_DEFAULTS.skip_prefill_below_tokens,
-        help="prompts with at most so many uncached tokens have no prefill leg",
+        metavar="TOKENS",
+        help="most tokens of a prompt, cached ones left out, that decode computes itself",
     )
     add(
         "--rebalance",
@@ -44,9 +45,9 @@ def add_routing(parser: argparse.ArgumentParser) -> None:
         "--gather-decode",
         type=float,
         default=_DEFAULTS.gather_decode_s,
-        metavar="S",
-        help="so long a decode leg waits for prompts that are being computed for the same "
-        "instance, to begin together: fewer steps, later second tokens",
+        metavar="SECONDS",
+        help="time that a decode leg waits for prompts that are being computed for the same "
+        "instance, to begin together: fewer steps, later second tokens (0: it does not wait)",
     )
 
 

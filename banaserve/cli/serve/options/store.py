@@ -19,14 +19,14 @@ def add_store(parser: argparse.ArgumentParser) -> None:
         "--kv-store-size",
         default=_DEFAULTS.kv_store_size,
         metavar="SIZE",
-        help=f"memory of the store, such as 8GiB ({_DEFAULTS.kv_store_size})",
+        help="memory of the store, such as 8GiB",
     )
-    add("--kv-store-ssd", type=Path, metavar="FOLDER", help="keep KV blocks on a local disk too")
+    add("--kv-store-ssd", type=Path, metavar="FOLDER", help="folder on a local disk for KV blocks")
     add(
         "--kv-store-ssd-size",
         default=_DEFAULTS.kv_store_ssd_size,
         metavar="SIZE",
-        help=f"size of the files on that disk ({_DEFAULTS.kv_store_ssd_size})",
+        help="size of the files on that disk",
     )
     add(
         "--kv-store-distributed",
@@ -51,7 +51,7 @@ def add_store(parser: argparse.ArgumentParser) -> None:
         "--kv-store-peer-key-file",
         type=Path,
         metavar="FILE",
-        help=f"holds the key that these stores share; {KEY_VARIABLE}",
+        help=f"file with the key that these stores share (${KEY_VARIABLE})",
     )
     add(
         "--kv-store-tenant-quota",
@@ -73,8 +73,12 @@ def add_store(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="keep checksums of KV blocks in memory and check them before each use",
     )
-    add("--kv-store-salt", default="", help="deployments with other salts share no blocks")
-    add("--no-kv-store", action="store_true", help="with --colocated: serve without the store")
+    add(
+        "--kv-store-salt",
+        default="",
+        help="text that keeps the blocks of servers with another one apart",
+    )
+    add("--no-kv-store", action="store_true", help="serve without the store, with --colocated")
 
 
 def peer_key_of(known: argparse.Namespace) -> str:
