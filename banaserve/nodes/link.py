@@ -105,7 +105,7 @@ class NodeLink:
     async def _read(self, num_bytes: int) -> bytes:
         while True:
             try:
-                async with asyncio.timeout(self.silent_s):
+                async with asyncio.timeout(min(self.silent_s, SILENT_S)):  # it may change
                     return await self._reader.readexactly(num_bytes)
             except TimeoutError:
                 if self._is_silent():

@@ -12,7 +12,7 @@ import pytest
 
 import small_model
 
-pytestmark = pytest.mark.deep
+pytestmark = pytest.mark.room
 
 TOOL = {
     "name": "look_up",

@@ -65,7 +65,7 @@ def expected(fork_server: ForkServer, model: str, prompts: list[list[int]]) -> l
 def server(serve: Callable[..., Run], model: str, points: Path) -> Iterator[Run]:
     run = serve(
         *("--pd", "1:1", "--model", model, "--served-model-name", "m", "--dtype", "float32"),
-        *("--tensor-parallel-size", "2", "--max-model-len", "1024", "--migration-poison"),
+        *("--decode-tensor-parallel-size", "2", "--max-model-len", "1024", "--migration-poison"),
         *("--kv-cache-memory-bytes", str(96 << 20), "--kv-store-size", "256MiB"),
         env={VARIABLE: str(points)},
     )

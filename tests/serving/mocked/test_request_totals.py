@@ -18,7 +18,7 @@ from observing import until, writer
 from server_run import Metrics
 from streams import asked_all, greedy
 
-pytestmark = pytest.mark.deep
+pytestmark = pytest.mark.room
 
 NUM_STREAMS, NUM_TOKENS, PROMPT_TOKENS = 12, 60, 301
 LONG_TOKENS = 400

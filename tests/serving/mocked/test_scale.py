@@ -126,7 +126,7 @@ def test_no_answer_notices_that_instances_come_and_go(
     assert (back.added, len(back.removed)) == ([], 1)
     left, gone = ids_of(admin), [*shrunk.removed, *back.removed]
     assert sorted([*left, *gone]) == sorted([*before, *grown.added])
-    for name in ("banaserve_instance_ready", "vllm:generation_tokens_total"):
+    for name in ("banaserve_instance_ready", "banaserve_steps_total"):
         assert [server.metric(name, instance_id=one) > 0 for one in left] == [True, True]
     # The orchestrator forgets them at its next turn.
     until(lambda: series_of(server, gone) == [], "no series of those that left is shown")
