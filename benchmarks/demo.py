@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import secrets
 import threading
 import time
@@ -18,6 +19,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
+
+import psutil
 
 from banaserve.api.admin_client import AdminClient
 from banaserve.arguments import Parser
@@ -29,15 +32,22 @@ from banaserve.engine.vllm.migration.api import MoveLayers, Return
 from banaserve.errors import UserError
 from banaserve.sim import case as cases
 from banaserve.sim.case import Case
+from banaserve.sim.workload import Lengths
 from benchmarks.cases import CaseRequest, figures_of, send
 from benchmarks.script import run_script
 
 MOST_LATE = 0.03
 """Share of steps that may take longer than modelled; with more, times say nothing."""
 _CASE = "oscillating-load"
-_DILATIONS = (4.0, 6.0, 9.0, 13.0)
+_DILATIONS = (4.0, 8.0, 13.0)
+_LEAST_DILATION = 2.0
+_BUSY_FRACTION = 0.6
+"""Of the processors: busier machines run some steps late."""
+_PROMPTS_FACTOR = 1.2
+"""Of the case's rate of long prompts: it lasts a minute there, in which fewer would pile up."""
+_MOST_OUTPUT_TOKENS = 500
 _PHASE_WALL_S = 27.0
-_TRIAL_S = 2.5
+_TRIAL_S, _TRIAL_TOKENS = 2.5, 130
 _TIMEOUT_S = 600.0
 _TIME_TO_OPEN_S = 5.0
 _TELL_EVERY_S = 10.0
@@ -51,6 +61,7 @@ class DemoRun(NamedTuple):
         num_in_time: Requests within the limits.
         late_fraction: Share of steps that took longer than modelled.
         took_s: On the wall.
+        busy_fraction: Share of the processors' time that all programs took meanwhile.
     """
 
     num_requests: int
@@ -58,6 +69,7 @@ class DemoRun(NamedTuple):
     num_failed: int
     late_fraction: float
     took_s: float
+    busy_fraction: float
 
 
 def main(argv: Sequence[str]) -> int:
@@ -81,12 +93,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _show(given: argparse.Namespace) -> None:
-    case = cases.read(_CASE)
+    case = shortened(cases.read(_CASE))
     dilation = given.dilate or await _measured(given, case)
     phase_s = given.phase_s or _PHASE_WALL_S / dilation
-    case = replace(
-        case, phases=tuple(replace(one, duration_s=phase_s) for one in case.phases), repeat=1
-    )
+    case = replace(case, phases=tuple(replace(one, duration_s=phase_s) for one in case.phases))
     limits = case.limits
     service = ("--slo-ttft", f"{limits.ttft_s:g}", "--slo-tpot", f"{limits.tpot_s:g}")
     follow = ("--instances", "4", *service)
@@ -103,6 +113,14 @@ async def _show(given: argparse.Namespace) -> None:
 
 def _of_fixed(log: Path) -> Path:
     return log.with_stem(f"{log.stem}-fixed")
+
+
+def shortened(case: Case) -> Case:
+    """Return a case whose load shows in some seconds what it shows in minutes."""
+    prompts, answers = case.phases
+    output = replace(answers.output, high=_MOST_OUTPUT_TOKENS)
+    prompts = replace(prompts, rate_per_s=_PROMPTS_FACTOR * prompts.rate_per_s)
+    return replace(case, phases=(prompts, replace(answers, output=output)), repeat=1)
 
 
 def verdict(follows: DemoRun, fixed: DemoRun, ttft_s: float, tpot_s: float) -> str:
@@ -122,21 +140,30 @@ def verdict(follows: DemoRun, fixed: DemoRun, ttft_s: float, tpot_s: float) -> s
 
 
 async def _measured(given: argparse.Namespace, case: Case) -> float:
-    """Return the least dilation at which this machine keeps up with the load.
+    """Return a dilation at which this machine keeps up with the load: of a trial, less if idle.
 
     Raises:
         UserError: It keeps up at none.
     """
     peak = max(case.phases, key=lambda one: one.rate_per_s * one.output.mean)
-    trial = replace(case, phases=(replace(peak, duration_s=_TRIAL_S),), repeat=1)
+    # As many tokens a second, of more and shorter answers: the trial is over sooner.
+    output = Lengths("fixed", _TRIAL_TOKENS)
+    rate_per_s = peak.rate_per_s * peak.output.mean / _TRIAL_TOKENS
+    peak = replace(peak, duration_s=_TRIAL_S, rate_per_s=rate_per_s, output=output)
+    trial = replace(case, phases=(peak,))
     late = 1.0
     for dilation in _DILATIONS:
         print(f"measuring this machine: {dilation:g} wall seconds a modelled one", flush=True)
         options = ("--colocated", "4", "--orchestrator", "off", "--migration", "off")
-        late = (await _run(given, trial, dilation, options, None)).late_fraction
-        print(f"  {late:.1%} of the steps took longer than modelled", flush=True)
+        tried = await _run(given, trial, dilation, options, None)
+        late, busy = tried.late_fraction, tried.busy_fraction
+        print(
+            f"  {late:.1%} of the steps took longer than modelled, processors {busy:.0%} busy",
+            flush=True,
+        )
         if late <= MOST_LATE / 2:
-            return dilation
+            needed = math.ceil(2 * dilation * busy / _BUSY_FRACTION) / 2
+            return min(dilation, max(_LEAST_DILATION, needed))
     raise UserError(
         f"this machine is too slow: {late:.1%} of the steps are late even at {_DILATIONS[-1]:g} "
         "wall seconds a modelled one; end other programs, or give --dilate"
@@ -165,11 +192,13 @@ async def _run(
         name = f"paced-{case.profile.name}"
         async with OpenAiClient(server.url, name, timeout_s=_TIMEOUT_S, read_late=True) as client:
             began_s = time.monotonic()
+            psutil.cpu_percent()
             with _told(server, len(asked)) if log is not None else _untold():
                 sending = asyncio.create_task(send(client, asked, dilation))
                 if is_shown:
                     await asyncio.to_thread(_move, server, key)
                 records = await sending
+            busy_fraction = psutil.cpu_percent() / 100
         told = modelled_time(server.url)
     assert told is not None, "a paced server says how it kept time"
     figures = figures_of(records, dilation, case.limits)
@@ -179,6 +208,7 @@ async def _run(
         sum(one.error is not None for one in records),
         told.num_overrun / max(1, told.num_steps),
         time.monotonic() - began_s,
+        busy_fraction,
     )
 
 

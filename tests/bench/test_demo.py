@@ -8,8 +8,8 @@ from banaserve.errors import UserError
 from benchmarks import demo
 from benchmarks.demo import DemoRun, verdict
 
-WON = DemoRun(570, 520, 0, 0.011, 80.0)
-LOST = DemoRun(570, 310, 0, 0.004, 80.0)
+WON = DemoRun(570, 520, 0, 0.011, 80.0, 0.5)
+LOST = DemoRun(570, 310, 0, 0.004, 80.0, 0.5)
 
 
 def test_the_last_line_has_both_counts() -> None:
