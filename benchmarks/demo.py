@@ -147,7 +147,7 @@ async def _measured(given: argparse.Namespace, case: Case) -> float:
     """
     peak = max(case.phases, key=lambda one: one.rate_per_s * one.output.mean)
     # As many tokens a second, of more and shorter answers: the trial is over sooner.
-    output = Lengths("fixed", _TRIAL_TOKENS)
+    output = Lengths(kind="fixed", mean=_TRIAL_TOKENS)
     rate_per_s = peak.rate_per_s * peak.output.mean / _TRIAL_TOKENS
     peak = replace(peak, duration_s=_TRIAL_S, rate_per_s=rate_per_s, output=output)
     trial = replace(case, phases=(peak,))

@@ -26,7 +26,7 @@ OTHERS = {
     *("--extra-index-url", "--no-deps", "--no-build-isolation", "--require-hashes", "--dtype"),
     *("--kv-transfer-config", "--scheduler-cls", "--ssl-ciphers", "--quantization"),
     *("--scheduling-policy", "--compilation-config", "--no-enable-prefix-caching"),
-    *("--gpu-memory-utilization", "--kv-cache-memory-bytes", "--max-num-seqs"),
+    *("--gpu-memory-utilization", "--kv-cache-memory-bytes"),
     *("--enable-prompt-tokens-details", "--enforce-eager", "--no-enforce-eager"),
     "--attention-backend",
     # Of the checker of another vLLM, which is no command.
