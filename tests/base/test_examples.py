@@ -33,6 +33,7 @@ def ran(*command: str, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.room
 def test_the_trace_that_is_simulated_compares_all_systems(tmp_path: Path) -> None:
     made = ran(str(EXAMPLES / "simulate_trace.py"))
     heading, *rows = made.splitlines()
