@@ -43,10 +43,10 @@ _DILATIONS = (4.0, 8.0, 13.0)
 _LEAST_DILATION = 2.0
 _BUSY_FRACTION = 0.6
 """Of the processors: busier machines run some steps late."""
-_PROMPTS_FACTOR = 1.35
+_PROMPTS_FACTOR = 1.2
 """Of the case's rate of long prompts: it lasts a minute there, in which fewer would pile up."""
-_MOST_OUTPUT_TOKENS = 400
-_PHASE_WALL_S = 18.0
+_MOST_OUTPUT_TOKENS = 500
+_PHASE_WALL_S = 27.0
 _TRIAL_S, _TRIAL_TOKENS = 2.5, 130
 _TIMEOUT_S = 600.0
 _TIME_TO_OPEN_S = 5.0
