@@ -63,7 +63,7 @@ class AdminDoor:
             return
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
         given = given if scheme.lower() == "bearer" else ""
-        is_key = secrets.compare_digest(given.encode(), self._key)
+        is_key = bool(given) and secrets.compare_digest(given.encode(), self._key)
         if self._pages is not None:
             path = _path(scope)
             about_pages = self._pages.answer(scope["method"], path, given, is_key=is_key)

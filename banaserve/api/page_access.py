@@ -65,7 +65,7 @@ class PageAccess:
         Args:
             path: Below the root path.
             given: The bearer's credential: the admin key, a code or a token.
-            is_key: Whether it is the admin key, which alone gets codes.
+            is_key: Flag: the credential is the admin key, which alone gets codes.
         """
         match method, path.removeprefix(PREFIX):
             case "POST", "/page-code" if is_key:

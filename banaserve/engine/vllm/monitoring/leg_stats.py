@@ -38,7 +38,7 @@ class Sequences:
     """Sequences of one request, which is one request to the metrics of its parameters.
 
     Args:
-        num_sequences: Its ``n``.
+        num_sequences: Number of sequences that the request asks for, its ``n``.
     """
 
     def __init__(self, num_sequences: int = 1) -> None:
@@ -65,7 +65,7 @@ class IterationByLeg(IterationStats):
     """vLLM's statistics of the outputs of one step.
 
     Attributes:
-        by_leg: What vLLM would count if there were only legs of this kind.
+        by_leg: Counts of each kind of leg, as vLLM would have them without the other kinds.
     """
 
     def __init__(self) -> None:
