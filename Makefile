@@ -159,7 +159,7 @@ demo: install  ## Show four paced engines under a swinging load on the page, for
 
 pictures: install  ## Draw README's pictures anew: the headline result, and the page during a move, in a browser.
 	@PYTHONSAFEPATH= $(BIN)/python -m benchmarks pictures
-	@BANASERVE_PICTURES='$(CURDIR)/docs/pictures' $(BIN)/pytest -q -n0 tests/ui/test_page.py -k under_way
+	@BANASERVE_PICTURES='$(CURDIR)/docs/pictures' $(BIN)/pytest -q -n0 tests/ui/live/test_page.py -k under_load
 
 bench-gpu:  ## Time the kernels on a GPU with GPU_PYTHON into benchmarks/results/kernels.json.
 	@PYTHONSAFEPATH= timeout 480 $(GPU_PYTHON) -m benchmarks.kernel_bandwidth --json benchmarks/results/kernels.json $(ARGS)

@@ -24,7 +24,7 @@ from banaserve.ui.page import PageDoor
 from banaserve.ui.records import PageInfo, page_link
 from banaserve.ui.replay import Replay, read_decisions
 from banaserve.ui.replay_app import replay_app
-from browsing import Browser, browser, check_accessible, keep, keep_for_readme
+from browsing import Browser, browser, check_accessible, keep
 from served_admin import KEY, Served
 from waiting import eventually
 
@@ -265,7 +265,7 @@ def test_a_move_is_seen_while_it_is_under_way(chrome, live):
             live.served.controller.log.add(made)
         page.locator("#feed summary").nth(2).wait_for()
         page.evaluate("scrollTo(0, 0)")
-        keep_for_readme(page, "page-while-layers-move")
+        keep(page, "live-moving", whole=False)
         engine.held.clear()
         row(page, "p0").locator(".guest").wait_for()
 

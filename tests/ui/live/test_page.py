@@ -15,7 +15,7 @@ import pytest
 from banaserve.api.admin_client import AdminClient
 from banaserve.engine.vllm.migration.api import MoveLayers, Return
 from banaserve.run_dir import admin_note, find_admin
-from browsing import Browser, browser, check_accessible, keep
+from browsing import Browser, browser, check_accessible, keep, keep_for_readme
 from docs.repository.dashboard_queries import asked_series
 from server_run import DEADLINE_S, Run
 
@@ -129,6 +129,8 @@ def test_a_move_under_load_is_seen(server, page):
         keep(page, "served-moved", whole=False)
         assert seen_moving(page, server), "no move was seen while it was under way"
         page.locator("#figures .value", has_text="tokens/s").first.wait_for()
+        page.evaluate("scrollTo(0, 0)")
+        keep_for_readme(page, "page-under-load")
     assert load.errors == []
     assert load.num_answers > 0
 
