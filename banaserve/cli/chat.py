@@ -122,7 +122,9 @@ def chat(
     model: Annotated[str | None, typer.Option(help="Name of the model (the first one).")] = None,
     system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Length of an answer in tokens.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is always the same answer.")] = None,
+    temperature: Annotated[
+        float, typer.Option(help="Spread of answers; at 0 a question always has the same one.")
+    ] = 0.0,
 ) -> None:
     """Talk to the model of a running server. An empty line, or Ctrl-D, ends the conversation."""
     key = key_of("--api-key", api_key, api_key_file, os.environ.get("BANASERVE_API_KEY", ""))
@@ -131,9 +133,9 @@ def chat(
     else:
         access = find_admin(None, port)
         server = ChatServer(access.url, key, access.certificate, is_own=True)
-    options = {"max_tokens": max_tokens, "temperature": temperature}
-    asked: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-    asked["model"] = model or server.first_model()
+    asked: dict[str, Any] = {"model": model or server.first_model(), "temperature": temperature}
+    if max_tokens is not None:
+        asked["max_tokens"] = max_tokens
     said: list[Message] = [{"role": "system", "content": system}] if system else []
     for words in [question] if question is not None else _typed():
         said.append({"role": "user", "content": words})

@@ -69,6 +69,7 @@ def test_one_question_is_answered(
     (asked,) = Model.asked
     assert asked == {
         "model": "backwards",
+        "temperature": 0.0,
         "stream": True,
         "messages": [
             {"role": "system", "content": "Be brief."},
@@ -81,10 +82,10 @@ def test_a_conversation_keeps_what_was_said(
     url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("a b\nc d\n\nnot asked\n"))
-    assert main(["chat", "--url", url, "--api-key", KEY, "--temperature", "0"]) == 0
+    assert main(["chat", "--url", url, "--api-key", KEY, "--temperature", "0.5"]) == 0
     assert capsys.readouterr().out == "b a\nd c\n"
     first, second = Model.asked
-    assert first["temperature"] == 0
+    assert first["temperature"] == 0.5
     assert [one["content"] for one in second["messages"]] == ["a b", "b a", "c d"]
 
 
