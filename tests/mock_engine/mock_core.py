@@ -393,6 +393,15 @@ class MockCore:
 
     def _say_dead(self) -> None:
         self._output.send(protocol.ENGINE_CORE_DEAD)
+        self._flush()
+
+    def _die(self) -> NoReturn:
+        """End by a kill, once what has been put out is on its way: a thread of zmq's sends it."""
+        self._flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("nobody survives that")
+
+    def _flush(self) -> None:
         for one in (self._input, self._output):
             one.close()
         self._context.term()
@@ -453,7 +462,7 @@ class MockCore:
             took_ms += options.request_ms * len(self._steps.running)
             time.sleep(max(0.0, began_s + took_ms / 1000 - time.monotonic()))
         if self._steps.is_deadly:
-            os.kill(os.getpid(), signal.SIGKILL)
+            self._die()
         outputs = [output for _, output in self._steps.finish()]
         stats = self._steps.stats()
         if self._facts.fingerprint is not None and num_tokens:
@@ -500,7 +509,7 @@ class MockCore:
             return
         match trouble.how:
             case "die":
-                os.kill(os.getpid(), signal.SIGKILL)
+                self._die()
             case "hang":
                 hang()
             case "spin":
