@@ -68,7 +68,8 @@ $(VENV)/.dev-full: $(INSTALLED) requirements/dev-full.txt
 	@touch $@
 
 # Compiled once for all test processes and the next run, whatever the environment asks for.
-PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -n $(JOBS)
+# What a failed test's processes have logged says more than the code of libraries that it went through.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -n $(JOBS) --tb=short
 # A file's tests share servers.
 BY_FILE := --dist loadfile --no-loadscope-reorder
 

@@ -112,9 +112,10 @@ class MockParent:
         become(order.instance_id, order.handshake_address, order.log_path, argv)
 
     def _fork(self, body: Callable[[], object]) -> int:
+        parent_pid = os.getpid()
         pid = os.fork()
         if pid == 0:
-            die_with_parent()
+            die_with_parent(parent_pid)
             end_after(body)
         self._pids.add(pid)
         return pid

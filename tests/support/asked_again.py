@@ -36,11 +36,17 @@ class AskedAgain:
         self._asking = self._pool.submit(lambda: asyncio.run(self._ask_all()))
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _kind: object, failure: BaseException | None, _trace: object) -> None:
         self._ends.set()
         assert self._asking is not None
-        self._asking.result()
-        self._pool.shutdown()
+        with self._pool:
+            streams_failed = self._asking.exception()
+        if streams_failed is None:
+            return
+        if failure is None:
+            raise streams_failed
+        # Raised here, it would hide the block's own failure.
+        failure.add_note(f"its streams failed: {streams_failed!r}")
 
     def comes_to(self, count: int) -> None:
         """Return when so many have been answered."""

@@ -151,15 +151,16 @@ class _EngineParent:
         return True
 
     def _fork(self, order: messages.StartEngine | messages.StartGuest) -> int:
+        parent_pid = os.getpid()
         pid = os.fork()
         if pid == 0:
-            _in_child(lambda: self._become(order))
+            _in_child(lambda: self._become(order, parent_pid))
         return pid
 
-    def _become(self, order: messages.StartEngine | messages.StartGuest) -> None:
+    def _become(self, order: messages.StartEngine | messages.StartGuest, parent_pid: int) -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        die_with_parent()
+        die_with_parent(parent_pid)
         for inherited in (self._control, self._wake_read, self._wake_write):
             inherited.close()
         redirect_output(order.log_path)
