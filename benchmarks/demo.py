@@ -33,6 +33,7 @@ from banaserve.errors import UserError
 from banaserve.sim import case as cases
 from banaserve.sim.case import Case
 from banaserve.sim.workload import Lengths
+from banaserve.ui.records import page_link
 from benchmarks.cases import CaseRequest, figures_of, send
 from benchmarks.script import run_script
 
@@ -43,10 +44,10 @@ _DILATIONS = (4.0, 8.0, 13.0)
 _LEAST_DILATION = 2.0
 _BUSY_FRACTION = 0.6
 """Of the processors: busier machines run some steps late."""
-_PROMPTS_FACTOR = 1.2
+_PROMPTS_FACTOR = 1.35
 """Of the case's rate of long prompts: it lasts a minute there, in which fewer would pile up."""
-_MOST_OUTPUT_TOKENS = 500
-_PHASE_WALL_S = 27.0
+_MOST_OUTPUT_TOKENS = 350
+_PHASE_WALL_S = 18.0
 _TRIAL_S, _TRIAL_TOKENS = 2.5, 130
 _TIMEOUT_S = 600.0
 _TIME_TO_OPEN_S = 5.0
@@ -187,7 +188,8 @@ async def _run(
         words += ["--decision-log", str(log)]
     with banaserve_server(MINIATURE, *words, port=given.port) as server:
         if is_shown:
-            print(f"\n  page  {server.url}/ui\n  key   {key}\n", flush=True)
+            code = AdminClient(server.url, key).page_code().code
+            print(f"\n  page  {page_link(server.url, code)} (opens once)\n", flush=True)
             await asyncio.sleep(_TIME_TO_OPEN_S)
         name = f"paced-{case.profile.name}"
         async with OpenAiClient(server.url, name, timeout_s=_TIMEOUT_S, read_late=True) as client:

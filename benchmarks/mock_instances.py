@@ -179,18 +179,18 @@ def _count(figures: FrontDoorFigures, what: str, load: ComparedStreams) -> None:
 
 def _restart(admin: AdminClient) -> float:
     began_s = time.monotonic()
-    restart = admin.begin_restart(RestartRequest())
+    restart = admin.restarts.begin(RestartRequest())
     while restart.is_open and time.monotonic() < began_s + _CHANGE_S:
-        restart = admin.show_restart(restart.id, wait_s=20.0)
+        restart = admin.restarts.show(restart.id, wait_s=20.0)
     assert restart.state == "done", restart
     return time.monotonic() - began_s
 
 
 def _scale(admin: AdminClient, ask: ScaleRequest) -> float:
     began_s = time.monotonic()
-    scaling = admin.begin_scaling(ask)
+    scaling = admin.scalings.begin(ask)
     while scaling.is_open and time.monotonic() < began_s + _CHANGE_S:
-        scaling = admin.show_scaling(scaling.id, wait_s=20.0)
+        scaling = admin.scalings.show(scaling.id, wait_s=20.0)
     assert scaling.state == "done", scaling
     return time.monotonic() - began_s
 

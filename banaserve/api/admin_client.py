@@ -8,7 +8,7 @@ import ssl
 import urllib.error
 import urllib.parse
 import urllib.request
-from typing import TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -39,6 +39,8 @@ from banaserve.errors import UserError
 from banaserve.ui.records import PageCode
 
 T = TypeVar("T")
+Ask = TypeVar("Ask")
+State = TypeVar("State")
 _TIMEOUT_S = 60.0
 _FETCH_TIMEOUT_S = 3600.0
 """For an answer that may come after a model has been fetched."""
@@ -50,6 +52,62 @@ class _Error(msgspec.Struct):
 
 class _ErrorBody(msgspec.Struct):
     error: _Error
+
+
+class Call(Protocol):
+    """One call of the admin API."""
+
+    def __call__(
+        self,
+        method: str,
+        path: str,
+        kind: type[T],
+        body: bytes | None = None,
+        timeout_s: float = _TIMEOUT_S,
+    ) -> T:
+        """Return the answer, read as ``kind``.
+
+        Raises:
+            UserError: The request is refused, or the server cannot be reached.
+        """
+        ...
+
+
+class OperationClient(Generic[Ask, State]):
+    """OperationClient of one kind, which go on after the call that begins them has returned.
+
+    Each method raises ``UserError`` where it is refused or the server cannot be reached.
+
+    Args:
+        name: Last part of their path.
+        kind: State of one operation.
+        begin_timeout_s: Longest wait for the answer to ``begin``.
+    """
+
+    def __init__(
+        self, call: Call, name: str, kind: type[State], begin_timeout_s: float = _TIMEOUT_S
+    ) -> None:
+        self._call = call
+        self._path = f"/admin/{name}"
+        self._kind = kind
+        self._begin_timeout_s = begin_timeout_s
+
+    def begin(self, ask: Ask) -> State:
+        """Begin one."""
+        body = msgspec.json.encode(ask)
+        return self._call("POST", self._path, self._kind, body, self._begin_timeout_s)
+
+    def show(self, name: str, wait_s: float = 0.0) -> State:
+        """Return the state of the one with this id, at its end or after ``wait_s``."""
+        return self._call("GET", f"{self._path}/{name}?wait_s={wait_s:g}", self._kind)
+
+    def abort(self, name: str) -> State:
+        """End the one with this id early: what can be undone is undone."""
+        return self._call("DELETE", f"{self._path}/{name}", self._kind)
+
+    def last(self) -> list[State]:
+        """Return the last ones, the oldest first, of kinds that keep them."""
+        return self._call("GET", self._path, list[self._kind])  # type: ignore[name-defined]
 
 
 class AdminClient:
@@ -69,31 +127,18 @@ class AdminClient:
         self._url = url.rstrip("/")
         self._key = key
         self._opener = opener_of(self._url, certificate, is_own)
-
-    def begin(self, ask: MigrationRequest) -> Migration:
-        """Begin a migration.
-
-        Raises:
-            UserError: It is refused, or the server cannot be reached.
-        """
-        return self._call("POST", "/admin/migrations", Migration, msgspec.json.encode(ask))
-
-    def show(self, migration_id: str, wait_s: float = 0.0) -> Migration:
-        """How far a migration is; waits so long for its end.
-
-        Raises:
-            UserError: There is none, or the server cannot be reached.
-        """
-        path = f"/admin/migrations/{migration_id}?wait_s={wait_s:g}"
-        return self._call("GET", path, Migration)
-
-    def abort(self, migration_id: str) -> Migration:
-        """Give a migration up.
-
-        Raises:
-            UserError: It has ended, or the server cannot be reached.
-        """
-        return self._call("DELETE", f"/admin/migrations/{migration_id}", Migration)
+        call = self._call
+        self.migrations = OperationClient[MigrationRequest, Migration](
+            call, "migrations", Migration
+        )
+        self.roles = OperationClient[RoleRequest, RoleChange](call, "roles", RoleChange)
+        self.scalings = OperationClient[ScaleRequest, Scaling](call, "scalings", Scaling)
+        self.restarts = OperationClient[RestartRequest, RollingRestart](
+            call, "restarts", RollingRestart, _FETCH_TIMEOUT_S
+        )
+        self.node_changes = OperationClient[NodeRequest, NodeChange](
+            call, "node-changes", NodeChange
+        )
 
     def page_code(self) -> PageCode:
         """Get a code that opens the page once.
@@ -182,30 +227,6 @@ class AdminClient:
         body = msgspec.json.encode(PauseRequest(paused))
         return self._call("POST", "/admin/orchestrator", ControllerStatus, body)
 
-    def begin_role(self, ask: RoleRequest) -> RoleChange:
-        """Begin to give an instance another role.
-
-        Raises:
-            UserError: It is refused, or the server cannot be reached.
-        """
-        return self._call("POST", "/admin/roles", RoleChange, msgspec.json.encode(ask))
-
-    def show_role(self, change_id: str, wait_s: float = 0.0) -> RoleChange:
-        """How far a role switch is; waits so long for its end.
-
-        Raises:
-            UserError: There is none, or the server cannot be reached.
-        """
-        return self._call("GET", f"/admin/roles/{change_id}?wait_s={wait_s:g}", RoleChange)
-
-    def abort_role(self, change_id: str) -> RoleChange:
-        """Give a role switch up.
-
-        Raises:
-            UserError: It has ended, or the server cannot be reached.
-        """
-        return self._call("DELETE", f"/admin/roles/{change_id}", RoleChange)
-
     def drain(self, instance: str) -> DrainState:
         """Let the streams of an instance go on elsewhere, and send it nothing more.
 
@@ -230,63 +251,6 @@ class AdminClient:
         """
         return self._call("DELETE", _drain_path(instance), DrainState)
 
-    def begin_scaling(self, ask: ScaleRequest) -> Scaling:
-        """Begin to add and remove instances.
-
-        Raises:
-            UserError: It is refused, or the server cannot be reached.
-        """
-        return self._call("POST", "/admin/scalings", Scaling, msgspec.json.encode(ask))
-
-    def show_scaling(self, scaling_id: str, wait_s: float = 0.0) -> Scaling:
-        """How far a scaling is; waits so long for its end.
-
-        Raises:
-            UserError: There is none, or the server cannot be reached.
-        """
-        return self._call("GET", f"/admin/scalings/{scaling_id}?wait_s={wait_s:g}", Scaling)
-
-    def abort_scaling(self, scaling_id: str) -> Scaling:
-        """Give a scaling up.
-
-        Raises:
-            UserError: It has ended, or the server cannot be reached.
-        """
-        return self._call("DELETE", f"/admin/scalings/{scaling_id}", Scaling)
-
-    def restarts(self) -> list[RollingRestart]:
-        """The last rolling restarts, the oldest first.
-
-        Raises:
-            UserError: The server cannot be reached.
-        """
-        return self._call("GET", "/admin/restarts", list[RollingRestart])
-
-    def begin_restart(self, ask: RestartRequest) -> RollingRestart:
-        """Begin to replace all engines one after the other.
-
-        Raises:
-            UserError: It is refused, or the server cannot be reached.
-        """
-        body = msgspec.json.encode(ask)
-        return self._call("POST", "/admin/restarts", RollingRestart, body, _FETCH_TIMEOUT_S)
-
-    def show_restart(self, restart_id: str, wait_s: float = 0.0) -> RollingRestart:
-        """How far a rolling restart is; waits so long for its end.
-
-        Raises:
-            UserError: There is none, or the server cannot be reached.
-        """
-        return self._call("GET", f"/admin/restarts/{restart_id}?wait_s={wait_s:g}", RollingRestart)
-
-    def abort_restart(self, restart_id: str) -> RollingRestart:
-        """Give a rolling restart up: what it has changed goes back.
-
-        Raises:
-            UserError: It has ended, or the server cannot be reached.
-        """
-        return self._call("DELETE", f"/admin/restarts/{restart_id}", RollingRestart)
-
     def nodes(self) -> list[NodeStatus]:
         """Nodes that engines run on.
 
@@ -295,41 +259,17 @@ class AdminClient:
         """
         return self._call("GET", "/admin/nodes", list[NodeStatus])
 
-    def begin_node_change(self, ask: NodeRequest) -> NodeChange:
-        """Begin to add a node, or to remove one.
-
-        Raises:
-            UserError: It is refused, or the server cannot be reached.
-        """
-        return self._call("POST", "/admin/node-changes", NodeChange, msgspec.json.encode(ask))
-
-    def show_node_change(self, change_id: str, wait_s: float = 0.0) -> NodeChange:
-        """How far a change of nodes is; waits so long for its end.
-
-        Raises:
-            UserError: There is none, or the server cannot be reached.
-        """
-        return self._call("GET", f"/admin/node-changes/{change_id}?wait_s={wait_s:g}", NodeChange)
-
-    def abort_node_change(self, change_id: str) -> NodeChange:
-        """Give a change of nodes up.
-
-        Raises:
-            UserError: It has ended, or the server cannot be reached.
-        """
-        return self._call("DELETE", f"/admin/node-changes/{change_id}", NodeChange)
-
     def run(self, ask: MigrationRequest, timeout_s: float = 600.0) -> Migration:
         """Begin a migration and wait for its end, whatever that is.
 
         Raises:
             UserError: It is refused, takes longer, or the server cannot be reached.
         """
-        migration = self.begin(ask)
+        migration = self.migrations.begin(ask)
         for _ in range(int(timeout_s)):
             if not migration.is_open:
                 return migration
-            migration = self.show(migration.id, wait_s=1.0)
+            migration = self.migrations.show(migration.id, wait_s=1.0)
         raise UserError(f"migration {migration.id} has not ended in {timeout_s:.0f} s")
 
     def _call(

@@ -11,11 +11,11 @@ from banaserve.errors import UserError
 def changed(admin: AdminClient, ask: RoleRequest) -> RoleChange | None:
     """The change when it has ended; None where it is refused, as by the last of a role."""
     try:
-        change = admin.begin_role(ask)
+        change = admin.roles.begin(ask)
     except UserError as refused:
         if "already" in str(refused) or "only one that serves" in str(refused):
             return None
         raise
     while change.is_open:
-        change = admin.show_role(change.id, wait_s=10.0)
+        change = admin.roles.show(change.id, wait_s=10.0)
     return change

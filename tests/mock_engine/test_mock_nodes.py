@@ -88,7 +88,7 @@ def test_node_joins_and_gets_an_instance_that_is_added(
     server: MockRun, nodes: list[NodeRun], expected: dict[str, Answer]
 ) -> None:
     admin = AdminClient(*find_admin(server.run_dir))
-    change = admin.begin_node_change(NodeRequest("add", nodes[2].address))
-    until(lambda: not admin.show_node_change(change.id).is_open, "the node has joined")
+    change = admin.node_changes.begin(NodeRequest("add", nodes[2].address))
+    until(lambda: not admin.node_changes.show(change.id).is_open, "the node has joined")
     assert {node.name for node in admin.nodes()} >= {nodes[2].address}
     assert not differences(KINDS, expected, asyncio.run(asked_all(server, KINDS)))

@@ -101,9 +101,9 @@ def test_instances_come_and_go_under_streams(
     server: MockRun, admin: AdminClient, expected: dict[str, Answer]
 ) -> None:
     def scaled(decode: int) -> None:
-        scaling = admin.begin_scaling(ScaleRequest(1, decode))
-        until(lambda: not admin.show_scaling(scaling.id).is_open, "the scaling has ended")
-        done = admin.show_scaling(scaling.id)
+        scaling = admin.scalings.begin(ScaleRequest(1, decode))
+        until(lambda: not admin.scalings.show(scaling.id).is_open, "the scaling has ended")
+        done = admin.scalings.show(scaling.id)
         assert (done.state, done.reason) == ("done", "")
 
     assert not wrong_while(server, expected, lambda: scaled(4))
@@ -116,9 +116,9 @@ def test_rolling_restart_replaces_every_process(
     before = set(server.cores)
 
     def restarted() -> None:
-        restart = admin.begin_restart(RestartRequest())
-        until(lambda: not admin.show_restart(restart.id).is_open, "the restart has ended")
-        done = admin.show_restart(restart.id)
+        restart = admin.restarts.begin(RestartRequest())
+        until(lambda: not admin.restarts.show(restart.id).is_open, "the restart has ended")
+        done = admin.restarts.show(restart.id)
         assert (done.state, done.reason) == ("done", "")
 
     assert not wrong_while(server, expected, restarted)

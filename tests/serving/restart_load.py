@@ -89,10 +89,10 @@ def restarted(
 ) -> RollingRestart:
     """Begin a restart and return when it has ended; ``seen`` is given it now and then."""
     admin = admin_of(server)
-    found = admin.begin_restart(ask)
+    found = admin.restarts.begin(ask)
     while found.is_open:
         seen(found)
-        found = admin.show_restart(found.id, wait_s=0.2)
+        found = admin.restarts.show(found.id, wait_s=0.2)
     return found
 
 

@@ -27,7 +27,7 @@ def ended(admin: AdminClient, scaling: Scaling) -> Scaling:
 
     def has_ended() -> bool:
         nonlocal found
-        found = admin.show_scaling(scaling.id, wait_s=5.0)
+        found = admin.scalings.show(scaling.id, wait_s=5.0)
         return not found.is_open
 
     until(has_ended, "the scaling has ended")
@@ -35,7 +35,7 @@ def ended(admin: AdminClient, scaling: Scaling) -> Scaling:
 
 
 def scaled(admin: AdminClient, prefill: int, decode: int) -> Scaling:
-    done = ended(admin, admin.begin_scaling(ScaleRequest(prefill, decode)))
+    done = ended(admin, admin.scalings.begin(ScaleRequest(prefill, decode)))
     assert (done.state, done.reason) == ("done", "")
     return done
 

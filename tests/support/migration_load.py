@@ -145,7 +145,7 @@ def done(admin: AdminClient, ask: MigrationRequest) -> Migration:
 def until_phase(admin: AdminClient, migration: Migration, phase: str) -> Migration:
     """Return as soon as a migration is in ``phase``, or past it."""
     while migration.is_open and migration.moves[0].phase != phase:
-        migration = admin.show(migration.id)
+        migration = admin.migrations.show(migration.id)
     return migration
 
 
@@ -222,7 +222,7 @@ def ended(admin: AdminClient, migration: Migration) -> Migration:
     for _ in range(60):
         if not migration.is_open:
             return migration
-        migration = admin.show(migration.id, wait_s=1.0)
+        migration = admin.migrations.show(migration.id, wait_s=1.0)
     raise AssertionError(f"still {migration.moves[0].phase}")
 
 

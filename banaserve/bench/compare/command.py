@@ -112,9 +112,9 @@ class StartPlacement:
                     return f"{one.id} has modules away"
             for one in placement.instances:
                 if one.role != self._roles.get(one.id, one.role):
-                    change = self._admin.begin_role(RoleRequest(one.id, self._roles[one.id]))
+                    change = self._admin.roles.begin(RoleRequest(one.id, self._roles[one.id]))
                     while change.is_open:
-                        change = self._admin.show_role(change.id, wait_s=_AGAIN_S)
+                        change = self._admin.roles.show(change.id, wait_s=_AGAIN_S)
                     return f"{one.id} is {one.role}"
         except UserError as error:
             return str(error)

@@ -11,6 +11,7 @@ import msgspec
 import typer
 
 from banaserve.api.admin_client import AdminClient
+from banaserve.cli.admin.following import followed
 from banaserve.cli.admin.options import ServerOptions, with_server_options
 from banaserve.cli.admin.placement import overlap_words, sharing_line
 from banaserve.cli.console import print_error
@@ -40,7 +41,6 @@ FromOption = Annotated[str, typer.Option("--from", help="The instance that they 
 ToOption = Annotated[str, typer.Option("--to", help="The instance beside which they will run.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON when it has ended.")]
 _EXIT_FAILED = 2
-_LOOK_S = 0.5
 
 
 @app.command()
@@ -214,15 +214,8 @@ def share(
 
 def _migrate(client: AdminClient, ask: MigrationRequest, as_json: bool) -> None:
     """Begin, show how far it is, and leave with 2 unless all of it was done."""
-    migration = client.begin(ask)
-    shown = _Progress(quiet=as_json)
-    try:
-        while migration.is_open:
-            shown.update(migration)
-            migration = client.show(migration.id, wait_s=_LOOK_S)
-    except KeyboardInterrupt:
-        migration = _abort(client, migration)
-    shown.update(migration)
+    migration = client.migrations.begin(ask)
+    migration = followed(client.migrations, migration, _progress, is_silent=as_json)
     if as_json:
         typer.echo(json.dumps(msgspec.to_builtins(migration), indent=2))
     elif migration.state == "done":
@@ -233,34 +226,12 @@ def _migrate(client: AdminClient, ask: MigrationRequest, as_json: bool) -> None:
         raise typer.Exit(_EXIT_FAILED)
 
 
-def _abort(client: AdminClient, migration: Migration) -> Migration:
-    """What is committed cannot be aborted any more: then its end is waited for."""
-    try:
-        migration = client.abort(migration.id)
-    except UserError:
-        return client.show(migration.id)
-    while migration.is_open:
-        migration = client.show(migration.id, wait_s=_LOOK_S)
-    return migration
-
-
-class _Progress:
-    """One line that is rewritten on a terminal, a line for each phase elsewhere."""
-
-    def __init__(self, quiet: bool) -> None:
-        self._quiet = quiet
-        self._last = ""
-
-    def update(self, migration: Migration) -> None:
-        line = f"{migration.id}: " + "; ".join(
-            f"{move.modules} to {move.to or 'home'}: {move.phase}"
-            for move in migration.moves
-            if move.phase != "waiting" or migration.state == "waiting"
-        )
-        if self._quiet or line == self._last:
-            return
-        self._last = line
-        print(line, file=sys.stderr, flush=True)
+def _progress(migration: Migration) -> str:
+    return f"{migration.id}: " + "; ".join(
+        f"{move.modules} to {move.to or 'home'}: {move.phase}"
+        for move in migration.moves
+        if move.phase != "waiting" or migration.state == "waiting"
+    )
 
 
 def _summary(migration: Migration) -> list[str]:

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import sys
 from typing import Annotated
 
 import msgspec
 import typer
 
-from banaserve.api.admin_client import AdminClient
+from banaserve.cli.admin.following import followed
 from banaserve.cli.admin.node_tables import node_rows
 from banaserve.cli.admin.options import JsonOption, ServerOptions, with_server_options
 from banaserve.cli.admin.status import STYLES
 from banaserve.cli.console import print_error, print_rows
 from banaserve.controller.schemas import NodeRequest
 from banaserve.engine.interface import NodeChange
-from banaserve.errors import UserError
 
 app = typer.Typer(name="nodes", add_completion=False)
 _EXIT_FAILED = 2
-_LOOK_S = 1.0
 
 Node = Annotated[
     str, typer.Argument(metavar="ADDRESS", help="HOST:PORT of `banaserve node`, as --node has it.")
@@ -79,9 +75,9 @@ def remove(
 
 def _change(server: ServerOptions, ask: NodeRequest, waits: bool, as_json: bool) -> None:
     client = server.client()
-    change = client.begin_node_change(ask)
+    change = client.node_changes.begin(ask)
     if waits:
-        change = _followed(client, change, as_json)
+        change = followed(client.node_changes, change, _progress, is_silent=as_json)
     if as_json:
         typer.echo(json.dumps(msgspec.to_builtins(change), indent=2))
     elif change.state == "done":
@@ -94,18 +90,5 @@ def _change(server: ServerOptions, ask: NodeRequest, waits: bool, as_json: bool)
         raise typer.Exit(_EXIT_FAILED)
 
 
-def _followed(client: AdminClient, change: NodeChange, is_silent: bool) -> NodeChange:
-    """Wait for its end and say how far it is; Ctrl-C gives it up."""
-    said = ""
-    try:
-        while change.is_open:
-            if not is_silent and (change.now or change.state) != said:
-                said = change.now or change.state
-                print(f"{said}, {change.seconds:.0f} s", file=sys.stderr)
-            change = client.show_node_change(change.id, wait_s=_LOOK_S)
-    except KeyboardInterrupt:
-        with contextlib.suppress(UserError):  # it has just ended
-            client.abort_node_change(change.id)
-        while change.is_open:
-            change = client.show_node_change(change.id, wait_s=_LOOK_S)
-    return change
+def _progress(change: NodeChange) -> str:
+    return f"{change.now or change.state}, {change.seconds:.0f} s" if change.is_open else ""

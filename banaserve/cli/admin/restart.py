@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 
+from banaserve.cli.admin.following import followed
 from banaserve.cli.admin.migrate import JsonOption
 from banaserve.cli.admin.options import ServerOptions, with_server_options
 from banaserve.cli.console import print_error
@@ -17,7 +17,6 @@ from banaserve.engine.vllm.restart.api import RestartRequest, RollingRestart
 from banaserve.errors import UserError
 
 app = typer.Typer(name="restart", add_completion=False)
-_LOOK_S = 1.0
 
 
 @app.command()
@@ -52,8 +51,8 @@ def restart(
     """Replace all engines of a running server."""
     client = server.client()
     if abort:
-        found = _under_way(client.restarts())
-        client.abort_restart(found.id)
+        found = _under_way(client.restarts.last())
+        client.restarts.abort(found.id)
     elif not rolling:
         raise UserError(
             "all engines at once would end every request: give --rolling, which replaces one after "
@@ -61,13 +60,8 @@ def restart(
         )
     else:
         ask = RestartRequest(_path(model), vllm_options or [], timeout_s)
-        found = client.begin_restart(ask)
-    said = ""
-    while found.is_open:
-        if not as_json and (words := f"{found.state}: {found}") != said:
-            said = words
-            print(words, file=sys.stderr)
-        found = client.show_restart(found.id, wait_s=_LOOK_S)
+        found = client.restarts.begin(ask)
+    found = followed(client.restarts, found, _progress, is_silent=as_json, aborts=False)
     if as_json:
         typer.echo(json.dumps(msgspec.to_builtins(found), indent=2))
     elif found.state == "done":
@@ -75,6 +69,10 @@ def restart(
     if found.state != "done":
         print_error(_failure(found))
         raise typer.Exit(1)
+
+
+def _progress(found: RollingRestart) -> str:
+    return f"{found.state}: {found}" if found.is_open else ""
 
 
 def _under_way(restarts: list[RollingRestart]) -> RollingRestart:

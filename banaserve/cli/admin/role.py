@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import sys
 from typing import Annotated
 
 import msgspec
 import typer
 
-from banaserve.api.admin_client import AdminClient
+from banaserve.cli.admin.following import followed
 from banaserve.cli.admin.migrate import JsonOption
 from banaserve.cli.admin.options import ServerOptions, with_server_options
 from banaserve.cli.console import print_error
 from banaserve.controller.schemas import RoleRequest
 from banaserve.engine.interface import RoleChange
-from banaserve.errors import UserError
 from banaserve.types import Role
 
 app = typer.Typer(name="role", add_completion=False)
 _EXIT_FAILED = 2
-_LOOK_S = 0.5
 
 
 @app.command()
@@ -40,14 +36,8 @@ def role(
 ) -> None:
     """Give a running instance another role once the requests that it has have ended."""
     client = server.client()
-    change = client.begin_role(RoleRequest(instance, new_role, timeout_s, max_num_batched_tokens))
-    try:
-        while change.is_open:
-            if not as_json:
-                print(f"{change.instance}: {change.num_left} requests left", file=sys.stderr)
-            change = client.show_role(change.id, wait_s=_LOOK_S)
-    except KeyboardInterrupt:
-        change = _abort(client, change)
+    change = client.roles.begin(RoleRequest(instance, new_role, timeout_s, max_num_batched_tokens))
+    change = followed(client.roles, change, _progress, is_silent=as_json)
     if as_json:
         typer.echo(json.dumps(msgspec.to_builtins(change), indent=2))
     elif change.state == "done":
@@ -58,7 +48,5 @@ def role(
         raise typer.Exit(_EXIT_FAILED)
 
 
-def _abort(client: AdminClient, change: RoleChange) -> RoleChange:
-    with contextlib.suppress(UserError):  # it has just ended
-        client.abort_role(change.id)
-    return client.show_role(change.id, wait_s=1.0)
+def _progress(change: RoleChange) -> str:
+    return f"{change.instance}: {change.num_left} requests left" if change.is_open else ""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-import sys
 from typing import Annotated
 
 import msgspec
 import typer
 
-from banaserve.api.admin_client import AdminClient
+from banaserve.cli.admin.following import followed
 from banaserve.cli.admin.options import JsonOption, ServerOptions, with_server_options
 from banaserve.cli.console import print_error
 from banaserve.controller.schemas import ScaleRequest
@@ -20,7 +18,6 @@ from banaserve.errors import UserError
 
 app = typer.Typer(name="scale", add_completion=False)
 _EXIT_FAILED = 2
-_LOOK_S = 0.5
 
 
 @app.command()
@@ -50,9 +47,9 @@ def scale(
     """Add instances, then drain and remove those that are too many; no request is lost."""
     prefill, decode = (None, None) if pd is None else _numbers(pd)
     client = server.client()
-    scaling = client.begin_scaling(ScaleRequest(prefill, decode, colocated, instances, timeout_s))
+    scaling = client.scalings.begin(ScaleRequest(prefill, decode, colocated, instances, timeout_s))
     if waits:
-        scaling = _followed(client, scaling, as_json)
+        scaling = followed(client.scalings, scaling, _progress, is_silent=as_json)
     if as_json:
         typer.echo(json.dumps(msgspec.to_builtins(scaling), indent=2))
     elif scaling.state == "done":
@@ -73,19 +70,8 @@ def _numbers(pd: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _followed(client: AdminClient, scaling: Scaling, is_silent: bool) -> Scaling:
-    """Wait for its end and say how far it is; Ctrl-C gives it up."""
-    try:
-        while scaling.is_open:
-            if not is_silent:
-                print(f"{scaling.now or scaling.state}, {scaling.seconds:.0f} s", file=sys.stderr)
-            scaling = client.show_scaling(scaling.id, wait_s=_LOOK_S)
-    except KeyboardInterrupt:
-        with contextlib.suppress(UserError):  # it has just ended
-            client.abort_scaling(scaling.id)
-        while scaling.is_open:
-            scaling = client.show_scaling(scaling.id, wait_s=_LOOK_S)
-    return scaling
+def _progress(scaling: Scaling) -> str:
+    return f"{scaling.now or scaling.state}, {scaling.seconds:.0f} s" if scaling.is_open else ""
 
 
 def _result(scaling: Scaling) -> str:

@@ -49,9 +49,9 @@ def before(server: MockRun) -> Before:
 
 
 def switched(admin: AdminClient, instance: str, role: str) -> RoleChange:
-    change = admin.begin_role(RoleRequest(instance, role, 100.0))
+    change = admin.roles.begin(RoleRequest(instance, role, 100.0))
     while change.is_open:
-        change = admin.show_role(change.id, wait_s=10.0)
+        change = admin.roles.show(change.id, wait_s=10.0)
     assert (change.state, change.num_left) == ("done", 0), change
     return change
 
@@ -69,7 +69,7 @@ def test_a_role_switches_under_streams_and_back(server, admin, before):
         switched(admin, "p1", "decode")
         assert roles(admin) == {"p0": "prefill", "p1": "decode", "d0": "decode", "d1": "decode"}
         with pytest.raises(UserError, match="only one that serves prefill"):
-            admin.begin_role(RoleRequest("p0", "decode"))
+            admin.roles.begin(RoleRequest("p0", "decode"))
         enough = tokens_of(server, "p1") + 40
         until(lambda: tokens_of(server, "p1") >= enough, "p1 decodes")
         load.wait_tokens(60)

@@ -96,10 +96,10 @@ def test_layers_away_and_back_in_mid_stream(server, admin, reference):
 def test_prefill_lends_to_decode_and_decode_to_prefill_at_once(server, admin, reference):
     with loads.streaming(server, reference, NUM_STREAMS) as load:
         both = [
-            admin.begin(MoveLayers("p0", "d0", (0, 5))),
-            admin.begin(MoveLayers("d0", "p0", (24, 30))),
+            admin.migrations.begin(MoveLayers("p0", "d0", (0, 5))),
+            admin.migrations.begin(MoveLayers("d0", "p0", (24, 30))),
         ]
-        ended = [admin.show(one.id, wait_s=30) for one in both]
+        ended = [admin.migrations.show(one.id, wait_s=30) for one in both]
         assert [one.state for one in ended] == ["done", "done"]
         load.wait_tokens(80)
         loads.done(admin, Return("p0"))
@@ -144,7 +144,7 @@ def test_what_cannot_be_is_refused_before_anything_moves(server, admin):
         (Return("d0"), "nothing is away"),
     ]:
         with pytest.raises(UserError, match=words):
-            admin.begin(ask)
+            admin.migrations.begin(ask)
     assert admin.placement().guests == []
 
 
@@ -203,7 +203,7 @@ def test_a_guest_is_lost_while_it_is_moved_to(
     server, admin, run_dir, reference, number, ask, phase
 ):
     with loads.streaming(server, reference, NUM_STREAMS) as load:
-        migration = loads.until_phase(admin, admin.begin(ask), phase)
+        migration = loads.until_phase(admin, admin.migrations.begin(ask), phase)
         loads.strike_guests(run_dir, number)
         migration = loads.ended(admin, migration)
         # A strike that comes after COMMIT is one on a guest that serves.
@@ -239,7 +239,7 @@ def test_a_guest_is_lost_on_the_way_home(server, admin, run_dir, reference):
     with loads.streaming(server, reference, NUM_STREAMS) as load:
         loads.done(admin, LAYERS)
         load.wait_tokens(30)
-        migration = loads.until_phase(admin, admin.begin(Return("d0")), "copying")
+        migration = loads.until_phase(admin, admin.migrations.begin(Return("d0")), "copying")
         loads.strike_guests(run_dir, signal.SIGKILL)
         assert loads.ended(admin, migration).state in ("failed", "done")
         until(lambda: not loads.units_away(admin), "everything is at home")
@@ -249,8 +249,8 @@ def test_a_guest_is_lost_on_the_way_home(server, admin, run_dir, reference):
 def test_abort_leaves_the_host_as_it_was(server, admin, reference):
     with loads.streaming(server, reference, NUM_STREAMS) as load:
         epoch = loads.placed(admin, "d0").epoch
-        migration = loads.until_phase(admin, admin.begin(LAYERS), "preparing")
-        admin.abort(migration.id)
+        migration = loads.until_phase(admin, admin.migrations.begin(LAYERS), "preparing")
+        admin.migrations.abort(migration.id)
         assert loads.ended(admin, migration).state == "aborted"
         assert loads.units_away(admin) == []
         assert loads.placed(admin, "d0").epoch == epoch
@@ -260,9 +260,9 @@ def test_abort_leaves_the_host_as_it_was(server, admin, reference):
 def test_an_aborted_return_stays_away(server, admin, reference):
     with loads.streaming(server, reference, NUM_STREAMS) as load:
         loads.done(admin, LAYERS)
-        migration = loads.until_phase(admin, admin.begin(Return("d0")), "copying")
+        migration = loads.until_phase(admin, admin.migrations.begin(Return("d0")), "copying")
         with contextlib.suppress(Exception):
-            admin.abort(migration.id)
+            admin.migrations.abort(migration.id)
         state = loads.ended(admin, migration).state
         assert (state, len(loads.units_away(admin))) in (("aborted", 1), ("done", 0))
         load.wait_tokens(20)
@@ -273,7 +273,7 @@ def test_an_aborted_return_stays_away(server, admin, reference):
 @pytest.mark.parametrize("when", ["copying", "away"])
 def test_a_host_that_dies_takes_its_guest_with_it(server, admin, run_dir, reference, when):
     with loads.streaming(server, reference, NUM_STREAMS) as load:
-        migration = admin.begin(LAYERS)
+        migration = admin.migrations.begin(LAYERS)
         if when == "copying":
             loads.until_phase(admin, migration, when)
         else:
@@ -288,10 +288,10 @@ def test_a_host_that_dies_takes_its_guest_with_it(server, admin, run_dir, refere
 
 def test_a_host_that_stands_still_for_a_while_goes_on(server, admin, run_dir, reference):
     with loads.streaming(server, reference, NUM_STREAMS) as load:
-        migration = loads.until_phase(admin, admin.begin(LAYERS), "copying")
+        migration = loads.until_phase(admin, admin.migrations.begin(LAYERS), "copying")
         loads.strike_engine(run_dir, "d0", signal.SIGSTOP)
         try:
-            migration = admin.show(migration.id, wait_s=1.0)
+            migration = admin.migrations.show(migration.id, wait_s=1.0)
         finally:
             loads.strike_engine(run_dir, "d0", signal.SIGCONT)
         assert loads.ended(admin, migration).state == "done"

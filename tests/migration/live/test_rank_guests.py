@@ -35,7 +35,7 @@ from streams import Kind
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("disarmed")]
 
-OUTPUT_TOKENS = 300
+OUTPUT_TOKENS = 120
 LENGTHS = (40, 100, 180)
 LAYERS = MoveLayers("d0", "p0", (1, 3))
 OLDER_BLOCKS = MoveContext("d0", "p0", (0, 3))

@@ -61,10 +61,10 @@ class World:
 
         def has_ended() -> bool:
             nonlocal found
-            found = front.inside(lambda: self.admin.show_node_change(begun.id, wait_s=5.0))
+            found = front.inside(lambda: self.admin.node_changes.show(begun.id, wait_s=5.0))
             return not found.is_open
 
-        begun = front.inside(lambda: self.admin.begin_node_change(ask))
+        begun = front.inside(lambda: self.admin.node_changes.begin(ask))
         until(has_ended, f"{ask.action} {ask.node}", _JOINED_S)
         assert found is not None
         return found
@@ -99,9 +99,9 @@ def test_what_ray_gains_joins_and_gets_the_next_instance(
     until(lambda: len(world.nodes()) == 2, "the node has joined", _JOINED_S)
     assert world.nodes()[1].name.startswith(gained)
     front = world.network.hosts[0]
-    scaling = front.inside(lambda: world.admin.begin_scaling(ScaleRequest(1, 2)))
+    scaling = front.inside(lambda: world.admin.scalings.begin(ScaleRequest(1, 2)))
     until(
-        lambda: front.inside(lambda: not world.admin.show_scaling(scaling.id, wait_s=5.0).is_open),
+        lambda: front.inside(lambda: not world.admin.scalings.show(scaling.id, wait_s=5.0).is_open),
         "d1 serves",
         _JOINED_S,
     )

@@ -150,7 +150,7 @@ def test_new_weights_answer_as_one_engine_of_them_does(
 def test_a_cache_that_has_no_room_is_refused(pair: Run) -> None:
     before = pids_of(pair, ("p0", "d0"))
     with pytest.raises(UserError, match="more, and"):
-        admin_of(pair).begin_restart(
+        admin_of(pair).restarts.begin(
             RestartRequest(vllm_options=["--kv-cache-memory-bytes", str(1 << 50)])
         )
     assert pids_of(pair, ("p0", "d0")) == before

@@ -228,7 +228,7 @@ def test_a_model_that_cannot_serve_is_refused(
 def refuses(server: MockRun, ask: RestartRequest, reason: str) -> None:
     before = pids_of(server, ("p0", "d0"))
     with pytest.raises(UserError, match=re.escape(reason)):
-        admin_of(server).begin_restart(ask)
+        admin_of(server).restarts.begin(ask)
     assert pids_of(server, ("p0", "d0")) == before
 
 

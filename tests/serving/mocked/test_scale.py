@@ -211,12 +211,12 @@ def test_a_start_that_fails_leaves_everything_as_it_was(
     streams, before = Streams(server, kinds, expected), ids_of(admin)
 
     def kill_what_starts() -> Scaling:
-        scaling = admin.begin_scaling(ScaleRequest(1, 3))
+        scaling = admin.scalings.begin(ScaleRequest(1, 3))
         with pytest.raises(UserError, match=f"scaling {scaling.id} to 1:3 is under way"):
-            admin.begin_scaling(ScaleRequest(2, 1))
+            admin.scalings.begin(ScaleRequest(2, 1))
         moves = [move.what for move in admin.status().moves if move.id == scaling.id]
-        assert moves == [f"to 1:3: {', '.join(admin.show_scaling(scaling.id).added)}: starting"]
-        os.kill(started(server, admin.show_scaling(scaling.id).added[0]), signal.SIGKILL)
+        assert moves == [f"to 1:3: {', '.join(admin.scalings.show(scaling.id).added)}: starting"]
+        os.kill(started(server, admin.scalings.show(scaling.id).added[0]), signal.SIGKILL)
         return ended(admin, scaling)
 
     async def run() -> Scaling:
@@ -235,12 +235,12 @@ def test_a_scaling_that_is_given_up_leaves_everything_as_it_was(
     server: MockRun, admin: AdminClient
 ) -> None:
     before = ids_of(admin)
-    scaling = admin.begin_scaling(ScaleRequest(2, 1))
-    admin.abort_scaling(scaling.id)
+    scaling = admin.scalings.begin(ScaleRequest(2, 1))
+    admin.scalings.abort(scaling.id)
     assert ended(admin, scaling).state == "aborted"
     assert ids_of(admin) == before
     with pytest.raises(UserError, match="nothing to abort"):
-        admin.abort_scaling(scaling.id)
+        admin.scalings.abort(scaling.id)
 
 
 def test_no_answer_notices_kills_while_instances_come_and_go(
@@ -251,7 +251,7 @@ def test_no_answer_notices_kills_while_instances_come_and_go(
 
     def scale_and_kill() -> list[Scaling]:
         staying = next(one.id for one in admin.status().instances if one.role == "decode")
-        growing = admin.begin_scaling(ScaleRequest(1, 2))
+        growing = admin.scalings.begin(ScaleRequest(1, 2))
         os.kill(started(server, staying), signal.SIGKILL)
         grown = ended(admin, growing)
         until(
@@ -261,7 +261,7 @@ def test_no_answer_notices_kills_while_instances_come_and_go(
         leaving = grown.added[0]
         admin.drain(leaving)  # what is drained is the first to leave
         pid = started(server, leaving)
-        shrinking = admin.begin_scaling(ScaleRequest(1, 1))
+        shrinking = admin.scalings.begin(ScaleRequest(1, 1))
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         shrunk = ended(admin, shrinking)
