@@ -5,9 +5,9 @@ Migrations, role switches, scalings and rolling restarts all have these.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -15,38 +15,17 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from banaserve.api.admin_answers import PREFIX, answer, not_found, refusing, wait_s_of
+from banaserve.engine.vllm.operations import Operations, OperationState
 
 A = TypeVar("A")
-
-
-class Operation(Protocol):
-    """One that was begun."""
-
-    @property
-    def id(self) -> str: ...
-
-    @property
-    def is_open(self) -> bool: ...
-
-
-class Operations(Protocol):
-    """All of one kind."""
-
-    def recent(self) -> Sequence[Operation]: ...
-
-    def get(self, operation_id: str, /) -> Operation | None: ...
-
-    def abort(self, operation_id: str, /) -> Operation: ...
-
-    async def wait(self, operation_id: str, timeout_s: float, /) -> Operation: ...
 
 
 def operation_routes(
     plural: str,
     noun: str,
-    operations: Operations,
+    operations: Operations[Any],
     decoder: msgspec.json.Decoder[A],
-    begin: Callable[[A], Awaitable[Operation]],
+    begin: Callable[[A], Awaitable[OperationState]],
 ) -> list[Route]:
     """``GET`` and ``POST /admin/PLURAL``, ``GET`` and ``DELETE /admin/PLURAL/ID``.
 

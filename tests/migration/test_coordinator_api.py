@@ -21,7 +21,7 @@ from admin_server import AdminServer
 from banaserve.access.tenants import TenantKey
 from banaserve.api import admin_client
 from banaserve.api.admin import AdminDoor
-from banaserve.api.admin_client import AdminClient
+from banaserve.api.admin_client import AdminClient, OperationClient
 from banaserve.api.auth import KeyMiddleware
 from banaserve.cli.main import main
 from banaserve.engine.vllm.migration.api import MoveLayers
@@ -306,13 +306,13 @@ def test_a_migration_that_fails_is_exit_code_2(banaserve, server, capsys):
 
 def test_ctrl_c_aborts_the_move(banaserve, server, capsys, monkeypatch):
     server.cluster.engine.held = {"preparing"}
-    show = AdminClient.show
+    show = OperationClient.show
 
-    def interrupted(client: AdminClient, migration_id: str, wait_s: float = 0.0) -> Any:
-        monkeypatch.setattr(AdminClient, "show", show)
+    def interrupted(client: Any, migration_id: str, wait_s: float = 0.0) -> Any:
+        monkeypatch.setattr(OperationClient, "show", show)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(AdminClient, "show", interrupted)
+    monkeypatch.setattr(OperationClient, "show", interrupted)
     assert banaserve("migrate", "layers", "--from", "d0", "--to", "p0", "--layers", "1:2") == 2
     assert "aborted" in capsys.readouterr().err
     assert server.cluster.engine.units == {}

@@ -155,6 +155,7 @@ class Migration(msgspec.Struct):
     notes: list[str] = []
     predicted_bytes: int = 0
     blocks_gained: int = 0
+    seconds: float = 0.0
 
     @property
     def is_open(self) -> bool:

@@ -8,7 +8,6 @@ serves. The first one that does not puts everything back.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from banaserve.engine.vllm.launch.engine_settings import EngineSettings
 from banaserve.engine.vllm.liveness.supervisor import Check
 from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
 from banaserve.engine.vllm.monitoring import metrics
+from banaserve.engine.vllm.operations import OperationAbortedError, Operations
 from banaserve.engine.vllm.restart.api import EngineRestart, RestartRequest, RollingRestart
 from banaserve.errors import InstanceDeadError, MigrationError, UserError
 from banaserve.types import InstanceId
@@ -30,18 +30,13 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.02
 _ASK_S = 30.0
 _ABORT_S = 5.0
-_KEPT = 50
 
 Make = Callable[[EngineSettings, str, Sequence[str]], EngineSettings]
 """Settings after the present ones, with a model (empty: the same) and more options of vLLM. Blocks.
 Raises UserError where no engine could serve with them."""
 
 
-class _AbortedError(Exception):
-    """The restart is to be given up."""
-
-
-class RollingRestarts:
+class RollingRestarts(Operations[RollingRestart]):
     """Replaces engines, one restart at a time.
 
     Args:
@@ -68,6 +63,7 @@ class RollingRestarts:
         clock: Clock,
         is_scaling: Callable[[], bool] = lambda: False,
     ) -> None:
+        super().__init__("restart", "s", clock, num_kept=50)
         self.settings = settings
         self._cluster = cluster
         self._coordinator = coordinator
@@ -75,12 +71,7 @@ class RollingRestarts:
         self._check = check
         self._forget = forget
         self._request_timeout_s = request_timeout_s
-        self._clock = clock
         self._is_scaling = is_scaling
-        self._numbers = itertools.count(1)
-        self._restarts: dict[str, RollingRestart] = {}
-        self._task: asyncio.Task[None] | None = None
-        self._aborted: set[str] = set()
         self._is_beginning = asyncio.Lock()
 
     async def begin(self, ask: RestartRequest) -> RollingRestart:
@@ -105,55 +96,21 @@ class RollingRestarts:
                 self._make, self.settings, ask.model, ask.vllm_options
             )
             restart = RollingRestart(
-                f"s{next(self._numbers)}",
+                self._new_id(),
                 "running",
                 [EngineRestart(name) for name in restart_order(self._cluster.members())],
                 ask.model,
                 ask.vllm_options,
                 is_changed=settings is not self.settings,
             )
-            self._restarts[restart.id] = restart
-            for old in list(self._restarts)[:-_KEPT]:
-                del self._restarts[old]
-            self._task = asyncio.create_task(self._run(restart, settings, timeout_s))
+            self._keep(restart)
+            self._carry_out(restart, self._run(restart, settings, timeout_s))
         return restart
 
     @property
     def is_under_way(self) -> bool:
         """Whether engines are being replaced."""
-        return self._task is not None and not self._task.done()
-
-    def get(self, restart_id: str) -> RollingRestart | None:
-        return self._restarts.get(restart_id)
-
-    def recent(self) -> list[RollingRestart]:
-        """All that are kept, the oldest first."""
-        return list(self._restarts.values())
-
-    def abort(self, restart_id: str) -> RollingRestart:
-        """Give a restart up: what has been changed goes back.
-
-        Raises:
-            MigrationError: It has ended.
-        """
-        restart = self._restarts[restart_id]
-        if not restart.is_open:
-            raise MigrationError(f"restart {restart_id} is {restart.state}: nothing to abort")
-        self._aborted.add(restart_id)
-        return restart
-
-    async def wait(self, restart_id: str, timeout_s: float) -> RollingRestart:
-        """Return when it has ended, or after ``timeout_s``."""
-        restart = self._restarts[restart_id]
-        if restart.is_open and self._task is not None:
-            await asyncio.wait({self._task}, timeout=timeout_s)
-        return restart
-
-    async def stop(self) -> None:
-        """Give up what is under way, where it stands."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        return self.under_way is not None
 
     async def _check_awake(self) -> None:
         """A new engine would be awake beside others that sleep, and a paused one ends nothing."""
@@ -176,7 +133,7 @@ class RollingRestarts:
     async def _run(
         self, restart: RollingRestart, settings: EngineSettings, timeout_s: float
     ) -> None:
-        began_s, before = self._clock.now(), self.settings
+        before = self.settings
         done: list[EngineRestart] = []
         ending = "done"
         try:
@@ -185,9 +142,8 @@ class RollingRestarts:
                     continue
                 await self._turn(restart, line, settings, timeout_s)
                 done.append(line)
-                restart.seconds = self._clock.now() - began_s
             self.settings = settings
-        except _AbortedError:
+        except OperationAbortedError:
             ending, restart.reason = "aborted", "given up by an operator"
         except InstanceDeadError as failure:
             ending, restart.reason = "failed", str(failure)
@@ -200,12 +156,11 @@ class RollingRestarts:
             ending, restart.reason = "failed", f"{type(broken).__name__}: {broken}"
         if ending != "done" and restart.is_changed and done:
             restart.state = "going back"
-            self._aborted.discard(restart.id)
+            self._aborting.discard(restart.id)
             await self._go_back(restart, done, before, timeout_s)
         self._forget(self.settings.weights)
-        restart.seconds = self._clock.now() - began_s
+        self._timed(restart)
         restart.state = ending
-        self._aborted.discard(restart.id)
         metrics.ROLLING_RESTARTS.labels(ending).inc()
 
     async def _go_back(
@@ -267,8 +222,7 @@ class RollingRestarts:
         await self._abort_migrations(instance)
         until_s = self._clock.now() + timeout_s
         while True:
-            if restart.id in self._aborted:
-                raise _AbortedError
+            self._check_wanted(restart)
             members = self._cluster.members()
             own = next(one for one in members if one.id == instance.id)
             if can_leave(own, members):

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections.abc import Mapping
 from math import inf
@@ -17,6 +16,7 @@ from banaserve.config import Budget, ServeConfig
 from banaserve.engine.interface import RoleChange
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.compat.config import VllmConfig, own_budget
+from banaserve.engine.vllm.operations import Operations
 from banaserve.engine.vllm.rpc.engine_api import CoreApi
 from banaserve.engine.vllm.rpc.typed_rpc import call
 from banaserve.errors import MigrationError, NoAnswerError, UserError
@@ -27,7 +27,6 @@ _ANSWER_S = 30.0
 """An engine answers between two steps, and one with a long prompt takes its time."""
 logger = logging.getLogger(__name__)
 _POLL_S = 0.02
-_KEPT = 200
 _WORDS = (Role.PREFILL.value, Role.DECODE.value, "both", Role.COLOCATED.value)
 
 
@@ -131,7 +130,7 @@ class RoleInstance(Protocol):
     async def take_budget(self, role: Role, step_tokens: int = 0) -> None: ...
 
 
-class Roles:
+class Roles(Operations[RoleChange]):
     """Drains instances and gives them another role.
 
     The engine knows no role, so a leg that comes late is served all the same: draining keeps the
@@ -143,11 +142,8 @@ class Roles:
     """
 
     def __init__(self, instances: Mapping[InstanceId, RoleInstance], clock: Clock) -> None:
+        super().__init__("role switch", "r", clock)
         self._instances = instances
-        self._clock = clock
-        self._numbers = itertools.count(1)
-        self._changes: dict[str, RoleChange] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}
         self._changing: dict[InstanceId, Role] = {}
 
     def begin(
@@ -178,55 +174,18 @@ class Roles:
             raise UserError(f"max_num_batched_tokens={step_tokens}: give 0 or more")
         instance, role = self._instances[InstanceId(name)], Role.of(role_name)
         self._check(instance, role, step_tokens)
-        change = RoleChange(
-            f"r{next(self._numbers)}", name, instance.role.value, role.value, "draining"
-        )
-        self._changes[change.id] = change
-        for old in list(self._changes)[:-_KEPT]:
-            if not self._changes[old].is_open:
-                del self._changes[old]
+        change = RoleChange(self._new_id(), name, instance.role.value, role.value, "draining")
+        self._keep(change)
         if role in (Role.COLOCATED, instance.role):
             drain_s = 0.0
         instance.is_draining = drain_s > 0
         self._changing[instance.id] = role
-        task = asyncio.create_task(
-            self._run(change, instance, role, timeout_s, drain_s, step_tokens)
-        )
-        self._tasks[change.id] = task
-        task.add_done_callback(lambda _: self._tasks.pop(change.id, None))
+        self._carry_out(change, self._run(change, instance, role, timeout_s, drain_s, step_tokens))
         return change
 
-    def get(self, change_id: str) -> RoleChange | None:
-        return self._changes.get(change_id)
-
-    def recent(self) -> list[RoleChange]:
-        """All that are kept, the oldest first."""
-        return list(self._changes.values())
-
-    def abort(self, change_id: str) -> RoleChange:
-        """Give a switch up: the instance keeps its role.
-
-        Raises:
-            MigrationError: It has ended.
-        """
-        change = self._changes[change_id]
-        if not change.is_open:
-            raise MigrationError(f"role switch {change_id} is {change.state}: nothing to abort")
-        change.state = "aborted"
-        return change
-
-    async def wait(self, change_id: str, timeout_s: float | None = None) -> RoleChange:
-        """Return when it has ended, or after ``timeout_s``."""
-        if task := self._tasks.get(change_id):
-            await asyncio.wait({task}, timeout=timeout_s)
-        return self._changes[change_id]
-
-    async def stop(self) -> None:
-        """Give up every switch."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    def _abort(self, state: RoleChange) -> None:
+        """At once: the instance keeps its role."""
+        state.state = "aborted"
 
     @property
     def is_changing(self) -> bool:

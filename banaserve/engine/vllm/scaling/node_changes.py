@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 from collections.abc import Coroutine
 from typing import Any
@@ -13,16 +12,16 @@ from banaserve.clock import Clock
 from banaserve.engine.interface import NodeChange, NodeStatus
 from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.launch.launcher import Launcher
+from banaserve.engine.vllm.operations import Operations
 from banaserve.engine.vllm.scaling.scaler import Scaler
-from banaserve.errors import BanaServeError, MigrationError, UserError
+from banaserve.errors import MigrationError, UserError
 from banaserve.types import InstanceId
 
 logger = logging.getLogger(__name__)
 LOOK_S = 5.0
-_KEPT = 200
 
 
-class NodeChanges:
+class NodeChanges(Operations[NodeChange]):
     """Adds and removes nodes.
 
     A node that joins is checked like those of the start, and has no instance at first: it is where
@@ -34,15 +33,11 @@ class NodeChanges:
     """
 
     def __init__(self, launcher: Launcher, scaler: Scaler, cluster: Cluster, clock: Clock) -> None:
+        super().__init__("change", "n", clock)
         self._launcher = launcher
         self._scaler = scaler
         self._cluster = cluster
-        self._clock = clock
-        self._numbers = itertools.count(1)
-        self._changes: dict[str, NodeChange] = {}
-        self._task: asyncio.Task[None] | None = None
         self._looking: asyncio.Task[None] | None = None
-        self._began_s = 0.0
 
     def nodes(self) -> list[NodeStatus]:
         """All that the server has; none where its engines run on its own machine."""
@@ -55,10 +50,10 @@ class NodeChanges:
 
     async def stop(self) -> None:
         """Give up the change under way, if there is one."""
-        tasks = [task for task in (self._looking, self._task) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
+        await super().stop()
 
     # ---- requests
 
@@ -108,36 +103,10 @@ class NodeChanges:
         self._run(change, self._remove(change, scaling_id))
         return change
 
-    def get(self, change_id: str) -> NodeChange | None:
-        change = self._changes.get(change_id)
-        return self._timed(change) if change is not None else None
-
-    def recent(self) -> list[NodeChange]:
-        """All that are kept, the oldest first."""
-        return [self._timed(change) for change in self._changes.values()]
-
-    def abort(self, change_id: str) -> NodeChange:
-        """Give a change up: a node that joins does not, one that leaves stays.
-
-        Raises:
-            MigrationError: It has ended.
-        """
-        change = self._changes[change_id]
-        if not change.is_open or self._task is None:
-            raise MigrationError(f"change {change_id} is {change.state}: nothing to abort")
-        self._task.cancel()
-        return change
-
-    async def wait(self, change_id: str, timeout_s: float | None = None) -> NodeChange:
-        """Return when it has ended, or after ``timeout_s``."""
-        if self._changes[change_id].is_open and self._task is not None:
-            await asyncio.wait({self._task}, timeout=timeout_s)
-        return self._timed(self._changes[change_id])
-
     # ---- checks
 
     def _check_free(self) -> None:
-        if last := next((one for one in self._changes.values() if one.is_open), None):
+        if last := self.under_way:
             raise MigrationError(
                 f"node {last.node} is {last.state}: wait for the end of {last.id}, or abort it"
             )
@@ -161,36 +130,23 @@ class NodeChanges:
     # ---- running
 
     def _new(self, node: str, action: str, state: str, why: str) -> NodeChange:
-        change = NodeChange(f"n{next(self._numbers)}", node, action, state, why=why)
-        self._changes[change.id] = change
-        for old in list(self._changes)[:-_KEPT]:
-            del self._changes[old]
-        self._began_s = self._clock.now()
+        change = NodeChange(self._new_id(), node, action, state, why=why)
+        self._keep(change)
         return change
+
+    def _abort(self, state: NodeChange) -> None:
+        self._tasks[state.id].cancel()
 
     def _run(self, change: NodeChange, work: Coroutine[Any, Any, None]) -> None:
         async def run() -> None:
-            outcome = "failed"
-            try:
-                await work
-                outcome = "done"
-            except asyncio.CancelledError:
-                outcome = "aborted"
-            except BanaServeError as failed:
-                change.reason = str(failed)
-            except Exception as broken:
-                logger.exception("node %s", change.node)
-                change.reason = f"{type(broken).__name__}: {broken}"
+            outcome = "aborted"
+            with contextlib.suppress(asyncio.CancelledError):
+                outcome, change.reason = await self._outcome(change, work)
             self._timed(change)
             change.state, change.now = outcome, ""
             logger.info("%s node %s: %s %s", change.action, change.node, outcome, change.reason)
 
-        self._task = asyncio.create_task(run())
-
-    def _timed(self, change: NodeChange) -> NodeChange:
-        if change.is_open:
-            change.seconds = self._clock.now() - self._began_s
-        return change
+        self._carry_out(change, run())
 
     async def _add(self, change: NodeChange) -> None:
         def say(words: str) -> None:
@@ -236,8 +192,8 @@ class NodeChanges:
                 logger.exception("nodes that the cluster gains")
 
     async def _take(self, address: str) -> None:
-        while any(one.is_open for one in self._changes.values()) and self._task is not None:
-            await asyncio.wait({self._task})
+        while open_one := self.under_way:
+            await self.wait(open_one.id)
         change = await self.wait(self.begin_add(address, "the cluster has gained it").id)
         if change.state != "done":
             logger.warning(

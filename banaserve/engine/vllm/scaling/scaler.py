@@ -7,7 +7,6 @@ One that is removed hands its streams to the others first, so that no request is
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections.abc import Callable, Collection, Sequence
 
@@ -16,6 +15,7 @@ from banaserve.engine.interface import Scaling
 from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.instance import Instance
 from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
+from banaserve.engine.vllm.operations import OperationAbortedError, Operations
 from banaserve.engine.vllm.roles.drain import Drains
 from banaserve.engine.vllm.roles.role_switch import Roles
 from banaserve.engine.vllm.scaling.factory import InstanceFactory
@@ -26,19 +26,14 @@ from banaserve.engine.vllm.scaling.plan import (
     plan_leaving,
     plan_scaling,
 )
-from banaserve.errors import BanaServeError, MigrationError, UserError
+from banaserve.errors import MigrationError, UserError
 from banaserve.types import InstanceId, Role
 
 logger = logging.getLogger(__name__)
 _POLL_S = 0.02
-_KEPT = 200
 
 
-class GivenUpError(BanaServeError):
-    """A person has given the scaling up."""
-
-
-class Scaler:
+class Scaler(Operations[Scaling]):
     """Adds instances to a cluster and removes some, one scaling at a time.
 
     Args:
@@ -63,27 +58,22 @@ class Scaler:
         roles_follow_load: bool = False,
         has_store: bool = True,
     ) -> None:
+        super().__init__("scaling", "s", clock)
         self._cluster = cluster
         self._coordinator = coordinator
         self._roles = roles
         self._drains = drains
         self._factory = factory
-        self._clock = clock
         self._start_s = start_s
         self._is_restarting = is_restarting
         self._roles_follow_load = roles_follow_load
         self._has_store = has_store
         self._used_ids = set(cluster.instances)
-        self._numbers = itertools.count(1)
-        self._scalings: dict[str, Scaling] = {}
-        self._given_up: set[str] = set()
-        self._task: asyncio.Task[None] | None = None
-        self._began_s = 0.0
 
     @property
     def is_under_way(self) -> bool:
         """Whether instances are being added or removed."""
-        return any(one.is_open for one in self._scalings.values())
+        return self.under_way is not None
 
     # ---- requests
 
@@ -140,57 +130,20 @@ class Scaler:
         plan = first if first is not None else plan_now()
         self._factory.check_memory(len(plan.add))
         state = "starting" if plan.add else "draining"
-        scaling = Scaling(f"s{next(self._numbers)}", words, state, why=why)
-        self._scalings[scaling.id] = scaling
-        for old in list(self._scalings)[:-_KEPT]:
-            del self._scalings[old]
+        scaling = Scaling(self._new_id(), words, state, why=why)
+        self._keep(scaling)
         if not plan.add and not plan.remove:
             scaling.state = "done"
             return scaling
-        self._began_s = self._clock.now()
-        self._task = asyncio.create_task(self._run(scaling, plan, plan_now, timeout_s))
+        self._carry_out(scaling, self._run(scaling, plan, plan_now, timeout_s))
         return scaling
-
-    def get(self, scaling_id: str) -> Scaling | None:
-        scaling = self._scalings.get(scaling_id)
-        return self._timed(scaling) if scaling is not None else None
-
-    def recent(self) -> list[Scaling]:
-        """All that are kept, the oldest first."""
-        return [self._timed(scaling) for scaling in self._scalings.values()]
-
-    def abort(self, scaling_id: str) -> Scaling:
-        """Give a scaling up: what has not started ends, what is being drained serves again.
-
-        What has been added or removed by then stays so.
-
-        Raises:
-            MigrationError: It has ended.
-        """
-        scaling = self._scalings[scaling_id]
-        if not scaling.is_open:
-            raise MigrationError(f"scaling {scaling_id} is {scaling.state}: nothing to abort")
-        self._given_up.add(scaling_id)
-        return scaling
-
-    async def wait(self, scaling_id: str, timeout_s: float | None = None) -> Scaling:
-        """Return when it has ended, or after ``timeout_s``."""
-        if self._scalings[scaling_id].is_open and self._task is not None:
-            await asyncio.wait({self._task}, timeout=timeout_s)
-        return self._timed(self._scalings[scaling_id])
-
-    async def stop(self) -> None:
-        """Give up the scaling under way, if there is one."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
 
     # ---- checks
 
     def _check_free(self, timeout_s: float) -> None:
         if not timeout_s > 0:
             raise UserError(f"timeout_s={timeout_s:g}: give more than 0 seconds")
-        if last := next((one for one in self._scalings.values() if one.is_open), None):
+        if last := self.under_way:
             raise MigrationError(
                 f"scaling {last.id} to {last.wanted} is under way: wait for its end, or abort it"
             )
@@ -230,38 +183,30 @@ class Scaler:
         plan_now: Callable[[], ScalePlan],
         timeout_s: float,
     ) -> None:
-        outcome = "failed"
+        outcome, scaling.reason = "aborted", "the server stops"
         try:
-            if plan.add:
-                await self._add(scaling, plan.add)
-            scaling.state = "draining"
-            await self._remove_what_is_too_much(scaling, plan_now, timeout_s)
-            outcome = "done"
-        except GivenUpError:
-            outcome = "aborted"
-        except BanaServeError as failed:
-            scaling.reason = str(failed)
-        except asyncio.CancelledError:
-            outcome, scaling.reason = "aborted", "the server stops"
-            raise
-        except Exception as broken:
-            logger.exception("scaling %s", scaling.id)
-            scaling.reason = f"{type(broken).__name__}: {broken}"
+            work = self._scale(scaling, plan, plan_now, timeout_s)
+            outcome, scaling.reason = await self._outcome(scaling, work)
         finally:
-            self._given_up.discard(scaling.id)
             self._timed(scaling)
             scaling.state, scaling.leaving, scaling.now, scaling.num_left = outcome, "", "", 0
             logger.info("scaling %s: %s %s", scaling.id, outcome, scaling.reason)
 
-    def _timed(self, scaling: Scaling) -> Scaling:
-        if scaling.is_open:
-            scaling.seconds = self._clock.now() - self._began_s
-        return scaling
+    async def _scale(
+        self,
+        scaling: Scaling,
+        plan: ScalePlan,
+        plan_now: Callable[[], ScalePlan],
+        timeout_s: float,
+    ) -> None:
+        if plan.add:
+            await self._add(scaling, plan.add)
+        scaling.state = "draining"
+        await self._remove_what_is_too_much(scaling, plan_now, timeout_s)
 
     async def _pause(self, scaling: Scaling) -> None:
         await self._clock.sleep(_POLL_S)
-        if scaling.id in self._given_up:
-            raise GivenUpError
+        self._check_wanted(scaling)
 
     # ---- adding
 
@@ -300,8 +245,8 @@ class Scaler:
             while left:
                 ended, left = await asyncio.wait(left, timeout=_POLL_S)
                 failure = failure or next((e for one in ended if (e := one.exception())), None)
-                if scaling.id in self._given_up:
-                    failure = failure or GivenUpError()
+                if self._is_aborting(scaling):
+                    failure = failure or OperationAbortedError()
                 if failure is not None:  # again and again: a process may be there only now
                     for instance in made:
                         instance.kill()
@@ -319,8 +264,7 @@ class Scaler:
     ) -> None:
         """Planned anew each time: what there is may be another than at the beginning."""
         while True:
-            if scaling.id in self._given_up:
-                raise GivenUpError
+            self._check_wanted(scaling)
             until_s = self._clock.now() + timeout_s
             while self._roles.is_changing:
                 scaling.now = "waiting for the end of a role switch"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -36,9 +35,10 @@ from banaserve.engine.vllm.migration.controller.planner import (
     plan_move,
     plan_return,
 )
-from banaserve.engine.vllm.migration.controller.task import AbortedError, MigrationTask
+from banaserve.engine.vllm.migration.controller.task import MigrationTask
 from banaserve.engine.vllm.migration.units.registry import unit_asked
 from banaserve.engine.vllm.monitoring import metrics
+from banaserve.engine.vllm.operations import OperationAbortedError, Operations
 from banaserve.engine.vllm.tracing.events import MoveCommitted
 from banaserve.errors import BanaServeError, MigrationError
 from banaserve.names import check_known
@@ -51,7 +51,7 @@ _POLL_S = 0.02
 _GUESTS_END_S = 10.0
 
 
-class Coordinator:
+class Coordinator(Operations[Migration]):
     """Runs migrations: of one host one after the other, of different hosts side by side.
 
     A guest is a process of its own beside its target, so a target engine that dies takes no guest
@@ -75,16 +75,13 @@ class Coordinator:
         facts: ModelFacts,
         available: AvailableBytes,
     ) -> None:
+        super().__init__("migration", "m", WallClock(), _KEPT)
         self.hosts = {name: HostState(instance, facts) for name, instance in instances.items()}
         self.leaving: set[InstanceId] = set()
         self.guests = guests
         self.facts = facts
         self._available = available
-        self._numbers = itertools.count(1)
-        self._migrations: dict[str, Migration] = {}
         self.committed: deque[tuple[float, MoveCommitted]] = deque(maxlen=_KEPT)
-        self._aborts: set[str] = set()
-        self._tasks: dict[str, asyncio.Task[None]] = {}
 
     # ---- requests
 
@@ -107,52 +104,24 @@ class Coordinator:
             taken = self._check_room(ops, target, host_state) if target is not None else 0
             migration = self._make(ask, ops, target, taken)
             host_state.moving[migration.id] = [op.modules for op in ops]
-        task = asyncio.create_task(self._run(migration, ops, host_state, link, ask.copies_ahead))
-        self._tasks[migration.id] = task
-        task.add_done_callback(lambda _: self._tasks.pop(migration.id, None))
+        self._carry_out(migration, self._run(migration, ops, host_state, link, ask.copies_ahead))
         await asyncio.sleep(0)  # a task that is cancelled before its first step runs no handler
         return migration
 
     def _note_commit(self, migration: Migration, move: MoveStatus) -> None:
         stall_s = float(move.facts.get("stall_s", 0.0))
         moved = MoveCommitted(migration.host, move.move_id, move.modules, migration.to, stall_s)
-        self.committed.append((WallClock().now(), moved))
+        self.committed.append((self._clock.now(), moved))
 
-    def get(self, migration_id: str) -> Migration | None:
-        return self._migrations.get(migration_id)
-
-    def recent(self) -> list[Migration]:
-        """All that are kept, the oldest first."""
-        return list(self._migrations.values())
-
-    def abort(self, migration_id: str) -> Migration:
-        """Give a migration up; what is committed of it stays where it is.
-
-        Raises:
-            MigrationError: There is none, or it has ended.
-        """
-        migration = self._migrations.get(migration_id)
-        if migration is None:
-            raise MigrationError(f"there is no migration {migration_id}")
-        if not migration.is_open:
-            raise MigrationError(f"migration {migration_id} is {migration.state}: nothing to abort")
-        self._aborts.add(migration_id)
-        if migration.state == "waiting":
-            self._tasks[migration_id].cancel()
-        return migration
-
-    async def wait(self, migration_id: str, timeout_s: float | None = None) -> Migration:
-        """Return when it has ended, or after ``timeout_s``."""
-        if task := self._tasks.get(migration_id):
-            await asyncio.wait({task}, timeout=timeout_s)
-        return self._migrations[migration_id]
+    def _abort(self, state: Migration) -> None:
+        """What is committed of it stays where it is."""
+        super()._abort(state)
+        if state.state == "waiting":
+            self._tasks[state.id].cancel()
 
     async def stop(self) -> None:
         """Give up everything; what is away stays away."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await super().stop()
         await self.guests.stop()
 
     async def overlap(self, ask: OverlapRequest) -> Overlapping:
@@ -284,7 +253,7 @@ class Coordinator:
     def _make(
         self, ask: MigrationRequest, ops: Sequence[Op], target: InstanceId | None, taken: int
     ) -> Migration:
-        migration_id = f"m{next(self._numbers)}"
+        migration_id = self._new_id()
         kind = "return" if isinstance(ask, Return) else ops[0].modules.kind
         moves = []
         for number, op in enumerate(ops):
@@ -294,10 +263,7 @@ class Coordinator:
         migration = Migration(
             migration_id, kind, ask.source, target, "waiting", moves, predicted_bytes=taken
         )
-        self._migrations[migration_id] = migration
-        for old in list(self._migrations)[:-_KEPT]:
-            if not self._migrations[old].is_open:
-                del self._migrations[old]
+        self._keep(migration)
         return migration
 
     # ---- running
@@ -316,12 +282,12 @@ class Coordinator:
                 migration.state = "running"
                 await self._move_all(migration, ops, host_state, link, precopy)
             outcome = "done"
-        except AbortedError:
+        except OperationAbortedError:
             outcome = "aborted"
         except BanaServeError as failed:
             migration.error = str(failed)
         except asyncio.CancelledError:
-            if migration.id not in self._aborts:
+            if not self._is_aborting(migration):
                 migration.error = "the server stops"
                 raise
             outcome = "aborted"
@@ -329,8 +295,8 @@ class Coordinator:
             logger.exception("migration %s", migration.id)
             migration.error = f"{type(broken).__name__}: {broken}"
         finally:
-            self._aborts.discard(migration.id)
             host_state.moving.pop(migration.id, None)
+            self._timed(migration)
             migration.state = outcome
             metrics.MIGRATIONS.labels(migration.kind, outcome).inc()
             await self._look_again(host_state)
@@ -353,7 +319,7 @@ class Coordinator:
                 op,
                 target,
                 num_bytes(op.modules, self.facts, host_state.kv),
-                lambda: migration.id in self._aborts,
+                lambda: self._is_aborting(migration),
                 precopy,
                 lambda move=move: self._note_commit(migration, move),  # type: ignore[misc]
             )

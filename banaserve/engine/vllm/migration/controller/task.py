@@ -14,16 +14,13 @@ from banaserve.engine.vllm.migration.controller.timeouts import MoveStage, copie
 from banaserve.engine.vllm.migration.types import MovePhase
 from banaserve.engine.vllm.migration.worker_api import MoveReport
 from banaserve.engine.vllm.monitoring import metrics
+from banaserve.engine.vllm.operations import OperationAbortedError
 from banaserve.errors import BanaServeError, MigrationError
 from banaserve.types import InstanceId
 
 _POLL_S = 0.01
 _LOOK_S = {MoveStage.PREPARE: 0.05, MoveStage.COPY: 0.005, MoveStage.FREE: 0.02}
 """Each look at the host is a call between two of its steps."""
-
-
-class AbortedError(BanaServeError):
-    """The user has given the migration up: not a failure."""
 
 
 class MigrationTask:
@@ -72,7 +69,7 @@ class MigrationTask:
         Raises:
             MigrationError: It could not be moved; until COMMIT the unit is where it was.
             InstanceDeadError: The host has ended.
-            AbortedError: The user has given it up.
+            OperationAbortedError: The user has given it up.
         """
         try:
             await self._make_ready()
@@ -190,7 +187,7 @@ class MigrationTask:
 
     def _check_abort(self) -> None:
         if self._is_aborted():
-            raise AbortedError("aborted")
+            raise OperationAbortedError("aborted")
         self._link.check()
         if self._guest is not None and self._guests.get(self._guest.id) is None:
             raise MigrationError(f"the guest beside {self._target} has ended")
