@@ -23,6 +23,7 @@ from banaserve.kvstore.daemon.process import announce_ready, serve
 from banaserve.kvstore.peers.options import KEY_VARIABLE, PeerOptions, key_from_environment
 from banaserve.kvstore.sizes import format_size
 from banaserve.kvstore.stats import StoreStats, TierReport
+from banaserve.kvstore.tiers.ssd.folder import check_usable
 from banaserve.plugins import PluginGroup
 
 app = typer.Typer(
@@ -110,6 +111,8 @@ def start(
             key_of("--peer-key", None, peer_key_file, key_from_environment()),
         ),
     )
+    if ssd is not None:
+        check_usable(ssd)
     config = options.config(socket_path, metrics_port=metrics_port, die_with_parent=die_with_parent)
     serve(config, lambda: announce_ready(ready_fd))
 
