@@ -339,6 +339,7 @@ async def _connect(parts: Parts, router: Router) -> DisaggregatedClient:
         router,
         parts.config.request_timeout_s,
         lookup_above_tokens=parts.config.skip_prefill_below_tokens,
+        has_store_peers=bool(parts.config.kv_store_peers),
     )
     await _answered(client.adopt_engine_facts)
     cache = client.vllm_config.cache_config

@@ -22,7 +22,7 @@ from banaserve.kvstore.daemon.options import DEFAULT_SSD_SIZE, StoreOptions
 from banaserve.kvstore.daemon.process import announce_ready, serve
 from banaserve.kvstore.peers.options import KEY_VARIABLE, PeerOptions, key_from_environment
 from banaserve.kvstore.sizes import format_size
-from banaserve.kvstore.stats import StoreStats, TierReport
+from banaserve.kvstore.stats import StoreStats, TierReport, still_held
 from banaserve.kvstore.tiers.ssd.folder import check_usable
 from banaserve.plugins import PluginGroup
 
@@ -165,10 +165,12 @@ def check(
 def clear(socket_path: SocketOption) -> None:
     """Drop every block that is not in use, from memory and tiers."""
     try:
-        cleared = clear_store(socket_path)
+        cleared, stats = clear_store(socket_path), fetch_stats(socket_path)
     except StoreUnavailableError as error:
         raise UserError(str(error)) from error
     typer.echo(f"dropped {cleared.from_memory} blocks from memory, {cleared.from_tiers} from tiers")
+    for line in still_held(stats):
+        typer.echo(f"not empty: {line}")
 
 
 def _print_rows(rows: list[tuple[str, str]]) -> None:
