@@ -20,9 +20,10 @@ from banaserve.errors import StoreUnavailableError, UserError
 from banaserve.kvstore.admin import clear_store, fetch_stats
 from banaserve.kvstore.daemon.options import DEFAULT_SSD_SIZE, StoreOptions
 from banaserve.kvstore.daemon.process import announce_ready, serve
+from banaserve.kvstore.leftovers import still_held
 from banaserve.kvstore.peers.options import KEY_VARIABLE, PeerOptions, key_from_environment
 from banaserve.kvstore.sizes import format_size
-from banaserve.kvstore.stats import StoreStats, TierReport, still_held
+from banaserve.kvstore.stats import StoreStats, TierReport
 from banaserve.kvstore.tiers.ssd.folder import check_usable
 from banaserve.plugins import PluginGroup
 

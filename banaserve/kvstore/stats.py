@@ -6,9 +6,6 @@ import msgspec
 
 from banaserve.kvstore.tiers.interface import TierStats
 
-PEERS_NAME = "peers"
-"""Name of the tier whose blocks are those of other machines' stores."""
-
 
 class TierReport(msgspec.Struct, frozen=True, kw_only=True):
     """A tier's own numbers, and what the store does with it.
@@ -113,21 +110,3 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     pushed_by_layer_blocks: int
     received_blocks: int
     tiers: tuple[TierReport, ...]
-
-
-def still_held(stats: StoreStats) -> list[str]:
-    """What a store holds, which has just been cleared, one line each; peers keep their own."""
-    lines = []
-    if stats.used_slots:
-        lines.append(f"{stats.used_slots} slots of memory are in use")
-    for tier in (report.stats for report in stats.tiers if report.stats.name != PEERS_NAME):
-        if not tier.available:
-            lines.append(f"the {tier.name} tier is out of service: {tier.problem}")
-        elif tier.num_blocks or tier.in_flight:
-            lines.append(
-                f"the {tier.name} tier has {tier.num_blocks} blocks, and {tier.in_flight} reads "
-                "and writes are under way"
-            )
-        if tier.keeps:
-            lines.append(f"the {tier.name} tier keeps {tier.keeps}")
-    return lines

@@ -21,7 +21,6 @@ from banaserve.kvstore.peers.link import (
     PeerLoad,
 )
 from banaserve.kvstore.peers.messages import MAX_BLOCK_BYTES, MAX_KEYS
-from banaserve.kvstore.stats import PEERS_NAME
 from banaserve.kvstore.tiers.counters import TierCounters
 from banaserve.kvstore.tiers.interface import (
     BlockBytes,
@@ -31,6 +30,7 @@ from banaserve.kvstore.tiers.interface import (
     TierStats,
 )
 
+NAME = "peers"
 HIT_VALID_S = 2.0
 MISS_VALID_S = 0.2
 """A block that another machine has just computed is found by the next request but one."""
@@ -72,7 +72,7 @@ class PeersTier:
         clock: Monotonic seconds.
     """
 
-    name = PEERS_NAME
+    name = NAME
 
     def __init__(
         self,

@@ -44,7 +44,7 @@ from banaserve.engine.vllm.settings.environment import INSTANCE_VARIABLE, STORE_
 from banaserve.engine.vllm.tracing.events import EngineAnswer
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.cost_gate import CostGate
-from banaserve.kvstore.stats import still_held
+from banaserve.kvstore.leftovers import still_held
 
 if TYPE_CHECKING:
     from banaserve.engine.vllm.compat.attention import ForwardContext
