@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 
+PIECE_BYTES = 64 * 2**10
+"""Converted at a time: other threads run only between two pieces."""
 _BEGINS = (b"{", b"[", b'"', b" ", b"\n")
 
 
@@ -14,8 +17,15 @@ def as_utf8(text: bytes) -> bytes:
     """
     if text[:1] in _BEGINS and text[1:2] != b"\0":
         return text
+    encoding = json.detect_encoding(text)
+    if encoding == "utf-8":
+        return text
+    decoder = codecs.getincrementaldecoder(encoding)()
     try:
-        encoding = json.detect_encoding(text)
-        return text if encoding == "utf-8" else text.decode(encoding).encode()
+        pieces = [
+            decoder.decode(text[begin : begin + PIECE_BYTES]).encode()
+            for begin in range(0, len(text), PIECE_BYTES)
+        ]
+        return b"".join([*pieces, decoder.decode(b"", final=True).encode()])
     except UnicodeError:
         return text

@@ -136,6 +136,12 @@ def find_admin(chosen: Path | None, port: int | None = None) -> AdminAccess:
     return find_admin_dir(chosen, port)[1]
 
 
+def admin_on(port: int) -> AdminAccess | None:
+    """The same on ``port``; None where no run with a folder of banaserve's own choice has it."""
+    everyone = (access for _, access in _running(None))
+    return next((access for access in everyone if urlsplit(access.url).port == port), None)
+
+
 def find_admin_dir(chosen: Path | None, port: int | None = None) -> tuple[Path, AdminAccess]:
     """The same, with the folder of the run.
 

@@ -1,7 +1,9 @@
 """Write the sources of the site: ``python -m docs.generate [FOLDER]``; ``make docs`` builds it.
 
 The folder has the documents in the places that they have in the repository, so that their links
-lead somewhere here and there, with the files that they link to and the reference pages.
+lead somewhere here and there, with the files that they link to and the reference pages. A link to a
+folder, which is no page, leads to the repository's web address where ``mkdocs.yml`` has one as
+``repo_url``, and is the folder's name elsewhere.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from docs.check import REFERENCE, REFERENCE_PAGES, ROOT, documents
 SOURCES = ROOT / "build" / "docs"
 SCRIPTS = ROOT / ".venv" / "docs" / "scripts"
 """Scripts that pages load; ``make docs`` brings them before it generates the sources."""
+_LINK = re.compile(r"\[([^\]\n]*)\]\(([^)#\s]+)\)")
 
 
 def main(argv: list[str]) -> int:
@@ -30,12 +33,13 @@ def generate(folder: Path) -> None:
     """Write all sources of the site into ``folder``, which is emptied first."""
     shutil.rmtree(folder, ignore_errors=True)
     waiting = documents()
+    repository = _repository_url((ROOT / "mkdocs.yml").read_text())
     copied: set[Path] = set()
     while waiting:
         path = waiting.pop()
         if path not in copied:
             copied.add(path)
-            _copy(path, folder)
+            _copy(path, folder, repository)
             waiting += _linked(path)
     if SCRIPTS.is_dir():
         shutil.copytree(SCRIPTS, folder / "assets")
@@ -57,10 +61,39 @@ def _linked(path: Path) -> list[Path]:
     return [one for one in found if one.is_file() and ROOT in one.parents]
 
 
-def _copy(path: Path, folder: Path) -> None:
+def _copy(path: Path, folder: Path, repository: str) -> None:
     place = folder / path.relative_to(ROOT)
     place.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(path, place)
+    if path.suffix == ".md":
+        place.write_text(without_folders(path.read_text(), path.parent, repository))
+    else:
+        shutil.copyfile(path, place)
+
+
+def without_folders(text: str, folder: Path, repository: str) -> str:
+    """Return a document's text in which no link leads to a folder of the repository.
+
+    Args:
+        folder: Of the document.
+        repository: Web address of the repository; empty where there is none.
+    """
+
+    def told(link: re.Match[str]) -> str:
+        words, target = link.groups()
+        place = (folder / target).resolve()
+        if not (place.is_dir() and place.is_relative_to(ROOT)):
+            return link[0]
+        name = place.relative_to(ROOT).as_posix()
+        if repository:
+            return f"[{words}]({repository}/tree/HEAD/{name})"
+        return f"`{name}/`" if words.strip("`/") in name else f"{words} (`{name}/`)"
+
+    return _LINK.sub(told, text)
+
+
+def _repository_url(settings: str) -> str:
+    found = re.search(r"^repo_url: *(\S+?)/?$", settings, re.MULTILINE)
+    return found[1] if found else ""
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from banaserve.api.app import Door, DoorOptions, make_app
 from banaserve.api.bodies.bounds import RequestBounds
 from banaserve.api.bodies.grammar_checker import GrammarChecker
 from banaserve.api.closing import ClosingDoor, StopSignals, until_none
-from banaserve.api.edge.limits import EdgeLimits
+from banaserve.api.edge.limits import EdgeLimits, edge_limits
 from banaserve.api.front_socket import FrontSocket
 from banaserve.api.live_page import LivePage
 from banaserve.api.log_rotation import rotating
@@ -76,7 +76,6 @@ from banaserve.kvstore.daemon.supervised import SupervisedStore
 from banaserve.kvstore.fingerprint import check_alike
 from banaserve.kvstore.sizes import parse_size
 from banaserve.kvstore.stats import StoreStats
-from banaserve.net.descriptors import connections_within
 from banaserve.orchestrator.autoscaling import AutoscaleOptions
 from banaserve.orchestrator.control import ControlLimits, Mode
 from banaserve.orchestrator.rebalancing import RebalanceOptions, Stream
@@ -96,8 +95,6 @@ _ANSWER_S, _NUM_ASKED = 30.0, 10
 _FIRST_PAUSE_S, _MOST_PAUSE_S = 0.5, 10.0
 """Before a question is asked again: in all up to a minute, in which an engine is started again."""
 _MIN_STEP_TIMEOUT_S = 60.0
-_RESERVED_DESCRIPTORS = 512
-"""For engines, store and logs."""
 _HOP_BYTES_PER_S = 2e9
 
 
@@ -342,6 +339,7 @@ async def _connect(parts: Parts, router: Router) -> DisaggregatedClient:
         router,
         parts.config.request_timeout_s,
         lookup_above_tokens=parts.config.skip_prefill_below_tokens,
+        has_store_peers=bool(parts.config.kv_store_peers),
     )
     await _answered(client.adopt_engine_facts)
     cache = client.vllm_config.cache_config
@@ -432,19 +430,10 @@ def _page(
 
 
 def _edge_limits(config: ServeConfig, say: Say) -> EdgeLimits:
-    wanted = config.max_connections or EdgeLimits().max_connections
-    descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    allowed = connections_within(descriptors, wanted, _RESERVED_DESCRIPTORS)
-    if allowed < wanted:
-        say(
-            f"{allowed} connections of clients at most: {descriptors} file descriptors "
-            "(ulimit -n) allow no more"
-        )
-    return EdgeLimits(
-        max_connections=allowed,
-        max_per_address=config.max_connections_per_address,
-        body_s=config.body_timeout_s,
-    )
+    limits, problem = edge_limits(config, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    if problem:
+        say(problem)
+    return limits
 
 
 @contextlib.asynccontextmanager

@@ -22,6 +22,9 @@ MAX_NAME_CHARS = 256
 MAX_OUTPUT_TOKENS = 10**7
 """A client may ask for any number; what policies add up stays one that they can reckon with."""
 
+MAX_CONVERTED_BYTES = 2**20
+"""Of a body in another encoding than UTF-8: more of it would hold everything else up."""
+
 _NOTHING = msgspec.Raw(b"")
 _RESPONSES = (b"/v1/responses", b"/v1/responses/render")
 _STORED = re.compile(rb"/v1/responses/([^/]{1,256})(?:/cancel)?/?")
@@ -101,7 +104,9 @@ def stored_response(message: ClientRequest) -> str:
 
 
 def _data(message: ClientRequest) -> bytes:
-    return as_utf8(message.body[0] if len(message.body) == 1 else b"".join(message.body))
+    """The body; a long one that is not in UTF-8 stays so, and routing does not read it."""
+    body = message.body[0] if len(message.body) == 1 else b"".join(message.body)
+    return as_utf8(body) if len(body) <= MAX_CONVERTED_BYTES else body
 
 
 def without_tried(view: FleetView, tried: set[str]) -> FleetView:

@@ -17,8 +17,9 @@ import typer
 
 from banaserve.access.key_files import key_of
 from banaserve.api.admin_client import opener_of
+from banaserve.cli.admin.options import check_one_server
 from banaserve.errors import UserError
-from banaserve.run_dir import find_admin
+from banaserve.run_dir import admin_on, find_admin
 
 app = typer.Typer(name="chat", add_completion=False)
 _TIMEOUT_S = 600.0
@@ -71,7 +72,10 @@ class ChatServer:
             raise UserError(_refusal(refused)) from None
         except (OSError, ValueError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", None) or str(error) or type(error).__name__
-            raise UserError(f"no server answers at {self._url}: {reason}") from None
+            raise UserError(
+                f"no server answers at {self._url} ({reason}): give its --run-dir, or its --url, "
+                "with --cacert where it has TLS"
+            ) from None
 
 
 def pieces(lines: Iterable[bytes]) -> Iterator[str]:
@@ -106,8 +110,9 @@ def chat(
     question: Annotated[
         str | None, typer.Argument(help="One question; without it a conversation begins.")
     ] = None,
-    port: Annotated[
-        int | None, typer.Option(help="Port of one of your servers on this machine.")
+    port: Annotated[int | None, typer.Option(help="Port of a server on this machine.")] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Folder of the run (the only one of yours).")
     ] = None,
     url: Annotated[str | None, typer.Option(help="Where another server listens.")] = None,
     api_key: Annotated[
@@ -117,7 +122,8 @@ def chat(
         Path | None, typer.Option(help="File with that key.", metavar="FILE")
     ] = None,
     cacert: Annotated[
-        Path | None, typer.Option(help="Certificate of the server at --url.", metavar="FILE")
+        Path | None,
+        typer.Option(help="Certificate of the server at --url or --port.", metavar="FILE"),
     ] = None,
     model: Annotated[str | None, typer.Option(help="Name of the model (the first one).")] = None,
     system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
@@ -128,11 +134,8 @@ def chat(
 ) -> None:
     """Talk to the model of a running server. An empty line, or Ctrl-D, ends the conversation."""
     key = key_of("--api-key", api_key, api_key_file, os.environ.get("BANASERVE_API_KEY", ""))
-    if url is not None:
-        server = ChatServer(url, key, str(cacert) if cacert else "", is_own=False)
-    else:
-        access = find_admin(None, port)
-        server = ChatServer(access.url, key, access.certificate, is_own=True)
+    check_one_server(port, run_dir, url)
+    server = _server(port, run_dir, url, key, str(cacert) if cacert else "")
     asked: dict[str, Any] = {"model": model or server.first_model(), "temperature": temperature}
     if max_tokens is not None:
         asked["max_tokens"] = max_tokens
@@ -145,6 +148,18 @@ def chat(
             print(piece, end="", flush=True)
         print()
         said.append({"role": "assistant", "content": answer})
+
+
+def _server(
+    port: int | None, run_dir: Path | None, url: str | None, key: str, certificate: str
+) -> ChatServer:
+    """The server that the options name; a port alone does where its run's folder is not known."""
+    if url is None:
+        access = find_admin(run_dir) if port is None else admin_on(port)
+        if access is not None:
+            return ChatServer(access.url, key, access.certificate, is_own=True)
+        url = f"{'https' if certificate else 'http'}://127.0.0.1:{port}"
+    return ChatServer(url, key, certificate, is_own=False)
 
 
 def _typed() -> Iterator[str]:

@@ -20,9 +20,11 @@ from banaserve.errors import StoreUnavailableError, UserError
 from banaserve.kvstore.admin import clear_store, fetch_stats
 from banaserve.kvstore.daemon.options import DEFAULT_SSD_SIZE, StoreOptions
 from banaserve.kvstore.daemon.process import announce_ready, serve
+from banaserve.kvstore.leftovers import still_held
 from banaserve.kvstore.peers.options import KEY_VARIABLE, PeerOptions, key_from_environment
 from banaserve.kvstore.sizes import format_size
 from banaserve.kvstore.stats import StoreStats, TierReport
+from banaserve.kvstore.tiers.ssd.folder import check_usable
 from banaserve.plugins import PluginGroup
 
 app = typer.Typer(
@@ -110,6 +112,8 @@ def start(
             key_of("--peer-key", None, peer_key_file, key_from_environment()),
         ),
     )
+    if ssd is not None:
+        check_usable(ssd)
     config = options.config(socket_path, metrics_port=metrics_port, die_with_parent=die_with_parent)
     serve(config, lambda: announce_ready(ready_fd))
 
@@ -162,10 +166,12 @@ def check(
 def clear(socket_path: SocketOption) -> None:
     """Drop every block that is not in use, from memory and tiers."""
     try:
-        cleared = clear_store(socket_path)
+        cleared, stats = clear_store(socket_path), fetch_stats(socket_path)
     except StoreUnavailableError as error:
         raise UserError(str(error)) from error
     typer.echo(f"dropped {cleared.from_memory} blocks from memory, {cleared.from_tiers} from tiers")
+    for line in still_held(stats):
+        typer.echo(f"not empty: {line}")
 
 
 def _print_rows(rows: list[tuple[str, str]]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import functools
 import os
 import select
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec
 
 from banaserve.cli.console import print_error
@@ -123,6 +125,12 @@ def one_line_errors(command: Callable[P, int]) -> Callable[P, int]:
             if not _is_stdout_closed():
                 raise
             return EXIT_CLOSED_PIPE
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            where = f" for {error.filename}" if error.filename else ""
+            print_error(f"the disk has no room left{where}: make some, and start this again")
+            return EXIT_USER_ERROR
         except KeyboardInterrupt:
             return EXIT_INTERRUPTED
 
@@ -142,7 +150,16 @@ def _is_stdout_closed() -> bool:
 @one_line_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one sub-command and return its exit code: 2 for what the user can mend."""
-    return _dispatch(list(sys.argv[1:] if argv is None else argv))
+    given = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(given)
+    except OSError as error:
+        # What a command has said of a path itself says more.
+        if error.filename is None or not _names(given, os.fspath(error.filename)):
+            raise
+        raise UserError(
+            f"cannot use {error.filename}: {error.strerror}: give another file or folder"
+        ) from error
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -170,6 +187,12 @@ def _run_typer(app: Any, name: str, argv: list[str]) -> int:
             raise
         raise UserError(f"{error.format_message()} (see `banaserve {name} --help`)") from None
     return result if isinstance(result, int) else 0
+
+
+def _names(argv: Sequence[str], path: str) -> bool:
+    """Whether a command line names ``path`` or a folder that it is in."""
+    values = [word.partition("=")[2] if word.startswith("-") else word for word in argv]
+    return any(value and Path(path).is_relative_to(value) for value in values)
 
 
 def _help() -> str:

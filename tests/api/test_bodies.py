@@ -26,6 +26,7 @@ from banaserve.api.bodies.shape import JsonShape, measure, upper_bound
 from banaserve.api.limits import BodyLimit
 from banaserve.engine.vllm.settings.engine_args import parse_vllm_argv
 from banaserve.errors import UserError
+from banaserve.json_text import as_utf8
 
 BOUNDS = RequestBounds()
 HELLO = {"role": "user", "content": "hi"}
@@ -276,6 +277,26 @@ async def test_a_long_body_is_parsed_in_a_thread(monkeypatch: pytest.MonkeyPatch
     assert answer.json()["keys"] == ["a"]
     assert threads
     assert all(name.startswith("body") for name in threads)
+
+
+async def test_a_long_body_in_another_encoding_is_decoded_in_a_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import banaserve.api.bodies.guard as module
+
+    threads: list[str] = []
+
+    def convert(body: bytes) -> bytes:
+        threads.append(threading.current_thread().name)
+        return as_utf8(body)
+
+    monkeypatch.setattr(module, "as_utf8", convert)
+    content = ('{"a": "%s"}' % ("é" * LONG_BYTES)).encode("utf-16")
+    headers = {"content-type": "application/json"}
+    async with door(guarded()) as client:
+        answer = await client.post("/v1/x", content=content, headers=headers)
+    assert answer.json()["keys"] == ["a"]
+    assert [name.split("_")[0] for name in threads] == ["body"]
 
 
 async def test_a_refusal_has_openais_form_and_is_counted() -> None:

@@ -28,7 +28,7 @@ from banaserve.api.app import Door
 from banaserve.api.auth import KeyMiddleware
 from banaserve.api.limits import BodyLimit, ConcurrencyLimit
 from banaserve.api.request_limits import TPOT_HEADER, TTFT_HEADER, RequestLimitsReader
-from banaserve.cli.serve import launch
+from banaserve.cli.serve import launch, needs
 from banaserve.cli.serve.options.command_line import parse_serve_argv
 from banaserve.cli.sockets import check_tls
 from banaserve.config import ServeConfig
@@ -37,7 +37,6 @@ from banaserve.engine.vllm.compat.engine_errors import last_error_in
 from banaserve.engine.vllm.settings import engine_args
 from banaserve.engine.vllm.settings.engine_args import refuse_taken
 from banaserve.errors import UserError
-from banaserve.models import ResolvedModel
 from banaserve.run_dir import open_run_dir
 from banaserve.types import RequestLimits, Role
 
@@ -237,15 +236,14 @@ def test_what_all_engines_take_has_to_be_there(
     kv_bytes: int | None,
     fraction: float,
     fits: bool,
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    machine = SimpleNamespace(total=16 * 2**30, available=8 * 2**30)
-    monkeypatch.setattr(launch.psutil, "virtual_memory", lambda: machine)
-    model = ResolvedModel("m", str(tmp_path), "m", is_local=True)
+    machine = SimpleNamespace(total=16 * 2**30)
+    monkeypatch.setattr(needs.psutil, "virtual_memory", lambda: machine)
     refused = pytest.raises(UserError, match="--gpu-memory-utilization")
     with contextlib.nullcontext() if fits else refused:
-        launch._check_memory(ServeConfig(), launch._instance_bytes(model, kv_bytes, fraction))
+        each_bytes = needs.instance_bytes(0, kv_bytes, fraction)
+        needs.check_memory(ServeConfig(), each_bytes, 8 * 2**30)
 
 
 def test_no_option_of_vllm_counts_as_one_of_ours_misspelt() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from banaserve.balancer.config import LimitSettings, PolicySettings
 from banaserve.balancer.http.client_connection import UNREAD_S, ClientConnection
 from banaserve.balancer.http.request import ClientRequest, RequestRefusedError
 from banaserve.balancer.peers import PeerState, ReplicaState
-from banaserve.balancer.routing_request import read_request
+from banaserve.balancer.routing_request import MAX_CONVERTED_BYTES, read_request
 from banaserve.balancer.tracing import RoutingLog
 from banaserve.types import RequestId
 from counters import counted
@@ -148,6 +149,14 @@ def test_names_that_are_kept_are_short():
     request = read_request(RequestId("1"), message_of(body), 0.0, None, False)
     assert request.model == "m" * 256
     assert request.session == "u" * 256
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
+@pytest.mark.parametrize("padding", [0, MAX_CONVERTED_BYTES])
+def test_a_long_body_in_another_encoding_is_not_read_for_routing(padding, encoding):
+    body = json.dumps({"model": "m", "prompt": "x" * padding}).encode(encoding)
+    request = read_request(RequestId("1"), message_of(body), 0.0, None, False)
+    assert request.model == ("" if padding and encoding == "utf-16" else "m")
 
 
 async def test_any_number_of_output_tokens_can_be_asked_for(house):

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from banaserve.json_text import as_utf8
+from banaserve.json_text import PIECE_BYTES, as_utf8
 
 VALUES = ({"a": "Grüße, 你好 🎉"}, [1, 2], "text", 7, {}, {"a": "b" * 5000})
 ENCODINGS = (
@@ -26,6 +26,13 @@ ENCODINGS = (
 @pytest.mark.parametrize("value", VALUES, ids=str)
 def test_it_is_the_same_value_in_utf_8(value: object, space: str, encoding: str) -> None:
     text = space + json.dumps(value, ensure_ascii=False)
+    assert as_utf8(text.encode(encoding)).decode() == text
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("shift", range(4))
+def test_no_character_is_lost_between_two_pieces(shift: int, encoding: str) -> None:
+    text = json.dumps("x" * shift + "é🎉" * PIECE_BYTES, ensure_ascii=False)
     assert as_utf8(text.encode(encoding)).decode() == text
 
 

@@ -6,14 +6,17 @@ import io
 import json
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Thread
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 import pytest
 
 from banaserve.cli.chat import pieces
 from banaserve.cli.main import main
 from banaserve.errors import UserError
+from banaserve.run_dir import AdminAccess, open_run_dir, write_admin
 
 KEY = "of-the-tenant"
 
@@ -98,6 +101,29 @@ def test_what_cannot_be_is_one_line(url: str, capsys: pytest.CaptureFixture[str]
     assert "no server answers at http://127.0.0.1:1" in capsys.readouterr().err
     assert main(["chat", "x", "--url", "nonsense"]) == 2
     assert "no server answers at nonsense" in capsys.readouterr().err
+
+
+def test_a_port_is_enough_where_the_folder_of_the_run_is_not_known(
+    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    port = str(urlsplit(url).port)
+    assert main(["chat", "a b", "--port", port, "--api-key", KEY]) == 0
+    assert capsys.readouterr().out == "b a\n"
+    assert main(["chat", "a b", "--port", "1"]) == 2
+    assert "no server answers at http://127.0.0.1:1 (" in (line := capsys.readouterr().err)
+    assert "give its --run-dir" in line
+    assert main(["chat", "a b", "--port", port, "--url", url]) == 2
+    assert "--port and --url both name a server" in capsys.readouterr().err
+
+
+def test_the_folder_of_a_run_names_its_server(
+    url: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with open_run_dir(tmp_path / "run") as run:
+        write_admin(run.logs, AdminAccess(url.removesuffix("/v1"), "admin"))
+        assert main(["chat", "a b", "--run-dir", str(run.logs), "--api-key", KEY]) == 0
+    assert capsys.readouterr().out == "b a\n"
 
 
 def test_an_error_in_a_stream_is_told() -> None:

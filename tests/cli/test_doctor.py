@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import json
 import socket
 from pathlib import Path
 
 import pytest
 
+from banaserve import models
+from banaserve.api.edge.limits import edge_limits
 from banaserve.cli.doctor import checks, command, facts
 from banaserve.cli.doctor.checks import CheckStatus, Finding
 from banaserve.cli.main import main
+from banaserve.cli.serve import launch, needs
+from banaserve.config import ServeConfig
+from banaserve.errors import UserError
 
 OK, WARNING, MISSING = CheckStatus.OK, CheckStatus.WARNING, CheckStatus.MISSING
 X86 = "x86_64"
+GIB = 2**30
+DEFAULT = ServeConfig()
 
 
 @pytest.mark.parametrize(
@@ -53,20 +60,20 @@ X86 = "x86_64"
         (checks.check_cpu("aarch64", frozenset(), 4), OK, "aarch64"),
         (checks.check_cpu("aarch64", frozenset({"bf16"}), 4), OK, "bfloat16: this processor has"),
         (checks.check_cpu(X86, frozenset({"avx2"}), 2), OK, "float32: this processor has no"),
-        (checks.check_memory(16 * checks.GIB), OK, "16 GiB"),
-        (checks.check_memory(3 * checks.GIB), MISSING, "--kv-store-size"),
+        (checks.check_memory(DEFAULT, GIB, 16 * GIB), OK, "16 GiB available, about 3.43"),
+        (checks.check_memory(DEFAULT, GIB, 3 * GIB), MISSING, "--kv-store-size"),
+        (checks.check_memory(DEFAULT, 0, 3 * GIB), OK, "about 1.43"),
         (checks.check_shm(None), WARNING, "tmpfs"),
         (checks.check_shm(2**20), WARNING, "--shm-size"),
         (checks.check_shm(2**30), OK, "1 GiB free"),
         (checks.check_shared_memory(None, True), OK, "memfd"),
         (checks.check_shared_memory(None, False), WARNING, "Linux 5.14"),
         (checks.check_shared_memory("Function not implemented", False), MISSING, "seccomp"),
-        (checks.check_open_files(1024), WARNING, "ulimit -n"),
-        (checks.check_open_files(20000), OK, "20000"),
-        (checks.check_open_files(-1), OK, "no limit"),
-        (checks.check_port(8000, 0), OK, "8000 is free"),
-        (checks.check_port(8000, errno.EADDRINUSE), MISSING, "8000 is taken"),
-        (checks.check_port(80, errno.EACCES), MISSING, "EACCES"),
+        (checks.check_open_files(DEFAULT, 1024), WARNING, "ulimit -n"),
+        (checks.check_open_files(DEFAULT, 20000), OK, "20000"),
+        (checks.check_open_files(DEFAULT, -1), OK, "no limit"),
+        (checks.check_port(8000, None), OK, "8000 is free"),
+        (checks.check_port(80, "cannot listen"), MISSING, "80: cannot listen"),
         (checks.check_cache(Path("/c"), True), OK, "/c"),
         (checks.check_cache(Path("/c"), False), MISSING, "BANASERVE_CACHE"),
         (checks.check_native(None), OK, "built"),
@@ -81,8 +88,8 @@ def test_a_fact_gives_a_finding(finding, status, words):
 def test_what_is_not_ok_comes_with_advice():
     bad = [
         checks.check_python((3, 9, 0)),
-        checks.check_memory(0),
-        checks.check_open_files(10),
+        checks.check_memory(DEFAULT, 0, 0),
+        checks.check_open_files(DEFAULT, 10),
         checks.check_native("x"),
     ]
     assert all(finding.advice for finding in bad)
@@ -110,11 +117,46 @@ def test_a_checkout_is_known_by_its_project_file(tmp_path):
     assert facts.remedies_here(tmp_path / "banaserve") is checks.FROM_WHEEL
 
 
-def test_a_taken_port_is_seen():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        sock.listen()
-        assert facts.try_port(sock.getsockname()[1]) == errno.EADDRINUSE
+def said_of(name, argv, capsys):
+    """What ``doctor`` advises under ``name``."""
+    main(["doctor", "--json", *argv])
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    return next(one["advice"] for one in findings if one["name"] == name)
+
+
+def test_doctor_says_of_a_taken_port_what_serve_says(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        argv = ["--port", str(sock.getsockname()[1])]
+        advice = said_of("port", argv, capsys)
+        assert main(["serve", *argv]) == 2
+    assert capsys.readouterr().err == f"banaserve: {advice}\n"
+
+
+@pytest.mark.deep
+def test_doctor_counts_for_an_instance_what_serve_counts(tmp_path, monkeypatch):
+    model = models.resolve(models.PACKAGED, None, print)
+    _, _, engine_config = launch._for_vllm(ServeConfig(), model, str(tmp_path / "kv"), tmp_path)
+    counted = launch._instance_bytes(model, engine_config)
+    assert facts.instance_bytes(models.PACKAGED) == counted
+    monkeypatch.setenv("BANASERVE_CACHE", str(tmp_path))  # as before the first start
+    assert facts.instance_bytes(models.PACKAGED) == counted
+
+
+@pytest.mark.parametrize("short_bytes", [0, 1])
+def test_doctor_says_of_the_memory_what_serve_says(short_bytes, monkeypatch, capsys):
+    each_bytes = facts.instance_bytes(models.PACKAGED)
+    available_bytes = needs.server_bytes(DEFAULT, each_bytes) - short_bytes
+    monkeypatch.setattr(facts, "available_memory_bytes", lambda: available_bytes)
+    advice = said_of("memory", [], capsys)
+    assert bool(advice) == bool(short_bytes)
+    with pytest.raises(UserError) if short_bytes else contextlib.nullcontext() as refused:
+        needs.check_memory(DEFAULT, each_bytes, available_bytes)
+    assert not short_bytes or advice == str(refused.value)
+
+
+def test_doctor_says_of_descriptors_what_serve_says():
+    for limit in (1024, 20000, -1):
+        assert checks.check_open_files(DEFAULT, limit).advice == edge_limits(DEFAULT, limit)[1]
 
 
 def test_this_machine_can_be_examined(tmp_path, monkeypatch):

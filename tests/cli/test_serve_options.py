@@ -34,7 +34,7 @@ WRONG = [
     ("--host 0.0.0.0", "set --api-key KEY"),
     ("--host 0.0.0.0 --api-key=", "--api-key is empty"),
     ("--port 99999", "--port 99999: must be between 1 and 65535"),
-    ("--kv-store-size 10TiB", "--kv-store-size 10TiB: "),
+    ("--kv-store-size 10TiB", "with --kv-store-size 10TiB need about 10 TiB of memory"),
     ("--kv-store-size many", "'many' is not a size: write a number and a unit, such as 2GiB"),
     ("--max-body-siz 1MiB", "unknown option --max-body-siz; did you mean --max-body-size?"),
     ("--routing-policy load", "unknown routing policy: load (known: least_requests,"),
@@ -65,7 +65,8 @@ def test_the_command_says_it_in_one_line_before_it_listens(
         code = cli.main(["serve", "--port", str(port), *options.split()])
     assert code == cli.EXIT_USER_ERROR
     error = capsys.readouterr().err
-    assert error.startswith(f"banaserve: {options}: ")
+    assert error.startswith("banaserve: ")
+    assert options in error
     assert error.count("\n") == 1
 
 

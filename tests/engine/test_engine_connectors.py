@@ -11,9 +11,12 @@ pytest.importorskip("vllm")
 
 from banaserve.config import Budget
 from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.kv_connector.connector import StoreConnector
 from banaserve.engine.vllm.rpc.engine_api import CoreApi
 from banaserve.engine.vllm.rpc.typed_rpc import call
 from banaserve.engine.vllm.tracing.events import EngineAnswer
+from banaserve.kvstore.stats import StoreStats, TierReport
+from banaserve.kvstore.tiers.interface import TierStats
 
 ANSWER = EngineAnswer(1.0, [])
 
@@ -61,3 +64,43 @@ def test_another_connector_is_left_alone(monkeypatch, connector: Any, name: str)
     theirs = core(monkeypatch, connector, name)
     assert budget(theirs) == Budget(512, 16)
     assert notes(theirs) is None
+
+
+class ClearedStore:
+    """A client of a store that has this after it was cleared; None: it does not answer."""
+
+    def __init__(self, stats: StoreStats | None) -> None:
+        self._stats = stats
+
+    def clear(self) -> int | None:
+        return None if self._stats is None else 0
+
+    def stats(self) -> StoreStats | None:
+        return self._stats
+
+
+def cleared(used_slots: int = 0, **tier: Any) -> StoreStats:
+    nothing: dict[str, Any] = dict.fromkeys(StoreStats.__struct_fields__, 0)
+    report = TierReport(stats=TierStats(**{"name": "ssd"} | tier))
+    return StoreStats(**nothing | {"used_slots": used_slots, "tiers": (report,)})
+
+
+@pytest.mark.parametrize(
+    ("stats", "is_empty"),
+    [
+        (cleared(), True),
+        (cleared(name="peers", available=False), True),  # theirs to keep
+        (None, False),
+        (cleared(used_slots=1), False),
+        (cleared(num_blocks=1), False),
+        (cleared(in_flight=1), False),
+        (cleared(available=False, problem="the disk is full"), False),
+        (cleared(keeps="blocks"), False),
+    ],
+)
+def test_a_reset_of_the_store_is_one_where_it_is_empty_with_its_tiers(
+    stats: StoreStats | None, is_empty: bool
+) -> None:
+    connector = StoreConnector.__new__(StoreConnector)
+    connector._client = ClearedStore(stats)  # type: ignore[assignment]
+    assert connector.reset_cache() == is_empty

@@ -11,6 +11,7 @@ import pytest
 from banaserve.kvstore import wire
 from banaserve.kvstore.daemon.tiering import HUNG_AFTER_S, NOTE_EVERY_S
 from banaserve.kvstore.fingerprint import PAGE_BYTES
+from banaserve.kvstore.leftovers import still_held
 from banaserve.kvstore.tiers.interface import BlockBytes, BlockName, TierOutcome
 from tiering_doubles import (
     FINGERPRINT,
@@ -241,6 +242,27 @@ def test_clear_empties_memory_and_tiers(stack: ExitStack) -> None:
     store.turn()
     assert store.service.answer(1, wire.Clear(5)) == wire.Cleared(5, 1, 5)
     assert store.lookup(KEYS[0], KEYS[5]) == [MISS, MISS]
+    assert still_held(store.service.stats()) == []
+
+
+def test_what_clear_has_left_is_said(stack: ExitStack) -> None:
+    store, tier = filled(stack, *KEYS[:4])
+    held = store.exchange([KEYS[0]])  # the tier is reading it
+    store.service.answer(1, wire.Clear(5))
+    left = still_held(store.service.stats())
+    assert left == [
+        "1 slots of memory are in use",
+        "the disk tier has 1 blocks, and 1 reads and writes are under way",
+    ]
+    tier.end()
+    store.turn()
+    store.release(held)
+    store.service.answer(1, wire.Clear(6))
+    assert still_held(store.service.stats()) == []
+    tier.problem = "the disk is full"
+    assert still_held(store.service.stats()) == [
+        "the disk tier is out of service: the disk is full"
+    ]
 
 
 # ---- checksums of memory

@@ -223,6 +223,19 @@ def test_a_damaged_header_costs_its_block_alone(tmp_path: Path, caplog) -> None:
     assert check_folder(tmp_path).is_clean
 
 
+def test_a_clear_that_cannot_be_written_down_says_so(tmp_path: Path) -> None:
+    tier = SsdTier(tmp_path, MIB)
+    store(tier, 0)
+    (tmp_path / "cleared.tmp").mkdir()
+    assert tier.clear() == 1
+    assert tier.stats().num_blocks == 0
+    assert "a restart will find" in tier.stats().keeps
+    (tmp_path / "cleared.tmp").rmdir()
+    tier.clear()
+    assert tier.stats().keeps == ""
+    tier.close()
+
+
 def test_clear_outlives_a_kill(tmp_path: Path) -> None:
     folder, crashed = tmp_path / "log", tmp_path / "crashed"
     tier = SsdTier(folder, MIB)

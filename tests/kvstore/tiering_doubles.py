@@ -124,6 +124,7 @@ class ScriptedTier:
         return TierStats(
             name=self.name,
             num_blocks=len(self.blocks),
+            in_flight=len(self.loads) + len(self.stores),
             available=not self.problem,
             problem=self.problem,
         )

@@ -86,6 +86,7 @@ def client(serving: list[Any] | None = None, **model: Any) -> Any:
     made._cluster = SimpleNamespace(serving=lambda: serving or [], taking=taking)
     made._router = SimpleNamespace(forget_residency=lambda: None)
     made._supported_tasks = ("generate",)
+    made._has_store_peers = False
     made._request_timeout_s, made._lookup_above_tokens = 60.0, MAX_MODEL_LEN
     return made
 
@@ -138,6 +139,28 @@ async def test_the_router_forgets_what_the_engines_forget(
     made._router.forget_residency = lambda: lost.append(method)
     await getattr(made, method)(**arguments)
     assert bool(lost) == is_lost
+
+
+@pytest.mark.parametrize(
+    ("answers", "has_peers", "reset_connector", "success"),
+    [
+        ([True, True], False, True, True),
+        ([True, False], False, True, False),
+        ([], False, True, False),
+        ([True], True, True, False),
+        ([True], True, False, True),
+    ],
+)
+async def test_a_reset_is_one_where_nothing_is_left(
+    answers: list[bool], has_peers: bool, reset_connector: bool, success: bool
+) -> None:
+    async def said(answer: bool) -> bool:
+        return answer
+
+    llms = [SimpleNamespace(reset_prefix_cache=lambda *_, one=one: said(one)) for one in answers]
+    made = client([SimpleNamespace(llm=llm) for llm in llms])
+    made._has_store_peers = has_peers
+    assert await made.reset_prefix_cache(reset_connector=reset_connector) == success
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])

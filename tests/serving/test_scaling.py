@@ -441,8 +441,7 @@ def test_a_cpu_has_no_devices_to_run_out_of() -> None:
 
 
 def test_more_instances_need_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    available = SimpleNamespace(available=3 << 30)
-    monkeypatch.setattr(factories.psutil, "virtual_memory", lambda: available)
+    monkeypatch.setattr(factories, "available_memory_bytes", lambda: 3 << 30)
     monkeypatch.setattr(factories, "EngineSeries", lambda _: None)
     nothing: Any = None
     here: Any = OnThisMachine()

@@ -81,9 +81,25 @@ def test_the_site_has_what_its_pages_link_to(site: Path) -> None:
     assert (site / "benchmarks" / "results" / "stall.json").is_file()
     for page in site.rglob("*.md"):
         for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
-            path = (ROOT / page.relative_to(site)).parent / target
-            if "://" not in target and not path.is_dir():
+            if "://" not in target:
                 assert (page.parent / target).is_file(), (page, target)
+
+
+@pytest.mark.parametrize(
+    ("repository", "said"),
+    [
+        ("", "choices (`docs/adr/`) and [a page](../store.md)"),
+        (
+            "https://example.org/banaserve",
+            "[choices](https://example.org/banaserve/tree/HEAD/docs/adr) and [a page](../store.md)",
+        ),
+    ],
+)
+def test_a_link_to_a_folder_leads_to_the_repository_or_is_its_name(
+    repository: str, said: str
+) -> None:
+    text = "[choices](../adr/) and [a page](../store.md)"
+    assert generate.without_folders(text, ROOT / "docs" / "guides", repository) == said
 
 
 def test_the_site_has_a_search_a_dark_switch_and_nothing_from_elsewhere() -> None:

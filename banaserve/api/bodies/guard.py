@@ -83,7 +83,7 @@ class BodyGuard:
         body = await _whole(receive)
         if body is None:
             return
-        body = as_utf8(body)
+        body = await self._in_utf8(body)
         held = _Held()
         try:
             refusal = await self._refusal(scope, body, held)
@@ -93,6 +93,11 @@ class BodyGuard:
                 await self._app(scope, _replayed(body, receive), send)
         finally:
             self._held_object_bytes -= held.object_bytes
+
+    async def _in_utf8(self, body: bytes) -> bytes:
+        if len(body) < LONG_BYTES:
+            return as_utf8(body)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, as_utf8, body)
 
     async def _refusal(self, scope: Scope, body: bytes, held: _Held) -> Response | None:
         """Returns the answer to ``body`` where it is refused."""

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from banaserve.config import ServeConfig
+from banaserve.net.descriptors import connections_within
+
+_RESERVED_DESCRIPTORS = 512
+"""File descriptors for engines, store and logs."""
+
 
 @dataclass(frozen=True, slots=True)
 class EdgeLimits:
@@ -32,3 +38,25 @@ class EdgeLimits:
     max_head_bytes: int = 64 * 1024
     max_fields: int = 256
     max_unwanted_bytes: int = 32 * 2**20
+
+
+def edge_limits(config: ServeConfig, num_descriptors: int) -> tuple[EdgeLimits, str]:
+    """Limits of a server of ``config`` that may have so many file descriptors.
+
+    Returns:
+        The limits; and one line for the user where they allow fewer connections than is asked for,
+        empty elsewhere.
+    """
+    wanted = config.max_connections or EdgeLimits().max_connections
+    allowed = connections_within(num_descriptors, wanted, _RESERVED_DESCRIPTORS)
+    limits = EdgeLimits(
+        max_connections=allowed,
+        max_per_address=config.max_connections_per_address,
+        body_s=config.body_timeout_s,
+    )
+    if allowed == wanted:
+        return limits, ""
+    return limits, (
+        f"{allowed} connections of clients at most: {num_descriptors} file descriptors (ulimit -n) "
+        "allow no more"
+    )

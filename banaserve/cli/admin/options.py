@@ -66,13 +66,7 @@ class ServerOptions:
         Raises:
             UserError: They name none, contradict each other, or a file cannot be used.
         """
-        named = [
-            f"--{name.replace('_', '-')}"
-            for name in ("port", "run_dir", "url")
-            if getattr(self, name) is not None
-        ]
-        if len(named) > 1:
-            raise UserError(f"{' and '.join(named)} both name a server: leave one out")
+        check_one_server(self.port, self.run_dir, self.url)
         usual = os.environ.get("BANASERVE_ADMIN_KEY", "")
         key = key_of("--admin-key", self.admin_key, self.admin_key_file, usual)
         if self.url is not None:
@@ -82,6 +76,18 @@ class ServerOptions:
             raise UserError("--cacert is for --url: that of your own run is known")
         access = find_admin(self.run_dir, self.port)
         return AdminClient(access.url, key or access.key, access.certificate, is_own=True)
+
+
+def check_one_server(port: int | None, run_dir: Path | None, url: str | None) -> None:
+    """Return if at most one option names a server.
+
+    Raises:
+        UserError: Several do.
+    """
+    given = {"--port": port, "--run-dir": run_dir, "--url": url}
+    named = [option for option, value in given.items() if value is not None]
+    if len(named) > 1:
+        raise UserError(f"{' and '.join(named)} both name a server: leave one out")
 
 
 def with_server_options(command: Callable[..., None]) -> Callable[..., None]:

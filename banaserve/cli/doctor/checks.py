@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from banaserve.api.edge.limits import edge_limits
+from banaserve.cli.serve import needs
+from banaserve.config import ServeConfig
+from banaserve.errors import UserError
 from banaserve.kvstore.sizes import format_size
 from banaserve.platform.cpu_features import choose_dtype
 from banaserve.plugins import Plugin
 
-GIB = 2**30
-SERVER_BYTES = 5 * GIB
-"""A 1:1 server of smollm2-135m on CPU: two engines with weights and 1 GiB of KV cache, a 1 GiB
-store."""
 SHM_BYTES = 64 * 2**20
-OPEN_FILES = 4096
 VLLM_RANGE = ((0, 32), (0, 33))
 
 
@@ -164,13 +162,15 @@ def check_cpu(machine: str, flags: frozenset[str], num_cores: int) -> Finding:
     return Finding("CPU", CheckStatus.OK, f"{shown}; {dtype}")
 
 
-def check_memory(available_bytes: int) -> Finding:
+def check_memory(config: ServeConfig, each_bytes: int, available_bytes: int) -> Finding:
+    """``each_bytes``: memory of one instance, as for ``needs.check_memory``."""
     shown = f"{format_size(available_bytes)} available"
-    if available_bytes >= SERVER_BYTES:
-        return Finding("memory", CheckStatus.OK, shown)
-    need = f"a 1:1 server of smollm2-135m needs about {format_size(SERVER_BYTES)}"
-    advice = f"{need}: free some, or try --kv-store-size 256MiB -- --kv-cache-memory-bytes 256M"
-    return Finding("memory", CheckStatus.MISSING, shown, advice)
+    try:
+        needs.check_memory(config, each_bytes, available_bytes)
+    except UserError as error:
+        return Finding("memory", CheckStatus.MISSING, shown, str(error))
+    needed = format_size(needs.server_bytes(config, each_bytes))
+    return Finding("memory", CheckStatus.OK, f"{shown}, about {needed} needed")
 
 
 def check_shm(free_bytes: int | None) -> Finding:
@@ -196,25 +196,19 @@ def check_shared_memory(memfd_error: str | None, can_populate: bool) -> Finding:
     return Finding("shared memory", CheckStatus.OK, "memfd, MADV_POPULATE")
 
 
-def check_open_files(soft: int) -> Finding:
-    """``soft`` is the limit in force; negative for none."""
-    if soft < 0:
-        return Finding("open files", CheckStatus.OK, "no limit")
-    if soft >= OPEN_FILES:
-        return Finding("open files", CheckStatus.OK, f"{soft} allowed")
-    advice = f"run `ulimit -n {OPEN_FILES}` before serving many clients"
-    return Finding("open files", CheckStatus.WARNING, f"{soft} allowed", advice)
+def check_open_files(config: ServeConfig, limit: int) -> Finding:
+    """``limit`` is the one that a server has; negative for none."""
+    shown = "no limit" if limit < 0 else f"{limit} allowed"
+    _, problem = edge_limits(config, limit)
+    status = CheckStatus.WARNING if problem else CheckStatus.OK
+    return Finding("open files", status, shown, problem)
 
 
-def check_port(port: int, error_number: int) -> Finding:
-    """``error_number`` is that of binding the port on 127.0.0.1; 0 where it worked."""
-    if not error_number:
-        return Finding("port", CheckStatus.OK, f"{port} is free")
-    if error_number == errno.EADDRINUSE:
-        advice = "stop what listens there, or give another --port"
-        return Finding("port", CheckStatus.MISSING, f"{port} is taken", advice)
-    detail = f"{port} cannot be used ({errno.errorcode.get(error_number, error_number)})"
-    return Finding("port", CheckStatus.MISSING, detail, "give another --port")
+def check_port(port: int, problem: str | None) -> Finding:
+    """``problem`` is what listening on the port says; None where it works."""
+    if problem:
+        return Finding("port", CheckStatus.MISSING, str(port), problem)
+    return Finding("port", CheckStatus.OK, f"{port} is free")
 
 
 def check_cache(folder: Path, writable: bool) -> Finding:

@@ -6,9 +6,7 @@ import ctypes
 import mmap
 import os
 import platform
-import resource
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,11 +14,15 @@ from pathlib import Path
 
 import banaserve
 from banaserve import models
+from banaserve.api.front_socket import bind
 from banaserve.cli.doctor import checks as checks
 from banaserve.cli.doctor.checks import CheckStatus, Finding, Remedies
 from banaserve.cli.plugins import REGISTRIES
+from banaserve.cli.serve import needs
+from banaserve.config import ServeConfig
 from banaserve.errors import UserError
-from banaserve.models import cache, hub
+from banaserve.models import cache
+from banaserve.net.descriptors import raise_descriptor_limit
 from banaserve.platform.cpu_features import read_cpu_flags
 from banaserve.platform.linux import MADV_POPULATE_WRITE, available_memory_bytes, madvise
 from banaserve.platform.packages import installed_version
@@ -40,11 +42,13 @@ def examine(model: str, port: int) -> Iterator[Finding]:
     yield checks.check_gpu(gpus)
     yield checks.check_nvcc(shutil.which("nvcc"), bool(gpus))
     yield checks.check_cpu(platform.machine(), read_cpu_flags(), len(os.sched_getaffinity(0)))
-    yield checks.check_memory(available_memory_bytes())
+    config = ServeConfig(model=model, port=port)
+    each_bytes = instance_bytes(model) if on_cpu else 0
+    yield checks.check_memory(config, each_bytes, available_memory_bytes())
     yield checks.check_shm(free_bytes(Path("/dev/shm")))
     yield checks.check_shared_memory(*try_shared_memory())
-    yield checks.check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    yield checks.check_port(port, try_port(port))
+    yield checks.check_open_files(config, raise_descriptor_limit())
+    yield checks.check_port(port, try_port(config))
     yield checks.check_native(try_native(), remedies)
     yield checks.check_cache(cache.cache_root(), is_writable(cache.cache_root()))
     yield look_for_model(model)
@@ -100,15 +104,22 @@ def try_shared_memory() -> tuple[str | None, bool]:
     return None, True
 
 
-def try_port(port: int) -> int:
-    """The error number of binding ``port`` on 127.0.0.1; 0 where that works."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            sock.bind(("127.0.0.1", port))
-        except OSError as error:
-            return error.errno or -1
-    return 0
+def instance_bytes(model: str) -> int:
+    """Memory of one instance of ``model`` on a CPU; without its weights where those are unknown."""
+    try:
+        folder = models.find_here(model)
+    except UserError:  # the finding on the model says it
+        folder = None
+    return needs.instance_bytes(models.weight_bytes(model, folder))
+
+
+def try_port(config: ServeConfig) -> str | None:
+    """What listening on the server's address says; None where that works."""
+    try:
+        bind(config.host, config.port).close()
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def try_native() -> str | None:
@@ -131,7 +142,7 @@ def look_for_model(name: str) -> Finding:
     if name == models.PACKAGED:
         return _packaged_model()
     try:
-        folder = models.find_local(name) or hub.cached(models.HUB_IDS.get(name, name))
+        folder = models.find_here(name)
     except UserError as error:
         return Finding("model", CheckStatus.MISSING, name, str(error))
     if folder is None:

@@ -18,15 +18,14 @@ from banaserve.api.front_socket import FrontSocket
 from banaserve.cli.console import Say, print_error, timed
 from banaserve.cli.plugins import rivalries, use_plugins
 from banaserve.cli.quiet import quiet
-from banaserve.cli.serve import emulation
+from banaserve.cli.serve import emulation, needs
 from banaserve.cli.serve.options.command_line import make_parser, parse_serve_argv
 from banaserve.cli.serve.options.orchestrator import check_orchestrator
 from banaserve.cli.sockets import front_socket
 from banaserve.config import ServeConfig
 from banaserve.elastic.forecast_profile import forecast_profile
-from banaserve.errors import UserError
 from banaserve.kvstore.daemon.options import StoreOptions
-from banaserve.kvstore.sizes import format_size, parse_size
+from banaserve.kvstore.sizes import parse_size
 from banaserve.net.descriptors import raise_descriptor_limit
 from banaserve.nodes.options import NodeOptions
 from banaserve.orchestrator.control import Mode
@@ -82,7 +81,8 @@ def check_config(config: ServeConfig) -> None:
     Raises:
         UserError: Options do not go together, or something that they name is not there.
     """
-    _check_pool(config)
+    if not NodeOptions.of(config).are_used:
+        needs.check_memory(config, 0, available_memory_bytes())
     store = StoreOptions.of(config)
     store.tiers()
     store.peers.check()
@@ -112,15 +112,6 @@ def _asked(config: ServeConfig) -> Iterator[tuple[PluginGroup, str]]:
     if config.orchestrator.mode != Mode.OFF:
         yield PluginGroup.MIGRATION_POLICIES, config.orchestrator.policy
     yield PluginGroup.STORE_TIERS, urlsplit(config.kv_store_distributed).scheme
-
-
-def _check_pool(config: ServeConfig) -> None:
-    needed, available = parse_size(config.kv_store_size), available_memory_bytes()
-    if config.kv_store and needed > available:
-        raise UserError(
-            f"--kv-store-size {config.kv_store_size}: {format_size(available)} of memory are "
-            "available: give a smaller one"
-        )
 
 
 def _serve(

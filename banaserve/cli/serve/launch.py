@@ -16,11 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
 from banaserve import models
 from banaserve.api.front_socket import FrontSocket
-from banaserve.cli.serve import emulation
+from banaserve.cli.serve import emulation, needs
 from banaserve.cli.serve.compiling import CompileChoice, choose_compiling, find_compiler
 from banaserve.cli.sockets import check_tls
 from banaserve.config import MINIATURE, ServeConfig
@@ -43,10 +41,6 @@ if TYPE_CHECKING:
     from banaserve.nodes.pool import NodeWork
 
 logger = logging.getLogger(__name__)
-_ENGINE_BYTES = 700 * 2**20
-"""Memory of one engine process beside weights and KV cache, as seen on CPU."""
-_CPU_KV_BYTES = 1 << 30
-_BESIDE = " (with --take-over, the running server has its own until this one serves)"
 _GARBAGE_AFTER = 3_000
 """Objects, in place of Python's 700, after which the front door's process looks for cycles: with
 512 streams looking took a twelfth of its time. 20,000 gain as much and hold 13% more memory."""
@@ -71,6 +65,7 @@ def prepared(
     Raises:
         UserError: vLLM refuses its options or the model, or memory is too small.
     """
+    available_bytes = available_memory_bytes()
     threads = config.threads_per_instance or max(1, (os.cpu_count() or 1) // config.num_instances)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     # torch's own choice is a folder of a known name in the temporary folder, which all may write.
@@ -116,11 +111,9 @@ def prepared(
     emulation.begin(config, engine_config.parallel_config.world_size, on_cpu, run.logs)
     instance_bytes = 0
     if on_cpu:
-        cache_config = engine_config.cache_config
-        kv_bytes, fraction = cache_config.kv_cache_memory_bytes, cache_config.gpu_memory_utilization
-        instance_bytes = _instance_bytes(model, kv_bytes, fraction)
+        instance_bytes = _instance_bytes(model, engine_config)
         if not nodes.are_used:
-            _check_memory(config, instance_bytes)
+            needs.check_memory(config, instance_bytes, available_bytes)
     forks = config.engine_start == "fork" or (config.engine_start == "auto" and on_cpu)
     if nodes.are_used:
         num_gpus = 0 if on_cpu else engine_config.parallel_config.world_size
@@ -393,7 +386,7 @@ def _vllm_argv(
         if not _gives(config.vllm_argv, "--dtype"):
             argv += ["--dtype", _cpu_dtype().name]
         if not _gives(config.vllm_argv, "--kv-cache-memory-bytes", "--gpu-memory-utilization"):
-            argv += ["--kv-cache-memory-bytes", str(_CPU_KV_BYTES)]
+            argv += ["--kv-cache-memory-bytes", str(needs.CPU_KV_BYTES)]
         if not _gives(config.vllm_argv, *_PARALLEL, "--distributed-executor-backend"):
             argv += ["--distributed-executor-backend", "uni"]  # one process an engine, not two
     argv += engine_args.common_options()
@@ -478,40 +471,12 @@ def _gives(argv: tuple[str, ...], *names: str) -> bool:
     return bool(spelt & set(names))
 
 
-def _instance_bytes(model: ResolvedModel, kv_bytes: int | None, fraction: float) -> int:
-    """Memory that one instance takes on a CPU.
-
-    Args:
-        kv_bytes: KV cache of one instance; None where it is what is left of ``fraction``.
-        fraction: Of the machine's memory, for all of one instance.
-    """
-    each = _ENGINE_BYTES + _weight_bytes(model) + (kv_bytes or 0)
-    if kv_bytes is None:
-        each = max(each, int(fraction * psutil.virtual_memory().total))
-    return each
-
-
-def _check_memory(config: ServeConfig, each: int) -> None:
-    """Return if the machine has what all instances, of ``each`` bytes, and the store take.
-
-    Raises:
-        UserError: It has not.
-    """
-    pool = parse_size(config.kv_store_size) if config.kv_store else 0
-    needed, available = config.num_instances * each + pool, psutil.virtual_memory().available
-    if needed > available:
-        raise UserError(
-            f"{config.num_instances} instances need about {format_size(needed)} of memory and "
-            f"{format_size(available)} are available: fewer instances (--pd), a smaller "
-            "--kv-cache-memory-bytes, --gpu-memory-utilization or --kv-store-size, or a smaller "
-            f"model{_BESIDE if config.take_over else ''}"
-        )
-
-
-def _weight_bytes(model: ResolvedModel) -> int:
-    with contextlib.suppress(OSError), os.scandir(model.path_or_id) as entries:
-        return sum(e.stat().st_size for e in entries if e.name.endswith(".safetensors"))
-    return 0
+def _instance_bytes(model: ResolvedModel, engine_config: VllmConfig) -> int:
+    """Memory that one instance takes on a CPU."""
+    cache_config = engine_config.cache_config
+    weight_bytes = models.weight_bytes(model.name, Path(model.path_or_id))
+    kv_bytes = cache_config.kv_cache_memory_bytes
+    return needs.instance_bytes(weight_bytes, kv_bytes, cache_config.gpu_memory_utilization)
 
 
 def _devices(config: ServeConfig, num_ranks: Sequence[int], on_cpu: bool) -> Devices:

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import inspect
 import itertools
+import logging
 import time
 from collections.abc import (
     AsyncGenerator,
@@ -62,6 +63,8 @@ from banaserve.engine.vllm.tracing.http_call import RequestTracer, http_call
 from banaserve.engine.vllm.tracing.request_log import RequestLog, RequestNotes
 from banaserve.types import NO_LIMITS, RequestLimits
 
+logger = logging.getLogger(__name__)
+
 tenant: ContextVar[str | None] = ContextVar("tenant", default=None)
 """Name of the API key that the current task serves; set where there are several keys."""
 
@@ -96,6 +99,7 @@ class DisaggregatedClient(EngineClient):
         config: As the engines got it; a copy is kept, with the context length they settled on.
         request_timeout_s: One time budget for all legs of a request.
         lookup_above_tokens: Shorter prompts are not looked up in the store before routing.
+        has_store_peers: Whether the store fetches blocks from stores that are not this server's.
 
     Attributes:
         requests: Notes of the last requests, for ``banaserve trace``.
@@ -108,6 +112,7 @@ class DisaggregatedClient(EngineClient):
         router: Router,
         request_timeout_s: float,
         lookup_above_tokens: int,
+        has_store_peers: bool = False,
     ) -> None:
         self.vllm_config = copy.deepcopy(config)
         self.model_config = self.vllm_config.model_config
@@ -118,6 +123,7 @@ class DisaggregatedClient(EngineClient):
         self._adapters = Adapters()
         self._request_timeout_s = request_timeout_s
         self._lookup_above_tokens = lookup_above_tokens
+        self._has_store_peers = has_store_peers
         self._supported_tasks: tuple[Any, ...] = ()
         self._sequences: dict[int, Sequence[RequestContext]] = {}
         self._clock = WallClock()
@@ -337,9 +343,13 @@ class DisaggregatedClient(EngineClient):
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
         self._router.forget_residency()
-        return all(
-            await self._broadcast("reset_prefix_cache", reset_running_requests, reset_connector)
+        answers = await self._broadcast(
+            "reset_prefix_cache", reset_running_requests, reset_connector
         )
+        if reset_connector and self._has_store_peers:
+            logger.warning("reset of the store: the stores of --kv-store-peer keep their blocks")
+            return False
+        return bool(answers) and all(answers)
 
     async def sleep(self, level: int = 1, mode: Any = "abort") -> None:
         check_sleep(level)

@@ -76,6 +76,7 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True):
         in_flight: Loads and stores under way.
         load_bytes_per_s: Measured lately; 0 until the first load.
         store_bytes_per_s: Measured lately; 0 until the first store.
+        keeps: Blocks that ``clear`` leaves for later loads, in words; empty for none.
     """
 
     name: str
@@ -95,6 +96,7 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int = 0
     load_bytes_per_s: float = 0.0
     store_bytes_per_s: float = 0.0
+    keeps: str = ""
 
 
 class StoreTier(Protocol):

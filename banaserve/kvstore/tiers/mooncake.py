@@ -172,7 +172,8 @@ class MooncakeTier:
             num_blocks=len(self._own),
             in_flight=len(self._jobs),
         )
-        return msgspec.structs.replace(stats, available=self._health.available)
+        keeps = "blocks that this store has not met since it started"
+        return msgspec.structs.replace(stats, available=self._health.available, keeps=keeps)
 
     def check(self) -> None:
         """Assert what must hold between two calls."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -43,6 +44,7 @@ from banaserve.engine.vllm.settings.environment import INSTANCE_VARIABLE, STORE_
 from banaserve.engine.vllm.tracing.events import EngineAnswer
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.cost_gate import CostGate
+from banaserve.kvstore.leftovers import still_held
 
 if TYPE_CHECKING:
     from banaserve.engine.vllm.compat.attention import ForwardContext
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from banaserve.engine.vllm.compat.scheduler import Request, SchedulerOutput
     from banaserve.engine.vllm.kv_connector.block_copy import BlockCopier
 
+logger = logging.getLogger(__name__)
 _CONNECT_WITHIN_S = 30.0
 
 
@@ -237,11 +240,13 @@ class StoreConnector(ConnectorBase):
         return stats_from_wire(data)
 
     def reset_cache(self) -> bool:
-        """Drop what the store has, of all its clients; whether nothing is left in its memory."""
-        if self._client.clear() is None:
+        """Drop what the store has, of all its clients; whether memory and tiers are empty then."""
+        if self._client.clear() is None or (stats := self._client.stats()) is None:
             return False
-        stats = self._client.stats()
-        return stats is not None and not stats.used_slots
+        left = still_held(stats)
+        for line in left:
+            logger.warning("the store has been cleared and is not empty: %s", line)
+        return not left
 
     def shutdown(self) -> None:
         if self._worker is not None:

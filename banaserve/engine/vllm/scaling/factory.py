@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import psutil
-
 from banaserve.clock import Clock
 from banaserve.engine.vllm.compat.config import VllmConfig
 from banaserve.engine.vllm.instance import Instance
@@ -17,6 +15,7 @@ from banaserve.engine.vllm.monitoring.engine_series import EngineSeries
 from banaserve.engine.vllm.roles.role_switch import Budgets
 from banaserve.errors import MigrationError
 from banaserve.kvstore.sizes import format_size
+from banaserve.platform.linux import available_memory_bytes
 from banaserve.types import InstanceId, Role
 
 
@@ -69,7 +68,7 @@ class InstanceFactory:
                 )
             return
         needed = num_instances * self._instance_bytes
-        available = psutil.virtual_memory().available
+        available = available_memory_bytes()
         if needed > available:
             raise MigrationError(
                 f"{num_instances} more instances need about {format_size(needed)} of memory and "

@@ -145,6 +145,19 @@ class Folder:
         temporary.rename(self.path / name)
 
 
+def check_usable(path: Path) -> None:
+    """Return if a store can have its log in ``path``, which is made where it is not there.
+
+    Raises:
+        UserError: It cannot, for the reasons of ``Folder``.
+    """
+    folder = Folder(path)
+    if folder.was_closed:
+        folder.close()
+    else:
+        folder.abandon()
+
+
 def check_format(path: Path) -> None:
     """Raise unless ``path`` is a log's folder of this version.
 

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
+
 from banaserve.errors import UserError
 from banaserve.kvstore.interface import Lookup
 from banaserve.kvstore.sizes import format_size
@@ -83,6 +85,7 @@ class SsdTier:
         self._ended: list[Completion] = []
         self._last_ticket = 0
         self._too_large = ""
+        self._keeps = ""
         self._cleaner.step(loads_under_way=False)
 
     @property
@@ -175,8 +178,10 @@ class SsdTier:
             self._forget(block)
         try:
             self._folder.write_cleared(self._log.last_sequence)
+            self._keeps = ""
         except OSError as error:
             self._log.report(error)
+            self._keeps = "records that a restart will find"
         self._device.call(self._folder.sync, self._report_if_error)
         self._log.retire()
         self._step()
@@ -184,7 +189,7 @@ class SsdTier:
 
     def stats(self) -> TierStats:
         """Counters and gauges of this moment."""
-        return self._counters.stats(
+        stats = self._counters.stats(
             self.name,
             problem=self._log.problem or self._too_large,
             capacity_bytes=self._log.capacity_bytes,
@@ -192,6 +197,7 @@ class SsdTier:
             num_blocks=len(self._blocks) - len(self._stores),
             in_flight=len(self._loads) + len(self._stores),
         )
+        return msgspec.structs.replace(stats, keeps=self._keeps)
 
     def check(self) -> None:
         """Assert what must hold between two calls."""
