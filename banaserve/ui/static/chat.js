@@ -76,11 +76,11 @@ export class Chat {
     this.answer?.aborter.abort();
   }
 
-  // requests: the last ones of the server, with the instances of each.
+  // requests: the last ones of the server, with the instances of each, which only become more.
   seen(requests) {
-    const found = this.answer?.id && requests.find((one) => one.id === this.answer.id);
-    if (!found) return;
-    this.answer.instances = found.instances;
+    const instances = requests.find((one) => one.id === this.answer?.id)?.instances ?? [];
+    if (instances.length <= (this.answer?.instances.length ?? 0)) return;
+    this.answer.instances = instances;
     by("chat-figures").textContent = this.answer.figures();
   }
 
