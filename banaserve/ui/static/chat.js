@@ -32,11 +32,11 @@ class Answer {
 
   figures() {
     if (!this.first) return "";
-    const tookS = (this.lastMs - this.first.ms) / 1e3;
+    const tookS = (this.lastMs - this.first.ms) / 1e3, later = this.tokens - this.first.tokens;
     return [
       `First token after ${seconds((this.first.ms - this.sentMs) / 1e3)}`,
-      tookS > 0 && `${((this.tokens - this.first.tokens) / tookS).toFixed(1)} tokens/s`,
-      `${count(this.tokens)} tokens`,
+      later > 0 && tookS > 0 && `${(later / tookS).toFixed(1)} tokens/s`,
+      `${count(this.tokens)} token${this.tokens === 1 ? "" : "s"}`,
       this.instances.length && `served by ${this.instances.join(" → ")}`,
       this.end === "length" && "cut off at the maximum length",
       !this.end && this.aborter.signal.aborted && "stopped",

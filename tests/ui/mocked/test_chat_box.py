@@ -109,6 +109,7 @@ def test_the_api_key_is_asked_once_a_tab_and_answers_stream(server, chrome):
         assert page.input_value("#chat-text") == "One", "nothing is lost"
         assert page.evaluate("document.activeElement.id") == "chat-key"
         check_accessible(page)
+        keep(page, "chat-key", whole=False)
         for wrong, told in (("with space", "no spaces"), ("wrong", "refuses this API key")):
             give_key(page, wrong)
             page.locator("#chat-error", has_text=told).wait_for()
@@ -199,6 +200,7 @@ def test_text_of_the_model_is_no_markup(server, chrome, width, dark):
         assert page.locator(".turn p").all_text_contents() == ["<i>so</i>\nand so", text]
         assert page.evaluate("document.scrollingElement.scrollWidth") <= width
         check_accessible(page)
+        assert page.locator("#chat-figures").inner_text().endswith(" · 1 token")
         page.locator("#chat").scroll_into_view_if_needed()
         keep(page, f"chat-{width}", whole=False)
 
