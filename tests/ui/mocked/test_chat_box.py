@@ -182,8 +182,11 @@ def test_a_conversation_that_begins_anew_ends_the_answer(server, chrome):
         say(page, "Tell a long story")
         give_key(page)
         page.locator("#chat-now p", has_text=re.compile(r"\S")).wait_for()
+        running = page.locator("#requests tr", has_text="running")
+        running.wait_for()
         page.click("#chat-new")
         assert page.locator(".turn").count() == 0
+        running.wait_for(state="detached")
         limit(page, 4)
         say(page, "Short")
         page.locator("#chat-log .turn").nth(1).wait_for()
