@@ -136,11 +136,15 @@ def test_the_page_is_small_and_names_no_other_host():
             assert risky not in text, f"{name}: {risky}"
 
 
-def test_a_tab_stores_its_token_and_nothing_else():
+def test_a_tab_stores_its_token_the_key_of_the_chat_box_and_nothing_else():
     naming = {name for name, file in page_files().items() if b"sessionStorage" in file.body}
     assert naming == {"access.js"}
     text = page_files()["access.js"].body.decode()
-    assert re.findall(r"\.(?:setItem|\w+ = )\(?.*", text) == [".setItem(NAME, token));"]
+    stored = re.findall(r"\.setItem\([^)]*\)", text)
+    assert stored == [".setItem(API_KEY, key)", ".setItem(NAME, token)"]
+    assert text.count("setItem") == 2
+    callers = {name for name, file in page_files().items() if b"keepApiKey" in file.body}
+    assert callers == {"access.js", "chat.js"}
     assert text.count("sessionStorage") == 1, "used in one place"
     assert "const { token } = await answer.json();" in text, "what the server has made for it"
 

@@ -1,6 +1,7 @@
 // The page: a live server behind its admin key, or a decision log with a slider.
 import { codeOfLink, endToken, forgetToken, getToken, keptToken } from "./access.js";
 import { Charts } from "./charts.js";
+import { Chat } from "./chat.js";
 import { by, clock } from "./elements.js";
 import { Feed } from "./feed.js";
 import { PlacementMap } from "./map.js";
@@ -82,6 +83,7 @@ function signIn(words = "") {
   stream?.stop();
   stream = null;
   key = "";
+  board?.chat?.stop();
   by("board").hidden = true;
   by("login").hidden = false;
   by("leave").hidden = by("pause").hidden = true;
@@ -118,6 +120,7 @@ function open(given, isToken = false) {
           board = new Board();
           board.operator = new Operator(call, said);
           board.requests = new Requests((id) => call("GET", `traces/${encodeURIComponent(id)}`));
+          board.chat = new Chat();
         }
         by("board").hidden = false;
         by("main").focus();
@@ -135,6 +138,7 @@ function open(given, isToken = false) {
       board.show(value);
       showStore(value.store);
       requests.show(value.requests);
+      board.chat.seen(value.requests);
       by("clock").textContent = clock(value.at_s);
       const isOff = value.controller.mode === "off";
       by("pause").hidden = isOff;

@@ -89,7 +89,8 @@ async function reason(answer) {
   }
 }
 
-async function* events(body) {
+// Events of a body, as [name, value]; lines end as the server ends them.
+export async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
   for (;;) {
@@ -97,7 +98,7 @@ async function* events(body) {
     if (done) return;
     text += value;
     // A chunk may end between the two characters of a line's end.
-    const parts = text.split("\r\n\r\n");
+    const parts = text.split(/\r\n\r\n|\n\n/);
     text = parts.pop();
     for (const part of parts) {
       const event = parsed(part);
@@ -109,9 +110,11 @@ async function* events(body) {
 function parsed(part) {
   let name = "message";
   const data = [];
-  for (const line of part.split("\r\n")) {
+  for (const line of part.split(/\r?\n/)) {
     if (line.startsWith("event: ")) name = line.slice(7);
     else if (line.startsWith("data: ")) data.push(line.slice(6));
   }
+  // The last event of an answer of the OpenAI API.
+  if (data[0] === "[DONE]") return null;
   return data.length ? [name, JSON.parse(data.join("\n"))] : null;
 }
