@@ -97,6 +97,11 @@ class StoreClient:
         """Slots in the pool of the present connection; 0 without one."""
         return self._num_slots
 
+    @property
+    def slot_bytes(self) -> int:
+        """Size of a block in the store."""
+        return self._fingerprint.slot_bytes
+
     def lookup(self, keys: Sequence[bytes]) -> list[Lookup]:
         """What the store knows of each key; leases nothing. All MISS while the store is away.
 
@@ -169,6 +174,7 @@ class StoreClient:
             reply.undecided,
             reply.num_declined,
             reply.num_refused,
+            reply.num_held,
         )
 
     def end_hold(self, hold: int) -> None:

@@ -32,6 +32,10 @@ class BlockIndex:
         counters: To count on with; new ones by default.
         tenant_quota: Largest share of the slots that one tenant may use; 1 sets no limit.
         is_intact: Asked before a READY block is leased or copied; one that is not is dropped.
+
+    Attributes:
+        num_leased: Slots that at least one lease or hold covers.
+        num_held: Slots that at least one hold covers.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class BlockIndex:
         self._tick = 0
         self._last_serial = 0
         self.num_leased = 0
+        self.num_held = 0
         self._writing: dict[int, IndexEntry] = {}
         self._leases: dict[int, Grant] = {}
         self._holds: dict[int, Hold] = {}
@@ -189,6 +194,8 @@ class BlockIndex:
         for entry in filter(None, map(self._entries.get, keys)):
             if entry.serial not in hold.entries:
                 hold.entries[entry.serial] = entry
+                self.num_held += entry.num_holds == 0
+                entry.num_holds += 1
                 self._cover(entry)
 
     def end_hold(self, hold_id: int) -> bool:
@@ -197,6 +204,7 @@ class BlockIndex:
         if hold is None:
             return False
         for entry in hold.entries.values():
+            self._end_hold_of(entry)
             self._uncover(entry)
         return True
 
@@ -360,7 +368,9 @@ class BlockIndex:
     def _check_leases(self) -> None:
         leased = [entry for grant in self._leases.values() for entry in grant.entries]
         assert not any(entry.serial in self._writing for entry in leased), "a lease on a write"
-        leased += [entry for hold in self._holds.values() for entry in hold.entries.values()]
+        held = [entry for hold in self._holds.values() for entry in hold.entries.values()]
+        assert self.num_held == len({entry.serial for entry in held})
+        leased += held
         for entry in leased:
             holder = self._dropped.get(entry.serial) if entry.dropped else self._entries[entry.key]
             assert holder is entry, "a leased block is gone"
@@ -421,6 +431,10 @@ class BlockIndex:
             self.num_leased -= 1
             self._settle(entry)
 
+    def _end_hold_of(self, entry: IndexEntry) -> None:
+        entry.num_holds -= 1
+        self.num_held -= entry.num_holds == 0
+
     def _stop_promoting(self, entry: IndexEntry) -> None:
         entry.promoting = False
         self.num_promoting -= 1
@@ -444,6 +458,7 @@ class BlockIndex:
         """Its bytes will not come: there is nothing to hold."""
         for hold in self._holds.values():
             if hold.entries.pop(entry.serial, None) is not None:
+                self._end_hold_of(entry)
                 entry.num_leases -= 1
                 self.num_leased -= entry.num_leases == 0
         self._remove(entry)

@@ -28,6 +28,7 @@ class IndexEntry:
 
     Attributes:
         num_leases: Leases and holds that cover it.
+        num_holds: Of these, holds.
         num_pins: Copies between the slot and tiers that are under way or about to begin.
         last_used: Tick of the last acquire or commit.
         checksum: Of the slot's bytes since it became READY, where the store keeps checksums.
@@ -40,6 +41,7 @@ class IndexEntry:
         "failed",
         "key",
         "last_used",
+        "num_holds",
         "num_leases",
         "num_parts",
         "num_pins",
@@ -76,6 +78,7 @@ class IndexEntry:
         self.dropped = False
         self.checksum = 0
         self.num_leases = 0
+        self.num_holds = 0
         self.num_pins = 0
         self.last_used = 0
 

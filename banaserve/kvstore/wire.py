@@ -180,6 +180,7 @@ class SlotsGranted(_Message, frozen=True, tag="granted"):
     num_declined: Number = 0
     num_refused: Number = 0
     hold: Number = 0
+    num_held: Number = 0
 
 
 class Committed(_Message, frozen=True, tag="committed"):

@@ -70,6 +70,7 @@ class AccountingStore:
         self.reservations: dict[int, bytes] = {}
         self.holds: set[int] = set()
         self.num_slots = self.room = 1000
+        self.slot_bytes = 4096
         self._next = 1
         self._key_of: dict[int, bytes] = {}
 
@@ -104,7 +105,16 @@ class AccountingStore:
             if granted[-1] is not None:
                 self.reservations[granted[-1].serial] = key
         undecided, self.undecided = self.undecided > 0, max(0, self.undecided - 1)
-        return Exchanged(lease, slots, granted, ready, self.wait_s, undecided, num_refused=refused)
+        return Exchanged(
+            lease,
+            slots,
+            granted,
+            ready,
+            self.wait_s,
+            undecided,
+            num_refused=refused,
+            num_held=len(self.held),
+        )
 
     def end_hold(self, hold: int) -> None:
         self.holds.discard(hold)
@@ -658,6 +668,38 @@ def test_a_prefill_leg_waits_for_room_and_holds_nothing_meanwhile(bench: Bench) 
     assert bench.side.match(request, 0) == 0
     assert bench.store.holds == {HOLD}
     assert bench.counted("waited_for_room") == 1
+
+
+GAUGES = {"prompts": 2, "tokens": 2 * (4 * BLOCK + 1), "held_blocks": 5, "blocks": 1000}
+
+
+@pytest.mark.parametrize("ends", ["there is room", "they are aborted"])
+def test_the_front_door_knows_what_waits_for_room(bench: Bench, ends: str) -> None:
+    legs = [bench.request(4, handover=Handover(leaves_tail=True, hold=n)) for n in (1, 2)]
+    bench.store.held = {bytes([n]) * 16: HIT for n in range(5)}
+    bench.store.room = 3
+    for leg in legs:
+        assert bench.side.match(leg, 0) is None
+    bench.pass_over()
+    bench.clock.now_s += 2.0
+    for leg in legs:
+        assert bench.side.match(leg, 0) is None
+    bench.pass_over()
+    assert {name: bench.counted(f"room_{name}") for name in GAUGES} == GAUGES
+    assert bench.counted("room_block_bytes") == bench.store.slot_bytes
+    assert bench.counted("room_longest_s") == pytest.approx(2.0)
+    assert bench.counted("room_wait_seconds") == pytest.approx(2 * 2.0)
+    bench.clock.now_s += 1.0
+    bench.store.room = 1000
+    for leg in legs:
+        if ends == "there is room":
+            assert bench.side.match(leg, 0) == 0
+        else:
+            bench.side.finished(leg.request_id)
+    bench.pass_over()
+    for name in (*GAUGES, "block_bytes", "longest_s"):
+        assert bench.counted(f"room_{name}") == 0, name
+    assert bench.counted("room_wait_seconds") == pytest.approx(2 * 3.0)
 
 
 @pytest.mark.parametrize(("room", "num_slots"), [(3, 1000), (3, 3)])

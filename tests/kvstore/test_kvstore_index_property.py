@@ -360,6 +360,8 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.index.num_tenants == len({block.tenant for block in in_use})
         assert self.index.num_leases == len(self.leases)
         assert self.index.num_holds == len(self.holds)
+        held = {block.serial for blocks in self.holds.values() for block in blocks}
+        assert self.index.num_held == len(held)
         assert self.index.num_leased == sum(block.leases > 0 for block in in_use)
         words = {block.slot: ("failed", block.serial) for block in self.dropped}
         for block in self.blocks.values():

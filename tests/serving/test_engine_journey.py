@@ -67,6 +67,7 @@ class Engine:
         self.resources = SimpleNamespace(engine_dead=False)
         self.log_requests, self.logger_manager = False, None
         self.is_alone = self.is_orphaned = False
+        self.board = SimpleNamespace(room_wait_s=0.0)
         self.inflight_requests = 1
         self.legs: list[compat.EngineCoreRequest] = []
         self.aborted: list[str] = []

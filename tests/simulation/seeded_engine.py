@@ -195,6 +195,10 @@ class StoreLink:
     def num_slots(self) -> int:
         return self._shared.service.stats().num_slots
 
+    @property
+    def slot_bytes(self) -> int:
+        return self._shared.service.stats().slot_bytes
+
     def exchange(
         self,
         *,
@@ -227,6 +231,7 @@ class StoreLink:
             granted.undecided,
             granted.num_declined,
             granted.num_refused,
+            granted.num_held,
         )
 
     def end_hold(self, hold: int) -> None:

@@ -257,6 +257,7 @@ class StoreService:
             leased_slots=index.num_leased,
             num_leases=index.num_leases,
             num_holds=index.num_holds,
+            held_slots=index.num_held,
             quarantined_slots=quarantined,
             hits=index.counters.hits,
             misses=index.counters.misses,
@@ -379,6 +380,7 @@ class StoreService:
             climb.num_declined,
             num_refused,
             request.hold,
+            self._index.num_held,
         )
 
     def _hold(self, hold_id: int, keys: Sequence[bytes]) -> None:

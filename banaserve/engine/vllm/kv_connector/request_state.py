@@ -143,6 +143,7 @@ class RequestState:
         has_hold: Flag: the store may know of the hold.
         room_until_s: Time until which this prefill leg waits for room in the store; None where
             there has been room so far.
+        refused_s: Time at which the store was last asked and had no room for it.
         prefix_tokens: What the store was last asked for is a prefix of so many tokens,
         prefix_blocks: and so many blocks, those of its states included.
     """
@@ -165,6 +166,7 @@ class RequestState:
     hold: int = 0
     has_hold: bool = False
     room_until_s: float | None = None
+    refused_s: float = 0.0
     prefix_tokens: int = 0
     prefix_blocks: int = 0
 

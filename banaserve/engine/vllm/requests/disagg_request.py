@@ -390,6 +390,7 @@ async def prefill(context: RequestContext, instance: Instance, push_to: str = ""
     )
     with held, _expiring(queue, context.deadline):
         alone, started_s = instance.is_alone, loop.time()
+        board, waited_s = instance.board, instance.board.room_wait_s
         context.num_beside = instance.inflight_requests
         context.notes.leg_began("prefill", instance.id, instance.incarnation, leg.request_id)
         try:
@@ -399,7 +400,7 @@ async def prefill(context: RequestContext, instance: Instance, push_to: str = ""
             context.num_beside = max(context.num_beside, instance.inflight_requests)
             await _abort(llm, leg.request_id)
             raise
-        if alone:
+        if alone and board.room_wait_s == waited_s:  # else it has waited for decode, too
             instance.learn_prefill_speed(to_compute, loop.time() - started_s)
     finish_reason = output.outputs[0].finish_reason
     ended = LegEnded("prefill", instance.id, finish_reason, output.num_cached_tokens)
