@@ -126,6 +126,7 @@ class StoreClient:
         tenant: bytes = b"",
         compute_block_s: float = 0.0,
         hold: int = 0,
+        num_readers: int = 1,
     ) -> Exchanged:
         """Lease the longest prefix of ``acquire`` there is, and reserve slots for new blocks.
 
@@ -141,6 +142,7 @@ class StoreClient:
                 is not known: then every block is fetched.
             hold: No block of these keys is evicted before ``end_hold`` of this number, or for five
                 minutes; 0 holds none.
+            num_readers: Number of decode legs that each end the hold, from 1 to 65536.
 
         Raises:
             ValueError: A key is not of 16 to 64 bytes, there are more than 65536, the tenant is
@@ -154,7 +156,7 @@ class StoreClient:
         with self._lock:
             reply = self._link.call(
                 lambda seq: wire.ExchangeSlots(
-                    seq, list(acquire), list(reserve), tenant, compute_block_s, hold
+                    seq, list(acquire), list(reserve), tenant, compute_block_s, hold, num_readers
                 ),
                 wire.SlotsGranted,
             )
@@ -177,10 +179,14 @@ class StoreClient:
             reply.num_held,
         )
 
-    def end_hold(self, hold: int) -> None:
-        """The blocks held by this number have been read, or will not be; does not wait."""
+    def end_hold(self, hold: int, reader: int | None = None) -> None:
+        """The blocks held by this number have been read, or will not be; does not wait.
+
+        Args:
+            reader: Decode leg that says so, from 0 on; None for all of them.
+        """
         with self._lock:
-            self._link.tell(wire.EndHold(self._link.generation, hold))
+            self._link.tell(wire.EndHold(self._link.generation, hold, reader))
 
     def arrivals(self, slots: Sequence[Slot]) -> list[Lookup]:
         """States of the leased ``slots``, without a message: under 1 us a slot.

@@ -182,14 +182,17 @@ class BlockIndex:
 
     # ---- holds
 
-    def hold(self, hold_id: int, keys: Iterable[bytes], until_s: float) -> None:
+    def hold(
+        self, hold_id: int, keys: Iterable[bytes], until_s: float, num_readers: int = 1
+    ) -> None:
         """Keep what the index has of ``keys``, whatever its state, until ``end_hold``.
 
         Args:
             hold_id: Number that the front door has chosen; a hold of that number is made larger.
             until_s: Time at which ``expire_holds`` ends the hold.
+            num_readers: Number of decode legs that are to read the blocks.
         """
-        hold = self._holds.setdefault(hold_id, Hold({}, until_s))
+        hold = self._holds.setdefault(hold_id, Hold({}, until_s, num_readers))
         hold.until_s = until_s
         for entry in filter(None, map(self._entries.get, keys)):
             if entry.serial not in hold.entries:
@@ -198,11 +201,20 @@ class BlockIndex:
                 entry.num_holds += 1
                 self._cover(entry)
 
-    def end_hold(self, hold_id: int) -> bool:
-        """Nobody waits for these blocks any more. False where there is no such hold."""
-        hold = self._holds.pop(hold_id, None)
+    def end_hold(self, hold_id: int, reader: int | None = None) -> bool:
+        """End a hold once all of its readers have said so. False where there is no such hold.
+
+        Args:
+            reader: Decode leg that needs the blocks no more, from 0 on; None for all of them.
+        """
+        hold = self._holds.get(hold_id)
         if hold is None:
             return False
+        if reader is not None:
+            hold.have_read.add(reader)
+            if len(hold.have_read) < hold.num_readers:
+                return True
+        del self._holds[hold_id]
         for entry in hold.entries.values():
             self._end_hold_of(entry)
             self._uncover(entry)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 MAX_SERIAL = 2**60
@@ -132,10 +132,14 @@ class Hold:
     Attributes:
         entries: Blocks by serial; some may be being written.
         until_s: Time at which the hold ends by itself.
+        num_readers: Number of decode legs that are to read the blocks.
+        have_read: Those of them, from 0 on, that need the hold no more.
     """
 
     entries: dict[int, IndexEntry]
     until_s: float
+    num_readers: int = 1
+    have_read: set[int] = field(default_factory=set)
 
 
 class Owned:

@@ -24,6 +24,7 @@ MAX_KEY_BYTES = 64
 MAX_TENANT_BYTES = 64
 MAX_COMPUTE_BLOCK_S = 1e6
 MAX_PEERS = 1024
+MAX_READERS = 65536
 _LENGTH_BYTES = 4
 _MAX_INT = 2**63 - 1
 
@@ -67,7 +68,7 @@ class ExchangeSlots(_Message, frozen=True, tag="exchange"):
     ``tenant`` pays for the slots that are reserved or filled from tiers; ``compute_block_s`` is
     what computing one of the acquired blocks would cost, 0.0 where that is not known. With a
     ``hold`` that is not 0 no block of these keys that the store has, or that this call reserves, is
-    evicted before ``EndHold``.
+    evicted before ``EndHold`` of each of ``num_readers``.
     """
 
     seq: Number
@@ -76,6 +77,7 @@ class ExchangeSlots(_Message, frozen=True, tag="exchange"):
     tenant: Tenant = b""
     compute_block_s: Seconds = 0.0
     hold: Number = 0
+    num_readers: Annotated[int, msgspec.Meta(ge=1, le=MAX_READERS)] = 1
 
 
 class PushBlocks(_Message, frozen=True, tag="push"):
@@ -119,8 +121,11 @@ class ReleaseLeases(_Message, frozen=True, tag="release"):
 
 
 class EndHold(_Message, frozen=True, tag="unhold"):
+    """One reader, from 0 on, needs the blocks no more; without ``reader`` none does."""
+
     generation: Number
     hold: Number
+    reader: Annotated[int, msgspec.Meta(ge=0, lt=MAX_READERS)] | None = None
 
 
 class GetStats(_Message, frozen=True, tag="stats"):

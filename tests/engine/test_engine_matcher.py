@@ -55,6 +55,7 @@ class AccountingStore:
         wait_s: What it predicts.
         exchanges: Every exchange so far: (acquired, reserved, tenant, compute_block_s).
         holds: Numbers of the holds that have begun and not ended.
+        readers: Of each hold the number of readers, and those that have ended it.
         room: Number of blocks that can be reserved at a time.
         pushes: Every push so far: (to, keys, tenant), and what was reserved then.
     """
@@ -69,6 +70,7 @@ class AccountingStore:
         self.leases: dict[int, list[Slot]] = {}
         self.reservations: dict[int, bytes] = {}
         self.holds: set[int] = set()
+        self.readers: dict[int, tuple[int, set[int]]] = {}
         self.num_slots = self.room = 1000
         self.slot_bytes = 4096
         self._next = 1
@@ -82,6 +84,7 @@ class AccountingStore:
         tenant: bytes = b"",
         compute_block_s: float = 0.0,
         hold: int = 0,
+        num_readers: int = 1,
     ) -> Exchanged:
         keys = [key for key, _ in reserve]
         self.exchanges.append((list(acquire), keys, tenant, compute_block_s))
@@ -89,6 +92,7 @@ class AccountingStore:
         slots = [self._slot(key) for key in acquire[: len(there)] if key in there]
         if hold:
             self.holds.add(hold)
+            self.readers[hold] = (num_readers, set())
         states = [self.held[self._key_of[slot.serial]] for slot in slots]
         ready = next((i for i, state in enumerate(states) if state is not HIT), len(slots))
         lease = None
@@ -116,8 +120,12 @@ class AccountingStore:
             num_held=len(self.held),
         )
 
-    def end_hold(self, hold: int) -> None:
-        self.holds.discard(hold)
+    def end_hold(self, hold: int, reader: int | None = None) -> None:
+        num_readers, have_read = self.readers.get(hold, (0, set()))
+        if reader is not None:
+            have_read.add(reader)
+        if reader is None or len(have_read) >= num_readers:
+            self.holds.discard(hold)
 
     def push(self, to: str, keys: Sequence[bytes], tenant: bytes = b"") -> None:
         self.pushes.append((to, list(keys), tenant, {*self.reservations.values()}))
@@ -730,6 +738,24 @@ def test_what_a_prefill_leg_leaves_is_held_until_the_decode_leg_has_read_it(benc
     plan = bench.schedule(decode, matched)
     assert bench.store.holds == {HOLD}
     bench.side.step_done(StepResult(plan.step))  # type: ignore[attr-defined]
+    assert not bench.store.holds
+
+
+def test_what_is_held_for_several_sequences_is_held_until_the_last_has_read_it(
+    bench: Bench,
+) -> None:
+    leg = bench.request(4, handover=Handover(leaves_tail=True, hold=HOLD, num_readers=3))
+    assert bench.side.match(leg, 0) == 0
+    bench.schedule(leg, 0)
+    leg.append_output_token_ids(1)
+    bench.side.finished(leg.request_id)
+    for reader in (1, 1, 0, 2):  # of the second one's instances the first has died
+        assert bench.store.holds == {HOLD}
+        handover = Handover(tokens=4 * BLOCK, hold=HOLD, reader=reader)
+        decode = bench.request(4, handover=handover)
+        bench.hold(decode, [HIT] * 4)
+        plan = bench.schedule(decode, bench.side.match(decode, 0) or 0)
+        bench.side.step_done(StepResult(plan.step))  # type: ignore[attr-defined]
     assert not bench.store.holds
 
 

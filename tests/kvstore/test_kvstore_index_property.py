@@ -80,6 +80,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.dropped: list[Block] = []
         self.leases: dict[int, tuple[int, list[Block]]] = {}
         self.holds: dict[int, list[Block]] = {}
+        self.readers: dict[int, set[int]] = {}
         self.serials: list[int] = []
         self.pinned: list[IndexEntry] = []
         self.promotions: dict[int, IndexEntry] = {}
@@ -305,7 +306,8 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(hold=st.sampled_from(HOLDS), wanted=st.lists(keys, min_size=1, max_size=4))
     def hold(self, hold: int, wanted: list[bytes]) -> None:
-        self.index.hold(hold, wanted, until_s=float(hold))
+        self.index.hold(hold, wanted, until_s=float(hold), num_readers=hold)
+        self.readers.setdefault(hold, set())
         held = self.holds.setdefault(hold, [])
         for key in wanted:
             block = self.blocks.get(key)
@@ -313,10 +315,14 @@ class IndexMachine(RuleBasedStateMachine):
                 block.leases += 1
                 held.append(block)
 
-    @rule(hold=st.sampled_from(HOLDS))
-    def end_hold(self, hold: int) -> None:
-        assert self.index.end_hold(hold) == (hold in self.holds)
-        self.forget_hold(hold)
+    @rule(hold=st.sampled_from(HOLDS), reader=st.sampled_from([None, 0, 1]))
+    def end_hold(self, hold: int, reader: int | None) -> None:
+        """A hold has as many readers as its number says."""
+        assert self.index.end_hold(hold, reader) == (hold in self.holds)
+        have_read = self.readers.get(hold, set())
+        have_read |= set() if reader is None else {reader}
+        if reader is None or len(have_read) >= hold:
+            self.forget_hold(hold)
 
     @rule(now_s=st.sampled_from([0.5, 1.5, 2.5]))
     def expire_holds(self, now_s: float) -> None:
@@ -325,6 +331,7 @@ class IndexMachine(RuleBasedStateMachine):
             self.forget_hold(hold)
 
     def forget_hold(self, hold: int) -> None:
+        self.readers.pop(hold, None)
         for block in self.holds.pop(hold, []):
             block.leases -= 1
         self.settle()

@@ -639,6 +639,61 @@ async def test_of_several_sequences_each_goes_on_by_itself(kind: RequestOutputKi
     assert not any(engine.output_processor.request_states for engine in (second, third, other))
 
 
+class Holds:
+    """The front door's part in a store; keeps the ends of holds that it has been told of."""
+
+    def __init__(self) -> None:
+        self.ended: list[tuple[int, int | None]] = []
+
+    async def end_holds(self, holds: list[tuple[int, int | None]]) -> None:
+        self.ended += holds
+
+
+def handover_of(engine: Engine) -> Handover:
+    params = engine.legs[0].sampling_params
+    assert params is not None
+    return Handover.of((params.extra_args or {})["kv_transfer_params"])
+
+
+@pytest.mark.parametrize("num", [1, 3])
+async def test_a_prompt_is_held_for_the_decode_leg_of_each_sequence(num: int) -> None:
+    prefill, decode, holds = Engine("p0"), [Engine(f"d{n}") for n in range(num)], Holds()
+    engines = Engines(*decode, prefill=prefill)
+    engines.lookups.by_weights["w"] = cast("Any", holds)
+    stream = run_sequences(several(RequestOutputKind.FINAL_ONLY, num), engines)  # type: ignore[arg-type]
+
+    async def read() -> list[RequestOutput]:
+        return [output async for output in stream]
+
+    reading = asyncio.create_task(read())
+    await until(lambda: prefill.legs)
+    left = handover_of(prefill)
+    assert left.hold
+    assert left.num_readers == num
+    prefill.compute(1)
+    await until(lambda: all(engine.legs for engine in decode))
+    told = [handover_of(engine) for engine in decode]
+    assert [(one.hold, one.reader) for one in told] == [(left.hold, n) for n in range(num)]
+    for number, engine in enumerate(decode):
+        engine.compute(4 if number else 3)  # the first one has prefill's token
+    await asyncio.wait_for(reading, 30.0)
+    await until(lambda: {(left.hold, n) for n in range(num)} <= {*holds.ended})
+
+
+async def test_sequences_that_are_given_up_hold_nothing() -> None:
+    prefill, decode, holds = Engine("p0"), [Engine(f"d{n}") for n in range(3)], Holds()
+    engines = Engines(*decode, prefill=prefill)
+    engines.lookups.by_weights["w"] = cast("Any", holds)
+    stream = run_sequences(several(RequestOutputKind.DELTA), engines)  # type: ignore[arg-type]
+    reading = asyncio.create_task(anext(stream))
+    await until(lambda: prefill.legs)
+    hold = handover_of(prefill).hold
+    prefill.compute(1)
+    await reading
+    await stream.aclose()
+    await until(lambda: (hold, None) in holds.ended)
+
+
 async def test_several_sequences_have_a_deadline_whoever_reads_them() -> None:
     engine, more = Engine("d0"), Engine("d1")
     sequences = several(RequestOutputKind.DELTA, 2)

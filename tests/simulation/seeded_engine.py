@@ -207,8 +207,10 @@ class StoreLink:
         tenant: bytes = b"",
         compute_block_s: float = 0.0,
         hold: int = 0,
+        num_readers: int = 1,
     ) -> Exchanged:
-        asked = wire.ExchangeSlots(2, list(acquire), list(reserve), tenant, compute_block_s, hold)
+        terms = (tenant, compute_block_s, hold, num_readers)
+        asked = wire.ExchangeSlots(2, list(acquire), list(reserve), *terms)
         granted = self._answer(asked)
         if granted is None:
             return Exchanged(None, (), (None,) * len(reserve))
@@ -234,8 +236,8 @@ class StoreLink:
             granted.num_held,
         )
 
-    def end_hold(self, hold: int) -> None:
-        self._tell(self._generation, wire.EndHold(self._generation, hold))
+    def end_hold(self, hold: int, reader: int | None = None) -> None:
+        self._tell(self._generation, wire.EndHold(self._generation, hold, reader))
 
     def lookup(self, keys: Sequence[bytes]) -> list[Lookup]:
         looked = self._answer(wire.LookupKeys(4, list(keys)))

@@ -182,7 +182,7 @@ class StoreService:
             case wire.ReleaseLeases() if request.generation == self._generation:
                 self._index.release(request.lease_id)
             case wire.EndHold() if request.generation == self._generation:
-                self._index.end_hold(request.hold)
+                self._index.end_hold(request.hold, request.reader)
         return None
 
     def _peers_problem(self, peers: Sequence[str]) -> str:
@@ -352,7 +352,7 @@ class StoreService:
         climb = self._acquire(keys, session, request)
         to_write = [namespace + key for key, _ in request.reserve]
         # Once before, so that what is reserved does not push out blocks of the same prompt.
-        self._hold(request.hold, (*keys, *to_write))
+        self._hold(request, (*keys, *to_write))
         reserved = [
             self._index.reserve(
                 key,
@@ -363,7 +363,7 @@ class StoreService:
             )
             for key, (_, parent) in zip(to_write, request.reserve, strict=True)
         ]
-        self._hold(request.hold, to_write)
+        self._hold(request, to_write)
         num_refused = 0
         if not self._index.is_at_quota(request.tenant):
             lacking = (key for key, one in zip(to_write, reserved, strict=True) if one is None)
@@ -383,11 +383,11 @@ class StoreService:
             self._index.num_held,
         )
 
-    def _hold(self, hold_id: int, keys: Sequence[bytes]) -> None:
-        if hold_id:
+    def _hold(self, request: wire.ExchangeSlots, keys: Sequence[bytes]) -> None:
+        if request.hold:
             now_s = self._clock()
             self._index.expire_holds(now_s)
-            self._index.hold(hold_id, keys, now_s + HOLD_S)
+            self._index.hold(request.hold, keys, now_s + HOLD_S, request.num_readers)
 
     def _acquire(self, keys: list[bytes], session: Session, request: wire.ExchangeSlots) -> Climb:
         grant = self._index.acquire(keys, session.id)

@@ -291,6 +291,7 @@ class PrefixMatcher:
             tenant=tracked.tenant,
             compute_block_s=block_s,
             hold=tracked.own_hold,
+            num_readers=tracked.num_readers,
         )
         tracked.has_hold = tracked.own_hold != 0
         if held is not None:
@@ -463,7 +464,10 @@ class PrefixMatcher:
         if offers:
             pairs = [(offer.key, offer.parent) for offer in offers]
             reserved = self._client.exchange(
-                reserve=pairs, tenant=tracked.tenant, hold=tracked.own_hold
+                reserve=pairs,
+                tenant=tracked.tenant,
+                hold=tracked.own_hold,
+                num_readers=tracked.num_readers,
             ).reserved
             tracked.keep(offers, reserved)
 

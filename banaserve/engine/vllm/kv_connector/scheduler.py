@@ -67,7 +67,7 @@ class StoreConnectorScheduler:
         self._tracked: dict[str, RequestState] = {}
         self._loads: list[tuple[RequestState, list[int], int]] = []
         self._leases_by_step: dict[int, list[Lease]] = {}
-        self._holds_by_step: dict[int, list[int]] = {}
+        self._holds_by_step: dict[int, list[tuple[int, int]]] = {}
         self._step = 0
         self._last_done = 0
         self.stats = ConnectorCounters()
@@ -119,7 +119,7 @@ class StoreConnectorScheduler:
         if num_external_tokens == 0:
             self._matcher.release_hits(tracked)
             if tracked.hold_to_end:
-                self._client.end_hold(tracked.hold_to_end)
+                self._client.end_hold(tracked.hold, tracked.reader)
             return
         end = first + len(tracked.hits) - len(self._groups.states)
         block_ids = self._groups.with_states(blocks.get_block_ids(), first, end)
@@ -166,7 +166,7 @@ class StoreConnectorScheduler:
             if tracked.lease is not None:
                 leases.append(tracked.lease)
             if tracked.hold_to_end:
-                holds.append(tracked.hold_to_end)
+                holds.append((tracked.hold, tracked.reader))
             tracked.lease, tracked.hits = None, []
         self._loads.clear()
         if leases:
@@ -230,6 +230,7 @@ class StoreConnectorScheduler:
                 reserve=[(key, prefix) for key in keys],
                 tenant=tracked.tenant,
                 hold=tracked.own_hold,
+                num_readers=tracked.num_readers,
             ).reserved
             block_ids = state.get_block_ids(request_id)
             assert block_ids is not None
@@ -270,8 +271,8 @@ class StoreConnectorScheduler:
             for lease in self._leases_by_step.pop(step):
                 self._client.release(lease)
         for step in [planned for planned in self._holds_by_step if planned <= done.step]:
-            for hold in self._holds_by_step.pop(step):
-                self._client.end_hold(hold)
+            for hold, reader in self._holds_by_step.pop(step):
+                self._client.end_hold(hold, reader)
 
     def finished(self, request_id: str) -> None:
         """The request has ended, however it did: nothing of it stays reserved."""

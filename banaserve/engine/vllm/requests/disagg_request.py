@@ -221,6 +221,7 @@ class RequestContext:
         trial: Its turn to be tried again, where instances have died under it; None for none.
         weights: Of the engines that compute it; empty until the first has.
         hold: Number under which the store holds its prompt's blocks for decode; 0 for none.
+        reader: Its number among the sequences that read these blocks.
         rebalanced_s: Time of its last move by the rebalancer, on the event loop's clock; None for
             none.
     """
@@ -254,6 +255,7 @@ class RequestContext:
     weights: str = ""
     rebalanced_s: float | None = None
     hold: int = 0
+    reader: int = 0
     _first_s: float = 0.0
     _furthest: int = 0
     _blame: float = 0.0
@@ -284,6 +286,12 @@ class RequestContext:
         """End its trial where it has come further than it was when an instance died under it."""
         if self.trial is not None and self._come > self._furthest:
             self.trial.end()
+
+    @property
+    def num_readers(self) -> int:
+        """Number of sequences that will read the prompt that its prefill leg leaves."""
+        is_for_all = self.has_siblings and not self.prompt_leg_ended.is_set()
+        return self.sequences.num_sequences if is_for_all else 1
 
     @property
     def _come(self) -> int:
@@ -380,7 +388,7 @@ async def prefill(context: RequestContext, instance: Instance, push_to: str = ""
     """
     llm = _client(instance)
     keeps_token = context.first_token_blocker is None
-    leg = prefill_leg(context.request, keeps_token, push_to, context.hold)
+    leg = prefill_leg(context.request, keeps_token, push_to, context.hold, context.num_readers)
     queue = LegOutputCollector(RequestOutputKind.FINAL_ONLY, leg.request_id)
     loop = asyncio.get_running_loop()
     num_tokens = len(context.request.prompt_token_ids or ())
@@ -457,6 +465,7 @@ async def decode(
                     context.prefilled,
                     context.is_stored,
                     context.hold,
+                    context.reader,
                 )
                 begins = context.prefilled and not num_resumed
                 if not (begins and gathering.waits(instance.id)):
@@ -703,7 +712,7 @@ async def run_request(
             raise out_of_time() from None
         finally:
             if not goes_on:
-                router.lookups.end_hold(context.hold)
+                router.lookups.end_hold(context.hold, context.reader)
             await turn.aclose()
             context.trial = None
 

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from itertools import takewhile
+from typing import NamedTuple
 
 from banaserve.clock import WallClock
 from banaserve.engine.vllm.cluster import Cluster
@@ -27,6 +28,13 @@ _POLL_S = 0.001
 _TELL_S = 0.2
 """Holds that end within so long are told to the store together; decode legs have ended most."""
 _HOLD_BITS = 62
+
+
+class HoldEnd(NamedTuple):
+    """End of a hold for one of the decode legs that were to read the blocks; None for all."""
+
+    hold: int
+    reader: int | None
 
 
 class PrefixLookup:
@@ -50,15 +58,15 @@ class PrefixLookup:
         known = num_known(lambda: self._client.lookup(keys[:MAX_KEYS]), WallClock().now, time.sleep)
         return known * self._block_size
 
-    async def end_holds(self, holds: Sequence[int]) -> None:
-        """Let the store evict again what is held by these numbers."""
+    async def end_holds(self, holds: Sequence[HoldEnd]) -> None:
+        """Let the store evict again what is held."""
         await asyncio.to_thread(self._end_holds, holds)
 
-    def _end_holds(self, holds: Sequence[int]) -> None:
+    def _end_holds(self, holds: Sequence[HoldEnd]) -> None:
         # Connects to a store that was started anew: what engines have told it is held there.
         self._client.lookup(())
         for hold in holds:
-            self._client.end_hold(hold)
+            self._client.end_hold(*hold)
 
     def close(self) -> None:
         self._client.close()
@@ -103,7 +111,7 @@ class PrefixLookups:
     def __init__(self, cluster: Cluster) -> None:
         self.by_weights: dict[str, PrefixLookup] = {}
         self._cluster = cluster
-        self._ended: list[int] = []
+        self._ended: list[HoldEnd] = []
         self._telling: asyncio.Task[None] | None = None
 
     def new_hold(self) -> int:
@@ -113,10 +121,14 @@ class PrefixLookups:
         """
         return 1 + secrets.randbits(_HOLD_BITS) if self.by_weights else 0
 
-    def end_hold(self, hold: int) -> None:
-        """The request is over, or tried again; the store is told soon. 0 is no hold."""
+    def end_hold(self, hold: int, reader: int | None = None) -> None:
+        """The request is over, or tried again; the store is told soon. 0 is no hold.
+
+        Args:
+            reader: Sequence of the request that is over; None where all are.
+        """
         if hold:
-            self._ended.append(hold)
+            self._ended.append(HoldEnd(hold, reader))
             if self._telling is None or self._telling.done():
                 self._telling = asyncio.get_running_loop().create_task(self._tell())
 

@@ -73,6 +73,7 @@ async def _run_several(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        router.lookups.end_hold(sequences[0].hold)  # some may never have begun
 
 
 async def _run(
@@ -85,6 +86,7 @@ async def _run(
             own.prefilled, own.num_cached_tokens = first.prefilled, first.num_cached_tokens
             own.num_created_tokens = first.num_created_tokens
             own.weights = first.weights
+            own.hold, own.reader = first.hold, index
         async with contextlib.aclosing(run_request(own, router)) as outputs:
             async for output in outputs:
                 merged.put(index, output)
