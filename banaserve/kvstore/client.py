@@ -177,16 +177,18 @@ class StoreClient:
             reply.num_declined,
             reply.num_refused,
             reply.num_held,
+            reply.num_unfetched,
         )
 
-    def end_hold(self, hold: int, reader: int | None = None) -> None:
+    def end_hold(self, hold: int, reader: int | None = None, also: str = "") -> None:
         """The blocks held by this number have been read, or will not be; does not wait.
 
         Args:
             reader: Decode leg that says so, from 0 on; None for all of them.
+            also: ``HOST:PORT`` of the store that has pushed the blocks here; empty for none.
         """
         with self._lock:
-            self._link.tell(wire.EndHold(self._link.generation, hold, reader))
+            self._link.tell(wire.EndHold(self._link.generation, hold, reader, also))
 
     def arrivals(self, slots: Sequence[Slot]) -> list[Lookup]:
         """States of the leased ``slots``, without a message: under 1 us a slot.
@@ -203,7 +205,14 @@ class StoreClient:
             return [Lookup.MISS if state is Lookup.PENDING else state for state in states]
         return states
 
-    def push(self, to: str, keys: Sequence[bytes], tenant: bytes = b"") -> None:
+    def push(
+        self,
+        to: str,
+        keys: Sequence[bytes],
+        tenant: bytes = b"",
+        hold: int = 0,
+        num_readers: int = 1,
+    ) -> None:
         """Have a prompt's blocks sent to another machine's store, without waiting.
 
         Blocks that are being written follow as ``note_written`` says that their layers are, and
@@ -214,6 +223,8 @@ class StoreClient:
             to: ``HOST:PORT`` of the store, as this store knows its peer.
             keys: From the prompt's first block on, as acquired and reserved.
             tenant: Pays for the slots there.
+            hold: Number under which the store there keeps all of them, or takes none; 0 keeps none.
+            num_readers: As for ``exchange``.
 
         Raises:
             ValueError: As for ``exchange``.
@@ -221,7 +232,8 @@ class StoreClient:
         _check_keys(keys)
         _check_terms(tenant, 0.0)
         with self._lock:
-            self._link.tell(wire.PushBlocks(self._link.generation, to, list(keys), tenant))
+            terms = (tenant, hold, num_readers)
+            self._link.tell(wire.PushBlocks(self._link.generation, to, list(keys), *terms))
 
     def note_written(self, slots: Sequence[Slot], num_layers: int, part: int = 0) -> None:
         """Say that ``part`` of the first layers of reserved slots is written, without waiting.

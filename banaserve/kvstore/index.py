@@ -335,6 +335,7 @@ class BlockIndex:
         if entry.promoting:
             self._stop_promoting(entry)
         entry.ready = False
+        self._forget_holds(entry)
         self._remove(entry)
 
     def clear(self) -> int:
@@ -467,13 +468,16 @@ class BlockIndex:
             self._free_slot(entry)
 
     def _remove_unwritten(self, entry: IndexEntry) -> None:
-        """Its bytes will not come: there is nothing to hold."""
+        self._forget_holds(entry)
+        self._remove(entry)
+
+    def _forget_holds(self, entry: IndexEntry) -> None:
+        """Its bytes are lost, or will not come: there is nothing to hold."""
         for hold in self._holds.values():
             if hold.entries.pop(entry.serial, None) is not None:
                 self._end_hold_of(entry)
                 entry.num_leases -= 1
                 self.num_leased -= entry.num_leases == 0
-        self._remove(entry)
 
     def _remove(self, entry: IndexEntry) -> None:
         del self._entries[entry.key]

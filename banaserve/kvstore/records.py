@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 MAX_SERIAL = 2**60
+HOLD_S = 300.0
+"""A hold that nobody ends goes after so long: who hands over has died."""
 
 
 @dataclass(slots=True)

@@ -58,6 +58,9 @@ class AccountingStore:
         readers: Of each hold the number of readers, and those that have ended it.
         room: Number of blocks that can be reserved at a time.
         pushes: Every push so far: (to, keys, tenant), and what was reserved then.
+        pushed_holds: Of each push the number of its hold, and of readers.
+        told_also: Other store that the last end of a hold named; empty for none.
+        unfetched: Number of blocks at other stores that there is no room for.
     """
 
     def __init__(self) -> None:
@@ -67,6 +70,9 @@ class AccountingStore:
         self.wait_s = 1.0
         self.exchanges: list[tuple[list[bytes], list[bytes], bytes, float]] = []
         self.pushes: list[tuple[str, list[bytes], bytes, set[bytes]]] = []
+        self.pushed_holds: list[tuple[int, int]] = []
+        self.told_also = ""
+        self.unfetched = 0
         self.leases: dict[int, list[Slot]] = {}
         self.reservations: dict[int, bytes] = {}
         self.holds: set[int] = set()
@@ -118,17 +124,27 @@ class AccountingStore:
             undecided,
             num_refused=refused,
             num_held=len(self.held),
+            num_unfetched=self.unfetched,
         )
 
-    def end_hold(self, hold: int, reader: int | None = None) -> None:
+    def end_hold(self, hold: int, reader: int | None = None, also: str = "") -> None:
+        self.told_also = also
         num_readers, have_read = self.readers.get(hold, (0, set()))
         if reader is not None:
             have_read.add(reader)
         if reader is None or len(have_read) >= num_readers:
             self.holds.discard(hold)
 
-    def push(self, to: str, keys: Sequence[bytes], tenant: bytes = b"") -> None:
+    def push(
+        self,
+        to: str,
+        keys: Sequence[bytes],
+        tenant: bytes = b"",
+        hold: int = 0,
+        num_readers: int = 1,
+    ) -> None:
         self.pushes.append((to, list(keys), tenant, {*self.reservations.values()}))
+        self.pushed_holds.append((hold, num_readers))
 
     def lookup(self, keys: Sequence[bytes]) -> list[Lookup]:
         written = {*self.reservations.values(), *self.written_elsewhere}
@@ -765,3 +781,39 @@ def test_a_prefill_leg_that_is_aborted_holds_nothing(bench: Bench) -> None:
     bench.schedule(leg, 0)
     bench.side.finished(leg.request_id)
     assert not bench.store.holds
+
+
+def test_a_pushed_prompt_is_held_at_both_stores_until_decode_has_read_it(bench: Bench) -> None:
+    handover = Handover(leaves_tail=True, push_to="b:1", hold=HOLD, num_readers=2)
+    leg = bench.request(4, handover=handover)
+    assert bench.side.match(leg, 0) == 0
+    bench.schedule(leg, 0)
+    assert (bench.store.holds, bench.store.pushed_holds) == ({HOLD}, [(HOLD, 2)])
+    bench.side.finished(leg.request_id)  # it is aborted
+    assert (bench.store.holds, bench.store.told_also) == (set(), "b:1")
+
+    handover = Handover(tokens=4 * BLOCK, hold=HOLD, reader=1, pushed_from="a:1")
+    decode = bench.request(4, handover=handover)
+    bench.hold(decode, [HIT] * 4)
+    plan = bench.schedule(decode, bench.side.match(decode, 0) or 0)
+    bench.side.step_done(StepResult(plan.step))  # type: ignore[attr-defined]
+    assert bench.store.told_also == "a:1"
+
+
+@pytest.mark.parametrize(("pushed_from", "waits"), [("a:1", True), ("", False)])
+def test_a_decode_leg_waits_for_room_for_what_was_not_taken_of_a_push(
+    bench: Bench, pushed_from: str, waits: bool
+) -> None:
+    """Computed again would be what has been computed at the other machine."""
+    handover = Handover(tokens=4 * BLOCK, hold=HOLD, pushed_from=pushed_from)
+    decode = bench.request(4, handover=handover)
+    bench.store.unfetched = 4
+    assert bench.side.match(decode, 0) == (None if waits else 0)
+    if waits:
+        bench.pass_over()
+        assert (bench.store.reservations, bench.store.leases) == ({}, {})
+        assert bench.counted("room_prompts") == 1
+        bench.store.unfetched = 0
+        bench.hold(decode, [HIT] * 4)
+        bench.clock.now_s += ASK_FOR_ROOM_S
+        assert bench.side.match(decode, 0) == 4 * BLOCK

@@ -178,7 +178,8 @@ class IndexMachine(RuleBasedStateMachine):
         return self.blocks[key]
 
     def drop_block(self, key: bytes) -> None:
-        block = self.blocks.pop(key)
+        block = self.blocks[key]
+        self.forget_unwritten(key)
         block.ready = block.promoting = False
         self.dropped.append(block)
         self.settle()
@@ -247,6 +248,7 @@ class IndexMachine(RuleBasedStateMachine):
     def forget_unwritten(self, key: bytes) -> None:
         gone = self.blocks.pop(key)
         for hold, held in self.holds.items():
+            gone.leases -= sum(block is gone for block in held)
             self.holds[hold] = [block for block in held if block is not gone]
 
     @rule(asked=st.lists(keys, unique=True, max_size=5), owner=owners)

@@ -33,7 +33,7 @@ from banaserve.engine.vllm.requests.disagg_request import (
     run_request,
 )
 from banaserve.engine.vllm.requests.gathering import Gathering
-from banaserve.engine.vllm.requests.prefix_lookup import PrefixLookups
+from banaserve.engine.vllm.requests.prefix_lookup import HoldEnd, PrefixLookups
 from banaserve.engine.vllm.requests.router import WeightsReplacedError
 from banaserve.engine.vllm.requests.sequences import run_sequences, sequences_of
 from banaserve.engine.vllm.requests.trials import Trials
@@ -519,26 +519,31 @@ async def test_an_engine_says_what_it_found_of_a_prompt_that_was_not_looked_up(
 
 @pytest.mark.parametrize(
     ("here", "there", "pushed_to"),
-    [("", "", ""), ("a:1", "b:1", "b:1"), ("a:1", "a:1", ""), ("a:1", "", "")],
+    [("", "", ""), ("a:1", "b:1", "b:1"), ("a:1", "a:1", "")],
 )
-async def test_a_prefill_leg_names_the_store_of_its_decode_legs_machine(
+async def test_a_prefill_leg_and_its_decode_leg_name_each_others_store(
     here: str, there: str, pushed_to: str
 ) -> None:
     prefill, decode = Engine("p0"), Engine("d0")
     prefill.store, decode.store = here, there
-    reader = Reader(job(streamed()), Engines(decode, prefill=prefill))
+    engines, holds = Engines(decode, prefill=prefill), Holds()
+    engines.lookups.by_weights["w"] = cast("Any", holds)
+    reader = Reader(job(streamed()), engines)
     await reader.reaches(prefill)
-    params = prefill.legs[0].sampling_params
-    assert params is not None
-    handover = Handover.of((params.extra_args or {})["kv_transfer_params"])
-    assert handover == Handover(leaves_tail=True, push_to=pushed_to)
+    left = handover_of(prefill)
+    assert left == Handover(leaves_tail=True, push_to=pushed_to, hold=left.hold)
+    assert left.hold
     # The router knows meanwhile that it will decode there.
     assert (prefill.num_coming, decode.num_coming) == (0, 1)
     prefill.compute(1)
     await reader.reaches(decode)
     assert (prefill.num_coming, decode.num_coming) == (0, 0)
-    decode.compute(1)
-    await reader.read()
+    told = handover_of(decode)
+    assert (told.hold, told.pushed_from) == (left.hold, here if pushed_to else "")
+    decode.compute(9)
+    while not reader.finished:
+        await reader.read()
+    await until(lambda: {HoldEnd(left.hold, 0, one) for one in (here, there)} <= {*holds.ended})
 
 
 async def test_an_abort_by_id_ends_a_request_on_its_prefill_leg() -> None:
@@ -643,9 +648,9 @@ class Holds:
     """The front door's part in a store; keeps the ends of holds that it has been told of."""
 
     def __init__(self) -> None:
-        self.ended: list[tuple[int, int | None]] = []
+        self.ended: list[HoldEnd] = []
 
-    async def end_holds(self, holds: list[tuple[int, int | None]]) -> None:
+    async def end_holds(self, holds: list[HoldEnd]) -> None:
         self.ended += holds
 
 
@@ -677,7 +682,7 @@ async def test_a_prompt_is_held_for_the_decode_leg_of_each_sequence(num: int) ->
     for number, engine in enumerate(decode):
         engine.compute(4 if number else 3)  # the first one has prefill's token
     await asyncio.wait_for(reading, 30.0)
-    await until(lambda: {(left.hold, n) for n in range(num)} <= {*holds.ended})
+    await until(lambda: {HoldEnd(left.hold, n) for n in range(num)} <= {*holds.ended})
 
 
 async def test_sequences_that_are_given_up_hold_nothing() -> None:
@@ -691,7 +696,7 @@ async def test_sequences_that_are_given_up_hold_nothing() -> None:
     prefill.compute(1)
     await reading
     await stream.aclose()
-    await until(lambda: (hold, None) in holds.ended)
+    await until(lambda: HoldEnd(hold) in holds.ended)
 
 
 async def test_several_sequences_have_a_deadline_whoever_reads_them() -> None:

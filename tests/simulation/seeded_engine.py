@@ -234,10 +234,11 @@ class StoreLink:
             granted.num_declined,
             granted.num_refused,
             granted.num_held,
+            granted.num_unfetched,
         )
 
-    def end_hold(self, hold: int, reader: int | None = None) -> None:
-        self._tell(self._generation, wire.EndHold(self._generation, hold, reader))
+    def end_hold(self, hold: int, reader: int | None = None, also: str = "") -> None:
+        self._tell(self._generation, wire.EndHold(self._generation, hold, reader, also))
 
     def lookup(self, keys: Sequence[bytes]) -> list[Lookup]:
         looked = self._answer(wire.LookupKeys(4, list(keys)))

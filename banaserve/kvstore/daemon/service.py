@@ -12,7 +12,7 @@ from banaserve.errors import ProtocolError, UserError
 from banaserve.kvstore import wire
 from banaserve.kvstore.daemon.carved_pool import CarvedPool
 from banaserve.kvstore.daemon.promoter import Climb, Wish
-from banaserve.kvstore.daemon.pushing import Pushing
+from banaserve.kvstore.daemon.pushing import Pushing, PushTerms
 from banaserve.kvstore.daemon.receiving import Receiving
 from banaserve.kvstore.daemon.tiering import Tiering
 from banaserve.kvstore.daemon.watcher import PoolWatcher
@@ -20,7 +20,7 @@ from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.index import BlockIndex
 from banaserve.kvstore.interface import Lookup
 from banaserve.kvstore.pool import SlotPool
-from banaserve.kvstore.records import IndexEntry
+from banaserve.kvstore.records import HOLD_S, IndexEntry
 from banaserve.kvstore.sizes import format_size
 from banaserve.kvstore.stats import StoreStats
 from banaserve.kvstore.tiers.interface import BlockBytes
@@ -29,8 +29,6 @@ log = logging.getLogger(__name__)
 
 SETTLE_S = 5.0
 """Longest wait for copies under way before the pool is cut anew."""
-HOLD_S = 300.0
-"""A hold that nobody ends goes after so long: who hands over has died."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +181,8 @@ class StoreService:
                 self._index.release(request.lease_id)
             case wire.EndHold() if request.generation == self._generation:
                 self._index.end_hold(request.hold, request.reader)
+                if request.also and self._pushing is not None:
+                    self._pushing.end_hold(request.also, request.hold, request.reader)
         return None
 
     def _peers_problem(self, peers: Sequence[str]) -> str:
@@ -211,6 +211,10 @@ class StoreService:
         self._index.pin(entry)
         self._num_loans += 1
         return Loan(entry, self._index, self._carved.bytes_of(entry))
+
+    def end_hold(self, hold: int, reader: int | None) -> None:
+        """A decode leg beside another store has the blocks; None for all that were to read them."""
+        self._index.end_hold(hold, reader)
 
     def take_back(self, loan: Loan) -> None:
         """A loan is over."""
@@ -381,6 +385,7 @@ class StoreService:
             num_refused,
             request.hold,
             self._index.num_held,
+            climb.num_unfetched,
         )
 
     def _hold(self, request: wire.ExchangeSlots, keys: Sequence[bytes]) -> None:
@@ -406,7 +411,8 @@ class StoreService:
         if self._pushing is None or self._carved is None:
             return
         keys = [session.namespace + key for key in request.keys]
-        if not self._pushing.begin(request.to, keys, request.tenant, self._carved, fingerprint):
+        terms = PushTerms(request.tenant, request.hold, request.num_readers)
+        if not self._pushing.begin(request.to, keys, terms, self._carved, fingerprint):
             log.warning("%s pushes to %s, which is no peer", session.client_name, request.to)
 
     def _commit(self, request: wire.Commit) -> bool:

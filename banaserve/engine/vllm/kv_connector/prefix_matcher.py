@@ -333,13 +333,16 @@ class PrefixMatcher:
             self._stats.add(tier_declined_blocks=answer.num_declined)
 
     def _waits_for_room(self, tracked: RequestState, answer: Exchanged, now_s: float) -> bool:
-        """Whether a prefill leg waits until others' prompts have been read by decode.
+        """Whether a leg waits until others' prompts have been read by decode.
 
-        Without room for all of its blocks decode would compute them again. It holds nothing
-        meanwhile: of two that each held a part neither would ever get the rest.
+        A prefill leg does, since without room for all of its blocks decode would compute them
+        again; and a decode leg whose blocks are at another store and find no room in this one. It
+        holds nothing meanwhile: of two that each held a part neither would ever get the rest.
         """
         fits_at_all = len(tracked.offers) <= self._client.num_slots
-        if not (answer.num_refused and tracked.has_hold and fits_at_all):
+        is_prefill = answer.num_refused > 0 and tracked.has_hold
+        is_decode = answer.num_unfetched > 0 and bool(tracked.pushed_from)
+        if not ((is_prefill or is_decode) and fits_at_all):
             return False
         if tracked.room_until_s is None:
             tracked.room_until_s = now_s + ROOM_S
@@ -507,7 +510,7 @@ class PrefixMatcher:
     def _end_hold(self, tracked: RequestState) -> None:
         if tracked.has_hold:
             tracked.has_hold = False
-            self._client.end_hold(tracked.hold)
+            self._client.end_hold(tracked.hold, None, tracked.push_to)
 
     def _abandon_saves(self, tracked: RequestState) -> None:
         if tracked.saves:

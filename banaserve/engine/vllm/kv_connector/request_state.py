@@ -139,7 +139,7 @@ class RequestState:
         push_to: Where its prompt's blocks are sent while they are computed; empty for nowhere.
         num_claimed: Full blocks below this index have been offered to the store.
         leaves_tail: See ``Handover``.
-        hold, num_readers, reader: See ``Handover``.
+        hold, num_readers, reader, pushed_from: See ``Handover``.
         has_hold: Flag: the store may know of the hold.
         room_until_s: Time until which this prefill leg waits for room in the store; None where
             there has been room so far.
@@ -166,6 +166,7 @@ class RequestState:
     hold: int = 0
     num_readers: int = 1
     reader: int = 0
+    pushed_from: str = ""
     has_hold: bool = False
     room_until_s: float | None = None
     refused_s: float = 0.0
@@ -183,6 +184,7 @@ class RequestState:
             hold=handover.hold,
             num_readers=handover.num_readers,
             reader=handover.reader,
+            pushed_from=handover.pushed_from,
         )
 
     @property

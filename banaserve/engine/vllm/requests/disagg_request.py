@@ -222,6 +222,8 @@ class RequestContext:
         weights: Of the engines that compute it; empty until the first has.
         hold: Number under which the store holds its prompt's blocks for decode; 0 for none.
         reader: Its number among the sequences that read these blocks.
+        computed_by: Instance that has left its prompt in the store; None before one has.
+        hold_stores: Stores that hold its prompt's blocks; see ``PrefixLookups.end_hold``.
         rebalanced_s: Time of its last move by the rebalancer, on the event loop's clock; None for
             none.
     """
@@ -256,6 +258,8 @@ class RequestContext:
     rebalanced_s: float | None = None
     hold: int = 0
     reader: int = 0
+    computed_by: Instance | None = None
+    hold_stores: tuple[str, ...] = ()
     _first_s: float = 0.0
     _furthest: int = 0
     _blame: float = 0.0
@@ -466,6 +470,7 @@ async def decode(
                     context.is_stored,
                     context.hold,
                     context.reader,
+                    instance.store_beside(context.computed_by) if context.computed_by else "",
                 )
                 begins = context.prefilled and not num_resumed
                 if not (begins and gathering.waits(instance.id)):
@@ -647,9 +652,9 @@ async def run_request(
             if route.prefill is not None and not context.prefilled and not context.aborted:
                 computes, decodes = map(cluster.instance, (route.prefill, route.decode))
                 push_to = computes.store_beside(decodes)
-                # A store that is pushed to is another one than that the prefill leg writes to.
-                router.lookups.end_hold(context.hold)
-                context.hold = 0 if push_to else router.lookups.new_hold()
+                router.lookups.end_hold(context.hold, context.hold_stores)
+                context.hold, context.computed_by = router.lookups.new_hold(), computes
+                context.hold_stores = (computes.store, decodes.store)
                 with decodes.expecting(), router.gathering.coming(route.decode):
                     await prefill(context, computes, push_to)
                 if context.prefilled:
@@ -712,7 +717,7 @@ async def run_request(
             raise out_of_time() from None
         finally:
             if not goes_on:
-                router.lookups.end_hold(context.hold, context.reader)
+                router.lookups.end_hold(context.hold, context.hold_stores, context.reader)
             await turn.aclose()
             context.trial = None
 

@@ -88,6 +88,7 @@ def decode_leg(
     is_stored: bool = False,
     hold: int = 0,
     reader: int = 0,
+    pushed_from: str = "",
 ) -> compat.EngineCoreRequest:
     """The request as it goes on after the output ``tokens``, which it brings along.
 
@@ -96,6 +97,7 @@ def decode_leg(
         is_stored: The store had so much of the prompt that it needs no prefill leg.
         hold: Number of the prefill leg's hold; 0 for none.
         reader: Number of the sequence among those that read what is held.
+        pushed_from: Store of the prefill leg's machine, where it is another one; empty for none.
     """
     leg = copy.copy(request)
     given = request.sampling_params
@@ -104,7 +106,7 @@ def decode_leg(
     # After a death the store has whole blocks of prompt and output: then all of it is looked up.
     if len(tokens) <= 1 and handed_over:
         num_tokens = len(request.prompt_token_ids or ())
-        handover = Handover(tokens=num_tokens, hold=hold, reader=reader)
+        handover = Handover(tokens=num_tokens, hold=hold, reader=reader, pushed_from=pushed_from)
         params.extra_args = _with_handover(given, handover)
     elif len(tokens) <= 1 and is_stored:
         params.extra_args = _with_handover(given, Handover(is_stored=True))

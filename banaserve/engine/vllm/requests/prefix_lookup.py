@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -31,10 +31,16 @@ _HOLD_BITS = 62
 
 
 class HoldEnd(NamedTuple):
-    """End of a hold for one of the decode legs that were to read the blocks; None for all."""
+    """End of a hold.
+
+    Attributes:
+        reader: Decode leg that reads the blocks no more; None for all of them.
+        store: ``HOST:PORT`` of a peer of the front door's store that is told, too; empty for none.
+    """
 
     hold: int
-    reader: int | None
+    reader: int | None = None
+    store: str = ""
 
 
 class PrefixLookup:
@@ -121,14 +127,15 @@ class PrefixLookups:
         """
         return 1 + secrets.randbits(_HOLD_BITS) if self.by_weights else 0
 
-    def end_hold(self, hold: int, reader: int | None = None) -> None:
-        """The request is over, or tried again; the store is told soon. 0 is no hold.
+    def end_hold(self, hold: int, stores: Iterable[str], reader: int | None = None) -> None:
+        """The request is over, or tried again; stores are told soon. 0 is no hold.
 
         Args:
+            stores: ``HOST:PORT`` of those that hold the prompt; empty for the front door's.
             reader: Sequence of the request that is over; None where all are.
         """
         if hold:
-            self._ended.append(HoldEnd(hold, reader))
+            self._ended += [HoldEnd(hold, reader, store) for store in sorted({*stores})]
             if self._telling is None or self._telling.done():
                 self._telling = asyncio.get_running_loop().create_task(self._tell())
 

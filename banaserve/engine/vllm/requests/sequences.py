@@ -73,7 +73,8 @@ async def _run_several(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        router.lookups.end_hold(sequences[0].hold)  # some may never have begun
+        first = sequences[0]
+        router.lookups.end_hold(first.hold, first.hold_stores)  # some may never have begun
 
 
 async def _run(
@@ -86,7 +87,8 @@ async def _run(
             own.prefilled, own.num_cached_tokens = first.prefilled, first.num_cached_tokens
             own.num_created_tokens = first.num_created_tokens
             own.weights = first.weights
-            own.hold, own.reader = first.hold, index
+            own.hold, own.hold_stores, own.reader = first.hold, first.hold_stores, index
+            own.computed_by = first.computed_by
         async with contextlib.aclosing(run_request(own, router)) as outputs:
             async for output in outputs:
                 merged.put(index, output)
