@@ -26,14 +26,10 @@ from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.continuation import output_of, with_output
 from banaserve.engine.vllm.instance import DRAINED
 from banaserve.engine.vllm.kv_connector.handover import Handover
-from banaserve.engine.vllm.requests.disagg_request import (
-    EnginesDiedError,
-    Prediction,
-    RequestContext,
-    run_request,
-)
+from banaserve.engine.vllm.requests.disagg_request import EnginesDiedError, run_request
 from banaserve.engine.vllm.requests.gathering import Gathering
 from banaserve.engine.vllm.requests.prefix_lookup import HoldEnd, PrefixLookups
+from banaserve.engine.vllm.requests.request_context import Prediction, RequestContext
 from banaserve.engine.vllm.requests.router import WeightsReplacedError
 from banaserve.engine.vllm.requests.sequences import run_sequences, sequences_of
 from banaserve.engine.vllm.requests.trials import Trials
@@ -729,10 +725,10 @@ async def test_predictions_are_held_against_what_a_stream_shows(
     now_s, seen = [100.0], {}
     loop = SimpleNamespace(time=lambda: now_s[0])
     monkeypatch.setattr(
-        "banaserve.engine.vllm.requests.disagg_request.asyncio.get_running_loop", lambda: loop
+        "banaserve.engine.vllm.requests.request_context.asyncio.get_running_loop", lambda: loop
     )
     monkeypatch.setattr(
-        "banaserve.engine.vllm.requests.disagg_request.metrics.PREDICTED",
+        "banaserve.engine.vllm.requests.request_context.metrics.PREDICTED",
         SimpleNamespace(
             labels=lambda *names: SimpleNamespace(
                 observe=lambda ratio: seen.update({names: pytest.approx(ratio)})

@@ -14,7 +14,8 @@ from collections.abc import AsyncGenerator, Sequence
 
 from banaserve.engine.vllm.compat.requests import RequestOutput, RequestOutputKind
 from banaserve.engine.vllm.monitoring.leg_stats import Sequences
-from banaserve.engine.vllm.requests.disagg_request import RequestContext, run_request
+from banaserve.engine.vllm.requests.disagg_request import run_request
+from banaserve.engine.vllm.requests.request_context import RequestContext
 from banaserve.engine.vllm.requests.router import Router
 
 
