@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -328,6 +329,21 @@ def server(tmp_path: Path) -> Iterator[Server]:
     one = Server(tmp_path)
     yield one
     one.stop()
+
+
+def test_the_commands_say_that_prefill_waits_for_decode(server, capsys):
+    one = server.served.world.instances["p0"]
+    idle = one.view().report
+    pressed = replace(idle, back_pressure=BackPressure(2, 900, 1.5, 3, 4, 4096))
+    view = one.view
+    one.view = lambda: replace(view(), report=pressed)
+    words = "prefill waits: the store holds 3 of 4 blocks (12 KiB) for hand-overs; 2 prompts wait"
+    main(["status", "--url", server.url, "--admin-key", KEY])
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in said if words in line] == [said[2]]
+    one.view = view
+    main(["status", "--url", server.url, "--admin-key", KEY])
+    assert words not in capsys.readouterr().out
 
 
 def test_the_commands(server, capsys):
