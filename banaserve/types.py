@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
@@ -108,6 +108,34 @@ class InstanceFacts:
     speed: float = 1.0
 
 
+class BackPressure(NamedTuple):
+    """Prefill that waits, since the store has no room for the KV that it would hand over.
+
+    More prefill capacity makes it worse: what helps is decode that takes what is held, or a larger
+    store.
+
+    Attributes:
+        num_prompts: Number of prompts that wait.
+        num_tokens: Number of tokens of these prompts.
+        longest_s: Time that the prompt which has waited longest has waited.
+        held_blocks: Number of blocks that the store holds until decode has read them.
+        num_blocks: Number of blocks that the store has room for.
+        block_bytes: Size of one of them.
+    """
+
+    num_prompts: int
+    num_tokens: int
+    longest_s: float
+    held_blocks: int
+    num_blocks: int
+    block_bytes: int
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that the store holds until decode has read them."""
+        return self.held_blocks * self.block_bytes
+
+
 @dataclass(frozen=True, slots=True)
 class InstanceReport:
     """What an instance last said of itself.
@@ -134,6 +162,7 @@ class InstanceReport:
             steps, 0 of work that it has hardly had; empty until there are enough of them.
         fetch_token_s: Time to fetch the KV of one token from the store; 0 where nothing has been
             fetched yet.
+        back_pressure: Its prompts that wait for room in the store; None where none does.
     """
 
     num_running: int
@@ -152,6 +181,7 @@ class InstanceReport:
     overlap_fraction: float | None = None
     step_coefficients: tuple[float, ...] = ()
     fetch_token_s: float = 0.0
+    back_pressure: BackPressure | None = None
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -377,9 +407,29 @@ class InstanceView:
     kv_token_bytes: int = 0
     coming_requests: int = 0
 
+    @property
+    def computable_prefill_tokens(self) -> int:
+        """Those of ``inflight_prefill_tokens`` that wait for compute, not for room in the store."""
+        pressure = None if self.report is None else self.report.back_pressure
+        num_waiting = 0 if pressure is None else pressure.num_tokens
+        return max(0, self.inflight_prefill_tokens - num_waiting)
+
     def report_age_s(self, now_s: float) -> float | None:
         """Seconds since the report was made; None where there is none."""
         return None if self.report is None else now_s - self.report.at_s
+
+
+def total_back_pressure(views: Iterable[InstanceView]) -> BackPressure | None:
+    """Returns all prompts of ``views`` that wait for room, and the store that is waited for the
+    longest; None where none waits."""
+    reports = (view.report for view in views if view.report is not None)
+    found = [one.back_pressure for one in reports if one.back_pressure is not None]
+    if not found:
+        return None
+    return max(found, key=lambda one: one.longest_s)._replace(
+        num_prompts=sum(one.num_prompts for one in found),
+        num_tokens=sum(one.num_tokens for one in found),
+    )
 
 
 class ObservedRequest(NamedTuple):
@@ -440,6 +490,11 @@ class ClusterView:
     requests: Sequence[ObservedRequest] = ()
     memory: object = None
     output_lengths: OutputLengths | None = None
+
+    @property
+    def back_pressure(self) -> BackPressure | None:
+        """All prompts that wait for room, and the store that one of them waits for the longest."""
+        return total_back_pressure(self.instances.values())
 
     def serving(self, role: Role) -> tuple[InstanceView, ...]:
         """Ready instances of ``role``, in the order of their ids."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from banaserve.controller.decision_format import pressure_words
 from banaserve.controller.schemas import ControllerStatus, InstanceStatus, MoveLine, ServerStatus
 from banaserve.engine.interface import NodeChange, NodeStatus, Scaling
 from banaserve.engine.vllm.migration.api import Migration
@@ -63,7 +64,14 @@ def status_of(
     ended = [move for move in moves if not _is_open(move)]
     kept = [move for move in moves if _is_open(move)] + ended[-_ENDED_SHOWN:]
     return ServerStatus(
-        at_s, instances, kept, controller, routing.name, routing.package, list(nodes)
+        at_s,
+        instances,
+        kept,
+        controller,
+        routing.name,
+        routing.package,
+        list(nodes),
+        pressure_words(view.back_pressure),
     )
 
 

@@ -198,6 +198,7 @@ def store_rows(stats: StoreStats) -> list[Row]:
         ("being written", f"{stats.writing_slots} ({stats.quarantined_slots} quarantined)"),
         ("coming up", f"{stats.promoting_slots} ({stats.joined} reads joined others)"),
         ("leases", f"{stats.num_leases} and {stats.num_holds} holds on {stats.leased_slots} slots"),
+        ("held for hand-overs", f"{stats.held_slots} slots"),
         ("evictions", str(stats.evictions)),
         (
             "tenants",

@@ -15,11 +15,13 @@ from banaserve.controller.schemas import (
     WantedStep,
 )
 from banaserve.engine.interface import Ending, StepOutcome
+from banaserve.kvstore.sizes import format_size
 from banaserve.orchestrator.control import Held, Mode, Turn, kind_of, words
 from banaserve.orchestrator.measure import load_of
 from banaserve.orchestrator.migration.scoring import module_words
 from banaserve.orchestrator.rebalancing import Stream
 from banaserve.types import (
+    BackPressure,
     ClusterView,
     InstanceId,
     InstanceView,
@@ -57,6 +59,20 @@ def decision_of(turn: Turn, mode: str, policy: str, at_s: float, time: str = "")
         num_layers=max((one.num_layers for one in known), default=0),
         num_kv_heads=max((one.num_kv_heads for one in known), default=0),
         time=time,
+        back_pressure=pressure_words(turn.view.back_pressure),
+    )
+
+
+def pressure_words(pressure: BackPressure | None) -> str:
+    """Returns why prefill waits; empty where it does not."""
+    if pressure is None:
+        return ""
+    num = pressure.num_prompts
+    waiting = "1 prompt waits" if num == 1 else f"{num} prompts wait"
+    return (
+        f"prefill waits: the store holds {pressure.held_blocks} of {pressure.num_blocks} blocks "
+        f"({format_size(pressure.held_bytes)}) for hand-overs; {waiting}, "
+        f"the longest for {pressure.longest_s:.1f} s"
     )
 
 

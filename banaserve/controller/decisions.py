@@ -90,6 +90,7 @@ def _gist(decision: DecisionRecord) -> tuple[object, ...]:
         decision.is_balancing,
         decision.reason,
         decision.left_out,
+        bool(decision.back_pressure),
         begun,
         held,
         rejected,

@@ -147,6 +147,7 @@ class DecisionRecord(msgspec.Struct):
         num_layers, num_kv_heads: Of the model; 0 where no instance says.
         time: How time passes, in words; empty where it is real.
         version: Of the log.
+        back_pressure: Prefill that waits for room in the store, in words; empty where none does.
     """
 
     number: int
@@ -166,6 +167,7 @@ class DecisionRecord(msgspec.Struct):
     num_kv_heads: int = 0
     time: str = ""
     version: int = DECISION_LOG_VERSION
+    back_pressure: str = ""
 
 
 class ControllerState(StrEnum):
@@ -260,6 +262,7 @@ class ServerStatus(msgspec.Struct, frozen=True):
         routing_policy: Name of the policy that chooses instances for requests.
         routing_package: Name and version of the package that it is from; empty for banaserve's own.
         nodes: That engines run on; empty where that is the server's own machine.
+        back_pressure: Prefill that waits for room in the store, in words; empty where none does.
     """
 
     at_s: float
@@ -269,6 +272,7 @@ class ServerStatus(msgspec.Struct, frozen=True):
     routing_policy: str = ""
     routing_package: str = ""
     nodes: list[NodeStatus] = []
+    back_pressure: str = ""
 
 
 class PauseRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

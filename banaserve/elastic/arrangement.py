@@ -163,5 +163,5 @@ def _by_kind(
 def _work(view: InstanceView, role: Role) -> float:
     """How much ``view`` has of what ``role`` does; only compared."""
     if role is Role.PREFILL:
-        return view.inflight_prefill_tokens
+        return view.computable_prefill_tokens
     return view.report.kv_used_fraction if view.report is not None else view.inflight_requests

@@ -19,6 +19,7 @@ class LoadMemory(NamedTuple):
         wanted: What the instances were to be by the last plan.
         num_for_home: Looks in a row at which modules away would better be at home.
         num_instances: That there were at the last plan; 0 before it.
+        is_pressed: There was a plan while prefill waited for room in the store.
     """
 
     since_s: float
@@ -27,6 +28,7 @@ class LoadMemory(NamedTuple):
     wanted: tuple[Change, ...] = ()
     num_for_home: int = 0
     num_instances: int = 0
+    is_pressed: bool = False
 
 
 class Situation(NamedTuple):

@@ -20,7 +20,14 @@ from banaserve.elastic.options import ElasticOptions
 from banaserve.elastic.planning import Change, placements_of, steps_of
 from banaserve.elastic.search import Search
 from banaserve.orchestrator.migration.interface import MigrationPlan, Rejected, RejectReason
-from banaserve.types import ClusterView, InstanceView, ObservedRequest, SetStepTokens, SwitchRole
+from banaserve.types import (
+    ClusterView,
+    InstanceView,
+    ObservedRequest,
+    SetStepTokens,
+    SwitchRole,
+    total_back_pressure,
+)
 
 
 class Elastic:
@@ -100,6 +107,8 @@ def decide(situation: Situation, options: ElasticOptions) -> Decision:
         memory = LoadMemory(since_s, min(now_s, since_s + options.first_plan_s))
     elif memory.num_instances not in (0, situation.num_instances):
         memory = memory._replace(next_s=now_s, is_settled=False)  # another best arrangement
+    if not memory.is_pressed and _is_pressed(situation, options):
+        memory = memory._replace(next_s=now_s, is_settled=False, is_pressed=True)
     if now_s < memory.next_s:
         return Decision((), (), 0.0, memory, "the load is what it was")
     if options.are_times_learnt and not are_learnt(situation.instances):
@@ -129,7 +138,15 @@ def _after(
     elif decision.changes:
         next_s = now_s + max(options.recheck_s, age_s / 2)
     num_for_home = 0 if decision.memory is None else decision.memory.num_for_home
-    return LoadMemory(memory.since_s, next_s, True, wanted, num_for_home)
+    return LoadMemory(
+        memory.since_s, next_s, True, wanted, num_for_home, is_pressed=memory.is_pressed
+    )
+
+
+def _is_pressed(situation: Situation, options: ElasticOptions) -> bool:
+    """Whether prefill has waited for room in the store for long enough to plan anew."""
+    pressure = total_back_pressure(situation.instances)
+    return pressure is not None and pressure.longest_s >= options.first_plan_s
 
 
 def _is_missing(wanted: Sequence[Change], views: Iterable[InstanceView]) -> bool:

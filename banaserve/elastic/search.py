@@ -40,7 +40,7 @@ from banaserve.elastic.planning import (
 )
 from banaserve.elastic.slowdown import slowdown
 from banaserve.sim.system import System
-from banaserve.types import InstanceId, InstanceView
+from banaserve.types import InstanceId, InstanceView, total_back_pressure
 
 _MOVED_FROM = 3
 """Arrangements from which modules are looked at."""
@@ -76,6 +76,9 @@ class Search:
         self._far = {view.id: view.far for view in self._views if view.far}
         self._orders = orders(self._views) if options.roles == "any" else ((),)
         self._present = arrangement_of(self._views)
+        # The forecast's store has no end: in it more prefill always shortens a queue of prompts.
+        is_pressed = total_back_pressure(situation.instances) is not None
+        self._most_prefill = self._present.num_prefill if is_pressed else len(self._views)
         self._away = placements_of(self._views)
         self._bounds: list[Candidate] = []
         self._system = System(
@@ -231,10 +234,15 @@ class Search:
         return apart + (least / 2 if len(one.returns) < len(self._away) else 0.0)
 
     def _arranged(self) -> list[Wanted]:
-        """Everything but what there is, each with modules away as now and with all at home."""
+        """Everything but what there is, each with modules away as now and with all at home.
+
+        Prefill that waits for room in the store gets no more instances: it waits for decode.
+        """
         options, views = self._options, self._views
         found: list[Wanted] = []
         for one in arrangements(len(views), options.step_sizes):
+            if one.num_prefill > self._most_prefill:
+                continue
             if one == self._present:
                 found.append(Wanted(one, self._away))
                 for order in self._orders:

@@ -97,6 +97,11 @@ class StoreClient:
         """Slots in the pool of the present connection; 0 without one."""
         return self._num_slots
 
+    @property
+    def slot_bytes(self) -> int:
+        """Size of a block in the store."""
+        return self._fingerprint.slot_bytes
+
     def lookup(self, keys: Sequence[bytes]) -> list[Lookup]:
         """What the store knows of each key; leases nothing. All MISS while the store is away.
 
@@ -121,6 +126,7 @@ class StoreClient:
         tenant: bytes = b"",
         compute_block_s: float = 0.0,
         hold: int = 0,
+        num_readers: int = 1,
     ) -> Exchanged:
         """Lease the longest prefix of ``acquire`` there is, and reserve slots for new blocks.
 
@@ -136,6 +142,7 @@ class StoreClient:
                 is not known: then every block is fetched.
             hold: No block of these keys is evicted before ``end_hold`` of this number, or for five
                 minutes; 0 holds none.
+            num_readers: Number of decode legs that each end the hold, from 1 to 65536.
 
         Raises:
             ValueError: A key is not of 16 to 64 bytes, there are more than 65536, the tenant is
@@ -149,7 +156,7 @@ class StoreClient:
         with self._lock:
             reply = self._link.call(
                 lambda seq: wire.ExchangeSlots(
-                    seq, list(acquire), list(reserve), tenant, compute_block_s, hold
+                    seq, list(acquire), list(reserve), tenant, compute_block_s, hold, num_readers
                 ),
                 wire.SlotsGranted,
             )
@@ -169,12 +176,19 @@ class StoreClient:
             reply.undecided,
             reply.num_declined,
             reply.num_refused,
+            reply.num_held,
+            reply.num_unfetched,
         )
 
-    def end_hold(self, hold: int) -> None:
-        """The blocks held by this number have been read, or will not be; does not wait."""
+    def end_hold(self, hold: int, reader: int | None = None, also: str = "") -> None:
+        """The blocks held by this number have been read, or will not be; does not wait.
+
+        Args:
+            reader: Decode leg that says so, from 0 on; None for all of them.
+            also: ``HOST:PORT`` of the store that has pushed the blocks here; empty for none.
+        """
         with self._lock:
-            self._link.tell(wire.EndHold(self._link.generation, hold))
+            self._link.tell(wire.EndHold(self._link.generation, hold, reader, also))
 
     def arrivals(self, slots: Sequence[Slot]) -> list[Lookup]:
         """States of the leased ``slots``, without a message: under 1 us a slot.
@@ -191,7 +205,14 @@ class StoreClient:
             return [Lookup.MISS if state is Lookup.PENDING else state for state in states]
         return states
 
-    def push(self, to: str, keys: Sequence[bytes], tenant: bytes = b"") -> None:
+    def push(
+        self,
+        to: str,
+        keys: Sequence[bytes],
+        tenant: bytes = b"",
+        hold: int = 0,
+        num_readers: int = 1,
+    ) -> None:
         """Have a prompt's blocks sent to another machine's store, without waiting.
 
         Blocks that are being written follow as ``note_written`` says that their layers are, and
@@ -202,6 +223,8 @@ class StoreClient:
             to: ``HOST:PORT`` of the store, as this store knows its peer.
             keys: From the prompt's first block on, as acquired and reserved.
             tenant: Pays for the slots there.
+            hold: Number under which the store there keeps all of them, or takes none; 0 keeps none.
+            num_readers: As for ``exchange``.
 
         Raises:
             ValueError: As for ``exchange``.
@@ -209,7 +232,8 @@ class StoreClient:
         _check_keys(keys)
         _check_terms(tenant, 0.0)
         with self._lock:
-            self._link.tell(wire.PushBlocks(self._link.generation, to, list(keys), tenant))
+            terms = (tenant, hold, num_readers)
+            self._link.tell(wire.PushBlocks(self._link.generation, to, list(keys), *terms))
 
     def note_written(self, slots: Sequence[Slot], num_layers: int, part: int = 0) -> None:
         """Say that ``part`` of the first layers of reserved slots is written, without waiting.

@@ -32,6 +32,10 @@ class BlockIndex:
         counters: To count on with; new ones by default.
         tenant_quota: Largest share of the slots that one tenant may use; 1 sets no limit.
         is_intact: Asked before a READY block is leased or copied; one that is not is dropped.
+
+    Attributes:
+        num_leased: Slots that at least one lease or hold covers.
+        num_held: Slots that at least one hold covers.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class BlockIndex:
         self._tick = 0
         self._last_serial = 0
         self.num_leased = 0
+        self.num_held = 0
         self._writing: dict[int, IndexEntry] = {}
         self._leases: dict[int, Grant] = {}
         self._holds: dict[int, Hold] = {}
@@ -177,26 +182,41 @@ class BlockIndex:
 
     # ---- holds
 
-    def hold(self, hold_id: int, keys: Iterable[bytes], until_s: float) -> None:
+    def hold(
+        self, hold_id: int, keys: Iterable[bytes], until_s: float, num_readers: int = 1
+    ) -> None:
         """Keep what the index has of ``keys``, whatever its state, until ``end_hold``.
 
         Args:
             hold_id: Number that the front door has chosen; a hold of that number is made larger.
             until_s: Time at which ``expire_holds`` ends the hold.
+            num_readers: Number of decode legs that are to read the blocks.
         """
-        hold = self._holds.setdefault(hold_id, Hold({}, until_s))
+        hold = self._holds.setdefault(hold_id, Hold({}, until_s, num_readers))
         hold.until_s = until_s
         for entry in filter(None, map(self._entries.get, keys)):
             if entry.serial not in hold.entries:
                 hold.entries[entry.serial] = entry
+                self.num_held += entry.num_holds == 0
+                entry.num_holds += 1
                 self._cover(entry)
 
-    def end_hold(self, hold_id: int) -> bool:
-        """Nobody waits for these blocks any more. False where there is no such hold."""
-        hold = self._holds.pop(hold_id, None)
+    def end_hold(self, hold_id: int, reader: int | None = None) -> bool:
+        """End a hold once all of its readers have said so. False where there is no such hold.
+
+        Args:
+            reader: Decode leg that needs the blocks no more, from 0 on; None for all of them.
+        """
+        hold = self._holds.get(hold_id)
         if hold is None:
             return False
+        if reader is not None:
+            hold.have_read.add(reader)
+            if len(hold.have_read) < hold.num_readers:
+                return True
+        del self._holds[hold_id]
         for entry in hold.entries.values():
+            self._end_hold_of(entry)
             self._uncover(entry)
         return True
 
@@ -315,6 +335,7 @@ class BlockIndex:
         if entry.promoting:
             self._stop_promoting(entry)
         entry.ready = False
+        self._forget_holds(entry)
         self._remove(entry)
 
     def clear(self) -> int:
@@ -360,7 +381,9 @@ class BlockIndex:
     def _check_leases(self) -> None:
         leased = [entry for grant in self._leases.values() for entry in grant.entries]
         assert not any(entry.serial in self._writing for entry in leased), "a lease on a write"
-        leased += [entry for hold in self._holds.values() for entry in hold.entries.values()]
+        held = [entry for hold in self._holds.values() for entry in hold.entries.values()]
+        assert self.num_held == len({entry.serial for entry in held})
+        leased += held
         for entry in leased:
             holder = self._dropped.get(entry.serial) if entry.dropped else self._entries[entry.key]
             assert holder is entry, "a leased block is gone"
@@ -421,6 +444,10 @@ class BlockIndex:
             self.num_leased -= 1
             self._settle(entry)
 
+    def _end_hold_of(self, entry: IndexEntry) -> None:
+        entry.num_holds -= 1
+        self.num_held -= entry.num_holds == 0
+
     def _stop_promoting(self, entry: IndexEntry) -> None:
         entry.promoting = False
         self.num_promoting -= 1
@@ -441,12 +468,16 @@ class BlockIndex:
             self._free_slot(entry)
 
     def _remove_unwritten(self, entry: IndexEntry) -> None:
-        """Its bytes will not come: there is nothing to hold."""
+        self._forget_holds(entry)
+        self._remove(entry)
+
+    def _forget_holds(self, entry: IndexEntry) -> None:
+        """Its bytes are lost, or will not come: there is nothing to hold."""
         for hold in self._holds.values():
             if hold.entries.pop(entry.serial, None) is not None:
+                self._end_hold_of(entry)
                 entry.num_leases -= 1
                 self.num_leased -= entry.num_leases == 0
-        self._remove(entry)
 
     def _remove(self, entry: IndexEntry) -> None:
         del self._entries[entry.key]

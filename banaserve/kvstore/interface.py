@@ -63,6 +63,9 @@ class Exchanged:
         num_declined: Blocks after ``slots`` that lie in a tier and were left there because
             computing them is predicted to be cheaper than fetching them.
         num_refused: Number of reserved keys that have no slot for lack of room, not by a quota.
+        num_unfetched: Number of acquired keys whose blocks lie in a tier and found no slot, for
+            lack of room or because as many as may be are on their way up.
+        num_held: Number of the store's blocks that are held until decode has read them.
     """
 
     lease: Lease | None
@@ -73,3 +76,5 @@ class Exchanged:
     undecided: bool = False
     num_declined: int = 0
     num_refused: int = 0
+    num_held: int = 0
+    num_unfetched: int = 0

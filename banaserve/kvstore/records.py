@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 MAX_SERIAL = 2**60
+HOLD_S = 300.0
+"""A hold that nobody ends goes after so long: who hands over has died."""
 
 
 @dataclass(slots=True)
@@ -28,6 +30,7 @@ class IndexEntry:
 
     Attributes:
         num_leases: Leases and holds that cover it.
+        num_holds: Of these, holds.
         num_pins: Copies between the slot and tiers that are under way or about to begin.
         last_used: Tick of the last acquire or commit.
         checksum: Of the slot's bytes since it became READY, where the store keeps checksums.
@@ -40,6 +43,7 @@ class IndexEntry:
         "failed",
         "key",
         "last_used",
+        "num_holds",
         "num_leases",
         "num_parts",
         "num_pins",
@@ -76,6 +80,7 @@ class IndexEntry:
         self.dropped = False
         self.checksum = 0
         self.num_leases = 0
+        self.num_holds = 0
         self.num_pins = 0
         self.last_used = 0
 
@@ -129,10 +134,14 @@ class Hold:
     Attributes:
         entries: Blocks by serial; some may be being written.
         until_s: Time at which the hold ends by itself.
+        num_readers: Number of decode legs that are to read the blocks.
+        have_read: Those of them, from 0 on, that need the hold no more.
     """
 
     entries: dict[int, IndexEntry]
     until_s: float
+    num_readers: int = 1
+    have_read: set[int] = field(default_factory=set)
 
 
 class Owned:

@@ -54,6 +54,7 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
         leased_slots: Slots that at least one lease or hold covers.
         num_leases: Leases held.
         num_holds: Prompts whose blocks are held until decode has read them.
+        held_slots: Slots that hold blocks of these prompts.
         quarantined_slots: Slots being written whose client went away while its process lives.
         hits: Keys asked for by acquire that were readable in memory.
         misses: Keys asked for by acquire that were not.
@@ -90,6 +91,7 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     leased_slots: int
     num_leases: int
     num_holds: int = 0
+    held_slots: int = 0
     quarantined_slots: int
     hits: int
     misses: int

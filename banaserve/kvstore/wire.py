@@ -24,6 +24,7 @@ MAX_KEY_BYTES = 64
 MAX_TENANT_BYTES = 64
 MAX_COMPUTE_BLOCK_S = 1e6
 MAX_PEERS = 1024
+MAX_READERS = 65536
 _LENGTH_BYTES = 4
 _MAX_INT = 2**63 - 1
 
@@ -34,6 +35,7 @@ Serials = Annotated[list[Number], msgspec.Meta(max_length=MAX_KEYS)]
 Part = Annotated[int, msgspec.Meta(ge=0, lt=MAX_PARTS)]
 Tenant = Annotated[bytes, msgspec.Meta(max_length=MAX_TENANT_BYTES)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_COMPUTE_BLOCK_S)]
+Readers = Annotated[int, msgspec.Meta(ge=1, le=MAX_READERS)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
@@ -67,7 +69,7 @@ class ExchangeSlots(_Message, frozen=True, tag="exchange"):
     ``tenant`` pays for the slots that are reserved or filled from tiers; ``compute_block_s`` is
     what computing one of the acquired blocks would cost, 0.0 where that is not known. With a
     ``hold`` that is not 0 no block of these keys that the store has, or that this call reserves, is
-    evicted before ``EndHold``.
+    evicted before ``EndHold`` of each of ``num_readers``.
     """
 
     seq: Number
@@ -76,19 +78,24 @@ class ExchangeSlots(_Message, frozen=True, tag="exchange"):
     tenant: Tenant = b""
     compute_block_s: Seconds = 0.0
     hold: Number = 0
+    num_readers: Readers = 1
 
 
 class PushBlocks(_Message, frozen=True, tag="push"):
     """Send the blocks of these keys, a prompt's from its first on, to the store at ``to``.
 
     Those that are being written follow layer by layer (``LayersWritten``), and may be read there
-    once they are committed here. Nothing happens where ``to`` is no peer of this store.
+    once they are committed here. Nothing happens where ``to`` is no peer of this store. With a
+    ``hold`` that is not 0 all of them are kept there until ``EndHold``, as by ``ExchangeSlots``, or
+    none is sent.
     """
 
     generation: Number
     to: Name
     keys: Keys
     tenant: Tenant = b""
+    hold: Number = 0
+    num_readers: Readers = 1
 
 
 class LayersWritten(_Message, frozen=True, tag="written"):
@@ -119,8 +126,15 @@ class ReleaseLeases(_Message, frozen=True, tag="release"):
 
 
 class EndHold(_Message, frozen=True, tag="unhold"):
+    """One reader, from 0 on, needs the blocks no more; without ``reader`` none does.
+
+    The store at ``also``, ``HOST:PORT`` of a peer, is told, too; empty for none.
+    """
+
     generation: Number
     hold: Number
+    reader: Annotated[int, msgspec.Meta(ge=0, lt=MAX_READERS)] | None = None
+    also: Annotated[str, msgspec.Meta(max_length=256)] = ""
 
 
 class GetStats(_Message, frozen=True, tag="stats"):
@@ -180,6 +194,8 @@ class SlotsGranted(_Message, frozen=True, tag="granted"):
     num_declined: Number = 0
     num_refused: Number = 0
     hold: Number = 0
+    num_held: Number = 0
+    num_unfetched: Number = 0
 
 
 class Committed(_Message, frozen=True, tag="committed"):

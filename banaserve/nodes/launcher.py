@@ -134,11 +134,9 @@ class NodesLauncher:
     def distance(self, source: str, target: str) -> Distance | None:
         return self.pool.ways.distance(self.node_of(source), self.node_of(target))
 
-    def store_beside(self, source: str, target: str) -> str:
-        here, there = self._place.get(source), self._place.get(target)
-        if here is None or there is None or here is there:
-            return ""
-        return there.store
+    def store_of(self, instance_id: str) -> str:
+        node = self._place.get(instance_id)
+        return "" if node is None else node.store
 
     def is_there(self, instance_id: str) -> bool:
         node = self._place.get(instance_id)

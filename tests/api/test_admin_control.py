@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from banaserve.api.admin import AdminDoor
 from banaserve.cli.admin.decisions import lines_of
 from banaserve.cli.main import main
 from banaserve.cli.serve.options.command_line import parse_serve_argv
+from banaserve.controller.decision_format import pressure_words
 from banaserve.controller.schemas import (
     DecisionRecord,
     Felt,
@@ -29,7 +31,7 @@ from banaserve.controller.schemas import (
 from banaserve.engine.vllm.restart.api import RestartRequest
 from banaserve.errors import UserError
 from banaserve.kvstore.sizes import format_size
-from banaserve.types import InstanceId, Role
+from banaserve.types import BackPressure, InstanceId, Role
 from served_admin import KEY, Served
 from waiting import until
 
@@ -45,6 +47,7 @@ DECISION = DecisionRecord(
     reason="no candidate is worth it",
     instances={"d0": NUMBERS},
     left_out={"p1": "its report is stale"},
+    back_pressure=pressure_words(BackPressure(2, 900, 1.5, 3, 4, 4096)),
     steps=[
         WantedStep(
             "move layers 10:20 from d0 to p0",
@@ -328,6 +331,21 @@ def server(tmp_path: Path) -> Iterator[Server]:
     one.stop()
 
 
+def test_the_commands_say_that_prefill_waits_for_decode(server, capsys):
+    one = server.served.world.instances["p0"]
+    idle = one.view().report
+    pressed = replace(idle, back_pressure=BackPressure(2, 900, 1.5, 3, 4, 4096))
+    view = one.view
+    one.view = lambda: replace(view(), report=pressed)
+    words = "prefill waits: the store holds 3 of 4 blocks (12 KiB) for hand-overs; 2 prompts wait"
+    main(["status", "--url", server.url, "--admin-key", KEY])
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in said if words in line] == [said[2]]
+    one.view = view
+    main(["status", "--url", server.url, "--admin-key", KEY])
+    assert words not in capsys.readouterr().out
+
+
 def test_the_commands(server, capsys):
     def banaserve(*argv: str) -> tuple[int, str, str]:
         code = main([*argv, "--url", server.url, "--admin-key", KEY])
@@ -396,6 +414,8 @@ def test_a_decision_in_words():
     for words in [
         "gap 0.80, balancing; no further step: no candidate is worth it",
         "saw d0 (decode): compute 25%, memory 90%, 4 running, 2 waiting, step 40 ms, 300 blocks",
+        "    prefill waits: the store holds 3 of 4 blocks (12 KiB) for hand-overs; "
+        "2 prompts wait, the longest for 1.5 s",
         "left out p1: its report is stale",
         "(predicted: 1.50 s for 3.00 s)",
         "predicted d0: compute +0.0%, +150 blocks, step +1.0 ms",

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from banaserve.orchestrator.control import ControlLimits, Mode
 from banaserve.orchestrator.model.moving import Link
 from banaserve.types import (
     Attempt,
+    BackPressure,
     ClusterView,
     InstanceFacts,
     InstanceId,
@@ -36,6 +38,7 @@ FACTS = InstanceFacts(
     30, 3, 1000, 1536, 16, KV_BYTES, hidden_bytes=2304, kv_bytes=KV_BYTES, max_kv_blocks=600
 )
 SECTION = {"rho": 0.0}
+MIB = 2**20
 
 
 class Turns:
@@ -74,6 +77,7 @@ class Cluster:
         self.outcome = StepOutcome(Ending.DONE, num_bytes=5, stall_s=0.01, blocks_gained=20)
         self.failure: Exception | None = None
         self.is_silent = False
+        self.back_pressure: BackPressure | None = None
         self.num_discovered = 0
         self.learnt = Link(1e9, 0.01)
         self.started: list[Step] = []
@@ -90,6 +94,8 @@ class Cluster:
         for name, role, used in ((P0, Role.PREFILL, 0.1), (D0, Role.DECODE, 0.5 if away else 0.9)):
             at_s = now_s - 60 if self.is_silent and name == D0 else now_s
             report = InstanceReport(4, 2, used, 0.2, at_s, step_s=0.05, num_kv_blocks=300)
+            if name == P0:
+                report = replace(report, back_pressure=self.back_pressure)
             views[name] = InstanceView(
                 name,
                 role,
@@ -278,6 +284,24 @@ async def test_a_silent_instance_is_left_out_visibly(make, cluster, clock):
     await clock.next()
     assert controller.status().left_out == {"d0": "its report is stale"}
     assert cluster.started == []
+
+
+async def test_the_log_says_that_prefill_waits_for_decode(make, cluster, clock):
+    """Once for as long as it does, whatever the numbers: those are of the last turn."""
+    controller = make(Mode.DRY_RUN)
+    for pressure in (
+        None,
+        BackPressure(1, 300, 0.2, 11, 12, MIB),
+        BackPressure(3, 900, 1.5, 12, 12, MIB),
+    ):
+        cluster.back_pressure = pressure
+        await clock.next()
+    before, under = controller.log.last()
+    assert (before.back_pressure, under.turns) == ("", 2)
+    assert under.back_pressure == (
+        "prefill waits: the store holds 12 of 12 blocks (12 MiB) for hand-overs; "
+        "3 prompts wait, the longest for 1.5 s"
+    )
 
 
 async def test_measured_links_reach_the_policy(make, cluster, clock):

@@ -35,6 +35,7 @@ from banaserve.sim.run import tallied
 from banaserve.sim.system import System
 from banaserve.sim.timeline import Timeline
 from banaserve.types import (
+    BackPressure,
     ClusterView,
     InstanceId,
     InstanceReport,
@@ -366,6 +367,50 @@ def test_it_plans_anew_where_instances_come_and_go(num_instances, plans):
     decision = decide(situation, ElasticOptions(profile=H100, ttft_s=1.0, tpot_s=0.05))
     assert bool(decision.candidates) == plans
     assert decision.memory.num_instances == (num_instances if plans else 2)
+
+
+def pressed(view: InstanceView, longest_s: float) -> InstanceView:
+    """The same instance while ten of its prompts wait for room in the store."""
+    assert view.report is not None
+    pressure = BackPressure(10, 1000, longest_s, 12, 12, 4096)
+    return replace(view, report=replace(view.report, back_pressure=pressure))
+
+
+def test_prefill_that_waits_for_room_in_the_store_gets_no_more_instances():
+    """The forecast alone would: its store has no end, and the prompts that wait look like a flood
+    of prefill."""
+    options = ElasticOptions(profile=H100, ttft_s=0.5, roles="any")
+    views = [view("p0", Role.PREFILL), *(view(f"d{n}", Role.DECODE) for n in range(3))]
+    long = {"prompt_tokens": 8000, "output_tokens": 10}
+    requests = [seen(n / 8, 10)._replace(**long) for n in range(400)]
+    requests += [seen(49.9, 0, ended=False, instance="p0")._replace(**long) for n in range(40)]
+    memory = LoadMemory(0.0, 50.0, num_instances=4)
+
+    def planned(now: list[InstanceView]) -> Decision:
+        return decide(Situation(50.0, now, requests, memory, num_instances=4), options)
+
+    def num_prefill(decision: Decision) -> int:
+        chosen = {change.instance: change.role for change in decision.changes}
+        return sum(chosen.get(one.id, one.role) is Role.PREFILL for one in views)
+
+    free, waiting = planned(views), planned([pressed(views[0], 5.0), *views[1:]])
+    assert num_prefill(free) > 1
+    assert num_prefill(waiting) <= 1
+    words = [one.words for one in waiting.candidates]
+    assert not any(line.startswith(("2 prefill", "3 prefill")) for line in words)
+
+
+@pytest.mark.parametrize(
+    ("longest_s", "is_pressed", "plans"), [(0.1, False, 0), (9.0, False, 1), (9.0, True, 0)]
+)
+def test_it_plans_anew_once_where_prefill_waits_for_room(longest_s, is_pressed, plans):
+    views = [pressed(view("p0", Role.PREFILL), longest_s), view("d0", Role.DECODE)]
+    requests = [seen(n, 20) for n in range(100)]
+    memory = LoadMemory(0.0, float("inf"), True, num_instances=2, is_pressed=is_pressed)
+    situation = Situation(100.0, views, requests, memory, num_instances=2)
+    decision = decide(situation, ElasticOptions(profile=H100, ttft_s=1.0, tpot_s=0.05))
+    assert bool(decision.candidates) == plans
+    assert decision.memory.is_pressed == (is_pressed or bool(plans))
 
 
 @pytest.mark.parametrize(("num_requests", "are_screened"), [(100, False), (300, True)])

@@ -55,8 +55,12 @@ class AccountingStore:
         wait_s: What it predicts.
         exchanges: Every exchange so far: (acquired, reserved, tenant, compute_block_s).
         holds: Numbers of the holds that have begun and not ended.
+        readers: Of each hold the number of readers, and those that have ended it.
         room: Number of blocks that can be reserved at a time.
         pushes: Every push so far: (to, keys, tenant), and what was reserved then.
+        pushed_holds: Of each push the number of its hold, and of readers.
+        told_also: Other store that the last end of a hold named; empty for none.
+        unfetched: Number of blocks at other stores that there is no room for.
     """
 
     def __init__(self) -> None:
@@ -66,10 +70,15 @@ class AccountingStore:
         self.wait_s = 1.0
         self.exchanges: list[tuple[list[bytes], list[bytes], bytes, float]] = []
         self.pushes: list[tuple[str, list[bytes], bytes, set[bytes]]] = []
+        self.pushed_holds: list[tuple[int, int]] = []
+        self.told_also = ""
+        self.unfetched = 0
         self.leases: dict[int, list[Slot]] = {}
         self.reservations: dict[int, bytes] = {}
         self.holds: set[int] = set()
+        self.readers: dict[int, tuple[int, set[int]]] = {}
         self.num_slots = self.room = 1000
+        self.slot_bytes = 4096
         self._next = 1
         self._key_of: dict[int, bytes] = {}
 
@@ -81,6 +90,7 @@ class AccountingStore:
         tenant: bytes = b"",
         compute_block_s: float = 0.0,
         hold: int = 0,
+        num_readers: int = 1,
     ) -> Exchanged:
         keys = [key for key, _ in reserve]
         self.exchanges.append((list(acquire), keys, tenant, compute_block_s))
@@ -88,6 +98,7 @@ class AccountingStore:
         slots = [self._slot(key) for key in acquire[: len(there)] if key in there]
         if hold:
             self.holds.add(hold)
+            self.readers[hold] = (num_readers, set())
         states = [self.held[self._key_of[slot.serial]] for slot in slots]
         ready = next((i for i, state in enumerate(states) if state is not HIT), len(slots))
         lease = None
@@ -104,13 +115,36 @@ class AccountingStore:
             if granted[-1] is not None:
                 self.reservations[granted[-1].serial] = key
         undecided, self.undecided = self.undecided > 0, max(0, self.undecided - 1)
-        return Exchanged(lease, slots, granted, ready, self.wait_s, undecided, num_refused=refused)
+        return Exchanged(
+            lease,
+            slots,
+            granted,
+            ready,
+            self.wait_s,
+            undecided,
+            num_refused=refused,
+            num_held=len(self.held),
+            num_unfetched=self.unfetched,
+        )
 
-    def end_hold(self, hold: int) -> None:
-        self.holds.discard(hold)
+    def end_hold(self, hold: int, reader: int | None = None, also: str = "") -> None:
+        self.told_also = also
+        num_readers, have_read = self.readers.get(hold, (0, set()))
+        if reader is not None:
+            have_read.add(reader)
+        if reader is None or len(have_read) >= num_readers:
+            self.holds.discard(hold)
 
-    def push(self, to: str, keys: Sequence[bytes], tenant: bytes = b"") -> None:
+    def push(
+        self,
+        to: str,
+        keys: Sequence[bytes],
+        tenant: bytes = b"",
+        hold: int = 0,
+        num_readers: int = 1,
+    ) -> None:
         self.pushes.append((to, list(keys), tenant, {*self.reservations.values()}))
+        self.pushed_holds.append((hold, num_readers))
 
     def lookup(self, keys: Sequence[bytes]) -> list[Lookup]:
         written = {*self.reservations.values(), *self.written_elsewhere}
@@ -660,6 +694,38 @@ def test_a_prefill_leg_waits_for_room_and_holds_nothing_meanwhile(bench: Bench) 
     assert bench.counted("waited_for_room") == 1
 
 
+GAUGES = {"prompts": 2, "tokens": 2 * (4 * BLOCK + 1), "held_blocks": 5, "blocks": 1000}
+
+
+@pytest.mark.parametrize("ends", ["there is room", "they are aborted"])
+def test_the_front_door_knows_what_waits_for_room(bench: Bench, ends: str) -> None:
+    legs = [bench.request(4, handover=Handover(leaves_tail=True, hold=n)) for n in (1, 2)]
+    bench.store.held = {bytes([n]) * 16: HIT for n in range(5)}
+    bench.store.room = 3
+    for leg in legs:
+        assert bench.side.match(leg, 0) is None
+    bench.pass_over()
+    bench.clock.now_s += 2.0
+    for leg in legs:
+        assert bench.side.match(leg, 0) is None
+    bench.pass_over()
+    assert {name: bench.counted(f"room_{name}") for name in GAUGES} == GAUGES
+    assert bench.counted("room_block_bytes") == bench.store.slot_bytes
+    assert bench.counted("room_longest_s") == pytest.approx(2.0)
+    assert bench.counted("room_wait_seconds") == pytest.approx(2 * 2.0)
+    bench.clock.now_s += 1.0
+    bench.store.room = 1000
+    for leg in legs:
+        if ends == "there is room":
+            assert bench.side.match(leg, 0) == 0
+        else:
+            bench.side.finished(leg.request_id)
+    bench.pass_over()
+    for name in (*GAUGES, "block_bytes", "longest_s"):
+        assert bench.counted(f"room_{name}") == 0, name
+    assert bench.counted("room_wait_seconds") == pytest.approx(2 * 3.0)
+
+
 @pytest.mark.parametrize(("room", "num_slots"), [(3, 1000), (3, 3)])
 def test_it_does_not_wait_for_ever_nor_for_what_cannot_be(
     bench: Bench, room: int, num_slots: int
@@ -691,9 +757,63 @@ def test_what_a_prefill_leg_leaves_is_held_until_the_decode_leg_has_read_it(benc
     assert not bench.store.holds
 
 
+def test_what_is_held_for_several_sequences_is_held_until_the_last_has_read_it(
+    bench: Bench,
+) -> None:
+    leg = bench.request(4, handover=Handover(leaves_tail=True, hold=HOLD, num_readers=3))
+    assert bench.side.match(leg, 0) == 0
+    bench.schedule(leg, 0)
+    leg.append_output_token_ids(1)
+    bench.side.finished(leg.request_id)
+    for reader in (1, 1, 0, 2):  # of the second one's instances the first has died
+        assert bench.store.holds == {HOLD}
+        handover = Handover(tokens=4 * BLOCK, hold=HOLD, reader=reader)
+        decode = bench.request(4, handover=handover)
+        bench.hold(decode, [HIT] * 4)
+        plan = bench.schedule(decode, bench.side.match(decode, 0) or 0)
+        bench.side.step_done(StepResult(plan.step))  # type: ignore[attr-defined]
+    assert not bench.store.holds
+
+
 def test_a_prefill_leg_that_is_aborted_holds_nothing(bench: Bench) -> None:
     leg = bench.request(4, handover=Handover(leaves_tail=True, hold=HOLD))
     assert bench.side.match(leg, 0) == 0
     bench.schedule(leg, 0)
     bench.side.finished(leg.request_id)
     assert not bench.store.holds
+
+
+def test_a_pushed_prompt_is_held_at_both_stores_until_decode_has_read_it(bench: Bench) -> None:
+    handover = Handover(leaves_tail=True, push_to="b:1", hold=HOLD, num_readers=2)
+    leg = bench.request(4, handover=handover)
+    assert bench.side.match(leg, 0) == 0
+    bench.schedule(leg, 0)
+    assert (bench.store.holds, bench.store.pushed_holds) == ({HOLD}, [(HOLD, 2)])
+    bench.side.finished(leg.request_id)  # it is aborted
+    assert (bench.store.holds, bench.store.told_also) == (set(), "b:1")
+
+    handover = Handover(tokens=4 * BLOCK, hold=HOLD, reader=1, pushed_from="a:1")
+    decode = bench.request(4, handover=handover)
+    bench.hold(decode, [HIT] * 4)
+    plan = bench.schedule(decode, bench.side.match(decode, 0) or 0)
+    bench.side.step_done(StepResult(plan.step))  # type: ignore[attr-defined]
+    assert bench.store.told_also == "a:1"
+
+
+@pytest.mark.parametrize(("pushed_from", "waits"), [("a:1", True), ("", False)])
+def test_a_decode_leg_waits_for_room_for_what_was_not_taken_of_a_push(
+    bench: Bench, pushed_from: str, waits: bool
+) -> None:
+    """Computed again would be what has been computed at the other machine."""
+    handover = Handover(tokens=4 * BLOCK, hold=HOLD, pushed_from=pushed_from)
+    decode = bench.request(4, handover=handover)
+    bench.store.unfetched = 4
+    assert bench.side.match(decode, 0) == (None if waits else 0)
+    if waits:
+        bench.pass_over()
+        assert (bench.store.reservations, bench.store.leases) == ({}, {})
+        assert bench.counted("room_prompts") == 1
+        bench.store.unfetched = 0
+        bench.hold(decode, [HIT] * 4)
+        bench.clock.now_s += ASK_FOR_ROOM_S
+        assert bench.side.match(decode, 0) == 4 * BLOCK

@@ -6,12 +6,13 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from prometheus_client import REGISTRY
 from vllm.v1.engine import FinishReason
 from vllm.v1.metrics.stats import FinishedRequestStats, SchedulerStats
 
 from banaserve.engine.vllm.monitoring.leg_stats import never_below_zero
 from banaserve.engine.vllm.monitoring.reports import ReportBoard
-from banaserve.types import InstanceId
+from banaserve.types import BackPressure, InstanceId
 
 STEP_S = 0.005
 
@@ -95,6 +96,33 @@ def test_a_report_is_of_the_time_at_which_the_engine_spoke() -> None:
     board.answered(idle=False)
     assert board.last is not None
     assert (board.last.at_s, board.last.num_running) == (clock.now_s, 3)
+
+
+def test_what_waits_for_room_in_the_store_is_in_the_report_while_it_waits() -> None:
+    clock = Clock()
+    board = ReportBoard(InstanceId("p0"), clock, 2048)
+    waits = {"room_prompts": 2.0, "room_tokens": 900.0, "room_longest_s": 0.5}
+    store = {"room_held_blocks": 7.0, "room_blocks": 8.0, "room_block_bytes": 4096.0}
+    board.record(SchedulerStats(kv_connector_stats={**waits, **store}))
+    board.record(
+        SchedulerStats(kv_connector_stats={"room_longest_s": 1.0, "room_wait_seconds": 2.0})
+    )
+    pressure = BackPressure(2, 900, 1.5, 7, 8, 4096)
+    assert board.last is not None
+    assert (board.last.back_pressure, pressure.held_bytes) == (pressure, 7 * 4096)
+    assert board.room_wait_s == 2.0
+    assert value("banaserve_prompts_waiting_for_room") == 2
+    board.answered(idle=False)
+    assert board.last.back_pressure == pressure
+    board.answered(idle=True)
+    assert (board.last.back_pressure, value("banaserve_prompts_waiting_for_room")) == (None, 0)
+    ended = {name: -amount for name, amount in {**waits, **store}.items()}
+    board.record(SchedulerStats(kv_connector_stats=ended))
+    assert board.last.back_pressure is None
+
+
+def value(name: str) -> float | None:
+    return REGISTRY.get_sample_value(name, {"instance_id": "p0"})
 
 
 def test_a_first_token_from_elsewhere_makes_no_time_negative() -> None:

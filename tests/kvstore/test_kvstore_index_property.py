@@ -80,6 +80,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.dropped: list[Block] = []
         self.leases: dict[int, tuple[int, list[Block]]] = {}
         self.holds: dict[int, list[Block]] = {}
+        self.readers: dict[int, set[int]] = {}
         self.serials: list[int] = []
         self.pinned: list[IndexEntry] = []
         self.promotions: dict[int, IndexEntry] = {}
@@ -177,7 +178,8 @@ class IndexMachine(RuleBasedStateMachine):
         return self.blocks[key]
 
     def drop_block(self, key: bytes) -> None:
-        block = self.blocks.pop(key)
+        block = self.blocks[key]
+        self.forget_unwritten(key)
         block.ready = block.promoting = False
         self.dropped.append(block)
         self.settle()
@@ -246,6 +248,7 @@ class IndexMachine(RuleBasedStateMachine):
     def forget_unwritten(self, key: bytes) -> None:
         gone = self.blocks.pop(key)
         for hold, held in self.holds.items():
+            gone.leases -= sum(block is gone for block in held)
             self.holds[hold] = [block for block in held if block is not gone]
 
     @rule(asked=st.lists(keys, unique=True, max_size=5), owner=owners)
@@ -305,7 +308,8 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(hold=st.sampled_from(HOLDS), wanted=st.lists(keys, min_size=1, max_size=4))
     def hold(self, hold: int, wanted: list[bytes]) -> None:
-        self.index.hold(hold, wanted, until_s=float(hold))
+        self.index.hold(hold, wanted, until_s=float(hold), num_readers=hold)
+        self.readers.setdefault(hold, set())
         held = self.holds.setdefault(hold, [])
         for key in wanted:
             block = self.blocks.get(key)
@@ -313,10 +317,14 @@ class IndexMachine(RuleBasedStateMachine):
                 block.leases += 1
                 held.append(block)
 
-    @rule(hold=st.sampled_from(HOLDS))
-    def end_hold(self, hold: int) -> None:
-        assert self.index.end_hold(hold) == (hold in self.holds)
-        self.forget_hold(hold)
+    @rule(hold=st.sampled_from(HOLDS), reader=st.sampled_from([None, 0, 1]))
+    def end_hold(self, hold: int, reader: int | None) -> None:
+        """A hold has as many readers as its number says."""
+        assert self.index.end_hold(hold, reader) == (hold in self.holds)
+        have_read = self.readers.get(hold, set())
+        have_read |= set() if reader is None else {reader}
+        if reader is None or len(have_read) >= hold:
+            self.forget_hold(hold)
 
     @rule(now_s=st.sampled_from([0.5, 1.5, 2.5]))
     def expire_holds(self, now_s: float) -> None:
@@ -325,6 +333,7 @@ class IndexMachine(RuleBasedStateMachine):
             self.forget_hold(hold)
 
     def forget_hold(self, hold: int) -> None:
+        self.readers.pop(hold, None)
         for block in self.holds.pop(hold, []):
             block.leases -= 1
         self.settle()
@@ -360,6 +369,8 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.index.num_tenants == len({block.tenant for block in in_use})
         assert self.index.num_leases == len(self.leases)
         assert self.index.num_holds == len(self.holds)
+        held = {block.serial for blocks in self.holds.values() for block in blocks}
+        assert self.index.num_held == len(held)
         assert self.index.num_leased == sum(block.leases > 0 for block in in_use)
         words = {block.slot: ("failed", block.serial) for block in self.dropped}
         for block in self.blocks.values():

@@ -315,6 +315,51 @@ def test_a_peer_without_room_takes_what_it_can(linked: tuple[PeerStore, PeerStor
     eventually(lambda: here.read(keys) == NUM_SLOTS)
 
 
+def test_a_pushed_prompt_is_held_at_both_stores_until_it_is_read(
+    linked: tuple[PeerStore, PeerStore],
+) -> None:
+    there, here = linked
+    keys, hold = chain(0, 4), 7
+    pairs = list(zip(keys, [None, *keys[:-1]], strict=True))
+    granted = there.client.exchange(reserve=pairs, hold=hold, num_readers=2).reserved
+    slots = [slot for slot in granted if slot is not None]
+    there.client.push(here.address, keys, b"", hold, 2)
+    eventually(lambda: here.stats().promoting_slots == 4)
+    finish(there, keys, slots)
+    eventually(lambda: here.stats().received_blocks == 4)
+    for store in linked:
+        store.client.clear()
+        assert store.stats().held_slots == 4
+    for reader in range(2):
+        assert [store.stats().num_holds for store in linked] == [1, 1]
+        assert here.read(keys) == 4
+        here.client.end_hold(hold, reader, there.address)
+        eventually(lambda last=reader: there.stats().num_holds == 1 - last)
+    assert [store.stats().held_slots for store in linked] == [0, 0]
+    eventually(lambda: can_be_emptied(there, here))
+
+
+def test_a_prompt_that_finds_no_room_at_the_peer_stays_where_it_is(
+    linked: tuple[PeerStore, PeerStore],
+) -> None:
+    """It is fetched from there once what others wait for has been read."""
+    there, here = linked
+    others = chain(100, NUM_SLOTS)
+    here.client.exchange(reserve=[(key, None) for key in others[:-1]], hold=1)
+    keys, hold = chain(0, 4), 2
+    pairs = list(zip(keys, [None, *keys[:-1]], strict=True))
+    slots = [s for s in there.client.exchange(reserve=pairs, hold=hold).reserved if s is not None]
+    there.client.push(here.address, keys, b"", hold)
+    finish(there, keys, slots)
+    eventually(lambda: there.stats().pushed_blocks == 4)
+    assert (here.stats().promoting_slots, here.stats().num_holds) == (0, 1)
+    there.client.clear()
+    found = here.client.exchange(acquire=keys)
+    while found.undecided and not found.num_unfetched:
+        found = here.client.exchange(acquire=keys)
+    assert found.num_unfetched > 0
+
+
 def test_no_peer_no_push(linked: tuple[PeerStore, PeerStore]) -> None:
     there, here = linked
     keys = chain(0, 2)

@@ -179,12 +179,19 @@ class Store:
         reserve: Sequence[tuple[bytes, bytes | None]] = (),
         tenant: bytes = b"",
         compute_block_s: float = 0.0,
+        hold: int = 0,
+        num_readers: int = 1,
     ) -> wire.SlotsGranted:
-        request = wire.ExchangeSlots(2, list(acquire), list(reserve), tenant, compute_block_s)
+        terms = (tenant, compute_block_s, hold, num_readers)
+        request = wire.ExchangeSlots(2, list(acquire), list(reserve), *terms)
         granted = self.service.answer(1, request)
         assert isinstance(granted, wire.SlotsGranted)
         self.turn()
         return granted
+
+    def end_hold(self, hold: int, reader: int | None = None) -> None:
+        self.service.answer(1, wire.EndHold(self.generation, hold, reader))
+        self.turn()
 
     def write(self, *keys: bytes, tenant: bytes = b"") -> None:
         """Store a chain of blocks whose bytes are the first byte of their key."""

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from banaserve.engine.vllm.instance import Instance
 from banaserve.nodes.pool import PoolNode
 from node_doubles import launcher_of
 
@@ -21,6 +22,12 @@ def node(name: str, store: str) -> PoolNode:
     return PoolNode(client, 0, facts, order)
 
 
+def beside(launcher: Any, source: str, target: str) -> str:
+    """The store beside ``target``, as an instance ``source`` asks for it."""
+    one, other = (SimpleNamespace(store=launcher.store_of(name)) for name in (source, target))
+    return Instance.store_beside(one, other)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("source", "target", "wanted"),
     [
@@ -28,7 +35,7 @@ def node(name: str, store: str) -> PoolNode:
         ("d1", "p0", "10.0.0.1:7100"),
         ("p0", "d0", ""),  # one machine, one store
         ("p0", "d2", ""),  # there is none to push to
-        ("d2", "p0", "10.0.0.1:7100"),
+        ("d2", "p0", ""),  # there is none that could push
         ("p0", "removed", ""),
         ("removed", "p0", ""),
     ],
@@ -39,15 +46,15 @@ def test_the_store_beside_another_instance_is_where_its_node_listens(
     launcher = launcher_of()
     one, other = node("a", "10.0.0.1:7100"), node("b", "10.0.0.2:7100")
     launcher._place.update(p0=one, d0=one, d1=other, d2=node("c", ""))
-    assert launcher.store_beside(source, target) == wanted
+    assert beside(launcher, source, target) == wanted
 
 
 def test_it_is_asked_anew_where_an_instance_runs_elsewhere_by_now() -> None:
     launcher = launcher_of()
     here, there = node("a", "10.0.0.1:7100"), node("b", "10.0.0.2:7100")
     launcher._place.update(p0=here, d0=there)
-    assert launcher.store_beside("p0", "d0") == "10.0.0.2:7100"
+    assert beside(launcher, "p0", "d0") == "10.0.0.2:7100"
     launcher.release("d0")
-    assert launcher.store_beside("p0", "d0") == ""
+    assert beside(launcher, "p0", "d0") == ""
     launcher._place["d0"] = here
-    assert launcher.store_beside("p0", "d0") == ""
+    assert beside(launcher, "p0", "d0") == ""

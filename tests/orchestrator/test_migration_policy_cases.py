@@ -15,6 +15,7 @@ from banaserve.orchestrator.migration.interface import MigrationPlan, RejectReas
 from banaserve.orchestrator.migration.registry import POLICIES, make, names
 from banaserve.types import (
     Attempt,
+    BackPressure,
     ClusterView,
     Distance,
     InstanceId,
@@ -234,6 +235,30 @@ def test_a_prefill_flood_makes_a_decode_instance_prefill() -> None:
     assert felt["p0"].waiting_s == pytest.approx(-15.0)
     assert felt["d0"].compute == pytest.approx(0.5 - 0.1)
     assert felt["d1"].compute == pytest.approx(0.1 / 2)
+
+
+def test_prompts_that_wait_for_room_in_the_store_are_no_prefill_flood() -> None:
+    """Were a decode instance to prefill, still less would be taken out of the store."""
+    flooded = instance("p0", 0.2, 0.2, waiting_s=30.0)
+    decodes = [instance(f"d{n}", 0.1 + n / 100, 0.05) for n in range(3)]
+    assert flooded.report is not None
+    assert make("repaired", max_moves=1).plan(cluster(flooded, *decodes)).steps
+    pressure = BackPressure(9, flooded.inflight_prefill_tokens, 4.0, 12, 12, 4096)
+    waiting = replace(flooded, report=replace(flooded.report, back_pressure=pressure))
+    plan = make("repaired", max_moves=1).plan(cluster(waiting, *decodes))
+    assert not any(isinstance(step.action, SwitchRole) for step in plan.steps)
+    assert waiting.computable_prefill_tokens == 0
+
+
+def test_the_prompts_of_all_instances_wait_for_the_store_that_is_waited_for_longest() -> None:
+    small, large = BackPressure(1, 10, 2.0, 5, 6, 4096), BackPressure(2, 20, 1.0, 50, 60, 4096)
+    views = [instance(name, 0.1, 0.1) for name in ("p0", "p1", "d0")]
+    found = [
+        replace(view, report=replace(view.report, back_pressure=one))
+        for view, one in zip(views, (small, large, None), strict=True)
+    ]
+    assert cluster(*found).back_pressure == BackPressure(3, 30, 2.0, 5, 6, 4096)
+    assert cluster(*views).back_pressure is None
 
 
 @pytest.mark.parametrize(("num_decode", "changed", "switches"), [(7, 0, 2), (7, 1, 1), (31, 0, 4)])

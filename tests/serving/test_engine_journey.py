@@ -26,14 +26,10 @@ from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.continuation import output_of, with_output
 from banaserve.engine.vllm.instance import DRAINED
 from banaserve.engine.vllm.kv_connector.handover import Handover
-from banaserve.engine.vllm.requests.disagg_request import (
-    EnginesDiedError,
-    Prediction,
-    RequestContext,
-    run_request,
-)
+from banaserve.engine.vllm.requests.disagg_request import EnginesDiedError, run_request
 from banaserve.engine.vllm.requests.gathering import Gathering
-from banaserve.engine.vllm.requests.prefix_lookup import PrefixLookups
+from banaserve.engine.vllm.requests.prefix_lookup import HoldEnd, PrefixLookups
+from banaserve.engine.vllm.requests.request_context import Prediction, RequestContext
 from banaserve.engine.vllm.requests.router import WeightsReplacedError
 from banaserve.engine.vllm.requests.sequences import run_sequences, sequences_of
 from banaserve.engine.vllm.requests.trials import Trials
@@ -67,6 +63,7 @@ class Engine:
         self.resources = SimpleNamespace(engine_dead=False)
         self.log_requests, self.logger_manager = False, None
         self.is_alone = self.is_orphaned = False
+        self.board = SimpleNamespace(room_wait_s=0.0)
         self.inflight_requests = 1
         self.legs: list[compat.EngineCoreRequest] = []
         self.aborted: list[str] = []
@@ -518,26 +515,31 @@ async def test_an_engine_says_what_it_found_of_a_prompt_that_was_not_looked_up(
 
 @pytest.mark.parametrize(
     ("here", "there", "pushed_to"),
-    [("", "", ""), ("a:1", "b:1", "b:1"), ("a:1", "a:1", ""), ("a:1", "", "")],
+    [("", "", ""), ("a:1", "b:1", "b:1"), ("a:1", "a:1", "")],
 )
-async def test_a_prefill_leg_names_the_store_of_its_decode_legs_machine(
+async def test_a_prefill_leg_and_its_decode_leg_name_each_others_store(
     here: str, there: str, pushed_to: str
 ) -> None:
     prefill, decode = Engine("p0"), Engine("d0")
     prefill.store, decode.store = here, there
-    reader = Reader(job(streamed()), Engines(decode, prefill=prefill))
+    engines, holds = Engines(decode, prefill=prefill), Holds()
+    engines.lookups.by_weights["w"] = cast("Any", holds)
+    reader = Reader(job(streamed()), engines)
     await reader.reaches(prefill)
-    params = prefill.legs[0].sampling_params
-    assert params is not None
-    handover = Handover.of((params.extra_args or {})["kv_transfer_params"])
-    assert handover == Handover(leaves_tail=True, push_to=pushed_to)
+    left = handover_of(prefill)
+    assert left == Handover(leaves_tail=True, push_to=pushed_to, hold=left.hold)
+    assert left.hold
     # The router knows meanwhile that it will decode there.
     assert (prefill.num_coming, decode.num_coming) == (0, 1)
     prefill.compute(1)
     await reader.reaches(decode)
     assert (prefill.num_coming, decode.num_coming) == (0, 0)
-    decode.compute(1)
-    await reader.read()
+    told = handover_of(decode)
+    assert (told.hold, told.pushed_from) == (left.hold, here if pushed_to else "")
+    decode.compute(9)
+    while not reader.finished:
+        await reader.read()
+    await until(lambda: {HoldEnd(left.hold, 0, one) for one in (here, there)} <= {*holds.ended})
 
 
 async def test_an_abort_by_id_ends_a_request_on_its_prefill_leg() -> None:
@@ -638,6 +640,61 @@ async def test_of_several_sequences_each_goes_on_by_itself(kind: RequestOutputKi
     assert not any(engine.output_processor.request_states for engine in (second, third, other))
 
 
+class Holds:
+    """The front door's part in a store; keeps the ends of holds that it has been told of."""
+
+    def __init__(self) -> None:
+        self.ended: list[HoldEnd] = []
+
+    async def end_holds(self, holds: list[HoldEnd]) -> None:
+        self.ended += holds
+
+
+def handover_of(engine: Engine) -> Handover:
+    params = engine.legs[0].sampling_params
+    assert params is not None
+    return Handover.of((params.extra_args or {})["kv_transfer_params"])
+
+
+@pytest.mark.parametrize("num", [1, 3])
+async def test_a_prompt_is_held_for_the_decode_leg_of_each_sequence(num: int) -> None:
+    prefill, decode, holds = Engine("p0"), [Engine(f"d{n}") for n in range(num)], Holds()
+    engines = Engines(*decode, prefill=prefill)
+    engines.lookups.by_weights["w"] = cast("Any", holds)
+    stream = run_sequences(several(RequestOutputKind.FINAL_ONLY, num), engines)  # type: ignore[arg-type]
+
+    async def read() -> list[RequestOutput]:
+        return [output async for output in stream]
+
+    reading = asyncio.create_task(read())
+    await until(lambda: prefill.legs)
+    left = handover_of(prefill)
+    assert left.hold
+    assert left.num_readers == num
+    prefill.compute(1)
+    await until(lambda: all(engine.legs for engine in decode))
+    told = [handover_of(engine) for engine in decode]
+    assert [(one.hold, one.reader) for one in told] == [(left.hold, n) for n in range(num)]
+    for number, engine in enumerate(decode):
+        engine.compute(4 if number else 3)  # the first one has prefill's token
+    await asyncio.wait_for(reading, 30.0)
+    await until(lambda: {HoldEnd(left.hold, n) for n in range(num)} <= {*holds.ended})
+
+
+async def test_sequences_that_are_given_up_hold_nothing() -> None:
+    prefill, decode, holds = Engine("p0"), [Engine(f"d{n}") for n in range(3)], Holds()
+    engines = Engines(*decode, prefill=prefill)
+    engines.lookups.by_weights["w"] = cast("Any", holds)
+    stream = run_sequences(several(RequestOutputKind.DELTA), engines)  # type: ignore[arg-type]
+    reading = asyncio.create_task(anext(stream))
+    await until(lambda: prefill.legs)
+    hold = handover_of(prefill).hold
+    prefill.compute(1)
+    await reading
+    await stream.aclose()
+    await until(lambda: HoldEnd(hold) in holds.ended)
+
+
 async def test_several_sequences_have_a_deadline_whoever_reads_them() -> None:
     engine, more = Engine("d0"), Engine("d1")
     sequences = several(RequestOutputKind.DELTA, 2)
@@ -668,10 +725,10 @@ async def test_predictions_are_held_against_what_a_stream_shows(
     now_s, seen = [100.0], {}
     loop = SimpleNamespace(time=lambda: now_s[0])
     monkeypatch.setattr(
-        "banaserve.engine.vllm.requests.disagg_request.asyncio.get_running_loop", lambda: loop
+        "banaserve.engine.vllm.requests.request_context.asyncio.get_running_loop", lambda: loop
     )
     monkeypatch.setattr(
-        "banaserve.engine.vllm.requests.disagg_request.metrics.PREDICTED",
+        "banaserve.engine.vllm.requests.request_context.metrics.PREDICTED",
         SimpleNamespace(
             labels=lambda *names: SimpleNamespace(
                 observe=lambda ratio: seen.update({names: pytest.approx(ratio)})

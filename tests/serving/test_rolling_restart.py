@@ -24,7 +24,7 @@ from banaserve.engine.vllm.instance import State
 from banaserve.engine.vllm.launch.engine_settings import EngineSettings
 from banaserve.engine.vllm.liveness import supervisor
 from banaserve.engine.vllm.liveness.timeouts import ClusterTimeouts
-from banaserve.engine.vllm.requests.disagg_request import LegMovedError, LegOutputCollector
+from banaserve.engine.vllm.requests.leg_output import LegMovedError, LegOutputCollector
 from banaserve.engine.vllm.restart.api import RestartRequest, RollingRestart
 from banaserve.engine.vllm.restart.options import check_fits, check_options
 from banaserve.engine.vllm.restart.rolling import RollingRestarts

@@ -195,6 +195,10 @@ class StoreLink:
     def num_slots(self) -> int:
         return self._shared.service.stats().num_slots
 
+    @property
+    def slot_bytes(self) -> int:
+        return self._shared.service.stats().slot_bytes
+
     def exchange(
         self,
         *,
@@ -203,8 +207,10 @@ class StoreLink:
         tenant: bytes = b"",
         compute_block_s: float = 0.0,
         hold: int = 0,
+        num_readers: int = 1,
     ) -> Exchanged:
-        asked = wire.ExchangeSlots(2, list(acquire), list(reserve), tenant, compute_block_s, hold)
+        terms = (tenant, compute_block_s, hold, num_readers)
+        asked = wire.ExchangeSlots(2, list(acquire), list(reserve), *terms)
         granted = self._answer(asked)
         if granted is None:
             return Exchanged(None, (), (None,) * len(reserve))
@@ -227,10 +233,12 @@ class StoreLink:
             granted.undecided,
             granted.num_declined,
             granted.num_refused,
+            granted.num_held,
+            granted.num_unfetched,
         )
 
-    def end_hold(self, hold: int) -> None:
-        self._tell(self._generation, wire.EndHold(self._generation, hold))
+    def end_hold(self, hold: int, reader: int | None = None, also: str = "") -> None:
+        self._tell(self._generation, wire.EndHold(self._generation, hold, reader, also))
 
     def lookup(self, keys: Sequence[bytes]) -> list[Lookup]:
         looked = self._answer(wire.LookupKeys(4, list(keys)))

@@ -50,9 +50,10 @@ from banaserve.engine.vllm.migration.modules import layer_proxy
 from banaserve.engine.vllm.migration.rpc import guest_client, messages
 from banaserve.engine.vllm.migration.types import ALLOWED, MovePhase
 from banaserve.engine.vllm.migration.units import guest_unit, layers
-from banaserve.engine.vllm.requests.disagg_request import MAX_DEATHS, EnginesDiedError
+from banaserve.engine.vllm.requests.disagg_request import EnginesDiedError
 from banaserve.engine.vllm.requests.lora import Adapters
 from banaserve.engine.vllm.requests.prefix_lookup import PrefixLookup
+from banaserve.engine.vllm.requests.request_context import MAX_DEATHS
 from banaserve.engine.vllm.requests.router import Router, WeightsReplacedError
 from banaserve.engine.vllm.restart.api import RestartRequest
 from banaserve.engine.vllm.restart.rolling import RollingRestarts

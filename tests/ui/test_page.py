@@ -273,10 +273,12 @@ def test_a_move_is_seen_while_it_is_under_way(chrome, live):
 def test_the_feed_shows_a_decision(chrome, live):
     with signed_in(chrome, live) as page:
         (made, *_) = made_log.decisions(2, 1)
+        made.back_pressure = "prefill waits: the store holds 3 of 4 blocks for hand-overs"
         live.served.controller.log.add(made)
         summary = page.locator(f'[data-decision="{made.number}"] summary').first
         summary.wait_for()
         assert "move layers 0:4 from d0 to p0" in summary.inner_text()
+        assert made.back_pressure in summary.inner_text()
         summary.click()
         detail = page.locator("#feed .detail").first
         for words in (

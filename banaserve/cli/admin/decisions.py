@@ -57,6 +57,8 @@ def lines_of(decision: DecisionRecord, candidates: bool) -> Iterator[str]:
             f"{seen.num_running} running, {seen.num_waiting} waiting, "
             f"step {1e3 * seen.step_s:.0f} ms, {seen.num_kv_blocks} blocks"
         )
+    if decision.back_pressure:
+        yield f"    {decision.back_pressure}"
     for name, reason in decision.left_out.items():
         yield f"    left out {name}: {reason}"
     for step in decision.steps:

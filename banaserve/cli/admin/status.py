@@ -88,6 +88,8 @@ def _print(found: ServerStatus, as_json: bool) -> None:
         return
     typer.echo(controller_line(found.controller))
     typer.echo(routing_line(found))
+    if found.back_pressure:
+        typer.echo(found.back_pressure)
     print_rows(instance_rows(found), STYLES)
     if found.nodes:
         print_rows(node_rows(found.nodes), STYLES)
@@ -102,7 +104,7 @@ def _screen(found: ServerStatus) -> Group:
     return Group(
         Text(controller_line(found.controller)),
         Text(routing_line(found)),
-        Text(),
+        Text(found.back_pressure),
         make_table(instance_rows(found), STYLES),
         Text(),
         make_table(node_rows(found.nodes) if found.nodes else [], STYLES),

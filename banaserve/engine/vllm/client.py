@@ -45,16 +45,12 @@ from banaserve.engine.vllm.compat.server import (
 from banaserve.engine.vllm.continuation import take_client_args
 from banaserve.engine.vllm.monitoring import metrics
 from banaserve.engine.vllm.monitoring.request_times import observe
-from banaserve.engine.vllm.requests.disagg_request import (
-    DEAD,
-    MAX_DEATHS,
-    RequestContext,
-    given_up,
-    next_output,
-    out_of_time,
-)
+from banaserve.engine.vllm.requests.disagg_request import given_up, out_of_time
+from banaserve.engine.vllm.requests.leg_output import next_output
+from banaserve.engine.vllm.requests.leg_runs import DEAD
 from banaserve.engine.vllm.requests.legs import end_with_context, first_token_blocker, give_seed
 from banaserve.engine.vllm.requests.lora import Adapters
+from banaserve.engine.vllm.requests.request_context import MAX_DEATHS, RequestContext
 from banaserve.engine.vllm.requests.router import Router
 from banaserve.engine.vllm.requests.sequences import run_sequences, sequences_of
 from banaserve.engine.vllm.requests.session_tokens import SessionTokens

@@ -567,9 +567,15 @@ class Instance:
         """Way to the machine of another instance; None where it has not been measured."""
         return self._launcher.distance(self.id, other.id)
 
+    @property
+    def store(self) -> str:
+        """``HOST:PORT`` of the store on its machine; empty where that is the front door's."""
+        return self._launcher.store_of(self.id)
+
     def store_beside(self, other: Instance) -> str:
         """``HOST:PORT`` of another instance's store; empty where it is this one's too."""
-        return self._launcher.store_beside(self.id, other.id)
+        here, there = self.store, other.store
+        return there if here and here != there else ""
 
     @property
     def weights(self) -> str:

@@ -48,3 +48,7 @@ class Lending:
     def end(self, reception: Reception, done: Sequence[int], failed: Sequence[int]) -> None:
         """Let blocks be read that have come, and give others up."""
         self._calls.submit(lambda: self._service.receiving.end(reception, done, failed))
+
+    def end_hold(self, hold: int, reader: int | None) -> None:
+        """Keep blocks no longer for a decode leg that has read them; None for all."""
+        self._calls.submit(lambda: self._service.end_hold(hold, reader))

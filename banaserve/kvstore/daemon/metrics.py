@@ -39,6 +39,7 @@ _GAUGES = {
     "leased_slots": "Slots that at least one lease or hold covers.",
     "num_leases": "Leases held.",
     "num_holds": "Prompts whose blocks are held until decode has read them.",
+    "held_slots": "Slots that hold blocks of these prompts.",
     "quarantined_slots": "Slots being written whose client is gone while its process lives.",
     "num_tenants": "Tenants that use at least one slot.",
     "clients": "Connections that share blocks.",

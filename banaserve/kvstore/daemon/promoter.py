@@ -50,12 +50,14 @@ class Climb:
         wait_s: Predicted seconds until all of it is readable.
         undecided: A tier is still asking a peer about the next key.
         num_declined: Blocks left in tiers because computing them is predicted to be cheaper.
+        num_unfetched: Blocks left in tiers because there was no slot for them.
     """
 
     grant: Grant | None
     wait_s: float = 0.0
     undecided: bool = False
     num_declined: int = 0
+    num_unfetched: int = 0
 
 
 class Promoter:
@@ -220,6 +222,7 @@ class Promoter:
         ).num_blocks
         promoted = self._start(wish, at, sources[:num_chosen], result)
         self._wait_for(result, promoted)
+        result.num_unfetched = num_chosen - len(promoted)
         if num_chosen < len(sources):
             result.num_declined = len(sources) - num_chosen
             self._decline(wish, at + num_chosen, sources[num_chosen:])

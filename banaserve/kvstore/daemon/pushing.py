@@ -8,6 +8,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from banaserve.kvstore.daemon.carved_pool import CarvedPool
 from banaserve.kvstore.fingerprint import Fingerprint
@@ -17,6 +18,20 @@ from banaserve.kvstore.peers.messages import MAX_KEYS, OfferPush
 from banaserve.kvstore.peers.push import Push, PushLink
 from banaserve.kvstore.records import IndexEntry
 from banaserve.net.addresses import written
+
+
+class PushTerms(NamedTuple):
+    """Conditions of a push.
+
+    Attributes:
+        tenant: Tenant that pays for the slots at the peer.
+        hold: Number under which the peer keeps all of the blocks, or takes none; 0 keeps none.
+        num_readers: Number of decode legs that end the hold.
+    """
+
+    tenant: bytes = b""
+    hold: int = 0
+    num_readers: int = 1
 
 
 @dataclass(eq=False)
@@ -121,7 +136,7 @@ class Pushing:
         self,
         to: str,
         keys: Sequence[bytes],
-        tenant: bytes,
+        terms: PushTerms,
         carved: CarvedPool,
         fingerprint: Fingerprint,
     ) -> bool:
@@ -147,15 +162,20 @@ class Pushing:
         for first in range(0, len(entries), MAX_KEYS):
             before = entries[first - 1].key if first else None
             some = entries[first : first + MAX_KEYS]
-            self._begin(link, some, before, tenant, carved, fingerprint)
+            self._begin(link, some, before, terms, carved, fingerprint)
         return True
+
+    def end_hold(self, to: str, hold: int, reader: int | None) -> None:
+        """Tell a peer that a decode leg has the blocks which that peer keeps for it, too."""
+        if (link := self._links.get(to)) is not None:
+            link.end_hold(hold, reader)
 
     def _begin(
         self,
         link: PushLink,
         entries: list[IndexEntry],
         first_parent: bytes | None,
-        tenant: bytes,
+        terms: PushTerms,
         carved: CarvedPool,
         fingerprint: Fingerprint,
     ) -> None:
@@ -164,7 +184,7 @@ class Pushing:
             [entry.key for entry in entries],
             first_parent,
             carved.slot_bytes,
-            tenant,
+            *terms,
         )
         push = Push(offer, [carved.bytes_of(entry) for entry in entries])
         layer_bytes = fingerprint.page_bytes * fingerprint.num_parts

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 
 from banaserve.kvstore.daemon.carved_pool import CarvedPool
 from banaserve.kvstore.daemon.promoter import MAX_PROMOTING_FRACTION, Promoter
+from banaserve.kvstore.index import BlockIndex
 from banaserve.kvstore.peers.messages import OfferPush
 from banaserve.kvstore.peers.reception import Reception
-from banaserve.kvstore.records import IndexEntry
+from banaserve.kvstore.records import HOLD_S, IndexEntry
 from banaserve.kvstore.tiers.interface import BlockBytes
 
 
@@ -45,8 +46,16 @@ class Receiving:
         self._carved = carved
 
     def accept(self, offer: OfferPush) -> Reception:
-        """Give slots to blocks that are not here, as far as there are any."""
+        """Give slots to blocks that are not here, as far as there are any.
+
+        To those that are to be held, to all or to none: of two prompts that each had a part of the
+        room neither would ever get the rest.
+        """
         entries = dict(self._promoted(offer))
+        if offer.hold and self._carved is not None and not self._hold(offer, self._carved.index):
+            for entry in entries.values():
+                self._carved.index.end_promotion(entry, filled=False)
+            entries = {}
         memory: dict[int, BlockBytes] = {}
         if self._carved is not None:
             memory = {number: self._carved.bytes_of(entry) for number, entry in entries.items()}
@@ -73,6 +82,16 @@ class Receiving:
                 found.append((number, entry))
             parent = key
         return found
+
+    def _hold(self, offer: OfferPush, index: BlockIndex) -> bool:
+        """Keep all blocks of ``offer``; False where one, or the one before, has found no room."""
+        before = [] if offer.first_parent is None else [offer.first_parent]
+        if any(index.get(key) is None for key in (*before, *offer.keys)):
+            return False
+        now_s = self._clock()
+        index.expire_holds(now_s)
+        index.hold(offer.hold, offer.keys, now_s + HOLD_S, offer.num_readers)
+        return True
 
     def end(self, reception: Reception, done: Sequence[int], failed: Sequence[int]) -> None:
         """Blocks of a push have come as a whole, or will not come."""

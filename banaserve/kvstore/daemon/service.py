@@ -12,7 +12,7 @@ from banaserve.errors import ProtocolError, UserError
 from banaserve.kvstore import wire
 from banaserve.kvstore.daemon.carved_pool import CarvedPool
 from banaserve.kvstore.daemon.promoter import Climb, Wish
-from banaserve.kvstore.daemon.pushing import Pushing
+from banaserve.kvstore.daemon.pushing import Pushing, PushTerms
 from banaserve.kvstore.daemon.receiving import Receiving
 from banaserve.kvstore.daemon.tiering import Tiering
 from banaserve.kvstore.daemon.watcher import PoolWatcher
@@ -20,7 +20,7 @@ from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.index import BlockIndex
 from banaserve.kvstore.interface import Lookup
 from banaserve.kvstore.pool import SlotPool
-from banaserve.kvstore.records import IndexEntry
+from banaserve.kvstore.records import HOLD_S, IndexEntry
 from banaserve.kvstore.sizes import format_size
 from banaserve.kvstore.stats import StoreStats
 from banaserve.kvstore.tiers.interface import BlockBytes
@@ -29,8 +29,6 @@ log = logging.getLogger(__name__)
 
 SETTLE_S = 5.0
 """Longest wait for copies under way before the pool is cut anew."""
-HOLD_S = 300.0
-"""A hold that nobody ends goes after so long: who hands over has died."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +180,9 @@ class StoreService:
             case wire.ReleaseLeases() if request.generation == self._generation:
                 self._index.release(request.lease_id)
             case wire.EndHold() if request.generation == self._generation:
-                self._index.end_hold(request.hold)
+                self._index.end_hold(request.hold, request.reader)
+                if request.also and self._pushing is not None:
+                    self._pushing.end_hold(request.also, request.hold, request.reader)
         return None
 
     def _peers_problem(self, peers: Sequence[str]) -> str:
@@ -211,6 +211,10 @@ class StoreService:
         self._index.pin(entry)
         self._num_loans += 1
         return Loan(entry, self._index, self._carved.bytes_of(entry))
+
+    def end_hold(self, hold: int, reader: int | None) -> None:
+        """A decode leg beside another store has the blocks; None for all that were to read them."""
+        self._index.end_hold(hold, reader)
 
     def take_back(self, loan: Loan) -> None:
         """A loan is over."""
@@ -257,6 +261,7 @@ class StoreService:
             leased_slots=index.num_leased,
             num_leases=index.num_leases,
             num_holds=index.num_holds,
+            held_slots=index.num_held,
             quarantined_slots=quarantined,
             hits=index.counters.hits,
             misses=index.counters.misses,
@@ -351,7 +356,7 @@ class StoreService:
         climb = self._acquire(keys, session, request)
         to_write = [namespace + key for key, _ in request.reserve]
         # Once before, so that what is reserved does not push out blocks of the same prompt.
-        self._hold(request.hold, (*keys, *to_write))
+        self._hold(request, (*keys, *to_write))
         reserved = [
             self._index.reserve(
                 key,
@@ -362,7 +367,7 @@ class StoreService:
             )
             for key, (_, parent) in zip(to_write, request.reserve, strict=True)
         ]
-        self._hold(request.hold, to_write)
+        self._hold(request, to_write)
         num_refused = 0
         if not self._index.is_at_quota(request.tenant):
             lacking = (key for key, one in zip(to_write, reserved, strict=True) if one is None)
@@ -379,13 +384,15 @@ class StoreService:
             climb.num_declined,
             num_refused,
             request.hold,
+            self._index.num_held,
+            climb.num_unfetched,
         )
 
-    def _hold(self, hold_id: int, keys: Sequence[bytes]) -> None:
-        if hold_id:
+    def _hold(self, request: wire.ExchangeSlots, keys: Sequence[bytes]) -> None:
+        if request.hold:
             now_s = self._clock()
             self._index.expire_holds(now_s)
-            self._index.hold(hold_id, keys, now_s + HOLD_S)
+            self._index.hold(request.hold, keys, now_s + HOLD_S, request.num_readers)
 
     def _acquire(self, keys: list[bytes], session: Session, request: wire.ExchangeSlots) -> Climb:
         grant = self._index.acquire(keys, session.id)
@@ -404,7 +411,8 @@ class StoreService:
         if self._pushing is None or self._carved is None:
             return
         keys = [session.namespace + key for key in request.keys]
-        if not self._pushing.begin(request.to, keys, request.tenant, self._carved, fingerprint):
+        terms = PushTerms(request.tenant, request.hold, request.num_readers)
+        if not self._pushing.begin(request.to, keys, terms, self._carved, fingerprint):
             log.warning("%s pushes to %s, which is no peer", session.client_name, request.to)
 
     def _commit(self, request: wire.Commit) -> bool:

@@ -21,6 +21,7 @@ from banaserve.kvstore.peers.messages import (
     BlockStates,
     EndPush,
     FetchBlock,
+    HoldRead,
     OfferPush,
     PeerAlive,
     PeerHello,
@@ -184,6 +185,8 @@ class _Visit:
                 if not reception.open:
                     del self._pushes[push_id]
                 self._sink.end(reception, done, failed)
+            case HoldRead(hold, reader):
+                self._sink.end_hold(hold, reader)
             case PeerAlive():
                 return
 

@@ -15,10 +15,11 @@ from banaserve.errors import ProtocolError
 from banaserve.kvstore.tiers.interface import BlockBytes
 from banaserve.transport.interface import Message, Tensor
 
-VERSION = 2
+VERSION = 3
 MAX_KEYS = 1024
 MAX_BLOCK_BYTES = 2**28
 MAX_TENANT_BYTES = 64
+MAX_READERS = 65536
 _MIN_KEY_BYTES, _MAX_KEY_BYTES = 32, 80
 
 BlockKey = Annotated[bytes, msgspec.Meta(min_length=_MIN_KEY_BYTES, max_length=_MAX_KEY_BYTES)]
@@ -47,6 +48,7 @@ class FetchBlock(_Said, frozen=True, tag="fetch"):
     num_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCK_BYTES)]
 
 
+_HoldId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _PushId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _NumBytes = Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCK_BYTES)]
 _FirstByte = Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCK_BYTES)]
@@ -64,6 +66,8 @@ class OfferPush(_Said, frozen=True, tag="offer"):
         first_parent: Of the first key; None where it begins the chain.
         num_bytes: Of each block.
         tenant: Pays for the slots.
+        hold: Number under which all of the blocks are kept, or none is taken; 0 keeps none.
+        num_readers: Number of decode legs that end the hold.
     """
 
     push_id: _PushId
@@ -71,6 +75,8 @@ class OfferPush(_Said, frozen=True, tag="offer"):
     first_parent: BlockKey | None
     num_bytes: _NumBytes
     tenant: Annotated[bytes, msgspec.Meta(max_length=MAX_TENANT_BYTES)]
+    hold: _HoldId = 0
+    num_readers: Annotated[int, msgspec.Meta(ge=1, le=MAX_READERS)] = 1
 
 
 class PushRange(_Said, frozen=True, tag="range"):
@@ -90,6 +96,13 @@ class EndPush(_Said, frozen=True, tag="end"):
     push_id: _PushId
     done: _Numbers
     failed: _Numbers
+
+
+class HoldRead(_Said, frozen=True, tag="read"):
+    """A decode leg has the blocks of a hold, or none of them will read it. No answer."""
+
+    hold: _HoldId
+    reader: Annotated[int, msgspec.Meta(ge=0, lt=MAX_READERS)] | None
 
 
 class PeerAlive(_Said, frozen=True, tag="alive"):
@@ -120,7 +133,9 @@ class BlockMissing(_Said, frozen=True, tag="missing"):
     """It is not there any more, or has another size."""
 
 
-PeerRequest = PeerHello | AskBlocks | FetchBlock | OfferPush | PushRange | EndPush | PeerAlive
+PeerRequest = (
+    PeerHello | AskBlocks | FetchBlock | OfferPush | PushRange | EndPush | HoldRead | PeerAlive
+)
 PeerReply = PeerWelcome | BlockStates | BlockSent | BlockMissing | PushWanted
 
 _encoder = msgspec.msgpack.Encoder()

@@ -16,6 +16,7 @@ from banaserve.kvstore.mailbox import Mailbox
 from banaserve.kvstore.peers.link import ANSWER_S, HEARTBEAT_S, RETRY_S, connect_to_peer, exchange
 from banaserve.kvstore.peers.messages import (
     EndPush,
+    HoldRead,
     OfferPush,
     PeerAlive,
     PeerRequest,
@@ -74,7 +75,7 @@ class _End:
     is_last: bool
 
 
-_Item = Push | _Range | _End | PeerAlive
+_Item = Push | _Range | _End | HoldRead | PeerAlive
 _ALIVE = PeerAlive()
 
 
@@ -122,6 +123,10 @@ class PushLink:
     def end(self, push: Push, done: Sequence[int], failed: Sequence[int], *, is_last: bool) -> None:
         """These blocks may be read, all their bytes being ready; those never will be."""
         self._items.put(_End(push, done, failed, is_last))
+
+    def end_hold(self, hold: int, reader: int | None) -> None:
+        """A decode leg has read what the peer holds; one that is lost lets it go by itself."""
+        self._items.put(HoldRead(hold, reader))
 
     def close(self) -> None:
         """Break everything off; returns when the thread touches memory no more."""
@@ -178,6 +183,8 @@ class PushLink:
                 self._offer(item)
             case PeerAlive():
                 self._keep_alive()
+            case HoldRead():
+                self._tell_read(item)
             case _Range(push) | _End(push) if push not in self._active:
                 return  # its connection was lost
             case _Range(push, numbers, first_byte, end_byte):
@@ -196,6 +203,13 @@ class PushLink:
         if not isinstance(answer, PushWanted):
             raise ProtocolError("it has answered something else")
         push.wanted = set(answer.numbers)
+        self._idle_s = 0.0
+
+    def _tell_read(self, read: HoldRead) -> None:
+        if self._channel is None and time.monotonic() < self._retry_at_s:
+            return
+        self._connected()
+        self._send(read)
         self._idle_s = 0.0
 
     def _connected(self) -> StreamChannel:

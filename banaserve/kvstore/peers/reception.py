@@ -100,3 +100,7 @@ class BlockSink(Protocol):
     def end(self, reception: Reception, done: Sequence[int], failed: Sequence[int]) -> None:
         """Let blocks be read, and give others up."""
         ...
+
+    def end_hold(self, hold: int, reader: int | None) -> None:
+        """Keep blocks no longer for a decode leg that has read them; None for all."""
+        ...

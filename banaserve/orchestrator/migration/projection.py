@@ -160,7 +160,7 @@ def _projected(view: InstanceView, horizon_s: float, own_blocks: dict[int, int])
             kv_blocks = known
     if kv_blocks < 1:
         kv_blocks = 1
-    waiting = view.inflight_prefill_tokens / speed / horizon_s if speed > 0 else 0.0
+    waiting = view.computable_prefill_tokens / speed / horizon_s if speed > 0 else 0.0
     # What waits at a decode instance waits for blocks; elsewhere it waits for compute.
     waiting_blocks = 0.0
     if role is Role.DECODE:

@@ -77,7 +77,7 @@ function summary(decision) {
     h("span", { class: "when" }, `#${decision.number} ${clock(decision.at_s)}${turns} · gap ${decision.gap.toFixed(2)} `),
     decision.mode === "on" ? null : [chip(decision.mode), " "],
     [...new Set(results)].flatMap((one) => [chip(one), " "]),
-    h("span", { class: "what" }, words),
+    h("span", { class: "what" }, decision.back_pressure ? `${words} · ${decision.back_pressure}` : words),
   ].flat(2);
 }
 

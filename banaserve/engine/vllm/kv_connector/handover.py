@@ -6,9 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from banaserve.kvstore.wire import MAX_READERS
+
 _KEY = "banaserve_handover"
 _TO = "banaserve_push_to"
+_FROM = "banaserve_pushed_from"
 _HOLD = "banaserve_hold"
+_READER = "banaserve_reader"
 _MAX_HOLD = 2**63 - 1
 
 
@@ -23,7 +27,11 @@ class Handover:
             the store there, which gets the prompt's blocks while they are computed; empty for none.
         tokens: This is a decode leg: so many tokens lie in the store.
         hold: Number under which the store keeps the prompt's blocks from the prefill leg on until
-            the decode leg has read them; 0 for none.
+            the decode legs have read them; 0 for none.
+        num_readers: This is a prefill leg: so many decode legs read what it leaves.
+        reader: This is a decode leg: its number among these, from 0 on.
+        pushed_from: This is a decode leg whose prefill leg ran on another machine: ``HOST:PORT`` of
+            the store there, which keeps the blocks, too; empty for none.
         is_stored: This leg comes without a prefill leg because the store has its prompt.
     """
 
@@ -32,24 +40,46 @@ class Handover:
     tokens: int | None = None
     is_stored: bool = False
     hold: int = 0
+    num_readers: int = 1
+    reader: int = 0
+    pushed_from: str = ""
 
     @classmethod
     def of(cls, kv_transfer_params: Mapping[str, Any] | None) -> Handover:
         """Read from a request's ``kv_transfer_params``; anything unknown means none."""
         params = kv_transfer_params or {}
-        value, said = params.get(_KEY), params.get(_HOLD)
-        hold = said if isinstance(said, int) and 0 < said <= _MAX_HOLD else 0
+        value = params.get(_KEY)
+        hold, reader = _number(params, _HOLD, _MAX_HOLD), _number(params, _READER, MAX_READERS - 1)
         if value == "prefill":
-            to = params.get(_TO)
-            return cls(leaves_tail=True, push_to=to if isinstance(to, str) else "", hold=hold)
+            return cls(
+                leaves_tail=True, push_to=_text(params, _TO), hold=hold, num_readers=reader + 1
+            )
         if value == "stored":
             return cls(is_stored=True)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return cls(tokens=value, hold=hold)
+            pushed_from = _text(params, _FROM)
+            return cls(tokens=value, hold=hold, reader=reader, pushed_from=pushed_from)
         return cls()
 
     def to_params(self) -> dict[str, Any]:
+        # Of a prefill leg it is the last reader's number.
+        reader = self.num_readers - 1 if self.leaves_tail else self.reader
         said: dict[str, Any] = {_HOLD: self.hold} if self.hold else {}
+        if self.hold and reader:
+            said[_READER] = reader
+        if self.pushed_from:
+            said[_FROM] = self.pushed_from
         if self.leaves_tail:
             return {**said, _KEY: "prefill", **({_TO: self.push_to} if self.push_to else {})}
         return {**said, _KEY: "stored" if self.is_stored else self.tokens}
+
+
+def _text(params: Mapping[str, Any], name: str) -> str:
+    said = params.get(name)
+    return said if isinstance(said, str) else ""
+
+
+def _number(params: Mapping[str, Any], name: str, most: int) -> int:
+    """A number from 0 to ``most``; anything else means 0."""
+    said = params.get(name)
+    return said if isinstance(said, int) and 0 <= said <= most else 0

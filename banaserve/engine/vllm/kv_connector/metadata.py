@@ -178,11 +178,19 @@ class ConnectorCounters:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._data: dict[str, float] = {}
+        self._gauges: dict[str, float] = {}
 
     def add(self, **amounts: float) -> None:
         with self._lock:
             for name, amount in amounts.items():
                 self._data[name] = self._data.get(name, 0) + amount
+
+    def set(self, **values: float) -> None:
+        """Set gauges, whose values are the sums of all changes that have been taken."""
+        for name, value in values.items():
+            if change := value - self._gauges.get(name, 0.0):
+                self._gauges[name] = value
+                self.add(**{name: change})
 
     def take(self) -> TransferStats | None:
         """The sums so far, which start again from zero; None if nothing was counted."""

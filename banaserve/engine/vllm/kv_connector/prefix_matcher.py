@@ -187,6 +187,8 @@ class PrefixMatcher:
         self._matched: dict[str, RequestState] = {}
         self._waiting: dict[str, RequestState] = {}
         self._asked_about: set[str] = set()
+        self._for_room: dict[str, RequestState] = {}
+        self._num_held = 0
 
     def match(self, tracked: RequestState, num_computed_tokens: int) -> int | None:
         """Tokens beyond ``num_computed_tokens`` to fetch from the store; leases their blocks.
@@ -289,6 +291,7 @@ class PrefixMatcher:
             tenant=tracked.tenant,
             compute_block_s=block_s,
             hold=tracked.own_hold,
+            num_readers=tracked.num_readers,
         )
         tracked.has_hold = tracked.own_hold != 0
         if held is not None:
@@ -316,8 +319,12 @@ class PrefixMatcher:
         tracked.offers, tracked.undecided_until_s = offers, until_s
         tracked.keep(offers, answer.reserved)
         tracked.ask_again_at_s = None
+        self._end_room_wait(tracked, now_s)
         if self._waits_for_room(tracked, answer, now_s):
             tracked.ask_again_at_s = now_s + ASK_FOR_ROOM_S
+            tracked.refused_s = now_s
+            self._for_room[request.request_id] = tracked
+            self._num_held = answer.num_held
             self._give_back(tracked)
         elif (answer.undecided or is_written) and now_s < until_s:
             tracked.ask_again_at_s = now_s + ASK_AGAIN_S
@@ -326,18 +333,39 @@ class PrefixMatcher:
             self._stats.add(tier_declined_blocks=answer.num_declined)
 
     def _waits_for_room(self, tracked: RequestState, answer: Exchanged, now_s: float) -> bool:
-        """Whether a prefill leg waits until others' prompts have been read by decode.
+        """Whether a leg waits until others' prompts have been read by decode.
 
-        Without room for all of its blocks decode would compute them again. It holds nothing
-        meanwhile: of two that each held a part neither would ever get the rest.
+        A prefill leg does, since without room for all of its blocks decode would compute them
+        again; and a decode leg whose blocks are at another store and find no room in this one. It
+        holds nothing meanwhile: of two that each held a part neither would ever get the rest.
         """
         fits_at_all = len(tracked.offers) <= self._client.num_slots
-        if not (answer.num_refused and tracked.has_hold and fits_at_all):
+        is_prefill = answer.num_refused > 0 and tracked.has_hold
+        is_decode = answer.num_unfetched > 0 and bool(tracked.pushed_from)
+        if not ((is_prefill or is_decode) and fits_at_all):
             return False
         if tracked.room_until_s is None:
             tracked.room_until_s = now_s + ROOM_S
             self._stats.add(waited_for_room=1)
         return now_s < tracked.room_until_s
+
+    def _end_room_wait(self, tracked: RequestState, now_s: float) -> None:
+        if self._for_room.pop(tracked.request.request_id, None) is not None:
+            self._stats.add(room_wait_seconds=now_s - tracked.refused_s)
+
+    def _report_back_pressure(self, now_s: float) -> None:
+        """Let the front door know which prompts wait for room in the store."""
+        waiting = self._for_room.values()
+        until_s = [one.room_until_s for one in waiting if one.room_until_s is not None]
+        tokens = (one.request.num_tokens - one.first_hit * self._block_size for one in waiting)
+        self._stats.set(
+            room_prompts=len(waiting),
+            room_tokens=sum(tokens),
+            room_longest_s=now_s + ROOM_S - min(until_s) if until_s else 0.0,
+            room_held_blocks=self._num_held if waiting else 0,
+            room_blocks=self._client.num_slots if waiting else 0,
+            room_block_bytes=self._client.slot_bytes if waiting else 0,
+        )
 
     def _is_being_written(
         self, keys: list[bytes], offers: list[SaveCandidate], answer: Exchanged
@@ -439,7 +467,10 @@ class PrefixMatcher:
         if offers:
             pairs = [(offer.key, offer.parent) for offer in offers]
             reserved = self._client.exchange(
-                reserve=pairs, tenant=tracked.tenant, hold=tracked.own_hold
+                reserve=pairs,
+                tenant=tracked.tenant,
+                hold=tracked.own_hold,
+                num_readers=tracked.num_readers,
             ).reserved
             tracked.keep(offers, reserved)
 
@@ -468,6 +499,7 @@ class PrefixMatcher:
         if promotion is not None and promotion.num_pending and promotion.outcome is None:
             self._stats.add(promotion_abandoned=1)
         tracked.promotion = tracked.ask_again_at_s = tracked.verdict = None
+        self._end_room_wait(tracked, self._clock.now())
         self._give_back(tracked)
 
     def _give_back(self, tracked: RequestState) -> None:
@@ -478,7 +510,7 @@ class PrefixMatcher:
     def _end_hold(self, tracked: RequestState) -> None:
         if tracked.has_hold:
             tracked.has_hold = False
-            self._client.end_hold(tracked.hold)
+            self._client.end_hold(tracked.hold, None, tracked.push_to)
 
     def _abandon_saves(self, tracked: RequestState) -> None:
         if tracked.saves:
@@ -509,3 +541,4 @@ class PrefixMatcher:
         for tracked in [*self._matched.values(), *late]:
             self.let_go(tracked)
         self._asked_about.clear()
+        self._report_back_pressure(now_s)

@@ -139,10 +139,11 @@ class RequestState:
         push_to: Where its prompt's blocks are sent while they are computed; empty for nowhere.
         num_claimed: Full blocks below this index have been offered to the store.
         leaves_tail: See ``Handover``.
-        hold: See ``Handover``.
+        hold, num_readers, reader, pushed_from: See ``Handover``.
         has_hold: Flag: the store may know of the hold.
         room_until_s: Time until which this prefill leg waits for room in the store; None where
             there has been room so far.
+        refused_s: Time at which the store was last asked and had no room for it.
         prefix_tokens: What the store was last asked for is a prefix of so many tokens,
         prefix_blocks: and so many blocks, those of its states included.
     """
@@ -163,8 +164,12 @@ class RequestState:
     push_to: str = ""
     leaves_tail: bool = False
     hold: int = 0
+    num_readers: int = 1
+    reader: int = 0
+    pushed_from: str = ""
     has_hold: bool = False
     room_until_s: float | None = None
+    refused_s: float = 0.0
     prefix_tokens: int = 0
     prefix_blocks: int = 0
 
@@ -177,6 +182,9 @@ class RequestState:
             push_to=handover.push_to,
             leaves_tail=handover.leaves_tail,
             hold=handover.hold,
+            num_readers=handover.num_readers,
+            reader=handover.reader,
+            pushed_from=handover.pushed_from,
         )
 
     @property
@@ -186,7 +194,7 @@ class RequestState:
 
     @property
     def hold_to_end(self) -> int:
-        """Hold that ends when this decode leg has read the blocks; 0 for none."""
+        """Hold of blocks that this decode leg is to read; 0 for none."""
         return 0 if self.leaves_tail else self.hold
 
     def keep(self, offers: Sequence[SaveCandidate], reserved: Sequence[Slot | None]) -> None:

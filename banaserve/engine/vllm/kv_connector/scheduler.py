@@ -67,7 +67,7 @@ class StoreConnectorScheduler:
         self._tracked: dict[str, RequestState] = {}
         self._loads: list[tuple[RequestState, list[int], int]] = []
         self._leases_by_step: dict[int, list[Lease]] = {}
-        self._holds_by_step: dict[int, list[int]] = {}
+        self._holds_by_step: dict[int, list[tuple[int, int, str]]] = {}
         self._step = 0
         self._last_done = 0
         self.stats = ConnectorCounters()
@@ -119,11 +119,16 @@ class StoreConnectorScheduler:
         if num_external_tokens == 0:
             self._matcher.release_hits(tracked)
             if tracked.hold_to_end:
-                self._client.end_hold(tracked.hold_to_end)
+                self._client.end_hold(*self._read_of(tracked))
             return
         end = first + len(tracked.hits) - len(self._groups.states)
         block_ids = self._groups.with_states(blocks.get_block_ids(), first, end)
         self._loads.append((tracked, block_ids, has_tokens))
+
+    @staticmethod
+    def _read_of(tracked: RequestState) -> tuple[int, int, str]:
+        """What ends the hold of a decode leg that has read the blocks."""
+        return tracked.hold, tracked.reader, tracked.pushed_from
 
     def _push(self, tracked: RequestState, keys: Sequence[bytes]) -> None:
         """Its slots are reserved, and it is about to be computed: the decode leg's store is told.
@@ -131,7 +136,8 @@ class StoreConnectorScheduler:
         Only now: one that is matched and not scheduled gives its slots back, and may do so often.
         """
         if tracked.push_to and not tracked.request.num_output_tokens:
-            self._client.push(tracked.push_to, keys, tracked.tenant)
+            terms = (tracked.tenant, tracked.hold, tracked.num_readers)
+            self._client.push(tracked.push_to, keys, *terms)
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
         """The copies of this step."""
@@ -166,7 +172,7 @@ class StoreConnectorScheduler:
             if tracked.lease is not None:
                 leases.append(tracked.lease)
             if tracked.hold_to_end:
-                holds.append(tracked.hold_to_end)
+                holds.append(self._read_of(tracked))
             tracked.lease, tracked.hits = None, []
         self._loads.clear()
         if leases:
@@ -230,6 +236,7 @@ class StoreConnectorScheduler:
                 reserve=[(key, prefix) for key in keys],
                 tenant=tracked.tenant,
                 hold=tracked.own_hold,
+                num_readers=tracked.num_readers,
             ).reserved
             block_ids = state.get_block_ids(request_id)
             assert block_ids is not None
@@ -270,8 +277,8 @@ class StoreConnectorScheduler:
             for lease in self._leases_by_step.pop(step):
                 self._client.release(lease)
         for step in [planned for planned in self._holds_by_step if planned <= done.step]:
-            for hold in self._holds_by_step.pop(step):
-                self._client.end_hold(hold)
+            for read in self._holds_by_step.pop(step):
+                self._client.end_hold(*read)
 
     def finished(self, request_id: str) -> None:
         """The request has ended, however it did: nothing of it stays reserved."""

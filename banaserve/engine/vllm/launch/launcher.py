@@ -162,10 +162,10 @@ class Launcher(Protocol):
         """Way from the machine of one instance to that of another; None where it is not known."""
         ...
 
-    def store_beside(self, source: str, target: str) -> str:
-        """``HOST:PORT`` of the store on the target's machine, as the source's knows its peer.
+    def store_of(self, instance_id: str) -> str:
+        """``HOST:PORT`` of the store on the instance's machine, as its peers know it.
 
-        Empty where both have the same, or there is none.
+        Empty where that is the front door's store, or there is none.
         """
         ...
 
@@ -250,7 +250,7 @@ class OnThisMachine:
     def distance(self, source: str, target: str) -> Distance | None:
         return None
 
-    def store_beside(self, source: str, target: str) -> str:
+    def store_of(self, instance_id: str) -> str:
         return ""
 
     def is_there(self, instance_id: str) -> bool:

@@ -55,6 +55,11 @@ NODE_BYTES = Gauge(
     "Bytes a second from one node to another in one TCP connection, as last measured",
     ["source", "target"],
 )
+WAITING_FOR_ROOM = Gauge(
+    "banaserve_prompts_waiting_for_room",
+    "Prompts that wait to be computed until decode has read what the store holds",
+    ["instance_id"],
+)
 STEP_ERROR = Gauge(
     "banaserve_prediction_error_fraction",
     "Smoothed relative error of predictions made before their measurement: of an instance's steps "
@@ -100,6 +105,7 @@ _TRANSFERS = {
         "prompt_tokens_computed": "Prompt tokens that an instance computed",
         "prompt_tokens_cached": "Prompt tokens that an instance had cached or fetched",
         "waited_for_room": "Prefill legs that waited: decode had not read what the store held",
+        "room_wait_seconds": "Seconds that they waited",
         "loaded_blocks": "KV blocks fetched from the store",
         "loaded_bytes": "Bytes fetched from the store",
         "saved_blocks": "KV blocks committed to the store",

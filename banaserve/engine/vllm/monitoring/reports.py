@@ -14,7 +14,7 @@ from banaserve.engine.vllm.monitoring import metrics
 from banaserve.engine.vllm.monitoring.gpu_monitor import GpuMeter
 from banaserve.orchestrator.model.calibration import StepTime, StepWork
 from banaserve.orchestrator.model.overlapping import overlap_fraction
-from banaserve.types import InstanceId, InstanceReport
+from banaserve.types import BackPressure, InstanceId, InstanceReport
 
 SMOOTHING_S = 2.0
 _FIRST = StepTime.of(5e-3, 5e-4, 1e-7, 1e-6, 5e-4, doubt=3.0)
@@ -24,6 +24,11 @@ _SEEN_AFTER = 5
 _FETCH_WEIGHT = 0.1
 _LEARNT_AFTER = 20
 """Samples before which the fill of a step would be guesswork."""
+_ROOM = (
+    *("room_prompts", "room_tokens", "room_longest_s"),
+    *("room_held_blocks", "room_blocks", "room_block_bytes"),
+)
+"""Gauges of the connector: sums of changes, since reports of several steps are added up."""
 _LEARN_EVERY_S = 0.05
 """Learning from a step costs the front door as much as passing on a token: the short steps of a
 small model are learnt from together, longer ones each."""
@@ -168,6 +173,7 @@ class ReportBoard:
 
     Attributes:
         block_tokens: Of a KV block; 0 where it is not known yet.
+        room_wait_s: Seconds that its prompts have waited for room in the store.
     """
 
     def __init__(
@@ -181,24 +187,34 @@ class ReportBoard:
         self._clock = clock
         self.meter = StepMeter(full_step_tokens, clock.now())
         self.block_tokens = 0
+        self.room_wait_s = 0.0
         self._gpu = gpu
         self._heard: _Heard | None = None
         self._last: InstanceReport | None = None
         self._unlearnt: dict[str, float] = {}
         self._learnt_s = float("-inf")
         self._step_error = metrics.STEP_ERROR.labels("step", self._id)
+        self._room = dict.fromkeys(_ROOM, 0.0)
+        self._num_for_room = metrics.WAITING_FOR_ROOM.labels(self._id)
+        self._num_for_room.set(0)
 
     def record(self, stats: SchedulerStats) -> None:
         """Take the statistics of one step, or of several."""
         counted = stats.kv_connector_stats or {}
         metrics.count_transfers(self._id, counted)
         for name, amount in counted.items():
-            self._unlearnt[name] = self._unlearnt.get(name, 0.0) + amount
+            if name in self._room:
+                self._room[name] += amount
+            else:
+                self._unlearnt[name] = self._unlearnt.get(name, 0.0) + amount
+        self.room_wait_s += counted.get("room_wait_seconds", 0.0)
         now_s = self._clock.now()
         if now_s - self._learnt_s >= _LEARN_EVERY_S:
             self._learn()
         num_waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
-        self._hear(_Heard(now_s, stats.num_running_reqs, num_waiting, stats.kv_cache_usage))
+        usage = stats.kv_cache_usage
+        pressure = _pressure(self._room)
+        self._hear(_Heard(now_s, stats.num_running_reqs, num_waiting, usage, pressure))
 
     def answered(self, idle: bool) -> None:
         """The engine has answered a question: what it last said still holds, or it is idle."""
@@ -218,6 +234,7 @@ class ReportBoard:
 
     def _hear(self, heard: _Heard) -> None:
         self._heard, self._last = heard, None
+        self._num_for_room.set(heard.back_pressure.num_prompts if heard.back_pressure else 0)
 
     def _learn(self) -> None:
         """Let the meter take what was counted since the last time, which may be nothing."""
@@ -242,6 +259,7 @@ class ReportBoard:
             gpu_memory_fraction=usage.memory_fraction if usage else None,
             step_coefficients=meter.coefficients,
             fetch_token_s=meter.fetch_block_s / self.block_tokens if self.block_tokens else 0.0,
+            back_pressure=heard.back_pressure,
         )
 
 
@@ -253,3 +271,13 @@ class _Heard:
     num_running: int
     num_waiting: int
     kv_used_fraction: float
+    back_pressure: BackPressure | None = None
+
+
+def _pressure(room: Mapping[str, float]) -> BackPressure | None:
+    """Back-pressure by the gauges of the connector, in the order of ``_ROOM``."""
+    prompts, tokens, longest_s, held, blocks, block_bytes = (room[name] for name in _ROOM)
+    if prompts < 1:
+        return None
+    counts = (round(prompts), round(tokens), longest_s)
+    return BackPressure(*counts, round(held), round(blocks), round(block_bytes))

@@ -43,13 +43,18 @@ def give_seed(params: SamplingParams) -> None:
 
 
 def prefill_leg(
-    request: compat.EngineCoreRequest, keeps_token: bool, push_to: str = "", hold: int = 0
+    request: compat.EngineCoreRequest,
+    keeps_token: bool,
+    push_to: str = "",
+    hold: int = 0,
+    num_readers: int = 1,
 ) -> compat.EngineCoreRequest:
     """The request with one output token, its prompt's KV to be left in the store.
 
     Args:
         push_to: Store of another machine that gets it while it is computed; empty for none.
         hold: Number under which the store keeps it until decode has read it; 0 for none.
+        num_readers: Number of decode legs that will read it, one a sequence.
         keeps_token: The token is the answer's first one; otherwise it is thrown away, and
             sampled in the cheapest way.
     """
@@ -69,7 +74,8 @@ def prefill_leg(
     params.detokenize = False
     params.output_kind = RequestOutputKind.FINAL_ONLY
     params.extra_args = _with_handover(
-        given, Handover(leaves_tail=True, push_to=push_to, hold=hold)
+        given,
+        Handover(leaves_tail=True, push_to=push_to, hold=hold, num_readers=num_readers),
     )
     leg.sampling_params = params
     return leg
@@ -81,6 +87,8 @@ def decode_leg(
     handed_over: bool,
     is_stored: bool = False,
     hold: int = 0,
+    reader: int = 0,
+    pushed_from: str = "",
 ) -> compat.EngineCoreRequest:
     """The request as it goes on after the output ``tokens``, which it brings along.
 
@@ -88,6 +96,8 @@ def decode_leg(
         handed_over: The prompt's KV lies in the store, partial last block included.
         is_stored: The store had so much of the prompt that it needs no prefill leg.
         hold: Number of the prefill leg's hold; 0 for none.
+        reader: Number of the sequence among those that read what is held.
+        pushed_from: Store of the prefill leg's machine, where it is another one; empty for none.
     """
     leg = copy.copy(request)
     given = request.sampling_params
@@ -95,7 +105,8 @@ def decode_leg(
     params = copy.copy(given)
     # After a death the store has whole blocks of prompt and output: then all of it is looked up.
     if len(tokens) <= 1 and handed_over:
-        handover = Handover(tokens=len(request.prompt_token_ids or ()), hold=hold)
+        num_tokens = len(request.prompt_token_ids or ())
+        handover = Handover(tokens=num_tokens, hold=hold, reader=reader, pushed_from=pushed_from)
         params.extra_args = _with_handover(given, handover)
     elif len(tokens) <= 1 and is_stored:
         params.extra_args = _with_handover(given, Handover(is_stored=True))

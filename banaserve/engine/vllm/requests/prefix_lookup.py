@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
+from typing import NamedTuple
 
 from banaserve.clock import WallClock
 from banaserve.engine.vllm.cluster import Cluster
@@ -27,6 +28,19 @@ _POLL_S = 0.001
 _TELL_S = 0.2
 """Holds that end within so long are told to the store together; decode legs have ended most."""
 _HOLD_BITS = 62
+
+
+class HoldEnd(NamedTuple):
+    """End of a hold.
+
+    Attributes:
+        reader: Decode leg that reads the blocks no more; None for all of them.
+        store: ``HOST:PORT`` of a peer of the front door's store that is told, too; empty for none.
+    """
+
+    hold: int
+    reader: int | None = None
+    store: str = ""
 
 
 class PrefixLookup:
@@ -50,15 +64,15 @@ class PrefixLookup:
         known = num_known(lambda: self._client.lookup(keys[:MAX_KEYS]), WallClock().now, time.sleep)
         return known * self._block_size
 
-    async def end_holds(self, holds: Sequence[int]) -> None:
-        """Let the store evict again what is held by these numbers."""
+    async def end_holds(self, holds: Sequence[HoldEnd]) -> None:
+        """Let the store evict again what is held."""
         await asyncio.to_thread(self._end_holds, holds)
 
-    def _end_holds(self, holds: Sequence[int]) -> None:
+    def _end_holds(self, holds: Sequence[HoldEnd]) -> None:
         # Connects to a store that was started anew: what engines have told it is held there.
         self._client.lookup(())
         for hold in holds:
-            self._client.end_hold(hold)
+            self._client.end_hold(*hold)
 
     def close(self) -> None:
         self._client.close()
@@ -103,7 +117,7 @@ class PrefixLookups:
     def __init__(self, cluster: Cluster) -> None:
         self.by_weights: dict[str, PrefixLookup] = {}
         self._cluster = cluster
-        self._ended: list[int] = []
+        self._ended: list[HoldEnd] = []
         self._telling: asyncio.Task[None] | None = None
 
     def new_hold(self) -> int:
@@ -113,10 +127,15 @@ class PrefixLookups:
         """
         return 1 + secrets.randbits(_HOLD_BITS) if self.by_weights else 0
 
-    def end_hold(self, hold: int) -> None:
-        """The request is over, or tried again; the store is told soon. 0 is no hold."""
+    def end_hold(self, hold: int, stores: Iterable[str], reader: int | None = None) -> None:
+        """The request is over, or tried again; stores are told soon. 0 is no hold.
+
+        Args:
+            stores: ``HOST:PORT`` of those that hold the prompt; empty for the front door's.
+            reader: Sequence of the request that is over; None where all are.
+        """
         if hold:
-            self._ended.append(hold)
+            self._ended += [HoldEnd(hold, reader, store) for store in sorted({*stores})]
             if self._telling is None or self._telling.done():
                 self._telling = asyncio.get_running_loop().create_task(self._tell())
 

@@ -14,7 +14,8 @@ from collections.abc import AsyncGenerator, Sequence
 
 from banaserve.engine.vllm.compat.requests import RequestOutput, RequestOutputKind
 from banaserve.engine.vllm.monitoring.leg_stats import Sequences
-from banaserve.engine.vllm.requests.disagg_request import RequestContext, run_request
+from banaserve.engine.vllm.requests.disagg_request import run_request
+from banaserve.engine.vllm.requests.request_context import RequestContext
 from banaserve.engine.vllm.requests.router import Router
 
 
@@ -73,6 +74,8 @@ async def _run_several(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        first = sequences[0]
+        router.lookups.end_hold(first.hold, first.hold_stores)  # some may never have begun
 
 
 async def _run(
@@ -85,6 +88,8 @@ async def _run(
             own.prefilled, own.num_cached_tokens = first.prefilled, first.num_cached_tokens
             own.num_created_tokens = first.num_created_tokens
             own.weights = first.weights
+            own.hold, own.hold_stores, own.reader = first.hold, first.hold_stores, index
+            own.computed_by = first.computed_by
         async with contextlib.aclosing(run_request(own, router)) as outputs:
             async for output in outputs:
                 merged.put(index, output)
