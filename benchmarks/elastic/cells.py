@@ -147,16 +147,19 @@ def cells(how_many: int, traced: bool) -> list[LoadCell]:
 def code_cells(traced: bool) -> list[LoadCell]:
     """Returns code completion on both devices at 0.7 to 1.2 of saturation, with the usual limits.
 
+    Every fraction has both loads, one on each device: a half of all combinations.
+
     Args:
-        traced: Flag: two stretches of a trace, instead of drawn lengths that arrive evenly and in
-            bursts.
+        traced: Flag: the loads are two stretches of a trace, instead of drawn lengths that arrive
+            evenly and in bursts.
     """
     loads = [("steady", 1), ("steady", 5)] if traced else [("steady", 1), ("bursts", 1)]
+    lengths = CODE_TRACE if traced else CODE
     return [
-        LoadCell(profile, CODE_TRACE if traced else CODE, arrivals, fraction, _USUAL, seed)
-        for profile in LIMITS
-        for arrivals, seed in loads
-        for fraction in _CODE_FRACTIONS
+        LoadCell(profile, lengths, arrivals, fraction, _USUAL, seed)
+        for device, profile in enumerate(LIMITS)
+        for number, fraction in enumerate(_CODE_FRACTIONS)
+        for arrivals, seed in [loads[(device + number) % 2]]
     ]
 
 
