@@ -48,7 +48,7 @@ MEASURED: Mapping[str, Sequence[str]] = MappingProxyType(
         "regions": ("banaserve/balancer", "banaserve/orchestrator/replicas", *_SIMULATOR),
         "router": ("banaserve/balancer", "banaserve/net", "benchmarks/router"),
         "short-prompts": (*_REQUESTS, "benchmarks/short_prompts.py"),
-        "simulate-paper": (*_SIMULATOR, "benchmarks/simulate_paper"),
+        "simulate-paper": (*_SIMULATOR, "banaserve/elastic", "benchmarks/simulate_paper"),
         "simulate-seeds": (*_SIMULATOR, "benchmarks/simulate_seeds"),
         "stall": (*_REQUESTS, "benchmarks/stall.py"),
         "timeline": (*_REQUESTS, "banaserve/engine/vllm/tracing", "benchmarks/timeline.py"),

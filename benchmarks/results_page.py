@@ -156,6 +156,8 @@ def _arguments(record: Result) -> str:
     """The one option that decides which of a benchmark's questions a result answers."""
     if record.options.get("constant") is True:
         return "--constant"
+    if code := record.options.get("code"):
+        return f"--code {'' if code == 'drawn' else code}".rstrip()
     profile = record.options.get("pace")
     return "" if profile in (None, "None") else f"--pace {profile}"
 

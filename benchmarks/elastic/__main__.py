@@ -3,6 +3,7 @@
     python -m benchmarks elastic [--quick | --full] [--data FOLDER] [--instances 4] [--json FILE]
     python -m benchmarks elastic --ablation --cells 8     # without each of its parts
     python -m benchmarks elastic --constant [--minutes 30]   # does it come to rest?
+    python -m benchmarks elastic --code [TRACE]           # code completion, drawn or of a file
 
 Simulated: step times come from a cost model, nothing is run. All systems of a cell meet the same
 requests; time and throughput count from the first arrival to the last token. Traces of Azure,
@@ -28,7 +29,7 @@ from banaserve.arguments import Parser
 from banaserve.bench.datasets.files import data_folder
 from banaserve.bench.results import result
 from banaserve.bench.results.result import Figure
-from benchmarks.elastic.cells import cells
+from benchmarks.elastic.cells import cells, code_cells
 from benchmarks.elastic.constant import (
     ConstantOutcome,
     constant_cells,
@@ -44,6 +45,7 @@ from benchmarks.workers import workers
 Outcome = TypeVar("Outcome")
 
 _QUICK, _COVERING = 8, 60
+_DRAWN = "drawn"
 PARTS = {
     "legs": Variant({"routing": "load_aware"}, {"routing": "load_aware", "routing_options": {}}),
     "chunks": Variant({"chunks": "2048"}),
@@ -61,6 +63,13 @@ def main(argv: Sequence[str]) -> int:
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help=f"{_QUICK} cells")
     size.add_argument("--full", action="store_true", help="all cells: days")
+    size.add_argument(
+        "--code",
+        nargs="?",
+        const=_DRAWN,
+        metavar="TRACE",
+        help="code completion; of a trace in Azure's or Mooncake's format",
+    )
     size.add_argument("--constant", action="store_true", help="changes under constant load")
     parser.add_argument("--cells", type=int, default=_COVERING, help="of the covering subset")
     parser.add_argument("--minutes", type=float, default=30.0, help="of constant load, simulated")
@@ -106,7 +115,11 @@ def _compared(given: Namespace, console: Console) -> Iterator[_Told]:
     """What has been found so far, after each cell."""
     data = data_folder(given.data)
     how_many = 0 if given.full else _QUICK if given.quick else given.cells
-    chosen = cells(how_many, data is not None)
+    if given.code is None:
+        chosen = cells(how_many, data is not None)
+    else:
+        data = None if given.code == _DRAWN else Path(given.code)
+        chosen = code_cells(data is not None)
     without = () if given.ablation is None else given.ablation or tuple(PARTS)
     variants = {"elastic": WHOLE} | {name: PARTS[name] for name in without}
     options = {
@@ -115,6 +128,8 @@ def _compared(given: Namespace, console: Console) -> Iterator[_Told]:
         "traces": data is not None,
         "ablation": list(without),
     }
+    if given.code is not None:
+        options["code"] = Path(given.code).name
     kept = _kept(given.json, options)
     run = partial(run_cell, size=given.instances, data=data, variants=variants)
     found: list[CellOutcome] = []

@@ -74,8 +74,12 @@ LENGTHS: dict[str, Callable[[Random], tuple[int, int]]] = {
     "summaries 6000/200": _around(6000, 200),
 }
 
-CODE = "code 2000/30"
-"""Code completion, with the means of such traces; not among the lengths that are drawn."""
+CODE, CODE_TRACE = "code 2000/30", "code trace"
+"""Code completion: drawn with the means of such traces, or a file; in no covering subset."""
+
+_FILED = (*_TRACED, CODE_TRACE)
+_CODE_FRACTIONS = (0.7, 0.85, 1.0, 1.2)
+_USUAL = 1
 
 _ALL_LENGTHS = {**LENGTHS, CODE: _around(2000, 30)}
 
@@ -140,6 +144,25 @@ def cells(how_many: int, traced: bool) -> list[LoadCell]:
     return [one if _makes_sense(one) else one._replace(arrivals="steady") for one in found]
 
 
+def code_cells(traced: bool) -> list[LoadCell]:
+    """Returns code completion on both devices at 0.7 to 1.2 of saturation, with the usual limits.
+
+    Every fraction has both loads, one on each device: a half of all combinations.
+
+    Args:
+        traced: Flag: the loads are two stretches of a trace, instead of drawn lengths that arrive
+            evenly and in bursts.
+    """
+    loads = [("steady", 1), ("steady", 5)] if traced else [("steady", 1), ("bursts", 1)]
+    lengths = CODE_TRACE if traced else CODE
+    return [
+        LoadCell(profile, lengths, arrivals, fraction, _USUAL, seed)
+        for device, profile in enumerate(LIMITS)
+        for number, fraction in enumerate(_CODE_FRACTIONS)
+        for arrivals, seed in [loads[(device + number) % 2]]
+    ]
+
+
 def _makes_sense(cell: LoadCell) -> bool:
     """A trace has arrivals of its own, which are stretched to the rate."""
     return cell.lengths not in _TRACED or cell.arrivals == "steady"
@@ -158,7 +181,7 @@ def sample(cell: LoadCell, count: int, data: Path | None) -> Rows:
     """Returns ``count`` requests of the cell's lengths that all arrive at once."""
     draws = Random(f"{cell.lengths} sample")
     most = profiles.load(cell.profile).model.max_context_tokens
-    if cell.lengths in _TRACED:
+    if cell.lengths in _FILED:
         found = _trace(cell.lengths, data)
         picked = [found[n % len(found)] for n in range(count)]
         return Rows([(0.0, *cut(prompt, output, most)) for _, prompt, output in picked])
@@ -176,7 +199,7 @@ def load_of(
     """Returns the cell's requests at a mean of ``rate_per_s``."""
     draws = Random(f"{cell.lengths} {cell.arrivals} {cell.seed}")
     most = profiles.load(cell.profile).model.max_context_tokens
-    if cell.lengths in _TRACED:
+    if cell.lengths in _FILED:
         return _stretched(cell, rate_per_s, most, data)
     arrivals = Arrivals(
         duration_s=duration_s,
@@ -207,5 +230,9 @@ def _stretched(cell: LoadCell, rate_per_s: float, most: int, data: Path | None) 
 
 
 def _trace(name: str, data: Path | None) -> list[tuple[float, int, int]]:
-    (path, *_) = dataset_files(name, data)
+    if name == CODE_TRACE:
+        assert data is not None
+        path = data
+    else:
+        (path, *_) = dataset_files(name, data)
     return [(row.at_s, row.prompt_tokens, row.output_tokens) for row in read_trace(path)]

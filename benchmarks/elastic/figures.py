@@ -48,6 +48,7 @@ def figures(outcomes: Sequence[CellOutcome]) -> dict[str, Figure]:
             found[f"without_over_whole.{name}"] = figure(whole, "ratio")
     wholes = [_gain(one, one.fixed[one.best].goodput) for one in outcomes]
     found["over_best_fixed"] = figure([_geometric_mean(wholes)], "ratio")
+    _add(found, "best_fixed_ratio", "ratio", wholes)
     _add(found, "changes", "changes", [len(one.elastic["elastic"].changes_s) for one in outcomes])
     return found
 

@@ -7,12 +7,14 @@ same.
 
 Time is modelled, nothing is run. The paper names neither the number of GPUs nor how its baselines
 were set up, nor how long the answers were; what is assumed instead is the same for all figures and
-stands in ``runs.SYSTEMS`` and ``runs.READINGS``.
+stands in ``runs.SYSTEMS`` and ``runs.READINGS``. The elastic policy plans by limits of latency,
+which the paper does not have: ``runs.limits_of`` gives them, by one rule for all cells.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,9 +24,10 @@ from banaserve.bench.results import result
 from banaserve.sim.result import SIMULATED
 from benchmarks.location import ROOT
 from benchmarks.script import run_script
-from benchmarks.simulate_paper.report import figures_of, markdown, plot
+from benchmarks.simulate_paper.report import MEANINGS, figures_of, markdown, plot
 from benchmarks.simulate_paper.runs import (
     FIGURES,
+    LIMIT_FACTOR,
     MAX_OUTPUT_TOKENS,
     MEASURED_S,
     RATES,
@@ -32,6 +35,7 @@ from benchmarks.simulate_paper.runs import (
     SEEDS,
     WARM_S,
     fingerprint,
+    limits_of,
     measured,
 )
 
@@ -57,10 +61,16 @@ def main(argv: Sequence[str]) -> int:
             "warm_s": WARM_S,
             "measured_s": MEASURED_S,
             "max_output_tokens": MAX_OUTPUT_TOKENS,
+            "limit_factor": LIMIT_FACTOR,
         },
         started_at=started_at,
         figures=figures_of(runs),
-        notes=[SIMULATED, *(f"{name}: {words}" for name, words in READINGS.items())],
+        notes=[SIMULATED, *(f"{name}: {words}" for name, words in READINGS.items()), *MEANINGS],
+        raw={
+            f"fig{figure.number}_{reading}_limits": asdict(limits_of(figure, reading))
+            for figure in FIGURES
+            for reading in READINGS
+        },
     )
     result.write(record, given.out / "simulate-paper.json")
     (given.out / "simulate-paper.md").write_text(markdown(runs))

@@ -11,6 +11,7 @@ from banaserve.bench.results.statistics import Interval, mean_interval, paired_r
 from banaserve.sim.result import SIMULATED
 from benchmarks.simulate_paper.runs import (
     FIGURES,
+    LIMIT_FACTOR,
     RATES,
     READINGS,
     SEEDS,
@@ -18,6 +19,7 @@ from benchmarks.simulate_paper.runs import (
     SYSTEMS,
     PaperFigure,
     PaperRun,
+    limits_of,
 )
 
 Found = Mapping[str, float]
@@ -26,6 +28,7 @@ Samples = dict[tuple[int, str, str, float], list[Found]]
 
 METRICS = (
     ("tokens_per_s", "throughput", "tokens/s"),
+    ("goodput_fraction", "goodput", "share of requests"),
     ("total_s", "total time", "s"),
     ("latency_s", "mean latency", "s"),
 )
@@ -36,7 +39,21 @@ _STYLES = {
     "colocated": ("#0072b2", "o", "-"),
     "static": ("#d55e00", "s", "--"),
     "banaserve": ("#007a5e", "^", "-"),
+    "elastic": ("#b0467f", "D", "--"),
 }
+
+_OURS = ("banaserve", "elastic")
+
+MEANINGS = (
+    "throughput is of tokens, whenever they come; goodput is the share of the requests that came "
+    f"after the warm-up whose first token and whose mean time per further token came within "
+    f"{LIMIT_FACTOR:g} times what they are on average where a request is alone on an engine: one "
+    "rule for all cells",
+    "the elastic policy plans by those limits, for goodput and not for throughput; no other system "
+    "knows them",
+    "hosts and guests of moved modules overlap as engines let them unless told otherwise",
+)
+"""What the figures measure, a sentence each."""
 
 
 def gathered(runs: Runs) -> Samples:
@@ -64,7 +81,7 @@ def figures_of(runs: Runs) -> dict[str, result.Figure]:
         name = f"fig{figure}_{reading}_{system.replace(' ', '_').replace(':', '_')}_{rate:g}rps"
         for metric, _, unit in METRICS:
             figures[f"{name}_{metric}"] = result.figure([f[metric] for f in found], unit)
-        if system == "banaserve":
+        if system in _OURS:
             for other in ("static", "colocated"):
                 values = ratios(samples, (figure, reading, system, rate), other, "tokens_per_s")
                 figures[f"{name}_over_{other}"] = result.figure(values, "times")
@@ -76,7 +93,11 @@ def markdown(runs: Runs) -> str:
     samples = gathered(runs)
     lines = [*_HEAD.splitlines(), ""]
     lines += [f"- *{name}*: {words}." for name, words in READINGS.items()]
-    lines += ["", *_summary(samples), "", *_needed(samples), "", *_splits(samples), ""]
+    lines += ["", "What is measured:", ""]
+    lines += [f"- {words[0].upper()}{words[1:]}." for words in MEANINGS]
+    for part in (_summary, _goodput, _needed, _splits):
+        lines += ["", *part(samples)]
+    lines.append("")
     for figure in FIGURES:
         lines += [f"## F{figure.name[1:]}", "", f"![](simulate-paper-figure{figure.number}.png)"]
         for reading in READINGS:
@@ -89,49 +110,101 @@ _HEAD = f"""# BanaServe's figures 8 to 11, simulated
 
 Written by `python -m benchmarks simulate-paper`. **{SIMULATED.capitalize()}.**
 
-Three systems with four GPUs each get the same Poisson arrivals, {RATES[0]} to {RATES[-1]} requests
+Four systems with four GPUs each get the same Poisson arrivals, {RATES[0]} to {RATES[-1]} requests
 a second, with {len(SEEDS)} seeds; intervals are 95%. *colocated* is a vLLM on every GPU, *static*
 has two prefill and two decode instances (DistServe), *banaserve* begins so and has the global
-store and the repaired migration policy. All have the same simulated engine, and no constant
-differs from figure to figure: OPT-13B is DistServe's fit of an A100-80G, Llama-13B an estimate
-from it. Prompts and answers have the measured lengths of Alpaca and LongBench; prompts are cut to
-the model's context (2,048 and 4,096 tokens). Throughput counts the tokens that come after a minute
-of warm-up while requests still arrive, total time runs from the first arrival to the last token,
-latency is of the requests that came after the warm-up. The paper does not say how many GPUs it
-used, how its baselines were set up or how long answers were, so there are two readings:"""
+store and the repaired migration policy, *elastic* begins with four that do both and has the store
+and the elastic policy, as `banaserve simulate` and `serve --elastic` have it. All have the same
+simulated engine, and no constant differs from figure to figure: OPT-13B is DistServe's fit of an
+A100-80G, Llama-13B an estimate from it. Prompts and answers have the measured lengths of Alpaca and
+LongBench; prompts are cut to the model's context (2,048 and 4,096 tokens). Throughput counts the
+tokens that come after a minute of warm-up while requests still arrive, total time runs from the
+first arrival to the last token, latency and goodput are of the requests that came after the
+warm-up. The paper does not say how many GPUs it used, how its baselines were set up or how long
+answers were, so there are two readings:"""
 
 
 def _summary(samples: Samples) -> list[str]:
     lines = [
         "## Ratios of throughput",
         "",
-        "The lowest and the highest mean ratio over all rates; *below saturation* over those rates",
-        f"at which both systems serve at least {_SATURATED_BELOW:.0%} of the offered tokens.",
+        "The lowest and the highest mean ratio over all rates; *below saturation* is that of",
+        "banaserve over those rates at which both systems serve at least",
+        f"{_SATURATED_BELOW:.0%} of the offered tokens.",
         "",
-        "| Figure | Reading | over static | the paper: over DistServe | over colocated | "
+        "| Figure | Reading | banaserve over static | elastic over static | "
+        "the paper: over DistServe | banaserve over colocated | elastic over colocated | "
         "the paper: over vLLM | below saturation |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| --- " * 9 + "|",
     ]
     for figure in FIGURES:
         for reading in READINGS:
+            place = (figure.number, reading)
             cells = [f"{figure.number}: {figure.model}, {figure.dataset}", reading]
             below: list[float] = []
             for other, paper in (
                 ("static", figure.over_static),
                 ("colocated", figure.over_colocated),
             ):
-                means = {}
-                for rate in RATES:
-                    key = (figure.number, reading, "banaserve", rate)
-                    values = ratios(samples, key, other, "tokens_per_s")
-                    means[rate] = mean_interval(values).estimate
-                    if all(_served(samples, key[:2], s, rate) for s in (key[2], other)):
-                        below.append(means[rate])
-                told = f"up to {paper[1]:g}" if paper[0] == 1 else f"{paper[0]:g} to {paper[1]:g}"
-                cells += [_span(list(means.values())), told]
+                for system in _OURS:
+                    means = _mean_ratios(samples, place, system, other)
+                    cells.append(_span(list(means.values())))
+                    if system == "banaserve":
+                        below += [
+                            mean
+                            for rate, mean in means.items()
+                            if all(_served(samples, place, s, rate) for s in (system, other))
+                        ]
+                cells.append(
+                    f"up to {paper[1]:g}" if paper[0] == 1 else f"{paper[0]:g} to {paper[1]:g}"
+                )
             cells.append(_span(below))
             lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _mean_ratios(
+    samples: Samples, place: tuple[int, str], system: str, other: str
+) -> dict[float, float]:
+    """Mean ratio of throughput at each rate."""
+    return {
+        rate: mean_interval(ratios(samples, (*place, system, rate), other, "tokens_per_s")).estimate
+        for rate in RATES
+    }
+
+
+def _goodput(samples: Samples) -> list[str]:
+    rates = ", ".join(f"{rate:g}" for rate in RATES)
+    lines = [
+        "## Goodput",
+        "",
+        f"Share of the requests within the limits at {rates} requests a second, means over the",
+        "seeds.",
+        "",
+        f"| Figure | Reading | limit of TTFT | limit of TPOT | {' | '.join(SYSTEMS)} |",
+        "| --- " * (4 + len(SYSTEMS)) + "|",
+    ]
+    for figure in FIGURES:
+        for reading in READINGS:
+            limits = limits_of(figure, reading)
+            cells = [
+                f"{figure.number}: {figure.model}, {figure.dataset}",
+                reading,
+                f"{limits.ttft_s:.3g} s",
+                f"{1e3 * limits.tpot_s:.0f} ms",
+            ]
+            for system in SYSTEMS:
+                shares = [
+                    _mean(samples[figure.number, reading, system, rate], "goodput_fraction")
+                    for rate in RATES
+                ]
+                cells.append(", ".join(f"{share:.2f}" for share in shares))
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _mean(found: Sequence[Found], metric: str) -> float:
+    return sum(f[metric] for f in found) / len(found)
 
 
 def _span(values: Sequence[float]) -> str:
@@ -164,12 +237,7 @@ def _needed_of(samples: Samples, figure: PaperFigure, reading: str) -> list[str]
     place = (figure.number, reading)
     lines = []
     for other, theirs, wanted in claims:
-        best = max(
-            mean_interval(
-                ratios(samples, (*place, "banaserve", rate), other, "tokens_per_s")
-            ).estimate
-            for rate in RATES
-        )
+        best = max(_mean_ratios(samples, place, "banaserve", other).values())
         words = f"- Figure {figure.number}, {reading}, over {theirs}: {best:.2f} at most, "
         words += f"the paper has up to {wanted:g}. "
         if best >= wanted:
@@ -198,10 +266,7 @@ def _missing(samples: Samples, place: tuple[int, str], other: str, wanted: float
 
 
 def _most(samples: Samples, place: tuple[int, str], system: str) -> float:
-    return max(
-        sum(f["tokens_per_s"] for f in samples[(*place, system, rate)]) / len(SEEDS)
-        for rate in RATES
-    )
+    return max(_mean(samples[(*place, system, rate)], "tokens_per_s") for rate in RATES)
 
 
 def _splits(samples: Samples) -> list[str]:
@@ -226,20 +291,18 @@ def _splits(samples: Samples) -> list[str]:
 
 
 def _table(samples: Samples, figure: PaperFigure, reading: str) -> list[str]:
-    heading = [f"{words} {system}" for _, words, _ in METRICS for system in SYSTEMS]
+    heading = [f"{words}, {unit}" for _, words, unit in METRICS]
     lines = [
-        f"Reading *{reading}*; throughput in tokens/s, times in s.",
+        f"Reading *{reading}*:",
         "",
-        f"| requests/s | {' | '.join(heading)} |",
-        "| --- " * (1 + len(heading)) + "|",
+        f"| requests/s | system | {' | '.join(heading)} |",
+        "| --- " * (2 + len(heading)) + "|",
     ]
     for rate in RATES:
-        cells = [f"{rate:g}"]
-        for metric, _, _ in METRICS:
-            for system in SYSTEMS:
-                found = samples[figure.number, reading, system, rate]
-                cells.append(_shown(mean_interval([f[metric] for f in found])))
-        lines.append(f"| {' | '.join(cells)} |")
+        for system in SYSTEMS:
+            found = samples[figure.number, reading, system, rate]
+            cells = [_shown(mean_interval([f[metric] for f in found])) for metric, _, _ in METRICS]
+            lines.append(f"| {rate:g} | {system} | {' | '.join(cells)} |")
     return lines
 
 
@@ -261,7 +324,7 @@ def plot(figure: PaperFigure, runs: Runs, path: Path) -> None:
 
     samples = gathered(runs)
     canvas, rows = plt.subplots(
-        len(READINGS), len(METRICS), figsize=(10.5, 5.6), facecolor="white", layout="constrained"
+        len(READINGS), len(METRICS), figsize=(14.0, 5.6), facecolor="white", layout="constrained"
     )
     canvas.suptitle(f"Simulated, after the paper's {figure.name}", fontsize=11)
     for row, reading in zip(rows, READINGS, strict=True):

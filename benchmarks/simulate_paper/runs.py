@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from random import Random
 
@@ -18,14 +18,21 @@ from banaserve.errors import UserError
 from banaserve.sim.cluster import SimCluster
 from banaserve.sim.lengths import draw_measured
 from banaserve.sim.request import SimRequest
+from banaserve.sim.result import LatencyLimits, Tally, summary
 from banaserve.sim.run import simulate
-from banaserve.sim.system import System, preset
+from banaserve.sim.system import System, following, preset
+from banaserve.sim.trace import cut
 from banaserve.sim.workload import Arrivals, arriving
 
 RATES = (1, 6, 12, 20)
 SEEDS = (1, 2, 3, 4, 5)
 WARM_S, MEASURED_S = 60.0, 120.0
 MAX_OUTPUT_TOKENS = 512
+LIMIT_FACTOR = 5.0
+"""Limits of TTFT and TPOT of a request in time, over their means where a request is alone."""
+
+_NUM_ALONE = 200
+"""Requests by which those means are found."""
 
 READINGS = {
     "reference": "answers are as long as the dataset's reference answers, 512 tokens at most",
@@ -56,18 +63,23 @@ FIGURES = (
     PaperFigure(11, "OPT-13B", "opt-13b-a100", "longbench", (1.1, 1.3), (1.0, 1.3)),
 )
 
-SYSTEMS: dict[str, System] = {
+_FIXED: dict[str, System] = {
     "colocated": preset("colocated", colocated=4),
     "static": preset("static", prefill=2, decode=2),
     "banaserve": preset("banaserve", prefill=2, decode=2),
 }
-"""Four GPUs each: vLLM on every one, DistServe at 2:2, and the repaired policy from 2:2."""
 
-SPLITS: dict[str, System] = {
+SYSTEMS = (*_FIXED, "elastic")
+"""Four GPUs each: vLLM on every one, DistServe at 2:2, the repaired policy from 2:2, and the
+elastic policy from four that do both, as ``banaserve simulate`` compares them."""
+
+_SPLIT: dict[str, System] = {
     f"{kind} {prefill}:{decode}": preset(kind, prefill=prefill, decode=decode)
     for prefill, decode in ((1, 3), (3, 1))
     for kind in ("static", "banaserve")
 }
+
+SPLITS = tuple(_SPLIT)
 """At the highest rate only: what it costs to have split the GPUs badly, and to go on from there."""
 
 
@@ -100,12 +112,38 @@ def lengths(dataset: str, reading: str, draws: Random) -> tuple[int, int]:
     return prompt, min(MAX_OUTPUT_TOKENS, round(draw_measured(f"{dataset}_output", draws)))
 
 
+@cache
+def limits_of(figure: PaperFigure, reading: str) -> LatencyLimits:
+    """Returns the limits by which a request counts as in time: one rule for all cells.
+
+    Both are ``LIMIT_FACTOR`` times the mean of requests that one engine serves one at a time.
+    """
+    profile, draws = load_profile(figure.profile), Random("requests that are alone")
+    far_apart_s = 1e4
+    alone = []
+    for number in range(_NUM_ALONE):
+        pair = lengths(figure.dataset, reading, draws)
+        row = cut(*pair, profile.model.max_context_tokens)
+        alone.append(SimRequest(number, number * far_apart_s, *row))
+    found = simulate(profile, preset("colocated", colocated=1), alone)
+    return LatencyLimits(LIMIT_FACTOR * found["ttft_mean_s"], LIMIT_FACTOR * found["tpot_mean_s"])
+
+
+def system_of(figure: PaperFigure, reading: str, name: str) -> System:
+    """Returns one of ``SYSTEMS`` or ``SPLITS``; of them only the elastic one knows the limits."""
+    if name != "elastic":
+        return (_FIXED | _SPLIT)[name]
+    limits = limits_of(figure, reading)
+    return following(preset("elastic", colocated=4), figure.profile, limits.ttft_s, limits.tpot_s)
+
+
 def measure(run: PaperRun) -> dict[str, float]:
     """Simulates ``run``.
 
     Returns:
         Tokens a second while requests come, after the warm-up; the time from the start to the
-        last token of all; mean latency and time to first token of those that came after it.
+        last token of all; of the requests that came after the warm-up mean latency, mean time to
+        first token and the share within the limits of the cell.
     """
     figure = next(f for f in FIGURES if f.number == run.figure)
     profile = load_profile(figure.profile)
@@ -113,18 +151,21 @@ def measure(run: PaperRun) -> dict[str, float]:
     pair = partial(lengths, figure.dataset, run.reading)
     requests = arriving(arrivals, pair, run.seed, profile.model.max_context_tokens)
     clusters: list[SimCluster] = []
-    system = (SYSTEMS | SPLITS)[run.system]
+    system = system_of(figure, run.reading, run.system)
     outcome = simulate(profile, system, requests, watch=clusters.append)
     if outcome["num_finished"] != outcome["num_requests"]:
         raise UserError(f"{run}: {outcome['num_requests'] - outcome['num_finished']} never ended")
     everyone = clusters[0].finished
     arrived = [r for r in everyone if r.arrival_s >= WARM_S]
+    served = [(r.arrival_s, r.first_s, r.end_s, r.output_tokens) for r in arrived]
+    told = summary(Tally(len(arrived), served=served), limits_of(figure, run.reading))
     return {
         "tokens_per_s": sum(_in_window(r) for r in everyone) / MEASURED_S,
         "offered_tokens_per_s": sum(r.output_tokens for r in arrived) / MEASURED_S,
         "total_s": outcome["total_s"],
-        "latency_s": sum(r.end_s - r.arrival_s for r in arrived) / len(arrived),
-        "ttft_s": sum(r.first_s - r.arrival_s for r in arrived) / len(arrived),
+        "goodput_fraction": told["goodput_fraction"],
+        "latency_s": told["e2e_mean_s"],
+        "ttft_s": told["ttft_mean_s"],
         "num_moves": outcome["num_moves"],
     }
 
@@ -182,7 +223,7 @@ def sources() -> list[Path]:
     """Return this file, and the files of the simulator, its policies and its costs."""
     root = Path(banaserve.__file__).parent
     found = [Path(__file__)]
-    for folder in ("costs", "orchestrator", "sim"):
+    for folder in ("costs", "elastic", "orchestrator", "sim"):
         paths = sorted((root / folder).rglob("*.*"))
         found += [path for path in paths if path.suffix in (".py", ".toml")]
     return found

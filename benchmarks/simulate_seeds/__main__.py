@@ -7,7 +7,8 @@ All systems of a seed meet the same clients. Requests without an end when the ti
 counted ("open") and their waiting so far is in the latencies. Throughput is given as output tokens
 a second and as SkyWalker counts it, prompt plus twice the output. What the papers do not give
 (hardware times, lengths, distances) is assumed in ``banaserve/sim/regions``; so ratios are to be
-read, not values. A FILE that is there is gone on with: a case that it has is not run again.
+read, not values. Balancers are compared, over replicas whose modules stay, so overlap of hosts and
+guests is in no figure. A FILE that is there is gone on with: a case that it has is not run again.
 """
 
 from __future__ import annotations

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from banaserve.bench.results import result
+from banaserve.errors import UserError
 from benchmarks.elastic import __main__ as script
 from benchmarks.elastic import paced
 from benchmarks.elastic.__main__ import PARTS
-from benchmarks.elastic.cells import LoadCell
+from benchmarks.elastic.cells import CODE, CODE_TRACE, LoadCell, code_cells, load_of, sample
 from benchmarks.elastic.constant import (
     ConstantOutcome,
     constant_cells,
@@ -41,6 +42,35 @@ def test_constant_cells_are_below_at_and_above_saturation() -> None:
     assert {one.fraction for one in chosen} == {0.5, 0.9, 1.1}
     assert {one.profile for one in chosen} == {"opt-13b-a100", "llama-3.1-8b-h100"}
     assert {one.arrivals for one in chosen} == {"steady"}
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_code_completion_is_compared_on_both_devices_around_saturation(traced: bool) -> None:
+    chosen = code_cells(traced)
+    assert len(set(chosen)) == len(chosen) == 8
+    assert len({(one.arrivals, one.seed, one.fraction) for one in chosen}) == 8
+    assert {one.lengths for one in chosen} == {CODE_TRACE if traced else CODE}
+    assert {one.fraction for one in chosen} == {0.7, 0.85, 1.0, 1.2}
+    assert {one.service_limits for one in chosen} == {(1.0, 0.06), (1.0, 0.02)}
+
+
+def test_a_trace_of_code_completion_is_stretched_to_the_rate(tmp_path: Path) -> None:
+    trace = tmp_path / "mine.csv"
+    lines = [f"2023-11-16 18:17:{n // 2:02}.0,{1000 + n},{10 + n}" for n in range(100)]
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]))
+    [llama, *_] = [
+        one for one in code_cells(traced=True) if one.profile.startswith("llama") and one.seed == 1
+    ]
+    assert sample(llama, 3, trace).rows == [(0.0, 1000 + n, 10 + n) for n in range(3)]
+    rows = load_of(llama, 0.5, trace).rows
+    assert [row[1:] for row in rows] == [(1000 + n, 10 + n) for n in range(60)]
+    assert rows[-1][0] == pytest.approx(120.0)
+
+
+def test_a_file_that_is_no_trace_is_one_line(tmp_path: Path) -> None:
+    absent = tmp_path / "absent.jsonl"
+    with pytest.raises(UserError, match=r"absent\.jsonl"):
+        script.main(["--code", str(absent), "--jobs", "1"])
 
 
 @pytest.mark.parametrize("name", PARTS)

@@ -58,19 +58,50 @@ def test_a_run_below_saturation_serves_what_is_offered(paper: Any) -> None:
     assert ratio == pytest.approx(1.0, abs=0.01)
 
 
+def test_limits_are_the_same_multiple_of_a_request_alone_in_every_cell(paper: Any) -> None:
+    one_step_s = {8: 0.0201, 9: 0.0201, 10: 0.0226, 11: 0.0212}
+    for figure in paper.FIGURES:
+        for reading in paper.READINGS:
+            limits = paper.limits_of(figure, reading)
+            assert limits.tpot_s == pytest.approx(5 * one_step_s[figure.number], rel=0.01)
+            system = paper.system_of(figure, reading, "elastic")
+            told = {"ttft_s": limits.ttft_s, "tpot_s": limits.tpot_s}
+            assert system.routing_options == told
+            assert told.items() <= system.migration_options.items()
+    [short, long] = [paper.limits_of(paper.FIGURES[n], "reference").ttft_s for n in (1, 3)]
+    assert long > 10 * short, "LongBench's prompts are forty times as long"
+
+
+def test_goodput_is_of_what_came_after_the_warm_up_within_the_limits(paper: Any) -> None:
+    calm, full = (
+        paper.measure(paper.PaperRun(11, "reference", "static", rate, 1)) for rate in (1, 20)
+    )
+    assert calm["goodput_fraction"] > 0.95
+    assert full["goodput_fraction"] < 0.01
+
+
 def made_up(paper: Any, most: dict[str, float]) -> list[tuple[Any, dict[str, float]]]:
     """Systems that serve what is offered up to a most, 50 tokens a request."""
     runs = []
     for run in paper.all_runs():
         offered = 50.0 * run.rate_per_s
         served = min(offered, most.get(run.system, 600.0) + run.seed)
-        found = {"total_s": 180.0, "latency_s": 1.0, "ttft_s": 0.1, "num_moves": 0}
-        runs.append((run, {"tokens_per_s": served, "offered_tokens_per_s": offered, **found}))
+        found = {
+            "tokens_per_s": served,
+            "offered_tokens_per_s": offered,
+            "goodput_fraction": served / offered,
+            "total_s": 180.0,
+            "latency_s": 1.0,
+            "ttft_s": 0.1,
+            "num_moves": 0,
+        }
+        runs.append((run, found))
     return runs
 
 
 def test_the_report_tells_what_is_reached_and_what_is_missing(paper: Any, report: Any) -> None:
-    text = report.markdown(made_up(paper, {"static": 400.0, "colocated": 2000.0}))
+    most = {"static": 400.0, "colocated": 2000.0, "elastic": 800.0}
+    text = report.markdown(made_up(paper, most))
     assert "Simulated: step times come from a cost model" in text
     assert (
         "Figure 8, capped, over DistServe: 1.50 at most, the paper has up to 1.2. Reached." in text
@@ -78,7 +109,14 @@ def test_the_report_tells_what_is_reached_and_what_is_missing(paper: Any, report
     assert "Figure 9, capped, over DistServe: 1.50 at most, the paper has up to 3.9. From" in text
     assert "static is saturated; it serves 403 tokens/s at most and banaserve 603" in text
     assert "At 20 requests a second colocated still serves what is offered" in text
-    assert "| 9: OPT-13B, alpaca | reference | 1.00 to 1.50 | 2.8 to 3.9 |" in text
+    assert "| 9: OPT-13B, alpaca | reference | 1.00 to 1.50 | 1.00 to 1.99 | 2.8 to 3.9 |" in text
+    # Of 50, 300, 600 and 1,000 tokens/s: all, all, all but for static, and what is served of it.
+    limits = "0.102 s | 100 ms"
+    shares = "1.00, 1.00, 1.00, 1.00 | 1.00, 1.00, 0.67, 0.40 | 1.00, 1.00, 1.00, 0.60"
+    assert (
+        f"| 9: OPT-13B, alpaca | reference | {limits} | {shares} | 1.00, 1.00, 1.00, 0.80" in text
+    )
+    assert "for goodput and not for throughput" in text
     figures = report.figures_of(made_up(paper, {}))
     assert figures["fig11_capped_banaserve_20rps_over_static"].median == 1.0
     assert figures["fig8_reference_static_1_3_20rps_tokens_per_s"].unit == "tokens/s"
@@ -117,6 +155,6 @@ def test_matplotlib_is_missed_before_anything_runs(
 def test_a_cache_is_that_of_the_code_it_was_made_with(paper: Any) -> None:
     names = {path.relative_to(ROOT).as_posix() for path in paper.sources()}
     assert "benchmarks/simulate_paper/runs.py" in names
-    for needed in ("costs/profile", "orchestrator/control", "sim/engine"):
+    for needed in ("costs/profile", "elastic/policy", "orchestrator/control", "sim/engine"):
         assert f"banaserve/{needed}.py" in names
     assert any(name.startswith("banaserve/costs/profiles/") for name in names)

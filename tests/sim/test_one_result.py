@@ -17,7 +17,7 @@ from banaserve.sim.run import simulate
 from banaserve.sim.system import KINDS, System, following, preset
 from benchmarks.elastic.cells import LoadCell, cells
 from benchmarks.elastic.runs import elastic_system
-from benchmarks.simulate_paper.runs import SYSTEMS as COMPARED_WITH_THE_PAPER
+from benchmarks.simulate_paper import runs as paper
 
 DOCUMENT = Path(__file__).parents[2] / "docs/simulator.md"
 
@@ -87,11 +87,47 @@ def test_colocated_instances_of_the_command_are_the_librarys(
     assert told["systems"] == {"colocated": json.loads(json.dumps(own))}
 
 
-def test_the_systems_compared_with_the_paper_are_the_commands() -> None:
-    planned = job(AskedSystem(target="alpaca", rps=1, prefill=2, decode=2, systems=KINDS))
-    for name, system in COMPARED_WITH_THE_PAPER.items():
-        assert planned.systems[name] == system
-    assert planned.systems["colocated"] == preset("colocated", colocated=4)
+@pytest.mark.parametrize("reading", paper.READINGS)
+@pytest.mark.parametrize("figure", paper.FIGURES, ids=lambda figure: str(figure.number))
+def test_the_systems_compared_with_the_paper_are_the_commands(
+    figure: paper.PaperFigure, reading: str
+) -> None:
+    limits = paper.limits_of(figure, reading)
+    asked = AskedSystem(
+        target=figure.dataset,
+        rps=1,
+        profile=figure.profile,
+        slo_ttft_s=limits.ttft_s,
+        slo_tpot_s=limits.tpot_s,
+        systems=KINDS,
+    )
+    commands = job(asked).systems
+    assert set(paper.SYSTEMS) == set(commands)
+    for name in paper.SYSTEMS:
+        assert paper.system_of(figure, reading, name) == commands[name], name
+
+
+@pytest.mark.room
+def test_a_run_for_the_paper_is_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    figure, reading, rate, seed = paper.FIGURES[3], "reference", 1, 1
+    limits = paper.limits_of(figure, reading)
+    options = {
+        "rps": rate,
+        "duration": paper.WARM_S + paper.MEASURED_S,
+        "max-output-tokens": paper.MAX_OUTPUT_TOKENS,
+        "seed": seed,
+        "profile": figure.profile,
+        "slo-ttft": limits.ttft_s,
+        "slo-tpot": limits.tpot_s,
+    }
+    words = [f"--{name}={value}" for name, value in options.items()]
+    words += [f"--system={name}" for name in paper.SYSTEMS]
+    assert main(["simulate", figure.dataset, *words, "--json"]) == 0
+    [told] = json.loads(capsys.readouterr().out)["runs"]
+    for name in paper.SYSTEMS:
+        own = paper.measure(paper.PaperRun(figure.number, reading, name, rate, seed))
+        for key in ("total_s", "num_moves"):
+            assert own[key] == told["systems"][name][key], (name, key)
 
 
 @pytest.mark.parametrize("kind", KINDS)
