@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 import small_model
+from banaserve.api.admin_client import AdminClient
+from banaserve.run_dir import find_admin
 from fork_server import ForkServer
+from node_run import NodeRun
 from observing import until
 from reference import reference_tokens
 from server_run import Run
@@ -50,3 +55,34 @@ def test_prefill_waits_until_decode_has_read_what_the_store_holds(
     wanted = reference_tokens(fork_server, small_model.options()[1], prompts, greedily)[""]
     for number in range(num_sequences):
         assert [answer.tokens[number] for answer in answers.values()] == wanted
+
+
+@pytest.mark.room
+def test_a_decode_leg_on_another_machine_computes_no_prompt_again(
+    serve: Callable[..., Run], tmp_path: Path, free_port: Callable[[], int]
+) -> None:
+    """What its store has no room for stays at the prefill leg's until it has been fetched."""
+    key = tmp_path / "key"
+    key.write_text("a-key-of-two-machines")
+    nodes = [
+        NodeRun(tmp_path / name, f"127.0.0.1:{free_port()}", key.read_text()) for name in ("a", "b")
+    ]
+    with contextlib.ExitStack() as stack:
+        for node in nodes:
+            stack.callback(node.close)
+            node.wait_for("takes a server's engines")
+        words = ("--pd", "1:1", "--dtype", "float32", "--max-model-len", "1024")
+        words += tuple(f"--node={node.address}" for node in nodes)
+        words += ("--cluster-key-file", str(key), "--skip-prefill-below-tokens", "0")
+        server = serve(*words, *STORE, *FEW)
+        instances = AdminClient(*find_admin(server.run_dir)).status().instances
+        assert len({one.node for one in instances}) == 2
+        answers = asyncio.run(asked_all(server, greedy(NUM_PROMPTS, 5000, OUTPUT_TOKENS)))
+        assert [answer.error for answer in answers.values()] == [""] * NUM_PROMPTS
+        computed = server.metric("banaserve_prompt_tokens_computed_total", instance_id="d0")
+        assert computed <= NUM_PROMPTS
+        waited = [
+            server.metric("banaserve_waited_for_room_total", instance_id=name)
+            for name in ("p0", "d0")
+        ]
+        assert sum(waited) > 0
