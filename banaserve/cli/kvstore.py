@@ -97,7 +97,6 @@ def start(
         return
     use_plugins(PluginGroup.STORE_TIERS)
     warn_of_rivalries((PluginGroup.STORE_TIERS, urlsplit(distributed).scheme))
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s kvstore %(levelname)s %(message)s")
     options = StoreOptions(
         size=size,
         ssd=ssd,
@@ -115,6 +114,7 @@ def start(
     if ssd is not None:
         check_usable(ssd)
     config = options.config(socket_path, metrics_port=metrics_port, die_with_parent=die_with_parent)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s kvstore %(levelname)s %(message)s")
     serve(config, lambda: announce_ready(ready_fd))
 
 

@@ -29,6 +29,7 @@ from banaserve.arguments import Parser
 from banaserve.bench.datasets.files import data_folder
 from banaserve.bench.results import result
 from banaserve.bench.results.result import Figure
+from banaserve.errors import UserError
 from benchmarks.elastic.cells import cells, code_cells
 from benchmarks.elastic.constant import (
     ConstantOutcome,
@@ -119,6 +120,8 @@ def _compared(given: Namespace, console: Console) -> Iterator[_Told]:
         chosen = cells(how_many, data is not None)
     else:
         data = None if given.code == _DRAWN else Path(given.code)
+        if data is not None and not data.is_file():
+            raise UserError(f"--code {data}: there is no such file; without one lengths are drawn")
         chosen = code_cells(data is not None)
     without = () if given.ablation is None else given.ablation or tuple(PARTS)
     variants = {"elastic": WHOLE} | {name: PARTS[name] for name in without}

@@ -21,7 +21,7 @@ from banaserve.errors import UserError
 class Cluster:
     """Answers as the admin API does; a role switch takes two looks."""
 
-    roles: dict[str, str]
+    role_of: dict[str, str]
     away: dict[str, int] = field(default_factory=dict)
     under_way: int = 0
     refusals: int = 0
@@ -31,7 +31,7 @@ class Cluster:
         self.under_way -= self.under_way > 0
         instances = [
             SimpleNamespace(id=name, role=role, units=[0] * self.away.get(name, 0))
-            for name, role in self.roles.items()
+            for name, role in self.role_of.items()
         ]
         migrations = [SimpleNamespace(is_open=self.under_way > 0)]
         return SimpleNamespace(instances=instances, migrations=migrations)
@@ -46,13 +46,17 @@ class Cluster:
         self.told.append(ask)
         self.away.pop(ask.source)
 
-    def begin_role(self, ask: RoleRequest) -> RoleChange:
-        self.told.append(ask)
-        return RoleChange("r1", ask.instance, self.roles[ask.instance], ask.role, "draining")
+    @property
+    def roles(self) -> Cluster:
+        return self
 
-    def show_role(self, change_id: str, wait_s: float) -> RoleChange:
+    def begin(self, ask: RoleRequest) -> RoleChange:
+        self.told.append(ask)
+        return RoleChange("r1", ask.instance, self.role_of[ask.instance], ask.role, "draining")
+
+    def show(self, change_id: str, wait_s: float) -> RoleChange:
         ask = self.told[-1]
-        self.roles[ask.instance] = ask.role
+        self.role_of[ask.instance] = ask.role
         return RoleChange(change_id, ask.instance, "", ask.role, "done")
 
 
@@ -68,12 +72,12 @@ def started(cluster: Cluster) -> StartPlacement:
 def test_modules_come_home_and_roles_back_while_the_orchestrator_rests() -> None:
     cluster = Cluster({"p0": "prefill", "d0": "decode", "d1": "decode"})
     start = started(cluster)
-    cluster.roles["d0"] = "prefill"
+    cluster.role_of["d0"] = "prefill"
     cluster.away["d1"] = 2
     cluster.under_way, cluster.refusals = 3, 1
     start.restore()
     assert cluster.told == ["paused", Return("d1"), RoleRequest("d0", "decode"), "goes on"]
-    assert cluster.roles == {"p0": "prefill", "d0": "decode", "d1": "decode"}
+    assert cluster.role_of == {"p0": "prefill", "d0": "decode", "d1": "decode"}
 
 
 def test_what_is_in_its_place_is_left_there() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,17 @@ HTTPS = ("--url", "https://127.0.0.1:9")
 NO_FOLDERS = "/proc/nothing"
 """In a file system in which nobody, root included, can make a folder."""
 REPLICA = ("--replica", "http://127.0.0.1:9")
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """A command sets up the logging of its process, which other tests share."""
+    loggers = [logging.getLogger(name) for name in ("", "banaserve")]
+    before = [(one.level, list(one.handlers)) for one in loggers]
+    yield
+    for one, (level, handlers) in zip(loggers, before, strict=True):
+        one.setLevel(level)
+        one.handlers[:] = handlers
 
 
 @pytest.mark.parametrize("kind", ["missing", "a folder", "below a file"])
