@@ -183,7 +183,7 @@ async def _run(
     asked = [CaseRequest.of(one, case.seed) for one in case.requests(case.seed)]
     key = secrets.token_urlsafe(12)
     words = ["--pace", case.profile.name, "--dilate", f"{dilation:g}", *_SHARED, *options]
-    words += ["--admin-key", key]
+    words += [f"--admin-key={key}"]  # a key may begin with a dash
     if log is not None:
         words += ["--decision-log", str(log)]
     with banaserve_server(MINIATURE, *words, port=given.port) as server:
