@@ -44,7 +44,7 @@ def refused(launch, poll):
             "--max-modl-len 64",
             "unrecognized arguments: --max-modl-len; did you mean --max-model-len",
         ),
-        ("--pd 999:999", "1998 instances need about"),
+        ("--pd 999:999", "1998 instances with --kv-store-size 1GiB need about"),
     ],
 )
 def test_what_is_found_out_on_the_way_ends_it(options, words, refused):
