@@ -95,7 +95,7 @@ class DisaggregatedClient(EngineClient):
         config: As the engines got it; a copy is kept, with the context length they settled on.
         request_timeout_s: One time budget for all legs of a request.
         lookup_above_tokens: Shorter prompts are not looked up in the store before routing.
-        has_store_peers: Whether the store fetches blocks from stores that are not this server's.
+        has_store_peers: Flag: the store fetches blocks from stores that are not this server's.
 
     Attributes:
         requests: Notes of the last requests, for ``banaserve trace``.

@@ -167,7 +167,7 @@ def test_the_commands_find_the_server_by_its_folder(server, admin, run_dir):
     assert banaserve("migrate", "return", "--from", "d0").returncode == 0
 
 
-def test_random_moves_at_random_moments(server, admin, run_dir, reference):
+def test_random_moves_at_random_moments(server, admin, reference):
     """And at random an instance waits for its guests, or cuts its steps into parts."""
     rng = random.Random(SEED)
     ended = 0
@@ -185,12 +185,7 @@ def test_random_moves_at_random_moments(server, admin, run_dir, reference):
             if loads.placed(admin, host).units:
                 loads.done(admin, Return(host))
             admin.overlap(OverlapRequest(host, DEFAULT_MICROBATCHES))
-    # On a busy machine a guest may be late, and is given up as a dead one is; for nothing else.
-    late = sum(
-        (run_dir / f"{host}.log").read_text().count("the peer has not answered in time")
-        for host in ("d0", "d1", "p0")
-    )
-    assert server.metric("banaserve_migration_lost_steps_total") <= late
+    assert server.metric("banaserve_migration_lost_steps_total") == 0
 
 
 # ---- faults

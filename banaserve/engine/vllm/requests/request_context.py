@@ -62,28 +62,28 @@ class RequestContext:
         request: Prepared once: tokenised, validated, with its id; one sequence.
         first_token_blocker: Reason for which decode must sample the first token; None for none.
         uncached_tokens: The router's estimate of the tokens that prefill has to compute.
-        is_stored: It has no prefill leg because the store has its prompt.
+        is_stored: Flag: it has no prefill leg because the store has its prompt.
         deadline: On the event loop's clock.
         state: vLLM's front-end state (detokenizer, logprobs) once output has begun.
         split_blocker: Why this request cannot be split into legs, None where it can.
         prefilled: The prompt's KV has been left in the store.
         is_prompt_counted: vLLM's metrics have its prompt, from a prefill leg of its own.
         sequences: Counts of all sequences of the same request.
-        num_cached_tokens: So many of its tokens the prefill leg had not to compute.
+        num_cached_tokens: Number of prompt tokens that the prefill leg did not compute.
         num_created_tokens: Number of prompt tokens that the prefill leg has left in caches.
         first: The prefill leg's token and why it stopped there, until it has been sent.
         num_sent: Outputs that have gone to the client.
         aborted: By its id, from outside: it ends where it stands.
         num_deaths: Instances that have died under it since it last came further.
         num_beside: Requests that the instance it runs on has, itself included.
-        notes: What becomes of it, for ``banaserve trace``.
-        limits: That it names for itself.
-        resident_tokens: Of the prompt, those that probably lie in an engine's own cache.
-        prediction: Of the routing policy; None where it predicts nothing, or a leg was tried again.
+        notes: Events of the request, for ``banaserve trace``.
+        limits: Latency limits that the request names for itself.
+        resident_tokens: Number of prompt tokens that are probably in each engine's own cache.
+        prediction: Times predicted by the routing policy; None if none or a leg ran again.
         prompt_leg_ended: Set once the prompt is in the store, or the whole request on its way to
             one instance: other sequences of the same prompt may begin.
         is_sibling: Another sequence of the same request counts as the request.
-        has_siblings: It is the one that counts.
+        has_siblings: Flag: it counts as the request, and other sequences of it do not.
         trial: Its turn to be tried again, where instances have died under it; None for none.
         weights: Of the engines that compute it; empty until the first has.
         hold: Number under which the store holds its prompt's blocks for decode; 0 for none.
