@@ -135,10 +135,18 @@ def visible_gpus() -> list[str]:
     return sorted((one.name.removeprefix("nvidia") for one in found), key=int)
 
 
-def available_memory_bytes() -> int:
-    """Memory that can be taken without swapping, within this control group's limit."""
+_RECLAIMABLE = ("inactive_file", "active_file", "slab_reclaimable")
+"""Entries of a control group's ``memory.stat``, in bytes; a file in /dev/shm is in none of them."""
+_CONTROL_GROUP = Path("/sys/fs/cgroup")
+
+
+def available_memory_bytes(group: Path = _CONTROL_GROUP) -> int:
+    """Memory that can be taken without swapping, within the limit of control group ``group``.
+
+    Files that were read lie in memory until others need it: what a group uses counts them, and they
+    are no reason to refuse.
+    """
     available_bytes = _meminfo_bytes("MemAvailable")
-    group = Path("/sys/fs/cgroup")
     try:
         limit = (group / "memory.max").read_text().strip()
         used_bytes = int((group / "memory.current").read_text())
@@ -147,7 +155,7 @@ def available_memory_bytes() -> int:
         return available_bytes
     if limit == "max":
         return available_bytes
-    reclaimable_bytes = int(stat.get("inactive_file", 0))
+    reclaimable_bytes = sum(int(stat.get(name, 0)) for name in _RECLAIMABLE)
     return min(available_bytes, int(limit) - used_bytes + reclaimable_bytes)
 
 

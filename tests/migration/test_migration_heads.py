@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from banaserve.engine.vllm.migration.modules.head_split import SplitAttention, VllmHeads, _Away
-from banaserve.engine.vllm.migration.rpc import messages
+from banaserve.engine.vllm.migration.rpc import guest_client, messages
 from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
-from banaserve.engine.vllm.migration.rpc.tensors import from_wire, to_wire
+from banaserve.engine.vllm.migration.rpc.tensors import TensorBundle, from_wire, to_wire
 from banaserve.engine.vllm.migration.units.heads import RemoteHeads, RunHeads
 from banaserve.engine.vllm.migration.units.registry import decode_request
 from banaserve.errors import GuestLostError
 from banaserve.transport.channel import StreamChannel
 from banaserve.transport.connect import over_unix
-from banaserve.transport.errors import PeerGoneError
+from banaserve.transport.errors import PeerGoneError, TransferTimeoutError
 from banaserve.transport.interface import Message
 
 NUM_TOKENS = 4000
@@ -111,6 +111,56 @@ def test_a_guest_that_works_and_never_answers_is_not_waited_for_for_ever() -> No
         link.ask(messages.GetUsage(), messages.GuestUsage, 0.1)
     assert link.lost is not None
     theirs.close()
+
+
+class StandingStill:
+    """A channel of a guest whose answer comes at a given look for it; time passes in looks alone.
+
+    Args:
+        look_s: What the first look takes: of an hour, this whole process stood still.
+        num_looks: Looks that find nothing.
+    """
+
+    def __init__(self, look_s: float, num_looks: int) -> None:
+        self.now_s = 0.0
+        self._look_s, self._num_looks = look_s, num_looks
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def send(self, message: Message, timeout_s: float) -> None:
+        pass
+
+    def receive(self, timeout_s: float) -> Message:
+        self.now_s += max(timeout_s, self._look_s)
+        self._look_s = 0.0
+        self._num_looks -= 1
+        if self._num_looks >= 0:
+            raise TransferTimeoutError("nothing came")
+        tensor = to_wire(torch.zeros(1, 6, HEAD_SIZE))
+        return Message(messages.encode(messages.StepOutputs(False, (0,))), (tensor,))
+
+    def close(self) -> None:
+        pass
+
+
+def collected(channel: StandingStill, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Number of outputs of one step of a guest at the other end of ``channel``."""
+    monkeypatch.setattr(guest_client, "time", channel)
+    link = GuestClient("g", channel, None, lambda: 1, STALL_S)  # type: ignore[arg-type]
+    return len(link.run(messages.GetUsage(), TensorBundle(), 1))
+
+
+def test_time_in_which_the_host_stood_still_does_not_count_against_its_guest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    an_hour_s = 3600.0
+    assert collected(StandingStill(an_hour_s, 3), monkeypatch) == 1
+
+
+def test_a_guest_that_alone_is_silent_as_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(GuestLostError, match="nothing came"):
+        collected(StandingStill(0.0, 1000), monkeypatch)
 
 
 def _no_text(_: Any, tensor: torch.Tensor) -> Any:

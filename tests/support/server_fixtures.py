@@ -12,6 +12,7 @@ import pytest
 
 import ports
 import small_model
+from banaserve.platform.linux import available_memory_bytes
 from fork_server import ForkServer
 from observing import until
 from server_run import Run
@@ -19,6 +20,20 @@ from server_run import Run
 MODEL = "smollm2-135m"
 # What these tests need: a small machine has room for it beside other work.
 LIGHT = ("--kv-store-size", "512MiB", "--kv-cache-memory-bytes", str(512 << 20))
+
+
+START_BYTES = 6 << 30
+"""Memory that a server of a few small engines may take."""
+MEMORY_DEADLINE_S = 120.0
+
+
+def _await_memory() -> None:
+    """Wait for servers of other tests, which may be about to end: without room, a server refuses.
+
+    Where memory stays scarce, the server says so.
+    """
+    with contextlib.suppress(AssertionError):
+        until(lambda: available_memory_bytes() >= START_BYTES, "room", MEMORY_DEADLINE_S)
 
 
 @pytest.fixture(scope="session")
@@ -58,6 +73,7 @@ def launch(
         ) -> Run:
             folder = tmp_path_factory.mktemp("serve")
             is_fresh = fresh or not env.keys() <= {"PYTHONPATH"}
+            _await_memory()
             forks = None if is_fresh else request.getfixturevalue("fork_server")
             run = Run(folder, port or free_port(), options, env, forks)
             stack.callback(run.close)
