@@ -26,6 +26,7 @@ from banaserve.access.tenants import tenant_terms
 from banaserve.clock import WallClock
 from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.compat import engine as compat
+from banaserve.engine.vllm.compat.clients import lent_renderer
 from banaserve.engine.vllm.compat.config import VllmConfig
 from banaserve.engine.vllm.compat.requests import (
     GracefulHTTPError,
@@ -39,7 +40,6 @@ from banaserve.engine.vllm.compat.server import (
     EngineClient,
     InputProcessor,
     extract_prompt_components,
-    renderer_from_config,
     xgrammar_vocabulary,
 )
 from banaserve.engine.vllm.continuation import take_client_args
@@ -112,7 +112,7 @@ class DisaggregatedClient(EngineClient):
     ) -> None:
         self.vllm_config = copy.deepcopy(config)
         self.model_config = self.vllm_config.model_config
-        self.renderer = renderer_from_config(self.vllm_config)
+        self.renderer = lent_renderer(self.vllm_config)
         self.input_processor = InputProcessor(self.vllm_config, self.renderer)
         self._router = router
         self._cluster = router.cluster

@@ -1,4 +1,4 @@
-"""Clients of engine cores: what is equal in all of them is made once.
+"""Clients of engine cores: what is equal in all of them and in the front door is made once.
 
 A renderer with its tokenizer takes half a second of processor time and forty megabytes, as much as
 all else of an instance in the front door's process.
@@ -18,7 +18,7 @@ from vllm.v1.metrics.stats import IterationStats
 
 from banaserve.engine.vllm.compat.config import UsageContext, VllmConfig
 
-__all__ = ["EngineClient", "connect", "set_iteration_stats"]
+__all__ = ["EngineClient", "connect", "lent_renderer", "set_iteration_stats"]
 
 _renderers: weakref.WeakValueDictionary[tuple[Any, ...], Any] = weakref.WeakValueDictionary()
 _making = threading.Lock()
@@ -59,6 +59,13 @@ def connect(
 def set_iteration_stats(kind: type[IterationStats]) -> None:
     """Let clients of this process count the outputs of a step in an object of this class."""
     async_llm.IterationStats = kind
+
+
+def lent_renderer(config: VllmConfig) -> Any:
+    """A new renderer with this configuration, which clients that come later have too."""
+    with _making:
+        made = _renderers[_key(config)] = _make_renderer(config)
+    return made
 
 
 def _shared_renderer(config: VllmConfig) -> Any:

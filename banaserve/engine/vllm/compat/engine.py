@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from vllm.platforms import current_platform
 from vllm.v1.engine import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -65,6 +66,7 @@ __all__ = [
     "mark_dead",
     "on_wake",
     "output_tokens",
+    "override_kernels",
     "put_first_token",
     "register",
     "request_state",
@@ -83,8 +85,22 @@ PRE_IMPORTED = (
     "vllm.v1.worker.cpu_worker",
     "vllm.v1.attention.backends.cpu_attn",
     "vllm.model_executor.models.llama",
+    "vllm.model_executor.layers.quantization.online.base",
 )
 """Modules that an engine core on CPU needs, in the order in which they are imported."""
+
+
+def override_kernels() -> None:
+    """Put vLLM's C++ kernels in the place of Triton's where those cannot run, for all forks too.
+
+    vLLM looks through all names of all modules for that: more than half a second for each engine.
+    """
+    current_platform.register_triton_kernel_overrides()
+    current_platform.register_triton_kernel_overrides = _overridden
+
+
+def _overridden() -> None:
+    """It is done."""
 
 
 def mark_dead(llm: AsyncLLM) -> None:

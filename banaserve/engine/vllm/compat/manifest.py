@@ -306,7 +306,6 @@ _SERVER = [
                 "get_span_exporter(endpoint)"),
     *_functions("server", "vllm.tokenizers", "vocabulary for checks of grammars",
                 "cached_tokenizer_from_config(model_config=)"),
-    *_functions("server", "vllm.renderers", "prompts of requests", "renderer_from_config(config)"),
     *_functions("server", "vllm.renderers.inputs.preprocess", "text of a prompt",
                 "extract_prompt_components(model_config, prompt)"),
     *_methods("server", "vllm.renderers.base", "BaseRenderer", "end of the server", "shutdown()"),
@@ -363,6 +362,9 @@ _CLIENT, _CORE = "vllm.v1.engine.async_llm", "vllm.v1.engine.core"
 _OUTPUT, _STATS = "vllm.v1.engine.output_processor", "vllm.v1.metrics.stats"
 
 _ENGINE = [
+    Entry("engine", "vllm.platforms", "current_platform", NameKind.VALUE, "kernels for forks"),
+    *_methods("engine", "vllm.platforms.interface", "Platform", "kernels for forks",
+              "register_triton_kernel_overrides()", hook=Hook.REPLACED),
     *_classes("engine", "vllm.v1.engine", "messages of the engine core",
               "EngineCoreOutput(request_id=, new_token_ids=, new_logprobs=, finish_reason=, "
               "stop_reason=, prefill_stats=)",

@@ -16,7 +16,6 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.launcher import validate_api_server_args
 from vllm.reasoning import ReasoningParserManager
-from vllm.renderers import renderer_from_config
 from vllm.renderers.inputs.preprocess import extract_prompt_components
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.tool_parsers import ToolParserManager
@@ -49,7 +48,6 @@ __all__ = [
     "keep_serving",
     "load_parsers",
     "make_arg_parser",
-    "renderer_from_config",
     "validate_parsed_serve_args",
     "xgrammar_vocabulary",
 ]

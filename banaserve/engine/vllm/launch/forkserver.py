@@ -20,7 +20,7 @@ from collections.abc import Callable
 import msgspec
 
 from banaserve.engine.vllm.compat.config import VllmConfig
-from banaserve.engine.vllm.compat.engine import PRE_IMPORTED
+from banaserve.engine.vllm.compat.engine import PRE_IMPORTED, override_kernels
 from banaserve.engine.vllm.launch import messages
 from banaserve.engine.vllm.launch.engine_main import (
     redirect_output,
@@ -44,6 +44,7 @@ def pre_import() -> None:
     """Import what an engine core on CPU needs, before any thread or fork."""
     for name in _PRE_IMPORTED:
         importlib.import_module(name)
+    override_kernels()
 
 
 def fork_engine_parent(config: VllmConfig) -> tuple[int, socket.socket]:
