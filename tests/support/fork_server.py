@@ -194,10 +194,23 @@ def _import() -> None:
 
     set_environment()
     pre_import()
+    _load_tokenizer()
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"{len(threads)} threads: a forked child would lack all but one"
     gc.collect()
     gc.freeze()  # or each child's first collection copies every page
+
+
+def _load_tokenizer() -> None:
+    """Fill vLLM's caches with what servers and engines of the small model read of its tokenizer."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.renderers.hf import resolve_chat_template
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    small_model = runpy.run_path(str(Path(__file__).with_name("small_model.py")))
+    config = EngineArgs(small_model["resolve"]().path_or_id).create_model_config()
+    tokenizer: Any = cached_tokenizer_from_config(config)
+    resolve_chat_template(tokenizer, chat_template=None, tools=None, model_config=config)
 
 
 class _Mark:

@@ -1,0 +1,61 @@
+"""What all clients of a server's engines have in common, and what all its engines have."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from vllm.v1.engine import async_llm
+from vllm.v1.worker import block_table
+
+import small_model
+from banaserve.engine.vllm.compat.clients import lent_renderer
+from banaserve.engine.vllm.compat.config import VllmConfig
+from banaserve.engine.vllm.compat.engine import override_kernels
+from banaserve.engine.vllm.settings.engine_args import engine_config, parse_vllm_argv
+
+KERNEL = block_table.ComputeSlotMappingKernel
+
+
+def config_of(path: str) -> VllmConfig:
+    return engine_config(parse_vllm_argv(["--model", path, "--enforce-eager"]))
+
+
+@pytest.fixture(scope="module")
+def config() -> VllmConfig:
+    return config_of(small_model.resolve().path_or_id)
+
+
+@pytest.fixture
+def lent(config: VllmConfig) -> Iterator[object]:
+    made = lent_renderer(config)
+    yield made
+    made.shutdown()
+
+
+def test_clients_have_the_front_doors_renderer(config: VllmConfig, lent: object) -> None:
+    assert async_llm.renderer_from_config(copy.deepcopy(config)) is lent
+
+
+def test_the_last_front_door_lends_its_own(config: VllmConfig, lent: object) -> None:
+    other = lent_renderer(copy.deepcopy(config))
+    assert other is not lent
+    assert async_llm.renderer_from_config(config) is other
+    other.shutdown()
+
+
+def test_a_client_of_another_tokenizer_has_its_own(lent: object, tmp_path: Path) -> None:
+    shutil.copytree(small_model.resolve().path_or_id, tmp_path, dirs_exist_ok=True)
+    made = async_llm.renderer_from_config(config_of(str(tmp_path)))
+    assert made is not lent
+    made.shutdown()
+
+
+def test_kernels_are_put_in_place_once() -> None:
+    override_kernels()
+    kernel = KERNEL.kernel
+    override_kernels()
+    assert KERNEL.kernel is kernel
