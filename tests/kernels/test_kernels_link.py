@@ -49,8 +49,7 @@ def ran(*command: str) -> str:
     return done.stdout.splitlines()[0]
 
 
-@pytest.mark.deep
-@pytest.mark.early
+@pytest.mark.room
 def test_transformers_works_from_the_root_of_the_repository() -> None:
     assert ran("-c", PROBE + IMPORTS) in ("ours", "not ours")
 

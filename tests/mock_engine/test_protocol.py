@@ -79,7 +79,6 @@ def test_killed_mock_core_says_what_a_killed_one_says(recorded: Recording) -> No
 
 
 @pytest.mark.e2e
-@pytest.mark.spine
 def test_real_core_answers_as_recorded(recorded: Recording) -> None:
     names = Names.of(recorded.structs)
     with tempfile.TemporaryDirectory(prefix="rc-") as place:

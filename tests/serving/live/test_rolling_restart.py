@@ -130,6 +130,12 @@ def test_every_answer_is_of_old_weights_or_of_new_ones(
         came["new"] += is_new and not is_old
     assert came["old"]
     assert came["new"]
+
+
+def test_old_weights_come_back(pair: Run, kinds: dict[str, Kind], new_weights: Path) -> None:
+    restarted(pair, RestartRequest(small_model.resolve().path_or_id))
+    old = asyncio.run(asked_all(pair, kinds))
+    restarted(pair, RestartRequest(str(new_weights)))
     restarted(pair, RestartRequest(small_model.resolve().path_or_id))
     assert differences(kinds, old, asyncio.run(asked_all(pair, kinds))) == {}
 
