@@ -351,6 +351,6 @@ async def test_without_a_tracer_nothing_is_kept_of_a_trace_context() -> None:
     assert http_call.get() is None
 
 
-@pytest.mark.deep
+@pytest.mark.room
 def test_a_server_without_the_option_loads_none_of_it() -> None:
     assert Forked(imported_without_traces.check).wait() == 0

@@ -42,7 +42,7 @@ print(before, once is not own, CPUModelRunner._update_states is once, moves)
 """
 
 
-@pytest.mark.deep
+@pytest.mark.room
 def test_a_spawned_worker_takes_requests_that_bring_output() -> None:
     done = subprocess.run([sys.executable, "-P", "-c", WORKER], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

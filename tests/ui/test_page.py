@@ -34,6 +34,12 @@ AUTH = {"Authorization": f"Bearer {KEY}"}
 MODELLED = "MODELLED, not measured: tiny"
 
 
+def in_room(*cases):
+    """Cases that ``make test`` leaves to the tests of their room."""
+    found = (one if isinstance(one, tuple) else (one,) for one in cases)
+    return [pytest.param(*one, marks=pytest.mark.room) for one in found]
+
+
 @pytest.fixture(scope="module")
 def chrome() -> Iterator[Browser]:
     with browser() as one:
@@ -330,7 +336,7 @@ def noted(live: Live, num_requests: int, ttft_s: float) -> None:
             notes.first_token("decode", None)
 
 
-@pytest.mark.parametrize("width", [360, 390, 768, 1024, 1280, 1400, 1920])
+@pytest.mark.parametrize("width", [360, 1400, *in_room(390, 768, 1024, 1280, 1920)])
 def test_every_figure_is_whole_with_a_legend_and_a_scale(chrome, live, width):
     noted(live, 3, 0.25)
     with chrome.page(live.url, width=width) as page:
@@ -562,8 +568,8 @@ def test_a_log_is_played(chrome):
         row(page, "d0").locator(".hole").nth(3).wait_for()
 
 
-@pytest.mark.parametrize("num_instances", [1, 64])
-@pytest.mark.parametrize(("width", "dark"), [(1400, False), (390, True)])
+@pytest.mark.parametrize("num_instances", [64, *in_room(1)])
+@pytest.mark.parametrize(("width", "dark"), [(1400, False), *in_room((390, True))])
 def test_few_and_many_instances(chrome, num_instances, width, dark):
     with replayed(num_instances) as url, chrome.page(url, width=width, dark=dark) as page:
         page.wait_for_selector("#map [role=option]")

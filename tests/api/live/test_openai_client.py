@@ -16,7 +16,7 @@ from banaserve.cli.main import main
 from banaserve.config import DEFAULT_SKIP_PREFILL_BELOW_TOKENS
 from banaserve.engine.vllm.tracing.events import RequestTrace
 
-pytestmark = [pytest.mark.e2e, pytest.mark.spine]
+pytestmark = pytest.mark.e2e
 
 MODEL = "smollm2-135m"
 MAX_CONCURRENT = 4
@@ -113,6 +113,7 @@ def busy(server) -> dict[str, dict[frozenset[tuple[str, str]], float]]:
 # What a client sees -------------------------------------------------------------------------------
 
 
+@pytest.mark.spine
 def test_chat(chat):
     answer = chat()
     (choice,) = answer.choices
@@ -121,6 +122,7 @@ def test_chat(chat):
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
+@pytest.mark.spine
 def test_a_streamed_chat_is_the_same_and_tells_its_usage(chat):
     whole = chat()
     *pieces, last = chat(stream=True, stream_options={"include_usage": True})
@@ -137,6 +139,7 @@ def test_a_streamed_completion_is_the_same(complete):
     assert pieces[-1].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
 
 
+@pytest.mark.spine
 def test_several_prompts_and_several_answers(complete):
     prompts = [TEXT, f"{TEXT} the Romans"]
     answer = complete(prompts, n=2, temperature=1.0, seed=5)
@@ -155,6 +158,7 @@ def test_one_token(complete):
     assert complete().choices[0].text.startswith(answer.choices[0].text)
 
 
+@pytest.mark.spine
 def test_a_seed_repeats_itself(complete):
     def sampled(seed: int) -> str:
         return complete(temperature=1.0, top_p=0.9, seed=seed).choices[0].text
@@ -162,6 +166,7 @@ def test_a_seed_repeats_itself(complete):
     assert sampled(1) == sampled(1) != sampled(2)
 
 
+@pytest.mark.spine
 def test_logprobs(chat, complete):
     content = chat(logprobs=True, top_logprobs=3).choices[0].logprobs.content
     assert [max(token.top_logprobs, key=lambda top: top.logprob).token for token in content] == [
@@ -182,6 +187,7 @@ def test_echo_and_the_probabilities_of_the_prompt(server, complete):
     assert after == before + 1
 
 
+@pytest.mark.spine
 def test_structured_output(chat):
     asked = [{"role": "user", "content": "Name a capital in Europe and its age as JSON."}]
     form = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY, "strict": True}}
@@ -192,6 +198,7 @@ def test_structured_output(chat):
     assert choice.choices[0].message.content in ("red", "blue")
 
 
+@pytest.mark.spine
 def test_tools(chat):
     asked = [{"role": "user", "content": "What is the weather in Paris?"}]
     plain = chat(asked, tools=[WEATHER], tool_choice="none").choices[0].message
@@ -205,6 +212,7 @@ def test_tools(chat):
     assert json.loads(call.function.arguments).keys() == {"city"}
 
 
+@pytest.mark.spine
 def test_responses(client):
     options = {"model": MODEL, "input": QUESTION[0]["content"], "temperature": 0.0}
     answer = client.responses.create(**options, max_output_tokens=24)
@@ -246,6 +254,7 @@ def test_the_probes(server):
     assert page["banaserve_kvstore_up"] == {frozenset(): 1.0}
 
 
+@pytest.mark.spine
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("length", [3, 300])
 def test_vllms_metrics_count_a_request_once(server, complete, length, stream):
@@ -345,6 +354,7 @@ def test_streamed_pieces_never_cut_a_character(complete):
     assert not any("\ufffd" in piece for piece in pieces[:-1])
 
 
+@pytest.mark.spine
 def test_decode_computes_at_most_one_prompt_token_a_request(server, complete):
     # Around one block of 128 tokens, where the last block is full, almost full or just begun.
     lengths = [DEFAULT_SKIP_PREFILL_BELOW_TOKENS + 1, 127, 128, 129, 255, 256, 257, 700]
@@ -364,6 +374,7 @@ def test_decode_computes_at_most_one_prompt_token_a_request(server, complete):
     assert first_tokens(server) == (legs[0] + len(lengths), legs[1] + 4)
 
 
+@pytest.mark.spine
 def test_requests_that_share_their_prompt_or_their_id_do_not_disturb_each_other(complete):
     prompt = numbered_tokens(55, 400)
     same = {"stream": True, "max_tokens": 20, "extra_headers": {"X-Request-Id": "the-same"}}
@@ -402,6 +413,7 @@ def test_a_prompt_that_fills_the_context(complete):
 # Clients that go away -----------------------------------------------------------------------------
 
 
+@pytest.mark.spine
 def test_a_cancelled_stream_ends_within_a_few_tokens_and_frees_its_blocks(server, complete, poll):
     """Tokens, which a busy machine makes later too: a second is 30 of them or more."""
 

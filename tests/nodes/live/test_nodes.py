@@ -61,7 +61,6 @@ def expected(serve: Callable[..., Run]) -> Iterator[Callable[[dict[str, Kind]], 
     plain.end()
 
 
-@pytest.mark.spine
 def test_tokens_are_those_of_one_engine(
     server: Run, nodes: list[NodeRun], expected: Callable[[dict[str, Kind]], list[list[int]]]
 ) -> None:

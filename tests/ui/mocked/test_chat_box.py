@@ -219,6 +219,7 @@ ONE_LINE = [
 ]
 
 
+@pytest.mark.room
 @pytest.mark.parametrize(("fault", "told"), ONE_LINE)
 def test_an_error_is_one_line_and_the_question_stays(server, chrome, fault, told):
     with opened(chrome, server) as page:
@@ -247,6 +248,7 @@ def test_what_came_before_an_error_stays(server, chrome, end, told):
         assert page.locator("#chat-log .turn p").all_text_contents() == ["Why?", "Because"]
 
 
+@pytest.mark.room
 def test_a_model_without_a_chat_template_is_asked_elsewhere(serve, chrome, tmp_path):
     model = small_model.resolve()
     folder = Path(shutil.copytree(model.path_or_id, tmp_path / "model"))
