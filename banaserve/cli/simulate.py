@@ -200,6 +200,8 @@ def _compare(
         typer.echo(json.dumps(_as_json(planned, outcomes), indent=2))
     else:
         _show(planned, outcomes)
+    if log is not None:
+        log.check()
     is_reached = all(outcome.get("is_reached", True) for outcome in outcomes)
     return 0 if is_reached else _EXIT_GOAL_MISSED
 

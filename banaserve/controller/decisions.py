@@ -26,11 +26,15 @@ class DecisionLog:
     Args:
         path: JSON lines are appended to it; None writes none.
 
+    Attributes:
+        problem: Why the file ends before the decisions do; empty while it does not.
+
     Raises:
         UserError: The file cannot be written.
     """
 
     def __init__(self, path: Path | None = None, kept: int = KEPT) -> None:
+        self.problem = ""
         self._kept: deque[DecisionRecord] = deque(maxlen=kept)
         self._path = path
         self._number = 0
@@ -69,6 +73,7 @@ class DecisionLog:
         try:
             _append(self._path, msgspec.json.encode(decision) + b"\n")
         except OSError as error:
+            self.problem = error.strerror or str(error)
             logger.error("the decision log %s ends here: %s", self._path, error)
             self._path = None
 

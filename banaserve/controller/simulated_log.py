@@ -32,6 +32,7 @@ class SimulatedLog:
             path.write_bytes(b"")
         except OSError as error:
             raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+        self._path = path
         self._log = DecisionLog(path)
         self._open: list[tuple[Step, WantedStep, DecisionRecord]] = []
         self._num_done = 0
@@ -49,6 +50,15 @@ class SimulatedLog:
             )
         cell = cluster.cells[0]
         cell.on_turn.append(partial(self._turned, policy, cell))
+
+    def check(self) -> None:
+        """Return if every decision so far is in the file.
+
+        Raises:
+            UserError: The disk was full, or the file could not be written any more.
+        """
+        if self._log.problem:
+            raise UserError(f"the decision log {self._path} is incomplete: {self._log.problem}")
 
     def _turned(self, policy: str, cell: Cell, turn: Turn) -> None:
         self._take_done(cell)

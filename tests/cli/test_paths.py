@@ -116,6 +116,17 @@ def test_a_full_disk_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     refused(capsys, "/dev/full", "simulate", "bursts", "--chrome-trace", "/dev/full")
 
 
+def test_a_disk_that_fills_up_under_a_decision_log_is_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The simulation has ended by then: its results are shown all the same."""
+    options = ("--system", "banaserve", "--decision-log", "/dev/full")
+    assert main(["simulate", "bursts", *options]) == 2
+    printed = capsys.readouterr()
+    assert "banaserve" in printed.out
+    assert printed.err.splitlines()[-1].endswith("/dev/full is incomplete: No space left on device")
+
+
 def test_a_full_disk_under_a_command_that_has_begun_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
