@@ -4,16 +4,20 @@
 
     room_map.py ROOM        folder of a room
     room_map.py --changed   folders of the rooms that have changed since all tests were last green
-    room_map.py --record    note that all tests are green at this commit
+    room_map.py --record    note that all tests are green as everything is now
+
+What was green is kept as a hash of the files that concern a room, not as a commit: CI may have
+another history.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -21,7 +25,9 @@ from typing import NamedTuple
 TESTS = Path(__file__).parents[1]
 MAP = TESTS / "rooms.toml"
 LAST_GREEN = TESTS / "last_green"
-"""File with the commit at which ``make test-all`` was last green."""
+"""File with a line for each room, its name and hash when ``make test-all`` was last green."""
+_APART = tuple(f"tests/support/{name}" for name in ("room_map.py", "room_times.py"))
+"""Files that choose tests and count their time: no test's result comes from them."""
 
 
 class Room(NamedTuple):
@@ -42,6 +48,8 @@ class Room(NamedTuple):
 
     def has(self, path: str) -> bool:
         """Whether a change of ``path``, from the top of the repository, concerns the room."""
+        if path in _APART:
+            return False
         patterns = (*self.sources, f"tests/{self.name}")
         return any(PurePosixPath(path).match(one) or path.startswith(f"{one}/") for one in patterns)
 
@@ -111,33 +119,51 @@ def _git(*words: str) -> str:
     return done.stdout
 
 
+def fingerprints(commit: str = "HEAD") -> dict[str, str]:
+    """A hash for each room of the files that concern it at ``commit``.
+
+    Raises:
+        RoomError: This is not a checkout of git, or it has no such commit.
+    """
+    blobs: dict[str, str] = {}
+    for line in _git("ls-tree", "-r", "-z", commit).split("\0"):
+        if line:
+            described, _, path = line.partition("\t")
+            blobs[path] = described.split()[2]
+    return {name: _hashed(room, blobs) for name, room in rooms().items()}
+
+
+def _hashed(room: Room, blobs: Mapping[str, str]) -> str:
+    lines = (f"{path} {blob}\n" for path, blob in sorted(blobs.items()) if room.has(path))
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
 def changed_since_green() -> list[Room]:
     """Rooms that have changed since all tests were last green; all where that is not known.
 
     Raises:
         RoomError: This is not a checkout of git.
     """
-    _git("rev-parse", "HEAD")
-    green = LAST_GREEN.read_text().strip() if LAST_GREEN.exists() else ""
-    try:
-        paths = _git("diff", "--name-only", "--no-renames", green or "HEAD", "--").splitlines()
-        paths += _git("ls-files", "--others", "--exclude-standard").splitlines()
-    except RoomError:
-        green = ""
-    if not green:
-        return sorted(rooms().values(), key=lambda one: one.all_s)
-    return concerned(paths)
+    now = fingerprints()
+    lines = LAST_GREEN.read_text().splitlines() if LAST_GREEN.exists() else []
+    green = {name: found for name, _, found in (line.partition(" ") for line in lines)}
+    paths = _git("diff", "--name-only", "--no-renames", "HEAD", "--").splitlines()
+    paths += _git("ls-files", "--others", "--exclude-standard").splitlines()
+    names = {one.name for one in concerned(paths)}
+    names |= {name for name, found in now.items() if green.get(name) != found}
+    return sorted((rooms()[name] for name in names), key=lambda one: one.all_s)
 
 
 def record_green() -> str:
-    """Write the present commit to ``LAST_GREEN``; returns what there is to say.
+    """Write each room's hash to ``LAST_GREEN``; returns what there is to say.
 
     Raises:
         RoomError: This is not a checkout of git.
     """
     if _git("status", "--porcelain").strip():
         return "green, and not recorded: the tree has changes that are not committed"
-    LAST_GREEN.write_text(_git("rev-parse", "HEAD"))
+    lines = (f"{name} {found}\n" for name, found in fingerprints().items())
+    LAST_GREEN.write_text("".join(lines))
     return f"recorded in tests/{LAST_GREEN.name}: commit it"
 
 

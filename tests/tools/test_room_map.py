@@ -74,6 +74,7 @@ def test_nothing_has_changed_since_the_record_but_the_record(checkout: Path) -> 
         ("tests/balancer/test_new.py", {"balancer"}),
         ("tests/support/new.py", set(room_map.rooms())),
         ("README.md", set()),
+        ("tests/support/room_map.py", set()),
     ],
 )
 def test_a_change_concerns_the_rooms_of_its_sources(path: str, expected: set[str]) -> None:
@@ -90,9 +91,30 @@ def test_changes_count_committed_or_not(checkout: Path) -> None:
     assert changed(checkout) == ["kvstore", "serving"]
 
 
-def test_all_rooms_count_as_changed_where_the_record_names_no_commit(checkout: Path) -> None:
-    (checkout / "tests" / "last_green").write_text("0" * 40)
+def test_another_history_changes_nothing(checkout: Path) -> None:
+    """CI may get all commits as one."""
+    shutil.rmtree(checkout / ".git")
+    git(checkout, "init", "--quiet")
+    commit(checkout)
+    assert changed(checkout) == []
+
+
+def test_what_went_away_counts(checkout: Path) -> None:
+    (checkout / "csrc" / "a.cpp").unlink()
+    assert changed(checkout) == ["kvstore"]
+    commit(checkout)
+    assert changed(checkout) == ["kvstore"]
+
+
+@pytest.mark.parametrize("text", ["", "0" * 40, "kvstore\nserving\n"])
+def test_all_rooms_count_as_changed_where_the_record_does_not_name_them(
+    text: str, checkout: Path
+) -> None:
+    (checkout / "tests" / "last_green").write_text(text)
     assert changed(checkout) == ["kvstore", "serving"]
+
+
+def test_all_rooms_count_as_changed_without_a_record(checkout: Path) -> None:
     (checkout / "tests" / "last_green").unlink()
     assert changed(checkout) == ["kvstore", "serving"]
 
