@@ -16,7 +16,7 @@ import pytest
 from banaserve.errors import ProtocolError
 from banaserve.fail_points import VARIABLE, FailPoint
 from banaserve.kvstore.admin import set_peers
-from banaserve.kvstore.interface import Lookup, Slot
+from banaserve.kvstore.interface import Exchanged, Lookup, Slot
 from banaserve.kvstore.mailbox import Mailbox
 from banaserve.kvstore.peers.door import PeerDoor
 from banaserve.kvstore.peers.link import connect_to_peer, exchange
@@ -371,6 +371,22 @@ def test_no_peer_no_push(linked: tuple[PeerStore, PeerStore]) -> None:
     assert there.stats().pushed_blocks == here.stats().received_blocks == 0
 
 
+def acquired(store: PeerStore, keys: Sequence[bytes]) -> Exchanged:
+    """What a client gets once the store grants all of the blocks."""
+    grants: list[Exchanged] = []
+
+    def are_granted() -> bool:
+        granted = store.client.exchange(acquire=keys)
+        if len(granted.slots) == len(keys):
+            grants.append(granted)
+        elif granted.lease is not None:
+            store.client.release(granted.lease)
+        return bool(grants)
+
+    eventually(are_granted)
+    return grants[0]
+
+
 @pytest.mark.parametrize(
     ("point", "at"), [(FailPoint.PEER_PUSH, "there"), (FailPoint.PEER_REQUEST, "here")]
 )
@@ -393,7 +409,7 @@ def test_a_failure_between_two_ranges(
     eventually(lambda: here.stats().promoting_slots == 4)
     for part in range(PARTS):
         fill(there, keys, slots, range(1), part)
-    granted = here.client.exchange(acquire=keys)
+    granted = acquired(here, keys)
     eventually(lambda: holds_first_layer(here, keys, granted.slots))
     assert granted.lease is not None
     here.client.release(granted.lease)

@@ -41,7 +41,8 @@ def mooncake(folder: Path, capacity_bytes: int) -> StoreTier:
     """At a master of its own, so that nobody else's blocks are there."""
     if (missing := missing_mooncake()) is not None:
         pytest.skip(missing)
-    return joined_mooncake(_masters.enter_context(mooncake_master()), "segment=64MiB&block=4MiB")
+    options = "segment=64MiB&block=4MiB&timeout=30"
+    return joined_mooncake(_masters.enter_context(mooncake_master()), options)
 
 
 # By name: a tier with an empty folder for its files and about this many bytes for blocks.

@@ -37,6 +37,7 @@ def prepare_runners(config: VllmConfig) -> type[Any]:
         compile_model_alone(runner_class, config.model_config.enforce_eager)
         use_huge_pages(runner_class)
         share_group()
+        runner_hooks.shorten_spinning()
         runner_hooks.rewind_discarded_draws(runner_class)
         runner_hooks.rewind_failed_loads(runner_class)
     elif not config.use_v2_model_runner:

@@ -58,6 +58,23 @@ def around_runners(prepare: Callable[[Any], object], settle: Callable[[], object
     _wrap(WorkerWrapperBase, "init_device", init_device)
 
 
+_SPIN_S = 0.005
+
+
+def shorten_spinning() -> None:
+    """Let ranks of an engine on CPU, and its core, sleep soon where nothing comes from the other.
+
+    vLLM lets the reader of a queue between them look without a pause for a second after each
+    message: a rank that waits for a step takes a processor from one that computes. The reader must
+    look for longer than ZeroMQ takes until it has room for another notice (a millisecond), or it
+    may miss the one that would wake it.
+    """
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    spinning = shm_broadcast.SpinCondition
+    shm_broadcast.SpinCondition = functools.partial(spinning, busy_loop_s=_SPIN_S)
+
+
 # ---- methods of a model runner, or of its class
 
 
