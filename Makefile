@@ -78,18 +78,19 @@ ROOM ?=
 # Of what CI runs beside `make test`: no file begins later.
 LIMIT ?= 2400
 MAP := $(BIN)/python tests/support/room_map.py
+# ARGS may leave tests out.
+RECORD := $(if $(ARGS),,--record-green)
 
 ifeq ($(ROOM),)
 test: lint  ## Lint, then run what starts no engine and the spine of engine tests; ROOM=NAME runs all of a room.
 	@$(PYTEST) $(BY_FILE) -m '$(SPINE)' --check-shares spine $(ARGS)
 else
 test: install
-	@folder=$$($(MAP) '$(ROOM)') && $(PYTEST) $(BY_FILE) -m 'not long' $$folder $(ARGS)
+	@folder=$$($(MAP) '$(ROOM)') && $(PYTEST) $(BY_FILE) -m 'not long' $$folder $(RECORD) $(ARGS)
 endif
 
-test-all: lint  ## Run the tests of all rooms; green, it notes the commit from which CI counts changes.
-	@$(PYTEST) $(BY_FILE) -m 'not long' --check-shares all $(ARGS)
-	@$(if $(ARGS),echo 'not recorded: ARGS may have left tests out',$(MAP) --record)
+test-all: lint  ## Run the tests of all rooms; those that are green are noted, and CI runs them after a change.
+	@$(PYTEST) $(BY_FILE) -m 'not long' --check-shares all $(RECORD) $(ARGS)
 
 test-changed: install  ## Run what `make test` leaves out of the rooms that changed since all was green, within LIMIT seconds.
 	@folders=$$($(MAP) --changed); [ -n "$$folders" ] || { echo 'no room has changed'; exit 0; }; \

@@ -8,8 +8,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from vllm.distributed.device_communicators import shm_broadcast
-from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, SpinCondition
 
 from banaserve.engine.vllm.compat.runner_hooks import shorten_spinning
 from depth import IS_LONG
@@ -21,7 +20,7 @@ DEADLINE_S = 30.0
 
 @pytest.fixture
 def writer(monkeypatch: pytest.MonkeyPatch) -> Iterator[MessageQueue]:
-    monkeypatch.setattr(shm_broadcast, "SpinCondition", shm_broadcast.SpinCondition)
+    monkeypatch.setattr(SpinCondition, "__init__", SpinCondition.__init__)
     shorten_spinning()
     made = MessageQueue(2, 2)
     yield made

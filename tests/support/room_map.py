@@ -4,7 +4,7 @@
 
     room_map.py ROOM        folder of a room
     room_map.py --changed   folders of the rooms that have changed since all tests were last green
-    room_map.py --record    note that all tests are green as everything is now
+    room_map.py --record [ROOM ...]    note that their tests are green as everything is now
 
 What was green is kept as a hash of the files that concern a room, not as a commit: CI may have
 another history.
@@ -25,7 +25,7 @@ from typing import NamedTuple
 TESTS = Path(__file__).parents[1]
 MAP = TESTS / "rooms.toml"
 LAST_GREEN = TESTS / "last_green"
-"""File with a line for each room, its name and hash when ``make test-all`` was last green."""
+"""File with a line for each room, its name and hash when all of its tests were last green."""
 _APART = tuple(f"tests/support/{name}" for name in ("room_map.py", "room_times.py"))
 """Files that choose tests and count their time: no test's result comes from them."""
 
@@ -138,33 +138,43 @@ def _hashed(room: Room, blobs: Mapping[str, str]) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
+def _last_green() -> dict[str, str]:
+    lines = LAST_GREEN.read_text().splitlines() if LAST_GREEN.exists() else []
+    return {name: found for name, _, found in (line.partition(" ") for line in lines)}
+
+
+def _uncommitted() -> list[str]:
+    """Paths that are not as they were committed, but for the record's own."""
+    paths = _git("diff", "--name-only", "--no-renames", "HEAD", "--").splitlines()
+    paths += _git("ls-files", "--others", "--exclude-standard").splitlines()
+    return [path for path in paths if path != f"{TESTS.name}/{LAST_GREEN.name}"]
+
+
 def changed_since_green() -> list[Room]:
-    """Rooms that have changed since all tests were last green; all where that is not known.
+    """Rooms that have changed since their tests were last green; all where that is not known.
 
     Raises:
         RoomError: This is not a checkout of git.
     """
-    now = fingerprints()
-    lines = LAST_GREEN.read_text().splitlines() if LAST_GREEN.exists() else []
-    green = {name: found for name, _, found in (line.partition(" ") for line in lines)}
-    paths = _git("diff", "--name-only", "--no-renames", "HEAD", "--").splitlines()
-    paths += _git("ls-files", "--others", "--exclude-standard").splitlines()
-    names = {one.name for one in concerned(paths)}
-    names |= {name for name, found in now.items() if green.get(name) != found}
+    green = _last_green()
+    names = {one.name for one in concerned(_uncommitted())}
+    names |= {name for name, found in fingerprints().items() if green.get(name) != found}
     return sorted((rooms()[name] for name in names), key=lambda one: one.all_s)
 
 
-def record_green() -> str:
-    """Write each room's hash to ``LAST_GREEN``; returns what there is to say.
+def record_green(names: Iterable[str]) -> str:
+    """Write the hashes of rooms to ``LAST_GREEN``; returns what there is to say.
 
     Raises:
         RoomError: This is not a checkout of git.
     """
-    if _git("status", "--porcelain").strip():
-        return "green, and not recorded: the tree has changes that are not committed"
-    lines = (f"{name} {found}\n" for name, found in fingerprints().items())
+    if _uncommitted():
+        return "not recorded as green: the tree has changes that are not committed"
+    now, green = fingerprints(), _last_green()
+    green.update((name, now[name]) for name in names)
+    lines = (f"{name} {green[name]}\n" for name in sorted(green.keys() & now.keys()))
     LAST_GREEN.write_text("".join(lines))
-    return f"recorded in tests/{LAST_GREEN.name}: commit it"
+    return f"recorded as green in tests/{LAST_GREEN.name}: commit it"
 
 
 def main(words: list[str]) -> int:
@@ -172,12 +182,12 @@ def main(words: list[str]) -> int:
         match words:
             case ["--changed"]:
                 print(*(TESTS / one.name for one in changed_since_green()))
-            case ["--record"]:
-                print(record_green())
+            case ["--record", *names]:
+                print(record_green([folder_of(name).name for name in names] or rooms()))
             case [name] if not name.startswith("-"):
                 print(folder_of(name))
             case _:
-                raise RoomError("usage: room_map.py ROOM | --changed | --record")
+                raise RoomError("usage: room_map.py ROOM | --changed | --record [ROOM ...]")
     except RoomError as error:
         print(f"rooms: {error}", file=sys.stderr)
         return 2

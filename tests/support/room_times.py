@@ -2,7 +2,8 @@
 
 The processes that tests start are counted too. With ``--check-shares`` a room that takes more than
 its share in ``tests/rooms.toml`` fails the run; with ``--time-limit`` files that would begin later
-are skipped, and named.
+are skipped, and named. With ``--record-green``, which is for runs of all tests of a room, rooms of
+which nothing failed are noted as green.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 from fork_server import cpu_s_of_ended, fork_servers
-from room_map import TESTS, RoomError, room_of, rooms
+from room_map import TESTS, RoomError, record_green, room_of, rooms
 
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _LATE = "left out for time"
@@ -92,6 +93,10 @@ class Report:
         self._path = config.getoption("--core-seconds")
         self.of_rooms: dict[str, float] = defaultdict(float)
         self.of_files: dict[str, float] = defaultdict(float)
+        self._records = config.getoption("--record-green")
+        self._recorded = ""
+        self._ran: set[str] = set()
+        self._failed: set[str] = set()
         self._left_out: set[str] = set()
 
     @pytest.hookimpl(optionalhook=True)
@@ -104,7 +109,10 @@ class Report:
                 total[name] += seconds
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        room = room_of(TESTS.parent / report.nodeid.partition("::")[0])
+        self._ran.add(room)
         if report.failed:
+            self._failed.add(room)
             self._say_now(report)
         if report.skipped and _LATE in str(report.longrepr):
             self._left_out.add(report.nodeid.partition("::")[0])
@@ -124,6 +132,10 @@ class Report:
             self._add(self._own.of_rooms, self._own.of_files)
         if self._over() and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        has_ended = session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+        green = self._ran - self._failed - {room_of(TESTS.parent / one) for one in self._left_out}
+        if self._records and has_ended and green:
+            self._recorded = record_green(green)
 
     def _over(self) -> list[str]:
         """Lines about rooms that have taken more than their shares."""
@@ -144,6 +156,8 @@ class Report:
             ranked = sorted(self.of_rooms.items(), key=lambda one: -one[1])
             words = [f"{name} {took:.0f}" for name, took in ranked]
             terminalreporter.write_line(f"all {total_s:.0f}: {', '.join(words)}")
+        if self._recorded:
+            terminalreporter.write_line(self._recorded)
         for line in self._over():
             terminalreporter.write_line(line, red=True)
         for name in sorted(self._left_out):
@@ -181,6 +195,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="fail where a room takes more core-seconds than its share in tests/rooms.toml",
     )
     group.addoption("--time-limit", type=float, metavar="S", help="begin no file later than this")
+    group.addoption("--record-green", action="store_true", help="note rooms that are green")
     group.addoption("--core-seconds", metavar="FILE", help="write core-seconds of each file")
 
 

@@ -126,6 +126,17 @@ def test_a_changed_tree_is_not_recorded(checkout: Path) -> None:
     assert (checkout / "tests" / "last_green").read_text() == before
 
 
+def test_rooms_are_recorded_one_by_one(checkout: Path) -> None:
+    for name in ("csrc/a.cpp", "tests/serving/live/test_b.py"):
+        (checkout / name).write_text("changed")
+    commit(checkout)
+    assert changed(checkout) == ["kvstore", "serving"]
+    run(checkout, "--record", "serving")
+    assert changed(checkout) == ["kvstore"]
+    assert "commit it" in run(checkout, "--record", "kvstore").stdout
+    assert changed(checkout) == []
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

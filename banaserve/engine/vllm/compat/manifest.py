@@ -816,11 +816,11 @@ _EXPERTS = [
 _GPU_RUNNER = "vllm.v1.worker.gpu_model_runner"
 
 _RUNNER = [
-    Entry("runner_hooks", "vllm.distributed.device_communicators", "shm_broadcast", NameKind.MODULE,
-          "ranks on CPU sleep between steps"),
-    _entry("runner_hooks", "vllm.distributed.device_communicators.shm_broadcast", NameKind.CLASS,
-           "SpinCondition(is_reader=, context=, notify_address=, busy_loop_s=)",
-           "ranks on CPU sleep between steps", Hook.REPLACED),
+    *_classes("runner_hooks", "vllm.distributed.device_communicators.shm_broadcast",
+              "ranks on CPU sleep between steps", "SpinCondition"),
+    *_methods("runner_hooks", "vllm.distributed.device_communicators.shm_broadcast",
+              "SpinCondition", "ranks on CPU sleep between steps",
+              "__init__(is_reader, context, notify_address, busy_loop_s)", hook=Hook.WRAPPED),
     *_classes("runner_hooks", "vllm.v1.worker.worker_base", "workers in processes of their own",
               "WorkerWrapperBase"),
     *_methods("runner_hooks", "vllm.v1.worker.worker_base", "WorkerWrapperBase",

@@ -69,10 +69,12 @@ def shorten_spinning() -> None:
     look for longer than ZeroMQ takes until it has room for another notice (a millisecond), or it
     may miss the one that would wake it.
     """
-    from vllm.distributed.device_communicators import shm_broadcast
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
-    spinning = shm_broadcast.SpinCondition
-    shm_broadcast.SpinCondition = functools.partial(spinning, busy_loop_s=_SPIN_S)
+    def make(call: Call, *args: Any, **kwargs: Any) -> Any:
+        return call(*args, **{"busy_loop_s": _SPIN_S, **kwargs})
+
+    _wrap(SpinCondition, "__init__", make)
 
 
 # ---- methods of a model runner, or of its class
