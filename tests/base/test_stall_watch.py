@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from banaserve.platform import processes
@@ -19,7 +20,12 @@ from waiting import eventually
 
 @pytest.fixture
 def process() -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen(["sleep", "600"]) as started:
+    """It does nothing more: one that still starts would be at work."""
+    waits = ["sh", "-c", "echo; read _"]
+    with subprocess.Popen(waits, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as started:
+        assert started.stdout is not None
+        started.stdout.readline()
+        eventually(lambda: psutil.Process(started.pid).status() == psutil.STATUS_SLEEPING)
         yield started
         started.kill()
 
