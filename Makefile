@@ -89,7 +89,7 @@ test: install
 	@folder=$$($(MAP) '$(ROOM)') && $(PYTEST) $(BY_FILE) -m 'not long' $$folder $(RECORD) $(ARGS)
 endif
 
-test-all: lint  ## Run the tests of all rooms; those that are green are noted, and CI runs them after a change.
+test-all: lint  ## Run the tests of all rooms; it notes which are green: CI runs those that change after it.
 	@$(PYTEST) $(BY_FILE) -m 'not long' --check-shares all $(RECORD) $(ARGS)
 
 test-changed: install  ## Run what `make test` leaves out of the rooms that changed since all was green, within LIMIT seconds.

@@ -117,8 +117,8 @@ class StandingStill:
     """A channel of a guest whose answer comes at a given look for it; time passes in looks alone.
 
     Args:
-        look_s: What the first look takes: of an hour, this whole process stood still.
-        num_looks: Looks that find nothing.
+        look_s: Seconds that the first look takes; they are many where this process stood still.
+        num_looks: Number of looks that find nothing.
     """
 
     def __init__(self, look_s: float, num_looks: int) -> None:

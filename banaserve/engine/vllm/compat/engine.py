@@ -96,11 +96,7 @@ def override_kernels() -> None:
     vLLM looks through all names of all modules for that: more than half a second for each engine.
     """
     current_platform.register_triton_kernel_overrides()
-    current_platform.register_triton_kernel_overrides = _overridden
-
-
-def _overridden() -> None:
-    """It is done."""
+    current_platform.register_triton_kernel_overrides = lambda: None
 
 
 def mark_dead(llm: AsyncLLM) -> None:

@@ -41,7 +41,7 @@ _PRE_IMPORTED = (
 
 
 def pre_import() -> None:
-    """Import what an engine core on CPU needs, before any thread or fork."""
+    """Import what an engine core on CPU needs and place its kernels, before any thread or fork."""
     for name in _PRE_IMPORTED:
         importlib.import_module(name)
     override_kernels()
