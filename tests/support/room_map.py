@@ -145,6 +145,7 @@ def _last_green() -> dict[str, str]:
 
 def _uncommitted() -> list[str]:
     """Paths that are not as they were committed, but for the record's own."""
+    _git("rev-parse", "HEAD")  # says best that this is no checkout
     paths = _git("diff", "--name-only", "--no-renames", "HEAD", "--").splitlines()
     paths += _git("ls-files", "--others", "--exclude-standard").splitlines()
     return [path for path in paths if path != f"{TESTS.name}/{LAST_GREEN.name}"]

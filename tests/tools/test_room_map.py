@@ -157,6 +157,7 @@ def test_a_tree_without_git_is_one_line(checkout: Path) -> None:
     done = run(checkout, "--changed")
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
+    assert "not a git repository" in done.stderr
     assert "run `make test-all`" in done.stderr
 
 
