@@ -6,7 +6,7 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-from benchmarks.elastic.cells import LoadCell, load_of
+from benchmarks.elastic.cells import CODE, LoadCell, load_of
 from benchmarks.elastic.runs import saturation_per_s
 from benchmarks.pacing import PacedRequest
 
@@ -48,9 +48,12 @@ CELLS = tuple(
         ("chat-llama", (_LLAMA, "chat 1500/400", "steady", 0.85, 1, 4), 0.0, 8.0),
         ("longbench-512", (_OPT, "longbench capped", "diurnal", 0.85, 1, 5), 0.0, 2.0),
         ("summaries-llama-swing", (_LLAMA, "summaries 6000/200", "swing", 0.7, 1, 2), 0.0, 8.0),
+        ("code-llama", (_LLAMA, CODE, "steady", 1.0, 1, 1), 0.0, 8.0),
+        ("code-opt", (_OPT, CODE, "bursts", 0.85, 1, 1), 0.0, 2.0),
     )
 )
-"""The four that are asked for by name, and loads of both devices that are in no file of data."""
+"""The four that are asked for by name, loads of both devices that are in no file of data, and code
+completion at and below saturation."""
 
 
 def requests_of(

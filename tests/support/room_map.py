@@ -7,17 +7,19 @@
     room_map.py --record [ROOM ...]    note that their tests are green as everything is now
 
 What was green is kept as a hash of the files that concern a room, not as a commit: CI may have
-another history.
+another history. Of Python files only the statements count: what reads docstrings is in `make test`.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
+import io
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -106,17 +108,22 @@ def concerned(paths: Iterable[str]) -> list[Room]:
     return sorted(found, key=lambda one: one.all_s)
 
 
-def _git(*words: str) -> str:
+def _git(*words: str, given: str = "") -> str:
+    """Run git; returns what it printed, each line end as it was."""
     try:
         done = subprocess.run(
-            ["git", *words], cwd=TESTS.parent, capture_output=True, text=True, check=False
+            ["git", *words],
+            cwd=TESTS.parent,
+            input=given.encode(),
+            capture_output=True,
+            check=False,
         )
     except OSError as error:
         raise RoomError(f"there is no git to tell what has changed: {error}") from None
     if done.returncode:
-        said = done.stderr.strip().splitlines() or ["it said nothing"]
+        said = done.stderr.decode().strip().splitlines() or ["it said nothing"]
         raise RoomError(f"git cannot tell what has changed: {said[-1]}: run `make test-all`")
-    return done.stdout
+    return done.stdout.decode()
 
 
 def fingerprints(commit: str = "HEAD") -> dict[str, str]:
@@ -130,12 +137,44 @@ def fingerprints(commit: str = "HEAD") -> dict[str, str]:
         if line:
             described, _, path = line.partition("\t")
             blobs[path] = described.split()[2]
-    return {name: _hashed(room, blobs) for name, room in rooms().items()}
+    concerning = {name: list(filter(room.has, sorted(blobs))) for name, room in rooms().items()}
+    modules = sorted({path for some in concerning.values() for path in some if path[-3:] == ".py"})
+    texts = _texts([blobs[path] for path in modules])
+    blobs.update((path, _statements(text)) for path, text in zip(modules, texts, strict=True))
+    return {name: _hashed(paths, blobs) for name, paths in concerning.items()}
 
 
-def _hashed(room: Room, blobs: Mapping[str, str]) -> str:
-    lines = (f"{path} {blob}\n" for path, blob in sorted(blobs.items()) if room.has(path))
+def _hashed(paths: Iterable[str], blobs: Mapping[str, str]) -> str:
+    lines = (f"{path} {blobs[path]}\n" for path in paths)
     return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _texts(blobs: Sequence[str]) -> Iterator[str]:
+    """The contents of objects of git, in their order."""
+    asked = "".join(f"{blob}\n" for blob in blobs)
+    told = io.BytesIO(_git("cat-file", "--batch", given=asked).encode())
+    for _ in blobs:
+        num_bytes = int(told.readline().split()[2])
+        yield told.read(num_bytes).decode()
+        told.readline()
+
+
+def _statements(source: str) -> str:
+    """A hash of a module without comments, docstrings and the layout of its lines."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return hashlib.sha256(source.encode()).hexdigest()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            node.body = [one for one in node.body if not _is_words(one)]
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
+
+
+def _is_words(node: ast.stmt) -> bool:
+    """Whether a statement is a text alone, as docstrings of modules, functions and names are."""
+    value = node.value if isinstance(node, ast.Expr) else None
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)
 
 
 def _last_green() -> dict[str, str]:

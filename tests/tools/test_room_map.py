@@ -91,6 +91,24 @@ def test_changes_count_committed_or_not(checkout: Path) -> None:
     assert changed(checkout) == ["kvstore", "serving"]
 
 
+def test_other_words_change_nothing_and_other_statements_do(checkout: Path) -> None:
+    module = checkout / "banaserve" / "engine" / "a.py"
+    module.parent.mkdir(parents=True)
+    module.write_text('"""One."""\n\n\ndef f():\n    """Two."""\n    return "three"\n')
+    commit(checkout)
+    run(checkout, "--record")
+    commit(checkout)
+    module.write_text('"""Éins."""\n\n\ndef f():  # and why\n    return "three"\n')
+    commit(checkout)
+    assert changed(checkout) == []
+    module.write_text('"""One."""\n\n\ndef f():\n    """Two."""\n    return "four"\n')
+    commit(checkout)
+    assert changed(checkout) == ["serving"]
+    module.write_text("def f(:\n")
+    commit(checkout)
+    assert changed(checkout) == ["serving"]
+
+
 def test_another_history_changes_nothing(checkout: Path) -> None:
     """CI may get all commits as one."""
     shutil.rmtree(checkout / ".git")
