@@ -79,6 +79,37 @@ def test_docstrings_of_modules(text: str, said: list[str], tmp_path: Path) -> No
     assert told(words.docstring_findings(path, tree_of(path))) == said
 
 
+DOCUMENTED = '''
+def f():
+    """Return it.
+
+    Args:
+        limit_s: {entry}
+            For a second line, which is no entry: it may open as it likes.
+
+    For a paragraph that follows.
+    """
+'''
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ("Maximum time, in seconds.", []),
+        ("``x`` of the request.", []),
+        ("Of the request.", ["the entry opens with Of: give it a noun"]),
+        ("``That`` it takes.", ["the entry opens with That: give it a noun"]),
+        ("Time that nobody waits.", ["say it plainly: nobody"]),
+    ],
+)
+def test_entries_of_docstrings(entry: str, said: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(DOCUMENTED.format(entry=entry))
+    findings = list(words.wording_findings(path, tree_of(path)))
+    assert [one.words for one in findings] == said
+    assert {one.line for one in findings} <= {6}
+
+
 # The list of vLLM's names -------------------------------------------------------------------------
 
 

@@ -44,6 +44,11 @@ def bound_share(host: MigrationHost, guest_id: str, fraction: float) -> None:
     link.share = fraction
 
 
+def guests_of(host: MigrationHost) -> dict[str, GuestLinkStatus]:
+    """Return the state of each guest by its id; another thread may attach one meanwhile."""
+    return host.attaching | {name: _guest(link) for name, link in host.links.copy().items()}
+
+
 def status_of(host: MigrationHost, memory: bool) -> HostStatus:
     """Guests, moves, units and memory.
 
@@ -52,7 +57,7 @@ def status_of(host: MigrationHost, memory: bool) -> HostStatus:
     """
     return HostStatus(
         epoch=host.epoch,
-        guests=host.attaching | {guest_id: _guest(link) for guest_id, link in host.links.items()},
+        guests=guests_of(host),
         moves={move.move_id: move.report() for move in host.moves},
         units=[
             UnitStatus(
