@@ -1,3 +1,3 @@
-"""banaserve: prefill and decode apart on real vLLM engines, over one KV cache store."""
+"""banaserve: prefill and decode on separate real vLLM engines that share one KV cache store."""
 
 __version__ = "0.1.0"

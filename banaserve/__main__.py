@@ -13,7 +13,7 @@ def run() -> None:
     except SystemExit as leaving:
         code = leaving.code
     if sys.argv[1:2] == ["serve"] and isinstance(code, int):
-        end_now(code)  # everything that it had is closed
+        end_now(code)  # all resources of the server are closed by now
     sys.exit(code)  # type: ignore[arg-type]
 
 

@@ -13,7 +13,7 @@ class Parser(argparse.ArgumentParser):
     """A parser whose ``prog`` is the whole command, such as ``banaserve serve``.
 
     Raises:
-        UserError: From ``parse_args``: a word or a value that makes no sense.
+        UserError: From ``parse_args``: an argument or a value is invalid.
     """
 
     def error(self, message: str) -> NoReturn:
@@ -22,10 +22,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def positive(text: str) -> int:
-    """Reads a whole number above 0: the ``type`` of an option.
+    """Return the integer above 0 that ``text`` spells: the ``type`` of an option.
 
     Raises:
-        argparse.ArgumentTypeError: It is none.
+        argparse.ArgumentTypeError: ``text`` is not such a number.
     """
     try:
         number = int(text)
@@ -37,13 +37,13 @@ def positive(text: str) -> int:
 
 
 def read_pair(option: str, text: str) -> tuple[str, str | int | float]:
-    """Returns key and value of ``text``; a value that is a number is one.
+    """Return key and value of ``text``; a numeric value is returned as a number.
 
     Args:
-        option: As typed, for the message.
+        option: Option as the user typed it, for the message.
 
     Raises:
-        UserError: ``text`` is no pair.
+        UserError: ``text`` is not a pair.
     """
     key, equals, word = text.partition("=")
     if not equals:

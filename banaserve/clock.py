@@ -11,7 +11,7 @@ class Clock(Protocol):
     """A monotonic clock."""
 
     def now(self) -> float:
-        """Seconds since an arbitrary start; never goes back."""
+        """Return the seconds since an arbitrary start; the value never decreases."""
         ...
 
     async def sleep(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Options of ``banaserve serve``: one frozen schema for the command line and the file."""
+"""Options of ``banaserve serve``: one frozen schema for command line and configuration file."""
 
 from __future__ import annotations
 
@@ -14,21 +14,25 @@ from banaserve.errors import UserError
 from banaserve.types import InstanceId, Role
 
 DEFAULT_SKIP_PREFILL_BELOW_TOKENS = 16
-"""From ``bench short-prompts``: one leg and two differ less than they spread at 8 and 16 tokens;
-at 32 the streams of a decode instance stand still for 0.22 s with one leg, for 0.13 s with two."""
+"""Number of uncached tokens up to which a prompt gets no prefill leg, from ``bench short-prompts``.
+
+At 8 and 16 tokens, one leg and two differ by less than their spread; at 32, the streams of a decode
+instance stall for 0.22 s with one leg and for 0.13 s with two."""
 SCHEDULERS = ("vllm", "preble")
 MINIATURE = "miniature"
-"""The model that runs in the place of a modelled one."""
+"""Name of the model that runs in place of a modelled one."""
 DEFAULT_MICROBATCHES, MAX_MICROBATCHES = 32, 64
-"""Beyond the most, a micro-batch of the largest steps is smaller than it pays to send. Their number
-is computed for each step: the default bounds it where the computation might be wrong."""
+"""Default and maximum limit of the micro-batches of a step; their number is computed at each step.
+
+The default bounds the number in case the computation is wrong. Beyond the maximum, even the largest
+steps have micro-batches that are too small to be worth sending."""
 MIGRATION_ATTENTION = "auto", "vllm", "kernels", "reference", "triton"
 LEAST_GUEST_SHARE = 0.05
-"""With less a guest makes its host wait twenty times as long as it computes."""
+"""Least share of a device for guests: with it, a guest's host waits 20 times the computing time."""
 
 _MAX_DILATION = 1000.0
 _SHARE_OF_SEVERAL = 0.5
-"""Of the store's memory for one of several tenants: what the others have cannot all be evicted."""
+"""Largest store share of one of several tenants: it cannot evict all blocks of the others."""
 
 
 Options = tuple[tuple[str, str | int | float], ...]
@@ -36,11 +40,11 @@ Options = tuple[tuple[str, str | int | float], ...]
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What an engine may do in one step; 0 is what the engine itself says.
+    """Limits of one step of an engine; 0 leaves a limit to the engine.
 
     Attributes:
-        num_tokens: That it computes.
-        num_requests: That run at once.
+        num_tokens: Maximum number of tokens that a step computes.
+        num_requests: Maximum number of requests that run at once.
     """
 
     num_tokens: int = 0
@@ -52,16 +56,17 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class OrchestratorConfig:
-    """How instances are balanced.
+    """Configuration of the orchestrator, which balances instances.
 
     Attributes:
         mode: ``off``, ``dry-run`` (decides and moves nothing) or ``on``.
-        slo_ttft_s, slo_tpot_s: Limits of a request that is served well; 0 is none.
-        policy: Name of the migration policy; ``options`` are its.
-        interval_s: From one decision to the next.
-        concurrent: Steps that may be under way at once.
-        per_minute: Steps that may begin within a minute.
-        decision_log: Decisions are appended to this file as JSON lines; None for no file.
+        slo_ttft_s, slo_tpot_s: SLO limits of a request, in seconds; 0 is no limit.
+        policy: Name of the migration policy.
+        options: Options of that policy.
+        interval_s: Time between two decisions, in seconds.
+        concurrent: Maximum number of steps under way at once.
+        per_minute: Maximum number of steps that begin within a minute.
+        decision_log: File to which decisions are appended as JSON lines; None for no file.
     """
 
     mode: str = "dry-run"
@@ -76,20 +81,20 @@ class OrchestratorConfig:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether it decides by forecast."""
+        """True if the orchestrator decides by forecasts, that is, by the elastic policy."""
         return self.policy == "elastic" and self.mode != "off"
 
 
 SLO_AWARE = "slo_aware"
-"""The routing policy that takes the limits of ``--slo-ttft`` and ``--slo-tpot``."""
+"""Name of the routing policy that uses the limits of ``--slo-ttft`` and ``--slo-tpot``."""
 
 
 @dataclass(frozen=True, slots=True)
 class TakeOver:
-    """A running server whose socket another one takes.
+    """A running server whose socket another server takes over.
 
     Attributes:
-        run_dir: Its run directory; None where it is the only one of this user's on the port.
+        run_dir: Run directory of the running server; None for this user's only server on the port.
     """
 
     run_dir: Path | None = None
@@ -97,69 +102,75 @@ class TakeOver:
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
-    """What ``banaserve serve`` was asked for; vLLM's own options are in ``vllm_argv``.
+    """Options of ``banaserve serve``; vLLM's own options are in ``vllm_argv``.
 
     Attributes:
         prefill: Number of prefill instances; 0 with ``colocated``.
         decode: Number of decode instances; 0 with ``colocated``.
-        colocated: Number of instances that do both legs; 0 with ``--pd``.
+        colocated: Number of instances that serve both legs; 0 with ``--pd``.
         devices: CUDA_VISIBLE_DEVICES of each instance in the order of their ids, or empty.
-        request_bounds: What requests may hold at most, by name, where it is not the usual.
-        nodes: ``HOST:PORT`` of the agent of each node that engines run on; none: all run here.
-        cluster: Address of the Ray cluster that engines run on, or ``auto``; empty for none.
-        cluster_key: That their agents know too.
+        request_bounds: Maximum sizes of parts of a request, by name, that differ from the defaults.
+        nodes: ``HOST:PORT`` of the agent of each node that runs engines; empty: all run here.
+        cluster: Address of the Ray cluster that runs engines, or ``auto``; empty for none.
+        cluster_key: Key that the server shares with the agents of its nodes.
         kv_store: False serves without a store; only possible with ``colocated``.
         kv_store_size: Memory for KV blocks, in human units.
         kv_store_ssd: Folder of a tier on a local disk; None for none.
-        kv_store_ssd_size: Its budget, in human units.
+        kv_store_ssd_size: Budget of that tier, in human units.
         kv_store_distributed: URL of a distributed tier; empty for none.
         kv_store_listen: ``HOST:PORT`` where stores of other machines fetch blocks; empty for none.
         kv_store_peers: ``HOST:PORT`` of each store of another machine that blocks are fetched from.
-        kv_store_peer_key: That all of these know.
-        tenants: API keys with limits, beside ``api_keys``.
+        kv_store_peer_key: Key that all linked stores share.
+        tenants: API keys with limits, in addition to ``api_keys``.
         kv_store_tenant_quota: Largest share of the memory that one tenant may use; 1 for no limit,
-            None for half of it where there are several tenants.
-        kv_store_fetch: ``cheaper`` fetches as much of a prefix as is faster than computing it;
-            ``always`` all of it.
-        kv_store_verify: Whether memory gets checksums.
-        rebalances: Flag: the rebalancer moves streams away from overloaded instances.
-        gather_decode_s: So long a decode leg waits for others that it could begin with; 0: not.
-        threads_per_instance: OMP threads of each engine; 0 shares the cores among them.
-        restart_grace_s: How long a request waits for a restart where no instance serves its role.
-        engine_stall_s: An engine on a CPU that is silent and idle for so long is started again.
-        engine_spin_s: Any engine that is silent for so long is started again.
-        max_connections: Of clients, open at once; 0: as many as descriptors allow, up to 16,384.
-        max_connections_per_address: Of these, from one address without a key; 0: a quarter.
-        body_timeout_s: For a request's body, longer by a second for each 64 KiB that have come.
-        admin_key: Opens the admin API; empty makes one for the run.
-        ui: Whether the front door has a page under ``/ui``, behind the admin key.
-        metrics_key: Opens ``/metrics``, as API keys do then; empty leaves it open to all.
-        migration: Whether layers and heads can move between instances while they serve, where model
-            and options allow it.
-        must_migrate: Whether a server where they do not is refused.
-        migration_kv_growth: How many times the KV blocks of the start an instance may once have.
-        migration_stall_s: How long a guest may be silent beyond what its work should take.
-        migration_overlap: Micro-batches of a step at most, so that an instance and the guests
-            of its layers compute at once; 1: it waits for them.
-        migration_guest_share: Of an instance's device that guests beside it may take.
-        migration_guest_saves: Whether guests save the KV of their layers to the store themselves.
-        migration_poison: Overwrite KV that has moved away with NaN: for tests.
-        migration_transport: By which KV and activations travel between an instance and its guests.
-        migration_attention: What instances and guests attend with: vLLM's kernels or ours.
-        pace: Profile of the GPU and model whose time is modelled, or one for each instance, with
-            commas between them; empty for real time.
+            None for half of the memory if there are several tenants.
+        kv_store_fetch: ``cheaper`` fetches the part of a prefix that is faster to fetch than to
+            compute; ``always`` fetches all of it.
+        kv_store_verify: True if KV blocks in memory have checksums.
+        rebalances: True if the rebalancer moves streams away from overloaded instances.
+        gather_decode_s: Maximum time a decode leg waits to begin together with others, in seconds;
+            0 disables waiting.
+        threads_per_instance: OMP threads of each engine; 0 shares the cores among the engines.
+        restart_grace_s: Maximum time a request waits for a restart if no instance serves its role,
+            in seconds.
+        engine_stall_s: Silence after which an idle engine on a CPU is restarted, in seconds.
+        engine_spin_s: Silence after which any engine is restarted, in seconds.
+        max_connections: Maximum number of open client connections; 0: as many as file descriptors
+            allow, up to 16,384.
+        max_connections_per_address: Maximum number of connections from one address without a key;
+            0: a quarter of ``max_connections``.
+        body_timeout_s: Time limit for a request's body, in seconds, plus one second for each 64 KiB
+            received.
+        admin_key: Key of the admin API; empty generates a key for the run.
+        ui: True if the front door serves a page under ``/ui``, protected by the admin key.
+        metrics_key: Key of ``/metrics``, which API keys then open too; empty leaves it public.
+        migration: True if layers and heads can move between instances while they serve, provided
+            model and options allow it.
+        must_migrate: True if the server must not start where model or options forbid migration.
+        migration_kv_growth: Maximum number of KV blocks of an instance, as a multiple of the number
+            at its start.
+        migration_stall_s: Maximum silence of a guest beyond the time of its work, in seconds.
+        migration_overlap: Maximum number of micro-batches of a step, with which an instance and the
+            guests of its layers compute at once; 1: the instance waits for its guests.
+        migration_guest_share: Share of an instance's device that guests beside it may take.
+        migration_guest_saves: True if guests save the KV of their layers to the store themselves.
+        migration_poison: True overwrites KV that has moved away with NaN, for tests.
+        migration_transport: Transport of KV and activations between an instance and its guests.
+        migration_attention: Attention kernels of instances and guests: vLLM's or banaserve's.
+        pace: Profile of the GPU and model whose time is modelled, or one for each instance,
+            separated by commas; empty for real time.
         dilate: Wall seconds of one modelled second.
-        orchestrator: Who decides what moves by itself.
-        scale_min: Instances of which the orchestrator removes none.
-        scale_max: Instances to which it adds none; 0: it adds and removes none at all.
-        prefill_budget: Of an instance while it is for prefill.
-        decode_budget: Of one while it is for decode.
-        prefill_tensor_parallel: Ranks of an engine that is made for prefill; 0: as vLLM's options
-            say.
-        decode_tensor_parallel: The same of one that is made for decode.
-        scheduler: In which order an engine takes its waiting requests: ``SCHEDULERS``.
-        take_over: The running server that is to be replaced; None for none.
-        log_max_size: Of each log, in human units, and of what it held before; empty for no limit.
+        orchestrator: Configuration of the orchestrator, which decides on moves by itself.
+        scale_min: Number of instances at which the orchestrator removes no more.
+        scale_max: Number of instances at which it adds no more; 0: it neither adds nor removes.
+        prefill_budget: Budget of an instance while its role is prefill.
+        decode_budget: Budget of an instance while its role is decode.
+        prefill_tensor_parallel: Ranks of an engine made for prefill; 0: as vLLM's options say.
+        decode_tensor_parallel: Ranks of an engine made for decode; 0: as vLLM's options say.
+        scheduler: Order in which an engine takes its waiting requests: one of ``SCHEDULERS``.
+        take_over: Running server to replace; None for none.
+        log_max_size: Maximum size of each log, and of its kept predecessor, in human units; empty
+            for no limit.
     """
 
     model: str = "smollm2-135m"
@@ -238,7 +249,7 @@ class ServeConfig:
 
     @property
     def routing_section(self) -> dict[str, Any]:
-        """What the routing policy is built with."""
+        """Options that the routing policy is built with."""
         given: dict[str, Any] = dict(self.routing_options)
         if self.routing_policy != SLO_AWARE:
             return given
@@ -250,7 +261,7 @@ class ServeConfig:
 
     @property
     def keys(self) -> tuple[TenantKey, ...]:
-        """All API keys, those without limits first."""
+        """All API keys, keys without limits first."""
         return (*(TenantKey(key=key) for key in self.api_keys), *self.tenants)
 
     @property
@@ -264,12 +275,12 @@ class ServeConfig:
 
     @property
     def paces(self) -> tuple[str, ...]:
-        """Profiles of ``pace``; none where time is real."""
+        """Profiles named by ``pace``; empty in real time."""
         return tuple(one.strip() for one in self.pace.split(",")) if self.pace else ()
 
     @property
     def tensor_parallel_by_role(self) -> dict[Role, int]:
-        """Ranks of engines that are made for a role, where that has been given."""
+        """Tensor-parallel ranks of engines made for a role, by role; only roles with the option."""
         given = {
             Role.PREFILL: self.prefill_tensor_parallel,
             Role.DECODE: self.decode_tensor_parallel,
@@ -281,13 +292,13 @@ class ServeConfig:
         return self.prefill + self.decode + self.colocated
 
     def without_legs(self) -> ServeConfig:
-        """The same with as many instances that do all of a request, and without a store.
+        """Return this configuration with all instances colocated and without a store.
 
         Raises:
-            UserError: Something was asked for that needs one.
+            UserError: An option is set that needs the store.
         """
         orchestrator = self.orchestrator
-        if orchestrator.mode != "on":  # nobody has asked for one that acts
+        if orchestrator.mode != "on":  # the user did not ask for an orchestrator that acts
             orchestrator = replace(orchestrator, mode="off")
         return replace(
             self,
@@ -299,7 +310,7 @@ class ServeConfig:
         )
 
     def instances(self) -> list[tuple[InstanceId, Role]]:
-        """Ids and roles, prefill first: p0, p1, d0, ... or c0, c1, ..."""
+        """Return ids and roles, prefill first: p0, p1, d0, ... or c0, c1, ..."""
         made = [(InstanceId(f"p{i}"), Role.PREFILL) for i in range(self.prefill)]
         made += [(InstanceId(f"d{i}"), Role.DECODE) for i in range(self.decode)]
         made += [(InstanceId(f"c{i}"), Role.COLOCATED) for i in range(self.colocated)]
@@ -307,7 +318,7 @@ class ServeConfig:
 
 
 def _check_nodes(config: ServeConfig) -> None:
-    """Refuse what makes no sense where engines run on other machines."""
+    """Raise ``UserError`` for options that are invalid if engines run on other machines."""
     for option, is_given, advice in (
         ("--devices", config.devices, "each node gives its own GPUs"),
         ("--kv-store-listen", config.kv_store_listen, "the stores of the nodes are linked already"),
@@ -325,10 +336,10 @@ def _check_nodes(config: ServeConfig) -> None:
 
 
 def parse_pd(text: str) -> tuple[int, int]:
-    """``P:D``, both at least 1.
+    """Return the two numbers of ``P:D``, each at least 1.
 
     Raises:
-        UserError: Anything else.
+        UserError: ``text`` has another form.
     """
     match = re.fullmatch(r"(\d{1,3}):(\d{1,3})", text.strip())
     if match is None or 0 in (prefill := int(match[1]), decode := int(match[2])):
@@ -340,18 +351,19 @@ def parse_pd(text: str) -> tuple[int, int]:
 
 
 def options_from_file(path: Path, flags: Collection[str], valued: Collection[str]) -> list[str]:
-    """A TOML file as command-line options: its keys are the options' names.
+    """Return the entries of a TOML file as command-line options: its keys are option names.
 
     Args:
-        flags: Our options that take no value: ``false`` leaves them out.
-        valued: Our other ones; what is in neither is vLLM's, where ``--no-x`` is ``x = false``.
+        flags: banaserve's options without a value: ``false`` leaves the option out.
+        valued: banaserve's options with a value; options in neither are vLLM's, for which
+            ``x = false`` becomes ``--no-x``.
 
     Raises:
-        UserError: The file cannot be read or holds something that is no option's value.
+        UserError: The file cannot be read, or a value has a type that no option takes.
     """
     try:
         table = tomllib.loads(path.read_text())
-    except (OSError, ValueError) as error:  # of TOML, or of a file that is no text
+    except (OSError, ValueError) as error:  # ValueError: invalid TOML, or a file that is not text
         raise UserError(f"--config {path}: {error}") from error
     argv: list[str] = []
     for key, value in table.items():
@@ -386,7 +398,7 @@ def _check_numbers(config: ServeConfig) -> None:
         "--engine-spin-timeout": config.engine_spin_s,
     }
     for option, value in positive.items():
-        if not value > 0:  # as nan is not
+        if not value > 0:  # also true for nan
             raise UserError(f"{option} {value}: must be more than 0")
     not_negative = {
         "--colocated": config.colocated,
@@ -512,18 +524,18 @@ def _check_door(config: ServeConfig) -> None:
 
 
 def _has_priorities(config: ServeConfig) -> bool:
-    """Whether vLLM's options choose its scheduler by priority."""
+    """Return whether vLLM's options choose its priority scheduler."""
     words = " ".join(config.vllm_argv).replace("=", " ").replace("_", "-")
     return "--scheduling-policy priority" in words
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches ``host``."""
+    """Return whether only this machine can reach ``host``."""
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def split_argv(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The part before ``--`` and the part after it, which goes to vLLM unchanged."""
+    """Return the arguments before ``--``, and those after it, which go to vLLM unchanged."""
     words = list(argv)
     if "--" not in words:
         return words, []

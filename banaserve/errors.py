@@ -1,4 +1,4 @@
-"""Exceptions: one class for each thing the caller can do about it."""
+"""Exceptions: one class for each reaction that a caller can have."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class BanaServeError(Exception):
 
 
 class UserError(BanaServeError):
-    """The user can mend this: one line says what is wrong and what to do.
+    """Error that the user can fix: its one-line message says what is wrong and what to do.
 
     The command line prints the message without a traceback and exits with 2.
     """
@@ -31,11 +31,11 @@ class InstanceDeadError(BanaServeError):
 
 
 class NoInstanceError(BanaServeError):
-    """No instance of the asked role serves at present: answer 503 and try later."""
+    """The requested role has no serving instance at present: answer 503 and try later."""
 
 
 class PolicyError(BanaServeError):
-    """A policy failed, which is a mistake in its code: answer 500 and go on serving."""
+    """A policy failed, which is a bug in its code: answer 500 and go on serving."""
 
 
 class DeadlineExceededError(BanaServeError):
@@ -43,7 +43,7 @@ class DeadlineExceededError(BanaServeError):
 
 
 class MigrationError(UserError):
-    """A move cannot be made or go on: nothing of it has changed the host."""
+    """A move cannot begin or continue: the host is unchanged."""
 
 
 class NoAnswerError(MigrationError):
@@ -51,4 +51,4 @@ class NoAnswerError(MigrationError):
 
 
 class GuestLostError(BanaServeError):
-    """A guest died, stalled or answered nonsense: its modules come home, their KV is lost."""
+    """A guest died, stalled or sent an invalid answer: its modules come home without their KV."""

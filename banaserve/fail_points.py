@@ -1,10 +1,11 @@
-"""Points at which tests let a process fail; without BANASERVE_FAIL_POINTS they do nothing.
+"""Points at which tests make a process fail; without BANASERVE_FAIL_POINTS they do nothing.
 
-The variable names a folder when a process starts. A file in it with the name of a point arms that
-point, also while the server runs: ``kill``, ``stop`` (SIGSTOP) or ``error``, and behind a blank at
-which pass of one process, the first if it does not say. Who fails removes the file first: one
-process of the server fails, once. ``wait`` and a number of seconds holds up every pass of every
-process for as long as the file is there: a slow disk.
+The variable is read when a process starts and names a folder. A file in that folder with the name
+of a point arms the point, also while the server runs. The file holds ``kill``, ``stop`` (SIGSTOP)
+or ``error`` and, after a space, the number of the pass of one process that fails (default: the
+first). The process that fails removes the file first: one process of the server fails, once.
+``wait`` and a number of seconds delay every pass of every process while the file exists, which
+imitates a slow disk.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ VARIABLE = "BANASERVE_FAIL_POINTS"
 
 
 class FailPoint(StrEnum):
-    """Where a process may be let fail."""
+    """Names of the points at which a test can make a process fail."""
 
     STORE_BEFORE_REPLY = "store.before_reply"
     SSD_WRITE = "ssd.write"
@@ -46,7 +47,7 @@ class FailPoint(StrEnum):
 
 
 class InjectedError(OSError):
-    """What ``error`` raises: a full disk."""
+    """Error that a point armed with ``error`` raises: a full disk."""
 
     def __init__(self, point: FailPoint) -> None:
         super().__init__(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} (fail point {point})")
@@ -80,9 +81,9 @@ class _Armed:
 
 
 def _pass(point: FailPoint) -> None:
-    """Go on."""
+    """Do nothing: fail points are off."""
 
 
 _folder = os.environ.get(VARIABLE)
 reach: Callable[[FailPoint], None] = _Armed(Path(_folder)).reach if _folder else _pass
-"""Fail here if a test asks for it. Raises ``InjectedError`` where it asks for an error."""
+"""Fail at this point if a test has armed it; raises ``InjectedError`` if armed with ``error``."""

@@ -1,4 +1,4 @@
-"""Encodings of JSON: what Python's own reader takes, and vLLM with it, becomes UTF-8."""
+"""Conversion to UTF-8 of the JSON encodings that Python's reader, and so vLLM, accepts."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import codecs
 import json
 
 PIECE_BYTES = 64 * 2**10
-"""Converted at a time: other threads run only between two pieces."""
+"""Number of bytes converted at a time: other threads run only between two pieces."""
 _BEGINS = (b"{", b"[", b'"', b" ", b"\n")
 
 
 def as_utf8(text: bytes) -> bytes:
-    """Returns JSON without a byte order mark, in UTF-8; what is in no encoding stays as it is.
+    """Return JSON in UTF-8 without a byte order mark; undecodable text is returned unchanged.
 
-    UTF-16 and UTF-32 are told by their marks, or by their first characters (RFC 4627, 3).
+    UTF-16 and UTF-32 are recognised by their byte order marks, or by the zero bytes among the first
+    characters (RFC 4627, 3).
     """
     if text[:1] in _BEGINS and text[1:2] != b"\0":
         return text

@@ -1,4 +1,4 @@
-"""Check of a name that a user gives against the known ones."""
+"""Check of a name that a user gives against the known names."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _NONE_REFUSED: Mapping[str, str] = MappingProxyType({})
 def check_known(
     what: str, given: str, known: Iterable[str], refused: Mapping[str, str] = _NONE_REFUSED
 ) -> None:
-    """Returns if ``given`` is one of ``known``.
+    """Check that ``given`` is one of ``known``.
 
     Args:
-        what: The kind of name, for the message.
-        refused: For names that could be known and are not: why.
+        what: Kind of name, for the message.
+        refused: Reasons by name, for names whose registration was refused.
 
     Raises:
-        UserError: It is not; lists the known ones, and says why it was refused or names the
-            nearest.
+        UserError: ``given`` is unknown; the message lists the known names, and gives the reason of
+            the refusal or the nearest known name.
     """
     known = sorted(known)
     if given in known:

@@ -5,7 +5,7 @@ A package offers a class under one of the groups of ``PluginGroup`` in its ``pyp
     [project.entry-points."banaserve.routing_policies"]
     least_slack = "acme_routing:LeastSlack"
 
-What an implementation has to be is said where its interface is; docs/guides has examples.
+Each interface states the requirements on its implementations; docs/guides has examples.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from banaserve.registry import Registry, one_line
 
 
 class PluginGroup(StrEnum):
-    """Groups of entry points that are read; the interface of each is named beside it."""
+    """Groups of entry points that are read; the docstring of each names its interface."""
 
     ROUTING_POLICIES = "banaserve.routing_policies"
     """``banaserve.orchestrator.routing.interface.RoutingPolicy``."""
@@ -37,9 +37,9 @@ class Plugin:
     """An entry point that was found.
 
     Attributes:
-        name: Under which it is asked for by option.
+        name: Name by which options select the plugin.
         package: Name and version of the package that offers it.
-        problem: One line: why it was refused; empty where it was registered.
+        problem: Reason for its refusal, in one line; empty if it was registered.
     """
 
     group: str
@@ -48,19 +48,19 @@ class Plugin:
     problem: str = ""
 
     def __str__(self) -> str:
-        """Returns one line for people."""
+        """Return one human-readable line."""
         said = f"plugin {self.name} of {self.package} ({self.group})"
         return f"{said} is refused: {self.problem}" if self.problem else said
 
 
 def load_plugins(registries: Mapping[PluginGroup, Registry[Any]]) -> list[Plugin]:
-    """Import every entry point of these groups and hand what it refers to to its registry.
+    """Import every entry point of these groups and register the object that it refers to.
 
-    A plugin that cannot be used stops nothing: it is refused, and its registry says why when it
-    is asked for. Loading again changes nothing.
+    A plugin that cannot be used does not stop the others: it is refused, and its registry gives the
+    reason when the plugin is requested. Idempotent.
 
     Returns:
-        What was found, by group, name and package; those with a ``problem`` should be shown.
+        Plugins found, sorted by group, name and package; show those with a ``problem``.
     """
     entries: list[tuple[PluginGroup, str, str, EntryPoint]] = []
     unread: list[Plugin] = []
@@ -82,11 +82,11 @@ def load_plugins(registries: Mapping[PluginGroup, Registry[Any]]) -> list[Plugin
 
 
 def _packages() -> dict[str, Distribution]:
-    """Returns the installed packages that have entry points of ours, by name and version."""
+    """Return the installed packages with banaserve entry points, by name and version."""
     found: dict[str, tuple[str, Distribution]] = {}
     for distribution in distributions():
         if "banaserve." in (distribution.read_text("entry_points.txt") or ""):
-            # As for imports, the first one on the path hides others of its name.
+            # As for imports, the first package on the path hides others with the same name.
             name = distribution.metadata["Name"] or "a package without a name"
             version = distribution.metadata["Version"] or "without a version"
             found.setdefault(name.lower(), (f"{name} {version}", distribution))
@@ -96,7 +96,7 @@ def _packages() -> dict[str, Distribution]:
 def _load(entry: EntryPoint, package: str, group: PluginGroup, registry: Registry[Any]) -> Plugin:
     try:
         registry.add_plugin(entry.name, entry.load(), package)
-    # It is another package's code that runs here: it may raise anything, and may call sys.exit.
+    # Code of another package runs here: it may raise any exception or call sys.exit.
     except (Exception, SystemExit) as error:
         problem = one_line(error)
         registry.refuse(entry.name, package, problem)

@@ -1,4 +1,4 @@
-"""Files of JSON lines, one object a line, as they are or packed with zstd."""
+"""Files of JSON lines, one object a line, uncompressed or compressed with zstd."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import msgspec
 from banaserve.errors import UserError
 
 MAX_UNPACKED_BYTES = 4 * 2**30
-"""Of one file: a few kilobytes of zstd may stand for more than any machine has."""
+"""Maximum size of one decompressed file: a few kilobytes of zstd may expand beyond any memory."""
 _STEP_BYTES = 2**20
 
 
 def read_records(path: Path, limit: int | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields the first ``limit`` objects of a file with their line numbers, from 1.
+    """Yield the first ``limit`` objects of a file with their line numbers, counted from 1.
 
     Raises:
-        UserError: The file cannot be read, or a line is not a JSON object; names it.
+        UserError: The file cannot be read, or a line is not a JSON object; the message names it.
     """
     decoder = msgspec.json.Decoder(dict[str, Any])
     count = 0
@@ -37,10 +37,11 @@ def read_records(path: Path, limit: int | None = None) -> Iterator[tuple[int, di
 
 
 def unpacked(path: Path) -> bytes:
-    """Returns the bytes of a file, decompressed where its name ends in ``.zst``.
+    """Return the bytes of a file, decompressed if its name ends in ``.zst``.
 
     Raises:
-        UserError: It cannot be read or decompressed, or is larger than ``MAX_UNPACKED_BYTES`` then.
+        UserError: The file cannot be read or decompressed, or is larger than ``MAX_UNPACKED_BYTES``
+            once decompressed.
     """
     try:
         data = path.read_bytes()

@@ -1,4 +1,4 @@
-"""Registry of the implementations of one interface, by name; other packages can add theirs."""
+"""Registry of the implementations of one interface, by name; other packages can add to it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 C = TypeVar("C")
 
 OWN = "banaserve"
-"""The package of what is registered without another package's name."""
+"""Package name of the implementations that banaserve itself registers."""
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _TAKES: Mapping[type, str] = {
@@ -26,21 +26,22 @@ _TAKES: Mapping[type, str] = {
     float: "a number",
     str: "text",
 }
-"""Types of options that values are checked against, in words."""
+"""Option types that values are checked against, with their descriptions in messages."""
 
 
 class Registry(Generic[T]):
-    """Implementations of one kind by name.
+    """Implementations of one interface, by name.
 
     Args:
-        kind: As messages call it, such as ``routing policy``.
-        check: Returns an object of another package as an implementation under the given name;
-            raises ``UserError``, which says what is wrong with it.
-        built_in: Modules that register the implementations of banaserve itself when they are
-            imported, which happens at the first question.
+        kind: Kind of implementation as messages call it, such as ``routing policy``.
+        check: Function that returns an object of another package as an implementation under the
+            given name, or raises ``UserError`` with what is wrong with the object.
+        built_in: Modules that register banaserve's own implementations when they are imported,
+            which happens at the first lookup.
 
     Attributes:
-        refused: For each name that was refused and is not taken: the package and what is wrong.
+        refused: Messages by name, for each name that was refused and is not registered: the package
+            and what is wrong with its object.
     """
 
     def __init__(
@@ -55,10 +56,10 @@ class Registry(Generic[T]):
         self._rivals: dict[str, list[str]] = {}
 
     def register(self, name: str) -> Callable[[C], C]:
-        """Returns a class decorator that makes the class known as ``name``.
+        """Return a class decorator that registers the class as ``name``.
 
         Raises:
-            ValueError: From the decorator: the name is taken.
+            ValueError: From the decorator: the name is already registered.
         """
 
         def add(found: C) -> C:
@@ -68,24 +69,25 @@ class Registry(Generic[T]):
         return add
 
     def add(self, name: str, found: T) -> None:
-        """Makes ``found`` known as ``name``.
+        """Register ``found`` as ``name``.
 
         Raises:
-            ValueError: The name is taken.
+            ValueError: The name is already registered.
         """
         if name in self._found:
             raise ValueError(f"a {self.kind} named {name!r} exists already")
         self._found[name], self._offers[name] = found, (OWN, found)
 
     def add_plugin(self, name: str, found: object, package: str) -> None:
-        """Makes an object of another package known as ``name``, unless it is already.
+        """Register an object of another package as ``name``; idempotent.
 
         Args:
-            found: What the package's entry point refers to; it is checked.
-            package: Name and version, for messages.
+            found: Object that the package's entry point refers to; it is checked.
+            package: Name and version of the package, for messages.
 
         Raises:
-            UserError: The name is taken, or ``found`` does not implement the interface.
+            UserError: The name belongs to another object, or ``found`` does not implement the
+                interface.
         """
         if name in self.names():
             owner, offered = self._offers[name]
@@ -99,32 +101,32 @@ class Registry(Generic[T]):
         self.refused.pop(name, None)
 
     def refuse(self, name: str, package: str, why: str) -> None:
-        """Remembers why a package's ``name`` is not known, for later errors."""
+        """Record why a package's ``name`` is not registered, for later error messages."""
         if name not in self.names():
             self.refused[name] = f"{package} offers it and was refused: {why}"
 
     def names(self) -> list[str]:
-        """Returns every known name in alphabetical order."""
+        """Return every registered name in alphabetical order."""
         for module in self._built_in:
             import_module(module)
         return sorted(self._found)
 
     def owner(self, name: str) -> str:
-        """Returns the package of ``name`` with its version; ``OWN`` for ours.
+        """Return the package of ``name`` with its version; ``OWN`` for banaserve.
 
         Raises:
-            UserError: There is none of this name.
+            UserError: The name is not registered.
         """
         self.get(name)
         return self._offers[name][0]
 
     def label(self, name: str) -> str:
-        """Returns ``name``, and of what package it is where that is not banaserve."""
+        """Return ``name``, followed by its package if that is not banaserve."""
         owner = self.owner(name)
         return name if owner == OWN else f"{name} of {owner}"
 
     def rivalry(self, name: str) -> str:
-        """Returns whose ``name`` is used where several packages offer one; empty where not."""
+        """Return which package's ``name`` is used if several offer it; empty if only one does."""
         rivals = self._rivals.get(name)
         if not rivals or name not in self._offers:
             return ""
@@ -132,27 +134,28 @@ class Registry(Generic[T]):
         return f"{self.kind} {name}: that of {self.owner(name)} is used, that of {refused} refused"
 
     def get(self, name: str) -> T:
-        """Returns the implementation ``name``.
+        """Return the implementation ``name``.
 
         Raises:
-            UserError: There is none: lists those there are, or says why it was refused.
+            UserError: The name is not registered; the message lists the registered names, or gives
+                the reason of a refusal.
         """
         check_known(self.kind, name, self.names(), self.refused)
         return self._found[name]
 
 
 def check_class(found: object, interface: type, arguments: Sequence[str] | None = None) -> Any:
-    """Returns ``found``, a class that has the methods of ``interface``.
+    """Return ``found`` after checking that it is a class with the methods of ``interface``.
 
-    What overrides a method of a class of banaserve takes as many arguments as that one, too.
+    A method that overrides one of a banaserve class must accept the same arguments, too.
 
     Args:
-        interface: A protocol or base class: each of its public methods is needed, with as many
-            arguments as there.
-        arguments: Those that the class is built with, in their order; None: not checked.
+        interface: Protocol or base class: each of its public methods is required, with the same
+            arguments.
+        arguments: Constructor arguments of the class, in order; None skips their check.
 
     Raises:
-        UserError: ``found`` is no such class; names what is missing or differs.
+        UserError: ``found`` is no such class; the message names what is missing or differs.
     """
     if not isinstance(found, type):
         kind, name = type(found).__name__, getattr(found, "__qualname__", "")
@@ -171,7 +174,7 @@ def check_class(found: object, interface: type, arguments: Sequence[str] | None 
 
 
 def _methods(owner: type) -> dict[str, FunctionType]:
-    """Returns the methods of a class without those of its parents and those of Python."""
+    """Return the methods of a class, without inherited and special (``__x__``) methods."""
     return {
         name: member
         for name, member in vars(owner).items()
@@ -180,7 +183,7 @@ def _methods(owner: type) -> dict[str, FunctionType]:
 
 
 def _overridden(found: type) -> dict[str, FunctionType]:
-    """Returns the methods of banaserve's classes that another package's class overrides."""
+    """Return the methods of banaserve's classes that another package's class overrides."""
     overridden: dict[str, FunctionType] = {}
     theirs: set[str] = set()
     for owner in found.__mro__[:-1]:
@@ -194,7 +197,7 @@ def _overridden(found: type) -> dict[str, FunctionType]:
 
 
 def _check_override(found: type, name: str, wanted: FunctionType) -> None:
-    """Returns if ``found.name`` can be called as ``wanted`` is, on an instance of ``found``."""
+    """Check that ``found.name`` accepts the calls of ``wanted``, on an instance of ``found``."""
     parameters = list(inspect.signature(wanted).parameters.values())
     places = [
         one.name
@@ -217,10 +220,10 @@ def _is_async(called: object) -> bool:
 def check_call(
     called: Any, name: str, arguments: Sequence[str], keywords: Sequence[str] = ()
 ) -> None:
-    """Returns if ``called`` can be called with these arguments by place and by keyword.
+    """Check that ``called`` accepts these positional and keyword arguments.
 
     Raises:
-        UserError: It is no function, or takes others.
+        UserError: ``called`` is not callable, or takes other arguments.
     """
     listed = [*arguments, *(f"{keyword}=" for keyword in keywords)]
     wanted = f"{name} has to take ({', '.join(listed)})"
@@ -233,10 +236,10 @@ def check_call(
 
 
 def check_options(found: Any) -> None:
-    """Returns if ``found.Options`` is a frozen dataclass in which every option has a valid default.
+    """Check that ``found.Options`` is a frozen dataclass with a valid default for every option.
 
     Raises:
-        UserError: It is not.
+        UserError: ``found.Options`` is something else.
     """
     options = getattr(found, "Options", None)
     if not isinstance(options, type) or not is_dataclass(options):
@@ -250,10 +253,10 @@ def check_options(found: Any) -> None:
 
 
 def check_frozen(options: Any, name: str) -> None:
-    """Returns if a dataclass, or an instance of one, cannot be changed.
+    """Check that a dataclass, or the class of a dataclass instance, is frozen.
 
     Raises:
-        UserError: It can be.
+        UserError: The dataclass is mutable.
     """
     if not options.__dataclass_params__.frozen:
         raise UserError(f"{name} can be changed: write @dataclass(frozen=True)")
@@ -266,19 +269,19 @@ def build_options(
     section: Mapping[str, Any],
     package: str = OWN,
 ) -> C:
-    """Returns ``build(**section)``: the options of one policy from its section of a configuration.
+    """Return ``build(**section)``: the options of one policy from its section of a configuration.
 
-    Each value has to be of its field's type, where that is a number, text, true or false, or one
-    of these or None. A number is text for a field of text, and the words ``true`` and ``false``
-    are what they say: a command line cannot tell them apart.
+    Each value must have the type of its field, if that is int, float, str or bool, or a union of
+    these and None. For a str field a number is converted to text, and for a bool field the words
+    ``true`` and ``false`` are converted to bool: a command line cannot distinguish these types.
 
     Args:
-        owner: Whose options they are, for messages.
-        options: Their dataclass, or an instance of it.
-        package: That it comes from.
+        owner: Name of the policy that the options belong to, for messages.
+        options: Dataclass of the options, or an instance of it.
+        package: Package of the policy.
 
     Raises:
-        UserError: An unknown option, a value of another type or out of range.
+        UserError: An option is unknown, or a value has another type or is out of range.
     """
     known = option_names(options)
     for option in section:
@@ -302,10 +305,10 @@ def build_options(
 
 
 def build_policy(owner: str, package: str, build: Callable[..., C], *arguments: Any) -> C:
-    """Returns ``build(*arguments)``: a policy with its options.
+    """Return ``build(*arguments)``: a policy with its options.
 
     Raises:
-        UserError: A policy of another package cannot be built; names the package.
+        UserError: A policy of another package cannot be built; the message names the package.
     """
     try:
         return build(*arguments)
@@ -322,7 +325,7 @@ def _of(owner: str, package: str) -> str:
 
 
 def _typed(owner: str, option: str, value: Any, types: Sequence[type]) -> Any:
-    """Returns ``value`` as one of ``types``; as it is where there is none."""
+    """Return ``value`` converted to one of ``types``; unchanged if ``types`` is empty."""
     if not types or type(value) in types or (type(value) is int and float in types):
         return value
     if bool in types and value in ("true", "false"):
@@ -334,15 +337,15 @@ def _typed(owner: str, option: str, value: Any, types: Sequence[type]) -> Any:
 
 
 def option_names(options: Any) -> list[str]:
-    """Returns the names of the fields of a dataclass or of an instance of one."""
+    """Return the names of the fields of a dataclass or of an instance of one."""
     return [field.name for field in fields(options)]
 
 
 def option_types(options: Any) -> dict[str, tuple[type, ...]]:
-    """Returns the types that each option takes; nothing of those whose annotation says another."""
+    """Return the accepted types of each option, without options of unsupported types."""
     try:
         hints = get_type_hints(options if isinstance(options, type) else type(options))
-    except Exception:  # an annotation may name what is not imported at run time
+    except Exception:  # an annotation may use a name that is not imported at run time
         return {}
     found = {}
     for name in option_names(options):
@@ -356,7 +359,7 @@ def option_types(options: Any) -> dict[str, tuple[type, ...]]:
 
 
 def one_line(error: BaseException) -> str:
-    """Returns what ``error`` says in one line, after its class where it is no ``UserError``."""
+    """Return the message of ``error`` in one line, after its class unless it is a ``UserError``."""
     words = _ADDRESS.sub("", " ".join(str(error).split()))
     if isinstance(error, UserError):
         return words

@@ -1,4 +1,4 @@
-"""Folder of one run: its logs, its sockets, and a note of its server."""
+"""Folder of one run: its logs, its sockets, and a note about its server."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _KEPT_RUNS = 10
 _SOCKETS = "banaserve-"
 _LOCK = "lock"
 _NEW_S = 60.0
-"""For a run that has made its folder and has not locked it yet."""
+"""Grace period for a run that has created its folder and has not locked it yet, in seconds."""
 _LOCK_S = 5.0
-"""For the engines of a run that was killed, which hold its lock until they have ended too."""
+"""Time to wait for the lock of a killed run, which its engines hold until they end, in seconds."""
 _TAIL_BYTES = 64 << 10
 
 
@@ -36,8 +36,8 @@ class RunDir:
     """The folders of one run.
 
     Attributes:
-        logs: Stays after the run.
-        sockets: Short path, mode 0700, gone after the run.
+        logs: Folder of logs, which stays after the run.
+        sockets: Folder of sockets: a short path, mode 0700, removed after the run.
     """
 
     logs: Path
@@ -45,18 +45,18 @@ class RunDir:
 
     @property
     def offer(self) -> Path:
-        """Unix socket on which the server offers the socket that it listens on."""
+        """Unix socket on which the server offers its listening socket for take-over."""
         return self.sockets / _OFFER
 
 
 @contextlib.contextmanager
 def open_run_dir(chosen: Path | None) -> Iterator[RunDir]:
-    """Make the folders of a run; takes away what must not stay when the run ends.
+    """Make the folders of a run, and remove its sockets and notes when the run ends.
 
-    A folder that was left by a run that was killed is used again, and its logs go on.
+    A folder that a killed run left behind is used again, and its logs are continued.
 
     Raises:
-        UserError: ``chosen`` is another run's, or cannot be written.
+        UserError: Another run uses ``chosen``, or ``chosen`` cannot be written.
     """
     logs = chosen or _fresh()
     try:
@@ -82,10 +82,10 @@ def open_run_dir(chosen: Path | None) -> Iterator[RunDir]:
 
 
 def tail_of(log: Path, max_bytes: int = _TAIL_BYTES) -> str:
-    """The last lines of a log, whole ones, of ``max_bytes`` at most.
+    """Return the last complete lines of a log, at most ``max_bytes``.
 
     Raises:
-        OSError: It cannot be read.
+        OSError: The log cannot be read.
     """
     with log.open("rb") as file:
         num_bytes = file.seek(0, os.SEEK_END)
@@ -97,10 +97,10 @@ def tail_of(log: Path, max_bytes: int = _TAIL_BYTES) -> str:
 
 
 class AdminAccess(NamedTuple):
-    """How to reach a running server's admin API.
+    """Access data of a running server's admin API.
 
     Attributes:
-        key: Empty where the user has chosen it.
+        key: Admin key of the run; empty if the user chose the key.
         certificate: File of the server's TLS certificate; empty without TLS.
     """
 
@@ -110,7 +110,7 @@ class AdminAccess(NamedTuple):
 
 
 def write_admin(logs: Path, access: AdminAccess) -> None:
-    """Leave a note in a run's folder that only its user can read."""
+    """Write ``access`` to the admin note of a run's folder, readable only by its user."""
     descriptor = os.open(logs / _ADMIN, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w") as note:
         os.fchmod(note.fileno(), 0o600)
@@ -118,35 +118,35 @@ def write_admin(logs: Path, access: AdminAccess) -> None:
 
 
 def admin_note(logs: Path) -> Path:
-    """The file of that note, which only its user can read."""
+    """Return the path of the admin note in a run's folder."""
     return logs / _ADMIN
 
 
 def remove_admin(logs: Path) -> None:
-    """Take that note away: the server is reached no more."""
+    """Remove the admin note: the server cannot be reached any more."""
     (logs / _ADMIN).unlink(missing_ok=True)
 
 
 def find_admin(chosen: Path | None, port: int | None = None) -> AdminAccess:
-    """The admin API of the server that runs in ``chosen``, on ``port``, or of the only one.
+    """Return the admin API of the server in ``chosen``, on ``port``, or of the only server.
 
     Raises:
-        UserError: None or several run.
+        UserError: No server matches, or several do.
     """
     return find_admin_dir(chosen, port)[1]
 
 
 def admin_on(port: int) -> AdminAccess | None:
-    """The same on ``port``; None where no run with a folder of banaserve's own choice has it."""
+    """Return the admin API of the server on ``port``; None if no run in a default folder has it."""
     everyone = (access for _, access in _running(None))
     return next((access for access in everyone if urlsplit(access.url).port == port), None)
 
 
 def find_admin_dir(chosen: Path | None, port: int | None = None) -> tuple[Path, AdminAccess]:
-    """The same, with the folder of the run.
+    """Return the run folder and the admin API of a server, chosen as by ``find_admin``.
 
     Raises:
-        UserError: None or several run.
+        UserError: No server matches, or several do.
     """
     everyone = dict(_running(chosen))
     ports = {urlsplit(access.url).port: folder for folder, access in everyone.items()}
@@ -170,10 +170,10 @@ def _listed(ports: Iterable[int | None]) -> str:
 
 
 def find_offer(chosen: Path | None, port: int) -> Path:
-    """Unix socket of the server that runs in ``chosen``, or of the only one on this port.
+    """Return the take-over socket of the server in ``chosen``, or of the only server on ``port``.
 
     Raises:
-        UserError: None or several run.
+        UserError: No server matches, or several do, or the note of its run cannot be read.
     """
     running = [
         folder for folder, access in _running(chosen) if chosen or urlsplit(access.url).port == port
@@ -194,7 +194,11 @@ def find_offer(chosen: Path | None, port: int) -> Path:
 
 
 def _running(chosen: Path | None) -> Iterator[tuple[Path, AdminAccess]]:
-    """Folders of servers that can be reached, ``chosen`` or all of this user's."""
+    """Yield folder and admin API of each reachable server: that in ``chosen``, or all of this user.
+
+    Raises:
+        UserError: An admin note cannot be read.
+    """
     for folder in [chosen] if chosen else _runs().glob("2*"):
         try:
             said = (folder / _ADMIN).read_text()
@@ -211,7 +215,10 @@ def _running(chosen: Path | None) -> Iterator[tuple[Path, AdminAccess]]:
 
 
 def _locked_sockets() -> tuple[Path, IO[str]]:
-    """A new folder for sockets, and its lock; another run may sweep it away before it is locked."""
+    """Return a new folder for sockets, and its lock.
+
+    Another run may remove the folder before it is locked; then another folder is made.
+    """
     while True:
         sockets = Path(tempfile.mkdtemp(prefix=_SOCKETS))
         with contextlib.suppress(FileNotFoundError):
@@ -223,10 +230,11 @@ def _locked_sockets() -> tuple[Path, IO[str]]:
 
 
 def _sweep_killed_runs() -> None:
-    """Remove the socket folders of this user's runs that ended without a chance to do so.
+    """Remove the socket folders of this user's runs that were killed.
 
-    A lock says that a run lives, not its process id: containers share temporary folders and have
-    ids of their own. Engines inherit the lock, so it is held until the last of them has ended.
+    A lock shows that a run is alive; a process id would not, since containers share temporary
+    folders and have process ids of their own. Engines inherit the lock, so it is held until the
+    last engine has ended.
     """
     for folder in Path(tempfile.gettempdir()).glob(f"{_SOCKETS}*"):
         with contextlib.suppress(OSError):
@@ -248,13 +256,13 @@ def _fresh() -> Path:
     for folder in old[: -_KEPT_RUNS or None]:
         if not (_is_new(folder) or _is_running(folder)):
             shutil.rmtree(folder, ignore_errors=True)
-    # Containers that share a home have process ids of their own.
+    # Process ids are not unique: containers that share a home folder have their own ids.
     own = f"{os.getpid()}-{secrets.token_hex(3)}"
     return runs / f"{time.strftime('%Y%m%d-%H%M%S')}-{own}"
 
 
 def _is_new(folder: Path) -> bool:
-    """Whether a run may be about to lock it."""
+    """Return whether ``folder`` is so new that its run may not have locked it yet."""
     try:
         return time.time() - folder.stat().st_mtime < _NEW_S
     except OSError:
@@ -262,10 +270,10 @@ def _is_new(folder: Path) -> bool:
 
 
 def _own(folder: Path) -> IO[str]:
-    """The note of a folder, locked as long as it is open.
+    """Return the note of a folder, locked as long as it is open.
 
     Raises:
-        UserError: Another run has it.
+        UserError: Another run holds the lock.
     """
     until_s = time.monotonic() + _LOCK_S
     while True:
@@ -275,7 +283,7 @@ def _own(folder: Path) -> IO[str]:
             if os.path.samestat(os.fstat(note.fileno()), (folder / _NOTE).stat()):
                 return note
         except FileNotFoundError:
-            pass  # the run that had it has just ended
+            pass  # the run that held the note has just ended
         except BlockingIOError:
             if time.monotonic() > until_s:
                 note.close()
@@ -292,7 +300,10 @@ def _note_of(folder: Path) -> dict[str, Any]:
 
 
 def _is_running(folder: Path) -> bool:
-    """Whether a process holds the lock of a run; its id would mean another one in a container."""
+    """Return whether a process holds the lock of a run.
+
+    A process id would not be reliable: in a container, the same id is another process.
+    """
     try:
         with (folder / _NOTE).open() as note:
             fcntl.flock(note, fcntl.LOCK_SH | fcntl.LOCK_NB)

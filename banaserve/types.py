@@ -1,4 +1,4 @@
-"""Values that pass between floors. Standard library only."""
+"""Values that pass between the layers of the code. Standard library only."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ InstanceId = NewType("InstanceId", str)
 RequestId = NewType("RequestId", str)
 
 NOWHERE: Mapping[InstanceId, int] = MappingProxyType({})
-"""Tokens by instance, of what lies in none."""
+"""Tokens by instance of a prompt whose KV is in no instance's cache: empty."""
 
 
 class Distance(NamedTuple):
-    """Way from one machine to another, as measured.
+    """Measured network path from one machine to another.
 
     Attributes:
-        round_trip_s: Of a small message.
-        bytes_per_s: In one direction.
+        round_trip_s: Round-trip time of a small message, in seconds.
+        bytes_per_s: Bandwidth in one direction, in bytes per second.
     """
 
     round_trip_s: float
@@ -28,11 +28,11 @@ class Distance(NamedTuple):
 
 
 NO_WAYS: Mapping[InstanceId, Distance | None] = MappingProxyType({})
-"""Ways to instances on other machines, where there are none."""
+"""Network paths of an instance that has no instances on other machines: empty."""
 
 
 class Role(Enum):
-    """What the router sends to an instance. The engine itself does not know it."""
+    """Legs that the router sends to an instance. The engine itself does not know its role."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -40,16 +40,16 @@ class Role(Enum):
 
     @classmethod
     def of(cls, word: str) -> Role:
-        """The role that people call ``word``; ``both`` is a name of ``colocated``.
+        """Return the role that ``word`` names; ``both`` is another name of ``colocated``.
 
         Raises:
-            ValueError: There is none.
+            ValueError: ``word`` names no role.
         """
         return cls.COLOCATED if word == "both" else cls(word)
 
     @property
     def legs(self) -> frozenset[Role]:
-        """The legs that it serves: prefill, decode or both of them."""
+        """Legs that an instance of this role serves: prefill, decode or both."""
         if self is Role.COLOCATED:
             return frozenset((Role.PREFILL, Role.DECODE))
         return frozenset((self,))
@@ -57,11 +57,11 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How full an instance is, one number a resource, each in [0, 1].
+    """Utilisation of an instance, one number for each resource, each in [0, 1].
 
     Attributes:
-        compute: Work done against the work it could do in the same time.
-        memory: KV blocks in use against the KV blocks it has.
+        compute: Work done, as a share of the work that it could do in the same time.
+        memory: KV blocks in use, as a share of its KV blocks.
     """
 
     compute: float
@@ -70,23 +70,23 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class InstanceFacts:
-    """What stays as it is while an instance lives.
+    """Facts that do not change while an instance lives.
 
     Attributes:
-        layer_weight_bytes: Weights of one decoder layer.
-        layer_token_bytes: K and V of one token in one layer, all heads.
-        memory_bytes: What weights, KV blocks, guests and ``fixed_bytes`` share.
-        fixed_bytes: What no migration moves: embeddings, output head, the process.
-        hidden_bytes: Hidden state of one token between two layers.
+        layer_weight_bytes: Size of the weights of one decoder layer.
+        layer_token_bytes: Size of K and V of one token in one layer, all heads.
+        memory_bytes: Memory that weights, KV blocks, guests and ``fixed_bytes`` share.
+        fixed_bytes: Memory that no migration moves: embeddings, output head, the process.
+        hidden_bytes: Size of the hidden state of one token between two layers.
         queries_a_head: Query heads of one KV head.
-        granule_bytes: The slab of one layer and KV head grows and shrinks in steps of this.
-        kv_bytes: Memory of the KV blocks with nothing moved, where it is set apart: then neither
-            weights that leave nor guests that come change it. 0 where all share ``memory_bytes``.
-        max_kv_blocks: KV blocks that it can never exceed; 0 for no such limit.
-        can_move_layers, can_move_heads, can_switch_role: What migrations may do to it.
-        profile: Of its device, where that is another one than most instances have: a built-in
-            profile's name, or its file. Empty where it is theirs.
-        speed: How fast it computes, against theirs.
+        granule_bytes: Step in which the slab of one layer and KV head grows and shrinks.
+        kv_bytes: Memory of the KV blocks with nothing moved, if it is reserved: then neither
+            weights that leave nor guests that arrive change it. 0 if all share ``memory_bytes``.
+        max_kv_blocks: Number of KV blocks that the instance can never exceed; 0 for no limit.
+        can_move_layers, can_move_heads, can_switch_role: True if migrations may do so.
+        profile: Profile of the instance's device if it differs from that of most instances: a
+            built-in profile's name, or its file. Empty if it is the same.
+        speed: Computing speed of the instance, relative to most instances.
     """
 
     num_layers: int
@@ -109,18 +109,18 @@ class InstanceFacts:
 
 
 class BackPressure(NamedTuple):
-    """Prefill that waits, since the store has no room for the KV that it would hand over.
+    """Prefill that waits because the store has no room for the KV to hand over.
 
-    More prefill capacity makes it worse: what helps is decode that takes what is held, or a larger
-    store.
+    More prefill capacity makes it worse: more decode capacity, which fetches the held blocks, or a
+    larger store helps.
 
     Attributes:
         num_prompts: Number of prompts that wait.
         num_tokens: Number of tokens of these prompts.
-        longest_s: Time that the prompt which has waited longest has waited.
+        longest_s: Longest waiting time of a prompt so far, in seconds.
         held_blocks: Number of blocks that the store holds until decode has read them.
         num_blocks: Number of blocks that the store has room for.
-        block_bytes: Size of one of them.
+        block_bytes: Size of one block.
     """
 
     num_prompts: int
@@ -138,31 +138,32 @@ class BackPressure(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class InstanceReport:
-    """What an instance last said of itself.
+    """Last report of an instance on its load.
 
     Attributes:
         num_running: Requests in the running batch.
         num_waiting: Requests admitted by the engine and not yet in a batch.
         kv_used_fraction: Share of the KV blocks in use, in [0, 1].
         busy_fraction: Share of wall time spent in forward passes, smoothed, in [0, 1].
-        at_s: When the report was made, on the router's clock.
-        step_fill_fraction: How full its steps are, smoothed, in [0, 1]: the share of a step's time
-            that grows with its work, against that of a full step; 1 where it is not measured.
-        step_s: Time of one step, smoothed; 0 where it is not measured.
-        num_kv_blocks: KV blocks that it has at present; 0 where it does not say.
-        weight_bytes: Weights of the layers that it holds at present.
-        guest_bytes: What guests on it hold for others: weights and KV.
-        step_tokens: Tokens of one step, smoothed; 0 where they are not measured.
-        overlap_fraction: How much of a guest's work it would not wait for with its present steps,
-            in [0, 1]; None where that is not known.
+        at_s: Time of the report, on the router's clock.
+        step_fill_fraction: Fill of a step, smoothed, in [0, 1]: the share of a step's time that
+            grows with its work, relative to that share of a full step; 1 if not measured.
+        step_s: Time of one step, smoothed, in seconds; 0 if not measured.
+        num_kv_blocks: Number of KV blocks at present; 0 if unknown.
+        weight_bytes: Size of the weights of the layers that the instance holds at present.
+        guest_bytes: Memory that guests beside the instance hold for others: weights and KV.
+        step_tokens: Tokens of one step, smoothed; 0 if not measured.
+        overlap_fraction: Share of a guest's work that the instance would not wait for, with its
+            present steps, in [0, 1]; None if unknown.
         gpu_busy_fraction: Share of time with any kernel running on its GPUs, in [0, 1], by NVML;
-            None where there is none.
-        gpu_memory_fraction: Of their memory in use, by whomever.
-        step_coefficients: Of ``orchestrator/model/calibration.py:StepTime``, as learnt from its
-            steps, 0 of work that it has hardly had; empty until there are enough of them.
-        fetch_token_s: Time to fetch the KV of one token from the store; 0 where nothing has been
-            fetched yet.
-        back_pressure: Its prompts that wait for room in the store; None where none does.
+            None without NVML.
+        gpu_memory_fraction: Share of its GPUs' memory that any process uses; None without NVML.
+        step_coefficients: Coefficients of ``orchestrator/model/calibration.py:StepTime`` learnt
+            from the instance's steps; 0 for kinds of work that were rare, empty until there are
+            enough steps.
+        fetch_token_s: Time to fetch the KV of one token from the store, in seconds; 0 before the
+            first fetch.
+        back_pressure: Prompts of the instance that wait for room in the store; None if none waits.
     """
 
     num_running: int
@@ -186,10 +187,10 @@ class InstanceReport:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Module:
-    """What a migration moves: contiguous layers up to ``end_layer``, which is not among them.
+    """Module that a migration moves: the layers from ``first_layer`` up to, without, ``end_layer``.
 
     Attributes:
-        heads: KV heads that move, KV only, ascending; empty for whole layers, weights and KV.
+        heads: KV heads that move (KV only), ascending; empty for whole layers (weights and KV).
     """
 
     first_layer: int
@@ -201,7 +202,7 @@ class Module:
         return self.end_layer - self.first_layer
 
     def overlaps(self, other: Module) -> bool:
-        """Whether both contain the same head of the same layer."""
+        """Return whether both modules contain the same head of the same layer."""
         if self.end_layer <= other.first_layer or other.end_layer <= self.first_layer:
             return False
         return not self.heads or not other.heads or bool(set(self.heads) & set(other.heads))
@@ -212,9 +213,10 @@ class ModulePlacement:
     """A module that serves the requests of ``host`` and runs at ``guest``.
 
     Attributes:
-        epoch: The host's epoch in which it moved there.
-        since_s: When it did, on the router's clock.
-        guest_bytes: Memory that it takes there: KV slabs, and weights that were not there yet.
+        epoch: Epoch of the host in which the module moved to the guest.
+        since_s: Time of that move, on the router's clock.
+        guest_bytes: Memory that the module takes at the guest: KV slabs, and weights that were not
+            there before.
     """
 
     module: Module
@@ -250,7 +252,7 @@ class SwitchRole:
     """Send ``instance`` the legs of ``role``; nothing restarts.
 
     Attributes:
-        step_tokens: Most tokens of its steps from then on; 0 is what the role has.
+        step_tokens: Maximum number of tokens of its steps from then on; 0 is the role's default.
     """
 
     instance: InstanceId
@@ -261,7 +263,7 @@ class SwitchRole:
 
 @dataclass(frozen=True, slots=True)
 class SetStepTokens:
-    """Let ``instance`` take at most ``tokens`` in a step from its next one on: its chunk size."""
+    """Limit the steps of ``instance`` to ``tokens`` (its chunk size) from its next step on."""
 
     instance: InstanceId
     old: int
@@ -272,10 +274,10 @@ Action = MoveModule | ReturnModule | SwitchRole | SetStepTokens
 
 
 class Attempt(NamedTuple):
-    """What actions have in common that fail for the same cause: their kind and their ends.
+    """Kind, source and target of an action: actions that share these fail for the same cause.
 
     Attributes:
-        target: An instance, or a role.
+        target: Instance, role or step size, according to ``kind``.
     """
 
     kind: str
@@ -284,7 +286,7 @@ class Attempt(NamedTuple):
 
     @classmethod
     def of(cls, action: Action) -> Attempt:
-        """The attempt that ``action`` is, whatever its size."""
+        """Return the attempt of ``action``, which ignores the size of the module."""
         if isinstance(action, SwitchRole):
             return cls("role", action.instance, action.role.value)
         if isinstance(action, SetStepTokens):
@@ -296,15 +298,15 @@ class Attempt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Influence:
-    """What a step is predicted to change on one instance.
+    """Predicted change of one instance by a step.
 
     Attributes:
-        compute: Added to ``Load.compute``.
-        kv_blocks: Added to the number of KV blocks.
-        guest_bytes: Added to what guests hold there.
-        step_s: Added to the time of a step.
-        waiting_s: Added to the work that waits there.
-        memory: Added to ``Load.memory`` where its requests change, not its blocks.
+        compute: Change of ``Load.compute``.
+        kv_blocks: Change of the number of KV blocks.
+        guest_bytes: Change of the memory that guests hold there.
+        step_s: Change of the time of a step, in seconds.
+        waiting_s: Change of the work that waits there, in seconds.
+        memory: Change of ``Load.memory`` due to its requests, not to its number of blocks.
     """
 
     compute: float = 0.0
@@ -317,13 +319,13 @@ class Influence:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One action of a plan with what it should bring and take.
+    """One action of a plan with its predicted benefit and cost.
 
     Attributes:
-        influence: By instance, in the order of ids.
+        influence: Predicted changes by instance, in the order of ids.
         cost_s: Predicted time of the transfer and the synchronisation.
-        benefit_s: What it saves within the policy's horizon.
-        timeout_s: After this it is aborted and reverted.
+        benefit_s: Predicted saving within the policy's horizon.
+        timeout_s: Time after which the step is aborted and reverted.
     """
 
     action: Action
@@ -334,13 +336,13 @@ class Step:
 
     @property
     def instances(self) -> tuple[InstanceId, ...]:
-        """Those that take part, and not those that only feel it."""
+        """Instances that take part in the action, without those that it only influences."""
         if isinstance(self.action, SwitchRole | SetStepTokens):
             return (self.action.instance,)
         return (self.action.host, self.action.guest)
 
     def is_finished(self, cluster: ClusterView) -> bool:
-        """Whether ``cluster`` shows what the step is meant to reach; never of a lost instance."""
+        """Return whether ``cluster`` shows the step's result; False if the instance is lost."""
         action = self.action
         if isinstance(action, SwitchRole):
             view = cluster.instances.get(action.instance)
@@ -362,29 +364,29 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class InstanceView:
-    """One instance as a policy sees it: its last report with the router's own counts on top.
+    """One instance as a policy sees it: its last report and the router's own counts.
 
     Attributes:
-        report: None until the first report of this incarnation.
+        report: Last report; None until the first report of this incarnation.
         inflight_requests: Requests that the router has sent there and that have not ended.
-        inflight_prefill_tokens: Prompt tokens of those that were neither cached nor computed yet,
-            by the router's own knowledge; live, never stale.
-        prefill_tokens_per_s: Measured prefill speed, for turning tokens into seconds.
-        facts: None where the instance cannot take part in migrations.
-        placements: Its modules that run elsewhere; what is not listed is at home.
-        epoch: Rises with each change of its placements.
-        changed_s: When its placements, guests or role last changed; None where never.
-        step_tokens: Most tokens that it takes in a step; 0 where that is not known.
-        inflight_tokens: Prompt tokens of ``inflight_requests``, cached ones among them; a leg that
-            goes on elsewhere brings what was generated so far.
-        inflight_prefill_requests: Those of ``inflight_requests`` whose prompt is not computed yet.
-        inflight_prefill_pairs: What their attention costs, as ``StepWork.prefill_pairs``.
-        kv_tokens: Room for the KV of so many tokens; 0 where that is not known.
-        far: Instances on other machines, None where the way has not been measured; those that are
-            not listed are on the same.
-        kv_token_bytes: K and V of one token in all layers; 0 where that is not known.
-        coming_requests: Requests that will decode there and whose prompt is computed elsewhere as
-            yet; they are not among ``inflight_requests``.
+        inflight_prefill_tokens: Prompt tokens of these requests that are neither cached nor
+            computed yet, by the router's own knowledge; live, never stale.
+        prefill_tokens_per_s: Measured prefill speed, for converting tokens to seconds.
+        facts: Facts of the instance; None if it cannot take part in migrations.
+        placements: Modules of the instance that run elsewhere; modules not listed are at home.
+        epoch: Epoch of the instance, which rises with each change of its placements.
+        changed_s: Time of the last change of its placements, guests or role; None before the first.
+        step_tokens: Maximum number of tokens in a step; 0 if unknown.
+        inflight_tokens: Prompt tokens of ``inflight_requests``, including cached ones; for a leg
+            that continues elsewhere, also the tokens generated so far.
+        inflight_prefill_requests: Number of ``inflight_requests`` whose prompt is not computed yet.
+        inflight_prefill_pairs: Attention pairs of those prompts, as ``StepWork.prefill_pairs``.
+        kv_tokens: Number of tokens whose KV the instance has room for; 0 if unknown.
+        far: Network paths to the instances on other machines, None for a path not measured;
+            instances not listed are on the same machine.
+        kv_token_bytes: Size of K and V of one token in all layers; 0 if unknown.
+        coming_requests: Requests that will decode there and whose prompt is still computed
+            elsewhere; they are not among ``inflight_requests``.
     """
 
     id: InstanceId
@@ -409,19 +411,20 @@ class InstanceView:
 
     @property
     def computable_prefill_tokens(self) -> int:
-        """Those of ``inflight_prefill_tokens`` that wait for compute, not for room in the store."""
+        """Part of ``inflight_prefill_tokens`` that waits for compute, not for room in the store."""
         pressure = None if self.report is None else self.report.back_pressure
         num_waiting = 0 if pressure is None else pressure.num_tokens
         return max(0, self.inflight_prefill_tokens - num_waiting)
 
     def report_age_s(self, now_s: float) -> float | None:
-        """Seconds since the report was made; None where there is none."""
+        """Return the age of the report in seconds; None without a report."""
         return None if self.report is None else now_s - self.report.at_s
 
 
 def total_back_pressure(views: Iterable[InstanceView]) -> BackPressure | None:
-    """Returns all prompts of ``views`` that wait for room, and the store that is waited for the
-    longest; None where none waits."""
+    """Return the prompts of all ``views`` that wait for room in a store; None if none waits.
+
+    The store's numbers are those of the store with the longest wait."""
     reports = (view.report for view in views if view.report is not None)
     found = [one.back_pressure for one in reports if one.back_pressure is not None]
     if not found:
@@ -436,13 +439,13 @@ class ObservedRequest(NamedTuple):
     """A request as the router has seen it so far.
 
     Attributes:
-        arrival_s: On the router's clock.
-        cached_tokens: Of the prompt, those that were found and not computed.
-        output_tokens: Generated so far; of one that has ended, all of them.
-        instance: Where it is at present: whoever computes its prompt, or decodes it; None when it
-            has ended.
-        first_s: When its first token came; None before.
-        end_s: When it ended; None before.
+        arrival_s: Time of arrival, on the router's clock.
+        cached_tokens: Prompt tokens that were found in a cache and not computed.
+        output_tokens: Output tokens generated so far; all of them once the request has ended.
+        instance: Instance that computes the prompt or decodes at present; None once the request has
+            ended.
+        first_s: Time of the first output token; None before it.
+        end_s: Time at which the request ended; None before.
     """
 
     arrival_s: float
@@ -455,12 +458,12 @@ class ObservedRequest(NamedTuple):
 
 
 class OutputLengths(NamedTuple):
-    """Output tokens of requests that have ended lately.
+    """Output lengths, in tokens, of requests that have ended recently.
 
     Attributes:
-        arriving_tokens: The middles of four equal parts of them, ascending.
-        present_tokens: The same of those that decode at one moment: the longer a request is, the
-            likelier it is among them.
+        arriving_tokens: Medians of the four quarters of the lengths, ascending.
+        present_tokens: Medians of the four quarters of the lengths of requests that decode at one
+            moment: a request is among them with a probability that grows with its length.
     """
 
     mean_tokens: float
@@ -474,12 +477,11 @@ class ClusterView:
 
     Attributes:
         under_way: Steps that have begun and are not finished.
-        is_balancing: What the last migration plan said of itself; see its thresholds.
-        failed: What has failed a moment ago and is not to be tried again yet.
-        requests: Those of the last while, in the order of their arrivals; empty where nobody
-            collects them.
-        memory: What the last plan of the same policy asked to be handed back.
-        output_lengths: Of requests that have ended lately; None before the first has.
+        is_balancing: ``is_balancing`` of the last migration plan; see its thresholds.
+        failed: Attempts that have failed recently and are not to be repeated yet.
+        requests: Recent requests, in the order of their arrivals; empty if they are not collected.
+        memory: Value that the last plan of the same policy asked to be handed back.
+        output_lengths: Output lengths of recently ended requests; None before the first has ended.
     """
 
     now_s: float
@@ -493,17 +495,17 @@ class ClusterView:
 
     @property
     def back_pressure(self) -> BackPressure | None:
-        """All prompts that wait for room, and the store that one of them waits for the longest."""
+        """Prompts of all instances that wait for room in a store; see ``total_back_pressure``."""
         return total_back_pressure(self.instances.values())
 
     def serving(self, role: Role) -> tuple[InstanceView, ...]:
-        """Ready instances of ``role``, in the order of their ids."""
+        """Return the ready instances of ``role``, in the order of their ids."""
         found = [view for view in self.instances.values() if view.ready and view.role is role]
         return tuple(sorted(found, key=lambda view: view.id))
 
 
 class RequestLimits(NamedTuple):
-    """Limits that a request names for itself; None where those of the server hold."""
+    """Latency limits that a request sets for itself, in seconds; None for the server's limit."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -514,17 +516,17 @@ NO_LIMITS = RequestLimits()
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """What a routing policy may know of a request.
+    """A request as a routing policy sees it.
 
     Attributes:
-        cached_tokens: Of the prompt, those that the store holds.
-        max_output_tokens: It generates at most so many; 0 where that is not known.
-        limits: Of its own.
-        is_splittable: Whether two instances may serve it.
-        first_token_waits: Of two instances the second one samples its first token, when it has
-            been handed over.
-        resident_tokens: Of the prompt, those whose KV probably lies in an instance's own cache, by
-            instance; empty where nobody has looked.
+        cached_tokens: Prompt tokens whose KV the store holds.
+        max_output_tokens: Maximum number of output tokens; 0 if unknown.
+        limits: Limits that the request sets for itself.
+        is_splittable: True if two instances may serve the request.
+        first_token_waits: True if, of two instances, the second one samples the first token, after
+            the hand-over.
+        resident_tokens: Prompt tokens whose KV is probably in an instance's own cache, by instance;
+            empty without a lookup.
     """
 
     id: RequestId
@@ -543,11 +545,11 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where a request runs.
+    """Instances that serve a request.
 
     Attributes:
-        prefill: None where one instance does both legs.
-        ttft_s, tpot_s: What the policy predicts; None where it predicts nothing.
+        prefill: Instance of the prefill leg; None if one instance serves both legs.
+        ttft_s, tpot_s: Latencies that the policy predicts, in seconds; None without a prediction.
     """
 
     prefill: InstanceId | None

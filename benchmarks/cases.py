@@ -1,8 +1,8 @@
 """Cases of the simulator on paced engines, checked against their goals.
 
 ``python -m benchmarks cases``. Every system of a case gets the same requests, once in the simulator
-and once as real engines whose time is modelled; answers of a sample are compared with those of one
-engine of vLLM's own that has nothing else to do.
+and once as real engines whose time is modelled; a sample of answers is compared with those of one
+otherwise idle vLLM engine.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from benchmarks.script import run_script
 
 DEFAULT_CASES = ("prefill-flood", "decode-flood", "oscillating-load")
 PUBLISHED = "published"
-"""A system beside those of the case: banaserve with the preset of that name."""
+"""Name of a system beside those of the case: banaserve with the preset of that name."""
 _TIMEOUT_S = 3600.0
 _OPTIONS = (
     *("--kv-store-size", "512MiB", "--max-concurrent-requests", "8192"),
@@ -83,11 +83,11 @@ _NOTES = (
 )
 _Found = dict[str, dict[str, Any]]
 Answer = tuple[list[int], list[int]]
-"""Tokens of a prompt, and those of its greedy answer."""
+"""Tokens of a prompt, and tokens of its greedy answer."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it and write the result; 1 where a goal is missed or an answer differs."""
+    """Run the cases and write the result; return 1 if a goal is missed or an answer differs."""
     given = _parse(argv)
     end_on_sigterm()
     began = datetime.now(UTC)
@@ -125,7 +125,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _kept(path: Path | None) -> dict[str, Any]:
-    """What an earlier result holds, by case; empty where there is none."""
+    """Return the contents of an earlier result, by case; empty if there is none."""
     if path is None or not path.exists():
         return {}
     kept = result.read(path)
@@ -159,7 +159,7 @@ def _systems(given: argparse.Namespace, case: Case) -> dict[str, Any]:
 def _with_system(
     given: argparse.Namespace, case: Case, system_name: str, before: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Runs one system; returns its case with what is known of others under the same load."""
+    """Run one system; return its case with what is known of other systems under the same load."""
     system = _systems(given, case)[system_name]
     load = {
         "phase_s": [phase.duration_s for phase in case.phases],
@@ -241,7 +241,7 @@ def _result(
 
 @dataclass(frozen=True, slots=True)
 class CaseRequest:
-    """A request: when it comes, in modelled seconds, and what it asks for."""
+    """A request: its arrival in modelled seconds, its prompt and its output length."""
 
     at_s: float
     prompt: list[int]
@@ -249,7 +249,7 @@ class CaseRequest:
 
     @classmethod
     def of(cls, request: SimRequest, seed: int) -> Self:
-        """The request with a prompt that no other one shares."""
+        """Return the request with a prompt that it shares with no other."""
         draws = random.Random(f"{seed} prompt {request.id}")
         prompt = draws.choices(_TOKEN_IDS, k=request.prompt_tokens)
         return cls(request.arrival_s, prompt, request.output_tokens)
@@ -257,11 +257,11 @@ class CaseRequest:
 
 @dataclass(frozen=True, slots=True)
 class CaseRun:
-    """What came of one system.
+    """Outcome of one system.
 
     Attributes:
-        figures: As the simulator's results name them, times in modelled seconds.
-        decisions: Those that began steps.
+        figures: Figures by their names in the simulator's results, times in modelled seconds.
+        decisions: Decisions that began steps.
     """
 
     records: list[RequestRecord]
@@ -277,10 +277,10 @@ async def run_system(
     dilation: float,
     limits: LatencyLimits,
 ) -> CaseRun:
-    """Start ``system``, send it ``asked`` as they come, and end it.
+    """Start ``system``, send it ``asked`` at their times, and end it.
 
     Raises:
-        UserError: It does not start, or its time is not modelled.
+        UserError: The system does not start, or its time is not modelled.
     """
     with TemporaryDirectory(prefix="bench-") as folder:
         log = Path(folder) / "decisions.jsonl"
@@ -306,10 +306,10 @@ async def run_system(
 
 
 def options_of(system: System, profile: str, dilation: float, log: Path) -> list[str]:
-    """Returns ``banaserve serve``'s options for ``system``.
+    """Return ``banaserve serve``'s options for ``system``.
 
     Raises:
-        UserError: It has instances that do both, which the cases on engines leave out.
+        UserError: The system has colocated instances, which the cases on engines leave out.
     """
     if system.colocated:
         raise UserError("only systems with prefill and decode apart run as paced engines")
@@ -334,7 +334,7 @@ def options_of(system: System, profile: str, dilation: float, log: Path) -> list
 async def send(
     client: OpenAiClient, asked: Sequence[CaseRequest], dilation: float
 ) -> list[RequestRecord]:
-    """Sends ``asked`` when each is due, and returns what came of them when all have ended."""
+    """Send each of ``asked`` when it is due; return the records when all have ended."""
     calls = [
         CompletionCall(
             str(n), prompt=one.prompt, max_tokens=one.output_tokens, extra={"ignore_eos": True}
@@ -347,7 +347,7 @@ async def send(
 def figures_of(
     records: Sequence[RequestRecord], dilation: float, limits: LatencyLimits
 ) -> dict[str, float]:
-    """Returns the simulator's figures of real records; latencies count from the arrival."""
+    """Return figures of real records, named as the simulator's; latencies count from arrival."""
     ended = [r for r in records if r.error is None and r.ended_at_s is not None]
     start_s = min(_due_s(record) for record in records)
     ttft = [((r.first_token_at_s or 0.0) - _due_s(r)) / dilation for r in ended]
@@ -378,19 +378,19 @@ def _due_s(record: RequestRecord) -> float:
 
 
 def sampled(total: int, count: int) -> list[int]:
-    """Returns the places of ``count`` of ``total`` requests, spread evenly."""
+    """Return the indices of ``count`` of ``total`` requests, spread evenly."""
     count = min(count, total)
     return [place * total // count for place in range(count)]
 
 
 def num_equal(profile: Profile, answers: Sequence[Answer]) -> int:
-    """Returns how many ``answers`` the profile's miniature gives in one engine of vLLM's own."""
+    """Return how many ``answers`` one vLLM engine with the profile's miniature gives too."""
     model = miniatures.resolve(profile, print)
     calls = [
         CompletionCall(str(n), prompt=prompt, max_tokens=len(answer), extra={"ignore_eos": True})
         for n, (prompt, answer) in enumerate(answers)
     ]
-    # The model's own longest context may not fit into the cache that these few need.
+    # The model's maximum context may not fit into the cache, which is sized for these few answers.
     longest = max(len(prompt) + len(answer) for prompt, answer in answers)
     options = (*_PLAIN_OPTIONS, "--max-model-len", str(longest + 1))
     with vllm_server(model.path_or_id, _NAME, *options) as server:

@@ -1,9 +1,9 @@
-"""Copies of scattered blocks, beside memcpy and beside the disk.
+"""Speed of copies of scattered blocks, compared with memcpy and with the disk.
 
-``python -m benchmarks copies``. Each way copies as many bytes as one memcpy in one piece, in a
-random order of ways within each run, from and to memory that no cache holds. A fraction is memcpy's
-time over the way's: of the thread that took longest, on a processor, since the clock counts
-whatever else the machine does. On disk, the native queue runs beside threads that call the system
+``python -m benchmarks copies``. Each way of copying moves as many bytes as one memcpy in one piece,
+in a random order of ways within each run, from and to memory that no cache holds. A fraction is
+memcpy's time over the way's: the CPU time of the slowest thread, since wall time includes other
+work of the machine. On disk, the native queue is compared with threads that make the system calls
 themselves, past the page cache.
 """
 
@@ -46,7 +46,7 @@ _SAMPLE_BYTES = 32 * MIB
 _RING_BYTES = 128 * MIB
 _DISK_BLOCK_BYTES = 3 * MIB
 MEMCPY = "memcpy"
-# Of the large blocks, with either number of threads, the worst.
+# The worst fraction over large blocks and both numbers of threads.
 _HEADLINES = (
     "copy_fraction",
     "copy_checksum_fraction",
@@ -57,11 +57,11 @@ _memmove = ctypes.CDLL(None).memmove  # lets go of the GIL
 _memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 Samples = dict[str, list[float]]
 Way = Callable[[int, int], None]
-"""Copies the blocks from one number to another."""
+"""Function that copies the blocks from one number up to another."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it and write the result; the exit code."""
+    """Run the benchmark and write the result; return the exit code."""
     given = _parse(argv)
     torch.set_num_threads(1)  # the pipeline's own threads are what is measured
     started_at = datetime.now(UTC)
@@ -136,9 +136,9 @@ def _case(
     samples: Samples,
     case: str,
 ) -> dict[str, float]:
-    """One run of one size: the median over repeats of each way's fraction, by its figure's name."""
+    """Return each way's median fraction over repeats, for one run of one size, by figure name."""
     runs = [bench.run(pool, num_threads) for _ in range(repeats)]
-    # Of speeds, only what a reader compares with other machines.
+    # The only speed that is kept is memcpy's, for comparison with other machines.
     samples[f"memcpy_gb_per_s_{case}"].append(
         median([_SAMPLE_BYTES / one[MEMCPY].wall_s / 1e9 for one in runs])
     )
@@ -155,9 +155,9 @@ def _case(
 
 
 class Seconds(NamedTuple):
-    """By the clock, and on a processor by the thread that took longest.
+    """Wall time, and CPU time of the thread that took longest.
 
-    The second leaves out waiting for others that run on the same machine.
+    CPU time leaves out waiting for other processes on the same machine.
     """
 
     wall_s: float
@@ -165,16 +165,16 @@ class Seconds(NamedTuple):
 
 
 class CopyBench:
-    """Blocks in two memories that no cache of the processor holds.
+    """Benchmark of blocks in two memories that no cache of the processor holds.
 
     Args:
-        block_bytes: Of a block.
-        sample_bytes: Copied by each sample.
-        ring_bytes: Of each memory; samples take turns over it.
-        seed: Of the bytes, and of the order of blocks.
+        block_bytes: Size of a block.
+        sample_bytes: Number of bytes that each sample copies.
+        ring_bytes: Size of each memory; samples use its parts in turn.
+        seed: Seed of the bytes and of the order of blocks.
 
     Attributes:
-        ways: By name; memcpy copies the same bytes in one piece.
+        ways: Functions by name; memcpy copies the same bytes in one piece.
     """
 
     def __init__(self, block_bytes: int, sample_bytes: int, ring_bytes: int, seed: int) -> None:
@@ -198,10 +198,10 @@ class CopyBench:
         self._shuffle()
 
     def run(self, pool: ThreadPoolExecutor, num_threads: int) -> dict[str, Seconds]:
-        """What each way takes for one sample, made in random order.
+        """Run each way on one sample, in random order; return the times by name.
 
         Raises:
-            UserError: One of them copied something else.
+            UserError: A way copied wrong bytes.
         """
         names = list(self.ways)
         self._random.shuffle(names)
@@ -229,7 +229,7 @@ class CopyBench:
         return Seconds(time.perf_counter() - began_s, cpu_s)
 
     def _shuffle(self) -> None:
-        """Go on to memory that was not touched lately, with blocks in another order."""
+        """Switch to memory that was not used recently, with blocks in a new order."""
         self._turn = (self._turn + 1) % self._num_turns
         first = self._turn * self.num_blocks * self.block_bytes
         bounds = slice(first, first + self.num_blocks * self.block_bytes)
@@ -256,7 +256,7 @@ class CopyBench:
         _native.copy_regions_checksummed(*self._arguments(first, end), streaming=streaming)
 
     def _copy_then_checksum(self, first: int, end: int) -> None:
-        """Two passes, as it is done without a copy that makes the checksum."""
+        """Copy and make checksums in two passes, as without a copy that does both."""
         self._copy(first, end, streaming=True)
         digest = xxhash.xxh3_64()
         for block in self._to[first:end]:
@@ -304,14 +304,14 @@ def _disk(given: argparse.Namespace, samples: Samples, progress: Progress) -> st
 
 
 class QueueBench:
-    """Blocks of one size in a file that is as long as all of them.
+    """Benchmark of blocks of one size in a file that is as long as all of them.
 
     Args:
-        folder: On the disk to measure.
-        block_bytes: A multiple of the page size.
-        num_blocks: Of a run.
-        depth: Transfers under way at once.
-        seed: Of the bytes and of the order of blocks.
+        folder: Folder on the disk to measure.
+        block_bytes: Size of a block, a multiple of the page size.
+        num_blocks: Number of blocks of a run.
+        depth: Number of transfers under way at once.
+        seed: Seed of the bytes and of the order of blocks.
     """
 
     def __init__(
@@ -331,16 +331,16 @@ class QueueBench:
 
     @property
     def engine(self) -> str:
-        """That moves the queue's bytes."""
+        """Name of the engine that moves the queue's bytes."""
         return self._queue.engine
 
     def close(self) -> None:
-        """Let go of the disk."""
+        """Close the queue and the file."""
         self._queue.close()
         os.close(self._fd)
 
     def run(self) -> dict[str, float]:
-        """Seconds by ``queue_write``, ``raw_write``, ``queue_read`` and ``raw_read``."""
+        """Return seconds by ``queue_write``, ``raw_write``, ``queue_read`` and ``raw_read``."""
         seconds = {}
         for writes in (True, False):
             order = self._random.sample(range(self._num_blocks), self._num_blocks)

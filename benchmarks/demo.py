@@ -1,9 +1,9 @@
-"""Demonstration for people: four paced engines under a load that swings, on the page.
+"""Demonstration: four paced engines under a load that swings, shown on the page.
 
 ``make demo``. The time of the engines is modelled, so that the load of four GPUs fits two cores.
-First the speed of this machine is measured. Then the load meets four instances whose roles follow
-it, and after them two prefill and two decode instances that stay what they are. The last line says
-how many requests were in time in both; it says why not if the machine could not keep up.
+First the speed of this machine is measured. Then four instances whose roles follow the load serve
+it, and after them two prefill and two decode instances with fixed roles. The last line gives the
+number of requests in time in both, or the reason if the machine could not keep up.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from benchmarks.cases import CaseRequest, figures_of, send
 from benchmarks.script import run_script
 
 MOST_LATE = 0.03
-"""Share of steps that may take longer than modelled; with more, times say nothing."""
+"""Maximum share of steps that may take longer than modelled; above it, times mean nothing."""
 _CASE = "oscillating-load"
 _DILATIONS = (4.0, 8.0, 13.0)
 _LEAST_DILATION = 2.0
 _BUSY_FRACTION = 0.6
-"""Of the processors: busier machines run some steps late."""
+"""Share of the processors' time to use: busier machines run some steps late."""
 _PROMPTS_FACTOR = 1.35
-"""Of the case's rate of long prompts: it lasts a minute there, in which fewer would pile up."""
+"""Factor on the case's rate of long prompts: in phases under a minute too few would pile up."""
 _MOST_OUTPUT_TOKENS = 350
 _PHASE_WALL_S = 18.0
 _TRIAL_S, _TRIAL_TOKENS = 2.5, 130
@@ -56,13 +56,13 @@ _SHARED = ("--kv-store-size", "512MiB", "--max-concurrent-requests", "8192")
 
 
 class DemoRun(NamedTuple):
-    """What came of the load on one arrangement.
+    """Outcome of the load on one arrangement.
 
     Attributes:
-        num_in_time: Requests within the limits.
+        num_in_time: Number of requests within the limits.
         late_fraction: Share of steps that took longer than modelled.
-        took_s: On the wall.
-        busy_fraction: Share of the processors' time that all programs took meanwhile.
+        took_s: Duration in wall seconds.
+        busy_fraction: Share of the processors' time that all programs took during the load.
     """
 
     num_requests: int
@@ -74,7 +74,7 @@ class DemoRun(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it to its end; the exit code."""
+    """Run the demonstration to its end; return the exit code."""
     parser = Parser(prog="python -m benchmarks demo", description=__doc__)
     parser.add_argument("--port", type=int, help="of both servers (a free one)")
     parser.add_argument("--dilate", type=float, help="wall seconds of a modelled one (measured)")
@@ -117,7 +117,7 @@ def _of_fixed(log: Path) -> Path:
 
 
 def shortened(case: Case) -> Case:
-    """Return a case whose load shows in some seconds what it shows in minutes."""
+    """Return a case whose load shows in seconds what the original shows in minutes."""
     prompts, answers = case.phases
     output = replace(answers.output, high=_MOST_OUTPUT_TOKENS)
     prompts = replace(prompts, rate_per_s=_PROMPTS_FACTOR * prompts.rate_per_s)
@@ -125,7 +125,7 @@ def shortened(case: Case) -> Case:
 
 
 def verdict(follows: DemoRun, fixed: DemoRun, ttft_s: float, tpot_s: float) -> str:
-    """Return the last line."""
+    """Return the last line: the requests in time, or why there is no verdict."""
     late = max(follows.late_fraction, fixed.late_fraction)
     if late > MOST_LATE:
         return (
@@ -141,13 +141,13 @@ def verdict(follows: DemoRun, fixed: DemoRun, ttft_s: float, tpot_s: float) -> s
 
 
 async def _measured(given: argparse.Namespace, case: Case) -> float:
-    """Return a dilation at which this machine keeps up with the load: of a trial, less if idle.
+    """Return a dilation at which this machine keeps up with the load, lower if it has idle time.
 
     Raises:
-        UserError: It keeps up at none.
+        UserError: The machine keeps up at none of the dilations.
     """
     peak = max(case.phases, key=lambda one: one.rate_per_s * one.output.mean)
-    # As many tokens a second, of more and shorter answers: the trial is over sooner.
+    # The same tokens a second in more and shorter answers, so that the trial is over sooner.
     output = Lengths(kind="fixed", mean=_TRIAL_TOKENS)
     rate_per_s = peak.rate_per_s * peak.output.mean / _TRIAL_TOKENS
     peak = replace(peak, duration_s=_TRIAL_S, rate_per_s=rate_per_s, output=output)
@@ -216,7 +216,7 @@ async def _run(
 
 @contextmanager
 def _told(server: Server, num_requests: int) -> Iterator[None]:
-    """Say how far the load is, every few seconds."""
+    """Print every few seconds how many requests run and how many wait."""
     over = threading.Event()
 
     def tell() -> None:
@@ -246,13 +246,13 @@ def _untold() -> Iterator[None]:
 
 
 def _move(server: Server, key: str) -> None:
-    """A quarter of an instance's layers to another one, and home again."""
+    """Move a quarter of an instance's layers to another instance, and home again."""
     admin = AdminClient(server.url, key)
     (host,) = [one for one in admin.placement().instances if one.id == "c0"]
     print(f"  layers 0:{host.num_layers // 4} of c0 go to c1, and home again", flush=True)
     for ask in (MoveLayers("c0", "c1", (0, host.num_layers // 4)), Return("c0")):
         admin.run(ask)
-        time.sleep(3)  # to be looked at
+        time.sleep(3)  # time for viewers to see the move
 
 
 if __name__ == "__main__":

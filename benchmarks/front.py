@@ -1,11 +1,11 @@
-"""Cost of the front door, beside vLLM's own API server.
+"""Cost of the front door, compared with vLLM's own API server.
 
 ``python -m benchmarks front``. Four servers run side by side over a miniature model whose steps
-cost almost nothing: vLLM's API server with one engine, and banaserve with four, colocated and
-apart, and with one, which tells what its code costs from what three more engines on the same
-processors do. Each gets the same requests in turn. What is counted is the CPU of the process that
-answers HTTP, from the system's own accounts, so what else runs on the machine shows in latencies
-more than in it.
+cost almost nothing: vLLM's API server with one engine, and banaserve with four engines, colocated
+and apart, and with one engine, which separates the cost of its code from that of three more engines
+on the same processors. Each gets the same requests in turn. The measured quantity is the CPU time
+of the process that answers HTTP, as the system accounts it, so other programs on the machine affect
+latencies more than this time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from benchmarks.script import run_script
 _NAME = "miniature"
 _CONTEXT_TOKENS = 1024
 _SHORT, _LONG = 4, 32
-"""Output tokens of the two kinds of request, from which requests and chunks are told apart."""
+"""Output tokens of the two kinds of request, which separate the costs of requests and chunks."""
 _MIN_REQUESTS = 24
 _SAME = ("--dtype", "float32", "--max-model-len", str(_CONTEXT_TOKENS))
 _OURS = (*_SAME, "--kv-store-size", "256MiB", "--max-concurrent-requests", "1024")
@@ -48,11 +48,11 @@ _VLLM = "vllm"
 
 
 class FrontSample(NamedTuple):
-    """One pass of requests over one server.
+    """Results of one pass of requests over one server.
 
     Attributes:
-        cpu_s: Of the process that answers HTTP, user and system.
-        chunks: Events with text that the client got.
+        cpu_s: CPU seconds of the process that answers HTTP, user and system.
+        chunks: Number of events with text that the client got.
     """
 
     requests: int
@@ -64,7 +64,7 @@ class FrontSample(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it and write the result; the exit code."""
+    """Run the benchmark and write the result; return the exit code."""
     parser = Parser(prog="python -m benchmarks front", description=__doc__)
     parser.add_argument("--json", type=Path, help="write the result there, after each run")
     parser.add_argument("--runs", type=int, default=5)
@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 Samples = dict[tuple[str, int, int], list[FrontSample]]
-"""By system, streams and output tokens; one a run."""
+"""Samples by system, streams and output tokens, one for each run."""
 
 
 async def _measure(given: argparse.Namespace, started_at: datetime) -> result.Result:
@@ -128,7 +128,7 @@ _KV = ("--kv-cache-memory-bytes", str(256 << 20), "--served-model-name", _NAME)
 async def _pass(
     server: Server, prompt_tokens: int, streams: int, output_tokens: int, run: int
 ) -> FrontSample:
-    """Sends ``streams`` requests at once, or some more so that there are enough to count."""
+    """Send requests with ``streams`` under way at once, at least ``_MIN_REQUESTS`` in all."""
     count = max(streams, _MIN_REQUESTS)
     calls = [
         CompletionCall(
@@ -162,10 +162,10 @@ def _prompt(num_tokens: int, key: tuple[int, ...]) -> list[int]:
 
 
 def costs_us(samples: Sequence[FrontSample]) -> tuple[float, float]:
-    """Returns microseconds a request and a chunk: least squares over passes of two kinds.
+    """Return microseconds per request and per chunk: least squares over two kinds of passes.
 
     Raises:
-        ValueError: All passes have the same number of chunks a request.
+        ValueError: All passes have the same number of chunks per request.
     """
     work = np.array([(one.requests, one.chunks) for one in samples], dtype=np.float64)
     if np.linalg.matrix_rank(work) < 2:
@@ -238,7 +238,7 @@ def _of_load(samples: Samples, name: str, streams: int, runs: int) -> dict[str, 
 
 
 def _ratios(samples: Samples, name: str, streams: int, runs: int) -> list[float]:
-    """Front CPU over vLLM's for the same requests, both kinds of pass of a run together."""
+    """Return front CPU over vLLM's for the same requests, both kinds of pass of a run together."""
 
     def spent_s(system: str, run: int) -> float:
         return sum(samples[system, streams, tokens][run].cpu_s for tokens in (_SHORT, _LONG))

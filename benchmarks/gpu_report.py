@@ -1,9 +1,9 @@
-"""Everything of a GPU that is known here, in one page: ``make gpu-report``.
+"""All measurements of a GPU and the tests that need one, on one page: ``make gpu-report``.
 
 ``python -m benchmarks gpu-report``. The tests that need a GPU, the kernels beside its bandwidth,
 copies from pinned memory, answers of ``--pd 1:1`` on one GPU beside those of plain vLLM while
 modules move, and how much of the store's transfers hides behind computing: within half an hour,
-each in a process of its own. What fails or runs out of time is told, and the others go on.
+each in a process of its own. A failure or timeout is reported, and the others go on.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _NO_TESTS_RAN = 5
 
 
 def benchmarks_of(size: str) -> Mapping[str, Sequence[str]]:
-    """Options of each, in the order in which they run: what a GPU is wanted for comes first.
+    """Return the options of each benchmark in the order of the runs, the most wanted ones first.
 
     Args:
-        size: Of the random weights, as ``benchmarks.random_model`` names it.
+        size: Size of the random weights, as ``benchmarks.random_model`` names it.
     """
     return {
         "served": ("--size", size, "--stream-tokens", "400", "--kv-mib", "2048"),
@@ -53,7 +53,7 @@ def benchmarks_of(size: str) -> Mapping[str, Sequence[str]]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run them and write the page; the exit code is 1 where one failed."""
+    """Run the benchmarks and write the page; return the exit code, 1 if one failed."""
     parser = Parser(prog="python -m benchmarks gpu-report", description=__doc__)
     add = parser.add_argument
     add("--out", type=Path, default=Path("gpu-report"), help="folder of the page and the results")
@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run_gpu_tests(out: Path) -> BenchmarkOutcome:
-    """Run the tests that need a GPU; returns how they ended.
+    """Run the tests that need a GPU; return their outcome.
 
     Raises:
         UserError: ``out`` cannot be written.

@@ -35,7 +35,7 @@ _SAME = ("--dtype", "float32", "--kv-cache-memory-bytes", str(1 << 30))
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to measure with."""
+    """Options of the measurement."""
 
     model: str
     runs: int
@@ -52,17 +52,17 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class HandoverRun:
-    """One pass of the same prompts over one server.
+    """Results of one pass of the same prompts over one server.
 
     Attributes:
-        cpu_s: CPU seconds a request, of all the server's processes.
-        cpu_alone_s: The same of those sent one at a time.
-        cpu_together_s: The same of those sent together.
-        steps_together: Engine steps a request of those sent together.
-        latency_together_s: Median time of a whole answer of those sent together.
-        tpot_together_s: Median time of each of their tokens after the first.
+        cpu_s: CPU seconds per request, of all the server's processes.
+        cpu_alone_s: CPU seconds per request of requests sent one at a time.
+        cpu_together_s: CPU seconds per request of requests sent together.
+        steps_together: Engine steps per request of requests sent together.
+        latency_together_s: Median time of a whole answer of requests sent together.
+        tpot_together_s: Median time per token after the first of requests sent together.
         ttft_s: Median time to first token of the requests sent one at a time.
-        token_ids: Of every answer, for comparing the two servers.
+        token_ids: Token ids of every answer, for comparing the two servers.
     """
 
     cpu_s: float
@@ -76,7 +76,7 @@ class HandoverRun:
 
 
 class _Spent(NamedTuple):
-    """What a server has used since it began: CPU seconds and engine steps."""
+    """Resources that a server has used since its start: CPU seconds and engine steps."""
 
     cpu_s: float
     steps: float
@@ -87,7 +87,7 @@ class _Spent(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """HandoverRun it and write the result; the exit code."""
+    """Run the benchmark and write the result; return the exit code."""
     given = _parse(argv)
     end_on_sigterm()
     options = Options(**{name: getattr(given, name) for name in Options.__slots__})
@@ -143,7 +143,7 @@ async def _measure(options: Options, started_at: datetime) -> result.Result:
 
 
 def _prompts(options: Options, model_path: str) -> list[list[str]]:
-    """Prompts for the runs and, last, for the warm-up."""
+    """Return prompts for the runs and, last, for the warm-up."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_path)
@@ -161,7 +161,7 @@ def _prompts(options: Options, model_path: str) -> list[list[str]]:
 
 
 async def _run(server: Server, model: str, prompts: list[str], options: Options) -> HandoverRun:
-    """Half of the prompts together, for CPU time; half one at a time, for time to first token."""
+    """Send half of the prompts together, for CPU time, and half one by one, for TTFT."""
     calls = [
         CompletionCall(
             str(i),

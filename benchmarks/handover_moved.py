@@ -1,8 +1,8 @@
-"""Handing over a request whose layers have partly moved.
+"""Cost of handing over a request whose layers have partly moved.
 
 ``python -m benchmarks handover-moved``. Two servers at ``--pd 1:1``, both with layers of p0 in a
-guest beside d0, get the same prompts in turn, one at a time. One lets the guest save the KV of its
-layers to the store; the other sends it to p0 first, which saves it.
+guest beside d0, get the same prompts in turn, one at a time. On one the guest saves the KV of its
+layers to the store; on the other it sends the KV to p0 first, which saves it.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from benchmarks.script import run_script
 
 _SAME = (
     *("--pd", "1:1", "--dtype", "float32", "--kv-cache-memory-bytes", str(1 << 30)),
-    # Times of first tokens are to differ by what is handed over alone.
+    # Times of first tokens must differ only by what is handed over.
     *("--migration-overlap", "1"),
 )
 _SAVES = {"guest": "on", "host": "off"}
-"""Who saves what has moved, and ``--migration-guest-saves`` for it."""
+"""Process that saves the KV of moved layers, and its value of ``--migration-guest-saves``."""
 
 
 class MovedRun(NamedTuple):
-    """One pass of some prompts over one server, a request: bytes and seconds.
+    """Results of one pass of prompts over one server, per request: bytes and seconds.
 
     Attributes:
-        host_bytes: That p0 copied to the store.
-        guest_bytes: That the guest did.
-        save_s: Copies to the store, which mostly go beside computing.
-        save_wait_s: From a step's last layer until everything is saved and committed.
+        host_bytes: Bytes that p0 copied to the store.
+        guest_bytes: Bytes that the guest copied to the store.
+        save_s: Time of copies to the store, which mostly overlap with computing.
+        save_wait_s: Time from a step's last layer until everything is saved and committed.
         ttft_s: Median time to first token.
         second_s: Median time from the first token, which prefill samples, to the second.
     """
@@ -61,7 +61,7 @@ class MovedRun(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """MovedRun it and write the result; the exit code."""
+    """Run the benchmark and write the result; return the exit code."""
     parser = Parser(prog="python -m benchmarks handover-moved", description=__doc__)
     add = parser.add_argument
     add("--json", type=Path, help="write the result there")

@@ -3,7 +3,7 @@
 ``python -m benchmarks measure-profile [--out banaserve/costs/profiles] [--json FILE]``.
 One engine of SmolLM2-135M on one thread is stepped by hand: prompts of several lengths alone, and
 batches that decode with several contexts. Two least-squares fits of the relative error give the
-coefficients; steps of both kinds at once, which no fit has seen, say how far they hold.
+coefficients; mixed steps, which are in no fit, show how accurate they are.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ DECODES = (
     (16, 512),
     (32, 256),
 )
-"""Requests that decode, and the context of each."""
+"""Number of decoding requests, and the context of each."""
 MIXED = ((4, 64, 256), (8, 128, 512), (16, 256, 1024))
-"""The same, and prompt tokens that the step computes too."""
+"""Number of decoding requests, the context of each, and prompt tokens of the same step."""
 PREFILL_STEPS, DECODE_STEPS = 3, 12
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """One kind of step and how long it took, once a run."""
+    """A kind of step and its measured times, one for each run."""
 
     tokens: int
     batch: int
@@ -86,7 +86,7 @@ class Stepped:
         self._count = 0
 
     def prefill_s(self, tokens: int) -> float:
-        """Median time of steps that compute a prompt, each of them its request's last."""
+        """Return the median time of steps that compute a prompt and end its request."""
         taken_s = []
         for _ in range(PREFILL_STEPS):
             self._ask(tokens, 1)
@@ -95,13 +95,13 @@ class Stepped:
         return median(taken_s)
 
     def decode_s(self, batch: int, context: int, more_prompt: int = 0) -> float:
-        """Median time of steps in which ``batch`` requests of about ``context`` tokens decode.
+        """Return the median time of steps that decode ``batch`` requests of ``context`` tokens.
 
         Args:
-            more_prompt: Where not 0, time of one such step that computes as many prompt tokens too.
+            more_prompt: Prompt tokens that the step computes too; if not 0, only one step is timed.
         """
         for _ in range(batch):
-            # Half of the steps lie before the context that is asked for, half behind it.
+            # Half of the steps are before the wanted context, half after it.
             self._ask(max(1, context - DECODE_STEPS // 2), 4 * DECODE_STEPS + batch)
         while self._is_prefilling(batch):
             self._step()
@@ -141,7 +141,7 @@ class Stepped:
 
 
 def fitted(features: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Returns coefficients above 0 of the least relative error; what would be below is left out."""
+    """Return positive coefficients of the least relative error; negative ones are left out."""
     wanted = np.asarray(seconds)
     rows = np.asarray(features, dtype=float) / wanted[:, None]
     kept = list(range(rows.shape[1]))
@@ -157,7 +157,7 @@ def fitted(features: Sequence[Sequence[float]], seconds: Sequence[float]) -> lis
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure the steps and write profile and result; the exit code."""
+    """Measure the steps and write profile and result; return the exit code."""
     parser = Parser(prog="python -m benchmarks measure-profile", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("banaserve/costs/profiles"))
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/profile.json"))
@@ -187,7 +187,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def measured(engine: Stepped, runs: int) -> dict[str, list[MeasuredStep]]:
-    """Returns steps by kind; rounds go over all of them, so that a slow moment hits one of each."""
+    """Return steps by kind; each round measures all, so that a slow moment affects one of each."""
     engine.prefill_s(512)
     engine.decode_s(4, 64)
     prefill: list[list[float]] = [[] for _ in PROMPTS]
@@ -212,7 +212,7 @@ def measured(engine: Stepped, runs: int) -> dict[str, list[MeasuredStep]]:
 
 
 def fits(steps: dict[str, list[MeasuredStep]]) -> tuple[PrefillSection, DecodeSection]:
-    """Returns the coefficients of prefill and decode."""
+    """Return the coefficients of prefill and decode."""
     prompts, batches = steps["prefill"], steps["decode"]
     prefill = fitted([(1, s.tokens, s.tokens**2) for s in prompts], [s.took_s for s in prompts])
     decode = fitted(
@@ -224,7 +224,7 @@ def fits(steps: dict[str, list[MeasuredStep]]) -> tuple[PrefillSection, DecodeSe
 def error_of(
     steps: Sequence[MeasuredStep], prefill: PrefillSection, decode: DecodeSection
 ) -> list[float]:
-    """Returns the relative error of each; a step of both kinds has the larger fixed part once."""
+    """Return the relative error of each step; a mixed step has the larger fixed part once."""
     errors = []
     for step in steps:
         work_s = step.tokens * prefill.token_s + step.tokens**2 * prefill.pair_s
@@ -237,7 +237,7 @@ def error_of(
 
 
 def written(prefill: PrefillSection, decode: DecodeSection, errors: dict[str, list[float]]) -> str:
-    """Returns the profile as a file."""
+    """Return the profile as the text of a file."""
     worst = ", ".join(f"{kind} {max(found):.0%}" for kind, found in errors.items())
     here = machine()
     return f"""\

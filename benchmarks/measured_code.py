@@ -1,8 +1,8 @@
 """Code that each benchmark measures, and whether it has changed since a result was measured.
 
-A result is stale where a statement of that code differs from the commit that the result names.
-Comments, docstrings and the layout of lines do not count. Where the commit is not in the history,
-as after a rebase, the commit that brought the result's file takes its place.
+A result is stale if a statement of that code differs from the commit that the result names.
+Comments, docstrings and the layout of lines do not count. If the commit is not in the history, as
+after a rebase, the commit that added the result's file is used instead.
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ MEASURED: Mapping[str, Sequence[str]] = MappingProxyType(
 
 
 class History:
-    """The history of a repository, as far as staleness asks it; runs git and changes nothing."""
+    """History of a repository, as far as staleness depends on it; runs git and changes nothing."""
 
     def __init__(self, top: Path) -> None:
         self._top = top
 
     def is_whole(self) -> bool:
-        """Whether all commits are there: not in a shallow clone, nor outside a repository."""
+        """Return whether all commits are there: not in a shallow clone or outside a repository."""
         return self._git("rev-parse", "--is-shallow-repository").strip() == "false"
 
     def measured_at(self, commit: str | None, file: Path) -> str | None:
-        """Returns the commit whose code a result shows; None for a file that is not committed.
+        """Return the commit whose code a result shows; None for a file that is not committed.
 
         Args:
             commit: The commit that the result names.
@@ -80,7 +80,7 @@ class History:
         return self._git("log", "-1", "--format=%H", "--", str(file)).strip() or None
 
     def has_changed(self, commit: str, paths: Sequence[str]) -> bool:
-        """Whether a statement below ``paths`` differs between ``commit`` and the work tree."""
+        """Return whether a statement below ``paths`` differs between ``commit`` and the files."""
         names = self._git("diff", "--name-only", commit, "--", *paths).splitlines()
         return any(self._differs(commit, name) for name in names)
 
@@ -102,7 +102,7 @@ class History:
 
 @cache
 def _statements(source: str) -> str:
-    """A module without comments, docstrings and the layout of its lines."""
+    """Return a module without comments, docstrings and the layout of its lines."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -111,7 +111,7 @@ def _statements(source: str) -> str:
 
 
 def _is_words(node: ast.stmt) -> bool:
-    """Whether a statement is a text alone, as docstrings of modules, functions and names are."""
+    """Return whether a statement is only a text, as docstrings of modules and names are."""
     return (
         isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Constant)

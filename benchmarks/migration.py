@@ -1,9 +1,9 @@
 """Time and memory of moving layers and heads between instances.
 
-``python -m benchmarks migration``. One stream decodes on d0 while parts of it move to p0 and back,
-again and again, with a short and a long context; beside each move the same transport copies as many
-bytes alone, which bounds it. Then a batch runs on a pool that is too small for it, before and after
-layers have moved away.
+``python -m benchmarks migration``. One stream decodes on d0 while layers or heads of d0 move to p0
+and back, repeatedly, with a short and a long context; for each move the same transport also copies
+as many bytes alone, which bounds the speed. Then a batch runs on a pool that is too small for it,
+before and after layers have moved away.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ _SMALL_POOL_BLOCKS = 24
 _BLOCK_BYTES = 30 * 128 * 2 * 3 * 64 * 4
 WINDOW_S = 1.0
 _LOOK_S = 0.5
-"""A look costs the front door a page of metrics, which two cores feel."""
+"""Interval between samples, in seconds: each page of metrics is a load on two cores."""
 _TRANSPORT = "shm"
 _TIMEOUT_S = 60.0
 _PAGES_A_TIME = 320
-"""Of a KV cache, about as many as a move copies in one submission."""
+"""Number of pages of a KV cache, about as many as a move copies in one submission."""
 _REPEATS = 5
 _TABLE_WIDTH = 110
 _Samples = dict[str, tuple[list[float], str]]
 
 
 class MigrationCase(NamedTuple):
-    """What moves."""
+    """A request that moves layers or heads, with its name."""
 
     name: str
     ask: MigrationRequest
@@ -91,11 +91,11 @@ _CASES = (
     layers(10, precopy=False),
 )
 _CASES_AGAIN = ("layers_10", "layers_20", "heads_2", "stop_and_copy_10")
-"""What is measured with every context after the first: where its length can show."""
+"""Cases for every context after the first: those that its length may affect."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it and write the result; the exit code."""
+    """Run the benchmark and write the result; return the exit code."""
     given = _parse(argv)
     end_on_sigterm()
     record = asyncio.run(_measure(given, datetime.now(UTC)))
@@ -156,7 +156,7 @@ async def _measure(given: argparse.Namespace, started_at: datetime) -> result.Re
 
 
 def _cases(given: argparse.Namespace, number: int) -> list[MigrationCase]:
-    """What is measured with the context of this number."""
+    """Return the cases to measure with the context of this number."""
     names = given.cases or (_CASES_AGAIN if number else [case.name for case in _CASES])
     return [case for case in _CASES if case.name in names]
 
@@ -170,7 +170,7 @@ def _server(*options: str) -> Iterator[tuple[Server, AdminClient]]:
 
 
 def _prompts(count: int, num_tokens: int, seed: int) -> list[list[int]]:
-    """Token ids of texts, each with exactly ``num_tokens``."""
+    """Return token ids of texts, each with exactly ``num_tokens``."""
     from transformers import AutoTokenizer
 
     model = models.resolve(models.PACKAGED, None, lambda line: print(line, flush=True))
@@ -243,7 +243,7 @@ async def _rounds(
 
 @dataclass
 class Round:
-    """One move away and back; times on the client's clock."""
+    """A move away and back; times on the client's clock."""
 
     away: Migration
     home: Migration
@@ -267,10 +267,10 @@ class MigrationRounds:
 async def stream(
     client: OpenAiClient, prompt: Sequence[int], max_tokens: int
 ) -> AsyncIterator[RequestRecord]:
-    """One stream that decodes while the block runs; cancelled at its end.
+    """Decode one stream while the block runs; cancel it at the end of the block.
 
     Raises:
-        UserError: It has ended before the block did.
+        UserError: The stream ended before the block.
     """
     call = CompletionCall("stream", list(prompt), max_tokens=max_tokens, extra={"ignore_eos": True})
     record = RequestRecord(id=call.id, sent_at_s=client.clock.now())
@@ -289,7 +289,7 @@ async def stream(
 
 
 async def run_round(client: OpenAiClient, admin: AdminClient, case: MigrationCase) -> Round:
-    """A calm window, the move, a window away, and back."""
+    """Run a calm window, the move, a window with modules away, and the return."""
     now = client.clock.now
     calm_from_s = now()
     await asyncio.sleep(WINDOW_S)
@@ -312,17 +312,18 @@ async def _done(admin: AdminClient, ask: MigrationRequest) -> Migration:
 
 
 def _copied(migration: Migration) -> tuple[int, int]:
-    """Bytes of one run, and of all: what the transport is asked to copy for comparison."""
+    """Return the bytes of a page and of all pages, for the transport to copy in comparison."""
     facts = migration.moves[0].facts
     total = int(facts.get("precopy_bytes", 0) + facts.get("commit_bytes", 0))
     return min(total, 196_608), max(total, 1 << 24)
 
 
 def write_bytes_per_s(name: str, page_bytes: int, total_bytes: int) -> float:
-    """Copy ``total_bytes`` of whole pages to another region, whose memory is there already.
+    """Return the speed of copying ``total_bytes`` in pages to a region whose memory is present.
 
-    Both ends are in this process; the bytes go the same way as between two. The median of
-    ``_REPEATS``: one alone says more of what else the machine does than of the transport.
+    Both ends are in this process; the bytes take the same way as between two processes. The speed
+    is that of the median of ``_REPEATS`` copies, since a single one depends on other work of the
+    machine.
     """
     num_pages = max(1, total_bytes // page_bytes)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
@@ -355,7 +356,7 @@ def _copy_s(region: RemoteRegion, local: Memory, offsets: Offsets, page_bytes: i
 
 
 def figures_of(done: MigrationRounds) -> dict[str, tuple[list[float], str]]:
-    """Samples by name, one a round."""
+    """Return samples by name, one for each round."""
     times_s = done.record.token_at_s
     found: dict[str, tuple[list[float], str]] = {}
 
@@ -392,14 +393,14 @@ def figures_of(done: MigrationRounds) -> dict[str, tuple[list[float], str]]:
 
 
 def _bandwidth_fraction(facts: dict[str, Any], one: Round) -> float | None:
-    """Of the copies' speed while the engine serves, against the transport's alone."""
+    """Return the speed of copies while the engine serves, over that of the transport alone."""
     if not facts.get("precopy_s"):
         return None
     return float(facts["precopy_bytes"] / facts["precopy_s"] / one.transport_bytes_per_s)
 
 
 def _gaps(times_s: Sequence[float], from_s: float, to_s: float) -> list[float]:
-    """Between two tokens, of those that overlap the window."""
+    """Return the gaps between two tokens that overlap the window."""
     pairs = itertools.pairwise(times_s)
     found = [later - earlier for earlier, later in pairs if earlier < to_s and later > from_s]
     if not found:
@@ -437,11 +438,11 @@ async def _batches(given: argparse.Namespace, advance: Callable[[str], None]) ->
 
 @dataclass(frozen=True)
 class BatchRun:
-    """One pass of all requests.
+    """Results of one pass of all requests.
 
     Attributes:
         running: Mean number of requests in the running batch, while any ran.
-        preemptions: During the pass.
+        preemptions: Number of preemptions during the pass.
     """
 
     tokens_per_s: float

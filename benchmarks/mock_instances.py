@@ -1,9 +1,9 @@
 """Front door of 200 mock instances: its start, its streams, a rolling restart and a scale-down.
 
 ``python -m benchmarks mock-instances``. Engine cores are mocks (``tests/mock_engine``) that speak
-vLLM's protocol and compute nothing, so what is measured is the front door: its time, memory and
-processor time an instance, and whether a stream is lost while instances are replaced and removed.
-Every answer is compared with the one that the same prompt had when nothing else went on.
+vLLM's protocol and compute nothing, so the figures are those of the front door: its time, memory
+and CPU time per instance, and the number of streams lost while instances are replaced and removed.
+Every answer is compared with the reference answer to the same prompt, given without other load.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _TIMED = re.compile(r"\[ *([0-9.]+) s\] (.*)")
 
 @dataclass
 class FrontDoorFigures:
-    """Samples by figure, a sample a run."""
+    """Samples by figure, one for each run."""
 
     samples: dict[str, list[float]] = field(default_factory=dict)
 
@@ -56,7 +56,7 @@ class FrontDoorFigures:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it and write the result; 1 where a stream was lost or wrong."""
+    """Run the benchmark and write the result; return 1 if a stream was lost or wrong."""
     parser = Parser(prog="python -m benchmarks mock-instances", description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--runs", type=positive, default=5)
@@ -102,7 +102,7 @@ def _unit(name: str) -> str:
 
 @contextlib.contextmanager
 def _served(num: int, step_ms: float) -> Iterator[tuple[Server, AdminClient, float]]:
-    """A server of ``num`` mock instances, its admin API and the seconds in which they started."""
+    """Yield a server of ``num`` mock instances, its admin API and the seconds of their start."""
     os.environ["PYTHONPATH"] = str(_MOCKS)
     os.environ["BANASERVE_MOCK_CORES"] = f'{{"step_ms": {step_ms}}}'
     prefill = max(1, num // 4)
@@ -115,9 +115,9 @@ def _served(num: int, step_ms: float) -> Iterator[tuple[Server, AdminClient, flo
 
 
 def _start_s(server: Server) -> float:
-    """Seconds from the first order of an engine to the last engine that was ready.
+    """Return seconds from the start of the first engine until the last engine was ready.
 
-    Imports of vLLM, which come before, take as long for one instance.
+    Imports of vLLM come before; they take as long for one instance.
     """
     lines = [_TIMED.match(line) for line in server.log_path.read_text().splitlines()]
     times = {line[2]: float(line[1]) for line in lines if line is not None}
@@ -141,7 +141,7 @@ def _run(given: argparse.Namespace, figures: FrontDoorFigures) -> None:
 
 
 def _core_bytes(server: Server) -> float:
-    """Memory of one mock core that is its own."""
+    """Return the memory that one mock core has for itself, in bytes."""
     cores = [one for one in server.processes() if "mock_parent" in one.cmdline()][1:]
     return statistics.median(one.memory_full_info().uss for one in cores[:20])
 
@@ -196,11 +196,11 @@ def _scale(admin: AdminClient, ask: ScaleRequest) -> float:
 
 
 class ComparedStreams:
-    """Streams of a closed loop, each compared with the calm answer to its prompt.
+    """Streams of a closed loop, each compared with the reference answer to its prompt.
 
     Attributes:
-        num_done: Streams that have ended since the last count.
-        lost: One line for each of them that failed or was not the calm answer.
+        num_done: Number of streams that have ended since the last count.
+        lost: A line for each stream that failed or differed from the reference answer.
     """
 
     def __init__(self, url: str, num_tokens: int) -> None:
@@ -217,7 +217,7 @@ class ComparedStreams:
             yield
 
     async def learn(self) -> None:
-        """Ask each prompt once, one after the other."""
+        """Get the reference answer to each prompt, in sequence."""
         for number in range(_NUM_PROMPTS):
             record = await self._ask(number)
             assert record.error is None, record.error
@@ -225,7 +225,7 @@ class ComparedStreams:
         assert len({tuple(one) for one in self._expected}) == _NUM_PROMPTS
 
     async def until(self, concurrency: int, is_over: Callable[[], bool]) -> None:
-        """Keep so many streams under way until ``is_over``, and end them."""
+        """Keep ``concurrency`` streams under way until ``is_over``, then let them end."""
 
         async def ask_on() -> None:
             while not is_over():
@@ -236,7 +236,7 @@ class ComparedStreams:
                 group.create_task(ask_on())
 
     async def beside(self, concurrency: int, change: Coroutine[None, None, float]) -> float:
-        """Keep streams under way while a change is made; returns its seconds."""
+        """Keep streams under way while a change is made; return the seconds of the change."""
         changing = asyncio.create_task(change)
         await self.until(concurrency, changing.done)
         return changing.result()

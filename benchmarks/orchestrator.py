@@ -1,10 +1,10 @@
 """Time of the orchestrator's decisions, and speed of the simulator.
 
-``python -m benchmarks orchestrator``. A decision is one ``plan`` of a migration policy over so many
-instances: once over loads that are even, when there is nothing to do, and once over loads drawn at
-random, when the policy fills its plan. The simulator is timed on a cluster under a load that it can
-serve, from the first arrival to the last token, its cells dealt over as many processes as there are
-cores. Nothing of it needs an engine.
+``python -m benchmarks orchestrator``. A decision is one ``plan`` of a migration policy over a
+number of instances: once over even loads, when there is nothing to do, and once over random loads,
+when the policy fills its plan. The simulator is timed on a cluster under a load that it can serve,
+from the first arrival to the last token, its cells distributed over as many processes as there are
+cores. No engine is needed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from benchmarks.script import run_script
 _SIZES = (8, 64, 512, 4096)
 _PROFILE = "opt-13b-a100"
 EVEN, RANDOM = (0.5, 0.54), (0.0, 1.0)
-"""Ranges of both loads."""
+"""Ranges of the compute and the memory load."""
 _KINDS = (
     ("", "repaired", RANDOM),
     ("even_", "repaired", EVEN),
@@ -70,7 +70,7 @@ _NOTES = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it and write the result; the exit code."""
+    """Run the benchmark and write the result; return the exit code."""
     given = _parse(argv)
     started_at = datetime.now(UTC)
     samples: dict[str, list[float]] = defaultdict(list)
@@ -145,7 +145,7 @@ def _time_decisions(size: int, seed: int, samples: dict[str, list[float]]) -> No
 
 
 def cluster(size: int, seed: int, spread: tuple[float, float], facts: InstanceFacts) -> ClusterView:
-    """Returns ``size`` instances, half of them of each role, with loads drawn from ``spread``."""
+    """Return ``size`` instances, half of them of each role, with loads drawn from ``spread``."""
     draws = random.Random(f"{seed} {size}")
     views = {}
     for number in range(size):
@@ -174,12 +174,12 @@ def _time_simulation(
 
 
 def system(instances: int, cell_size: int) -> System:
-    """Returns prefill and decode apart, half of the instances each, with migration.
+    """Return prefill and decode instances, half of the instances each, with migration.
 
     No prefixes are kept: the requests of ``load`` share none, and the cells then share nothing.
 
     Raises:
-        UserError: Too few instances, or cells that would lack a role.
+        UserError: There are too few instances or an odd number, or a cell would lack a role.
     """
     if instances < 2 or instances % 2:
         raise UserError(f"instances is {instances}: give an even number")
@@ -188,7 +188,7 @@ def system(instances: int, cell_size: int) -> System:
 
 
 def load(rate_per_s: float, requests: int, seed: int) -> Iterator[SimRequest]:
-    """Yields about ``requests`` requests: Poisson arrivals, chat-like lengths."""
+    """Yield about ``requests`` requests: Poisson arrivals, chat-like lengths."""
     phase = LoadPhase(
         duration_s=requests / rate_per_s,
         rate_per_s=rate_per_s,
@@ -199,7 +199,7 @@ def load(rate_per_s: float, requests: int, seed: int) -> Iterator[SimRequest]:
 
 
 def _cpu_s() -> float:
-    """CPU time of this process and of those that it has waited for."""
+    """Return the CPU time of this process and of the children that it has waited for."""
     return sum(os.times()[:4])
 
 

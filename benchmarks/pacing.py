@@ -44,7 +44,7 @@ _Figures = dict[str, tuple[list[float], str]]
 
 
 class PacedRequest(NamedTuple):
-    """A request: when it comes, in modelled seconds, and its lengths."""
+    """A request: its arrival in modelled seconds, its prompt and its output length."""
 
     at_s: float
     prompt: list[int]
@@ -53,11 +53,11 @@ class PacedRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PacedRun:
-    """What came of one dilation.
+    """Outcome of one dilation.
 
     Attributes:
-        steps: By instance, those of the measured requests.
-        overrun_fractions: Of these steps, by instance.
+        steps: Steps of the measured requests, by instance.
+        overrun_fractions: Fraction of these steps that overran, by instance.
     """
 
     dilation: float
@@ -68,7 +68,7 @@ class PacedRun:
 
 
 def main(argv: Sequence[str]) -> int:
-    """PacedRun it and write the result; the exit code."""
+    """Run the benchmark and write the result; return the exit code."""
     given = _parse(argv)
     end_on_sigterm()
     record = asyncio.run(_measure(given, datetime.now(UTC)))
@@ -100,7 +100,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def draw(given: argparse.Namespace) -> list[PacedRequest]:
-    """The requests of every run."""
+    """Return the requests of every run."""
     draws = random.Random(given.seed)
     times_s = arrivals.poisson(given.rate, given.requests, given.seed)
     return [
@@ -114,7 +114,7 @@ def draw(given: argparse.Namespace) -> list[PacedRequest]:
 
 
 def predicted(profile: Profile, pd: str, asks: Sequence[PacedRequest]) -> dict[str, Any]:
-    """What the simulator gives for the same requests: static roles, one store."""
+    """Return the simulator's result for the same requests: static roles, one store."""
     prefill, decode = parse_pd(pd)
     system = preset("banaserve", prefill=prefill, decode=decode, migration="still")
     requests = (
@@ -191,7 +191,7 @@ async def _send(
 
 
 def figures_of(run: PacedRun, simulated: dict[str, Any]) -> _Figures:
-    """Times are modelled seconds: those on the wall over the dilation."""
+    """Return the figures of a run; times are modelled seconds: wall seconds over the dilation."""
     ttft_s = [(r.ttft_s or 0.0) / run.dilation for r in run.records]
     found = (tpot_s(r) for r in run.records)
     tpots_s = [each_s / run.dilation for each_s in found if each_s is not None]

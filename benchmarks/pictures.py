@@ -30,7 +30,7 @@ _EVEN_FRACTION = 0.005
 
 
 class CellPair(NamedTuple):
-    """One figure of one cell: of the elastic system and of colocated engines."""
+    """A figure of one cell, for the elastic system and for colocated engines."""
 
     ours: float
     theirs: float
@@ -44,8 +44,8 @@ class HeadlineFigure(NamedTuple):
     """A column of the picture.
 
     Attributes:
-        factor: From the result's unit to the one that is shown.
-        is_more_better: On which side of one a ratio is a gain.
+        factor: Factor from the result's unit to the unit that is shown.
+        is_more_better: True if a ratio above one is a gain, False if one below is.
     """
 
     words: str
@@ -55,7 +55,7 @@ class HeadlineFigure(NamedTuple):
     is_more_better: bool
 
     def gain(self, one: CellPair) -> float:
-        """Returns by how much the elastic system is better; within half a percent nothing."""
+        """Return by how much the elastic system is better; 0 within half a percent."""
         gain = one.ratio - 1 if self.is_more_better else 1 - one.ratio
         return gain if abs(gain) > _EVEN_FRACTION else 0.0
 
@@ -68,7 +68,7 @@ FIGURES = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Draw; the exit code."""
+    """Draw the picture; return the exit code."""
     parser = Parser(prog=COMMAND, description=__doc__)
     parser.add_argument("--out", type=Path, default=FOLDER)
     given = parser.parse_args(list(argv))
@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def cells_of(record: Result) -> dict[str, dict[str, CellPair]]:
-    """Returns by cell and key what both systems gave, medians where there are several runs.
+    """Return the figures of both systems by cell and key, medians if there are several runs.
 
     Raises:
         UserError: The result is not one of ``elastic-paced``.
@@ -104,13 +104,13 @@ def cells_of(record: Result) -> dict[str, dict[str, CellPair]]:
 
 
 def limits_of(record: Result, cell: str) -> str:
-    """Returns the limits of latency of a cell, such as ``2 s and 100 ms``."""
+    """Return the limits of latency of a cell, such as ``2 s and 100 ms``."""
     _, _, _, _, limits, _ = str(record.raw["outcomes"][cell]["load"]).split(", ")
     return limits
 
 
 def headline(record: Result) -> str:
-    """Returns the picture as SVG for light and dark pages: a row a cell, a column a figure."""
+    """Return the picture as SVG for light and dark pages: cells as rows, figures as columns."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -136,7 +136,7 @@ def headline(record: Result) -> str:
 
 
 def _column(axes: Any, shown: HeadlineFigure, cells: dict[str, CellPair]) -> None:
-    """Bars from one to each ratio, with both values; a loss differs in colour and in hatching."""
+    """Draw bars from one to each ratio, with both values; a loss has other colour and hatching."""
     ratios = [one.ratio for one in cells.values()]
     for place, one in enumerate(cells.values()):
         gain = shown.gain(one)
@@ -176,7 +176,7 @@ def _column(axes: Any, shown: HeadlineFigure, cells: dict[str, CellPair]) -> Non
 
 
 def sentences(cells: dict[str, dict[str, CellPair]]) -> list[str]:
-    """Returns the picture in words, for those who do not see it; losses by name."""
+    """Return the picture in words, for readers who do not see it; losses by name."""
     found = []
     for shown in FIGURES:
         told = {cell: one[shown.key] for cell, one in cells.items()}

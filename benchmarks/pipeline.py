@@ -1,11 +1,11 @@
 """Share of the store's transfers that hides behind the computation.
 
-``python -m benchmarks pipeline``. One engine gets prompts of which a part is in the store, and says
-when each layer was fetched, computed and saved. Copies are held back to bandwidths on both sides of
-the break-even that the corrected equations 12 and 13 predict from the time to compute the whole
-prompt. Each prompt runs pipelined, layer by layer, and serial: everything fetched before the
-forward pass and saved after it. Beside these, pipelined too, one of which nothing is fetched, and
-one of which the cost gate lets as many blocks be fetched as it finds best for that link.
+``python -m benchmarks pipeline``. One engine gets prompts of which a part is in the store, and
+reports when each layer was fetched, computed and saved. Copies are slowed down to bandwidths on
+both sides of the break-even that the corrected equations 12 and 13 predict from the time to compute
+the whole prompt. Each prompt runs pipelined, layer by layer, and serial: everything is fetched
+before the forward pass and saved after it. Two more prompts run pipelined: one of which nothing is
+fetched, and one of which the cost gate chooses the best number of blocks to fetch over that link.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _WAYS: dict[str, dict[str, str]] = {
     "computed": {"way": "compute"},
     "cut": {"way": "cut"},
 }
-"""Options of the driven engine; the first one lets the gate learn what the link does."""
+"""Options of the driven engine; the first way lets the gate learn the speed of the link."""
 _WARM_UPS = 2
 _FIRST_TOKEN, _LAST_TOKEN = 100, 40_000
 _LOAD, _LOADED, _WAIT, _WAITED, _ATTENDED, _SAVE, _SAVED = range(7)
@@ -66,7 +66,7 @@ _NOTES = [
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it and write the result; the exit code."""
+    """Run the benchmark and write the result; return the exit code."""
     parser = Parser(prog="python -m benchmarks pipeline", description=__doc__)
     parser.add_argument("--json", type=Path, help="write the result there")
     parser.add_argument("--model", default=models.PACKAGED)
@@ -147,17 +147,17 @@ def _prefill(given: argparse.Namespace, engine: TracedEngine, full_compute_s: fl
 
 @dataclass(frozen=True, slots=True)
 class PrefillTimes:
-    """One prompt's forward pass, in seconds.
+    """Times of one prompt's forward pass, in seconds.
 
     Attributes:
-        step_s: From its beginning until everything was saved and committed.
-        fetch_s: All layers' fetches.
-        store_s: All layers' saves.
-        fetch_wait_s: How long the forward pass waited for fetches.
-        store_wait_s: How long saves went on after the forward pass.
-        compute_s: The forward pass without waiting.
-        fetched_blocks: Blocks that were fetched.
-        layers: ``[num_layers][7]``: the trace, in seconds from the step's beginning.
+        step_s: Time from its beginning until everything was saved and committed.
+        fetch_s: Total time of all layers' fetches.
+        store_s: Total time of all layers' saves.
+        fetch_wait_s: Time that the forward pass waited for fetches.
+        store_wait_s: Time that saves went on after the forward pass.
+        compute_s: Time of the forward pass without waiting.
+        fetched_blocks: Number of blocks that were fetched.
+        layers: Trace as ``[num_layers][7]``, in seconds from the step's beginning.
     """
 
     step_s: float
@@ -179,7 +179,7 @@ class PrefillTimes:
 
 
 class FirstTokenTimes(NamedTuple):
-    """A prompt's first token, the seconds until it was there, and the blocks that were fetched."""
+    """A prompt's first token, the seconds until it came, and the number of fetched blocks."""
 
     token: int
     ttft_s: float
@@ -188,11 +188,11 @@ class FirstTokenTimes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Samples:
-    """What was measured.
+    """Measured times.
 
     Attributes:
-        full: The whole prompt computed, once a run.
-        cached: By way and factor, once a run.
+        full: Times of the whole prompt computed, one for each run.
+        cached: Times by way and factor, one for each run.
     """
 
     full: list[PrefillTimes]
@@ -201,10 +201,10 @@ class _Samples:
 
 @contextlib.contextmanager
 def traced_engine(model_path: str, store_size: str) -> Iterator[TracedEngine]:
-    """A store of ``store_size`` and an engine over it, both ended at the end.
+    """Run a store of ``store_size`` and an engine over it; end both afterwards.
 
     Raises:
-        UserError: One of them did not start; says why.
+        UserError: One of the two did not start; the message says why.
     """
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
@@ -233,12 +233,12 @@ def _store(socket: Path, size: str) -> Iterator[None]:
 
 
 class TracedEngine:
-    """Answers one prompt at a time.
+    """Driver of an engine that answers one prompt at a time.
 
     Attributes:
-        block_size: Tokens a block.
-        num_layers: Layers that have a KV cache.
-        token_layer_bytes: Of K and V of one token in one layer.
+        block_size: Number of tokens in a block.
+        num_layers: Number of layers that have a KV cache.
+        token_layer_bytes: Bytes of K and V of one token in one layer.
     """
 
     def __init__(self, engine: DrivenEngine) -> None:
@@ -249,21 +249,21 @@ class TracedEngine:
         self.token_layer_bytes = int(kind["page_bytes"]) // self.block_size
 
     def prefill(self, prompt: Sequence[int], **options: Any) -> PrefillTimes:
-        """Compute ``prompt`` with the connector's options changed to ``options``."""
+        """Compute ``prompt`` with the connector's options changed to ``options``; return times."""
         steps = self._engine.tell(prompt=list(prompt), **options)["steps"]
         if len(steps) != 1:
             raise UserError(f"a prompt took {len(steps)} steps that moved blocks, not one")
         return times_of(steps[0])
 
     def first_token(self, prompt: Sequence[int], **options: Any) -> FirstTokenTimes:
-        """What the user of ``prompt`` sees, with the connector's options changed to ``options``."""
+        """Return the first token of ``prompt``, with the connector's options as ``options``."""
         answer = self._engine.tell(prompt=list(prompt), **options)
         fetched = sum(step["fetched_blocks"] for step in answer["steps"])
         return FirstTokenTimes(answer["token"], answer["ttft_s"], fetched)
 
 
 def times_of(step: dict[str, Any]) -> PrefillTimes:
-    """What a step's trace says."""
+    """Return the times in a step's trace."""
     layers: list[list[float]] = step["layers"]
     began_s, forward_s = step["began_s"], step["forward_s"]
     loads = [layer for layer in layers if not isnan(layer[_LOAD])]
@@ -311,7 +311,7 @@ def _result(
 def _figures(
     samples: _Samples, predicted: Prefill, set_by: float
 ) -> dict[str, tuple[list[float], str]]:
-    """Samples and unit of each figure; ``set_by`` is the bandwidth that the factors multiply."""
+    """Return samples and unit of each figure; the factors multiply the bandwidth ``set_by``."""
     full = [times.compute_s for times in samples.full]
     rest = [times.compute_s for times in samples.cached["pipelined", _FACTORS[-1]]]
     break_evens = [_prefill_of(predicted, s).break_even_bytes_per_s() for s in full]
@@ -335,7 +335,7 @@ def _figures(
 
 
 def _cut_figures(samples: _Samples, factor: float) -> dict[str, tuple[list[float], str]]:
-    """The cut prompt beside the one that was fetched and the one that was computed."""
+    """Return figures of the cut prompt, beside the fetched one and the computed one."""
     steps_s = {
         way: [times.step_s for times in samples.cached[way, factor]]
         for way in ("pipelined", "computed", "cut")
@@ -410,13 +410,13 @@ def _break_evens(samples: _Samples, set_by: float) -> list[float]:
 
 
 def measured_break_even(waits: Sequence[tuple[float, float]]) -> float:
-    """The bandwidth at which fetches begin to hide, from how long they were waited for.
+    """Return the bandwidth at which fetches begin to hide, from the times waited for them.
 
     Below it the forward pass waits for ``a / B - c``: the fetch of all layers less their
     computation. That is a line in ``1 / B``, and it meets zero at ``B = a / c``.
 
     Args:
-        waits: (bandwidth in bytes/s, seconds waited), all below the break-even.
+        waits: Pairs of bandwidth in bytes/s and seconds waited, all below the break-even.
     """
     bandwidths, seconds = np.asarray(waits, dtype=np.float64).T
     slope, intercept = np.polyfit(1 / bandwidths, seconds, 1)

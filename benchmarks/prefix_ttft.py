@@ -1,14 +1,14 @@
-"""Time to first token with a cached prefix, beside computing it.
+"""Time to first token with a cached prefix, compared with computing the prefix.
 
 ``python -m benchmarks prefix-ttft``. Two servers run side by side on the same machine: one without
 a store, which computes every prompt, and one whose store has an SSD folder. Prefixes are computed
-once and written to the folder; then the server is started again with an empty memory. Each run asks
-for a prompt with a prefix that lies on SSD, then for another with the same prefix, which lies in
-memory by then. No engine keeps a cache of its own.
+once and written to the folder; then the server is started again with an empty memory. Each run
+sends a prompt whose prefix is on SSD, then another with the same prefix, which is in memory by
+then. No engine keeps a cache of its own.
 
 Then one engine inside a process fetches a prefix over links of several speeds, as multiples of the
-one over which fetching all of it takes as long as computing it: all of it is fetched, all of it is
-computed, or it is cut as the cost gate decides, in turn. ``--only links`` measures this alone.
+speed at which fetching the whole prefix takes as long as computing it: the prefix is fetched,
+computed, or cut as the cost gate decides, in turn. ``--only links`` measures this alone.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _STORE = ("--kv-store-size", "1536MiB", "--kv-store-ssd-size", "8GiB")
 
 
 class PrefixCase(NamedTuple):
-    """A share of the prompt that is cached, and where."""
+    """Share of the prompt that is cached, and the place of the cache."""
 
     percent: int
     place: str
@@ -57,10 +57,10 @@ class PrefixCase(NamedTuple):
 
 
 _LINKS = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""Speeds of links; over 1.0 fetching the prefix takes as long as computing it."""
+"""Speeds of links; at 1.0 fetching the prefix takes as long as computing it."""
 _LINK_WAYS = ("fetch", "compute", "cut")
 _LinkSamples = dict[tuple[float, str], list[tuple[float, int]]]
-"""By link and way: seconds to the first token, and blocks fetched."""
+"""Seconds to the first token and number of fetched blocks, by link and way."""
 
 _SHARES = (50, 90)
 _CASES = [
@@ -71,7 +71,7 @@ _RECOMPUTE = "recompute"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it and write the result; the exit code."""
+    """Run the benchmark and write the result; return the exit code."""
     parser = Parser(prog="python -m benchmarks prefix-ttft", description=__doc__)
     parser.add_argument("--json", type=Path, help="write the result there")
     parser.add_argument("--model", default=models.PACKAGED)
@@ -101,7 +101,7 @@ def main(argv: Sequence[str]) -> int:
 async def _measure_places(
     given: argparse.Namespace, folder: Path
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Times to the first token by case, and what the store's server has counted."""
+    """Return times to the first token by case, and the counts of the store's server."""
     model = models.resolve(given.model, None, lambda line: print(line, flush=True))
     draws = random.Random(given.seed)
     prefixes = [
@@ -131,7 +131,7 @@ async def _measure_places(
 
 
 def _measure_links(given: argparse.Namespace) -> tuple[_LinkSamples, dict[str, Any]]:
-    """Every way over every link once a run, after what tells how fast this machine computes."""
+    """Measure every way over every link once a run, after a warm-up that times computing."""
     model = models.resolve(given.model, None, lambda line: print(line, flush=True))
     draws = random.Random(given.seed)
     samples: _LinkSamples = {(link, way): [] for link in _LINKS for way in _LINK_WAYS}
@@ -144,7 +144,7 @@ def _measure_links(given: argparse.Namespace) -> tuple[_LinkSamples, dict[str, A
         engine.prefill(prefix)
         parity = tokens * engine.token_layer_bytes * engine.num_layers / warm.compute_s
         for _ in range(given.runs):
-            # Less than a block behind the prefix, so that nothing of it is in the store next time.
+            # Less than a block after the prefix, so that none of it is in the store next time.
             prompt = prefix + _tokens(draws, engine.block_size // 2)
             tokens_seen = set()
             for (link, way), taken in samples.items():
@@ -166,7 +166,7 @@ def _stored(model: str, folder: Path) -> Iterator[Server]:
 
 
 def whole_blocks(num_tokens: int, percent: int) -> int:
-    """The tokens of the whole blocks nearest to ``percent`` of a prompt: only these are kept."""
+    """Return the tokens of the whole blocks nearest to ``percent`` of a prompt, the kept ones."""
     return round(num_tokens * percent / 100 / _BLOCK_TOKENS) * _BLOCK_TOKENS
 
 
@@ -210,13 +210,13 @@ class _Bench:
         }
 
     async def warm_up(self) -> None:
-        """First calls cost more; the second one of the store's server reads from memory."""
+        """Serve first requests, which take longer; the store's second one reads from memory."""
         for server in (self._plain, self._stored, self._stored):
             prompt = _tokens(random.Random(-1), _WARM_UP_TOKENS)
             await _ttft_s(server, self._model, prompt)
 
     async def one_run(self, prefixes: dict[int, list[int]], recompute_first: bool) -> None:
-        """Each case once, and the same prompt without a store."""
+        """Measure each case once, and the same prompt without a store."""
         if recompute_first:
             await self._sample(_RECOMPUTE, self._plain, [])
         for case in _CASES:
@@ -289,7 +289,7 @@ def _result(
 def _figures(
     given: argparse.Namespace, ttft_s: dict[str, list[float]], counts: dict[str, float]
 ) -> _Figures:
-    """Samples and unit of each figure."""
+    """Return samples and unit of each figure."""
     recompute_s = ttft_s[_RECOMPUTE]
     figures = {f"ttft_{name}": (samples, "s") for name, samples in ttft_s.items()}
     for case in _CASES:
@@ -304,7 +304,7 @@ def _figures(
 
 
 def link_figures(samples: _LinkSamples) -> _Figures:
-    """Samples and unit of each figure of the links, from the samples by link and way."""
+    """Return samples and unit of each figure of the links, from the samples by link and way."""
     figures: _Figures = {}
     for link in dict.fromkeys(link for link, _ in samples):
         ttft_s = {way: [seconds for seconds, _ in samples[link, way]] for way in _LINK_WAYS}

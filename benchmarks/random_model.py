@@ -1,4 +1,4 @@
-"""Models of random weights, of the shapes that people serve: for machines that fetch nothing."""
+"""Models of random weights with the shapes of real ones, for machines that download nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from banaserve import models
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _LLAMA: Mapping[str, Any] = {"max_position_embeddings": 8192, "tie_word_embeddings": False}
 SIZES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    # Seconds on a laptop.
+    # Takes seconds on a laptop.
     "tiny": (
         "llama",
         {
@@ -42,7 +42,7 @@ SIZES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "initializer_range": 0.08,
         },
     ),
-    # Llama 3.2 1B and 3.1 8B but for the vocabulary, which is the packaged model's.
+    # As Llama 3.2 1B and 3.1 8B, except for the vocabulary, which is the packaged model's.
     "1b": (
         "llama",
         {
@@ -69,13 +69,13 @@ SIZES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         },
     ),
 }
-"""Family and shape, by the name that is typed."""
+"""Family and shape, by the name on the command line."""
 
 
 def make_model(size: str, folder: Path, dtype: str) -> str:
-    """Write a model with the packaged model's tokenizer; the same for the same arguments.
+    """Write a model with the packaged model's tokenizer; equal arguments give an equal model.
 
-    Weights are drawn on the GPU where there is one: those of 8 billion take minutes on a CPU.
+    Weights are drawn on the GPU if there is one: those of 8 billion take minutes on a CPU.
 
     Returns:
         The folder.

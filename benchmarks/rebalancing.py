@@ -1,9 +1,9 @@
-"""A burst on one decode instance, and then two more that serve: with and without rebalancing.
+"""A burst on one decode instance before two more serve, with and without rebalancing.
 
-``python -m benchmarks rebalancing``. Paced engines, one that prefills and three that decode. All
-requests come at once while two of the three are drained, so that all of them decode on the third;
-then the two serve again, and get new requests only unless streams move. Both servers get the same
-requests. Nothing else may run beside it.
+``python -m benchmarks rebalancing``. One prefill and three decode instances, all paced. All
+requests come at once while two of the decode instances are drained, so that all of them decode on
+the third; then the two serve again, and get only new requests unless streams move. Both servers get
+the same requests. Nothing else may run on the machine.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from benchmarks.script import run_script
 
 _DECODE, _OTHERS = ("d0", "d1", "d2"), ("d1", "d2")
 _BALANCED_AFTER_S = 5.0
-"""Modelled seconds after the two serve again."""
+"""Modelled seconds from the release of the two instances until their loads are compared."""
 _TIMEOUT_S = 3600.0
 _WAYS = {"kept": "--no-rebalance", "rebalanced": "--rebalance"}
 
 
 class BurstRun(NamedTuple):
-    """What came of the burst on one server; times in modelled seconds.
+    """Outcome of the burst on one server; times in modelled seconds.
 
     Attributes:
-        largest_over_mean: Ratio of the largest to the mean number of requests on the three, five
-            seconds after two of them serve again.
-        num_moved: Streams that the rebalancer moved.
-        least_gap_s: Least time between two moves of one stream; infinite if none moved twice.
-        equal_fraction: Share of a sample whose answers are those of one plain vLLM engine.
+        largest_over_mean: Ratio of the largest to the mean number of requests on the three decode
+            instances, five seconds after two of them serve again.
+        num_moved: Number of streams that the rebalancer moved.
+        least_gap_s: Shortest time between two moves of one stream; infinite if none moved twice.
+        equal_fraction: Share of a sample whose answers equal those of one plain vLLM engine.
     """
 
     figures: dict[str, float]
@@ -63,7 +63,7 @@ class BurstRun(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it and write the result; the exit code."""
+    """Run the benchmark and write the result; return the exit code."""
     parser = Parser(prog="python -m benchmarks rebalancing", description=__doc__)
     add = parser.add_argument
     add("--json", type=Path, help="write the result there")
@@ -132,7 +132,7 @@ async def _run(given: argparse.Namespace, way: str, number: int) -> BurstRun:
 
 
 def _release(server: Server, admin: AdminClient, given: argparse.Namespace) -> float:
-    """Let the two serve once the burst decodes; returns how uneven it is five seconds later."""
+    """Release the two instances once the burst decodes; return the imbalance 5 s later."""
     while sum(_running(server)) < given.requests:
         time.sleep(0.2)
     for other in _OTHERS:

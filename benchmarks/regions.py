@@ -2,11 +2,11 @@
 
     python -m benchmarks regions [--runs 3] [--json FILE]
 
-One balancer a region, two replicas each, distances of AWS between them
+One balancer for each region, two replicas each, distances of AWS between them
 (``benchmarks/router/regions.py``), and most of the clients in one region. Balancers, connections
 and distances are real; engines are the simulator's in real time, two to three times as fast as an
-L4. Policies take turns, so that whatever else the machine does meets all of them. Latencies are
-those of the clients, to the last byte, with every attempt counted from the first.
+L4. Policies take turns, so that other work of the machine affects all of them. Latencies are those
+of the clients, to the last byte, counted from the first attempt.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from benchmarks.script import run_script
 
 POLICIES = ("skywalker", "gorgo_v1", "load_aware", "round_robin")
 OPTIONS: dict[str, dict[str, Any]] = {"gorgo_v1": {"max_outstanding": engine.SPEC.max_running}}
-"""GORGO forwards nothing while a replica has room: here, while its batch is not full."""
+"""Options by policy: GORGO forwards nothing while a replica has room, here in its batch."""
 
 CLIENTS = {"us": 60, "eu": 6, "asia": 6}
 WARM_UP = 60
 
 
 async def measure(policy: str, answers: int, seed: int) -> dict[str, float]:
-    """Returns the figures of one run."""
+    """Return the figures of one run."""
     async with _world(policy) as world:
         load = ClientLoad(world, CLIENTS, seed)
         try:
@@ -67,7 +67,7 @@ async def measure(policy: str, answers: int, seed: int) -> dict[str, float]:
 
 
 async def outlive(policy: str, seed: int) -> dict[str, float]:
-    """Returns the account of one run in which parts of the regions die and come back."""
+    """Return the account of one run in which parts of the regions die and come back."""
     async with _world(policy) as world:
         load = ClientLoad(world, dict.fromkeys(REGIONS, 6), seed, output_tokens=16)
         try:
@@ -90,7 +90,7 @@ async def _world(policy: str) -> AsyncIterator[World]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it and write the result after each run; the exit code."""
+    """Run the benchmark, writing the result after each run; return the exit code."""
     parser = Parser(prog="python -m benchmarks regions", description=__doc__)
     parser.add_argument("--runs", type=positive, default=3)
     parser.add_argument("--answers", type=int, default=600)
@@ -113,7 +113,7 @@ def main(argv: Sequence[str]) -> int:
             figures={name: result.figure(each, _unit(name)) for name, each in samples.items()},
             notes=[" ".join(part.split()) for part in str(__doc__).split("\n\n")[2:]],
         )
-        # After each run: a run that ends early leaves those before it.
+        # After each run, so that a run that ends early leaves the runs before.
         result.deliver(record, given.json)
     return 0
 

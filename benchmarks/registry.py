@@ -1,4 +1,4 @@
-"""Benchmarks by the name that is typed: those of this folder and those of the package."""
+"""Benchmarks by their name on the command line: those of this folder and of the package."""
 
 from __future__ import annotations
 

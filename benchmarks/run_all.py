@@ -1,8 +1,8 @@
 """Every benchmark that needs no data, one by one, and a report.
 
 ``python -m benchmarks all``. With ``--quick`` each runs just long enough to give its figures once,
-all within ten minutes; the figures then say how large things are and no more. A benchmark that
-fails or runs out of time is told at the end, and the others go on.
+all within ten minutes; the figures then show no more than orders of magnitude. A benchmark that
+fails or runs out of time is reported at the end, and the others go on.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ QUICK: Mapping[str, tuple[str, ...]] = {
         *("--no-stages", "--shares"),
     ),
 }
-"""Options of each for ``--quick``; cheap ones first, so that a slow machine gets most of them."""
+"""Options of each benchmark for ``--quick``; cheap ones first, so a slow machine runs most."""
 
 
 class BenchmarkOutcome(NamedTuple):
-    """How one benchmark ended: what to tell of it."""
+    """Outcome of one benchmark, and the words that report it."""
 
     name: str
     is_good: bool
@@ -66,7 +66,7 @@ class BenchmarkOutcome(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run them and write the report; the exit code is 1 where one failed."""
+    """Run the benchmarks and write the report; return the exit code, 1 if one failed."""
     parser = Parser(prog="python -m benchmarks all", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="within ten minutes")
     parser.add_argument("--out", type=Path, default=Path("bench-all"), help="folder of results")
@@ -94,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
 def run_all(
     benchmarks: Mapping[str, Sequence[str]], out: Path, budget_s: float
 ) -> list[BenchmarkOutcome]:
-    """Runs each in a process of its own, until the budget is spent; returns how each ended.
+    """Run each benchmark in its own process until the budget is spent; return the outcomes.
 
     Raises:
         UserError: ``out`` cannot be written.
@@ -144,7 +144,7 @@ def _run(name: str, options: Sequence[str], out: Path, limit_s: float) -> Benchm
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ask it to end, so that it ends its servers; kill what is left of its session after that."""
+    """Ask the process to end its servers and itself; then kill what is left of its session."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,9 +1,9 @@
-"""Answers of one plain vLLM engine and of ``--pd 1:1``, whose modules move in mid-stream.
+"""Answers of one plain vLLM engine and of ``--pd 1:1``, whose modules move during streams.
 
-``python -m benchmarks served``. On whatever device there is: first vLLM's own API server answers,
-then banaserve with the same weights, prompt by prompt, again from the store, and while layers,
-heads, older blocks and, where the model has any, experts leave the decode instance and come home.
-A model of random weights is made where none is given.
+``python -m benchmarks served``. Runs on any device: first vLLM's own API server answers, then
+banaserve with the same weights, prompt by prompt, again from the store, and while layers, heads,
+older blocks and, if the model has any, experts leave the decode instance and come home. Without a
+model, one of random weights is made.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ _MOVE_AFTER_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class ServedOptions:
-    """What to serve, and how much of it.
+    """Model, requests and memory of the measurement.
 
     Attributes:
-        model: Folder or name; empty: random weights of ``size``.
-        on_gpu: Both instances share the first GPU.
+        model: Folder or name; empty for random weights of ``size``.
+        on_gpu: True if both instances share the first GPU.
     """
 
     model: str
@@ -73,14 +73,15 @@ class ServedOptions:
 
 @dataclass
 class Seen:
-    """What was measured of one server.
+    """Measurements of one server.
 
     Attributes:
         alone: Answers to prompts that were sent one at a time.
-        again: To the same ones, which the store has by then.
-        streams: To those that run together, by the kind of module that left and came home.
-        moves: Of each kind, its way there and home.
-        refused: Why a kind did not move.
+        again: Answers to the same prompts, which the store has by then.
+        streams: Answers to prompts that run together, by the kind of module that left and came
+            home.
+        moves: Moves of each kind, away and home.
+        refused: Reason why a kind did not move, by kind.
     """
 
     alone: list[RequestRecord] = field(default_factory=list)
@@ -91,7 +92,7 @@ class Seen:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it and write the result; the exit code is 1 where an answer differs."""
+    """Run the benchmark and write the result; return 1 if an answer in float32 differs."""
     parser = Parser(prog="python -m benchmarks served", description=__doc__)
     add = parser.add_argument
     add("--json", type=Path, help="write the result there")
@@ -154,7 +155,7 @@ async def _measure(options: ServedOptions, started_at: datetime) -> result.Resul
 
 
 _ON_GPU = {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_KV_CACHE_LAYOUT": "LBHNC"}
-"""Without which nothing moves there; vLLM's own server gets them, too."""
+"""Variables without which nothing moves on a GPU; vLLM's own server gets them, too."""
 
 
 async def _serve(
@@ -192,10 +193,10 @@ async def _meanwhile(
     admin: AdminClient,
     order: MigrationRequest,
 ) -> tuple[Migration, list[RequestRecord]]:
-    """Carry out a move while streams run, again and again until it has ended.
+    """Carry out a move while streams run, repeatedly, until it has ended.
 
     Raises:
-        UserError: It is refused, or has failed.
+        UserError: The move is refused, or has failed.
     """
     move = asyncio.create_task(asyncio.to_thread(admin.run, order))
     records = await _together(client, calls)
@@ -209,7 +210,7 @@ async def _meanwhile(
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of the model: what may be named in moves, and ids that prompts are drawn from."""
+    """Shape of the model: modules that moves may name, and token ids for prompts."""
 
     num_layers: int
     num_kv_heads: int
@@ -218,7 +219,7 @@ class Shape:
 
 
 def _orders(shape: Shape) -> Iterator[MigrationRequest]:
-    """Some of each kind of module, from the middle of the model."""
+    """Yield moves of some of each kind of module, from the middle of the model."""
     first = shape.num_layers // 4
     last = max(first + 1, shape.num_layers // 2)
     yield MoveLayers("d0", "p0", (first, last))
@@ -233,7 +234,7 @@ def _orders(shape: Shape) -> Iterator[MigrationRequest]:
 
 @contextmanager
 def _model(options: ServedOptions) -> Iterator[tuple[str, Shape]]:
-    """A folder with the model, and its shape; random weights are gone afterwards."""
+    """Yield a folder with the model, and its shape; random weights are removed afterwards."""
     from transformers import AutoConfig
 
     scratch = tempfile.mkdtemp(prefix="random-model-") if not options.model else ""
@@ -260,7 +261,7 @@ def _model(options: ServedOptions) -> Iterator[tuple[str, Shape]]:
 
 
 def _prompts(options: ServedOptions, shape: Shape, count: int, seed: int) -> list[list[int]]:
-    """Of lengths from some tokens to the longest; no two begin alike."""
+    """Return prompts of lengths from some tokens to the longest; no two begin alike."""
     draw = random.Random(seed)
     lengths = [max(5, options.prompt_tokens * n // count) for n in range(1, count + 1)]
     last = min(shape.vocab_size, 40_000)
@@ -290,7 +291,7 @@ async def _together(client: OpenAiClient, calls: Sequence[CompletionCall]) -> li
 
 
 def _equal(ours: Sequence[RequestRecord], plain: Sequence[RequestRecord]) -> float:
-    """The fraction of answers that have the same tokens."""
+    """Return the fraction of answers that have the same tokens."""
     failed = [one.error for one in (*ours, *plain) if one.error]
     if failed:
         raise UserError(f"a request failed: {failed[0]}")

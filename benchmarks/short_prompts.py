@@ -1,9 +1,9 @@
-"""Number of uncached tokens from which on a prefill leg pays.
+"""Number of uncached tokens from which a prefill leg is worth its cost.
 
 ``python -m benchmarks short-prompts``. Two servers at ``--pd 1:1`` get the same prompts: one gives
-every prompt a prefill leg, the other none. A leg of its own costs a pass over the weights; a prompt
-that decode computes itself holds up the streams of that instance. Both are measured, length by
-length, for the default of ``--skip-prefill-below-tokens``.
+every prompt a prefill leg, the other none. A prefill leg costs a pass over the weights; a prompt
+that the decode instance computes itself delays the streams of that instance. Both are measured,
+length by length, for the default of ``--skip-prefill-below-tokens``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ALWAYS, _NEVER = "0", "1000000"
 
 
 class PromptSample(NamedTuple):
-    """One short prompt among running streams: seconds."""
+    """Results of one short prompt among running streams, in seconds."""
 
     ttft_s: float
     longest_gap_s: float
@@ -40,7 +40,7 @@ class PromptSample(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it and write the result; the exit code."""
+    """Run the benchmark and write the result; return the exit code."""
     parser = Parser(prog="python -m benchmarks short-prompts", description=__doc__)
     parser.add_argument("--json", type=Path, help="write the result there")
     parser.add_argument("--runs", type=positive, default=5)

@@ -1,8 +1,8 @@
-"""Streams of others while a very long prompt is tokenised and hashed.
+"""Gaps in the streams of others while a very long prompt is tokenised and hashed.
 
 ``python -m benchmarks stall``. Sixteen streams run while prompts of 30,000 tokens arrive, sent as
-text. The figure is the longest gap between two tokens of any stream around each arrival, beside the
-longest gap without one.
+text. The figure is the longest gap between two tokens of any stream around each arrival, compared
+with the longest gap without an arrival.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CONTEXT_TOKENS = 40_000
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it and write the result; the exit code."""
+    """Run the benchmark and write the result; return the exit code."""
     parser = Parser(prog="python -m benchmarks stall", description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--runs", type=positive, default=5)

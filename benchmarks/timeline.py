@@ -1,9 +1,9 @@
-"""Spans of requests against their latency at the client.
+"""Spans of requests compared with their latency at the client.
 
 ``python -m benchmarks timeline``. A server with prefill and decode apart sends its spans to an OTLP
-receiver in this process. Each request brings a trace context of its own, by which its spans are
-found again. What they account for is the time that the parts of a request cover, from end to end
-and without what is below them, over what the client has waited from sending it to the last byte.
+receiver in this process. Each request has a trace context of its own, by which its spans are found.
+The accounted share is the time that the consecutive parts of a request cover, without the spans
+below them, over the client's time from sending the request to the last byte.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _WITHIN = 0.02
 
 
 class TimelineSample(NamedTuple):
-    """One request.
+    """Times of one request.
 
     Attributes:
-        latency_s: At the client.
-        server_s: Of the server's span.
-        parts_s: By name, of parts that follow each other.
-        is_complete: All processes told what they had noted.
+        latency_s: Latency at the client.
+        server_s: Duration of the server's span.
+        parts_s: Durations by name, of parts that follow each other.
+        is_complete: True if all processes have told their notes.
     """
 
     latency_s: float
@@ -58,17 +58,17 @@ class TimelineSample(NamedTuple):
 
     @property
     def accounted(self) -> float:
-        """Share of the latency that the parts account for, in [0, 1] where clocks agree."""
+        """Share of the latency that the parts account for, in [0, 1] if clocks agree."""
         return sum(self.parts_s.values()) / self.latency_s
 
     @property
     def unaccounted_s(self) -> float:
-        """What the parts do not account for: the client's own time, and the way to the server."""
+        """Time outside the parts: the client's own, and the way to the server."""
         return self.latency_s - sum(self.parts_s.values())
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it, print the figure and write the result; the exit code is 1 where 2% are missed."""
+    """Run it, print the figure and write the result; return 1 if the spans miss the 2% goal."""
     parser = Parser(prog="python -m benchmarks timeline", description=__doc__)
     add = parser.add_argument
     add("--json", type=Path, help="write the result there")
@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _words(samples: Sequence[TimelineSample]) -> str:
-    """The figure in a line."""
+    """Return the figure in a line."""
     shares = [one.accounted for one in samples]
     worst = max(shares, key=lambda share: abs(1 - share))
     missed = max(samples, key=lambda one: abs(one.unaccounted_s))
@@ -142,7 +142,7 @@ async def _measure(
 async def _ask(
     client: httpx.AsyncClient, model: str, given: argparse.Namespace, draws: random.Random
 ) -> tuple[str, float]:
-    """Streams one request; the id of its trace and its latency in seconds."""
+    """Stream one request; return the id of its trace and its latency in seconds."""
     trace_id = f"{draws.getrandbits(128) | 1:032x}"
     prompt = [
         draws.randint(_FIRST_TOKEN, _LAST_TOKEN) for _ in range(draws.randint(*given.prompt_tokens))
@@ -165,7 +165,7 @@ async def _ask(
 
 
 def sample_of(spans: Sequence[ReceivedSpan], latency_s: float) -> TimelineSample:
-    """What the spans of one request say beside ``latency_s`` at the client."""
+    """Return the sample of one request from its spans and ``latency_s`` at the client."""
     server = next(one for one in spans if one.kind == _SERVER_KIND)
     request = next(one for one in spans if one.parent_id == server.span_id and _is_request(one))
     above = {server.span_id, request.span_id}

@@ -1,8 +1,8 @@
-"""Cost of the page: its bytes, the processor that viewers take, and what streams feel of them.
+"""Cost of the page: its bytes, the CPU time of viewers, and the effect of these on streams.
 
 ``python -m benchmarks ui``. One server over a miniature model whose steps cost almost nothing, so
-that the front door is what is busy. CPU is that of the process that answers HTTP, from the
-system's own accounts; viewers are clients of this process that read the stream as fast as it comes.
+that only the front door is busy. CPU is that of the process that answers HTTP, as the system
+accounts it; viewers are clients in this process that read the stream as fast as it arrives.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _VIEWERS = (0, 1, 5)
 _MOST = _VIEWERS[-1]
 _PROMPT_TOKENS, _OUTPUT_TOKENS = 32, 128
 _PASSES = 5
-"""Of each kind in a run, by turns: what else the machine does comes in waves of seconds."""
+"""Passes of each kind in a run, in turns: other load of the machine comes in waves of seconds."""
 _OPTIONS = (
     *("--dtype", "float32", "--max-model-len", str(_CONTEXT_TOKENS)),
     *("--kv-cache-memory-bytes", str(256 << 20), "--kv-store-size", "256MiB"),
@@ -46,7 +46,7 @@ _OPTIONS = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it and write the result; the exit code."""
+    """Run the benchmark and write the result; return the exit code."""
     parser = Parser(prog="python -m benchmarks ui", description=__doc__)
     parser.add_argument("--json", type=Path, help="write the result there")
     parser.add_argument("--runs", type=int, default=5)
@@ -90,7 +90,7 @@ async def _measure(given: argparse.Namespace, started_at: datetime) -> result.Re
 
 @contextlib.asynccontextmanager
 async def _watching(server: Server, count: int) -> AsyncIterator[None]:
-    """So many viewers, all of which have got a picture."""
+    """Run ``count`` viewers, all of which have received a picture."""
     started = [asyncio.Event() for _ in range(count)]
     viewers = [asyncio.create_task(_watch(server, one)) for one in started]
     try:
@@ -117,14 +117,14 @@ async def _watch(server: Server, started: asyncio.Event) -> None:
 
 
 async def _idle_cpu_fraction(server: Server, seconds: float) -> float:
-    """Of one core, that the front door takes while it has no requests."""
+    """Return the share of one core that the front door takes while it has no requests."""
     before_s, began_s = server.front_cpu_s(), time.monotonic()
     await asyncio.sleep(seconds)
     return (server.front_cpu_s() - before_s) / (time.monotonic() - began_s)
 
 
 async def _pass(server: Server, given: argparse.Namespace, seed: int) -> list[float]:
-    """Gaps between events with text, of all streams."""
+    """Return the gaps between events with text, of all streams."""
     draws = np.random.default_rng(seed)
     calls = [
         CompletionCall(
@@ -144,7 +144,7 @@ async def _pass(server: Server, given: argparse.Namespace, seed: int) -> list[fl
 
 
 async def _first_snapshot_s(server: Server) -> float:
-    """From asking for the page to the first picture: every file, then the stream, one by one."""
+    """Return the time from asking for the page to the first picture: all files, then the stream."""
     began_s = time.monotonic()
     async with httpx.AsyncClient(timeout=30) as client:
         for name in ("", "page.json", *page_files()):

@@ -9,9 +9,9 @@ from banaserve.bench.loadgen.servers import end_with_parent
 
 
 def workers(jobs: int) -> ProcessPoolExecutor:
-    """Returns so many processes, spawned since the parent may have threads.
+    """Return a pool of ``jobs`` processes, spawned since the parent may have threads.
 
-    They end with it, also when it is killed: one that went on for minutes would disturb whatever is
-    measured next.
+    The processes end with the parent, also when it is killed: one that went on for minutes would
+    disturb the next measurement.
     """
     return ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=end_with_parent)

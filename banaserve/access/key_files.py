@@ -1,4 +1,4 @@
-"""Secrets from files: a command line is shown to every user of a machine."""
+"""Secrets from files, because every user of a machine can see command lines."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _MAX_BYTES = 1 << 20
 
 
 def read_keys(option: str, path: Path) -> tuple[str, ...]:
-    """The keys in a file, one a line; lines that are empty or begin with ``#`` are none.
+    """Return the keys in a file, one per line, without empty lines and those that begin with ``#``.
 
     Raises:
-        UserError: It cannot be read, or holds none.
+        UserError: The file cannot be read, or holds no valid key.
     """
     try:
         with path.open("rb") as file:
@@ -33,10 +33,10 @@ def read_keys(option: str, path: Path) -> tuple[str, ...]:
 
 
 def read_key(option: str, path: Path) -> str:
-    """The only key in a file.
+    """Return the only key in a file.
 
     Raises:
-        UserError: It cannot be read, or does not hold one.
+        UserError: The file cannot be read, or does not hold exactly one key.
     """
     keys = read_keys(option, path)
     if len(keys) > 1:
@@ -45,13 +45,13 @@ def read_key(option: str, path: Path) -> str:
 
 
 def key_of(option: str, given: str | None, path: Path | None, usual: str) -> str:
-    """The key that an option or its ``-file`` gives, ``usual`` where neither does.
+    """Return the key that an option or its ``-file`` option gives; ``usual`` without both.
 
     Args:
-        option: Without ``-file``.
+        option: Name of the option, without ``-file``.
 
     Raises:
-        UserError: Both do, or the file cannot be used.
+        UserError: Both options are given, or the file cannot be used.
     """
     if path is None:
         return given or usual
@@ -63,7 +63,7 @@ def key_of(option: str, given: str | None, path: Path | None, usual: str) -> str
 def keys_of(
     option: str, given: Iterable[str], path: Path | None, usual: Iterable[str]
 ) -> tuple[str, ...]:
-    """All keys that an option and its ``-file`` give, ``usual`` where neither does.
+    """Return all keys that an option and its ``-file`` option give; ``usual`` without both.
 
     Raises:
         UserError: The file cannot be used.

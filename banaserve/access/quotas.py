@@ -1,6 +1,6 @@
-"""Quotas of API keys: requests at once, and requests and tokens a minute. Pure.
+"""Quotas of API keys: concurrent requests, and requests and tokens per minute. Pure.
 
-Callers say the time.
+Callers pass the time.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _MINUTE_S = 60.0
 
 
 class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Limits of one API key; 0: none.
+    """Limits of one API key; 0 for no limit.
 
     Attributes:
-        max_requests: Under way at once.
-        requests_per_minute: A key that has been idle may send a minute's at once.
-        tokens_per_minute: Of prompts and answers, counted when they are known: the request that
-            goes beyond is served, and the next ones wait.
+        max_requests: Maximum number of requests under way.
+        requests_per_minute: Maximum requests per minute; an idle key may send all of them at once.
+        tokens_per_minute: Maximum tokens of prompts and answers per minute, counted once known:
+            the request that exceeds it is served, later requests are refused until it recovers.
     """
 
     max_requests: int = 0
@@ -30,10 +30,10 @@ class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     tokens_per_minute: int = 0
 
     def check(self) -> None:
-        """Return if every limit makes sense.
+        """Check that every limit is valid.
 
         Raises:
-            UserError: One is negative.
+            UserError: A limit is negative.
         """
         for name in KeyLimits.__struct_fields__:
             if getattr(self, name) < 0:
@@ -42,11 +42,12 @@ class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 @dataclass(frozen=True, slots=True)
 class OverLimit:
-    """A request is beyond a limit.
+    """Excess of a request over a limit.
 
     Attributes:
         limit: Name of the limit.
-        retry_after_s: When it may be within it again, at the earliest.
+        most: Value of the limit.
+        retry_after_s: Earliest time at which a retry may be within the limit, in seconds from now.
     """
 
     limit: str
@@ -65,7 +66,7 @@ class Quota:
     """Use of one API key against its limits.
 
     Attributes:
-        num_requests: Under way.
+        num_requests: Number of requests under way.
     """
 
     def __init__(self, limits: KeyLimits, now_s: float) -> None:
@@ -75,14 +76,14 @@ class Quota:
         self._tokens = _Allowance(limits.tokens_per_minute, now_s)
 
     def take_limits(self, limits: KeyLimits, now_s: float) -> None:
-        """Let these hold; what is under way still counts."""
+        """Replace the limits; requests under way still count."""
         if limits != self._limits:
             self._limits = limits
             self._requests = _Allowance(limits.requests_per_minute, now_s)
             self._tokens = _Allowance(limits.tokens_per_minute, now_s)
 
     def excess(self, now_s: float) -> OverLimit | None:
-        """The limit that one more request would be beyond; None where there is none."""
+        """Return the limit that one more request would exceed; None if it would exceed none."""
         limits = self._limits
         if 0 < limits.max_requests <= self.num_requests:
             return OverLimit("max_requests", limits.max_requests, 1)
@@ -91,13 +92,13 @@ class Quota:
         return self.excess_of_tokens(now_s)
 
     def excess_of_tokens(self, now_s: float) -> OverLimit | None:
-        """The limit of tokens, where more than it has been used."""
+        """Return the limit of tokens if it is used up, else None."""
         if (wait_s := self._tokens.wait_s(0.0, now_s)) > 0:
             return OverLimit("tokens_per_minute", self._limits.tokens_per_minute, ceil(wait_s))
         return None
 
     def begin(self, now_s: float) -> OverLimit | None:
-        """Count one more request as under way, unless it is beyond a limit."""
+        """Count one more request as under way; if it exceeds a limit, return that limit instead."""
         if (over := self.excess(now_s)) is not None:
             return over
         self.num_requests += 1
@@ -105,7 +106,7 @@ class Quota:
         return None
 
     def end(self) -> None:
-        """One that has begun has ended."""
+        """Count a request as ended."""
         self.num_requests -= 1
 
     def spend_tokens(self, num_tokens: int, now_s: float) -> None:
@@ -114,10 +115,10 @@ class Quota:
 
 
 class _Allowance:
-    """A minute's allowance that comes back evenly; what is spent may go below nothing.
+    """A minute's allowance that is refilled at an even rate and may become negative.
 
     Args:
-        per_minute: 0: without a limit.
+        per_minute: Allowance per minute; 0 for no limit.
     """
 
     def __init__(self, per_minute: int, now_s: float) -> None:
@@ -126,14 +127,14 @@ class _Allowance:
         self._at_s = now_s
 
     def wait_s(self, needed: float, now_s: float) -> float:
-        """Seconds until more than nothing, and ``needed``, are left; 0 where they are."""
+        """Return the seconds until ``needed`` (if 0, any amount) is left; 0 if it is left now."""
         if not self._per_minute:
             return 0.0
         self._refill(now_s)
         missing = needed - self._left if needed else -self._left
         if missing < 0 or (needed and missing == 0):
             return 0.0
-        # Of tokens at least one, so that the wait is not over before it has begun.
+        # For tokens (needed is 0) until at least one is left, so that the wait is longer than 0.
         return max(missing, 1.0 - needed) * _MINUTE_S / self._per_minute
 
     def spend(self, amount: float, now_s: float) -> None:

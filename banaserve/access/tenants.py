@@ -17,18 +17,19 @@ from banaserve.access.quotas import KeyLimits
 from banaserve.errors import UserError
 
 TENANT_FIELD = "X-Banaserve-Tenant"
-"""Header in which a balancer names the tenant that it asks for."""
+"""Header in which a balancer names the tenant of a request."""
 _NAME = re.compile(r"[0-9a-f]{32}")
 _MAX_FILE_BYTES = 4 * 2**20
 
 
 class TenantKey(KeyLimits, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One API key of ``serve``.
+    """An API key of ``serve``.
 
     Attributes:
-        key: What its holder shows.
-        priority: Of its requests in vLLM's scheduler, lower first; None leaves it to requests.
-        is_balancer: Its holder is a balancer, which says for whom it asks.
+        key: Secret that the key's holder sends.
+        priority: Priority of the key's requests in vLLM's scheduler, lower first; None: that of
+            each request.
+        is_balancer: True if the key's holder is a balancer, which names the tenant of each request.
     """
 
     key: str
@@ -42,13 +43,13 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class TenantTerms:
-    """Terms of the API key that a request has come with.
+    """Terms of the API key of a request.
 
     Attributes:
-        use_tokens: Told how many tokens its prompt has, then its answer.
-        priority: In vLLM's scheduler, lower first; None: what the request says.
-        refuse_session: Why a session of this key does not go on; empty where it does. A session
-            lasts longer than a minute, so the requests behind it are not enough to wait.
+        use_tokens: Called with the number of tokens of the request's prompt, then of its answer.
+        priority: Priority in vLLM's scheduler, lower first; None: that of the request.
+        refuse_session: Returns the reason why a session of this key must end; empty if it may go
+            on. A session may last longer than a minute, so refusing later requests is not enough.
     """
 
     use_tokens: Callable[[int], None]
@@ -57,14 +58,14 @@ class TenantTerms:
 
 
 tenant_terms: ContextVar[TenantTerms | None] = ContextVar("tenant_terms", default=None)
-"""Terms of the key that the current task serves; None where there is no key."""
+"""Terms of the key that the current task serves; None without a key."""
 
 
 def read_tenants(path: Path) -> tuple[TenantKey, ...]:
-    """Returns the tenants of a TOML file: ``[[tenants]]`` tables of ``TenantKey``.
+    """Return the tenants of a TOML file: ``[[tenants]]`` tables of ``TenantKey``.
 
     Raises:
-        UserError: It cannot be read, or something in it makes no sense.
+        UserError: The file cannot be read, or a value in it is not valid.
     """
     try:
         if path.stat().st_size > _MAX_FILE_BYTES:
@@ -83,14 +84,14 @@ def read_tenants(path: Path) -> tuple[TenantKey, ...]:
 
 
 def tenant_name(secret: str, identity: str) -> str:
-    """Returns the name of a tenant that only holders of ``secret`` can make: 32 hex digits.
+    """Return a tenant's name that only holders of ``secret`` can make: 32 hex digits.
 
     Args:
-        identity: Of the tenant: its key, or a name of this kind.
+        identity: Identity of the tenant: its key, or a name that this function has returned.
     """
     return hmac.new(secret.encode(), identity.encode("latin-1"), hashlib.sha256).hexdigest()[:32]
 
 
 def is_tenant_name(text: str) -> bool:
-    """Whether ``text`` may be what ``tenant_name`` has made."""
+    """Return whether ``text`` has the form of a name from ``tenant_name``."""
     return _NAME.fullmatch(text) is not None

@@ -37,10 +37,10 @@ _migrations: msgspec.json.Decoder[MigrationRequest] = msgspec.json.Decoder(Migra
 
 
 class AdminDoor:
-    """Answers what lies under ``/admin`` and passes on the rest.
+    """Middleware that answers paths below ``/admin`` and passes on all other requests.
 
-    The users' API keys open nothing here, and this key opens nothing there. Tokens of pages open
-    what the key does, but make no further ones.
+    The users' API keys are not valid for the admin API, nor the admin key for the users' API. A
+    page's token is valid wherever the admin key is, but creates no further tokens.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ def admin_app(
     traces: Traces | None = None,
     page: LivePage | None = None,
 ) -> ASGIApp:
-    """The endpoints without the key; those of orchestrator, traces and page where there are."""
+    """Return the endpoints without the key check, those of the optional parts where given."""
     routes = [
         Route(f"{PREFIX}/placement", _placement(coordinator, control)),
         *operation_routes("migrations", "migration", coordinator, _migrations, coordinator.begin),

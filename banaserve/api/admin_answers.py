@@ -20,12 +20,12 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def answer(value: object, status: int = 200) -> Response:
-    """``value`` as JSON."""
+    """Return ``value`` as JSON."""
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
 def refusing(endpoint: Endpoint) -> Endpoint:
-    """Turn what is refused into a status and one line."""
+    """Wrap ``endpoint``: turn the errors it raises into a status and one line."""
 
     @functools.wraps(endpoint)
     async def answered(request: Request) -> Response:
@@ -42,16 +42,16 @@ def refusing(endpoint: Endpoint) -> Endpoint:
 
 
 def not_found(what: str, request: Request) -> Response:
-    """404 for ``{id}`` of the path."""
+    """Return a 404 for the ``{id}`` of the path."""
     wanted = request.path_params["id"]
     return error_response(HTTPStatus.NOT_FOUND, f"there is no {what} {wanted}")
 
 
 def wait_s_of(request: Request) -> float:
-    """``?wait_s=``; 0 without it.
+    """Return ``?wait_s=`` in seconds; 0 without it.
 
     Raises:
-        UserError: It is no number of seconds, or too large.
+        UserError: The value is no number of seconds, or too large.
     """
     given = request.query_params.get("wait_s", "0")
     try:
@@ -64,15 +64,15 @@ def wait_s_of(request: Request) -> float:
 
 
 def last_of(request: Request) -> int | None:
-    """``?last=``; None without it.
+    """Return ``?last=``; None without it.
 
     Raises:
-        UserError: It is no whole number.
+        UserError: The value is no whole number.
     """
     given = request.query_params.get("last")
     if given is None:
         return None
-    # int() knows other digits too, and refuses thousands of them.
+    # int() also accepts digits of other scripts, and refuses a text of thousands of digits.
     if not (given.isascii() and given.isdigit() and len(given) < 10):
         raise UserError(f"last={given[:20]}: give a whole number")
     return int(given)

@@ -43,7 +43,7 @@ Ask = TypeVar("Ask")
 State = TypeVar("State")
 _TIMEOUT_S = 60.0
 _FETCH_TIMEOUT_S = 3600.0
-"""For an answer that may come after a model has been fetched."""
+"""Timeout of an answer that may come only after a model has been fetched."""
 
 
 class _Error(msgspec.Struct):
@@ -55,7 +55,7 @@ class _ErrorBody(msgspec.Struct):
 
 
 class Call(Protocol):
-    """One call of the admin API."""
+    """Function that makes one call of the admin API."""
 
     def __call__(
         self,
@@ -74,14 +74,14 @@ class Call(Protocol):
 
 
 class OperationClient(Generic[Ask, State]):
-    """OperationClient of one kind, which go on after the call that begins them has returned.
+    """Client of one kind of operation; an operation goes on after the call that begins it.
 
-    Each method raises ``UserError`` where it is refused or the server cannot be reached.
+    Each method raises ``UserError`` if the request is refused or the server cannot be reached.
 
     Args:
-        name: Last part of their path.
-        kind: State of one operation.
-        begin_timeout_s: Longest wait for the answer to ``begin``.
+        name: Last part of the operations' path.
+        kind: Type of an operation's state.
+        begin_timeout_s: Maximum time that ``begin`` waits for its answer, in seconds.
     """
 
     def __init__(
@@ -93,31 +93,31 @@ class OperationClient(Generic[Ask, State]):
         self._begin_timeout_s = begin_timeout_s
 
     def begin(self, ask: Ask) -> State:
-        """Begin one."""
+        """Begin an operation."""
         body = msgspec.json.encode(ask)
         return self._call("POST", self._path, self._kind, body, self._begin_timeout_s)
 
     def show(self, name: str, wait_s: float = 0.0) -> State:
-        """Return the state of the one with this id, at its end or after ``wait_s``."""
+        """Return the state of the operation with this id, at its end or after ``wait_s``."""
         return self._call("GET", f"{self._path}/{name}?wait_s={wait_s:g}", self._kind)
 
     def abort(self, name: str) -> State:
-        """End the one with this id early: what can be undone is undone."""
+        """End the operation with this id early: what can be undone is undone."""
         return self._call("DELETE", f"{self._path}/{name}", self._kind)
 
     def last(self) -> list[State]:
-        """Return the last ones, the oldest first, of kinds that keep them."""
+        """Return the last operations, the oldest first, if the server keeps those of this kind."""
         return self._call("GET", self._path, list[self._kind])  # type: ignore[name-defined]
 
 
 class AdminClient:
-    """Talks to one server; every call blocks.
+    """Client of one server's admin API; every call blocks.
 
     Args:
-        url: Of the front door, without a path.
-        certificate: File of the server's TLS certificate or its authority's; empty for those that
-            this machine trusts.
-        is_own: Flag: ``certificate`` is the server's own, whatever name is in it.
+        url: URL of the front door, without a path.
+        certificate: File of the server's TLS certificate or its authority's; empty for the
+            authorities that this machine trusts.
+        is_own: True if ``certificate`` is the server's own: its host name is not checked.
 
     Raises:
         UserError: The certificate cannot be read.
@@ -149,31 +149,31 @@ class AdminClient:
         return self._call("POST", "/admin/page-code", PageCode)
 
     def overlap(self, ask: OverlapRequest) -> Overlapping:
-        """Let an instance and its guests compute at once, or in turn.
+        """Set whether an instance and its guests compute at once, or in turn.
 
         Raises:
-            UserError: It is refused, or the server cannot be reached.
+            UserError: The request is refused, or the server cannot be reached.
         """
         return self._call("POST", "/admin/overlap", Overlapping, msgspec.json.encode(ask))
 
     def share(self, ask: ShareRequest) -> GuestSharing:
-        """Bound what guests beside an instance take of its device.
+        """Bound the share of an instance's device that guests beside the instance take.
 
         Raises:
-            UserError: It is refused, or the server cannot be reached.
+            UserError: The request is refused, or the server cannot be reached.
         """
         return self._call("POST", "/admin/share", GuestSharing, msgspec.json.encode(ask))
 
     def expert_load(self, ask: ExpertLoadRequest) -> ExpertLoad:
-        """How often an instance's experts are chosen.
+        """Return how often each of an instance's experts is chosen.
 
         Raises:
-            UserError: It is refused, or the server cannot be reached.
+            UserError: The request is refused, or the server cannot be reached.
         """
         return self._call("POST", "/admin/expert-load", ExpertLoad, msgspec.json.encode(ask))
 
     def placement(self) -> ClusterPlacement:
-        """What runs where.
+        """Return which modules run on which instances.
 
         Raises:
             UserError: The server cannot be reached.
@@ -181,7 +181,7 @@ class AdminClient:
         return self._call("GET", "/admin/placement", ClusterPlacement)
 
     def status(self) -> ServerStatus:
-        """Instances, moves and the orchestrator.
+        """Return the state of instances, moves and the orchestrator.
 
         Raises:
             UserError: The server cannot be reached.
@@ -189,7 +189,7 @@ class AdminClient:
         return self._call("GET", "/admin/status", ServerStatus)
 
     def decisions(self, last: int | None = None) -> list[DecisionRecord]:
-        """What the orchestrator has decided, the oldest first.
+        """Return the orchestrator's decisions, the oldest first.
 
         Raises:
             UserError: The server cannot be reached.
@@ -198,7 +198,7 @@ class AdminClient:
         return self._call("GET", f"/admin/decisions{query}", list[DecisionRecord])
 
     def requests(self, last: int | None = None) -> list[RequestSummary]:
-        """The last requests, the oldest first.
+        """Return summaries of the last requests, the oldest first.
 
         Raises:
             UserError: The server cannot be reached.
@@ -207,19 +207,19 @@ class AdminClient:
         return self._call("GET", f"/admin/traces{query}", list[RequestSummary])
 
     def trace(self, request_id: str) -> RequestTrace:
-        """Where a request has been and what became of it.
+        """Return the trace of a request: the instances it ran on and its outcome.
 
         Args:
-            request_id: Or its beginning, where no other's begins so.
+            request_id: Id of the request, or an unambiguous beginning of the id.
 
         Raises:
-            UserError: There is none, or several, or the server cannot be reached.
+            UserError: No request or several match, or the server cannot be reached.
         """
         path = f"/admin/traces/{urllib.parse.quote(request_id, safe='')}"
         return self._call("GET", path, RequestTrace)
 
     def set_paused(self, paused: bool) -> ControllerStatus:
-        """Pause the orchestrator, or let it go on.
+        """Pause or resume the orchestrator.
 
         Raises:
             UserError: The server cannot be reached.
@@ -228,18 +228,18 @@ class AdminClient:
         return self._call("POST", "/admin/orchestrator", ControllerStatus, body)
 
     def drain(self, instance: str) -> DrainState:
-        """Let the streams of an instance go on elsewhere, and send it nothing more.
+        """Let the streams of an instance go on elsewhere, and send the instance no more requests.
 
         Raises:
-            UserError: It is refused, or the server cannot be reached.
+            UserError: The request is refused, or the server cannot be reached.
         """
         return self._call("POST", _drain_path(instance), DrainState)
 
     def show_drain(self, instance: str, wait_s: float = 0.0) -> DrainState:
-        """What is left on an instance; waits so long until nothing is.
+        """Return what is left on a drained instance; wait up to ``wait_s`` until nothing is left.
 
         Raises:
-            UserError: There is none, or the server cannot be reached.
+            UserError: There is no such drain, or the server cannot be reached.
         """
         return self._call("GET", f"{_drain_path(instance)}?wait_s={wait_s:g}", DrainState)
 
@@ -247,12 +247,12 @@ class AdminClient:
         """Let an instance that was drained serve again.
 
         Raises:
-            UserError: It was not drained, or the server cannot be reached.
+            UserError: The instance was not drained, or the server cannot be reached.
         """
         return self._call("DELETE", _drain_path(instance), DrainState)
 
     def nodes(self) -> list[NodeStatus]:
-        """Nodes that engines run on.
+        """Return the nodes that engines run on.
 
         Raises:
             UserError: The server cannot be reached.
@@ -260,10 +260,10 @@ class AdminClient:
         return self._call("GET", "/admin/nodes", list[NodeStatus])
 
     def run(self, ask: MigrationRequest, timeout_s: float = 600.0) -> Migration:
-        """Begin a migration and wait for its end, whatever that is.
+        """Begin a migration and wait until it succeeds or fails.
 
         Raises:
-            UserError: It is refused, takes longer, or the server cannot be reached.
+            UserError: The migration is refused or takes longer, or the server cannot be reached.
         """
         migration = self.migrations.begin(ask)
         for _ in range(int(timeout_s)):
@@ -293,7 +293,7 @@ class AdminClient:
 
 
 def opener_of(url: str, certificate: str, is_own: bool) -> urllib.request.OpenerDirector:
-    """Return what opens requests to the server at ``url``; see ``AdminClient``.
+    """Return an opener of requests to the server at ``url``; see ``AdminClient``.
 
     Raises:
         UserError: The certificate cannot be read.
@@ -306,21 +306,21 @@ def opener_of(url: str, certificate: str, is_own: bool) -> urllib.request.Opener
 
 
 def _trusting(certificate: str, is_own: bool) -> ssl.SSLContext:
-    """A context that trusts the file's certificates and no others."""
+    """Return a TLS context that trusts the file's certificates and no others."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
         context.load_verify_locations(certificate)
-    except OSError as error:  # ssl.SSLError is one, with a reason of its own
+    except OSError as error:  # ssl.SSLError is an OSError with its own reason
         reason = error.strerror or getattr(error, "reason", None) or error
         raise UserError(f"cannot read the certificate {certificate}: {reason}") from None
-    # The server's own need not be an authority's.
+    # The server's own certificate need not be an authority's.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     context.check_hostname = not is_own
     return context
 
 
 def _is_here(url: str) -> bool:
-    """Whether ``url`` is this machine's: then no proxy, which would be given the key, is asked."""
+    """Return whether ``url`` is on this machine: a proxy, which would see the key, is not used."""
     host = None
     try:
         host = urllib.parse.urlsplit(url).hostname

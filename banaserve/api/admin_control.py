@@ -1,4 +1,4 @@
-"""The admin API's part about instances: status, decisions, roles, drains, scalings and nodes."""
+"""Admin API of instances: status, decisions, roles, drains, scalings and nodes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from banaserve.orchestrator.routing.named import NamedPolicy
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """Who decides and who carries it out, and who routes."""
+    """Components behind these endpoints: those that decide, carry out decisions, and route."""
 
     controller: Controller
     executor: MoveExecutor
@@ -134,7 +134,7 @@ def _nodes(control: Control) -> Endpoint:
 
 
 def _decisions(control: Control) -> Endpoint:
-    """``?last=20``: so many of the last ones, the oldest first; all that are kept without it."""
+    """Return the endpoint of decisions, the oldest first; ``?last=20``: only the last 20."""
 
     @refusing
     async def decisions(request: Request) -> Response:
@@ -170,7 +170,7 @@ def _drain_begin(control: Control) -> Endpoint:
 
 
 def _drain_show(control: Control) -> Endpoint:
-    """``?wait_s=5`` answers when nothing is left, after five seconds at the latest."""
+    """Return the endpoint of a drain; ``?wait_s=5``: wait up to 5 s until nothing is left."""
 
     @refusing
     async def show(request: Request) -> Response:

@@ -1,6 +1,6 @@
 """Endpoints of operations that take a while: POST begins one, GET shows it, DELETE aborts it.
 
-Migrations, role switches, scalings and rolling restarts all have these.
+Migrations, role switches, scalings, changes of nodes and rolling restarts have these endpoints.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ def operation_routes(
     decoder: msgspec.json.Decoder[A],
     begin: Callable[[A], Awaitable[OperationState]],
 ) -> list[Route]:
-    """``GET`` and ``POST /admin/PLURAL``, ``GET`` and ``DELETE /admin/PLURAL/ID``.
+    """Return routes: ``GET``, ``POST /admin/PLURAL`` and ``GET``, ``DELETE /admin/PLURAL/ID``.
 
     ``GET /admin/PLURAL/ID?wait_s=5`` answers when the operation has ended, after five seconds at
     the latest.
 
     Args:
-        noun: For a refusal that there is none.
-        decoder: Of the body of a POST.
-        begin: Raises ``MigrationError`` where it refuses.
+        noun: Name of one operation, for the message that there is no such one.
+        decoder: Decoder of the body of a POST.
+        begin: Function that begins an operation; raises ``MigrationError`` if it refuses.
     """
 
     @refusing

@@ -1,4 +1,4 @@
-"""The admin API's part about single requests: the last ones, and the trace of one."""
+"""Admin API of single requests: the last requests, and the trace of one."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from banaserve.engine.vllm.tracing.request_log import RequestLog
 
 @dataclass(frozen=True, slots=True)
 class Traces:
-    """The front door's notes, and what asks the engines for theirs."""
+    """The front door's notes of requests, and the collector of the engines' notes."""
 
     requests: RequestLog
     collector: TraceCollector
 
 
 def trace_routes(traces: Traces) -> list[Route]:
-    # A client may choose the id, with slashes too.
+    # A client may choose the id, which may contain slashes.
     return [
         Route(f"{PREFIX}/traces", _list(traces), methods=["GET"]),
         Route(f"{PREFIX}/traces/{{id:path}}", _show(traces), methods=["GET"]),
@@ -30,7 +30,7 @@ def trace_routes(traces: Traces) -> list[Route]:
 
 
 def _list(traces: Traces) -> Endpoint:
-    """``?last=20``: so many of the last ones, the oldest first; all that are kept without it."""
+    """Return the endpoint of requests, the oldest first; ``?last=20``: only the last 20."""
 
     @refusing
     async def requests(request: Request) -> Response:

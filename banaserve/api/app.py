@@ -53,14 +53,15 @@ from banaserve.net.tls import Certificates, ServerTls
 from banaserve.net.tls_listener import TlsListener
 
 _MAX_HELD_BYTES = 2**30
-"""Of all bodies together: what 512 of the longest would take is more than many machines have."""
+"""Maximum size of all bodies together: 512 bodies of the maximum length would exceed the memory
+of many machines."""
 _HANDSHAKE_S = 1.0
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class DoorOptions:
-    """What the front door lets in."""
+    """Options of the front door: keys, limits of requests, and the time dilation."""
 
     keys: Sequence[TenantKey]
     metrics_key: str
@@ -79,8 +80,8 @@ async def make_app(
     options: DoorOptions,
     grammars: ChecksGrammars | None,
 ) -> ASGIApp:
-    """vLLM's application with every endpoint it offers, ours before them."""
-    args.api_key = None  # ours guards more paths and knows tenants
+    """Return vLLM's application with all its endpoints, preceded by our own."""
+    args.api_key = None  # KeyMiddleware guards more paths and knows tenants
     tasks = await client.get_supported_tasks()
     app = vllm_app(args, tasks, client.model_config)
     await server.bind_engines(app, args, client, tasks)
@@ -90,12 +91,12 @@ async def make_app(
         Route("/metrics", metrics.answer),
         Route("/scale_elastic_ep", _no_scaling, methods=["POST"]),
     ]
-    # Around the whole application: vLLM has sealed its own list of middleware.
+    # Around the whole application: vLLM's own list of middleware can no longer be changed.
     return CallTimes(guarded(app, options, grammars), client.tracer)
 
 
 def guarded(app: ASGIApp, options: DoorOptions, grammars: ChecksGrammars | None) -> ASGIApp:
-    """``app`` behind everything that refuses a request before it."""
+    """Return ``app`` behind every middleware that may refuse a request."""
     held_bytes = max(_MAX_HELD_BYTES, options.max_body_bytes)
     looked_at = BodyGuard(app, options.bounds, grammars)
     limited = BodyLimit(looked_at, options.max_body_bytes, held_bytes)
@@ -106,7 +107,7 @@ def guarded(app: ASGIApp, options: DoorOptions, grammars: ChecksGrammars | None)
 
 
 def vllm_app(args: Namespace, tasks: tuple[Any, ...], model_config: ModelConfig | None) -> FastAPI:
-    """vLLM's application, not yet bound to engines; it knows one more kind of error."""
+    """Return vLLM's application, not yet bound to engines, with a handler of EnginesDiedError."""
     app: FastAPI = server.build_app(args, tasks, model_config)
     server.keep_serving(app, EnginesDiedError, answer_engines_died)
     take_parsed_bodies(app)
@@ -139,7 +140,7 @@ async def _no_scaling(_: Request) -> Response:
 
 
 _TICK_S, _TICKS_A_SWEEP = 0.1, 5
-"""uvicorn calls ``on_tick`` so often."""
+"""Interval at which uvicorn calls ``on_tick``, in seconds, and number of ticks per sweep."""
 LAG_S = Gauge(
     "banaserve_front_door_lag_seconds",
     "How much later than due the front door's event loop came to its last tick",
@@ -151,7 +152,7 @@ STALLED_S = Counter(
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the caller, says when it listens, and keeps the time of connections."""
+    """Uvicorn server that leaves signals to its caller, sets ``listening``, sweeps connections."""
 
     def __init__(self, config: uvicorn.Config, edge: Edge, tls: Certificates | None) -> None:
         super().__init__(config)
@@ -212,7 +213,7 @@ class _Server(uvicorn.Server):
 
 
 class Door:
-    """Listens until told to stop."""
+    """Front door's HTTP server, which listens until told to stop."""
 
     def __init__(
         self,
@@ -242,7 +243,7 @@ class Door:
         """Start listening; the returned task ends when the door has closed.
 
         Raises:
-            UserError: It cannot.
+            UserError: The door cannot listen.
         """
         try:
             tls = tls_of(self._args)
@@ -260,13 +261,13 @@ class Door:
         return task
 
     def close(self) -> None:
-        """Take no more requests; those under way have two seconds to end."""
+        """Accept no more requests; requests under way have two seconds to end."""
         self._server.should_exit = True
 
     def retire(self) -> None:
-        """Accept no more connections: another server does, on the same socket.
+        """Accept no more connections: another server accepts them, on the same socket.
 
-        Requests on those that are open are served, and each answer ends its connection.
+        Requests on open connections are served, and each answer closes its connection.
         """
         self._answers.is_retired = True
         self._retired_s = asyncio.get_running_loop().time()
@@ -274,16 +275,17 @@ class Door:
             one.close()
 
     def num_connections(self) -> int:
-        """Connections that are open, idle ones too, which end after vLLM's time for them.
+        """Return the number of open connections; idle ones end after vLLM's keep-alive time.
 
-        For a second after ``retire`` there may always be one: in a TLS handshake it is not counted.
+        For a second after ``retire`` it is at least 1: a connection in its TLS handshake is not in
+        the table.
         """
         is_settling = asyncio.get_running_loop().time() < self._retired_s + _HANDSHAKE_S
         return len(self._edge.table) + is_settling
 
 
 def tls_of(args: Namespace) -> ServerTls | None:
-    """What vLLM's parsed options say of TLS; None for none."""
+    """Return the TLS settings in vLLM's parsed options; None without TLS."""
     if not args.ssl_certfile:
         return None
     return ServerTls(

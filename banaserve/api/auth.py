@@ -1,4 +1,4 @@
-"""API keys: everything but the probes needs one where any is set; each key is a tenant."""
+"""API keys: if any is set, all paths but the probes need one; each key is a tenant."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TENANT_FIELD = TENANT_FIELD.lower().encode()
 
 
 class _Holder:
-    """Holder of a key: its digest, limits and what it has used."""
+    """Holder of a key: the key's digest, its limits and its use of them."""
 
     def __init__(self, key: TenantKey) -> None:
         self.digest = _digest(key.key)
@@ -48,14 +48,15 @@ class _Holder:
 
 
 class KeyMiddleware:
-    """Refuses requests without a known ``Authorization: Bearer`` key, or beyond its limits.
+    """Middleware that refuses requests without a known ``Authorization: Bearer`` key or over quota.
 
-    With more than one key, the KV caches of their holders are kept apart: a prefix that one has
-    sent is no faster for another, so timing tells no client about the keys of others. The holder of
-    a balancer's key says for which of its own tenants it asks; nobody else's word is taken.
+    With more than one key, the KV caches of their holders are isolated: a prefix that one holder
+    has sent is not faster for another, so timing reveals nothing about other holders' prompts. Only
+    the holder of a balancer's key may name the tenant that a request is for.
 
     Args:
-        metrics_key: Opens ``/metrics``, as the keys of clients do then; empty where that is open.
+        metrics_key: Key for ``/metrics``, which then also accepts clients' keys; empty if
+            ``/metrics`` needs no key.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[TenantKey], metrics_key: str = "") -> None:
@@ -146,7 +147,7 @@ def _is_guarded(scope: Scope) -> bool:
 
 
 def _is_metrics(scope: Scope) -> bool:
-    """Also what vLLM's own page of metrics answers, which is mounted below that path."""
+    """Return whether the path is ``/metrics`` or vLLM's own page, mounted below that path."""
     if scope["type"] != "http":
         return False
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))

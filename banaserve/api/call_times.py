@@ -1,4 +1,4 @@
-"""Times of HTTP requests, for traces of what they ask for."""
+"""Times of HTTP requests, for the traces of requests."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ _TRACE_HEADERS = ("traceparent", "tracestate")
 
 
 class CallTimes:
-    """Keeps when a request's head and body came and when its answer had left, for its task.
+    """Middleware that records when a request's head and body came and when its answer was sent.
+
+    The request's task finds the times in the context variable ``http_call``.
 
     Args:
-        tracer: Is told when an answer has left; None where nothing is traced.
+        tracer: Tracer that is notified when an answer has been sent; None without tracing.
     """
 
     def __init__(self, app: ASGIApp, tracer: RequestTracer | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The end of a server: it takes no more requests and lets those under way come to their end."""
+"""End of a server: it accepts no more requests and lets those under way end."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _POLL_S = 0.02
 
 
 class StopSignals:
-    """SIGTERM asks for an end once requests have ended; SIGINT, or a second signal, for one now.
+    """Stop signals: SIGTERM ends the server after its requests, SIGINT or a second signal at once.
 
-    Made on the event loop.
+    Must be created on the event loop.
 
     Attributes:
-        stop: One of them has come.
-        now: Nothing is to be waited for.
+        stop: Event set once a signal has come.
+        now: Event set once the server is to end without waiting for its requests.
     """
 
     def __init__(self) -> None:
@@ -44,10 +44,12 @@ class StopSignals:
 
 
 class ClosingDoor:
-    """Counts requests under way; once it closes, new ones and ``/ready`` are answered 503.
+    """Middleware that counts requests under way and, once closing, refuses new ones with 503.
+
+    ``/ready`` is answered 503 too.
 
     Attributes:
-        num_requests: POST requests under way, streams until their last byte.
+        num_requests: Number of POST requests under way, streams until their last byte.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -82,11 +84,11 @@ class ClosingDoor:
     async def close(
         self, timeout_s: float, now: asyncio.Event, serves: Callable[[], object]
     ) -> None:
-        """Take no more requests; returns when the last has ended, or there is no time left.
+        """Accept no more requests; return when the last one has ended, or the time is over.
 
         Args:
-            now: Nothing is waited for once this is set.
-            serves: Whether anybody is left to serve them.
+            now: Event that ends the waiting.
+            serves: Returns something true while an instance is left to serve the requests.
         """
         self._is_closing = True
         await until_none(lambda: self.num_requests, timeout_s, now, serves)
@@ -95,11 +97,11 @@ class ClosingDoor:
 async def until_none(
     count: Callable[[], int], timeout_s: float, now: asyncio.Event, serves: Callable[[], object]
 ) -> None:
-    """Return when ``count`` is none, or there is nothing to wait for.
+    """Wait until ``count`` returns 0, the time is over, ``now`` is set or ``serves`` is false.
 
     Args:
-        now: Nothing is waited for once this is set.
-        serves: Whether anybody is left to serve what is counted.
+        now: Event that ends the waiting.
+        serves: Returns something true while an instance is left to serve what is counted.
     """
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + timeout_s
@@ -113,7 +115,7 @@ async def until_none(
 
 
 class LastAnswers:
-    """Tells clients to close their connections once another server accepts new ones."""
+    """Middleware that, once retired, tells clients to close their connections after the answer."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's error form, for what is refused before vLLM sees it."""
+"""Answers in OpenAI's error form, for requests refused before vLLM sees them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ def error_response(
     headers: dict[str, str] | None = None,
     code: str | None = None,
 ) -> JSONResponse:
-    """``{"error": {message, type, code}}`` with the given status, which is the code as well."""
+    """Return ``{"error": {message, type, code}}``; without ``code``, the status is the code."""
     said = {"message": message, "type": status.phrase, "param": None, "code": code or status}
     return JSONResponse({"error": said}, status_code=status, headers=headers)
 
 
 async def answer_engines_died(_: Request, error: Exception) -> JSONResponse:
-    """500 that OpenAI's clients do not follow by the same request again, as they do others."""
+    """Return a 500 that OpenAI's clients do not retry, unlike other 500 answers."""
     return error_response(
         HTTPStatus.INTERNAL_SERVER_ERROR, str(error), {"x-should-retry": "false"}, "engines_died"
     )

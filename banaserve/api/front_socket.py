@@ -1,4 +1,4 @@
-"""Listening socket of the front door: bound at the start, or another server's, taken over."""
+"""Listening socket of the front door: bound at the start, or taken over from another server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class FrontSocket(Protocol):
-    """How a server gets the socket that it listens on, once it can serve."""
+    """Source of the socket that a server listens on once it can serve."""
 
     def check_scheme(self, scheme: str) -> None: ...
 
@@ -28,10 +28,10 @@ class FrontSocket(Protocol):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens; the caller closes it.
+    """Return a listening socket; the caller closes it.
 
     Raises:
-        UserError: The port is taken, or the address is not this machine's.
+        UserError: The port is in use, or the address is not this machine's.
     """
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -40,7 +40,7 @@ def bind(host: str, port: int) -> socket.socket:
         sock.listen(_BACKLOG)
     except (OSError, TypeError) as error:
         sock.close()
-        # TypeError: a name that cannot be one, such as one with an empty part.
+        # TypeError: a text that cannot be a host name, such as one with an empty part.
         why = error.strerror if isinstance(error, OSError) else "no name of a host"
         raise UserError(
             f"cannot listen on {host}:{port} ({why}): stop what listens there or choose another "
@@ -50,32 +50,32 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class BoundSocket:
-    """A socket of one's own, bound at the start: a port that is taken later costs minutes."""
+    """Socket bound at the start: a port in use is found before the engines' minutes of starting."""
 
     def __init__(self, host: str, port: int) -> None:
         self._sock = bind(host, port)
 
     def check_scheme(self, scheme: str) -> None:
-        """Return: there is nobody whose clients have another."""
+        """Return at once: there are no clients of another server."""
 
     async def obtain(self, say: Say) -> socket.socket:
-        """The socket."""
+        """Return the socket."""
         return self._sock
 
     async def serves(self, say: Say) -> None:
-        """Return: there is nobody to tell."""
+        """Return at once: there is no other server to tell."""
 
     def close(self) -> None:
         self._sock.close()
 
 
 class ClaimedSocket:
-    """The socket of a server that runs, claimed at the start and taken once this one can serve.
+    """Socket of a running server, claimed at the start and taken once this server can serve.
 
-    Where that server has ended before, the address is bound as at any other start.
+    If the running server ends before that, its address is bound as at any other start.
 
     Raises:
-        UserError: That server listens elsewhere.
+        UserError: The running server listens on another address.
     """
 
     def __init__(self, claim: SocketClaim, host: str, port: int) -> None:
@@ -84,18 +84,18 @@ class ClaimedSocket:
         self._host, self._port = host, port
 
     def check_scheme(self, scheme: str) -> None:
-        """Return if clients of the running server can go on with this one.
+        """Check that clients of the running server can go on with this one.
 
         Raises:
-            UserError: They cannot.
+            UserError: One of the two serves TLS and the other does not.
         """
         self._claim.check_scheme(scheme)
 
     async def obtain(self, say: Say) -> socket.socket:
-        """The socket; the running server still accepts connections on it.
+        """Return the socket; the running server still accepts connections on it.
 
         Raises:
-            UserError: That server has gone and its address cannot be bound.
+            UserError: The running server has ended and its address cannot be bound.
         """
         try:
             return await asyncio.to_thread(self._claim.take)
@@ -105,7 +105,7 @@ class ClaimedSocket:
             return await self._bound()
 
     async def serves(self, say: Say) -> None:
-        """Tell the running server, and return when it accepts no more connections."""
+        """Tell the running server to retire; return when it accepts no more connections."""
         try:
             await asyncio.to_thread(self._claim.serves)
         except ClaimLostError as lost:
@@ -114,7 +114,7 @@ class ClaimedSocket:
             say(f"took the front door over from process {self._claim.offer.pid}")
 
     async def _bound(self) -> socket.socket:
-        """That server's engines have its socket too, until they have ended."""
+        """Bind the address, with retries: the ended server's engines may still hold its socket."""
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + _FREE_AGAIN_S
         while True:

@@ -1,4 +1,4 @@
-"""Limits of the front door: requests refused before any work is done on them."""
+"""Limits of the front door: requests refused before they are processed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ RETRY_AFTER_S = 1
 
 
 class ConcurrencyLimit:
-    """Answers 429 with Retry-After while ``max_requests`` requests are under way.
+    """Middleware that answers 429 with Retry-After while ``max_requests`` requests are under way.
 
-    A POST request takes its place with the last byte of its body: a body that does not come keeps
-    nobody out. A realtime session takes one from its beginning.
+    A POST request counts from the last byte of its body: a body that does not arrive blocks no
+    other request. A realtime session counts from its beginning.
     """
 
     def __init__(self, app: ASGIApp, max_requests: int) -> None:
@@ -62,11 +62,14 @@ class ConcurrencyLimit:
 
 
 class BodyLimit:
-    """Answers 413 to a body that is too long, announced or not, and 503 to one that is too much.
+    """Middleware that answers 413 to a body too long, and 503 if all bodies together are too large.
+
+    A body's announced length is checked as well as the bytes received.
 
     Args:
-        max_bytes: Of one body.
-        max_held_bytes: Of the bodies of all requests under way, as far as they have come.
+        max_bytes: Maximum size of one body.
+        max_held_bytes: Maximum size of the received parts of the bodies of all requests under way;
+            None for no limit.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, max_held_bytes: int | None = None) -> None:
@@ -99,7 +102,7 @@ class BodyLimit:
             self._held_bytes -= num_bytes
 
     def _refusal(self, num_bytes: int, num_more: int = 0) -> Response | None:
-        """What is answered to a body of ``num_bytes``, of which ``num_more`` are still to come."""
+        """Return the refusal of a body of ``num_bytes``, ``num_more`` of them still to come."""
         if num_bytes > self._max_bytes:
             return refuse(
                 "body_size",
@@ -131,9 +134,9 @@ async def _judged(
     send: Send,
     judge: Callable[[Message], Response | None],
 ) -> None:
-    """Run ``app`` until ``judge`` has a refusal for a message that comes to it.
+    """Run ``app`` until ``judge`` returns a refusal for a message that the application receives.
 
-    The application takes the cut for a broken body and answers so; the refusal replaces that.
+    The application answers the cut-off as a broken body; the refusal replaces that answer.
     """
     started = False
     refusal: Response | None = None
@@ -162,4 +165,4 @@ async def _judged(
 
 
 class _CutOffError(Exception):
-    """A body was refused while it came."""
+    """Error: a body has been refused while it was being received."""

@@ -32,21 +32,23 @@ from banaserve.ui.viewers import Look, Viewers
 
 _DECISIONS, _REQUESTS = 40, 30
 _STORE_S = 0.5
-"""A store that hangs is shown as one that does not answer, and keeps nothing else back."""
+"""Timeout of the store's answer, in seconds: a store that hangs is shown as one that does not
+answer, and delays nothing else."""
 _SEND_S = 20.0
-"""A browser that takes nothing for so long is dropped; it comes again when it is back."""
+"""Time after which a browser that reads nothing is dropped, in seconds; it reconnects later."""
 
 
 class LivePage:
-    """Looks at a running server; asks no engine.
+    """Source of the page's snapshots of a running server; asks no engine.
 
     Args:
-        clock: Of ``requests``.
-        store_stats: Asks the store, None where there is none; may block, may raise
-            StoreUnavailableError.
+        clock: Clock of ``requests``.
+        store_stats: Returns the store's statistics, may block and may raise
+            StoreUnavailableError; None without a store.
 
     Attributes:
-        access: Codes and tokens with which a tab reads what the page shows.
+        access: Codes and tokens with which a browser tab reads the page's data.
+        viewers: Viewers of the page.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class LivePage:
         psutil.cpu_percent()  # the next call counts from here
 
     async def look(self) -> Look:
-        """Everything that the page shows."""
+        """Return everything that the page shows."""
         control, coordinator = self._control, self._coordinator
         stats = await self._store.stats() if self._store is not None else None
         status = status_of(
@@ -114,7 +116,7 @@ def _plain(unit: MigrationUnit) -> UnitModules:
 
 
 def live_routes(page: LivePage) -> list[Route]:
-    """Behind the admin key like everything there: the page sends it as a header."""
+    """Return the page's route; like all of the admin API it needs a key or token in a header."""
     return [Route(f"{PREFIX}/live", _live(page.viewers), methods=["GET"])]
 
 

@@ -1,7 +1,7 @@
-"""Logs of a run that stay within a size, whoever writes them.
+"""Size limit of a run's logs, which all processes of the run write.
 
 Every process of a run appends to its log through descriptors that its libraries share, so a log is
-not replaced: its content is copied away and it is cut, and the next line begins it anew.
+not replaced by a new file: its content is copied to another file, and the log is truncated.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _INTERVAL_S = 5.0
 
 
 def rotate(log: Path, max_bytes: int) -> bool:
-    """Move what a log holds into ``LOG.1`` where it is longer than ``max_bytes``; whether it was.
+    """Move a log's content to ``LOG.1`` if it exceeds ``max_bytes``; return whether it did.
 
-    Its writers append. A line that is written between the copy and the cut is lost. Where there is
-    no room for the copy the content is lost instead: a full disk would end more than a log.
+    Writers must append. A line written between copy and truncation is lost. Without space for the
+    copy the content is discarded: a full disk would break more than a log.
 
     Raises:
-        OSError: The log cannot be cut.
+        OSError: The log cannot be truncated.
     """
     if log.stat().st_size <= max_bytes:
         return False

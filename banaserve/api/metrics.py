@@ -1,6 +1,7 @@
-"""``/metrics``: vLLM's per instance, banaserve's own, and the store's.
+"""``/metrics``: vLLM's metrics for each instance, banaserve's own, and the store's.
 
-In Prometheus' text format, or in OpenMetrics where the scraper asks for it: that has exemplars.
+The format is Prometheus' text format, or OpenMetrics, which has exemplars, if the scraper asks for
+it.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ _OPEN_METRICS = "application/openmetrics-text"
 
 
 Registries = Sequence[tuple[Mapping[str, str], CollectorRegistry]]
-"""Series of vLLM's, and the labels that those of each registry get."""
+"""Registries of vLLM's series, each with the labels that its series get."""
 
 
 class _Labelled(Collector):
-    """The default registry, and those of the instances with labels of their own."""
+    """The default registry, and the instances' registries with labels for each."""
 
     def __init__(self, registries: Callable[[], Registries]) -> None:
         self._registries = registries
@@ -45,7 +46,7 @@ class _Labelled(Collector):
         yield from _together((labels, one.collect()) for labels, one in self._registries())
 
     def of(self, names: Sequence[str]) -> Iterator[Metric]:
-        """The samples of these names alone, without making the others."""
+        """Yield only the samples of these names, without collecting the others."""
         yield from REGISTRY.restricted_registry(names).collect()
         yield from _together(
             (labels, one.restricted_registry(names).collect()) for labels, one in self._registries()
@@ -55,7 +56,7 @@ class _Labelled(Collector):
 def _together(
     labelled: Iterable[tuple[Mapping[str, str], Iterable[Metric]]],
 ) -> Iterator[Metric]:
-    """Families of one name as one family."""
+    """Yield the families, those of one name merged into one family."""
     found: dict[str, Metric] = {}
     for labels, families in labelled:
         for family in families:
@@ -73,7 +74,7 @@ def _with(sample: Any, labels: Mapping[str, str]) -> Any:
 
 
 class _Chosen(Collector):
-    """All of a page, or the samples of some names; then the store's."""
+    """All samples of a page, or those of some names; then the store's."""
 
     def __init__(self, page: _Labelled, names: Sequence[str], store: str) -> None:
         self._page = page
@@ -86,11 +87,11 @@ class _Chosen(Collector):
 
 
 class _Page(NamedTuple):
-    """What is asked for.
+    """Page of metrics that a scraper asks for.
 
     Attributes:
-        names: Of samples; all of them where there are none.
-        is_open: In OpenMetrics.
+        names: Names of samples; empty for all samples.
+        is_open: True for OpenMetrics.
     """
 
     names: tuple[str, ...]
@@ -98,11 +99,11 @@ class _Page(NamedTuple):
 
 
 class StoreAsker:
-    """Asks the store from a thread of its own: one that hangs takes no thread of others.
+    """Reader of the store's statistics in a separate thread: a hanging store blocks no other work.
 
     Args:
-        ask: Returns its statistics; may block, may raise StoreUnavailableError.
-        patience_s: How long an answer is waited for.
+        ask: Returns the store's statistics; may block, may raise StoreUnavailableError.
+        patience_s: Maximum time to wait for an answer, in seconds.
     """
 
     def __init__(self, ask: Callable[[], StoreStats], patience_s: float = 3.0) -> None:
@@ -111,7 +112,7 @@ class StoreAsker:
         self._asked: asyncio.Future[StoreStats] | None = None
 
     async def stats(self) -> StoreStats | None:
-        """Its statistics; None where it does not answer."""
+        """Return the store's statistics; None if it does not answer."""
         if self._asked is None or self._asked.done():
             self._asked = in_daemon_thread(self._ask)
             self._asked.add_done_callback(lambda one: one.cancelled() or one.exception())
@@ -124,16 +125,16 @@ class StoreAsker:
 
 
 class MetricsPage:
-    """The endpoint; asks the store at each scrape, off the event loop.
+    """Endpoint of metrics; asks the store at each scrape, off the event loop.
 
-    ``?name[]=NAME``, which may be repeated, asks for samples of some names, as it does of
-    Prometheus' own servers. However many ask, pages take a fifth of one processor at most, and one
-    thread that nothing else needs.
+    ``?name[]=NAME``, which may be repeated, selects samples by name, as Prometheus' own servers do.
+    For any number of scrapers, pages take at most a fifth of one processor and one dedicated
+    thread.
 
     Args:
-        registries: Returns vLLM's series of instances, with labels for each registry.
-        store_stats: Asks the store, None where there is none; may block, may raise
-            StoreUnavailableError.
+        registries: Returns the registries of vLLM's series of instances, with labels for each.
+        store_stats: Returns the store's statistics, may block and may raise
+            StoreUnavailableError; None without a store.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class MetricsPage:
         self._pages: SharedCalls[_Page, bytes] = SharedCalls(self._made)
 
     async def answer(self, request: Request) -> Response:
-        """A page; 429 where too many different ones are asked for at once."""
+        """Return a page; 429 if too many different pages are asked for at once."""
         names = tuple(sorted(set(request.query_params.getlist("name[]"))))
         is_open = _asks_for_open_metrics(request.headers.get("accept", ""))
         try:
@@ -172,7 +173,7 @@ class MetricsPage:
     def _written(self, page: _Page, store: str) -> bytes:
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_Chosen(self._labelled, page.names, store))
-        # The library's other ways of writing names turn the colon of vLLM's into a line.
+        # The library's other escaping schemes replace the colon in vLLM's names.
         written: bytes = (
             openmetrics.generate_latest(registry, escaping=openmetrics.ALLOWUTF8)
             if page.is_open

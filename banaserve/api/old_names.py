@@ -1,4 +1,4 @@
-"""Fields of the admin API's JSON under the names of the last release, kept for one more."""
+"""Old names of fields of the admin API's JSON: those of the last release, kept for one more."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ OLD_NAMES = {
     "blocker": "why_not",
     "migration_blocker": "cannot_migrate",
 }
-"""Old names by new ones. A release later they go."""
+"""Old names, keyed by new names; to be removed in the next release."""
 
 
 def renamed(body: bytes) -> bytes:
-    """A request's JSON with the names of today; one that is given under both is left alone.
+    """Return a request's JSON with new names for old ones, unless both are given.
 
     Raises:
-        DecodeError: It is no JSON.
+        DecodeError: The body is no JSON.
     """
     given = msgspec.json.decode(body)
     if not isinstance(given, dict):
@@ -28,7 +28,7 @@ def renamed(body: bytes) -> bytes:
 
 
 def with_old_names(value: object) -> Any:
-    """Plain values of a reply, in which each renamed field has both names."""
+    """Return a reply as plain values, with each renamed field under both names."""
     return _doubled(msgspec.to_builtins(value))
 
 

@@ -1,4 +1,4 @@
-"""Access of a browser's tab to the admin API: codes that open it once, tokens that a tab keeps."""
+"""Access of a browser tab to the admin API: one-time codes, and tokens that a tab keeps."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from banaserve.ui.records import PageCode, PageToken
 
 CODE_S = 900.0
 _MAX_CODES, _MAX_TOKENS = 8, 64
-"""The oldest is forgotten where one more is made."""
+"""Maximum numbers of codes and tokens: a further one replaces the oldest."""
 
 
 class PageAccess:
-    """Codes and tokens of 256 random bits each; of both only digests are kept.
+    """Codes and tokens of 256 random bits each, of which only digests are kept.
 
-    They end with the server. There is no limit to tries, which could keep the holder of a code
-    out: none of 2^256 is guessed. Used on the event loop only.
+    Codes and tokens end with the server. Tries are not limited: a limit could lock out the holder
+    of a code, and 256 random bits cannot be guessed. Used on the event loop only.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -31,13 +31,13 @@ class PageAccess:
         self._tokens: deque[bytes] = deque(maxlen=_MAX_TOKENS)
 
     def new_code(self) -> str:
-        """Return a code that gets one token, within ``CODE_S``."""
+        """Return a code that can be exchanged for one token within ``CODE_S`` seconds."""
         code = secrets.token_urlsafe(32)
         self._codes.append((_digest(code), self._clock.now() + CODE_S))
         return code
 
     def redeem(self, code: str) -> bool:
-        """Return whether a code is valid; it is not from then on."""
+        """Return whether a code is valid, and make it invalid."""
         given, now_s = _digest(code), self._clock.now()
         found = [one for one in self._codes if secrets.compare_digest(given, one[0])]
         for one in found:
@@ -45,7 +45,7 @@ class PageAccess:
         return any(now_s < until_s for _, until_s in found)
 
     def new_token(self) -> str:
-        """Return a token that opens the admin API until ``forget`` or the server's end."""
+        """Return a token for the admin API, valid until ``forget`` or the server's end."""
         token = secrets.token_urlsafe(32)
         self._tokens.append(_digest(token))
         return token
@@ -60,12 +60,12 @@ class PageAccess:
             self._tokens.remove(one)
 
     def answer(self, method: str, path: str, given: str, *, is_key: bool) -> Response | None:
-        """Answer what concerns codes and tokens; None where the request is another one.
+        """Return the answer to a request about codes or tokens; None for any other request.
 
         Args:
-            path: Below the root path.
-            given: The bearer's credential: the admin key, a code or a token.
-            is_key: Flag: the credential is the admin key, which alone gets codes.
+            path: Request's path below the root path.
+            given: Bearer's credential: the admin key, a code or a token.
+            is_key: True if the credential is the admin key, which alone obtains codes.
         """
         match method, path.removeprefix(PREFIX):
             case "POST", "/page-code" if is_key:

@@ -1,4 +1,4 @@
-"""Limits of service that a request names in its headers."""
+"""Latency limits (SLOs) that a request gives in its headers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _NAMES = frozenset(name.lower().encode() for name in (TTFT_HEADER, TPOT_HEADER))
 
 
 class RequestLimitsReader:
-    """Keeps the limits of a request for its routing; 400 to what is no number of seconds.
+    """Middleware that keeps a request's limits for its routing; answers 400 to wrong values.
 
     Args:
-        dilation: Seconds of the server in one of the requests'.
+        dilation: Wall seconds of the server for one second in a request's limits.
     """
 
     def __init__(self, app: ASGIApp, dilation: float = 1.0) -> None:
@@ -46,15 +46,15 @@ class RequestLimitsReader:
 
 
 def _names_any(scope: Scope) -> bool:
-    """Whether a request has one of the headers, which few have."""
+    """Return whether a request has one of the headers, which is rare."""
     return any(name in _NAMES for name, _ in scope["headers"])
 
 
 def limits_of(headers: Headers, dilation: float = 1.0) -> RequestLimits:
-    """Returns the limits in ``headers``, in the server's seconds; 0: the request has none.
+    """Return the limits in ``headers``, in the server's seconds; 0: the request has no limit.
 
     Raises:
-        UserError: One is no number of seconds.
+        UserError: A value is no number of seconds.
     """
     found = (_seconds(headers, name) for name in (TTFT_HEADER, TPOT_HEADER))
     return RequestLimits(*(None if one is None else one * dilation for one in found))

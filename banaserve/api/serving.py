@@ -93,24 +93,26 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _ANSWER_S, _NUM_ASKED = 30.0, 10
 _FIRST_PAUSE_S, _MOST_PAUSE_S = 0.5, 10.0
-"""Before a question is asked again: in all up to a minute, in which an engine is started again."""
+"""First and longest pause before a retry, in seconds: about a minute in all, in which an engine
+is restarted."""
 _MIN_STEP_TIMEOUT_S = 60.0
 _HOP_BYTES_PER_S = 2e9
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What was prepared before the event loop began.
+    """Parts of a server that are prepared before the event loop begins.
 
     Attributes:
         engine_config: vLLM's configuration of every instance.
         args: vLLM's parsed options, for its API server.
-        front: The socket that the front door listens on.
-        make_settings: Makes other settings of engines, for rolling restarts.
-        instance_bytes: Memory of one instance on a CPU; 0 on GPUs, which are an instance's own.
-        time: How time passes, in words; empty where it is real.
-        model_name: As clients name it.
-        by_role: Engines that are made for a role, where they are not like the others.
+        front: Source of the socket that the front door listens on.
+        make_settings: Makes new settings of engines, for rolling restarts.
+        instance_bytes: Memory of one instance on a CPU; 0 on GPUs, whose memory is not shared by
+            instances.
+        time: Description of modelled time for the user; empty in real time.
+        model_name: Name of the model in the API.
+        by_role: Engines for the roles that need different ones.
     """
 
     config: ServeConfig
@@ -130,15 +132,15 @@ class Parts:
 async def serve(parts: Parts, say: Say, on_open: Callable[[str], None]) -> None:
     """Start store, instances and front door; return when all have ended.
 
-    A signal ends them, or another server that takes the front door over.
+    They end at a signal, or when another server takes the front door over.
 
     Args:
-        on_open: Called when requests are answered, with a code that opens the page once; it is
-            empty where there is no page.
+        on_open: Called when requests are answered, with a one-time code for the page, empty
+            without a page.
 
     Raises:
-        UserError: Something could not be started; nothing is left running.
-        InstanceDeadError: No instance can be started again; nothing is left running.
+        UserError: A part could not be started; nothing is left running.
+        InstanceDeadError: No instance can be restarted; nothing is left running.
     """
     signals = StopSignals()
     stop = signals.stop
@@ -201,7 +203,7 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[str], None]) -> None:
         )
         drain_s = parts.config.drain_timeout_s
         if page is not None:
-            page.viewers.close()  # they come again, to the server that follows
+            page.viewers.close()  # browsers reconnect, to the next server
         if offer.retired.is_set():
             say(
                 f"process {offer.taker} has taken the front door over: {closing.num_requests} "
@@ -226,13 +228,13 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[str], None]) -> None:
 
 
 def _given_up(cluster: Cluster) -> str:
-    """One line for the user."""
+    """Return one line for the user: all instances have been given up."""
     words = cluster.supervisor.last_failure or next(iter(cluster.instances.values())).last_words()
     return f"no instance can be started again, and all have been given up: {words}"
 
 
 async def _unless(stop: asyncio.Event, task: asyncio.Task[None]) -> bool:
-    """Wait for ``task`` or a signal; False where the signal was first."""
+    """Wait for ``task`` or a signal; return False if the signal came first."""
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
@@ -268,7 +270,7 @@ async def _store(parts: Parts, say: Say) -> AsyncIterator[SupervisedStore]:
 
 @contextlib.asynccontextmanager
 async def _tracing(parts: Parts, collector: TraceCollector) -> AsyncIterator[RequestTracer | None]:
-    """None without ``--otlp-traces-endpoint``: nothing of OpenTelemetry is made then."""
+    """Yield the tracer; None without ``--otlp-traces-endpoint``, and OpenTelemetry is not used."""
     endpoint = parts.args.otlp_traces_endpoint
     if endpoint is None:
         yield None
@@ -305,7 +307,7 @@ def _cluster(parts: Parts, factory: InstanceFactory) -> Cluster:
     instances = [factory.make(instance_id, role) for instance_id, role in config.instances()]
     timeouts = ClusterTimeouts(
         config.start_timeout_s,
-        # With --pace an engine is idle while modelled time goes by.
+        # With --pace an engine is idle while modelled time passes.
         max(1.0, config.dilate) * config.engine_stall_s,
         max(1.0, config.dilate) * config.engine_spin_s,
     )
@@ -345,7 +347,7 @@ async def _connect(parts: Parts, router: Router) -> DisaggregatedClient:
     cache = client.vllm_config.cache_config
     if router.policy.reads_resident_tokens and cache.enable_prefix_caching:
         router.follow_residency(Residency(cache.block_size))
-    if parts.config.kv_store:  # colocated instances may once hand over: roles change
+    if parts.config.kv_store:  # for colocated instances too: their roles may change
         asked = call(WorkerApi.banaserve_fingerprint)
         answers = await _answered(lambda: client.collective_rpc(asked.name))
         found = [one for answer in answers if (one := asked.read(answer)) is not None]
@@ -362,18 +364,18 @@ async def _answered(
     clock: Clock | None = None,
     draw: Callable[[], float] = random.random,
 ) -> T:
-    """The answer of every instance that serves; asked again where one has ended meanwhile.
+    """Return the answer of every serving instance; ask again if an instance has ended meanwhile.
 
-    An engine that dies under such a question may leave it open for ever. One that is dead says so
-    at once, so there is a pause before each further question: twice as long each time, within
-    bounds, and of that a random part of the second half is left out.
+    An engine that dies during a call may never answer it, so a call has a timeout. A call to a
+    dead engine fails at once, so each retry follows a pause: doubled each time up to a maximum, of
+    which a random part of up to a half is left out.
 
     Args:
-        clock: Of the pauses; the wall's where none is given.
-        draw: Returns a number in [0, 1).
+        clock: Clock of the pauses; None for the wall clock.
+        draw: Returns a random number in [0, 1).
 
     Raises:
-        UserError: They have not answered, again and again.
+        UserError: The instances have not answered any of several calls.
     """
     clock = clock or WallClock()
     for number in range(_NUM_ASKED):
@@ -422,7 +424,7 @@ def _store_stats(parts: Parts) -> Callable[[], StoreStats] | None:
 def _page(
     parts: Parts, control: Control, coordinator: Coordinator, client: DisaggregatedClient
 ) -> LivePage | None:
-    """None with ``--no-ui``."""
+    """Return the page's data source; None with ``--no-ui``."""
     if not parts.config.ui:
         return None
     ask = _store_stats(parts)
@@ -444,7 +446,7 @@ async def _controlling(
     coordinator: Coordinator,
     client: DisaggregatedClient,
 ) -> AsyncIterator[Control]:
-    """Who decides what moves; ends what it has under way when the block ends."""
+    """Yield the control of instances; operations under way are ended at the end of the block."""
     clock, config, chosen = WallClock(), parts.config, parts.config.orchestrator
     requests, cluster = client.requests, router.cluster
     roles = Roles(cluster.instances, clock)
@@ -516,7 +518,7 @@ def _rebalancer(
     clock: WallClock,
     note: Callable[[Mapping[InstanceId, Sequence[Stream]]], None],
 ) -> Rebalancer | None:
-    """None if it is off, or without a store: a stream that moves fetches its KV from there."""
+    """Return the rebalancer; None if off or without a store: moved streams fetch their KV there."""
     if not (config.rebalances and config.kv_store):
         return None
     given = {"tpot_s": float(config.routing_section.get("tpot_s", 0.0))}
@@ -531,7 +533,7 @@ def _autoscaler(
     controller: Controller,
     clock: WallClock,
 ) -> Autoscaler | None:
-    """None where the number of instances is left to people."""
+    """Return the autoscaler; None if the number of instances is not scaled automatically."""
     if not config.scale_max:
         return None
     usual = AutoscaleOptions(config.scale_min, config.scale_max)
@@ -574,9 +576,10 @@ def _restarts(
 
 
 def _section(config: ServeConfig, engine_config: VllmConfig) -> dict[str, Any]:
-    """What policies assume of real engines: a guest has to be forked and to load weights.
+    """Return the policy's options for real engines.
 
-    Messages between steps wait for neither: they are copies in memory.
+    Timeouts allow for a guest that has to be forked and to load weights. Messages between steps
+    need neither: they are copies in memory.
     """
     chosen = config.orchestrator
     if chosen.is_elastic:
@@ -596,14 +599,14 @@ def _section(config: ServeConfig, engine_config: VllmConfig) -> dict[str, Any]:
 
 
 def _forecast_routing(config: ServeConfig) -> str:
-    """Which policy routes in a forecast: that of the server where it shapes the arrangement."""
+    """Return the forecast's routing policy: the server's own if it shapes the arrangement."""
     usual = ServeConfig().routing_policy
     return config.routing_policy if config.routing_policy == SLO_AWARE else usual
 
 
 @contextlib.asynccontextmanager
 async def _offering(parts: Parts, sock: socket.socket, door: Door) -> AsyncIterator[SocketOffer]:
-    """Let another server take ``sock`` over: then the door accepts no more connections."""
+    """Let another server take ``sock`` over; the door then accepts no more connections."""
     config = parts.config
     said = Offer(os.getpid(), config.host, config.port, scheme_of(parts.args))
     offer = SocketOffer(parts.run.offer, sock, said)
@@ -623,12 +626,12 @@ async def _offering(parts: Parts, sock: socket.socket, door: Door) -> AsyncItera
 
 
 def scheme_of(args: Namespace) -> str:
-    """Of the front door's URLs, by vLLM's parsed options."""
+    """Return the scheme of the front door's URLs, given vLLM's parsed options."""
     return "https" if args.ssl_certfile else "http"
 
 
 def _write_admin(parts: Parts, sock: socket.socket, key: str) -> None:
-    """Leave the admin API's key where commands of this user find it."""
+    """Write the admin API's URL and key where this user's commands find them."""
     host, port = sock.getsockname()[:2]
     name = f"[{host}]" if ":" in host else host
     url = f"{scheme_of(parts.args)}://{name}:{port}"

@@ -1,4 +1,4 @@
-"""Calls that cost much, made one after another for all who ask meanwhile."""
+"""Expensive calls, made one at a time, with one result for all callers that wait for it."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ _LONGEST_REST_S = 1.0
 
 
 class TooManyCallsError(Exception):
-    """More different calls wait than may: ask again later."""
+    """Error: too many different calls are waiting; ask again later."""
 
 
 class SharedCalls(Generic[K, T]):
-    """Makes one call at a time, and rests after each for several times as long as it took.
+    """Queue of calls: makes one call at a time, and pauses after each in proportion to its time.
 
-    Whoever asks for a call that waits gets its result too. None is older than the question.
+    All callers that ask for the same waiting call share its result. A result is never older than
+    the question.
 
     Args:
         make: Makes a call.
-        max_waiting: Different calls that may wait.
-        rest: For how many times as long as a call took there is none.
+        max_waiting: Maximum number of different calls that wait.
+        rest: Length of the pause after a call, as a multiple of the call's time.
     """
 
     def __init__(
@@ -36,10 +37,10 @@ class SharedCalls(Generic[K, T]):
         self._worker: asyncio.Task[None] | None = None
 
     async def get(self, key: K) -> T:
-        """The result of a call that begins after this question.
+        """Return the result of a call that begins after this question.
 
         Raises:
-            TooManyCallsError: It would have to wait for too many others.
+            TooManyCallsError: The call would have to wait for too many others.
         """
         answer = self._waiting.get(key)
         if answer is None:
@@ -59,5 +60,5 @@ class SharedCalls(Generic[K, T]):
                 answer.set_result(await self._make(key))
             except Exception as failure:
                 answer.set_exception(failure)
-                answer.exception()  # they may all have gone away
+                answer.exception()  # marked as retrieved: all callers may have been cancelled
             await asyncio.sleep(min(_LONGEST_REST_S, self._rest * (now() - began_s)))

@@ -1,4 +1,4 @@
-"""Status of a running server, put together from values at hand: no engine is asked."""
+"""Status of a running server, composed from values at hand: no engine is asked."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def status_of(
     node_changes: Iterable[NodeChange] = (),
     nodes: Sequence[NodeStatus] = (),
 ) -> ServerStatus:
-    """Returns instances, their moves, nodes and the controller; ``at_s`` is seconds since 1970."""
+    """Return instances, their moves, nodes and the controller; ``at_s`` is seconds since 1970."""
     left_out = judge(view).left_out
     replaced = {
         one.instance
@@ -106,7 +106,7 @@ def _restart_line(restart: RollingRestart) -> MoveLine:
 
 
 def _short(words: str) -> str:
-    """Heads of many layers would fill the screen."""
+    """Return ``words`` shortened: the heads of many layers would fill the screen."""
     return words if len(words) <= _WORDS_SHOWN else words[: _WORDS_SHOWN - 3] + "..."
 
 

@@ -1,8 +1,9 @@
 """Take-over of a server's listening socket by another server on the same machine.
 
 The running server offers its socket on a Unix socket in a folder that only its user can read. A
-claimant says at its start that it will want the socket, and takes it once it can serve. Until it
-says that it does serve, the running one goes on as before: between the two both accept connections.
+claimant announces at its start that it will want the socket, and takes it once it can serve. The
+running server serves on until the claimant reports that it serves: for a moment both accept
+connections.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ M = TypeVar("M", bound=msgspec.Struct)
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
-    """The claimant will want the socket."""
+    """Message: the claimant will want the socket."""
 
 
 class Offer(msgspec.Struct, frozen=True, tag=True):
-    """The running server and the address of its socket, as its user gave it."""
+    """Message: the running server and the address of its socket, as its user gave it."""
 
     pid: int
     host: str
@@ -42,25 +43,25 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refusal(msgspec.Struct, frozen=True, tag=True):
-    """Why there is nothing to take; for people."""
+    """Message: the reason, in words, why the socket cannot be taken over."""
 
     why: str
 
 
 class Take(msgspec.Struct, frozen=True, tag=True):
-    """The claimant can serve."""
+    """Message: the claimant can serve."""
 
 
 class Given(msgspec.Struct, frozen=True, tag=True):
-    """The socket itself comes with this message."""
+    """Message that carries the socket itself."""
 
 
 class Serves(msgspec.Struct, frozen=True, tag=True):
-    """The claimant accepts connections: the running server is to accept no more."""
+    """Message: the claimant accepts connections; the running server is to accept no more."""
 
 
 class Retired(msgspec.Struct, frozen=True, tag=True):
-    """The server that was running accepts no more."""
+    """Message: the server that was running accepts no more connections."""
 
 
 Message = Ask | Offer | Refusal | Take | Given | Serves | Retired
@@ -69,11 +70,11 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 class ClaimLostError(BanaServeError):
-    """The running server has gone, or says what it should not."""
+    """Error: the running server has ended, or has sent an unexpected message."""
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end of a Unix socket."""
+    """Return process id and user id of the other end of a Unix socket."""
     said = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(said)
     return pid, uid
@@ -96,16 +97,17 @@ def _read(said: bytes, kind: type[M]) -> M:
 
 
 class SocketOffer:
-    """Offers a listening socket; open while its server serves.
+    """Offer of a listening socket, open while its server serves.
 
     Args:
-        path: Of the Unix socket, in a folder that only this user can read.
-        listening: What is offered. It stays open here.
+        path: Path of the Unix socket, in a folder that only this user can read.
+        listening: Offered socket; it stays open in this process.
 
     Attributes:
-        taken: Set once another server serves on it: this one is to accept no more.
-        taker: Process id of that server.
-        retired: To be set once this one accepts no more.
+        taken: Event set once another server serves on the socket: this server is to accept no
+            more connections.
+        taker: Process id of the other server.
+        retired: Event to be set once this server accepts no more connections.
     """
 
     def __init__(self, path: Path, listening: socket.socket, offer: Offer) -> None:
@@ -119,7 +121,7 @@ class SocketOffer:
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
-        """Let claimants come while the block runs."""
+        """Accept claimants while the block runs."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
             door.setblocking(False)
             door.bind(str(self._path))
@@ -163,7 +165,7 @@ class SocketOffer:
         self._claimant = pid
         try:
             connection.send(_encode(self._offer))
-            # Its engines start meanwhile.
+            # The claimant's engines start meanwhile, so this wait has no timeout.
             await self._next(connection, Take)
             socket.send_fds(connection, [_encode(Given())], [self._listening.fileno()])
             await self._next(connection, Serves)
@@ -184,13 +186,13 @@ class SocketClaim:
     """A claim on the listening socket of a running server.
 
     Args:
-        path: Of the Unix socket on which that one offers it.
+        path: Path of the Unix socket on which the running server offers its socket.
 
     Attributes:
-        offer: What that one says of itself.
+        offer: Offer of the running server.
 
     Raises:
-        UserError: Nothing serves there, it is another user's, or does not hand over.
+        UserError: No server offers its socket there, or the server is another user's or refuses.
     """
 
     def __init__(self, path: Path) -> None:
@@ -224,10 +226,10 @@ class SocketClaim:
             raise UserError(f"{nothing}: {lost}") from lost
 
     def check(self, host: str, port: int) -> None:
-        """Return if the socket is that of this address.
+        """Check that the offered socket is bound to this address.
 
         Raises:
-            UserError: It is another's.
+            UserError: The socket has another address.
         """
         if (self.offer.host, self.offer.port) != (host, port):
             raise UserError(
@@ -236,7 +238,7 @@ class SocketClaim:
             )
 
     def check_scheme(self, scheme: str) -> None:
-        """Return if clients of the running server can go on with this one.
+        """Check that clients of the running server can go on with this one.
 
         Raises:
             UserError: One of the two serves TLS and the other does not.
@@ -248,10 +250,10 @@ class SocketClaim:
             )
 
     def take(self) -> socket.socket:
-        """The listening socket. Blocking.
+        """Return the listening socket. Blocking.
 
         Raises:
-            ClaimLostError: The server has gone, or gives something else.
+            ClaimLostError: The running server has ended, or sends no listening socket.
         """
         try:
             self._connection.send(_encode(Take()))
@@ -269,12 +271,13 @@ class SocketClaim:
             raise
 
     def serves(self) -> None:
-        """Tell the other server that this one accepts connections; returns when it does no more.
+        """Tell the other server that this one accepts connections; return when it accepts no more.
 
         Blocking.
 
         Raises:
-            ClaimLostError: It has gone, or does not answer: it may still accept some.
+            ClaimLostError: The other server has ended, or does not answer and may still accept
+                connections.
         """
         try:
             self._connection.send(_encode(Serves()))
@@ -283,12 +286,12 @@ class SocketClaim:
             raise ClaimLostError(f"the other server has gone ({gone})") from gone
 
     def close(self) -> None:
-        """Ask it no more."""
+        """Close the connection to the running server."""
         self._connection.close()
 
 
 def _listening(numbers: Sequence[int]) -> socket.socket:
-    """The socket of the only descriptor, where that is one that listens."""
+    """Return the socket of the only descriptor; raise ClaimLostError unless it is listening TCP."""
     with contextlib.suppress(OSError, ValueError):
         (number,) = numbers
         given = socket.socket(fileno=number)

@@ -1,4 +1,4 @@
-"""Replicas of another region that may be looked after: a peer is believed only so far. Pure."""
+"""Choice of the replicas of another region to adopt: trust in a peer is limited. Pure."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from banaserve.balancer.peers import ReplicaState
 
 @dataclass(frozen=True, slots=True)
 class AdoptableReplica:
-    """A replica that may be looked after for a dead balancer.
+    """Replica that may be served in place of its dead balancer.
 
     Attributes:
-        takes_keys: Its address is one that the settings name: it may be shown keys.
+        takes_keys: True if the settings name the replica's address, so it may be shown keys.
     """
 
     replica: ReplicaSettings
@@ -25,13 +25,14 @@ class AdoptableReplica:
 def adoptable(
     peer: PeerSettings, told: Sequence[ReplicaState]
 ) -> tuple[list[AdoptableReplica], list[str]]:
-    """Returns the replicas of ``peer`` that may be adopted, and URLs of those that may not.
+    """Return the replicas of ``peer`` that may be adopted, and URLs of those that may not.
 
-    Those of the settings may, and what the peer has told at addresses that the settings allow. At
-    the peer's own host others may too, but they are shown no key: a peer could listen there itself.
+    The replicas in the settings may be adopted, and those that the peer has reported at addresses
+    that the settings allow. Other replicas at the peer's own host may be adopted, too, but are
+    shown no key: the peer could listen there itself.
 
     Args:
-        told: What the peer has told last; empty: what the settings know of it holds.
+        told: Replicas that the peer has reported last; empty: those in the settings are used.
     """
     known = {parse_endpoint(one.url): one for one in peer.replicas}
     if not told:
@@ -60,9 +61,9 @@ def adoptable(
 
 
 def is_allowed(url: str, allowed: str) -> bool:
-    """Whether ``url`` is the server ``allowed``, or has an address in the network ``allowed``.
+    """Return whether ``url`` is the server, or has an address in the network, ``allowed``.
 
-    Names are not looked up: who owns a name's zone could let it lead anywhere.
+    Names are not resolved: the owner of a name's zone could let the name lead anywhere.
     """
     endpoint = parse_endpoint(url)
     if "://" in allowed:

@@ -10,7 +10,7 @@ from banaserve.balancer.config import TenantSettings
 from banaserve.balancer.http.request import ClientRequest, RequestRefusedError
 
 OPEN_PATHS = frozenset((b"/health", b"/ready", b"/ping", b"/metrics"))
-"""Answered by the balancer itself, without a key."""
+"""Paths that the balancer itself answers, without a key."""
 
 PASSED_PREFIXES = (b"/v1/", b"/v2/")
 PASSED_PATHS = frozenset(
@@ -21,16 +21,18 @@ _NOT_PASSED = (b"/v1/load_lora_adapter", b"/v1/unload_lora_adapter")
 
 
 PEER_FIELD = b"x-banaserve-peer"
-"""A balancer's own key: the request comes from another region and goes no further."""
+"""Header field with a balancer's own key: the request comes from another region and is not
+forwarded again."""
 
 REGIONS_FIELD = b"x-banaserve-regions"
-"""Where a request may be served, separated by commas; clients may narrow it too."""
+"""Header field with the regions in which a request may be served, separated by commas; clients may
+send it, too, to narrow their regions."""
 
 _MAX_REGIONS = 64
 
 
 class Keys:
-    """API keys that clients may show; none: no key is needed."""
+    """API keys that clients may show; if there are none, no key is needed."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = [_digest(key.encode()) for key in keys]
@@ -39,7 +41,7 @@ class Keys:
         return bool(self._digests)
 
     def admits(self, header: bytes) -> bool:
-        """Returns whether an Authorization header names a known key, in constant time."""
+        """Return whether an Authorization header names a known key, in constant time."""
         scheme, _, key = header.partition(b" ")
         given = _digest(key.strip())
         known = [secrets.compare_digest(given, digest) for digest in self._digests]
@@ -47,12 +49,12 @@ class Keys:
 
 
 def check_path(path: bytes) -> None:
-    """Returns if requests for ``path`` go on to a replica.
+    """Check that requests for ``path`` are passed on to a replica.
 
-    Its administration does not: who may use the model may not stop it.
+    Administrative paths are not passed on: clients may use the model but not stop it.
 
     Raises:
-        RequestRefusedError: They do not.
+        RequestRefusedError: Requests for ``path`` are not passed on.
     """
     is_known = path.startswith(PASSED_PREFIXES) or path in PASSED_PATHS
     if is_known and path.rstrip(b"/") not in _NOT_PASSED:
@@ -62,10 +64,10 @@ def check_path(path: bytes) -> None:
 
 
 def check_key(keys: Keys, message: ClientRequest) -> None:
-    """Returns if ``message`` shows a known key, or none is needed.
+    """Check that ``message`` shows a known key, or that no key is needed.
 
     Raises:
-        RequestRefusedError: It shows none.
+        RequestRefusedError: ``message`` shows no known key.
     """
     if keys and not keys.admits(message.seen.get(b"authorization", b"")):
         raise RequestRefusedError(
@@ -74,10 +76,10 @@ def check_key(keys: Keys, message: ClientRequest) -> None:
 
 
 def check_peer(keys: Keys, message: ClientRequest) -> None:
-    """Returns if ``message`` shows the key that balancers share.
+    """Check that ``message`` shows the key that balancers share.
 
     Raises:
-        RequestRefusedError: It shows another, or there is none.
+        RequestRefusedError: ``message`` shows another key, or this balancer has none.
     """
     if not keys.admits(b"Bearer " + message.seen[PEER_FIELD]):
         raise RequestRefusedError(401, "the key of a peer is needed: peer_key is not the same")
@@ -92,7 +94,7 @@ class Regions:
         }
 
     def allowed(self, message: ClientRequest, was_forwarded: bool) -> frozenset[str] | None:
-        """Returns the regions, or None for all; a forwarded request brings its own."""
+        """Return the allowed regions, or None for all; a forwarded request brings its own."""
         asked = message.seen.get(REGIONS_FIELD)
         wanted = None
         if asked is not None:

@@ -1,4 +1,4 @@
-"""Balancer: admits requests of clients, sends each to a replica, and answers probes itself."""
+"""Balancer that admits client requests, sends each to a replica, and answers probes itself."""
 
 from __future__ import annotations
 
@@ -62,35 +62,35 @@ FIXED = (
     "ssl_keyfile",
     "replica_ca",
 )
-"""Settings that hold for the life of a balancer."""
+"""Settings that cannot change during the life of a balancer."""
 _SMALL_BODY_BYTES = 64 * 1024
 Say = Callable[[str], None]
 _RESERVED_DESCRIPTORS, _DESCRIPTORS_A_TARGET = 256, 4
-"""For logs and the resolver, and for probes."""
+"""File descriptors for logs and the resolver, and, per target, for probes."""
 TICK_S = 0.1
 """Time between two calls of ``Balancer.tick``."""
 
 
 class Balancer(RequestHandler):
-    """Takes requests from clients and sends each to one replica.
+    """Balancer that takes requests from clients and sends each to one replica.
 
-    Everything runs in the callbacks of one event loop; nothing here waits.
+    Everything runs in the callbacks of one event loop; nothing in this class blocks.
 
     Attributes:
         fleet: Counters of the targets, and the policy.
         queue: Requests that wait for a target.
-        registry: Targets, and the probers that look at them.
-        prefixes: Shared with peers; None where the policy shares none.
-        connections: Of clients, handshakes of TLS too.
-        certificates: That clients are served with; None for plain HTTP.
-        is_leaving: No more requests are taken.
+        registry: Targets and their probers.
+        prefixes: Prefixes shared with peers; None if the policy shares none.
+        connections: Connections of clients, including those in a TLS handshake.
+        certificates: Certificates for serving clients; None for plain HTTP.
+        is_leaving: True if no more requests are taken.
     """
 
     def __init__(self, settings: BalancerSettings, log: Say) -> None:
-        """``log`` gets one line an event.
+        """``log`` is called with one line per event.
 
         Raises:
-            UserError: The settings make no sense.
+            UserError: The settings are invalid.
         """
         settings.check()
         self.log = log
@@ -153,10 +153,11 @@ class Balancer(RequestHandler):
         self._dispatcher.take_settings(settings)
 
     def change(self, settings: BalancerSettings) -> None:
-        """Go over to ``settings`` while serving; requests under way go on as they are.
+        """Apply ``settings`` while serving; requests under way are not affected.
 
         Raises:
-            UserError: They make no sense, or differ in what needs a restart; nothing is changed.
+            UserError: The settings are invalid, or differ in one that needs a restart; nothing is
+                changed.
         """
         settings.check()
         before = structs.replace(
@@ -170,10 +171,10 @@ class Balancer(RequestHandler):
         self._schedule_pass()
 
     async def start(self) -> None:
-        """Look at every target once, then go on looking."""
+        """Probe every target once, then keep probing."""
         await self.registry.start()
 
-    # Requests of clients, in the order of their coming.
+    # Requests of clients: handlers in the order of the events.
 
     def opened(self, client: ClientConnection) -> bool:
         self._clients.add(client)
@@ -200,7 +201,7 @@ class Balancer(RequestHandler):
         else:
             check_key(self._keys, message)
             self.connections.authenticated(client, client.peer)
-            # A small body costs less than a new connection.
+            # Reading a small body costs less than a new connection after a refusal.
             if message.announced_bytes > _SMALL_BODY_BYTES:
                 self._check_quota(message)
         check_path(message.path)
@@ -293,7 +294,7 @@ class Balancer(RequestHandler):
     # Answers of the balancer itself.
 
     def _answer(self, message: ClientRequest, closes: bool) -> bytes:
-        """Returns the whole answer to ``message``, whose path is one of the balancer's own."""
+        """Return the whole answer to ``message``, whose path is one of the balancer's own."""
         if message.method == b"HEAD":
             head, end, _ = self._answer_get(message, closes).partition(b"\r\n\r\n")
             return head + end
@@ -319,13 +320,13 @@ class Balancer(RequestHandler):
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request would find a replica."""
+        """Return whether a request would find a replica."""
         return not self.is_leaving and self.registry.is_ready
 
-    # Time and ends.
+    # Periodic work and shutdown.
 
     def tick(self) -> None:
-        """What time alone brings about; called ten times a second."""
+        """Do the work that depends on time alone; called ten times a second."""
         now_s = monotonic()
         if self._watch.tick(now_s):
             self.log(f"the balancer's event loop stood still for {self._watch.lag_s:.1f} s")
@@ -336,7 +337,7 @@ class Balancer(RequestHandler):
         self._schedule_pass()
 
     def tick_slowly(self) -> None:
-        """What may wait a second."""
+        """Do the periodic work that may be up to a second late."""
         now_s = monotonic()
         for proxied in list(self._under_way):
             if proxied.deadline_s <= now_s:
@@ -361,13 +362,13 @@ class Balancer(RequestHandler):
             await self._idle.wait()
 
     def leave(self) -> None:
-        """Take no more requests; those under way go on."""
+        """Take no more requests; those under way continue."""
         self.is_leaving = True
         for client in list(self._clients):
             client.leave_if_idle()
 
     def close(self) -> None:
-        """Break off what is under way and close every connection."""
+        """Cancel the requests under way and close every connection."""
         for proxied in list(self._under_way):
             proxied.cancel()
         for client in list(self._clients):
@@ -380,7 +381,7 @@ class Balancer(RequestHandler):
 
 
 def max_connections(settings: BalancerSettings) -> int:
-    """How many connections of clients there may be: each request needs a second descriptor."""
+    """Return the maximum number of client connections: each request needs a second descriptor."""
     num_targets = len(settings.replicas) + len(settings.peers)
     return connections_within(
         resource.getrlimit(resource.RLIMIT_NOFILE)[0],

@@ -17,21 +17,23 @@ from banaserve.names import check_known
 from banaserve.net.tls import ClientTls, ServerTls
 
 MAX_TOLD_REPLICAS = 256
-"""That one balancer tells another of."""
+"""Maximum number of replicas that one balancer reports to another."""
 MAX_NAME_CHARS = 256
-"""Of an id or a model."""
+"""Maximum length of an id or a model name, in characters."""
 
 
 class ReplicaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One replica.
+    """Settings of a replica.
 
     Attributes:
-        url: ``http://HOST:PORT``.
-        id: In metrics and logs; host and port where empty.
-        models: Served model names; none: any.
-        key: Sent to the replica instead of the client's key.
-        max_outstanding: Requests it is sent at most at a time; 0: the balancer's setting.
-        max_prompt_tokens: Longer prompts go elsewhere; 0: unknown.
+        url: URL of the replica, ``http://HOST:PORT``.
+        id: Name of the replica in metrics and logs; empty for host and port.
+        models: Names of the models that the replica serves; empty for any model.
+        key: Key sent to the replica instead of the client's key.
+        max_outstanding: Maximum number of requests at the replica at once; 0 for the balancer's
+            setting.
+        max_prompt_tokens: Maximum prompt length in tokens; 0 if unknown. Longer prompts go to other
+            replicas.
     """
 
     url: str
@@ -42,22 +44,23 @@ class ReplicaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     max_prompt_tokens: int = 0
 
     def check(self) -> None:
-        """Returns if the URL is one.
+        """Check that the URL is valid.
 
         Raises:
-            UserError: It is not.
+            UserError: The URL is invalid.
         """
         parse_endpoint(self.url)
 
 
 class PeerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The balancer of another region.
+    """Settings of a peer, the balancer of another region.
 
     Attributes:
-        distance_ms: Round trip from here, until it is measured.
-        replicas: Of that region, for the case that it is dead before it has told them itself.
-        adopt: Where replicas may be that it tells of: URLs, or networks such as ``10.1.0.0/16``.
-            Others are not looked after when it is dead, but at its own host, and get no key.
+        distance_ms: Round trip to the peer in milliseconds, used until it is measured.
+        replicas: Replicas of that region, in case the peer dies before it has reported them.
+        adopt: Allowed places of the replicas that the peer reports: URLs, or networks such as
+            ``10.1.0.0/16``. When the peer is dead, replicas elsewhere are not adopted, except those
+            at the peer's own host, which get no key.
     """
 
     region: str
@@ -67,10 +70,10 @@ class PeerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     adopt: tuple[str, ...] = ()
 
     def check(self) -> None:
-        """Return if what may be adopted are addresses.
+        """Check the addresses of the replicas and of the places in ``adopt``.
 
         Raises:
-            UserError: One is none.
+            UserError: One of them is not an address.
         """
         for one in self.replicas:
             one.check()
@@ -87,14 +90,16 @@ class PeerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class TenantSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One holder of an API key.
+    """Settings of a tenant, the holder of an API key.
 
     Attributes:
-        key: What clients of this tenant show.
-        regions: Where their requests may be served; none: everywhere.
-        max_requests: Under way at once; 0: no limit, here and below.
-        requests_per_minute: A key that has been idle may send a minute's at once.
-        tokens_per_minute: Of prompts and answers, counted when they are known.
+        key: API key that the tenant's clients show.
+        regions: Regions in which the tenant's requests may be served; empty for all.
+        max_requests: Maximum number of requests under way at once; 0: no limit, here and below.
+        requests_per_minute: Maximum number of requests per minute; a key that has been idle may
+            send a minute's requests at once.
+        tokens_per_minute: Maximum number of tokens of prompts and answers per minute, counted when
+            they are known.
     """
 
     key: str
@@ -113,16 +118,16 @@ class TenantSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class PolicySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The routing policy, its preset and its own options.
+    """Settings of the routing policy: its name, its preset and its own options.
 
     Attributes:
-        preset: The policy's default where empty.
-        seed: Of its random choices.
-        state_file: Where what it has learned survives a restart; empty for nowhere.
-        staleness_s: How old the counters may get that the policy sees; 0: live. What balancers do
-            that read metrics, for comparison.
-        hold_safe: Weights that tuning has found are taken back, and no others are tried as long
-            as this holds. It may change while serving.
+        preset: Name of the preset; empty for the policy's default.
+        seed: Seed of the policy's random choices.
+        state_file: File in which the learned state survives a restart; empty for none.
+        staleness_s: Maximum age of the counters that the policy sees, in seconds; 0: live counters.
+            Stale counters imitate balancers that read metrics, for comparison.
+        hold_safe: True if weights found by tuning are taken back, and no others are tried. May
+            change while serving.
     """
 
     name: str = "round_robin"
@@ -141,19 +146,21 @@ class LimitSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Limits of sizes, numbers and times.
 
     Attributes:
-        max_body: Of one request.
-        max_buffered: Bodies held in memory, all together.
-        max_connections: Of clients; beyond, the oldest without a key makes way. No more than the
-            limit of file descriptors leaves room for.
-        max_connections_per_address: Of these, from one address without a key; 0: a quarter.
-        max_requests: Under way at once; more are answered 429.
-        max_queue: Of these, waiting for a replica.
-        max_outstanding: At one replica at a time; 0: no limit.
-        queue_timeout_s: Longest wait for a replica.
-        request_timeout_s: From the whole request to the last byte of the answer.
-        body_timeout_s: For all of a body; a second more for each 64 KiB that have come.
-        max_attempts: Replicas tried before the first byte.
-        drain_s: How long requests under way may take when the balancer ends.
+        max_body: Maximum size of the body of a request.
+        max_buffered: Maximum total size of the bodies held in memory.
+        max_connections: Maximum number of client connections; beyond it, the oldest without a key
+            makes way. The limit of file descriptors may lower the number.
+        max_connections_per_address: Maximum number of client connections from one address without a
+            key; 0: a quarter of ``max_connections``.
+        max_requests: Maximum number of requests under way at once; more are answered 429.
+        max_queue: Maximum number of requests that wait for a replica.
+        max_outstanding: Maximum number of requests at one replica at a time; 0: no limit.
+        queue_timeout_s: Maximum wait for a replica, in seconds.
+        request_timeout_s: Maximum time from the whole request to the last byte of the answer, in
+            seconds.
+        body_timeout_s: Maximum time for a body, in seconds; a second more for each 64 KiB received.
+        max_attempts: Maximum number of replicas tried before the first byte of the answer.
+        drain_s: Maximum time for requests under way when the balancer ends, in seconds.
     """
 
     max_body: str = "32MiB"
@@ -171,10 +178,10 @@ class LimitSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     drain_s: float = 10.0
 
     def check(self) -> None:
-        """Returns if every limit makes sense.
+        """Check every limit.
 
         Raises:
-            UserError: One does not.
+            UserError: A limit is invalid.
         """
         parse_size(self.max_body)
         parse_size(self.max_buffered)
@@ -190,14 +197,17 @@ class LimitSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class HealthSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Probes of replicas: how often, and when one is taken out and brought back.
+    """Probes of replicas: how often, and when a replica is taken out and brought back.
 
     Attributes:
-        interval_s: Between two looks at a replica's ``path``.
-        report_interval_s: Between two looks at its metrics, for policies that read them.
-        snapshot_interval_s: Between two looks at which prefixes a peer's replicas were sent.
-        failures: Failed looks in a row until it is taken out; one good look brings it back.
-        breaker_failures: Failed requests in a row until its circuit opens.
+        interval_s: Time between two probes of a replica's ``path``, in seconds.
+        report_interval_s: Time between two reads of a replica's metrics, in seconds, for policies
+            that use them.
+        snapshot_interval_s: Time between two reads of the prefixes that a peer's replicas were
+            sent, in seconds.
+        failures: Number of failed probes in a row that take a replica out; one successful probe
+            brings it back.
+        breaker_failures: Number of failed requests in a row that open a replica's circuit.
     """
 
     path: str = "/health"
@@ -211,10 +221,10 @@ class HealthSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     breaker_longest_pause_s: float = 30.0
 
     def check(self) -> None:
-        """Returns if every number makes sense.
+        """Check the path and every number.
 
         Raises:
-            UserError: One does not.
+            UserError: A value is invalid.
         """
         if not self.path.startswith("/") or not self.path.isascii() or " " in self.path:
             raise UserError(f"health.path is {self.path!r}: give a path such as /health")
@@ -228,18 +238,18 @@ class BalancerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """All settings of one balancer.
 
     Attributes:
-        region: Where this balancer and its replicas are.
-        api_keys: One of them is needed from clients; none: no key is needed.
-        tenants: Further keys, each with the regions that its requests may be served in.
-        peer_key: What balancers show to each other; needed with ``peers``.
-        decision_log: File that gets one JSON line a request; empty for none.
+        region: Region of this balancer and its replicas.
+        api_keys: Keys of which a client must show one; empty if no key is needed.
+        tenants: Further keys, each with limits and the regions that may serve its requests.
+        peer_key: Key that balancers show to each other; needed with ``peers``.
+        decision_log: File that gets one JSON line per request; empty for none.
         traces: URL of an OTLP collector (``http://HOST:4318``); empty for none.
-        ssl_certfile: Certificate to serve HTTPS with; empty: plain HTTP. It and its key are read
-            again when they change.
-        ssl_keyfile: Its key; where empty, in the same file.
-        replica_ca: File of authorities for replicas and peers with ``https://``; the system's
-            where empty.
-        forward_to: Regions that requests may be sent on to; None: all of ``peers``.
+        ssl_certfile: Certificate file for HTTPS; empty: plain HTTP. The certificate and its key are
+            read again when they change.
+        ssl_keyfile: Key file of the certificate; empty if the certificate file contains the key.
+        replica_ca: File of authorities for replicas and peers with ``https://``; empty for the
+            system's authorities.
+        forward_to: Regions to which requests may be forwarded; None: all of ``peers``.
     """
 
     region: str = "local"
@@ -262,10 +272,10 @@ class BalancerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     health: HealthSettings = HealthSettings()
 
     def check(self) -> None:
-        """Returns if the settings make sense together.
+        """Check the settings, each by itself and all together.
 
         Raises:
-            UserError: They do not; names the key.
+            UserError: The settings are invalid; the message names the key.
         """
         self.limits.check()
         self.health.check()
@@ -298,7 +308,7 @@ class BalancerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
     @property
     def server_tls(self) -> ServerTls | None:
-        """What clients are served with; None for plain HTTP."""
+        """Return the TLS settings for serving clients; None for plain HTTP."""
         return ServerTls(self.ssl_certfile, self.ssl_keyfile) if self.ssl_certfile else None
 
     def _check_tls(self) -> None:
@@ -349,10 +359,10 @@ class BalancerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 def check_name(what: str, name: str) -> None:
-    """Return if ``name`` is short and printable: it goes into logs, metrics and to peers.
+    """Check that ``name`` is short and printable: names go into logs, metrics and to peers.
 
     Raises:
-        UserError: It is not.
+        UserError: ``name`` is too long or not printable.
     """
     if len(name) > MAX_NAME_CHARS or not name.isprintable():
         raise UserError(
@@ -361,16 +371,16 @@ def check_name(what: str, name: str) -> None:
 
 
 def replica_id(one: ReplicaSettings) -> str:
-    """Returns the id of a replica: its own, or host and port."""
+    """Return the id of a replica: the one in its settings, or host and port."""
     return one.id or parse_endpoint(one.url).authority
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One HTTP server.
+    """Address of an HTTP server.
 
     Attributes:
-        host: A name or an address; an IPv6 address without brackets.
+        host: Name or address of the host; an IPv6 address without brackets.
     """
 
     host: str
@@ -379,7 +389,7 @@ class Endpoint:
 
     @property
     def authority(self) -> str:
-        """As in a Host header."""
+        """Return host and port as in a Host header."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
 
@@ -389,10 +399,10 @@ class Endpoint:
 
 
 def parse_endpoint(url: str) -> Endpoint:
-    """Returns what ``url`` names.
+    """Return the endpoint that ``url`` names.
 
     Raises:
-        UserError: It is not ``http[s]://HOST[:PORT]``; a path, a query or a password is too much.
+        UserError: ``url`` is not ``http[s]://HOST[:PORT]``, without a path, query or password.
     """
     try:
         parts = urlsplit(url)
@@ -414,7 +424,7 @@ def parse_endpoint(url: str) -> Endpoint:
 
 
 def _is_host(host: str) -> bool:
-    """Whether the resolver takes ``host``: it raises another error than for one it cannot find."""
+    """Return whether the resolver accepts ``host``; its error is not that of a failed lookup."""
     try:
         return bool(host.encode("idna"))
     except UnicodeError:

@@ -1,4 +1,4 @@
-"""Settings from a TOML or YAML file, read again when it changes; mistakes are named by key."""
+"""Settings from a TOML or YAML file, read again when it changes; errors name the key."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _AT = re.compile(r"(.*) - at `\$\.?(.*)`")
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that is there twice, which YAML's own loader overwrites in silence."""
+    """YAML loader that refuses a duplicate key, which YAML's own loader overwrites silently."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -58,10 +58,10 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_settings(path: Path) -> BalancerSettings:
-    """Returns what ``path`` says; the part after the last dot tells TOML from YAML.
+    """Return the settings in the file ``path``, which is TOML or YAML according to its suffix.
 
     Raises:
-        UserError: The file cannot be read, or something in it makes no sense; names file and key.
+        UserError: The file cannot be read, or a value is invalid; the message names file and key.
     """
     table = _read(path)
     try:
@@ -120,7 +120,7 @@ class _File:
     async def look(self) -> None:
         stamp = _stamp(self._path)
         is_settled, self._before = stamp == self._before, stamp
-        # Half a file may be a valid one.
+        # Wait until the file no longer changes: half a file may be a valid one.
         if stamp == self._seen or stamp is None or not is_settled:
             return
         self._seen = stamp

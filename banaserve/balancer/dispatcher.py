@@ -1,4 +1,4 @@
-"""Dispatcher of requests: asks the policy where each goes, under the limits of this balancer."""
+"""Dispatcher that asks the policy for each request's target, within the balancer's limits."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Dispatcher:
     Attributes:
         fleet: The targets' counters, and the policy.
         queue: Requests that wait for a target.
-        log: Gets one line an event.
-        max_attempts: Targets tried for one request before the first byte of an answer.
-        max_queue: Requests that may wait.
+        log: Called with one line per event.
+        max_attempts: Maximum number of targets tried for a request before an answer's first byte.
+        max_queue: Maximum number of requests that wait.
     """
 
     def __init__(
@@ -45,17 +45,17 @@ class Dispatcher:
         self.take_settings(BalancerSettings())
 
     def take_settings(self, settings: BalancerSettings) -> None:
-        """Let the limits of ``settings`` hold from here on."""
+        """Apply the limits of ``settings`` from now on."""
         self._policy = registry.POLICIES.label(settings.policy.name)
         self.max_attempts = settings.limits.max_attempts
         self.max_queue = settings.limits.max_queue
         self._has_keys = bool(settings.api_keys or settings.tenants)
 
     def decide(self, request: Request, without: set[str]) -> RoutingDecision:
-        """Returns the policy's decision, leaving out ``without`` where other targets are left.
+        """Return the policy's decision, leaving out ``without`` if other targets are available.
 
         Raises:
-            PolicyError: The policy fails, or names a target that there is not.
+            PolicyError: The policy fails, or names an unknown target.
         """
         view = self.fleet.view(monotonic())
         if without and self.has_other(request, without):
@@ -65,17 +65,17 @@ class Dispatcher:
             target = decision.target
             if target is None or target in self._targets.targets:
                 return decision
-        # It may be another package's code: sys.exit in it would end the balancer.
+        # The policy may be another package's code, in which sys.exit would end the balancer.
         except (Exception, SystemExit) as error:
             raise PolicyError(f"policy {self._policy}: {one_line(error)}") from error
         raise PolicyError(f"policy {self._policy}: there is no replica {target!r}")
 
     def has_other(self, request: Request, tried: set[str]) -> bool:
-        """Returns whether a target that is not in ``tried`` may serve ``request`` at present."""
+        """Return whether a target that is not in ``tried`` may serve ``request`` at present."""
         return self._targets.has_other(request, tried)
 
     def others(self, request: Request, tried: set[str]) -> list[Target]:
-        """Returns targets not in ``tried`` that the policy may send ``request`` at some time."""
+        """Return targets not in ``tried`` to which the policy may send ``request`` at some time."""
         found = self._targets.others(request, tried)
         goes_on = Need.PEERS in self.fleet.policy.needs
         return found if goes_on else [one for one in found if not one.is_peer]
@@ -87,7 +87,7 @@ class Dispatcher:
             target.pool.drop_idle()
 
     def target(self, decision: RoutingDecision) -> Target:
-        """Returns the target of ``decision``, which has one."""
+        """Return the target of ``decision``, which has one."""
         assert decision.target is not None
         return self._targets.targets[decision.target]
 
@@ -99,11 +99,11 @@ class Dispatcher:
         parent: bytes,
         identity: str = "",
     ) -> bytes:
-        """Returns the header lines that the hop to ``target`` alone needs.
+        """Return the header lines that the hop to ``target`` alone needs.
 
         Args:
             parent: W3C trace context for the next hop; empty for none.
-            identity: Of the tenant that asks; empty for none.
+            identity: Name of the tenant that asks; empty for none.
         """
         fields = target.fields
         # A key of this balancer's clients is not shown to a replica.

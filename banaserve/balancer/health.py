@@ -1,4 +1,4 @@
-"""Health probes of replicas, and reads of the load that they report."""
+"""Health probes of replicas, and reads of the load that the replicas report."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _MAX_REQUESTS = 10**6
 
 
 class Prober:
-    """Periodic looks at one replica: its health, and its load where the policy reads it.
+    """Periodic probes of one replica: its health, and its load if that is read.
 
     Attributes:
-        health: How often and how long.
+        health: Intervals, timeouts and other settings of the probes.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Prober:
             task.cancel()
 
     async def look(self) -> None:
-        """Look at the replica's health once."""
+        """Probe the replica's health once."""
         target, health = self._target, self.health
         try:
             answer = await fetch(target.pool, "GET", health.path, target.fields, health.timeout_s)
@@ -96,7 +96,7 @@ class Prober:
 
 
 def read_report(page: bytes, at_s: float) -> Report | None:
-    """Returns what a metrics page of vLLM or SGLang says, engines summed; None where nothing."""
+    """Return the load on a metrics page of vLLM or SGLang, engines summed; None without load."""
     waiting = running = 0.0
     used: list[float] = []
     found = False
@@ -125,10 +125,11 @@ async def run_periodically(
     log: Callable[[str], None],
     what: str,
 ) -> None:
-    """Do ``step`` every ``interval_s`` until cancelled, whatever it raises.
+    """Run ``step`` every ``interval_s`` until cancelled, whatever exception it raises.
 
-    These tasks are not awaited: without this, one surprise would end the looks at a replica for
-    good, and nothing would say so. A step that fails anew in the same words is not logged again.
+    These tasks are not awaited: without this, one unexpected exception would end the probes of a
+    replica for good and silently. A step that fails again with the same message is not logged
+    again.
     """
     complaint = ""
     while True:
@@ -144,7 +145,7 @@ async def run_periodically(
 
 
 class ProbeAnswer(NamedTuple):
-    """An answer and how long it took on an open connection, in milliseconds."""
+    """Answer, with the time that it took on an open connection, in milliseconds."""
 
     status: int
     body: bytes
@@ -154,15 +155,15 @@ class ProbeAnswer(NamedTuple):
 async def fetch(
     pool: ConnectionPool, method: str, path: str, fields: bytes, timeout_s: float, body: bytes = b""
 ) -> ProbeAnswer:
-    """Returns the answer to one small request.
+    """Return the answer to one small request.
 
-    A chunked body comes as it was framed: enough for reading numbers out of it.
+    A chunked body is returned with its framing, which suffices for reading numbers from it.
 
     Args:
-        fields: Header lines, with Host.
+        fields: Header lines, including Host.
 
     Raises:
-        OSError: No answer, or not in time.
+        OSError: There is no answer, or not in time.
     """
     length = b"Content-Length: %d\r\n" % len(body) if method != "GET" else b""
     start = b"%b %b HTTP/1.1\r\n" % (method.encode(), path.encode())
@@ -175,7 +176,7 @@ async def fetch(
 async def _try(
     pool: ConnectionPool, parts: list[bytes], is_last: bool = False
 ) -> ProbeAnswer | None:
-    """Returns None where a connection had been closed while it was idle."""
+    """Return the answer; None if the connection had been closed while it was idle."""
     upstream = (None if is_last else pool.take()) or await pool.connect()
     started_s = monotonic()
     sink = _Collector(upstream)
@@ -191,7 +192,7 @@ async def _try(
 
 
 class _Collector:
-    """A sink that keeps everything."""
+    """Sink that keeps the whole answer."""
 
     def __init__(self, upstream: ReplicaConnection) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()

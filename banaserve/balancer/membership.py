@@ -1,4 +1,4 @@
-"""Registry of the targets of one balancer: its replicas, those of dead balancers, and peers."""
+"""Registry of a balancer's targets: its own replicas, those of dead balancers, and its peers."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from banaserve.orchestrator.replicas.prefixes.peers import PeerPrefixes, SharesP
 
 
 class TargetRegistry:
-    """Targets that requests may be sent to, and the probers that look at them.
+    """Targets that requests may be sent to, and their probers.
 
     Attributes:
-        adopted: Ids of replicas by the region whose balancer is dead.
-        tls: Whom targets with TLS are trusted by; None as long as there is none.
+        adopted: Ids of the adopted replicas, by the region whose balancer is dead.
+        tls: Authorities that are trusted for targets with TLS; None while there is no such target.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class TargetRegistry:
     def take_settings(self, settings: BalancerSettings) -> None:
         """Bring the targets in line with ``settings``.
 
-        A replica that stays where it is keeps its counts, its connections and what is known of its
-        cache.
+        A replica whose id and address stay the same keeps its counts, its connections and what is
+        known of its cache.
         """
         self._settings = settings
         stays = {place_of(one) for one in settings.replicas} & {place_of(one) for one in self._own}
@@ -93,7 +93,7 @@ class TargetRegistry:
                 self._peers[peer.region].take_settings(settings)
 
     async def start(self) -> None:
-        """Look at every replica once, then go on looking."""
+        """Probe every target once, then keep probing."""
         probers: list[Prober | PeerProber] = [*self._probers.values(), *self._peers.values()]
         await asyncio.gather(*(prober.look() for prober in probers))
         for target in self.targets.values():
@@ -106,7 +106,7 @@ class TargetRegistry:
             prober.start()
 
     def stop(self) -> None:
-        """Look no more, and close every connection."""
+        """Stop probing, and close every connection."""
         for prober in self._probers.values():
             prober.stop()
         for peer in self._peers.values():
@@ -115,11 +115,11 @@ class TargetRegistry:
             target.pool.close()
 
     def has_other(self, request: Request, tried: set[str]) -> bool:
-        """Whether a target that is not in ``tried`` may serve ``request`` at present."""
+        """Return whether a target that is not in ``tried`` may serve ``request`` at present."""
         return any(one.view.is_available for one in self.others(request, tried))
 
     def others(self, request: Request, tried: set[str]) -> list[Target]:
-        """Returns targets not in ``tried`` that may serve ``request``, now or at another time."""
+        """Return targets not in ``tried`` that may serve ``request``, now or at another time."""
         return [
             one
             for one in self.targets.values()
@@ -130,11 +130,11 @@ class TargetRegistry:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request would find a target."""
+        """Return whether a request would find a target."""
         return any(one.is_healthy and not one.breaker.is_open for one in self.targets.values())
 
     def state(self, queue_length: int) -> PeerState:
-        """Returns what this balancer tells the others."""
+        """Return the state that this balancer reports to its peers."""
         views = [one.view for one in self.targets.values() if not one.is_peer]
         return PeerState(
             region=self._settings.region,
@@ -150,7 +150,7 @@ class TargetRegistry:
         )
 
     def look_after(self, now_s: float) -> None:
-        """Take in the replicas of balancers that are dead, and return those of the living."""
+        """Adopt the replicas of dead balancers; give back those of balancers that live again."""
         alive = {name for name, peer in self._peers.items() if not peer.is_dead(now_s)}
         own = self._settings.region
         for name, peer in self._peers.items():
@@ -194,10 +194,10 @@ class TargetRegistry:
         self._adjust(one, takes_keys)
 
     def _adjust(self, one: ReplicaSettings, takes_keys: bool = True) -> None:
-        """Let what is told of a replica hold from here on.
+        """Apply the settings of a replica from now on.
 
         Args:
-            takes_keys: It may be shown keys, ours and the clients'.
+            takes_keys: True if the replica may be shown keys, the balancer's and the clients'.
         """
         settings = self._settings
         target = self.targets[replica_id(one)]
@@ -221,7 +221,7 @@ class TargetRegistry:
             self._changed,
             self._on_change,
             self._log,
-            # Peers are told of them, whatever the policy reads.
+            # Peers are told the reported load, even if the policy does not read it.
             reads_reports=Need.REPORTS in self._fleet.policy.needs or bool(settings.peers),
         )
         if self._is_started:
@@ -255,7 +255,7 @@ class TargetRegistry:
         )
 
     def _disown(self, target_id: str) -> None:
-        """A replica that was looked after for another region is named as our own."""
+        """Drop an adopted replica that the settings now name as this balancer's own."""
         for ids in self.adopted.values():
             if target_id in ids:
                 ids.remove(target_id)
@@ -270,26 +270,27 @@ class TargetRegistry:
     def _changed(self, target: Target) -> None:
         self._log(f"{target.name} {'is back' if target.is_healthy else 'does not answer'}")
         if target.is_healthy and target.was_refused:
-            # It has been started again, so what was in its cache is gone.
+            # The replica has been restarted, so the contents of its cache are gone.
             target.was_refused = False
             self._fleet.restarted(target.view.id)
         self._on_change()
 
 
 def failover_owner(distances_ms: Mapping[str, float]) -> str:
-    """Returns the region that is nearest to the dead one; the first by name among equals.
+    """Return the region that is nearest to the dead one; the first by name among equals.
 
-    Every living balancer asks this with the same distances and so comes to the same answer. Where
-    they differ for a moment, two of them serve a replica, which loses and doubles nothing.
+    Every living balancer calls this with the same distances and so gets the same answer. If the
+    distances differ for a moment, two balancers serve a replica, which loses and doubles nothing.
 
     Args:
-        distances_ms: From each living region to the dead one, as each measured it; at least one.
+        distances_ms: Distance from each living region to the dead one in milliseconds, as the
+            living region measured it; at least one.
     """
     return min(distances_ms, key=lambda region: (distances_ms[region], region))
 
 
 def shared_prefixes(policy: ReplicaPolicy, settings: BalancerSettings) -> PeerPrefixes | None:
-    """Returns what the policy shares with peers, and lets it read that; None where it does not."""
+    """Return the prefixes shared with peers, also given to the policy; None if it shares none."""
     if not settings.peers or Need.PEER_PREFIXES not in policy.needs:
         return None
     assert isinstance(policy, SharesPrefixes), "checked when the policy is registered"
@@ -299,5 +300,5 @@ def shared_prefixes(policy: ReplicaPolicy, settings: BalancerSettings) -> PeerPr
 
 
 def place_of(one: ReplicaSettings) -> tuple[str, Endpoint]:
-    """Returns what a replica is known by: its id and where it listens."""
+    """Return the identity of a replica: its id and its address."""
     return replica_id(one), parse_endpoint(one.url)

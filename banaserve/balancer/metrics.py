@@ -1,6 +1,6 @@
-"""Counters of one balancer, made into Prometheus metrics on request.
+"""Counters of one balancer, converted into Prometheus metrics on request.
 
-Counting with a library's thread-safe metrics costs more than relaying a chunk.
+Counting with a library's thread-safe metrics would cost more than relaying a chunk.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class Metrics(Collector):
     def ended(
         self, status: int, arrived_s: float, now_s: float, num_reads: int, flights: list[Flight]
     ) -> None:
-        """A request has been answered in ``num_reads`` parts; 502 also for one that broke off.
+        """Count a request whose answer came in ``num_reads`` parts.
 
         Args:
-            status: 0 where the client went away.
-            flights: Its attempts.
+            status: Status of the answer; 502 also if it broke off, 0 if the client went away.
+            flights: Attempts of the request.
         """
         self._num_reads += num_reads
         after_s = now_s - arrived_s
@@ -85,19 +85,19 @@ class Metrics(Collector):
         self._durations.add(after_s)
 
     def refused(self, status: int) -> None:
-        """A request was refused before it was whole."""
+        """Count a request that was refused before it was complete."""
         self._refused[status] += 1
 
     def dropped(self, cause: str) -> None:
-        """A connection of a client was closed without an answer."""
+        """Count a client connection that was closed without an answer."""
         self._dropped[cause] += 1
 
     def over_limit(self, limit: str) -> None:
-        """A request was beyond a limit of its key."""
+        """Count a request beyond a limit of its key."""
         self._over_limits[limit] += 1
 
     def page(self) -> bytes:
-        """Returns all metrics in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         registry = CollectorRegistry()
         registry.register(self)
         return generate_latest(registry)

@@ -1,4 +1,4 @@
-"""State that balancers of different regions exchange, ten times a second, behind a shared key."""
+"""State that balancers of different regions exchange ten times a second, behind a shared key."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ from banaserve.orchestrator.replicas.prefixes.peers import PeerPrefixes
 STATE_PATH = b"/_banaserve/state"
 PREFIXES_PATH = b"/_banaserve/prefixes"
 PEER_PATHS = frozenset((STATE_PATH, PREFIXES_PATH))
-"""Answered by the balancer itself, to peers alone."""
+"""Paths that the balancer itself answers, to peers only."""
 
 PEER_PREFIX = "region:"
-"""Begins the names of peers among targets."""
+"""Prefix of the names of peers among targets."""
 
 PROTOCOL = 1
 DEAD_AFTER_S = 2.0
-"""Twenty looks without an answer: longer than a pause of the garbage collector or the network."""
+"""Silence after which a peer is dead, in seconds: twenty probes, longer than a pause of the garbage
+collector or the network."""
 
 _FAILED_LOOKS = 3
 
@@ -46,7 +47,7 @@ _Url = Annotated[str, msgspec.Meta(max_length=512)]
 
 
 class ReplicaState(msgspec.Struct, frozen=True):
-    """A replica, so that others can look after it. Keys are never told."""
+    """Replica as reported to peers, so that they can adopt it. Keys are never reported."""
 
     url: _Url
     id: _Name
@@ -54,10 +55,10 @@ class ReplicaState(msgspec.Struct, frozen=True):
     max_prompt_tokens: _Count = 0
 
     def check(self) -> None:
-        """Return if names are printable and the URL is one.
+        """Check that the names are printable and the URL is valid.
 
         Raises:
-            UserError: They are not.
+            UserError: A name or the URL is invalid.
         """
         parse_endpoint(self.url)
         for name in (self.id, *self.models):
@@ -67,11 +68,11 @@ class ReplicaState(msgspec.Struct, frozen=True):
 
 
 class PeerState(msgspec.Struct, frozen=True, kw_only=True):
-    """State of a balancer, as it tells its peers.
+    """State of a balancer, as reported to its peers.
 
     Attributes:
-        num_available: Replicas that may be sent a request at once.
-        distances_ms: Smoothed round trips to the others.
+        num_available: Number of replicas that would batch a request at once.
+        distances_ms: Smoothed round trips to the other regions, in milliseconds.
     """
 
     region: _Name
@@ -89,16 +90,16 @@ encode_state = msgspec.json.Encoder().encode
 
 
 def is_free(view: ReplicaView) -> bool:
-    """Whether a replica would batch a request at once."""
+    """Return whether a replica would batch a request at once."""
     return view.is_available and view.pending == 0
 
 
 class PeerProber:
-    """Periodic looks at one peer.
+    """Periodic probes of one peer.
 
     Attributes:
-        state: What it last said.
-        distance_ms: To it and back.
+        state: Last state that the peer has reported.
+        distance_ms: Round trip to the peer, in milliseconds.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class PeerProber:
         log: Callable[[str], None],
         prefixes: PeerPrefixes | None = None,
     ) -> None:
-        """``prefixes``: takes in what the peer tells of its replicas' caches; None: not asked."""
+        """``prefixes`` takes the prefixes of the peer's replicas; None: the peer is not asked."""
         self._settings, self._target, self._fleet, self._health = settings, target, fleet, health
         self._on_change, self._on_report, self._log = on_change, on_report, log
         self._prefixes = prefixes
@@ -138,11 +139,11 @@ class PeerProber:
 
     @property
     def settings(self) -> PeerSettings:
-        """What the settings say of it."""
+        """Return the settings of the peer."""
         return self._settings
 
     def take_settings(self, settings: BalancerSettings) -> None:
-        """Let the limits of ``settings`` hold from here on."""
+        """Apply the limits of ``settings`` from now on."""
         self._target.take_settings("", 0, settings)
         is_same, self._health = self._health == settings.health, settings.health
         if self._tasks and not is_same:
@@ -150,12 +151,12 @@ class PeerProber:
             self.start()
 
     def is_dead(self, now_s: float) -> bool:
-        """Whether it has been silent for long, and not only because it was not asked."""
+        """Return whether the peer has been silent for long although it was probed."""
         has_failed = self._target.num_failed_looks >= _FAILED_LOOKS
         return has_failed and now_s - self._heard_at_s > DEAD_AFTER_S
 
     async def look(self) -> None:
-        """Ask the peer once."""
+        """Probe the peer once."""
         target, asked_s = self._target, monotonic()
         try:
             answer = await fetch(
@@ -176,7 +177,7 @@ class PeerProber:
         """Ask the peer once which prefixes its replicas were sent.
 
         Raises:
-            ProtocolError: What it says is no snapshot.
+            ProtocolError: The peer's answer is not a snapshot.
         """
         target, prefixes = self._target, self._prefixes
         if prefixes is None or not target.is_healthy:
@@ -191,7 +192,7 @@ class PeerProber:
             prefixes.take(target.view.id, answer.body)
 
     def _read(self, status: int, body: bytes) -> PeerState | None:
-        """Returns its state, or None where it is none; a new complaint is one line in the log."""
+        """Return the peer's state, or None if it is invalid; log each new complaint in one line."""
         complaint, state = "", None
         try:
             if status != 200:

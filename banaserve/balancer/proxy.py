@@ -1,4 +1,4 @@
-"""One request on its way: a target, attempts until one answers, and the answer to the client."""
+"""Request under way: its target, attempts until one answers, and the answer to the client."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from banaserve.orchestrator.replicas.interface import (
 )
 
 FAULTS = frozenset((502, 503, 504))
-"""Answers that speak against the replica. Not 500: one bad request would open every circuit."""
+"""Statuses that count as the replica's fault. Not 500: one bad request would open every circuit."""
 
 RETRIED = frozenset((429, 502, 503, 504))
-"""Answers that another replica may not give: too busy, or not there."""
+"""Statuses after which another replica is tried: the replica is too busy, or not available."""
 
 _BACKOFF_S = 0.1
 _EVENTS = re.compile(rb"\r\ncontent-type:[ \t]*text/event-stream", re.IGNORECASE)
@@ -37,14 +37,14 @@ _TAIL_BYTES = 4096
 
 
 class ProxiedRequest:
-    """A request from its last byte to the last byte of its answer. It is answered exactly once.
+    """Request from its last byte to the last byte of its answer. It is answered exactly once.
 
     Attributes:
-        flights: One for each attempt, in their order.
-        num_reads: Parts of the answer relayed.
+        flights: Records of the attempts, in their order.
+        num_reads: Number of parts of the answer relayed.
         parent: W3C trace context for the next hop.
-        status: Of the answer; 0 before it, and where the client went away.
-        tenant: Who asks, where that counts; ``identity`` is its name for the next hop.
+        status: Status of the answer; 0 before the answer, and if the client went away.
+        tenant: Tenant that asks, if its use is counted; ``identity`` is its name for the next hop.
     """
 
     __slots__ = (
@@ -85,7 +85,7 @@ class ProxiedRequest:
         deadline_s: float,
         on_ended: Callable[[ProxiedRequest], None],
     ) -> None:
-        """``on_ended`` is called once, after the answer or where the client went away."""
+        """``on_ended`` is called once, after the answer or when the client goes away."""
         self._dispatcher, self._client, self.message = dispatcher, client, message
         self.request, self._on_ended = request, on_ended
         self.kind = (request.model, request.allowed_regions, request.was_forwarded)
@@ -107,7 +107,7 @@ class ProxiedRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and answer, as far as it is known; nothing before a replica was asked."""
+        """Return the known tokens of prompt and answer; 0 before a replica was asked."""
         if not self.flights:
             return 0
         return self.prompt_tokens + (self.flights[-1].output_tokens or self.num_reads)
@@ -172,7 +172,7 @@ class ProxiedRequest:
         if status == 404 and self._looks_on(attempt, now_s):
             return
         if self.message.is_http10 and isinstance(body, ChunkedBody):
-            # uvicorn answers so in either version of HTTP: no fault of the replica's.
+            # uvicorn sends chunks in either version of HTTP: this is not the replica's fault.
             self._release()
             self._answer(505, "the answer comes in chunks: ask by HTTP/1.1", None)
             return
@@ -206,7 +206,7 @@ class ProxiedRequest:
         elif was_reused and not self._had_free_try:
             self._had_free_try = True
             attempt.broke(is_fault=False)
-            # The server closed it while it was idle; all the others may be closed as well.
+            # The server closed the connection while it was idle; all other idle ones may be closed.
             attempt.target.pool.drop_idle()
             self.num_attempts -= 1
             self._rejoin()
@@ -224,7 +224,7 @@ class ProxiedRequest:
     # Another attempt.
 
     def _looks_on(self, attempt: UpstreamAttempt, now_s: float) -> bool:
-        """Look for a stored response, which one replica holds, at the next; False at the last."""
+        """Ask the next replica for a stored response, held by one of them; False at the last."""
         if not (response_id := stored_response(self.message)):
             return False
         tried = {*self._tried, attempt.target.view.id}
@@ -240,7 +240,7 @@ class ProxiedRequest:
         return True
 
     def _not_found(self, response_id: str) -> None:
-        """Answer that no replica which could be asked holds a stored response."""
+        """Answer that none of the replicas that could be asked holds a stored response."""
         unasked = self._dispatcher.others(self.request, self._tried)
         why = self._why or f"{unasked[0].name} cannot be asked"
         is_busy = self._holder_is_busy or any(one.is_full for one in unasked)
@@ -249,7 +249,7 @@ class ProxiedRequest:
         self._answer(503 if is_busy else 404, words, 1.0 if is_busy else None)
 
     def _lack(self, attempt: UpstreamAttempt, why: str) -> None:
-        """This process has no descriptor for a connection: no fault of the replica's."""
+        """Retry later: this process lacks a descriptor, which is not the replica's fault."""
         attempt.broke(is_fault=False)
         self._why = f"the balancer {why}; try again shortly"
         self._dispatcher.make_room(why)
@@ -287,7 +287,7 @@ class ProxiedRequest:
     # Ends.
 
     def _break_off(self, attempt: UpstreamAttempt, why: str) -> None:
-        """The answer has begun, so it cannot be begun elsewhere."""
+        """End an answer that has begun, since it cannot be begun again at another replica."""
         client, body = self._client, self._body
         attempt.broke(is_fault=True)
         self._dispatcher.log(f"{attempt.target.name}: {why} in mid-answer")
@@ -304,7 +304,7 @@ class ProxiedRequest:
         """Answer without a replica."""
         client = self._client
         if self.message.method == b"HEAD":
-            # No body belongs here, so nothing may follow it.
+            # The answer to HEAD must not have the body sent here, so the connection must end.
             client.can_go_on = False
         closes = not client.can_go_on
         client.write(replies.error(status, why, closes=closes, retry_after_s=retry_after_s))
@@ -316,7 +316,7 @@ class ProxiedRequest:
         self._on_ended(self)
 
     def expire(self) -> None:
-        """The request has had all its time."""
+        """End a request that has run out of time."""
         self._release()
         if self.status:
             self.is_over, self.status = True, 504
@@ -333,7 +333,7 @@ class ProxiedRequest:
         self._on_ended(self)
 
     def _release(self) -> None:
-        """Let go of the attempt under way, or of the place in the queue."""
+        """Give up the attempt under way, or the place in the queue."""
         self._dispatcher.queue.leave(self)
         if self._backoff is not None:
             self._backoff.cancel()
@@ -351,11 +351,11 @@ class ProxiedRequest:
 
 
 class UpstreamAttempt:
-    """One attempt at one target: counted as sent when it is made, and as ended exactly once.
+    """Attempt at one target, counted as sent when it is created, and as ended exactly once.
 
     Attributes:
-        flight: What the policy is told of it.
-        prompt_tokens: As the answer says; 0 where it does not.
+        flight: Record of the attempt for the policy.
+        prompt_tokens: Number of prompt tokens that the answer states; 0 if it states none.
     """
 
     __slots__ = (
@@ -369,7 +369,7 @@ class UpstreamAttempt:
     )
 
     def __init__(self, dispatcher: Dispatcher, request: Request, decision: RoutingDecision) -> None:
-        """``decision`` has a target."""
+        """``decision`` must have a target."""
         now_s = monotonic()
         self._dispatcher = dispatcher
         self._upstream: ReplicaConnection | None = None
@@ -381,7 +381,7 @@ class UpstreamAttempt:
         self.target.sent(now_s)
 
     def start(self, parts: list[bytes], sink: Sink, to_head: bool) -> None:
-        """Send the request, on an idle connection or on a fresh one."""
+        """Send the request, on an idle connection or on a new one."""
         upstream = self.target.pool.take()
         if upstream is not None:
             self._upstream = upstream
@@ -406,15 +406,15 @@ class UpstreamAttempt:
             upstream.send(parts, sink, to_head)
 
     def first_byte(self, now_s: float) -> None:
-        """The answer has begun."""
+        """Record that the answer has begun."""
         self._dispatcher.fleet.first_token(self.flight, now_s)
 
     def answered(self, status: int, now_s: float, last: bytes = b"", num_reads: int = 0) -> None:
-        """The answer is complete, or another one is wanted.
+        """Record that the answer is complete, or that another attempt follows.
 
         Args:
-            last: Its last bytes, which may say how many tokens it had.
-            num_reads: In how many parts it came: about one a token of a stream.
+            last: Last bytes of the answer, which may state its number of tokens.
+            num_reads: Number of parts of the answer: about one per token of a stream.
         """
         self._end()
         self.target.answered(status, status in FAULTS, now_s)
@@ -429,10 +429,10 @@ class UpstreamAttempt:
         self._dispatcher.fleet.finished(self.flight, now_s, tokens, cached_tokens)
 
     def broke(self, is_fault: bool) -> None:
-        """There will be no whole answer; a connection under way is closed.
+        """Record that the answer will not be complete, and close the attempt's connection.
 
         Args:
-            is_fault: It says something of the target: not a client that went away.
+            is_fault: True if the target is at fault, and not, say, a client that went away.
         """
         now_s = monotonic()
         self._dispatcher.fleet.failed(self.flight, now_s, is_fault)
@@ -440,7 +440,7 @@ class UpstreamAttempt:
         self.drop()
 
     def drop(self) -> None:
-        """Close the connection: what else comes on it is of no use."""
+        """Close the connection: its further bytes are of no use."""
         upstream = self._upstream
         if self._connecting is not None:
             self._connecting.cancel()

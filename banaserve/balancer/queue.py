@@ -1,4 +1,4 @@
-"""Queue of requests without a target: first come, first served among those of one kind."""
+"""Queue of requests that wait for a target: first come, first served within each kind."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import Protocol
 from banaserve.orchestrator.replicas.fleet import Fleet
 
 REFUSALS_AT_A_TIME = 64
-"""Decisions in vain before the event loop has its turn: a few milliseconds."""
+"""Maximum number of decisions without a target before the event loop runs again: a few
+milliseconds."""
 
 
 class Waiting(Protocol):
-    """A request that waits for a target.
+    """Request that waits for a target.
 
     Attributes:
-        kind: Requests of one kind may go to the same targets.
-        is_over: It needs no target any more.
-        waits_until_s: When waiting has no point any more.
+        kind: Kind of the request; requests of one kind may go to the same targets.
+        is_over: True if the request no longer needs a target.
+        waits_until_s: Time at which the request stops waiting, in seconds.
     """
 
     is_over: bool
@@ -29,16 +30,17 @@ class Waiting(Protocol):
     def kind(self) -> Hashable: ...
 
     def place(self) -> bool:
-        """Returns whether the request has been sent somewhere, or answered."""
+        """Try to send the request; return whether it has been sent or answered."""
         ...
 
     def waited_too_long(self) -> None: ...
 
 
 class RequestQueue:
-    """Requests in the order in which they came, a lane for each kind.
+    """Requests in order of arrival, in one lane for each kind.
 
-    No request overtakes within a lane; a lane that waits for one target does not hold up another.
+    No request overtakes another within a lane; a lane that waits for a target does not hold up
+    other lanes.
     """
 
     def __init__(self) -> None:
@@ -50,11 +52,11 @@ class RequestQueue:
         return self._length
 
     def has_waiting(self, kind: Hashable) -> bool:
-        """Returns whether a request of that kind waits."""
+        """Return whether a request of that kind waits."""
         return kind in self._lanes
 
     def join(self, one: Waiting, at_front: bool = False) -> None:
-        """Take in a request; ``at_front``: it has waited before."""
+        """Add a request, at the front if it has waited before (``at_front``)."""
         lane = self._lanes.setdefault(one.kind, OrderedDict())
         lane[one] = None
         if at_front:
@@ -62,7 +64,7 @@ class RequestQueue:
         self._length += 1
 
     def leave(self, one: Waiting) -> None:
-        """Take out a request, if it is there."""
+        """Remove a request, if it is in the queue."""
         lane = self._lanes.get(one.kind)
         if lane is None or one not in lane:
             return
@@ -74,14 +76,15 @@ class RequestQueue:
     def start_pass(self) -> bool:
         """Place the requests that can be placed.
 
-        Lanes take turns, a request each. Returns whether lanes are left to ask: a request that
-        waits in vain costs a decision, and clients can make as many lanes as the queue has places.
+        Lanes take turns, with one request each. Return whether lanes are left to ask: each request
+        that finds no target costs a decision, and clients can create as many lanes as the queue has
+        places.
         """
         self._to_ask = deque(self._lanes)
         return self.continue_pass()
 
     def continue_pass(self) -> bool:
-        """Ask further lanes of the last pass; returns whether more are left."""
+        """Ask further lanes of the last pass; return whether more are left."""
         num_refused = 0
         while self._to_ask and num_refused < REFUSALS_AT_A_TIME:
             kind = self._to_ask.popleft()
@@ -105,7 +108,7 @@ class RequestQueue:
 
 
 class QueueScheduler:
-    """Passes over a queue on the event loop, a bounded part at a time."""
+    """Scheduler of passes over a queue on the event loop, a bounded part at a time."""
 
     def __init__(self, queue: RequestQueue, fleet: Fleet) -> None:
         self._queue, self._fleet = queue, fleet
@@ -114,7 +117,7 @@ class QueueScheduler:
     def schedule(self) -> None:
         """Begin a pass soon, because a target may have become free.
 
-        One pass begins, however often this is called before.
+        Several calls before the pass begins start one pass only.
         """
         if self._queue and not self._is_scheduled:
             self._is_scheduled = True
@@ -129,7 +132,7 @@ class QueueScheduler:
         self._run(self._queue.continue_pass)
 
     def _run(self, part: Callable[[], bool]) -> None:
-        # The request that is asked about does not count.
+        # The request that is being placed does not count.
         self._fleet.queue_length = max(0, len(self._queue) - 1)
         is_more = part()
         self._fleet.queue_length = len(self._queue)

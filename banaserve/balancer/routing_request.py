@@ -14,16 +14,16 @@ from banaserve.orchestrator.replicas.interface import FleetView, Request
 from banaserve.types import RequestId
 
 BYTES_A_TOKEN = 4
-"""Of English text, about; only ratios between requests matter to routing."""
+"""Approximate bytes per token of English text; only ratios between requests matter to routing."""
 
 MAX_NAME_CHARS = 256
-"""Of a model or a user: both are kept, compared and logged."""
+"""Maximum length of a model or user name, in characters: names are kept, compared and logged."""
 
 MAX_OUTPUT_TOKENS = 10**7
-"""A client may ask for any number; what policies add up stays one that they can reckon with."""
+"""Cap on the output tokens of a request: clients may ask for any number, which policies add up."""
 
 MAX_CONVERTED_BYTES = 2**20
-"""Of a body in another encoding than UTF-8: more of it would hold everything else up."""
+"""Maximum size of a body to convert to UTF-8: a longer conversion would block everything else."""
 
 _NOTHING = msgspec.Raw(b"")
 _RESPONSES = (b"/v1/responses", b"/v1/responses/render")
@@ -31,7 +31,7 @@ _STORED = re.compile(rb"/v1/responses/([^/]{1,256})(?:/cancel)?/?")
 
 
 class _Body(msgspec.Struct):
-    """The parts of an OpenAI request that routing reads; a part of another type is no match."""
+    """The parts of an OpenAI request that routing reads; a part of another type fails to decode."""
 
     model: str = ""
     user: str | None = None
@@ -43,7 +43,7 @@ class _Body(msgspec.Struct):
 
 
 class _Continuation(msgspec.Struct):
-    """The part of a request to ``/v1/responses`` that names what it goes on from."""
+    """The part of a request to ``/v1/responses`` that names the response it continues."""
 
     previous_response_id: str = ""
 
@@ -53,7 +53,7 @@ _decode_continuation = msgspec.json.Decoder(_Continuation).decode
 
 
 def blind_request(request_id: RequestId, now_s: float) -> Request:
-    """Returns what a policy that reads no prompt is asked."""
+    """Return the request as shown to a policy that reads no prompt."""
     return Request(request_id, 1, arrived_s=now_s)
 
 
@@ -64,10 +64,10 @@ def read_request(
     allowed_regions: frozenset[str] | None,
     was_forwarded: bool,
 ) -> Request:
-    """Returns ``message`` as routing sees it.
+    """Return ``message`` as routing sees it.
 
-    A body that is no JSON object of the known form is no error here: the replica refuses it in
-    its own words.
+    A body that is not a JSON object of the known form is no error here: the replica refuses such a
+    body with its own message.
     """
     body = _NO_BODY
     if message.body:
@@ -91,9 +91,10 @@ _NO_BODY = _Body()
 
 
 def stored_response(message: ClientRequest) -> str:
-    """Returns the id of the stored response that ``message`` needs; empty where it needs none.
+    """Return the id of the stored response that ``message`` needs; empty if it needs none.
 
-    Of all that a client of vLLM may leave at a server, only this lies in the memory of one replica.
+    Of all state that a client of vLLM may leave at a server, only stored responses are in the
+    memory of a single replica.
     """
     if (named := _STORED.fullmatch(message.path)) and message.path not in _RESPONSES:
         return named[1].decode("utf-8", "replace")
@@ -104,13 +105,13 @@ def stored_response(message: ClientRequest) -> str:
 
 
 def _data(message: ClientRequest) -> bytes:
-    """The body; a long one that is not in UTF-8 stays so, and routing does not read it."""
+    """Return the body in UTF-8; a long body in another encoding stays as it is, and is not read."""
     body = message.body[0] if len(message.body) == 1 else b"".join(message.body)
     return as_utf8(body) if len(body) <= MAX_CONVERTED_BYTES else body
 
 
 def without_tried(view: FleetView, tried: set[str]) -> FleetView:
-    """Returns ``view`` without the targets in ``tried``."""
+    """Return ``view`` without the targets in ``tried``."""
     left = [one for one in view.replicas if one.id not in tried]
     peers = [one for one in view.peers if one.id not in tried]
     return replace(view, replicas=left, peers=peers, by_id={one.id: one for one in left})

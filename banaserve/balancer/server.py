@@ -1,4 +1,4 @@
-"""Process of a balancer: a socket, an event loop, and an end that lets requests finish."""
+"""Process of a balancer: its socket, its event loop, and a shutdown that lets requests finish."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ def run(
     on_ready: Callable[[], None],
     config: Path | None = None,
 ) -> int:
-    """Serve on ``sock`` until SIGINT or SIGTERM; returns 128 and the signal's number.
+    """Serve on ``sock`` until SIGINT or SIGTERM; return 128 plus the signal's number.
 
-    The settings follow the file ``config``, where there is one.
+    The settings follow changes of the file ``config``, if there is one.
 
-    The first signal lets requests under way finish, for a limited time; the second ends at once.
+    After the first signal, requests under way may finish within a limited time; the second signal
+    ends the process at once.
     """
-    # What is allocated so far stays, and requests make no cycles, so looking for them can be rare.
+    # Objects allocated so far stay, and requests make no cycles, so searching for them can be rare.
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
@@ -49,7 +50,7 @@ async def serve(
     on_ready: Callable[[], None],
     config: Path | None,
 ) -> int:
-    """As ``run``, within a running loop of the main thread."""
+    """Serve as ``run`` does, within a running event loop of the main thread."""
     loop = asyncio.get_running_loop()
     signals: asyncio.Queue[int] = asyncio.Queue()
     for each in (signal.SIGINT, signal.SIGTERM):
@@ -73,7 +74,7 @@ async def serve(
 
 
 async def listen(balancer: Balancer, sock: socket.socket) -> ClientListener:
-    """Accept clients on ``sock``, with TLS where the settings name a certificate.
+    """Accept clients on ``sock``, with TLS if the settings name a certificate.
 
     Raises:
         UserError: The certificate cannot be used.
@@ -96,7 +97,7 @@ async def listen(balancer: Balancer, sock: socket.socket) -> ClientListener:
 
 
 async def tick(balancer: Balancer) -> None:
-    """Keep the balancer's time."""
+    """Do the balancer's periodic work."""
     while True:
         for _ in range(_TICKS_A_SLOW_ONE):
             await asyncio.sleep(TICK_S)
@@ -105,7 +106,7 @@ async def tick(balancer: Balancer) -> None:
 
 
 def _guarded(step: Callable[[], None], balancer: Balancer) -> None:
-    """Time goes on whatever one step meets: without it no limit would hold any more."""
+    """Run a step and log its exception: if the clock stopped, no time limit would hold any more."""
     try:
         step()
     except Exception as error:
@@ -113,7 +114,7 @@ def _guarded(step: Callable[[], None], balancer: Balancer) -> None:
 
 
 async def drain(balancer: Balancer, signals: asyncio.Queue[int]) -> None:
-    """Return when nothing is under way, time is up or another signal has come."""
+    """Take no more requests; return when none is under way, time is up or another signal comes."""
     balancer.leave()
     again = asyncio.ensure_future(signals.get())
     idle = asyncio.ensure_future(balancer.idle())

@@ -1,4 +1,4 @@
-"""File of what a policy has learned, which survives restarts."""
+"""File with the learned state of a policy, which survives restarts."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StateFile:
-    """Reads the state once, and writes it now and then; a reader sees a whole file."""
+    """File whose state is read once and written periodically; a reader always sees a whole file."""
 
     def __init__(self, path: Path, name: str, policy: ReplicaPolicy) -> None:
         self._path, self._name, self._policy = path, name, policy
         self._written_at_s = 0.0
 
     def restore(self, log: Callable[[str], None]) -> None:
-        """Take up what was kept; a file that is none is named, and the policy starts afresh."""
+        """Restore the saved state; an invalid file is logged, and the policy learns afresh."""
         try:
             if self._path.stat().st_size > _MAX_BYTES:
                 raise UserError("too large")
@@ -41,13 +41,13 @@ class StateFile:
             log(f"{self._path} holds no state of {self._name} ({error}); it learns afresh")
 
     def tick(self, now_s: float, log: Callable[[str], None]) -> None:
-        """Write every half minute."""
+        """Write the state every half minute."""
         if now_s - self._written_at_s >= _PERIOD_S:
             self._written_at_s = now_s
             self.write(log)
 
     def write(self, log: Callable[[str], None]) -> None:
-        """Write the state; nothing is written where there is none."""
+        """Write the state, if the policy has any."""
         state = self._policy.state()
         if not state:
             return

@@ -1,4 +1,4 @@
-"""Target of requests, a replica or a peer: connections, health, circuit breaker and counts."""
+"""Target of requests, a replica or a peer: its connections, health, circuit breaker and counts."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from banaserve.orchestrator.replicas.interface import PeerView, ReplicaView
 
 
 class Target:
-    """A replica or a peer as the data plane sees it.
+    """Replica or peer as the data plane sees it.
 
     Attributes:
-        name: For the log.
-        fields: Header lines that every request to it gets.
-        key: In ``fields``; empty for none. With one the client's is not passed on.
-        takes_keys: It may be shown keys of clients.
-        is_healthy: What the last looks at it say.
-        was_refused: Its port refused a connection, since it was last healthy.
-        num_answers: By status.
+        name: Name of the target for the log.
+        fields: Header lines of every request to the target.
+        key: Key in ``fields``, sent instead of the client's key; empty for none.
+        takes_keys: True if the target may be shown keys of clients.
+        is_healthy: True if the target is healthy according to the last probes.
+        was_refused: True if the target's port has refused a connection since it was last healthy.
+        num_answers: Number of answers by status.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Target:
         own_fields: bytes = b"",
         tls: Certificates | None = None,
     ) -> None:
-        """``tls`` says whom to trust; needed where the endpoint has TLS."""
+        """``tls`` holds the trusted authorities; needed if the endpoint has TLS."""
         self.view = view
         self.is_peer = isinstance(view, PeerView)
         self.endpoint = endpoint
@@ -52,7 +52,7 @@ class Target:
         self.num_retried = 0
 
     def take_settings(self, key: str, max_outstanding: int, settings: BalancerSettings) -> None:
-        """Let these hold from here on; requests under way go on as they are."""
+        """Apply these settings from now on; requests under way are not affected."""
         self.fields = b"Host: %b\r\n" % self.endpoint.authority.encode() + self._own_fields
         self.key = key
         if key:
@@ -69,19 +69,19 @@ class Target:
         return 0 < self._max_outstanding <= self.view.outstanding
 
     def refresh(self, now_s: float) -> bool:
-        """Bring ``view.is_available`` up to date; returns whether it may be sent a request."""
+        """Update ``view.is_available``; return whether the target may be sent a request."""
         view = self.view
         view.is_available = self.is_healthy and not self.is_full and self.breaker.allows(now_s)
         return view.is_available
 
     def sent(self, now_s: float) -> None:
-        """A request is on its way to it, counted in its view already."""
+        """Record a request sent to the target, which the view counts already."""
         if self.breaker.is_open or self._max_outstanding:
             self.breaker.sent()
             self.refresh(now_s)
 
     def answered(self, status: int, is_fault: bool, now_s: float) -> None:
-        """A request has had its answer from it."""
+        """Record the target's answer to a request."""
         self.num_answers[status] += 1
         if is_fault:
             self.breaker.failed(now_s)
@@ -91,10 +91,10 @@ class Target:
             self.refresh(now_s)
 
     def broke(self, is_fault: bool, now_s: float) -> None:
-        """A request to it ended without a whole answer.
+        """Record a request to the target that ended without a complete answer.
 
         Args:
-            is_fault: It says something of the target: not a client that went away.
+            is_fault: True if the target is at fault, and not, say, a client that went away.
         """
         if is_fault:
             self.num_broken += 1
@@ -104,10 +104,10 @@ class Target:
         self.refresh(now_s)
 
     def looked(self, is_well: bool, failures: int, now_s: float) -> bool:
-        """Take in a look at its health; returns whether that changed it.
+        """Record a health probe; return whether it changed ``is_healthy``.
 
         Args:
-            failures: Failed looks in a row that take it out.
+            failures: Number of failed probes in a row that take the target out.
         """
         was_healthy = self.is_healthy
         self.num_failed_looks = 0 if is_well else self.num_failed_looks + 1
@@ -120,12 +120,12 @@ class Target:
 
 
 class Breaker:
-    """Circuit breaker: a target that fails again and again is left alone for a while.
+    """Circuit breaker: a target that fails repeatedly gets no requests for a while.
 
-    Closed lets everything through, open nothing, half open one request on trial.
+    A closed breaker lets all requests through, an open one none, a half-open one a single trial.
 
     Attributes:
-        is_open: Nothing may be sent before ``retry_at_s``.
+        is_open: True if no request may be sent before ``retry_at_s``, and then only one on trial.
     """
 
     __slots__ = (
@@ -148,29 +148,29 @@ class Breaker:
         self.retry_at_s = 0.0
 
     def take_settings(self, failures: int, pause_s: float, longest_pause_s: float) -> None:
-        """Let these hold; a circuit that is open stays so until its time."""
+        """Apply these settings; an open circuit stays open until its pause ends."""
         self._limit = failures
         self._shortest_pause_s, self._longest_pause_s = pause_s, longest_pause_s
         if not self.is_open:
             self._pause_s = pause_s
 
     def allows(self, now_s: float) -> bool:
-        """Returns whether a request may be sent; after the pause one at a time."""
+        """Return whether a request may be sent; after the pause, one at a time."""
         return not self.is_open or (now_s >= self.retry_at_s and not self._trial)
 
     def sent(self) -> None:
-        """A request is on its way."""
+        """Record a request that was sent."""
         self._trial = self.is_open
 
     def succeeded(self) -> None:
-        """A request was answered."""
+        """Record a request that was answered."""
         self._failures = 0
         if self.is_open:
             self.is_open = self._trial = False
             self._pause_s = self._shortest_pause_s
 
     def failed(self, now_s: float) -> None:
-        """A request failed through no fault of its own."""
+        """Record a request that failed by the target's fault."""
         self._failures += 1
         if self.is_open and not self._trial:
             return
@@ -183,5 +183,5 @@ class Breaker:
         self.retry_at_s = now_s + self._pause_s
 
     def given_up(self) -> None:
-        """A request ended without saying anything of the replica: cancelled, say."""
+        """Record a request that ended without showing the target's health: cancelled, say."""
         self._trial = False

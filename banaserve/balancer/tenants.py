@@ -1,4 +1,4 @@
-"""Tenants of a balancer: who asks, by the key that a request shows, and what each may use."""
+"""Tenants of a balancer, identified by the keys that requests show, and their quotas."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _FIELD = TENANT_FIELD.lower().encode()
 
 
 class TenantUse:
-    """Holder of one key.
+    """Tenant, the holder of one key, with its quota.
 
     Attributes:
-        identity: Its name among balancers, which tells nothing of its key.
+        identity: Name of the tenant among balancers, which reveals nothing of its key.
     """
 
     __slots__ = ("identity", "quota")
@@ -29,10 +29,10 @@ class TenantUse:
 
 
 class TenantQuotas:
-    """Holders of the keys that clients may show.
+    """Tenants that hold the keys that clients may show.
 
     Args:
-        on_refused: Told of each request beyond a limit.
+        on_refused: Called for each request beyond a limit.
     """
 
     def __init__(self, on_refused: Callable[[OverLimit], None]) -> None:
@@ -40,7 +40,7 @@ class TenantQuotas:
         self._by_digest: dict[bytes, TenantUse] = {}
 
     def take_settings(self, settings: BalancerSettings) -> None:
-        """Let the keys and limits of ``settings`` hold; what a key has used still counts."""
+        """Apply the keys and limits of ``settings``; the past use of a known key still counts."""
         limits: dict[str, KeyLimits] = dict.fromkeys(settings.api_keys, KeyLimits())
         limits |= {one.key: one.limits for one in settings.tenants}
         before, self._by_digest, now_s = self._by_digest, {}, monotonic()
@@ -48,24 +48,24 @@ class TenantQuotas:
             digest = _digest(key.encode())
             known = before.get(digest)
             if known is None:
-                # The key that balancers share, so that a tenant is the same in every region.
+                # Derived from the key that balancers share: the same name in every region.
                 identity = tenant_name(settings.peer_key, key)
                 known = TenantUse(identity, Quota(wanted, now_s))
             known.quota.take_limits(wanted, now_s)
             self._by_digest[digest] = known
 
     def of(self, message: ClientRequest) -> TenantUse | None:
-        """Returns whose key ``message`` shows."""
+        """Return the tenant whose key ``message`` shows; None if the key is unknown."""
         key = message.seen.get(b"authorization", b"").partition(b" ")[2].strip()
         return self._by_digest.get(_digest(key)) if key and self._by_digest else None
 
     def excess(self, message: ClientRequest) -> OverLimit | None:
-        """The limit that ``message`` would be beyond, if any."""
+        """Return the limit that ``message`` would exceed, if any."""
         tenant = self.of(message)
         return self._told(tenant.quota.excess(monotonic())) if tenant is not None else None
 
     def begin(self, tenant: TenantUse) -> OverLimit | None:
-        """Count a request of ``tenant`` as under way, unless it is beyond a limit."""
+        """Count a request of ``tenant`` as under way, or return the limit that it would exceed."""
         return self._told(tenant.quota.begin(monotonic()))
 
     def _told(self, over: OverLimit | None) -> OverLimit | None:
@@ -75,16 +75,16 @@ class TenantQuotas:
 
 
 def forwarded_identity(message: ClientRequest) -> str:
-    """Returns for whom another balancer asks; empty where it does not say."""
+    """Return the tenant for which another balancer asks; empty if it names none."""
     named = message.seen.get(_FIELD, b"").decode("latin-1")
     return named if is_tenant_name(named) else ""
 
 
 def tenant_field(identity: str, replica_key: str) -> bytes:
-    """Returns the header line that tells a target who asks.
+    """Return the header line that names the tenant of a request to a target.
 
     Args:
-        replica_key: What the replica is shown; empty for another balancer.
+        replica_key: Key that is shown to the replica; empty for another balancer.
     """
     name = tenant_name(replica_key, identity) if replica_key else identity
     return f"{TENANT_FIELD}: {name}\r\n".encode()

@@ -1,7 +1,7 @@
 """Records of requests: spans for OpenTelemetry, lines for the decision log. No prompt text.
 
-The SDK is an extra (``pip install banaserve[tracing]``); without it W3C trace context passes on
-unchanged.
+The SDK is an extra (``pip install banaserve[tracing]``); without it the W3C trace context is passed
+on unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from banaserve.orchestrator.replicas.interface import Flight
 
 
 class Observer(Protocol):
-    """Records each request, at its beginning and its end."""
+    """Recorder of each request, at its beginning and its end."""
 
     def began(self, proxied: ProxiedRequest) -> None: ...
 
@@ -30,7 +30,7 @@ class Observer(Protocol):
 
 
 def observers(settings: BalancerSettings, log: Callable[[str], None]) -> list[Observer]:
-    """Returns the observers that ``settings`` asks for.
+    """Return the observers that ``settings`` asks for.
 
     Raises:
         UserError: A file cannot be written, or a library is not installed.
@@ -44,7 +44,7 @@ def observers(settings: BalancerSettings, log: Callable[[str], None]) -> list[Ob
 
 
 def describe(flight: Flight) -> dict[str, Any]:
-    """Returns one attempt in plain values: what was predicted, and what came of it."""
+    """Return one attempt in plain values: its prediction and its outcome."""
     decision = flight.decision
     first_s, ended_s = flight.first_token_s, flight.ended_s
     found: dict[str, Any] = {
@@ -72,12 +72,12 @@ def _ms(seconds: float) -> float:
 
 
 class RoutingLog:
-    """One JSON line a request; after a line that cannot be written, no more."""
+    """Log of one JSON line per request; after a line that cannot be written, no more are."""
 
     def __init__(self, path: Path, region: str, log: Callable[[str], None]) -> None:
-        """Raises UserError where ``path`` cannot be written."""
+        """Raise UserError if ``path`` cannot be written."""
         try:
-            # Whoever follows the file sees a request when it has ended.
+            # Unbuffered: a reader that follows the file sees each request as soon as it has ended.
             self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise UserError(f"cannot write {path}: {error.strerror}") from error
@@ -119,7 +119,7 @@ class RoutingLog:
 
 
 class Spans:
-    """One span a request and one below it for each attempt, sent to an OTLP collector.
+    """Spans sent to an OTLP collector: one per request, and one below it for each attempt.
 
     The next hop gets the request's span as its parent, so that a request's path over several
     balancers is one trace.

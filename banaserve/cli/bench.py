@@ -1,4 +1,4 @@
-"""``banaserve bench NAME ...``: benchmarks of a server from outside, and reports.
+"""``banaserve bench NAME ...``: benchmarks of a server as its clients see it, and reports.
 
 Micro-benchmarks of banaserve's parts are run from a checkout: ``make bench NAME=...``.
 """
@@ -17,10 +17,10 @@ from banaserve.names import check_known
 
 
 class Benchmark(NamedTuple):
-    """An entry of the list.
+    """Entry of the list of benchmarks.
 
     Attributes:
-        module: Has ``main(argv) -> int``; imported only when it runs, since some import much.
+        module: Module with ``main(argv) -> int``, imported only when it runs, to save imports.
     """
 
     module: str
@@ -41,18 +41,18 @@ BENCHMARKS = {
 
 
 def bench_command(argv: Sequence[str]) -> int:
-    """Run the benchmark that ``argv`` begins with on the rest of it; return its exit code.
+    """Run the benchmark that ``argv`` begins with on its other arguments; return the exit code.
 
-    Without a name, or with ``--help`` for one, list the benchmarks.
+    Without a name, or with ``--help`` in its place, list the benchmarks.
 
     Raises:
-        UserError: An unknown name.
+        UserError: The name is not known.
     """
     return run_benchmark(argv, BENCHMARKS, "banaserve bench")
 
 
 def run_benchmark(argv: Sequence[str], benchmarks: Mapping[str, Benchmark], program: str) -> int:
-    """Do what ``bench_command`` does, for any list of benchmarks; ``program`` is named in help."""
+    """Run a benchmark like ``bench_command``, from any list; the help names ``program``."""
     if not argv or argv[0] in ("-h", "--help"):
         Console().print(_listing(benchmarks, program))
         if benchmarks is BENCHMARKS:

@@ -41,7 +41,7 @@ class ChatServer:
         self._opener = opener_of(self._url, certificate, is_own)
 
     def first_model(self) -> str:
-        """Return the name of the first model that it serves.
+        """Return the name of the first model that the server serves.
 
         Raises:
             UserError: There is no answer, or the key is refused.
@@ -153,7 +153,7 @@ def chat(
 def _server(
     port: int | None, run_dir: Path | None, url: str | None, key: str, certificate: str
 ) -> ChatServer:
-    """The server that the options name; a port alone does where its run's folder is not known."""
+    """Return the server that the options name; a port suffices if its run folder is not known."""
     if url is None:
         access = find_admin(run_dir) if port is None else admin_on(port)
         if access is not None:

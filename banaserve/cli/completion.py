@@ -1,7 +1,7 @@
-"""``banaserve completion SHELL``: a script with which a shell completes banaserve's command lines.
+"""``banaserve completion SHELL``: a script that lets a shell complete banaserve's command lines.
 
-The script asks ``banaserve completion --complete WORDS`` at each completion, so that it knows the
-options of the installed version. Where there is nothing to offer, shells offer files.
+The script calls ``banaserve completion --complete WORDS`` at each completion, so that it knows the
+options of the installed version. Without candidates, shells offer files.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class CommandWords:
     """Words that may follow a command.
 
     Attributes:
-        commands: Names of its sub-commands.
-        options: Values that each option takes: None where it takes none, an empty sequence where
+        commands: Names of the command's sub-commands.
+        options: Values that each option takes: None if it takes no value, an empty sequence if
             they cannot be listed.
     """
 
@@ -57,10 +57,10 @@ class CommandWords:
 
 
 def completion_command(argv: Sequence[str]) -> int:
-    """Print a shell's script, or words for it; return the exit code.
+    """Print a shell's script, or candidates for a completion; return the exit code.
 
     Raises:
-        UserError: There is no script for such a shell.
+        UserError: There is no script for this shell.
     """
     if argv[:1] == ["--complete"]:
         print("\n".join(candidates(argv[1:])))
@@ -75,10 +75,10 @@ def completion_command(argv: Sequence[str]) -> int:
 
 
 def candidates(words: Sequence[str]) -> list[str]:
-    """Return what the last of ``words`` may become.
+    """Return the completions of the last of ``words``.
 
     Args:
-        words: Words after ``banaserve``; the last, which may be empty, is the one to complete.
+        words: Words after ``banaserve``; the last one, which may be empty, is to be completed.
     """
     *before, begun = words or [""]
     known = _words_after(before)

@@ -1,4 +1,4 @@
-"""Output of commands: one-line errors, and tables on a terminal that are plain lines elsewhere."""
+"""Output of commands: one-line errors, and tables, which are plain lines outside a terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from rich.table import Table
 
-# Of rich; the words are printed as they are where output is not a terminal.
+# A style of rich; ignored if the output is not a terminal.
 Style = str
 Say = Callable[[str], None]
 
@@ -22,7 +22,7 @@ def print_error(message: str) -> None:
 
 
 def timed(terminal: TextIO) -> Say:
-    """Returns what prints a line with the seconds since this call."""
+    """Return a function that prints a line with the seconds since this call."""
     started_s = time.monotonic()
 
     def say(text: str) -> None:
@@ -32,10 +32,10 @@ def timed(terminal: TextIO) -> Say:
 
 
 def print_rows(rows: Sequence[Sequence[str]], styles: Mapping[str, Style]) -> None:
-    """Print ``rows``: aligned and coloured on a terminal, one line each elsewhere.
+    """Print ``rows``: aligned and coloured on a terminal, as plain aligned lines elsewhere.
 
     Args:
-        styles: The style of a cell whose whole text is the key.
+        styles: Style of each cell whose whole text is the key.
     """
     if not sys.stdout.isatty():
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -49,7 +49,7 @@ def print_rows(rows: Sequence[Sequence[str]], styles: Mapping[str, Style]) -> No
 
 
 def make_table(rows: Sequence[Sequence[str]], styles: Mapping[str, Style]) -> Table:
-    """Returns ``rows`` as a table of rich; see ``print_rows``."""
+    """Return ``rows`` as a table of rich; see ``print_rows``."""
     from rich.table import Table
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""``banaserve kvstore``: start the KV cache store, look at it, check it, clear it."""
+"""``banaserve kvstore``: start the KV cache store, show its status, check it or clear it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Row = tuple[str, str]
 
 
 def default_socket_path() -> Path:
-    """A place of this user: in the session's run-time folder where there is one."""
+    """Return this user's default socket, in the session's run-time folder if there is one."""
     folder = os.environ.get("XDG_RUNTIME_DIR", tempfile.gettempdir())
     return Path(folder) / f"banaserve-kvstore-{os.geteuid()}.sock"
 
@@ -136,7 +136,7 @@ def check(
     ssd: Annotated[Path, typer.Option(help="Folder of the SSD tier.", metavar="FOLDER")],
     as_json: JsonOption = False,
 ) -> None:
-    """Verify every record of an SSD tier's folder; exit code 1 where one is damaged."""
+    """Verify every record of an SSD tier's folder; exit with 1 if a record is damaged."""
     from banaserve.kvstore.tiers.ssd.check import check_folder
 
     report = check_folder(ssd)
@@ -181,7 +181,7 @@ def _print_rows(rows: list[tuple[str, str]]) -> None:
 
 
 def store_rows(stats: StoreStats) -> list[Row]:
-    """One row a fact: memory and tiers first."""
+    """Return a row for each figure, memory and tiers first."""
     num_asked = stats.hits + stats.misses
     slot_size = format_size(stats.slot_bytes)
     rows = [

@@ -19,7 +19,7 @@ from banaserve.errors import BanaServeError, UserError
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_CLOSED_PIPE = 141
-"""What a shell says of a command that SIGPIPE ended."""
+"""Exit code that a shell reports for a command killed by SIGPIPE."""
 _WITH_VLLM = (
     "safetensors",
     "sse_starlette",
@@ -30,17 +30,17 @@ _WITH_VLLM = (
     "vllm",
     "zmq",
 )
-"""What a plain ``pip install`` of banaserve leaves out; the other commands do without."""
+"""Packages that a plain ``pip install`` of banaserve leaves out; not all commands need them."""
 _ALIASES = {"--version": "version", "-V": "version"}
 P = ParamSpec("P")
 
 
 class Command(NamedTuple):
-    """A sub-command: imported only when it runs, since some import much.
+    """Sub-command, whose module is imported only when it runs, to save imports.
 
     Attributes:
-        attribute: A function that takes the remaining arguments as they are and returns an exit
-            code, or a typer app.
+        attribute: Name of a typer app, or of a function that takes the remaining arguments
+            unchanged and returns an exit code.
     """
 
     module: str
@@ -99,7 +99,7 @@ COMMANDS = {
 
 
 def one_line_errors(command: Callable[P, int]) -> Callable[P, int]:
-    """Make a command tell errors in one line; its exit code is 2 for what the user can mend."""
+    """Make a command report errors in one line, with exit code 2 if the user can correct them."""
 
     @functools.wraps(command)
     def told(*args: P.args, **kwargs: P.kwargs) -> int:
@@ -138,7 +138,7 @@ def one_line_errors(command: Callable[P, int]) -> Callable[P, int]:
 
 
 def _is_stdout_closed() -> bool:
-    """Whether nobody reads stdout any more; then what is still to be written goes nowhere."""
+    """Return whether stdout's reader has gone; if so, discard all further output."""
     asked = select.poll()
     asked.register(sys.stdout, 0)
     if not any(found & select.POLLERR for _, found in asked.poll(0)):
@@ -149,12 +149,12 @@ def _is_stdout_closed() -> bool:
 
 @one_line_errors
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one sub-command and return its exit code: 2 for what the user can mend."""
+    """Run one sub-command and return its exit code: 2 for errors that the user can correct."""
     given = list(sys.argv[1:] if argv is None else argv)
     try:
         return _dispatch(given)
     except OSError as error:
-        # What a command has said of a path itself says more.
+        # A fallback: a command's own message about a path says more.
         if error.filename is None or not _names(given, os.fspath(error.filename)):
             raise
         raise UserError(
@@ -190,7 +190,7 @@ def _run_typer(app: Any, name: str, argv: list[str]) -> int:
 
 
 def _names(argv: Sequence[str], path: str) -> bool:
-    """Whether a command line names ``path`` or a folder that it is in."""
+    """Return whether a command line names ``path`` or a folder that contains it."""
     values = [word.partition("=")[2] if word.startswith("-") else word for word in argv]
     return any(value and Path(path).is_relative_to(value) for value in values)
 

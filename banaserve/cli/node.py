@@ -47,7 +47,7 @@ def node(
 ) -> None:
     """Run engines, guests and a store for one server at a time, until Ctrl-C.
 
-    Whoever knows the key may run code here: it is what a server's own machine is to it.
+    Anyone who knows the key can run code on this machine, as on the server's own.
     """
     from banaserve.nodes.agent import NodeAgent
     from banaserve.nodes.credentials import ClusterCredentials

@@ -21,19 +21,19 @@ REGISTRIES: dict[PluginGroup, Registry[Any]] = {
 
 
 def rivalries(*asked: tuple[PluginGroup, str]) -> list[str]:
-    """Returns a line for each of these names that several packages offer: whose is used."""
+    """Return a line for each name that several packages offer, on which package's is used."""
     lines = [REGISTRIES[group].rivalry(name) for group, name in asked]
     return [line for line in lines if line]
 
 
 def warn_of_rivalries(*asked: tuple[PluginGroup, str]) -> None:
-    """Say on standard error whose is used of each of these names that several packages offer."""
+    """Print the lines of ``rivalries`` to standard error."""
     for line in rivalries(*asked):
         print_error(line)
 
 
 def use_plugins(*groups: PluginGroup) -> list[Plugin]:
-    """Register the plugins of ``groups``; each one that is refused is a line on standard error."""
+    """Register the plugins of ``groups``; print a line to standard error for each refused one."""
     found = load_plugins({group: REGISTRIES[group] for group in groups})
     for plugin in found:
         if plugin.problem:

@@ -1,4 +1,4 @@
-"""Output of what this process imports and starts, kept from the terminal."""
+"""Output of libraries and child processes, redirected from the terminal to a log."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TextIO
 
 @contextlib.contextmanager
 def quiet(log_path: Path) -> Iterator[TextIO]:
-    """Send vLLM's output to a log; yields the terminal for ours."""
+    """Send vLLM's output to a log; yield the terminal for our own output."""
     sys.stdout.flush()
     sys.stderr.flush()
     saved_out, saved_err = os.dup(1), os.dup(2)
@@ -23,7 +23,7 @@ def quiet(log_path: Path) -> Iterator[TextIO]:
     os.dup2(log, 2)
     os.close(log)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    # A library that vLLM's server imports lets the root logger pass errors alone.
+    # A library that vLLM's server imports sets the root logger to errors only.
     logging.getLogger("banaserve").setLevel(logging.INFO)
     terminal = os.fdopen(saved_out, "w", buffering=1)
     atexit.register(_hush)
@@ -39,6 +39,6 @@ def quiet(log_path: Path) -> Iterator[TextIO]:
 
 
 def _hush() -> None:
-    """Native libraries that vLLM loads report their own leaks when the process exits."""
+    """Discard standard error at exit: native libraries that vLLM loads report their leaks there."""
     sys.stderr.flush()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

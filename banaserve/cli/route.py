@@ -31,10 +31,10 @@ _DEFAULTS = BalancerSettings()
 
 
 def route_command(argv: Sequence[str]) -> int:
-    """Balance until SIGINT or SIGTERM; returns the exit code.
+    """Balance until SIGINT or SIGTERM; return the exit code.
 
     Raises:
-        UserError: Something the user can mend.
+        UserError: An error that the user can correct.
     """
     use_plugins(PluginGroup.REPLICA_POLICIES)
     known = make_parser().parse_args(argv)
@@ -63,7 +63,7 @@ def route_command(argv: Sequence[str]) -> int:
 
 
 def _from_file(argv: Sequence[str], path: Path) -> BalancerSettings:
-    """One owner for the settings, so that reading the file again means the same."""
+    """Return the file's settings; other options are refused, so that the file can be reloaded."""
     if len(argv) > (1 if argv[0].startswith("--config=") else 2):
         raise UserError(f"--config goes alone: write the other options into {path}")
     return read_settings(path)
@@ -107,7 +107,7 @@ def _from_words(known: argparse.Namespace) -> BalancerSettings:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command's options."""
+    """Return the parser of the command's options."""
     limits, health = _DEFAULTS.limits, _DEFAULTS.health
     parser = Parser(
         prog="banaserve route",

@@ -1,4 +1,4 @@
-"""``banaserve simulate``: systems under one load, in virtual time."""
+"""``banaserve simulate``: comparison of systems under one load, in virtual time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ app = typer.Typer(name="simulate", add_completion=False)
 
 _EXIT_GOAL_MISSED = 1
 _TELL_EVERY = 256
-"""Requests between two moves of the progress bar."""
+"""Number of requests between two updates of the progress bar."""
 Row = tuple[str, ...]
 _SHOWN = (
     ("finished, %", "finished_fraction", 100.0),
@@ -53,7 +53,7 @@ _SHOWN = (
     ("moves", "num_moves", 1.0),
 )
 _MOST_MOVES = 20
-"""Moves that are shown of each system; JSON has all."""
+"""Maximum number of moves shown for each system; JSON has all."""
 
 
 @app.command()
@@ -138,7 +138,7 @@ def simulate_command(
         typer.Option(help="Write decisions of the first seed there, for `banaserve ui --replay`."),
     ] = None,
 ) -> int:
-    """Simulate systems under a load; nothing real runs, and no time but virtual time passes."""
+    """Simulate systems under a load, in virtual time; no engine runs."""
     use_plugins(PluginGroup.ROUTING_POLICIES, PluginGroup.MIGRATION_POLICIES)
     if show_list:
         print_rows(listing_rows(), {})
@@ -183,14 +183,14 @@ def _compare(
     chrome_trace: Path | None,
     decision_log: Path | None,
 ) -> int:
-    """Runs it and shows what came out; the exit code."""
+    """Run the job and show its results; return the exit code."""
     if seeds < 1:
         raise UserError(f"seeds is {seeds}: give 1 or more")
     first = planned.seed if seed is None else seed
     trace = None
     if chrome_trace is not None:
         trace = ChromeTrace()
-        # A path that cannot be written is said before the work, not after it.
+        # Written first, so that a path that cannot be written is reported before the work.
         trace.write(chrome_trace)
     log = _decision_log(planned, decision_log)
     outcomes = _run(planned, range(first, first + seeds), trace, log)
@@ -207,10 +207,10 @@ def _compare(
 
 
 def _decision_log(planned: SimulationJob, path: Path | None) -> SimulatedLog | None:
-    """None where none is asked for.
+    """Return the decision log; None if none is asked for.
 
     Raises:
-        UserError: Several systems decide, or none does.
+        UserError: Several systems make decisions, or none does.
     """
     if path is None:
         return None
@@ -235,7 +235,7 @@ def _pair(pd: str | None) -> tuple[int | None, int | None]:
 def _run(
     planned: SimulationJob, seeds: range, trace: ChromeTrace | None, log: SimulatedLog | None
 ) -> list[dict[str, Any]]:
-    """Returns what came out, one entry a seed; a bar on standard error shows how far it is."""
+    """Return the results, one entry per seed; show progress in a bar on standard error."""
     total = planned.expected_requests * len(planned.systems) * len(seeds)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
@@ -308,9 +308,10 @@ def _show(planned: SimulationJob, outcomes: list[dict[str, Any]]) -> None:
 
 
 def result_rows(outcomes: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Returns a row for each figure and a column for each system, numbers at its right edge.
+    """Return a row for each figure and a column for each system, with right-aligned numbers.
 
-    Figures are those of the one run, or means with half the width of their 95% interval over runs.
+    Figures are those of a single run, or means of several runs with half the width of their 95%
+    interval.
     """
     systems = list(outcomes[0]["systems"])
     rows = [("figure", *systems)]
@@ -327,7 +328,7 @@ def result_rows(outcomes: Sequence[Mapping[str, Any]]) -> list[Row]:
 
 
 def move_rows(outcome: Mapping[str, Any]) -> list[Row]:
-    """What was moved in the first run, and when; nothing where nothing was."""
+    """Return the moves of the first run and their times; no rows if nothing was moved."""
     rows: list[Row] = []
     for name, result in outcome["systems"].items():
         steps = result["steps"]
@@ -338,7 +339,7 @@ def move_rows(outcome: Mapping[str, Any]) -> list[Row]:
 
 
 def goal_rows(outcomes: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """The goals of a case, each with its value in every run."""
+    """Return the goals of a case, each with its value in every run."""
     rows: list[Row] = []
     for outcome in outcomes:
         for goal in outcome.get("goals", ()):
@@ -358,7 +359,7 @@ def goal_rows(outcomes: Sequence[Mapping[str, Any]]) -> list[Row]:
 
 
 def listing_rows() -> list[Row]:
-    """What comes with the package: cases, datasets, profiles and systems."""
+    """Return what the package contains: cases, datasets, profiles and systems."""
     rows: list[Row] = [("case", name, cases.read(name).about) for name in cases.names()]
     rows += [
         ("dataset", name, "its lengths of prompts and answers; give --rps") for name in DATASETS

@@ -1,4 +1,4 @@
-"""Front door's socket and certificates: checks before anything slow happens."""
+"""Front door's socket and certificates, checked before anything slow happens."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from banaserve.run_dir import find_offer
 
 @contextlib.contextmanager
 def front_socket(config: ServeConfig) -> Iterator[FrontSocket]:
-    """Yields the socket of the front door, bound, or claimed from the server that has it.
+    """Yield the socket of the front door, bound, or claimed from the server that has it.
 
     Raises:
-        UserError: The address is taken, is not this machine's, or nothing there can be taken over.
+        UserError: The address is in use or not this machine's, or no server there can be taken
+            over.
     """
     if config.take_over is None:
         with contextlib.closing(BoundSocket(config.host, config.port)) as front:
@@ -33,10 +34,10 @@ def front_socket(config: ServeConfig) -> Iterator[FrontSocket]:
 
 @contextlib.contextmanager
 def listening(host: str, port: int) -> Iterator[socket.socket]:
-    """Yields a socket that listens: finding out later that the port is taken costs minutes.
+    """Yield a listening socket, bound early: a port found in use only later would cost minutes.
 
     Raises:
-        UserError: The port is taken, or the address is not this machine's.
+        UserError: The port is in use, or the address is not this machine's.
     """
     with bind(host, port) as sock:
         yield sock
@@ -45,10 +46,10 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
 def check_tls(
     certificate: str | None, key: str | None, ca: str | None = None, suites: str | None = None
 ) -> None:
-    """Return if the files and suites can serve TLS, or none is given.
+    """Check that the files and suites can serve TLS, if any are given.
 
     Raises:
-        UserError: They cannot.
+        UserError: TLS cannot be served with them.
     """
     if not certificate:
         if key:

@@ -1,4 +1,4 @@
-"""``banaserve ui``: the page of a running server, or of what a decision log tells."""
+"""``banaserve ui``: the page of a running server, or of a decision log."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ui(
         Path | None, typer.Option(help="Folder of the run (the only one of yours).")
     ] = None,
 ) -> None:
-    """Give a link that opens a running server's page, or serve a page for a decision log."""
+    """Print a link that opens a running server's page, or serve a page for a decision log."""
     if replay is not None:
         _replay(replay, port)
         return
@@ -61,7 +61,7 @@ def _replay(path: Path, port: int) -> None:
 
 
 def _bound(port: int) -> socket.socket:
-    """Raises UserError where it cannot be had."""
+    """Return a socket bound to ``port``; raise UserError if that is not possible."""
     try:
         return socket.create_server((_LOOPBACK, port))
     except (OSError, OverflowError) as error:

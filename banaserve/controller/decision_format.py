@@ -1,4 +1,4 @@
-"""Turn of the control loop as words and numbers for the decision log. Pure."""
+"""Conversion of turns of the control loop to records of the decision log. Pure."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ from banaserve.types import (
 )
 
 REBALANCER = "rebalancer"
-"""Policy that a decision of the rebalancer names."""
+"""Policy name in decisions of the rebalancer."""
 
 
 def decision_of(turn: Turn, mode: str, policy: str, at_s: float, time: str = "") -> DecisionRecord:
-    """Returns what is kept of ``turn``; the log gives it its number.
+    """Return the record of ``turn``; the log assigns its number.
 
     Args:
-        time: How time passes, in words; empty where it is real.
+        at_s: Time of the decision, in seconds since 1970, or in virtual time.
+        time: Description of how time passes; empty in real time.
     """
     plan = turn.plan
     known = [one.facts for one in turn.view.instances.values() if one.facts is not None]
@@ -64,7 +65,7 @@ def decision_of(turn: Turn, mode: str, policy: str, at_s: float, time: str = "")
 
 
 def pressure_words(pressure: BackPressure | None) -> str:
-    """Returns why prefill waits; empty where it does not."""
+    """Return the reason why prefill waits, in words; empty if it does not wait."""
     if pressure is None:
         return ""
     num = pressure.num_prompts
@@ -79,12 +80,12 @@ def pressure_words(pressure: BackPressure | None) -> str:
 def rebalancing_of(
     view: ClusterView, moves: Mapping[InstanceId, Sequence[Stream]], at_s: float, time: str = ""
 ) -> DecisionRecord:
-    """Return what the log keeps of streams that leave overloaded instances.
+    """Return the record of streams that leave overloaded instances.
 
     Args:
         moves: Streams that leave each instance.
         at_s: Time of the decision, in seconds since 1970.
-        time: Words that say how time passes; empty if it is real.
+        time: Description of how time passes; empty in real time.
     """
     counts = [one.inflight_requests for one in view.instances.values() if one.ready]
     return DecisionRecord(
@@ -118,7 +119,11 @@ def _rebalanced(source: InstanceId, streams: Sequence[Stream], at_s: float) -> W
 
 
 def wanted(step: Step, held: Held | None) -> WantedStep:
-    """Returns a step of a plan with what was predicted of it."""
+    """Return the record of a step of a plan, with its predictions.
+
+    Args:
+        held: Reason why the step does not begin; None if it begins.
+    """
     predicted: dict[str, Felt] = {
         name: Felt(felt.compute, felt.memory, felt.kv_blocks, felt.step_s)
         for name, felt in step.influence
@@ -145,10 +150,10 @@ def _planned(step: Step) -> WantedMove | None:
 
 
 def result_of(outcome: StepOutcome, ended_at_s: float = 0.0) -> StepRecord:
-    """Returns how a step has ended; what it has changed is seen later.
+    """Return the record of how a step has ended; its effect is added later.
 
     Args:
-        ended_at_s: Seconds since 1970.
+        ended_at_s: Time of the end, in seconds since 1970.
     """
     return StepRecord(
         ending=str(outcome.ending),
@@ -165,7 +170,12 @@ def result_of(outcome: StepOutcome, ended_at_s: float = 0.0) -> StepRecord:
 def changes(
     before: dict[str, Numbers], now: ClusterView, names: tuple[InstanceId, ...]
 ) -> dict[str, Felt]:
-    """Returns what is different at ``names`` from what a decision saw."""
+    """Return the changes of the instances ``names`` since a decision.
+
+    Args:
+        before: Loads of the instances at the decision.
+        now: Present view of the cluster.
+    """
     seen = numbers_of(now)
     return {
         name: Felt(
@@ -180,7 +190,7 @@ def changes(
 
 
 def numbers_of(view: ClusterView) -> dict[str, Numbers]:
-    """Returns the loads of every instance that has reported."""
+    """Return the load of every instance that has reported."""
     return {
         name: _numbers(one, view.now_s)
         for name, one in view.instances.items()

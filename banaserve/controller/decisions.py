@@ -1,4 +1,4 @@
-"""Decision log: bounded in memory, and complete in a file where one is asked for."""
+"""Decision log: bounded in memory, and complete in a file if one is requested."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ KEPT = 500
 
 
 class DecisionLog:
-    """Keeps the last decisions.
+    """Log of the last decisions.
 
-    A turn that comes to the same as the one before, in all but its numbers, replaces it and is
-    counted. The file gets a decision when it differs, and again when one of its steps has ended.
+    A turn whose decision equals the previous one except for its numbers replaces it and is counted.
+    A decision is written to the file when it differs, and again when one of its steps has ended.
 
     Args:
-        path: JSON lines are appended to it; None writes none.
+        path: File to which JSON lines are appended; None for no file.
+        kept: Number of decisions kept in memory.
 
     Attributes:
-        problem: Why the file ends before the decisions do; empty while it does not.
+        problem: Reason why the file is incomplete; empty while it is complete.
 
     Raises:
         UserError: The file cannot be written.
@@ -49,12 +50,12 @@ class DecisionLog:
         return self._number
 
     def last(self, count: int | None = None) -> list[DecisionRecord]:
-        """The last decisions, the oldest first."""
+        """Return the last ``count`` decisions, or all that are kept, the oldest first."""
         kept = list(self._kept)
         return kept if count is None else kept[max(0, len(kept) - count) :]
 
     def add(self, decision: DecisionRecord) -> DecisionRecord:
-        """Take a decision; returns what is kept, with its number."""
+        """Add a decision; return the decision that is kept, with its number."""
         last = self._kept[-1] if self._kept else None
         if last is not None and _gist(last) == _gist(decision):
             decision.number, decision.turns = last.number, last.turns + 1
@@ -67,7 +68,7 @@ class DecisionLog:
         return decision
 
     def write(self, decision: DecisionRecord) -> None:
-        """Append a decision to the file as it is. A full disk ends the file, not the loop."""
+        """Append the present state of a decision to the file; a full disk ends only the file."""
         if self._path is None:
             return
         try:
@@ -85,7 +86,7 @@ def _append(path: Path, line: bytes) -> None:
 
 
 def _gist(decision: DecisionRecord) -> tuple[object, ...]:
-    """What makes two decisions the same; one that has begun a step is like no other."""
+    """Return the key by which decisions are equal; one that has begun a step equals no other."""
     begun = [id(step) for step in decision.steps if not step.held]
     held = [(step.what, step.held) for step in decision.steps]
     rejected = sorted((one.candidate, one.reason) for one in decision.rejected)

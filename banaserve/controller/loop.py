@@ -1,4 +1,4 @@
-"""Control loop: look, decide, begin, and keep the outcome. Serving never depends on it."""
+"""Control loop: view, decide, begin steps, record outcomes. Serving never depends on the loop."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from banaserve.types import ClusterView, InstanceId, Step
 logger = logging.getLogger(__name__)
 
 _SETTLED_S = 5.0
-"""After a step has ended, until what it has changed is read off."""
+"""Time from the end of a step until its effect is measured, in seconds."""
 _PAUSES_S = (1.0, 2.0, 5.0, 15.0, 60.0)
-"""Before the loop begins again, by how often it has failed without a decision in between."""
+"""Pauses before a restart of the loop, by the number of failures without a decision in between."""
 _LEARNT = {"link_bytes_per_s": "bytes_per_s", "link_sync_s": "sync_s", "link_hop_s": "hop_s"}
-"""Options of policies by what they are of a link."""
+"""Policies' options for properties of the link, with the names of the ``Link`` attributes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,10 @@ class ControllerOptions:
 
     Attributes:
         policy: Name of the migration policy.
-        section: Its options; what is not given of the link is as the executor has learnt it.
-        interval_s: From one decision to the next.
-        time: How time passes, in words, for the log; empty where it is real.
+        section: Options of that policy; missing link properties are those that the executor has
+            learnt.
+        interval_s: Time between two decisions, in seconds.
+        time: Description of how time passes, for the log; empty in real time.
     """
 
     mode: Mode = Mode.DRY_RUN
@@ -69,7 +70,7 @@ class ControllerOptions:
 
 @dataclass(slots=True)
 class _Settling:
-    """A step that has ended and whose effect is not read off yet."""
+    """A step that has ended and whose effect is not measured yet."""
 
     decision: DecisionRecord
     wanted: WantedStep
@@ -78,13 +79,14 @@ class _Settling:
 
 
 class Controller:
-    """Decides every few seconds and lets the executor carry out what may begin.
+    """Controller that decides every few seconds and lets the executor carry out permitted steps.
 
-    A failure of the loop is logged in one line, and the loop begins again from what the instances
-    say; what is under way is the executor's and goes on. Decisions and a pause outlive it.
+    A failure of the loop is logged in one line, and the loop starts again from the state that the
+    instances report; steps under way belong to the executor and continue. Decisions and a pause
+    outlive the failure.
 
     Args:
-        wall: Seconds since 1970, for people.
+        wall: Clock that returns seconds since 1970, for log records.
     """
 
     def __init__(
@@ -117,13 +119,13 @@ class Controller:
     # ---- life
 
     def start(self) -> None:
-        """Begin to decide; without effect where the mode is off."""
+        """Start the loop; without effect if the mode is off."""
         if self._options.mode is not Mode.OFF:
             self._enter(ControllerState.STARTING)
             self._loop = asyncio.create_task(self._supervised())
 
     async def stop(self) -> None:
-        """End the loop, and abort what it has under way."""
+        """End the loop, and abort its steps under way."""
         tasks = [*self._carrying, *([self._loop] if self._loop is not None else [])]
         for task in tasks:
             task.cancel()
@@ -132,7 +134,7 @@ class Controller:
         self._enter(ControllerState.OFF)
 
     def set_paused(self, paused: bool) -> None:
-        """Begin no step while paused; deciding, and what is under way, go on."""
+        """Pause or resume: while paused, no step begins; decisions and steps under way continue."""
         self._is_paused = paused
         if self._state in (ControllerState.RUNNING, ControllerState.PAUSED):
             self._enter(self._running_state)
@@ -196,7 +198,7 @@ class Controller:
     # ---- deciding
 
     async def _run(self) -> None:
-        # What limits and repeats are counted by outlives a failure; what was seen does not.
+        # Times of begun and failed steps outlive a failure of the loop; smoothed reports do not.
         last = self._remembered
         self._remembered = Remembered(begun_s=last.begun_s, failed_s=last.failed_s)
         await self._executor.discover()
@@ -214,7 +216,7 @@ class Controller:
         seen = replace(seen, under_way=(*seen.under_way, *waiting))
         view, _ = to_plan_for(seen, options.limits, self._remembered)
         plan = await self._plan(policy, view)
-        # What has failed or begun meanwhile counts.
+        # Steps that have failed or begun while the policy planned count, too.
         _, before = to_plan_for(seen, options.limits, self._remembered)
         found = concluded(view, plan, options.mode, self._is_paused, options.limits, before)
         self._remembered = found.after
@@ -235,7 +237,7 @@ class Controller:
         metrics.UNDER_WAY.set(len(found.view.under_way) + len(found.begin))
 
     async def _plan(self, policy: NamedMigrationPolicy, view: ClusterView) -> MigrationPlan:
-        """The policy's plan; one that takes seconds is made in a process of its own."""
+        """Return the policy's plan; a plan that takes seconds is made in a separate process."""
         if isinstance(elastic := policy.policy, Elastic):
             decision = await self._deciding.decide(elastic.situation(view), elastic.options)
             return plan_of(decision, view, elastic.options)
@@ -256,7 +258,7 @@ class Controller:
             metrics.LEFT_OUT.labels(name).set(name in decision.left_out)
         self._counted = names
 
-    # ---- what came of it
+    # ---- outcomes
 
     def _carry(self, work: Coroutine[Any, Any, object]) -> None:
         task = asyncio.create_task(work)
@@ -266,7 +268,7 @@ class Controller:
     async def _carry_out_in_order(
         self, pairs: Sequence[tuple[Step, WantedStep]], decision: DecisionRecord
     ) -> None:
-        """Each step when the one before it is done; those behind one that is not, not at all."""
+        """Carry out each step after the previous one is done; stop at the first that is not."""
         left = list(pairs)
         self._waiting.append(left)
         try:
@@ -281,7 +283,7 @@ class Controller:
             self._waiting.remove(left)
 
     async def _carry_out(self, step: Step, wanted: WantedStep, decision: DecisionRecord) -> bool:
-        """Whether the step is done."""
+        """Carry out ``step`` and record its outcome; return whether it is done."""
         logger.info("orchestrator: %s", wanted.what)
         try:
             outcome = await self._executor.carry_out(step)
@@ -302,7 +304,7 @@ class Controller:
         return True
 
     def _settle(self, view: ClusterView) -> None:
-        """Read off what steps have changed, once the smoothed reports show it."""
+        """Measure and record the effects of ended steps, once the smoothed reports show them."""
         due = [one for one in self._settling if view.now_s - one.ended_s >= _SETTLED_S]
         for one in due:
             assert one.wanted.result is not None

@@ -10,14 +10,14 @@ import msgspec
 from banaserve.engine.interface import NodeStatus
 
 DECISION_LOG_VERSION = 1
-"""Grows when readers of the log would misread it; lines of before it was counted have none."""
+"""Version of the log format, raised if old readers would misread it; the oldest lines have none."""
 
 
 class PlacedModule(msgspec.Struct, frozen=True):
-    """Layers ``first_layer`` to ``end_layer``, without ``end_layer``, that run beside ``at``.
+    """Layers from ``first_layer`` up to, without, ``end_layer`` that run beside instance ``at``.
 
     Attributes:
-        heads: KV heads of each; empty for whole layers.
+        heads: KV heads of each layer; empty for whole layers.
     """
 
     first_layer: int
@@ -27,14 +27,14 @@ class PlacedModule(msgspec.Struct, frozen=True):
 
 
 class Numbers(msgspec.Struct, frozen=True):
-    """Load of one instance as a decision saw it; smoothed, the shares in [0, 1].
+    """Smoothed load of one instance as a decision saw it; shares are in [0, 1].
 
     Attributes:
-        compute: Load of compute: busy time times the fill of a step.
-        memory: KV blocks in use.
-        age_s: Of its report.
-        away: Modules that run elsewhere, in words; ``placements`` are the same as numbers.
-        gpu_busy_fraction: By NVML; None where its GPUs are not read.
+        compute: Load of compute: busy time multiplied by the fill of a step.
+        memory: Share of the KV blocks in use.
+        age_s: Age of its report, in seconds.
+        away: Modules that run elsewhere, in words; ``placements`` has the same as numbers.
+        gpu_busy_fraction: Share of time its GPUs are busy, by NVML; None if its GPUs are not read.
     """
 
     role: str
@@ -56,7 +56,7 @@ class Numbers(msgspec.Struct, frozen=True):
 
 
 class Felt(msgspec.Struct, frozen=True):
-    """Change on one instance: as predicted of a step, or as measured after it."""
+    """Change on one instance, predicted for a step or measured after it."""
 
     compute: float
     memory: float
@@ -65,13 +65,14 @@ class Felt(msgspec.Struct, frozen=True):
 
 
 class StepRecord(msgspec.Struct):
-    """End of a step, beside the prediction.
+    """Outcome of a step, to compare with its prediction.
 
     Attributes:
-        ending: done, refused, failed, aborted or timed out.
-        seconds: It took; ``WantedStep.cost_s`` were predicted.
-        changed: By instance, some seconds after the end against the decision; empty until then.
-        ended_at_s: Seconds since 1970.
+        ending: Kind of ending: done, refused, failed, aborted or timed out.
+        seconds: Duration of the step; ``WantedStep.cost_s`` is the prediction.
+        changed: Changes by instance from the decision to some seconds after the end; empty until
+            then.
+        ended_at_s: Time of the end, in seconds since 1970.
     """
 
     ending: str
@@ -89,7 +90,7 @@ class WantedMove(msgspec.Struct, frozen=True):
     """Modules of ``source`` that a step moves.
 
     Attributes:
-        target: Where they will run; ``source`` itself where they come home.
+        target: Instance beside which the modules will run; ``source`` if they come home.
         heads: KV heads of each layer; empty for whole layers.
     """
 
@@ -104,12 +105,12 @@ class WantedStep(msgspec.Struct):
     """A step of a plan.
 
     Attributes:
-        what: In words.
-        kind: layers, heads, return or role.
-        held: Why it did not begin; empty where it did.
-        predicted: By instance.
-        result: None until it has ended.
-        move: What it moves; None for one that moves no modules.
+        what: Description of the step, in words.
+        kind: Kind of step: layers, heads, return, role, chunk or streams.
+        held: Reason why the step did not begin; empty if it began.
+        predicted: Predicted changes by instance.
+        result: Outcome of the step; None until it has ended.
+        move: Modules that the step moves; None if it moves none.
     """
 
     what: str
@@ -124,7 +125,7 @@ class WantedStep(msgspec.Struct):
 
 
 class Rejection(msgspec.Struct, frozen=True):
-    """A candidate that was not taken; ``value`` is the number that decided."""
+    """A candidate that was rejected; ``value`` is the number that decided."""
 
     candidate: str
     reason: str
@@ -135,19 +136,19 @@ class DecisionRecord(msgspec.Struct):
     """One turn of the loop, or several in a row that differ only in their numbers.
 
     Attributes:
-        number: Counts decisions from 1 on.
-        at_s: Seconds since 1970; of the last turn where there were several.
-        mode: dry-run or on; ``paused`` where a person has paused it.
-        gap: Between the fullest and the emptiest instance, as the policy measures it.
-        reason: Why there are no more steps than these.
-        instances: What was seen, by id.
-        left_out: Instances that took no part, each with the reason.
-        took_s: Time of the decision itself.
-        turns: So many came to the same.
-        num_layers, num_kv_heads: Of the model; 0 where no instance says.
-        time: How time passes, in words; empty where it is real.
-        version: Of the log.
-        back_pressure: Prefill that waits for room in the store, in words; empty where none does.
+        number: Number of the decision, counted from 1.
+        at_s: Time of the decision, or of the last of several turns, in seconds since 1970.
+        mode: ``dry-run`` or ``on``; ``paused`` while an operator has paused the loop.
+        gap: Gap between the fullest and the emptiest instance, as the policy measures it.
+        reason: Reason why there are no more steps than these.
+        instances: Loads that the decision saw, by instance.
+        left_out: Instances left out of the decision, each with the reason.
+        took_s: Duration of the decision itself, in seconds.
+        turns: Number of consecutive turns with this decision.
+        num_layers, num_kv_heads: Dimensions of the model; 0 if no instance reports them.
+        time: Description of how time passes; empty in real time.
+        version: Version of the log format.
+        back_pressure: Prefill that waits for room in the store, in words; empty if none waits.
     """
 
     number: int
@@ -181,12 +182,12 @@ class ControllerState(StrEnum):
 
 
 class ControllerStatus(msgspec.Struct, frozen=True):
-    """The controller in a few words.
+    """Summary of the controller's state.
 
     Attributes:
-        error: Of its last failure; empty where it never failed.
-        link_bytes_per_s, link_sync_s, link_hop_s: What moves are weighed with: learnt from those
-            that were made.
+        error: Message of the last failure; empty if there was none.
+        link_bytes_per_s, link_sync_s, link_hop_s: Link properties by which moves are judged, learnt
+            from previous moves.
     """
 
     state: ControllerState
@@ -206,18 +207,19 @@ class ControllerStatus(msgspec.Struct, frozen=True):
 
 
 class InstanceStatus(msgspec.Struct, frozen=True):
-    """One instance at this moment.
+    """Present state of one instance.
 
     Attributes:
         state: ready, draining, drained, restarting, down, or away with its node.
-        compute, memory: Its load; None where it has not reported.
-        age_s: Of its report.
-        kv_blocks: Of its pool; ``kv_blocks_gained`` due to what is away.
-        away: What runs elsewhere, in words with the place.
-        guests: Whose modules run beside it, in words.
-        left_out: Why no decision counts on it; empty where they do.
-        gpu_busy_fraction, gpu_memory_fraction: By NVML; None where its GPUs are not read.
-        node: That it runs on; empty for the server's own machine.
+        compute, memory: Load of the instance, in [0, 1]; None if it has not reported.
+        age_s: Age of its report, in seconds.
+        kv_blocks: Number of KV blocks of its pool.
+        kv_blocks_gained: Number of these blocks gained because modules are away.
+        away: Modules that run elsewhere, in words, each with its place.
+        guests: Modules of other instances that run beside it, in words, each with its host.
+        left_out: Reason why decisions leave the instance out; empty if they do not.
+        gpu_busy_fraction, gpu_memory_fraction: Use of its GPUs by NVML; None if they are not read.
+        node: Node of the instance; empty for the server's own machine.
     """
 
     id: str
@@ -245,8 +247,7 @@ class InstanceStatus(msgspec.Struct, frozen=True):
 
 
 class MoveLine(msgspec.Struct, frozen=True):
-    """A migration, role switch, scaling, rolling restart or change of nodes that is under way, or
-    has ended lately."""
+    """Migration, role switch, scaling, rolling restart or change of nodes, under way or recent."""
 
     id: str
     what: str
@@ -260,9 +261,9 @@ class ServerStatus(msgspec.Struct, frozen=True):
 
     Attributes:
         routing_policy: Name of the policy that chooses instances for requests.
-        routing_package: Name and version of the package that it is from; empty for banaserve's own.
-        nodes: That engines run on; empty where that is the server's own machine.
-        back_pressure: Prefill that waits for room in the store, in words; empty where none does.
+        routing_package: Name and version of that policy's package; empty for banaserve's own.
+        nodes: Nodes that engines run on; empty if engines run on the server's own machine.
+        back_pressure: Prefill that waits for room in the store, in words; empty if none waits.
     """
 
     at_s: float
@@ -276,18 +277,18 @@ class ServerStatus(msgspec.Struct, frozen=True):
 
 
 class PauseRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Pause the controller, or let it go on; what is under way comes to its end."""
+    """Request to pause or resume the controller; steps under way continue to their end."""
 
     paused: bool
 
 
 class RoleRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Give ``instance`` another role once what it runs has ended.
+    """Request to give ``instance`` another role once its running requests have ended.
 
     Attributes:
-        role: ``prefill``, ``decode`` or ``both``.
-        max_num_batched_tokens: Most tokens of its steps from then on; 0 is what its role has. With
-            it ``role`` may be the one that it has.
+        role: New role: ``prefill``, ``decode`` or ``both``.
+        max_num_batched_tokens: Maximum number of tokens of its steps from then on; 0 is the role's
+            default. With another value, ``role`` may be the present role.
     """
 
     instance: str
@@ -297,12 +298,12 @@ class RoleRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ScaleRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Add and remove instances until there are so many; a number that is not given stays.
+    """Request to add or remove instances up to these numbers; a number not given stays unchanged.
 
     Attributes:
-        colocated: Instances that do both.
-        instances: Of all together; where roles follow the load, alone.
-        timeout_s: For the last request of an instance that is removed.
+        colocated: Number of instances that serve both legs.
+        instances: Number of all instances together; must be the only one if roles follow the load.
+        timeout_s: Time limit for the last request of an instance that is removed, in seconds.
     """
 
     prefill: int | None = None
@@ -313,14 +314,14 @@ class ScaleRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NodeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Take one more node, or drain one and give it back.
+    """Request to add a node, or to drain a node and release it.
 
     Attributes:
         action: ``add`` or ``remove``.
-        node: ``HOST:PORT`` of its agent; with ``--cluster`` the address of one of Ray's nodes that
-            is to be added.
-        timeout_s: For the last request of each instance of a node that is removed.
-        are_replaced: As many instances are added on other nodes before it leaves.
+        node: ``HOST:PORT`` of the node's agent; with ``--cluster``, the address of the Ray node to
+            add.
+        timeout_s: Time limit for the last request of each instance of a removed node, in seconds.
+        are_replaced: True if as many instances are added on other nodes before the node leaves.
     """
 
     action: Literal["add", "remove"]

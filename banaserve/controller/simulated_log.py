@@ -1,4 +1,4 @@
-"""Decision log of a simulation, as the control loop of a server writes it; seconds are virtual."""
+"""Decision log of a simulation, in the format of a server's control loop; seconds are virtual."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from banaserve.types import MoveModule, ReturnModule, Step
 
 
 class SimulatedLog:
-    """Writes what the cells of one simulated cluster decide.
+    """Writer of the decisions of one simulated cluster's cell.
 
     Args:
-        path: Is written anew: two simulations both begin at second 0.
+        path: File of the log; overwritten, since every simulation begins at second 0.
 
     Raises:
         UserError: The file cannot be written.
@@ -38,10 +38,10 @@ class SimulatedLog:
         self._num_done = 0
 
     def watch(self, policy: str, cluster: SimCluster) -> None:
-        """See every decision of ``cluster``, which has not run yet.
+        """Log every decision of ``cluster``, which has not run yet.
 
         Raises:
-            UserError: Its instances do not decide together: a page shows one policy at a time.
+            UserError: Its instances form several cells: a page shows one policy at a time.
         """
         if len(cluster.cells) != 1:
             raise UserError(
@@ -52,10 +52,10 @@ class SimulatedLog:
         cell.on_turn.append(partial(self._turned, policy, cell))
 
     def check(self) -> None:
-        """Return if every decision so far is in the file.
+        """Check that every decision so far is in the file.
 
         Raises:
-            UserError: The disk was full, or the file could not be written any more.
+            UserError: The disk is full, or the file cannot be written any more.
         """
         if self._log.problem:
             raise UserError(f"the decision log {self._path} is incomplete: {self._log.problem}")
@@ -68,7 +68,7 @@ class SimulatedLog:
             self._open.append((step, wanted, decision))
 
     def _take_done(self, cell: Cell) -> None:
-        """Note the steps that were committed since the last turn."""
+        """Record the results of the steps that were committed since the last turn."""
         done = cell.placing.done[self._num_done :]
         self._num_done += len(done)
         for ended_s, step in done:
@@ -82,7 +82,7 @@ class SimulatedLog:
 
 
 def _outcome(step: Step) -> StepOutcome:
-    """A simulated step takes what was predicted of it."""
+    """Return the outcome of a simulated step, which takes its predicted time."""
     action = step.action
     if not isinstance(action, MoveModule | ReturnModule):
         return StepOutcome(Ending.DONE)

@@ -1,4 +1,4 @@
-"""Options of policies and of the control loop for engines whose time is stretched."""
+"""Options of policies and of the control loop for engines with time dilation."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from banaserve.orchestrator.migration import registry
 from banaserve.registry import option_names, option_types
 
 _LEARNT = ("link_", "hop_")
-"""What begins so is measured, on the clock on the wall, or said of it."""
+"""Prefixes of options that are measured on, or given for, the wall clock, and not scaled."""
 
 
 def dilated(options: ControllerOptions, factor: float) -> ControllerOptions:
-    """Returns ``options`` for a cluster of which one second takes ``factor`` s on the wall.
+    """Return ``options`` for a cluster of which one second takes ``factor`` wall seconds.
 
-    Every second in them is one of the cluster's, so that it is controlled as often, as slowly and
-    as patiently as without dilation.
+    All times in ``options`` are in the cluster's time, so that control has the same frequency,
+    smoothing and patience as without dilation.
     """
     limits = options.limits
     return replace(
@@ -37,10 +37,10 @@ def dilated(options: ControllerOptions, factor: float) -> ControllerOptions:
 
 
 def stretched(options: type[Any], given: Mapping[str, Any], factor: float) -> dict[str, Any]:
-    """Returns ``given`` with every second that the policy of these ``options`` counts stretched.
+    """Return ``given`` with all times of the policy's ``options`` multiplied by ``factor``.
 
     Args:
-        options: A policy's class of options; those that are not given are stretched from their
+        options: Class of the policy's options; options that are not given are scaled from their
             defaults.
     """
     section = dict(given)

@@ -1,4 +1,4 @@
-"""Devices of one cluster that are not alike: profiles of the same model, and their speeds."""
+"""Unlike devices of one cluster: their profiles of the same model, and their speeds."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _load = lru_cache(maxsize=64)(load)
 
 
 def device_of(name: str, usual: Profile) -> Profile:
-    """Returns the profile ``name`` of an instance in a cluster that mostly has ``usual``.
+    """Return the profile ``name`` of an instance in a cluster that mostly has ``usual``.
 
     Raises:
-        UserError: There is no such profile, or it is of another model.
+        UserError: The profile does not exist, or has another model or another block size.
     """
     own = _load(name)
     if own.model != usual.model:
@@ -35,7 +35,7 @@ def device_of(name: str, usual: Profile) -> Profile:
 
 
 def relative_speed(profile: Profile, usual: Profile) -> float:
-    """How fast a device computes against another one: mean of a full prefill and a decode step."""
+    """Return a device's speed relative to ``usual``: geometric mean of prefill and decode steps."""
     (own_prefill_s, own_decode_s), (prefill_s, decode_s) = _steps(profile), _steps(usual)
     return sqrt(prefill_s / own_prefill_s * (decode_s / own_decode_s))
 

@@ -1,4 +1,4 @@
-"""Miniatures: the small models that really run in the place of a profile's model."""
+"""Miniatures: the small models that really run in place of a profile's model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from banaserve.models.miniature import Miniature
 
 
 def of(profile: Profile) -> Miniature:
-    """The dimensions of the miniature of the profile's model."""
+    """Return the dimensions of the miniature of the profile's model."""
     shape = profile.shape
     return Miniature.of(
         shape.num_layers, shape.num_heads, shape.num_kv_heads, profile.model.max_context_tokens
@@ -19,9 +19,11 @@ def of(profile: Profile) -> Miniature:
 
 
 def resolve(profile: Profile, say: Callable[[str], None]) -> models.ResolvedModel:
-    """The miniature, made where that has not been done; its name says that it is one. Blocking.
+    """Return the miniature, and make it if it does not exist yet. Blocking.
+
+    Its name shows that it is a miniature.
 
     Raises:
-        UserError: The packaged model, whose tokenizer it takes, cannot be had.
+        UserError: The packaged model, whose tokenizer the miniature uses, cannot be obtained.
     """
     return miniature.resolve(of(profile), f"paced-{profile.name}", None, say)

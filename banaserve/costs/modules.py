@@ -1,4 +1,4 @@
-"""Costs and relief of modules that run beside another instance, in a profile's time."""
+"""Costs and relief of modules that run at a guest, in a profile's time."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from banaserve.orchestrator.model.calibration import StepTime, StepWork
 from banaserve.types import Distance, Module
 
 _MAX_PARTS = 32
-"""Micro-batches that a step is cut into at most where the engine is not told otherwise."""
+"""Maximum number of micro-batches of a step, the default of an engine."""
 
 
 def share(profile: Profile, module: Module, attention_fraction: float) -> float:
-    """Share of a step's time that ``module`` takes, in [0, 1].
+    """Return the share of a step's time that ``module`` takes, in [0, 1].
 
     Args:
-        attention_fraction: Share of a layer's time that its heads take along when they move.
+        attention_fraction: Share of a layer's time that moves with its heads.
     """
     facts = profile.facts
     of_all = slabs.num_slabs(facts, module) / (facts.num_layers * facts.num_kv_heads)
@@ -24,7 +24,7 @@ def share(profile: Profile, module: Module, attention_fraction: float) -> float:
 
 
 def attention_fraction(profile: Profile, work: StepWork) -> float:
-    """Share of a step of ``work`` that is attention: what heads take along, in [0, 1]."""
+    """Return the share of a step of ``work`` that is attention and moves with heads, in [0, 1]."""
     context_s = work.context_tokens * profile.decode(int(work.decode_requests)).context_token_s
     attention_s = work.prefill_pairs * profile.prefill.pair_s + context_s
     step_s = _model(profile, work).predict_s(work)
@@ -32,10 +32,11 @@ def attention_fraction(profile: Profile, work: StepWork) -> float:
 
 
 def relief(profile: Profile, module: Module, work: StepWork) -> float:
-    """Share of a step of ``work`` that its host does not take with ``module`` away, in [0, 1].
+    """Return the share of a step of ``work`` that its host saves with ``module`` away, in [0, 1].
 
-    Layers are computed at the same time as far as the step can be cut into micro-batches. Heads
-    always are: each layer's other heads are computed here while the guest computes its own.
+    Host and guest compute layers concurrently as far as the step can be cut into micro-batches.
+    They always compute heads concurrently: the host computes each layer's other heads while the
+    guest computes the moved ones.
     """
     own = share(profile, module, attention_fraction(profile, work))
     if module.heads:
@@ -44,7 +45,7 @@ def relief(profile: Profile, module: Module, work: StepWork) -> float:
 
 
 def _model(profile: Profile, work: StepWork) -> StepTime:
-    """Step times around ``work``; a step with prompts and decoding has the larger fixed part."""
+    """Return step times near ``work``; a step of prompts and decoding has the larger fixed part."""
     prefill, decode = profile.prefill, profile.decode(int(work.decode_requests))
     fixed_s = decode.fixed_s
     if work.prefill_tokens:
@@ -55,10 +56,11 @@ def _model(profile: Profile, work: StepWork) -> StepTime:
 
 
 def hop_s(profile: Profile, module: Module, tokens: int, distance: Distance | None = None) -> float:
-    """Seconds that messages to remote ``module`` and back add to a step of ``tokens`` tokens.
+    """Return the time that messages to and from a remote module add to a step, in seconds.
 
     Args:
-        distance: To the machine of its guest, where that is another one.
+        tokens: Number of tokens of the step.
+        distance: Network path to the guest's machine; None if the guest is on the same machine.
     """
     shape, link = profile.shape, profile.between
     if distance is not None:
@@ -77,9 +79,12 @@ def hop_s(profile: Profile, module: Module, tokens: int, distance: Distance | No
 
 
 def older_hop_s(profile: Profile, num_layers: int, tokens: int) -> float:
-    """Seconds that older blocks of ``num_layers`` elsewhere add to a step of ``tokens`` tokens.
+    """Return the time that remote older blocks of ``num_layers`` layers add to a step, in seconds.
 
-    In each layer queries go, and outputs and their log-sum-exp come back in float32.
+    In each layer, queries are sent, and outputs and their log-sum-exp return as float32.
+
+    Args:
+        tokens: Number of tokens of the step.
     """
     shape, link = profile.shape, profile.between
     head_bytes = shape.head_dim * shape.element_bytes + 4 * (shape.head_dim + 1)

@@ -1,4 +1,4 @@
-"""Profile of a modelled GPU and model: read from a file, checked, and asked for times."""
+"""Profile of a modelled GPU and model, read from a file and checked, with its step times."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class MemorySection:
 
 @dataclass(frozen=True, slots=True)
 class LinkSection:
-    """Between two instances, and between an instance and the store."""
+    """Link between two instances, and between an instance and the store."""
 
     bytes_per_s: float
     sync_s: float
@@ -83,7 +83,7 @@ class LinkSection:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A modelled device with a modelled model; times that come out of it are computed.
+    """A modelled device with a modelled model; all times of a profile are computed, not measured.
 
     Raises:
         ValueError: The model's dimensions do not fit together.
@@ -112,7 +112,7 @@ class Profile:
         object.__setattr__(self, "shape", shape)
 
     def decode(self, batch: int) -> DecodeSection:
-        """Returns the coefficients for ``batch`` requests."""
+        """Return the coefficients for ``batch`` requests."""
         large = self.decode_large
         return large if large is not None and batch >= large.from_batch else self.decode_small
 
@@ -122,7 +122,7 @@ class Profile:
 
     @property
     def facts(self) -> InstanceFacts:
-        """An instance of this profile, its memory just large enough for its KV tokens."""
+        """Facts of an instance of this profile whose memory is just large enough for its KV."""
         shape, tokens = self.shape, self.memory.kv_tokens
         fixed_bytes = self.model.fixed_weights * shape.element_bytes
         weights = shape.num_layers * shape.layer_weight_bytes
@@ -143,16 +143,16 @@ class Profile:
 
 
 def names() -> list[str]:
-    """Returns the names of the profiles that come with the package."""
+    """Return the names of the profiles in this package."""
     return sorted(path.stem for path in BUILT_IN.glob("*.toml"))
 
 
 def load(name_or_path: str) -> Profile:
-    """Reads a built-in profile by its name, or a file that ends in ``.toml``.
+    """Read a built-in profile by its name, or a file that ends in ``.toml``.
 
     Raises:
-        UserError: An unknown name, a file that cannot be read, a key that is missing, unknown or
-            absurd; names file and key.
+        UserError: The name is unknown, the file cannot be read, or a key is missing, unknown or out
+            of range; the message names file and key.
     """
     if name_or_path.endswith(".toml"):
         path = Path(name_or_path)
@@ -182,10 +182,10 @@ def load(name_or_path: str) -> Profile:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Reads a TOML file.
+    """Read a TOML file.
 
     Raises:
-        UserError: It cannot be read, or is no TOML; names the line.
+        UserError: The file cannot be read, or is not TOML; the message names the line.
     """
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
@@ -202,10 +202,11 @@ def check_keys(
     known: tuple[str, ...],
     required: tuple[str, ...] = (),
 ) -> None:
-    """Returns if ``table`` has all required keys and only known ones.
+    """Check that ``table`` has all required keys and only known ones.
 
     Raises:
-        UserError: It has not; names file and key, and for an unknown key the nearest.
+        UserError: A key is missing or unknown; the message names file and key, and for an unknown
+            key the nearest known one.
     """
     for key in table:
         check_known(f"key in {path.name}: {prefix}", key, known)
@@ -215,10 +216,10 @@ def check_keys(
 
 
 def read_section(path: Path, name: str, table: Any, kind: type[Section]) -> Section:
-    """Builds ``kind`` from a section whose values are finite numbers of the right kind, above 0.
+    """Build ``kind`` from a section whose values are finite numbers of the right type, above 0.
 
     Raises:
-        UserError: A key is missing, unknown or absurd; names file and key.
+        UserError: A key is missing, unknown or out of range; the message names file and key.
     """
     if not isinstance(table, Mapping):
         raise UserError(f"{path}: {name} is no section")
@@ -240,7 +241,8 @@ def read_section(path: Path, name: str, table: Any, kind: type[Section]) -> Sect
 
 
 def _most(key: str) -> float:
-    """Above this a value is a slip: milliseconds for seconds, bytes for tokens."""
+    """Return the maximum of a value; a larger one is a mistake: milliseconds instead of seconds,
+    bytes instead of tokens."""
     if key.endswith("_per_s"):
         return 1e15
     return 10.0 if key.endswith("_s") else _MOST.get(key, float("inf"))

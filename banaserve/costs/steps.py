@@ -1,4 +1,4 @@
-"""Times of an engine's steps by the profile, changed by modules that have moved away or in."""
+"""Times of an engine's steps by the profile, adapted to modules away and to guests."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ class StepCosts:
     """Step times of one engine; the first four attributes change while it runs.
 
     Attributes:
-        slowdown: 2 makes every step twice as long (a slow instance).
-        guest_share: Share of this device that guests take, of the time of its own steps.
-        relief: Share of its own step time that a guest elsewhere takes over at the same time.
-        hop_s: What remote modules add to every step.
-        fetch_token_s: Time to fetch the KV of one cached token.
-        num_layers: Of the model.
+        slowdown: Factor of all step times; 2 makes every step twice as long (a slow instance).
+        guest_share: Time of this device that guests take, as a share of the time of its own steps.
+        relief: Share of its own step time that its guests take over concurrently.
+        hop_s: Time that remote modules add to every step, in seconds.
+        fetch_token_s: Time to fetch the KV of one cached token, in seconds.
+        num_layers: Number of layers of the model.
     """
 
     __slots__ = (
@@ -48,18 +48,19 @@ class StepCosts:
 
     @property
     def factor(self) -> float:
-        """What the profile's times are multiplied by."""
+        """Factor by which the profile's times are multiplied."""
         return self.slowdown * (1 - self.relief) * (1 + self.guest_share)
 
     def mixed_s(self, tokens: int, pairs: int, batch: int, context: int) -> tuple[float, float]:
-        """Returns the time of one step and the part of it that grows with its work.
+        """Return the time of one step and the part of it that grows with its work.
 
-        A step with prompt tokens and decoding requests has one fixed part, the larger one.
+        A step with prompt tokens and decoding requests has one fixed part, the larger of the two.
 
         Args:
-            tokens: Prompt tokens that it computes.
-            pairs: c (c + 2 h) for each chunk of c tokens after h computed ones.
-            batch: Requests that decode; ``context`` their tokens together.
+            tokens: Prompt tokens that the step computes.
+            pairs: Sum of c (c + 2 h) over all chunks of c tokens after h computed ones.
+            batch: Number of requests that decode.
+            context: Tokens of these requests, together.
         """
         fixed_s = work_s = 0.0
         if tokens:
@@ -73,7 +74,7 @@ class StepCosts:
         return factor * (fixed_s + work_s) + self.hop_s, factor * work_s
 
     def decode_run(self, batch: int, context: int) -> tuple[float, float, float]:
-        """Returns the first step's time, what each further one adds, and the first one's work."""
+        """Return the first step's time, the increase per later step, and the first step's work."""
         fixed_s, context_s, request_s = self._large if batch >= self._large_from else self._small
         work_s = context * context_s + batch * request_s
         factor = self.slowdown * (1 - self.relief) * (1 + self.guest_share)
@@ -84,7 +85,7 @@ class StepCosts:
         )
 
     def coefficients(self, batch: int) -> tuple[float, ...]:
-        """Returns what ``StepTime`` would learn from steps of about ``batch`` requests."""
+        """Return the coefficients that ``StepTime`` learns from steps near ``batch`` requests."""
         fixed_s, context_s, request_s = self._of(batch)
         factor = self.factor
         return (
@@ -101,12 +102,12 @@ class StepCosts:
 
 
 def run_s(first_s: float, growth_s: float, steps: int) -> float:
-    """Time of ``steps`` steps, each ``growth_s`` longer than the one before."""
+    """Return the time of ``steps`` steps, each ``growth_s`` longer than the one before."""
     return steps * first_s + growth_s * steps * (steps - 1) / 2
 
 
 def steps_within(first_s: float, growth_s: float, elapsed_s: float) -> int:
-    """Returns how many steps of such a run have begun after ``elapsed_s``; at least one."""
+    """Return how many steps of a run (``run_s``) have begun after ``elapsed_s``; at least one."""
     if growth_s * elapsed_s < 1e-9 * first_s * first_s:
         steps = int(elapsed_s / first_s) + 1
     else:

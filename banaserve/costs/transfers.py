@@ -1,4 +1,4 @@
-"""Times of steps whose KV is fetched from the store and saved to it, layer by layer."""
+"""Times of steps whose KV is fetched from and saved to the store, layer by layer."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Copied:
     """Tokens whose KV of all layers a step copies.
 
     Attributes:
-        fetched: Fetched layer by layer, each before its layer is computed.
-        fetched_before: Fetched before the step computes anything.
-        saved: Saved layer by layer, each after its layer is computed.
+        fetched: Tokens fetched layer by layer, each layer before it is computed.
+        fetched_before: Tokens fetched before the step computes anything.
+        saved: Tokens saved layer by layer, each layer after it is computed.
     """
 
     fetched: int = 0
@@ -28,9 +28,9 @@ class StepTimes:
     """Modelled seconds of one step.
 
     Attributes:
-        step_s: From its begin to its end, with whatever transfers nothing hides.
-        compute_s: Without waiting for transfers; messages to remote modules included.
-        fetch_s: Of its fetches, whether or not anything waited for them.
+        step_s: Time of the whole step, including transfers that computation does not hide.
+        compute_s: Time without waiting for transfers, including messages to remote modules.
+        fetch_s: Time of the step's fetches, whether or not the step waited for them.
     """
 
     step_s: float
@@ -39,9 +39,9 @@ class StepTimes:
 
 
 def step_times(costs: StepCosts, work: StepWork, copied: Copied) -> StepTimes:
-    """Returns the times of a step of ``work``, its transfers overlapped as on a GPU.
+    """Return the times of a step of ``work`` whose transfers overlap as on a GPU.
 
-    While a layer is computed the next one is fetched and the one before saved, each direction
+    While a layer is computed, the next one is fetched and the previous one saved, each direction
     over the profile's link (BanaServe Eqs. 12 and 13); all layers take the same time.
     """
     compute_s, _ = costs.mixed_s(
@@ -58,10 +58,11 @@ def step_times(costs: StepCosts, work: StepWork, copied: Copied) -> StepTimes:
 
 
 def overlapped_s(fetch_s: float, compute_s: float, save_s: float, num_layers: int) -> float:
-    """Returns when the last layer is saved, each layer fetched, then computed, then saved.
+    """Return the time until the last layer is saved; each layer is fetched, computed, then saved.
 
-    For layers that all take the same this is the pipeline of three stages: every stage of the
-    first layer, and the longest stage of each other one. The arguments are for all layers.
+    For layers of equal times this is a pipeline of three stages: the time of all stages of the
+    first layer, plus the longest stage of each other layer. The arguments are for all layers
+    together.
     """
     return (
         fetch_s + compute_s + save_s + (num_layers - 1) * max(fetch_s, compute_s, save_s)

@@ -1,4 +1,4 @@
-"""Arrangements: how many instances prefill, decode or do both, and in steps of which size."""
+"""Arrangements: how many instances prefill, decode or do both, and with which step size."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import NamedTuple
 from banaserve.types import InstanceId, InstanceView, Role
 
 PREFILL_STEP_TOKENS = 2048
-"""Fewest tokens of a step where nobody decodes beside it: small chunks would only cost."""
+"""Least step size, in tokens, of an instance that only prefills: small chunks would only cost."""
 
 
 class Arrangement(NamedTuple):
-    """Roles by their numbers; which instance has which matters where devices are not alike.
+    """Number of instances of each role; with unlike devices, an ``Order`` assigns the roles.
 
     Attributes:
-        step_tokens: Most tokens of a step where prompts are computed.
+        step_tokens: Maximum number of tokens of a step of the instances that compute prompts.
     """
 
     num_prefill: int
@@ -29,7 +29,7 @@ class Arrangement(NamedTuple):
         return self.num_prefill + self.num_decode + self.num_both
 
     def tokens_of(self, role: Role) -> int:
-        """Most tokens of a step of an instance of ``role``."""
+        """Return the maximum number of tokens of a step of an instance of ``role``."""
         if role is Role.PREFILL:
             return max(PREFILL_STEP_TOKENS, self.step_tokens)
         return self.step_tokens
@@ -42,24 +42,27 @@ class Arrangement(NamedTuple):
 
 
 def arrangements(size: int, chunks: Sequence[int]) -> Iterator[Arrangement]:
-    """Yields every arrangement of ``size`` instances in which each has something to do.
+    """Yield every arrangement of ``size`` instances in which each instance has work.
 
-    Instances that only decode get their requests from those that only prefill; one that does both
-    keeps its own.
+    Instances that only decode get their requests from those that only prefill; an instance that
+    does both keeps its own.
     """
     for num_prefill in range(size):
         for num_decode in range(size - num_prefill + 1):
             num_both = size - num_prefill - num_decode
             if (num_decode and not num_prefill) or not num_decode + num_both:
                 continue
-            # Without somebody who does both, smaller chunks change nothing.
+            # Without an instance that does both, smaller chunks change nothing.
             sizes = chunks if num_both else [n for n in chunks if n >= PREFILL_STEP_TOKENS]
             for step_tokens in sizes or chunks[-1:]:
                 yield Arrangement(num_prefill, num_decode, num_both, step_tokens)
 
 
 def arrangement_of(views: Sequence[InstanceView]) -> Arrangement:
-    """Returns the present arrangement; step sizes that differ count as the smallest of both."""
+    """Return the present arrangement.
+
+    Its step size is the smallest one of the colocated instances, or else of the prefill instances.
+    """
     roles = [view.role for view in views]
     prompts = [view for view in views if view.role is Role.COLOCATED] or [
         view for view in views if view.role is Role.PREFILL
@@ -73,20 +76,20 @@ def arrangement_of(views: Sequence[InstanceView]) -> Arrangement:
 
 
 Order = tuple[str, ...]
-"""Profiles of devices in the order in which they get instances that prefill; the last ones decode.
-Empty where it does not matter which instance has which role."""
+"""Device profiles in the order in which their instances prefill; those of the last ones decode.
+Empty if it does not matter which instance has which role."""
 
 _MOST_PERMUTED = 3
-"""Kinds of devices of which every order is looked at; of more, each kind first and each last."""
+"""Number of device kinds up to which all orders are tried; of more, each kind first and last."""
 
 
 def device_of(view: InstanceView) -> str:
-    """Returns the profile of the instance's device; empty for that of the cluster."""
+    """Return the profile of the instance's device; empty for the usual one of the cluster."""
     return view.facts.profile if view.facts is not None else ""
 
 
 def orders(views: Sequence[InstanceView]) -> tuple[Order, ...]:
-    """Returns every order of the devices of ``views``; one that is empty where all are alike."""
+    """Return the orders of device kinds to try; one empty order if all ``views`` are alike."""
     kinds = sorted({device_of(view) for view in views})
     if len(kinds) < 2:
         return ((),)
@@ -102,13 +105,14 @@ def orders(views: Sequence[InstanceView]) -> tuple[Order, ...]:
 def assign(
     wanted: Arrangement, views: Sequence[InstanceView], order: Order = ()
 ) -> Mapping[InstanceId, Role]:
-    """Returns the new roles of those that change, as few as can be.
+    """Return the new roles of the instances that change, as few as possible.
 
-    Who prefills only afterwards is taken from those that decode least, who decodes only from
-    those with the least left to prefill: what they still have runs on beside the new work.
+    An instance that will only prefill is taken from those that decode least, one that will only
+    decode from those with the least left to prefill: their old work continues beside the new work.
 
     Args:
-        order: Says how many of each kind of device have which role; within a kind as above.
+        order: Order of device kinds, which fixes how many of each kind have which role; within a
+            kind, instances are chosen as above.
     """
     if order:
         found: dict[InstanceId, Role] = {}
@@ -123,7 +127,7 @@ def assign(
     changes: list[InstanceView] = []
     for role in open_:
         having = [view for view in views if view.role is role]
-        # Those stay that have the most of what the role does.
+        # The instances with the most work of the role keep it.
         having.sort(key=lambda view: (-_work(view, role), view.id))
         changes += having[open_[role] :]
         open_[role] -= min(open_[role], len(having))
@@ -140,11 +144,11 @@ def assign(
 def _by_kind(
     wanted: Arrangement, views: Sequence[InstanceView], order: Order
 ) -> dict[str, Arrangement]:
-    """The first kinds prefill, the last ones decode, those between do both."""
+    """Return each kind's arrangement: the first kinds prefill, the last decode, others do both."""
     free = {kind: sum(device_of(view) == kind for view in views) for kind in order}
 
     def filled(number: int, kinds: Sequence[str]) -> dict[str, int]:
-        """Of each kind, how many of ``number`` instances it has."""
+        """Return how many of ``number`` instances each kind provides, the first kinds first."""
         found = {}
         for kind in kinds:
             found[kind] = min(number, free[kind])
@@ -161,7 +165,7 @@ def _by_kind(
 
 
 def _work(view: InstanceView, role: Role) -> float:
-    """How much ``view`` has of what ``role`` does; only compared."""
+    """Return how much work of ``role`` an instance has, for comparison within a role only."""
     if role is Role.PREFILL:
         return view.computable_prefill_tokens
     return view.report.kv_used_fraction if view.report is not None else view.inflight_requests

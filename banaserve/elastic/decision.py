@@ -1,4 +1,4 @@
-"""Decisions of the elastic policy, and what one is made from; they pass between processes."""
+"""Decisions of the elastic policy, and their input; both pass between processes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from banaserve.types import InstanceView, ModulePlacement, ObservedRequest
 
 
 class LoadMemory(NamedTuple):
-    """What one decision hands to the next.
+    """State that one decision hands to the next.
 
     Attributes:
-        since_s: Since when the load is the same.
-        next_s: When to decide again though it is.
-        is_settled: It is known.
-        wanted: What the instances were to be by the last plan.
-        num_for_home: Looks in a row at which modules away would better be at home.
-        num_instances: That there were at the last plan; 0 before it.
-        is_pressed: There was a plan while prefill waited for room in the store.
+        since_s: Time since which the load is the same.
+        next_s: Time of the next decision if the load does not change.
+        is_settled: True if the load is known.
+        wanted: Roles and step sizes of the instances by the last plan.
+        num_for_home: Number of consecutive checks by which modules away should come home.
+        num_instances: Number of instances at the last plan; 0 before it.
+        is_pressed: True once there was a plan because prefill waited for room in the store.
     """
 
     since_s: float
@@ -32,11 +32,11 @@ class LoadMemory(NamedTuple):
 
 
 class Situation(NamedTuple):
-    """What a decision is made from; it passes between processes as it is.
+    """Input of a decision; it passes between processes unchanged.
 
     Attributes:
-        is_changing: Steps of an earlier plan are under way.
-        num_instances: That there are, ready or not; 0 where it is not known.
+        is_changing: True if steps of an earlier plan are under way.
+        num_instances: Number of instances, ready or not; 0 if unknown.
     """
 
     now_s: float
@@ -48,12 +48,12 @@ class Situation(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """An arrangement that was looked at, in words.
+    """An arrangement that was considered, in words.
 
     Attributes:
-        worth: Mean of its requests by forecast, less what throughput it loses counts for, or, where
-            it was not worth one, the bound of what it brings.
-        is_forecast: Which of both.
+        worth: Mean worth of its requests by forecast, minus the penalty for lost throughput; for an
+            arrangement without a forecast, the bound of its gain by the cost model.
+        is_forecast: True if ``worth`` comes from a forecast, False if it is a bound.
     """
 
     words: str
@@ -62,12 +62,13 @@ class Candidate(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What is to change, in this order, and why not more.
+    """Changes to make, and the reason why there are no more.
 
     Attributes:
-        gain: By how much the worth of a request rises.
+        changes: Changes of roles and step sizes, in this order.
+        gain: Predicted increase of the mean worth of a request.
         returns: Modules that come home before ``changes``.
-        moves: Modules that leave after them.
+        moves: Modules that leave after ``changes``.
     """
 
     changes: Sequence[Change]

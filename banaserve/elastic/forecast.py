@@ -1,10 +1,10 @@
-"""Forecast of an arrangement: the last minute's requests, simulated under it once more.
+"""Forecast of an arrangement: a simulation of the last minute's requests under it.
 
-The simulator is the model: it shares step costs and routing with what serves. Requests under way
-come first, where they are and as far as they are; those of the last while arrive once more behind
-them, with the lengths that were seen. What an unfinished request will generate is drawn from those
-that have ended and from those already drawn, longest first (the estimator of Kaplan and Meier, as
-Efron's redistribution to the right).
+The simulator is the model: it shares step costs and routing with the real server. Requests under
+way come first, at their instances and with their progress; then the recent requests arrive again,
+with their observed lengths. The output length of an unfinished request is drawn from the ended
+requests and from lengths already drawn, longest first (the Kaplan-Meier estimator, as Efron's
+redistribution to the right).
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _MARGIN_SHARE = 0.15
 
 @dataclass(frozen=True, slots=True)
 class ServiceLimits:
-    """Limits of a request that is served well; None where latency alone counts."""
+    """SLO limits of a request, in seconds; None for no limit. With neither, latency counts."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
 
     def value(self, ttft_s: float, tpot_s: float, e2e_s: float) -> float:
-        """Worth of a request; greater is better.
+        """Return the worth of a request; greater is better.
 
-        A forecast errs, so a request just within its limits counts for about a half, and margin
-        still counts a little where all are well within.
+        A forecast errs, so a request just within its limits counts for about a half, and its margin
+        still counts a little if it is well within its limits.
         """
         if self.ttft_s is None and self.tpot_s is None:
             return -log(max(e2e_s, 1e-3))
@@ -58,10 +58,11 @@ class FutureRequest(NamedTuple):
     """A request of a forecast.
 
     Attributes:
-        at_s: When it arrives, from the start of the forecast on; 0 of one under way.
-        age_s: How long ago it arrived, of one under way.
-        generated: Tokens it has; with at least one it decodes at ``instance``.
-        first_age_s: How long ago its first token came; None where it has none.
+        at_s: Time of arrival since the start of the forecast, in seconds; 0 if it is under way.
+        generated: Number of tokens generated; with at least one, the request decodes at
+            ``instance``.
+        age_s: Time since the arrival of a request under way, in seconds.
+        first_age_s: Time since its first token, in seconds; None without one.
     """
 
     at_s: float
@@ -78,10 +79,10 @@ class InstanceUse(NamedTuple):
     """Use of an instance while requests arrive.
 
     Attributes:
-        busy_fraction: Of the time.
-        short_fraction: Of the time, in which a request waits for KV memory.
-        kv_tokens: Mean of those in use.
-        work: Of its mean step.
+        busy_fraction: Share of the time in which the instance computes.
+        short_fraction: Share of the time in which a request waits for KV memory.
+        kv_tokens: Mean number of KV tokens in use.
+        work: Work of the mean step.
     """
 
     instance: InstanceId
@@ -92,11 +93,12 @@ class InstanceUse(NamedTuple):
 
 
 class Forecast(NamedTuple):
-    """Worth of each request, those under way first.
+    """Worth of each request, requests under way first.
 
     Attributes:
-        arrivals_s, ends_s: Of each request; infinite where it does not end within the forecast.
-        use: Of each instance; empty where nobody asked.
+        arrivals_s, ends_s: Arrival and end of each request, in seconds; the end is infinite if it
+            is not within the forecast.
+        use: Use of each instance; empty if not requested.
     """
 
     values: tuple[float, ...]
@@ -117,15 +119,15 @@ def future_of(
     max_requests: int,
     dilation: float = 1.0,
 ) -> list[FutureRequest]:
-    """Returns what to simulate: requests under way, then those that arrived from ``since_s`` on.
+    """Return the requests to simulate: those under way, then those that arrived since ``since_s``.
 
-    The latter come again and again until the horizon, so that a queue that grows is seen to grow
-    though the load has not lasted long.
+    The latter arrive repeatedly until the horizon, so that the forecast shows the growth of a queue
+    even if the load has not lasted long.
 
     Args:
-        horizon_s: In the time of the forecast, as all of the result.
-        max_requests: That arrive.
-        dilation: Seconds of the requests' clock in one of the forecast.
+        horizon_s: Duration of arrivals in the time of the forecast, as all times of the result.
+        max_requests: Maximum number of requests that arrive.
+        dilation: Seconds of the requests' clock in one second of the forecast.
     """
     lengths = _output_lengths(requests)
     under_way = [
@@ -161,7 +163,7 @@ def future_of(
 
 
 def _output_lengths(requests: Sequence[ObservedRequest]) -> list[int]:
-    """Output tokens of each request: as seen, or drawn where it has not ended."""
+    """Return the output tokens of each request: as observed, or drawn if it has not ended."""
     known = sorted(request.output_tokens for request in requests if request.end_s is not None)
     lengths = [request.output_tokens for request in requests]
     open_places = [place for place, request in enumerate(requests) if request.end_s is None]
@@ -192,16 +194,18 @@ def forecast(
     watch: bool = False,
     far: Far | None = None,
 ) -> Forecast:
-    """Simulates ``future`` on instances of ``roles``, each with its step's tokens.
+    """Simulate ``future`` on the instances of ``roles``.
 
     Args:
-        system: Routing, handover, limits of the engines, and what modules bring that are away.
-        patience_s: After the last arrival; what is not done then counts as ending then.
-        steps: Of a plan, which begins at once.
+        system: Routing, hand-over, limits of the engines, and the gain of modules that are away.
+        roles: Id, role and step size in tokens of each instance.
+        patience_s: Time after the last arrival at which the simulation stops; requests that are not
+            done count as ending then.
+        steps: Steps of a plan, which begins at once.
         placements: Modules that are away already.
-        watch: Tell the use of each instance.
-        far: Ways between instances on different machines, in the profile's time: KV that is
-            handed over and the messages of modules take what they take.
+        watch: True to return the use of each instance.
+        far: Network paths between instances on different machines, in the profile's time, for
+            hand-overs of KV and messages of modules.
     """
     timeline = Timeline()
     cell = Cell(
@@ -262,7 +266,7 @@ def forecast(
 
 
 class _Gauge:
-    """Samples of one instance."""
+    """Samples of the use of one instance."""
 
     def __init__(self, instance: SimInstance, timeline: Timeline) -> None:
         self._instance = instance
@@ -300,8 +304,8 @@ class _Gauge:
 
 
 def _bend(cell: Cell) -> None:
-    """What modules cost follows what their hosts do."""
-    cell.view()  # smooths how busy each is
+    """Adapt the costs of modules away to the present load of their hosts."""
+    cell.view()  # updates the smoothed load of each instance
     cell.placing.bend()
 
 

@@ -1,4 +1,4 @@
-"""Profile of device and model that a server forecasts with."""
+"""Profile of device and model that a server makes its forecasts with."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from banaserve.elastic.options import ElasticOptions
 
 
 def forecast_profile(config: ServeConfig) -> str:
-    """Returns its name or file: as given, else that of modelled time, else none.
+    """Return the profile's name or file: as given, else the first one of ``--pace``, else empty.
 
-    Without one the instances say what they are and what their steps take: a profile that nobody
-    asked for is of another machine than this one, be it of the same model.
+    Without a profile, the instances report their shape and learnt step times: a default profile
+    would describe another machine than this one, even if it were of the same model.
 
     Raises:
-        UserError: There is no such profile, or none and modules are to move, which needs one.
+        UserError: The profile does not exist, or none is given though modules may move, which
+            requires one.
     """
     options = dict(config.orchestrator.options)
     found = str(options.get("profile", next(iter(config.paces), "")))

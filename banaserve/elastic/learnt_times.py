@@ -1,8 +1,8 @@
-"""Profile of a forecast with what the instances say of themselves: shape, room, learnt step times.
+"""Profile of a forecast from reports of the instances: shape, KV room, learnt step times.
 
-A profile from a file is of one machine and one model. On a machine that computes five times as fast
-the same requests look like an overload, and an overload wants other arrangements. Instances know
-better after some twenty steps, whatever they serve.
+A profile from a file describes one machine and one model. If the real machine is five times faster,
+the same requests look like an overload, which needs another arrangement. After about twenty steps
+the instances know their own times, whatever they serve.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from banaserve.orchestrator.model.serving_times import assumed_coefficients
 from banaserve.types import InstanceFacts, InstanceView
 
 _TYPICAL = StepWork(512, 512**2, 4, 4 * 512)
-"""What a machine's speed is judged by where only some kinds of work have been seen."""
+"""Work by which a machine's speed is judged if only some kinds of work have been observed."""
 
 _LEAST_S = 1e-12
 
 _WEIGHTS_PER_S = 1e10
-"""Bytes: a first guess of how fast a step reads the weights, which the first steps correct."""
+"""First guess of how fast a step reads the weights, in bytes/s; the first steps correct it."""
 
 _TOKENS_A_READ = 64
-"""Tokens whose computing takes as long as reading the weights once, by the same guess."""
+"""First guess of how many tokens are computed in the time of reading the weights once."""
 
 _ANY_CONTEXT = 10_000_000
 
 
 def guessed(facts: InstanceFacts) -> Profile:
-    """Returns a profile of such an instance whose times are guesses, right in proportion at best.
+    """Return a profile with the shape of ``facts`` whose times are guesses, at best proportional.
 
-    In bytes throughout: an element is one of them.
+    All sizes are in bytes: an element counts as one byte.
     """
     head_bytes = max(1, facts.layer_token_bytes // (2 * facts.num_kv_heads))
     num_heads = facts.num_kv_heads * facts.queries_a_head
@@ -68,10 +68,10 @@ def guessed(facts: InstanceFacts) -> Profile:
 
 
 def profile_of(options: ElasticOptions, views: Sequence[InstanceView]) -> Profile:
-    """Returns what ``options`` forecast ``views`` with.
+    """Return the profile that ``options`` forecast ``views`` with.
 
     Raises:
-        ValueError: They name no profile, and no instance says what it is: see ``are_learnt``.
+        ValueError: The options name no profile, and no instance reports facts: see ``are_learnt``.
     """
     if options.profile:
         given = profiles.load(options.profile)
@@ -84,7 +84,7 @@ def profile_of(options: ElasticOptions, views: Sequence[InstanceView]) -> Profil
 
 
 def are_learnt(views: Sequence[InstanceView]) -> bool:
-    """Whether one of ``views`` says what it is, and one has learnt what its steps take."""
+    """Return whether one of ``views`` has facts, and one has learnt step times."""
     is_shaped = any(view.facts is not None for view in views)
     return is_shaped and any(
         view.report is not None and view.report.step_coefficients for view in views
@@ -92,13 +92,13 @@ def are_learnt(views: Sequence[InstanceView]) -> bool:
 
 
 def as_learnt(profile: Profile, views: Sequence[InstanceView], dilation: float = 1.0) -> Profile:
-    """Returns ``profile`` with times and room as ``views`` have them on average.
+    """Return ``profile`` with the average times and KV room of ``views``.
 
-    A kind of work that none has had takes what the profile says, times how much slower the others
-    are than it says.
+    The time of a kind of work that no instance has learnt is the profile's time, scaled by the
+    ratio of learnt to expected time of the other kinds.
 
     Args:
-        dilation: Seconds of the instances' clock in one of the profile.
+        dilation: Seconds of the instances' clock in one second of the profile.
     """
     learnt = [seconds / dilation for seconds in assumed_coefficients(views)][:5]
     if not learnt:

@@ -1,4 +1,4 @@
-"""Statistics of a load, and the test whether one stretch of it is another load than the next."""
+"""Statistics of a load, and the test whether two stretches of time have different loads."""
 
 from __future__ import annotations
 
@@ -17,9 +17,13 @@ class Moments(NamedTuple):
     variance: float
 
     def differs(self, other: Moments, least_fraction: float, deviations: float) -> bool:
-        """Whether the two means differ by more than chance and by more than a share of them.
+        """Return whether the two means differ by more than chance and by more than a share of them.
 
-        Student's test of two samples with one variance, which the longer of them mostly gives.
+        Student's test of two samples with a pooled variance, dominated by the larger sample.
+
+        Args:
+            least_fraction: Least difference, as a share of the larger mean.
+            deviations: Least difference, in standard deviations of chance.
         """
         count = self.num_samples + other.num_samples
         gap = abs(self.mean - other.mean)
@@ -31,14 +35,20 @@ class Moments(NamedTuple):
 
 
 class LoadStats(NamedTuple):
-    """Load of a stretch of time: requests and prompt tokens to compute a second, and of each."""
+    """Load of a stretch of time.
+
+    Attributes:
+        requests: Arrivals per second.
+        prompt_tokens: Prompt tokens to compute that arrive per second.
+        prompt_length: Prompt tokens to compute of each request.
+    """
 
     requests: Moments
     prompt_tokens: Moments
     prompt_length: Moments
 
     def differs(self, other: LoadStats, least_fraction: float, deviations: float) -> bool:
-        """Whether the two are different loads."""
+        """Return whether the two loads differ."""
         return any(
             one.differs(two, least_fraction, deviations)
             for one, two in zip(self, other, strict=True)
@@ -46,10 +56,10 @@ class LoadStats(NamedTuple):
 
 
 def load_stats(requests: Sequence[ObservedRequest], start_s: float, end_s: float) -> LoadStats:
-    """Returns the load of those of ``requests`` that arrived from ``start_s`` to ``end_s``.
+    """Return the load of those ``requests`` that arrived from ``start_s`` to ``end_s``.
 
-    The samples of rates are whole seconds, or as many equal stretches: their variance is larger
-    where arrivals come in bursts.
+    The samples of the rates are equal stretches of about a second, at least two: their variance is
+    larger if requests arrive in bursts.
     """
     num_bins = max(2, round(end_s - start_s))
     width_s = (end_s - start_s) / num_bins

@@ -1,6 +1,6 @@
-"""Modules that could leave their instances, and a bound of what that brings by the cost model.
+"""Modules that could leave their instances, and a bound of the gain by the cost model.
 
-Only what the bound says can matter is forecast: a forecast takes a hundred times as long.
+Only candidates with a sufficient bound are forecast: a forecast takes a hundred times as long.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from banaserve.types import Distance, InstanceId, InstanceView, Module, ModulePl
 KINDS = ("layers", "heads")
 
 _LIMITS = MoveOptions()
-"""How much may be away, and what an instance keeps for itself, as in every other policy."""
+"""Limits of modules away, and of the memory that an instance keeps, as in the other policies."""
 
 _SIZES = 3
-"""Of the largest that may be away, each half of the next: the bound is linear below."""
+"""Number of module sizes to try, the largest allowed ones: below them the bound is linear."""
 
 
 class Bounded(NamedTuple):
-    """Moves at once, and the share by which their hosts could serve more or faster at most."""
+    """Moves to make together, and a bound of the share by which hosts could serve more."""
 
     moves: tuple[PlannedMove, ...]
     bound: float
@@ -42,10 +42,10 @@ def candidates(
     placements: Sequence[ModulePlacement],
     profile: Profile,
 ) -> list[Bounded]:
-    """Returns what could leave the fullest instance, or all that are nearly as full as it.
+    """Return the moves from the instance with the greatest need, or from all with half of it.
 
     Args:
-        use: Of each instance without these moves.
+        use: Use of each instance without these moves.
         placements: Modules that are away and stay there.
     """
     needs = {one.instance: _need(one, kinds, profile) for one in use}
@@ -75,11 +75,11 @@ def bound_of(
     placements: Sequence[ModulePlacement],
     profile: Profile,
 ) -> float:
-    """Returns the share by which hosts could serve more at most, less what guests lose for sure.
+    """Return the maximum share by which hosts could serve more, minus the certain loss of guests.
 
-    A host gains where requests wait for KV memory, as much as its memory grows; and its steps
-    become shorter by what the guest computes at the same time, less the messages. A guest that is
-    busy loses what the module's work takes of it, and one on another machine costs ``far_loss``.
+    If requests wait for KV memory, a host gains as much as its memory grows. Its steps become
+    shorter by the work that the guest computes concurrently, minus the messages. A busy guest loses
+    the time of the module's work, and a guest on another machine costs ``far_loss``.
     """
     of = {one.instance: one for one in use}
     before, after = (Ledger(profile.facts, placements) for _ in range(2))
@@ -100,10 +100,10 @@ def bound_of(
 def net_relief(
     profile: Profile, module: Module, work: StepWork, distance: Distance | None = None
 ) -> float:
-    """Share of a step of ``work`` by which it is shorter with ``module`` away; may be below 0.
+    """Return the share by which a step of ``work`` is shorter with ``module`` away; may be below 0.
 
     Args:
-        distance: To the machine of its guest, where that is another one.
+        distance: Network path to the guest's machine; None if the guest is on the same machine.
     """
     step_s = step_time_s(profile, work)
     if step_s <= 0:
@@ -114,7 +114,7 @@ def net_relief(
 
 
 def step_time_s(profile: Profile, work: StepWork) -> float:
-    """Seconds of a step of ``work`` with everything at home."""
+    """Return the time of a step of ``work`` with all modules at home, in seconds."""
     told, _ = StepCosts(profile).mixed_s(
         int(work.prefill_tokens),
         int(work.prefill_pairs),
@@ -125,7 +125,7 @@ def step_time_s(profile: Profile, work: StepWork) -> float:
 
 
 def module_of(kind: str, size: int, taken: Sequence[Module], profile: Profile) -> Module | None:
-    """Returns the last ``size`` layers, or heads of all layers, that are at home; or None."""
+    """Return the last ``size`` layers, or heads in all home layers, that are at home, or None."""
     free = slabs.free_heads if kind == "heads" else slabs.free_layers
     return free(profile.facts, taken, size)
 
@@ -137,7 +137,7 @@ def _sizes(kind: str, profile: Profile) -> Iterator[int]:
 
 
 def _need(one: InstanceUse, kinds: Sequence[str], profile: Profile) -> float:
-    """How much an instance could gain from less to do or from more memory; only compared."""
+    """Return how much an instance could gain from less work or more memory, for comparison only."""
     reliefs = [0.0]
     for kind in kinds:
         for size in _sizes(kind, profile):
@@ -163,7 +163,10 @@ def _moved(
     placements: Sequence[ModulePlacement],
     profile: Profile,
 ) -> tuple[PlannedMove, ...]:
-    """A module of each of ``hosts``, each to whom has least to do by then; fewer where none can."""
+    """Return a move of one module of each host, each to the guest with the least work by then.
+
+    Hosts without a possible move are left out.
+    """
     facts = profile.facts
     ledger = Ledger(facts, placements)
     loads = {one.instance: one.busy_fraction for one in use}
@@ -196,9 +199,10 @@ def _moved(
 def far_loss(
     host: InstanceView, guest: InstanceId, module: Module, work: StepWork, profile: Profile
 ) -> float:
-    """Share of a step of ``work`` that a guest on another machine costs more than one on this.
+    """Return the extra cost of a guest on another machine, as a share of a step of ``work``.
 
-    All of it where the way to that machine has not been measured.
+    The share is 1 if the network path to that machine has not been measured, and 0 for a guest on
+    the same machine.
     """
     if guest not in host.far:
         return 0.0
@@ -210,7 +214,7 @@ def far_loss(
 
 
 def has_room(ledger: Ledger, guest: InstanceId, kv_tokens: float) -> bool:
-    """Whether a guest keeps room for what it uses, and for what may come."""
+    """Return whether a guest keeps memory for the KV that it uses, and a reserve."""
     left = ledger.blocks(guest)
     own = slabs.blocks(ledger.facts, (), 0)
     used = kv_tokens / ledger.facts.block_tokens

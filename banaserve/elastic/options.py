@@ -18,44 +18,47 @@ class ElasticOptions:
     """Options of ``elastic``.
 
     Attributes:
-        profile: Device and model of the forecast: a built-in profile's name, or its file. Empty is
-            what the instances say of themselves: the shape of their model, and learnt step times.
-        devices: ``own`` forecasts each instance by the profile of its device, where it has one;
-            ``one`` takes all for what ``profile`` says.
-        step_times: ``profile`` forecasts with the profile's; ``learnt`` with those that instances
-            have learnt, and not before they have.
-        dilation: Seconds on the wall of one modelled second; 1 where time is not stretched.
-        ttft_s, tpot_s: Limits of a request that is served well; 0 is none, and with neither the
-            forecast looks at latency.
-        chunks: Tokens of a step to choose from, separated by commas.
-        min_step_tokens, max_step_tokens: What the engines can do: sizes beyond these become these;
-            0 is no limit.
-        roles: ``any``, or ``fixed`` where they stay what they are and only step sizes change.
-        modules: What may leave its instance: ``layers``, ``heads``, or both, separated by a comma.
-            ``none`` is nothing: beside routing by predicted times it rarely pays, and where a
-            forecast errs it costs.
-        routing: Policy that routes in the forecast: the one that serves.
-        first_plan_s: A load's first plan comes when it has lasted this long.
-        settled_s: After this a load is known; it is planned for again when it changes.
-        recheck_s: After this it is looked again whether modules that are away still bring anything
-            under a known load; and, after longer and longer, whether a plan has come about.
-        window_s: Requests of at most so long ago are forecast.
-        horizon_s: So far a forecast looks.
-        max_requests: That arrive in a forecast at most.
-        screened_requests: Of those, the first, which every arrangement is forecast for.
-        kept: Arrangements that are forecast for all of them, the best for the first ones.
-        coarse: From so many arrangements on, roles are looked at in steps of one size first, and
-            no more than half of the requests are screened.
-        tried_moves: Moves of modules that are forecast for the first requests at most, those by
-            which the cost model says that hosts could gain most.
-        recent_s: Stretch that is compared with what came before it.
-        least_change_fraction: A load that changes by less is the same.
-        deviations: Of chance, by which a load must change.
-        margin: Least gain of a forecast's mean worth, as a share of it, for which anything changes.
-        certainty: Deviations of chance by which a gain must exceed nothing.
-        slowdown_weight: By how many requests within their limits a gain is less, of as many that
-            come, where an arrangement would work half as fast as the fastest. High: only what keeps
-            up is chosen in an overload. Low: what serves some well and makes others wait.
+        profile: Device and model of the forecast: a built-in profile's name, or its file. If empty,
+            instances report the shape of their model and their learnt step times.
+        devices: ``own`` forecasts each instance by the profile of its device, if it has one;
+            ``one`` uses ``profile`` for all instances.
+        step_times: ``profile`` forecasts with the step times of the profile; ``learnt`` with those
+            that instances have learnt, and only once they have learnt them.
+        dilation: Wall seconds of one modelled second; 1 if time is not dilated.
+        ttft_s, tpot_s: SLO limits of a request, in seconds; 0 is no limit. With neither limit,
+            forecasts are judged by latency.
+        chunks: Step sizes to choose from, in tokens, separated by commas.
+        min_step_tokens, max_step_tokens: Range of step sizes of the engines, in tokens: other sizes
+            are clipped to it; 0 is no limit.
+        roles: ``any``, or ``fixed`` to keep all roles and change step sizes only.
+        modules: Kinds of modules that may leave their instance: ``layers``, ``heads``, or both,
+            separated by a comma; or ``none``: in addition to routing by predicted times, moving
+            modules rarely pays, and it costs if a forecast errs.
+        routing: Routing policy of the forecast: the one that serves.
+        first_plan_s: Duration of a load after which its first plan is made, in seconds.
+        settled_s: Duration of a load after which it is known, in seconds; from then on there is a
+            new plan only when the load changes.
+        recheck_s: Time between checks whether modules away still bring a gain under a known load,
+            in seconds. A plan is checked for its completion after growing intervals.
+        window_s: Maximum age of the requests that are forecast, in seconds.
+        horizon_s: Duration of arrivals in a forecast, in seconds.
+        max_requests: Maximum number of requests that arrive in a forecast.
+        screened_requests: Number of these, from the first on, with which every arrangement is
+            screened.
+        kept: Number of arrangements, the best of the screening, that are forecast for all requests.
+        coarse: Number of arrangements from which on roles are first screened with one step size
+            only, and with half of the arriving requests at most.
+        tried_moves: Maximum number of candidates with moves that are screened: those with the
+            largest possible gain of the hosts by the cost model.
+        recent_s: Duration of the recent part of a load, compared with the part before, in seconds.
+        least_change_fraction: Relative change up to which a load counts as unchanged.
+        deviations: Number of standard deviations of chance beyond which a load counts as changed.
+        margin: Least gain for which anything changes, as a share of a forecast's mean worth.
+        certainty: Number of standard deviations of chance by which a gain must exceed 0.
+        slowdown_weight: Worth subtracted from the mean worth of a request for an arrangement that
+            would work half as fast as the fastest, where 1 is a request within its limits. High: in
+            an overload, only an arrangement that keeps up is chosen. Low: also one that serves some
+            requests well and makes others wait.
     """
 
     profile: str = "opt-13b-a100"
@@ -127,16 +130,16 @@ class ElasticOptions:
 
     @property
     def are_times_learnt(self) -> bool:
-        """Whether forecasts take the step times that instances have learnt."""
+        """True if forecasts use the step times that instances have learnt."""
         return not self.profile or self.step_times == "learnt"
 
     @property
     def step_sizes(self) -> tuple[int, ...]:
-        """Sizes of steps to choose from, each once, that the engines can do."""
+        """Distinct step sizes to choose from, clipped to what the engines support, ascending."""
         return tuple(sorted({self.feasible(size) for size in self._sizes()}))
 
     def feasible(self, step_tokens: int) -> int:
-        """The size of a step that the engines take where ``step_tokens`` is asked for."""
+        """Return the step size that the engines use if ``step_tokens`` is requested."""
         most = self.max_step_tokens or step_tokens
         return max(self.min_step_tokens, min(step_tokens, most))
 
@@ -148,14 +151,14 @@ class ElasticOptions:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of modules that may leave."""
+        """Kinds of modules that may leave their instance."""
         if self.modules == "none":
             return ()
         return tuple(dict.fromkeys(one.strip() for one in self.modules.split(",")))
 
     @property
     def routing_options(self) -> dict[str, Any]:
-        """What the policy that routes is given in the forecast, in the time of it."""
+        """Options of the routing policy in the forecast, in the time of the forecast."""
         if self.routing != "slo_aware":
             return {}
         limits = self.limits

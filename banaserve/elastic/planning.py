@@ -1,4 +1,4 @@
-"""Plans of a decision: modules come home, then roles and step sizes change, then modules leave."""
+"""Steps of a decision: modules come home, then roles and step sizes change, then modules leave."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class PlannedMove(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What one instance is to be from here on."""
+    """Planned role and step size of one instance."""
 
     instance: InstanceId
     role: Role
@@ -48,12 +48,12 @@ class Change(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What a cluster is to be: an arrangement, and where modules run.
+    """Planned state of a cluster: an arrangement, and the places of modules.
 
     Attributes:
-        returns: Modules that come home first; the others that are away stay there.
-        moves: Modules that leave then.
-        order: Which devices have which role.
+        returns: Modules that come home first; other modules away stay there.
+        moves: Modules that leave afterwards.
+        order: Order of device kinds, which says which devices have which role.
     """
 
     arrangement: Arrangement
@@ -72,10 +72,11 @@ class Wanted(NamedTuple):
 
 
 class Ledger:
-    """Memory of instances while modules come and go.
+    """Memory of instances, updated as modules move.
 
     Args:
-        facts: Of every instance, as the profile models it.
+        facts: Facts of every instance, as the profile models it.
+        placements: Modules that are away at first.
     """
 
     def __init__(self, facts: InstanceFacts, placements: Iterable[ModulePlacement]) -> None:
@@ -86,21 +87,25 @@ class Ledger:
             self.put(one.host, one.guest, one.module, one.guest_bytes)
 
     def away(self, host: InstanceId) -> Sequence[Module]:
-        """Modules of ``host`` that run elsewhere."""
+        """Return the modules of ``host`` that run elsewhere."""
         return self._away.get(host, ())
 
     def is_guest(self, name: InstanceId) -> bool:
-        """Whether modules of others run at ``name``."""
+        """Return whether modules of other instances run at ``name``."""
         return self._held.get(name, 0) > 0
 
     def blocks(self, name: InstanceId) -> int:
-        """KV blocks that ``name`` has."""
+        """Return the number of KV blocks of ``name``."""
         return slabs.blocks(self.facts, self.away(name), self._held.get(name, 0))
 
     def put(
         self, host: InstanceId, guest: InstanceId, module: Module, held: int | None = None
     ) -> int:
-        """Let ``module`` run at ``guest``; returns the bytes that it takes there."""
+        """Record that ``module`` runs at ``guest``; return the bytes that it takes there.
+
+        Args:
+            held: Bytes that the module takes at the guest; None computes them.
+        """
         self._away[host] = [*self.away(host), module]
         if held is None:
             held = slabs.guest_bytes(self.facts, module, self.blocks(host), False)
@@ -108,7 +113,7 @@ class Ledger:
         return held
 
     def take_home(self, one: ModulePlacement) -> None:
-        """Let a module run at its host again."""
+        """Record that a module runs at its host again."""
         self._away[one.host] = [module for module in self.away(one.host) if module != one.module]
         self._held[one.guest] -= one.guest_bytes
 
@@ -116,10 +121,11 @@ class Ledger:
 def modelled(
     views: Sequence[InstanceView], facts: InstanceFacts, dilation: float = 1.0
 ) -> tuple[InstanceView, ...]:
-    """Returns ``views`` with what modules away take of a guest in the memory of ``facts``.
+    """Return ``views`` with guest memory and network paths as the profile models them.
 
-    An engine that stands for a modelled one has memory of its own. Modules of one that has other
-    layers or heads say nothing here, and are left out. Ways are in the profile's time.
+    An engine in place of a modelled one has memory of another size, so guest memory is recomputed
+    from ``facts``. Modules of an instance with other layers or heads than ``facts`` are left out.
+    Network paths are converted to the profile's time.
     """
     ledger, found = Ledger(facts, ()), []
     names = {view.id for view in views}
@@ -138,12 +144,12 @@ def modelled(
 
 
 def modelled_way(distance: Distance, dilation: float) -> Distance:
-    """Returns a measured way in the profile's time: its seconds last ``dilation`` seconds."""
+    """Return a measured network path in the profile's time, whose seconds last ``dilation``."""
     return Distance(distance.round_trip_s / dilation, distance.bytes_per_s * dilation)
 
 
 def is_modelled(view: InstanceView, facts: InstanceFacts) -> bool:
-    """Whether an instance has the layers and heads of ``facts``."""
+    """Return whether an instance has as many layers and KV heads as ``facts``."""
     own = view.facts
     if own is None:
         return False
@@ -151,7 +157,7 @@ def is_modelled(view: InstanceView, facts: InstanceFacts) -> bool:
 
 
 def placements_of(views: Iterable[InstanceView]) -> tuple[ModulePlacement, ...]:
-    """Returns the modules that are away between two of ``views``."""
+    """Return the modules of ``views`` that run at a guest beside another of ``views``."""
     found = [one for view in views for one in view.placements]
     names = {view.id for view in views}
     return tuple(one for one in found if one.guest in names)
@@ -163,9 +169,9 @@ def must_return(
     placements: Sequence[ModulePlacement],
     order: Order = (),
 ) -> tuple[ModulePlacement, ...]:
-    """Returns those of ``placements`` that come home before ``wanted``.
+    """Return the modules of ``placements`` that must come home before ``wanted``.
 
-    Whose host or guest changes its role: it was sent there for what the two of them did.
+    These are modules whose host or guest changes its role: they were moved because of these roles.
     """
     changed = assign(wanted, views, order)
     return tuple(one for one in placements if one.host in changed or one.guest in changed)
@@ -177,11 +183,14 @@ def changes_of(
     feasible: Callable[[int], int] = lambda step_tokens: step_tokens,
     order: Order = (),
 ) -> tuple[Change, ...]:
-    """Those who will do both first, then who prefills: so each leg is always served.
+    """Return the planned role and step size of each instance, in the order of the changes.
+
+    Instances that will do both come first, then those that will prefill, then those that will
+    decode, so that each leg is served at all times.
 
     Args:
-        feasible: The size of a step that engines take where one is asked for.
-        order: Which devices have which role.
+        feasible: Function that returns the step size that engines use if one is requested.
+        order: Order of device kinds, which says which devices have which role.
     """
     changed = assign(wanted, views, order)
     roles = {view.id: changed.get(view.id, view.role) for view in views}
@@ -195,7 +204,7 @@ def changes_of(
 
 
 class Ordered(Protocol):
-    """What is to change: modules come home, then ``changes`` happen, then modules leave."""
+    """Planned changes in their order: ``returns`` come home, then ``changes``, then ``moves``."""
 
     @property
     def returns(self) -> Sequence[ModulePlacement]: ...
@@ -217,10 +226,12 @@ def steps_of(
     dilation: float,
     window_s: float,
 ) -> tuple[Step, ...]:
-    """Returns the steps, in their order; what is so already needs none.
+    """Return the steps of ``ordered``, in their order; a change already in effect needs no step.
 
     Args:
-        profile: By which modules take memory and time; None where none moves.
+        profile: Profile for the memory and transfer time of modules; None if no module moves.
+        dilation: Wall seconds of one second of the profile.
+        window_s: Timeout of a change of role or step size.
     """
     steps: list[Step] = []
     gain = ordered.gain

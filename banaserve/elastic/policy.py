@@ -1,11 +1,10 @@
-"""Elastic policy: the arrangement that serves best what has come lately, by forecast.
+"""Elastic policy: the arrangement that serves the recent requests best, by forecast.
 
-It looks at the load at every turn and plans when there is reason to: early and at ever longer
-distances while a load is new, since evidence grows, and anew when the load or the number of
-instances is another one. What runs is kept unless another arrangement is clearly better on the same
-requests. Roles, step sizes and modules away are one search: a plan takes home what stands in the
-way of a switch, and a module stays away only as long as that brings clearly more than having it at
-home.
+The policy examines the load at every turn, and plans early and at growing intervals while a load is
+new, since evidence grows, and again when the load or the number of instances changes. The present
+arrangement is kept unless another one is clearly better on the same requests. Roles, step sizes and
+modules away are one search: a plan takes home the modules that prevent a role switch, and a module
+stays away only while that is clearly better than having it at home.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from banaserve.types import (
 
 
 class Elastic:
-    """Plans roles, step sizes, and which layers and heads are away; see the module."""
+    """Policy that plans roles, step sizes, and which layers and heads are away; see the module."""
 
     Options: ClassVar = ElasticOptions
 
@@ -42,7 +41,7 @@ class Elastic:
         return plan_of(decide(self.situation(cluster), self.options), cluster, self.options)
 
     def situation(self, cluster: ClusterView) -> Situation:
-        """Returns what a decision about ``cluster`` needs."""
+        """Return the input of a decision about ``cluster``."""
         ready = [view for view in cluster.instances.values() if view.ready]
         memory = cluster.memory if isinstance(cluster.memory, LoadMemory) else None
         return Situation(
@@ -56,9 +55,9 @@ class Elastic:
 
 
 def plan_of(decision: Decision, cluster: ClusterView, options: ElasticOptions) -> MigrationPlan:
-    """Returns ``decision`` as steps for ``cluster``; what is so already needs none.
+    """Return the steps that carry out ``decision`` on ``cluster``; a fulfilled part needs none.
 
-    An instance that is changing still is left alone: a second step would be refused.
+    An instance that is still changing is left alone: a second step would be refused.
     """
     has_modules = bool(decision.returns or decision.moves)
     changing = {
@@ -93,7 +92,7 @@ def plan_of(decision: Decision, cluster: ClusterView, options: ElasticOptions) -
 
 
 def decide(situation: Situation, options: ElasticOptions) -> Decision:
-    """Returns what is to change; pure, and seconds of work where it forecasts."""
+    """Return the changes to make. Pure; takes seconds if it forecasts."""
     now_s, requests, memory = situation.now_s, situation.requests, situation.memory
     if situation.is_changing:
         return Decision((), (), 0.0, memory, "a plan is under way")
@@ -106,7 +105,7 @@ def decide(situation: Situation, options: ElasticOptions) -> Decision:
         since_s = now_s - options.recent_s / 2
         memory = LoadMemory(since_s, min(now_s, since_s + options.first_plan_s))
     elif memory.num_instances not in (0, situation.num_instances):
-        memory = memory._replace(next_s=now_s, is_settled=False)  # another best arrangement
+        memory = memory._replace(next_s=now_s, is_settled=False)  # another arrangement may be best
     if not memory.is_pressed and _is_pressed(situation, options):
         memory = memory._replace(next_s=now_s, is_settled=False, is_pressed=True)
     if now_s < memory.next_s:
@@ -124,7 +123,7 @@ def decide(situation: Situation, options: ElasticOptions) -> Decision:
 def _after(
     decision: Decision, memory: LoadMemory, situation: Situation, options: ElasticOptions
 ) -> LoadMemory:
-    """When to decide again."""
+    """Return the memory for the next decision: when it is due, and what has been planned."""
     now_s = situation.now_s
     age_s = now_s - memory.since_s
     wanted = tuple(decision.changes) or memory.wanted
@@ -144,13 +143,13 @@ def _after(
 
 
 def _is_pressed(situation: Situation, options: ElasticOptions) -> bool:
-    """Whether prefill has waited for room in the store for long enough to plan anew."""
+    """Return whether prefill has waited for room in the store long enough for a new plan."""
     pressure = total_back_pressure(situation.instances)
     return pressure is not None and pressure.longest_s >= options.first_plan_s
 
 
 def _is_missing(wanted: Sequence[Change], views: Iterable[InstanceView]) -> bool:
-    """Whether an instance has not got the role that it was to have."""
+    """Return whether an instance does not have the role that the last plan gave it."""
     roles = {view.id: view.role for view in views}
     return any(roles.get(one.instance, one.role) is not one.role for one in wanted)
 
@@ -158,7 +157,7 @@ def _is_missing(wanted: Sequence[Change], views: Iterable[InstanceView]) -> bool
 def _is_new(
     requests: Sequence[ObservedRequest], memory: LoadMemory, now_s: float, options: ElasticOptions
 ) -> bool:
-    """Whether what came in the last seconds is another load than what came before."""
+    """Return whether the load of the last seconds differs from the load before."""
     border_s = now_s - options.recent_s
     if border_s - memory.since_s < options.recent_s:
         return False

@@ -1,8 +1,8 @@
-"""Decisions in a process of their own: seconds of forecasts must not stop the event loop.
+"""Decisions in a separate process: forecasts take seconds and must not block the event loop.
 
-The process reads a situation and writes a decision, each a MessagePack message behind its length.
-It has the lowest priority, so that it computes with what serving leaves over, and ends when its
-input closes.
+The process reads a situation and writes a decision, each a MessagePack message after its length.
+It runs at the lowest priority, so that it only uses processor time that serving leaves, and ends
+when its input closes.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ class _Ask(msgspec.Struct, array_like=True):
 
 
 class DecisionProcess:
-    """Runs ``decide`` elsewhere; starts the process at the first question, and again if it died."""
+    """Client of a process that runs ``decide``; started at the first call, and again if it died."""
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
         self._lock = asyncio.Lock()
 
     async def decide(self, situation: Situation, options: ElasticOptions) -> Decision:
-        """Returns the decision.
+        """Return the decision of the process.
 
         Raises:
-            NoAnswerError: The process has ended, or has not answered in two minutes; the next
-                question starts another one.
+            NoAnswerError: The process has ended, or has not answered within two minutes; the next
+                call starts another process.
         """
         async with self._lock:
             process = await self._running()
@@ -63,7 +63,7 @@ class DecisionProcess:
                 why = str(failure) or type(failure).__name__
                 raise NoAnswerError(f"the process that forecasts has not answered: {why}") from None
             except BaseException:
-                await self._end()  # its answer would be taken for that of the next question
+                await self._end()  # else its answer would be taken for that of the next call
                 raise
             return msgspec.msgpack.decode(answer, type=Decision)
 
@@ -90,10 +90,10 @@ class DecisionProcess:
 
 
 def serve(asks: BinaryIO, answers: BinaryIO) -> None:
-    """Answer questions from ``asks`` until it closes, be it within one.
+    """Answer the questions of ``asks`` until it closes, even in the middle of a question.
 
     Raises:
-        SystemExit: A question is absurdly long.
+        SystemExit: A question is longer than ``_MAX_BYTES``.
     """
     while (question := _read(asks)) is not None:
         ask = msgspec.msgpack.decode(question, type=_Ask)
@@ -103,7 +103,7 @@ def serve(asks: BinaryIO, answers: BinaryIO) -> None:
 
 
 def _read(asks: BinaryIO) -> bytes | None:
-    """The next question; None where ``asks`` closes before its end."""
+    """Return the next question; None if ``asks`` closes before its end."""
     head = asks.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None

@@ -1,4 +1,4 @@
-"""Registration of ``elastic`` among the migration policies, when they are first asked for."""
+"""Registration of ``elastic`` as a migration policy; imported at the first lookup of one."""
 
 from __future__ import annotations
 

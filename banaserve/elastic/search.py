@@ -1,7 +1,7 @@
 """Search for the best arrangement: forecasts of all candidates on the same requests.
 
-Roles and step sizes over a short stretch first, the best of them over a long one, then layers and
-heads that could leave in the best arrangements found.
+Roles and step sizes are forecast with few requests first, and the best of them with all requests;
+then layers and heads that could leave are tried in the best arrangements found.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ from banaserve.sim.system import System
 from banaserve.types import InstanceId, InstanceView, total_back_pressure
 
 _MOVED_FROM = 3
-"""Arrangements from which modules are looked at."""
+"""Number of best arrangements in which moves of modules are considered."""
 
 _MOVES_KEPT = 2
 
 _AS_FAST = 0.02
-"""Slowdown that a forecast cannot tell from none."""
+"""Slowdown that a forecast cannot distinguish from 0."""
 
 _MOST_DOUBT = 0.3
-"""Of a rate: a few requests in bursts say next to nothing of it."""
+"""Maximum relative doubt of a rate: a few requests in bursts say almost nothing about it."""
 
 _LEAST_WORTH = 0.3
-"""Of a request, in the mean: where everything is worth less, a gain has to be as large as here. In
-an overload a share of next to nothing is soon reached by chance."""
+"""Mean worth of a request below which the least gain does not become smaller: in an overload,
+chance easily exceeds a share of a worth near 0."""
 
 _LEAST_SCREENED = 100
-"""Requests; of fewer, a part says little, and all of them are soon forecast."""
+"""Least number of requests of a screening: fewer say little, and all are quickly forecast."""
 
 _LOOKS_FOR_HOME = 2
-"""In a row, at which modules away cannot bring anything."""
+"""Number of consecutive checks without a gain of modules away before they come home."""
 
 
 class Search:
@@ -76,7 +76,7 @@ class Search:
         self._far = {view.id: view.far for view in self._views if view.far}
         self._orders = orders(self._views) if options.roles == "any" else ((),)
         self._present = arrangement_of(self._views)
-        # The forecast's store has no end: in it more prefill always shortens a queue of prompts.
+        # The forecast's store has no size limit: there, more prefill always shortens the queue.
         is_pressed = total_back_pressure(situation.instances) is not None
         self._most_prefill = self._present.num_prefill if is_pressed else len(self._views)
         self._away = placements_of(self._views)
@@ -90,7 +90,7 @@ class Search:
             attention_fraction=None,
             devices={view.id: kind for view in self._views if (kind := device_of(view))},
         )
-        # What a module would take of another device is not modelled here.
+        # The time of a module on another kind of device is not modelled here.
         self._kinds = () if self._system.devices else options.kinds
         now_s, requests = situation.now_s, situation.requests
         since_s = max(since_s, now_s - options.window_s)
@@ -110,9 +110,10 @@ class Search:
         self._rate_doubt = rate_doubt(arrivals_s)
 
     def best(self) -> Decision:
-        """All arrangements over a short stretch, then the best of them over a long one.
+        """Return the decision for the best arrangement, forecast as the module describes.
 
-        Then modules that could leave, in the best arrangements found.
+        All arrangements are forecast with few requests, the best of them with all requests; then
+        moves of modules are tried in the best arrangements found.
         """
         stay = Wanted(self._present)
         held = self._told(stay)
@@ -128,14 +129,15 @@ class Search:
         return self._chosen(stay, found)
 
     def homeward(self, num_for_home: int) -> Decision:
-        """Only whether modules that are away should come home: two looks must say so in a row.
+        """Decide only whether modules away come home, which two consecutive checks must find.
 
-        They should where they could not bring half of what any change must, by the same bound for
-        which modules leave, and the forecast loses nothing by it. In an overload the forecast
-        alone would say that nothing brings anything; the bound says that hosts lack time and room.
+        Modules should come home if the bound of their gain, by which modules also leave, is at most
+        half of the least gain of any change, and the forecast loses nothing without them away. In
+        an overload the forecast alone would find no gain in anything; the bound shows that hosts
+        lack time and memory.
 
         Args:
-            num_for_home: Looks that have said so by now.
+            num_for_home: Number of consecutive checks so far by which modules should come home.
         """
         if not self._away:
             return Decision((), (), 0.0, None, "the load is what it was")
@@ -153,7 +155,7 @@ class Search:
         return Decision((), shown, gain, None, str(home), self._away)
 
     def _chosen(self, stay: Wanted, found: dict[Wanted, Forecast]) -> Decision:
-        """The best of ``found``, if that is clearly better than what there is."""
+        """Return the decision for the best of ``found`` if it is clearly better than ``stay``."""
         options, held = self._options, found[stay]
         least = self._least(held)
         slower = self._slower(found, stay)
@@ -192,19 +194,20 @@ class Search:
         )
 
     def _slower(self, found: Mapping[Wanted, Forecast], stay: Wanted) -> dict[Wanted, float]:
-        """By how much each works slower than the fastest: what is there now may be slow itself.
+        """Return how much slower each candidate works than the fastest, since ``stay`` may be slow.
 
-        The fastest with modules as they are: else some would go and come for speed alone. Without
-        limits, too: a mean of logarithms likes best who serves some at once and others never.
+        The fastest is taken among candidates without moves: else modules would come and go for
+        speed alone. Speed counts without limits, too: a mean of logarithms favours an arrangement
+        that serves some requests at once and others never.
         """
         lost = {one: slowdown(told, found[stay]) for one, told in found.items()}
         fastest = min(value for one, value in lost.items() if not one.moves)
         return {one: max(0.0, value - fastest - _AS_FAST) for one, value in lost.items()}
 
     def _gain_if_denser(self, best: Wanted, stay: Wanted) -> float:
-        """What ``best`` brings at a rate that may as well be the true one.
+        """Return the gain of ``best`` at a rate higher by one standard deviation of its doubt.
 
-        Near saturation a little more load is much worse, and some arrangements have less room.
+        Near saturation, a little more load is much worse, and some arrangements have less reserve.
         """
         future = denser(self._future, self._rate_doubt)
         found = {one: self._forecast(one, future) for one in (best, stay)}
@@ -217,7 +220,7 @@ class Search:
         return self._options.limits == ServiceLimits()
 
     def _is_back(self, one: Wanted) -> bool:
-        """Whether it goes back to what plain engines do, which needs no gain without limits."""
+        """Return whether ``one`` goes back to plain engines, which needs no gain without limits."""
         back = is_plain(one.arrangement) and not is_plain(self._present)
         return self._looks_at_latency and back
 
@@ -225,8 +228,12 @@ class Search:
         return least_gain(held.mean, self._options)
 
     def _handicap(self, one: Wanted, least: float) -> float:
-        """What modules away must bring: to leave more than to stay away, so that none goes and
-        comes. Without limits instances that do not do both have to bring as much to stay so."""
+        """Return the worth that ``one`` must gain for its modules away and its separate roles.
+
+        Modules that leave must gain more than modules that stay away, so that none oscillates.
+        Without limits, instances that do not all do both must gain as much as modules that stay
+        away.
+        """
         is_apart = self._looks_at_latency and not is_plain(one.arrangement)
         apart = least / 2 if is_apart else 0.0
         if one.moves:
@@ -234,9 +241,11 @@ class Search:
         return apart + (least / 2 if len(one.returns) < len(self._away) else 0.0)
 
     def _arranged(self) -> list[Wanted]:
-        """Everything but what there is, each with modules away as now and with all at home.
+        """Return all candidates but the present state.
 
-        Prefill that waits for room in the store gets no more instances: it waits for decode.
+        Each arrangement comes once with modules away as now, as far as roles do not change, and
+        once with all modules at home. While prefill waits for room in the store, it gets no more
+        instances: it waits for decode.
         """
         options, views = self._options, self._views
         found: list[Wanted] = []
@@ -255,10 +264,11 @@ class Search:
         return [one for one in dict.fromkeys(found) if one != Wanted(self._present)]
 
     def _screened(self, others: list[Wanted]) -> list[Wanted]:
-        """The best of ``others`` over a short stretch.
+        """Return the best of ``others`` by forecasts with the first requests.
 
-        Where they are many, their roles first, in steps of one size and over half of it; and the
-        stretch is half of what comes at most, since with few requests it would be all of it.
+        If there are many candidates, roles are compared first, with one step size and half of these
+        requests; and at most half of the arriving requests are used, since with few arrivals it
+        would be all of them.
         """
         options = self._options
         is_coarse = len(others) >= options.coarse
@@ -285,7 +295,7 @@ class Search:
         return best_of(others, short)
 
     def _moved(self, found: dict[Wanted, Forecast]) -> dict[Wanted, Forecast]:
-        """The best arrangements found with modules moved, those that the cost model speaks for."""
+        """Return forecasts of the best arrangements with moves that the cost model recommends."""
         options = self._options
         bounded: list[tuple[float, Wanted]] = []
         for one in sorted(found, key=lambda other: -found[other].mean)[:_MOVED_FROM]:
@@ -316,7 +326,7 @@ class Search:
     def _forecast(
         self, wanted: Wanted, future: Sequence[FutureRequest], *, watch: bool = False
     ) -> Forecast:
-        """What comes of a plan for ``wanted``, that of what there is being none."""
+        """Return the forecast of a plan for ``wanted``; the present state needs no steps."""
         options = self._options
         views = {
             view.id: replace(view, step_tokens=options.feasible(self._present.tokens_of(view.role)))
@@ -348,16 +358,16 @@ class Search:
 
 
 def is_plain(arrangement: Arrangement) -> bool:
-    """Whether all instances do both, as plain engines behind a balancer do."""
+    """Return whether all instances do both, as plain engines behind a balancer do."""
     return arrangement.num_both == arrangement.size
 
 
 def least_gain(mean: float, options: ElasticOptions) -> float:
-    """Returns the least gain for which anything changes where the worth of a request is ``mean``.
+    """Return the least gain for which anything changes if the mean worth of a request is ``mean``.
 
-    With limits a share of that worth, or of ``_LEAST_WORTH`` where no arrangement can do much.
-    Without them worth is a logarithm of time, in which a difference is a share of the time already:
-    what a request takes, a second or ten, says nothing of how sure a gain has to be.
+    With limits, it is a share of that worth, or of ``_LEAST_WORTH`` if the worth is smaller.
+    Without limits, worth is a logarithm of time, so a difference already is a share of the time:
+    the required gain does not depend on whether a request takes one second or ten.
     """
     if options.limits == ServiceLimits():
         return options.margin
@@ -365,7 +375,7 @@ def least_gain(mean: float, options: ElasticOptions) -> float:
 
 
 def _seen(views: Sequence[InstanceView], options: ElasticOptions) -> Sequence[InstanceView]:
-    """Instances as the options say that they are to be taken."""
+    """Return the instances with the devices that the options take them to have."""
     if options.devices == "own":
         return views
     return [
@@ -375,9 +385,10 @@ def _seen(views: Sequence[InstanceView], options: ElasticOptions) -> Sequence[In
 
 
 def rate_doubt(arrivals_s: Sequence[float]) -> float:
-    """How far off the rate of these arrivals may be, as a share of it: one standard deviation.
+    """Return the relative standard deviation of the rate of these arrivals.
 
-    Of a renewal process that is the variation of its gaps over the square root of their number.
+    For a renewal process it is the coefficient of variation of the gaps between arrivals, divided
+    by the square root of their number; at most ``_MOST_DOUBT``.
     """
     gaps = [b - a for a, b in pairwise(arrivals_s)]
     mean = sum(gaps) / len(gaps) if gaps else 0.0
@@ -388,14 +399,14 @@ def rate_doubt(arrivals_s: Sequence[float]) -> float:
 
 
 def denser(future: Sequence[FutureRequest], more: float) -> list[FutureRequest]:
-    """The same requests, arriving at a rate that is higher by this share."""
+    """Return the same requests, arriving at a rate higher by the share ``more``."""
     return [one._replace(at_s=one.at_s / (1 + more)) for one in future]
 
 
 def chance_of(one: Forecast, other: Forecast) -> float:
-    """How much of a gain may be chance: the deviation of its mean over ten interleaved samples.
+    """Return the standard deviation of the mean gain by chance, from ten interleaved samples.
 
-    Interleaved, because a queue that grows is no chance.
+    The samples are interleaved because the growth of a queue is not chance.
     """
     gains = [a - b for a, b in zip(one.values, other.values, strict=True)]
     samples = [gains[first::10] for first in range(10)]

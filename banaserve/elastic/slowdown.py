@@ -1,7 +1,7 @@
-"""Throughput that one forecast loses beside another of the same requests.
+"""Throughput that one forecast loses relative to another forecast of the same requests.
 
-Limits alone say nothing of it in an overload: an arrangement that serves some requests well and
-falls behind with the others looks better than one that keeps up, until the load ends.
+In an overload, latency limits alone do not show this loss: an arrangement that serves some requests
+well and falls behind with the others looks better than one that keeps up, until the load ends.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from math import isinf
 from banaserve.elastic.forecast import Forecast
 
 _BEGINNING = 0.25
-"""Share of the arrivals' time that is left out: queues are still those of what there is."""
+"""Share of the arrivals' time that is left out: its queues are those of the present arrangement."""
 
 
 def slowdown(one: Forecast, other: Forecast) -> float:
-    """Returns how much slower ``one`` works than ``other``, as a share of its time; below 0 faster.
+    """Return how much slower ``one`` works than ``other``, as a share of time; below 0 if faster.
 
-    By so much the first, the second, the k-th request ends later and later, whichever it is: the
-    slope of the differences of these ends over the arrivals. It is 0 where both keep up with the
-    load, however long each request takes, and where one lets a few wait that the other does not.
-    Where that is more, it is the share of requests that end in the one forecast only.
+    The result is the slope, over the arrival times, of the difference between the k-th end in
+    ``one`` and the k-th end in ``other``, whichever requests these are. It is 0 if both keep up
+    with the load, however long each request takes, and if one lets a few requests wait that the
+    other does not. If it is larger in absolute value, the result is instead the share of requests
+    that do not end in ``one``, minus the share that do not end in ``other``.
     """
     begin_s = _BEGINNING * max(one.arrivals_s, default=0.0)
     places = [place for place, at_s in enumerate(one.arrivals_s) if at_s > begin_s]
@@ -39,7 +40,7 @@ def slowdown(one: Forecast, other: Forecast) -> float:
 
 
 def _slope(x: Sequence[float], y: Sequence[float]) -> float:
-    """Of the line through these points by least squares; 0 where they lie at one place."""
+    """Return the slope of the least-squares line through these points; 0 if all x are equal."""
     if not x:
         return 0.0
     mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)

@@ -1,4 +1,4 @@
-"""Executor interface: steps that a control loop orders, and their outcomes."""
+"""Executor interface: steps ordered by a control loop, and their outcomes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from banaserve.types import ClusterView, Step
 
 
 class Ending(StrEnum):
-    """How a step has ended: shown to people, and a metric's label."""
+    """Result of a step: shown to people, and used as the label of a metric."""
 
     DONE = "done"
     REFUSED = "refused"
@@ -24,15 +24,15 @@ class Ending(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What carrying out a step has come to.
+    """Outcome of carrying out a step.
 
     Attributes:
-        reason: Why it is not done; empty where it is.
-        seconds: From the beginning to the end.
-        num_bytes: That travelled: KV and weights.
-        stall_s: How long it kept its host from stepping.
-        blocks_gained: By how much the host's pool has grown; negative where it has shrunk.
-        reverted: It was over its time with a part of it in place, which was taken back.
+        reason: Reason why the step is not done; empty if it is done.
+        seconds: Duration of the step, in seconds.
+        num_bytes: Number of bytes transferred: KV and weights.
+        stall_s: Time for which the host could not run engine steps, in seconds.
+        blocks_gained: Growth of the host's pool, in blocks; negative if the pool has shrunk.
+        reverted: True if the step was not done in time and its finished part was undone.
     """
 
     ending: Ending
@@ -45,12 +45,13 @@ class StepOutcome:
 
 
 class RoleChange(msgspec.Struct):
-    """An instance on its way to another role; over HTTP as JSON.
+    """Role switch of an instance; sent over HTTP as JSON.
 
     Attributes:
-        old, role: ``prefill``, ``decode`` or ``colocated``, which does both.
-        state: draining, done, aborted, failed or timed out.
-        num_left: Requests that are still on it; when it is done, those that run on beside the role.
+        old, role: Old and new role: ``prefill``, ``decode`` or ``colocated``, which does both.
+        state: State: draining, done, aborted, failed or timed out.
+        num_left: Number of requests still on the instance; once the switch is done, the number of
+            requests of the old role that still run.
     """
 
     id: str
@@ -68,11 +69,11 @@ class RoleChange(msgspec.Struct):
 
 
 class DrainState(msgspec.Struct, frozen=True):
-    """An instance that is drained, or was; over HTTP as JSON.
+    """Drain state of an instance; sent over HTTP as JSON.
 
     Attributes:
-        is_held: It is sent nothing.
-        num_left: Requests that are still on it.
+        is_held: True if the instance is drained: it receives no requests.
+        num_left: Number of requests still on the instance.
     """
 
     instance: str
@@ -81,18 +82,18 @@ class DrainState(msgspec.Struct, frozen=True):
 
 
 class Scaling(msgspec.Struct):
-    """A change of the number of instances; over HTTP as JSON.
+    """Change of the number of instances; sent over HTTP as JSON.
 
     Attributes:
-        wanted: What there is to be, in words.
-        state: starting, draining, done, failed or aborted.
-        added: Instances that start, or have started; they serve once all of them have.
+        wanted: Description of the wanted instances, for people.
+        state: State: starting, draining, done, failed or aborted.
+        added: Instances that are starting or have started; they serve once all have started.
         removed: Instances that have been removed.
-        leaving: The instance that is drained at present; empty for none.
-        num_left: Requests that are still on it.
-        now: What is waited for, in words.
-        why: The load that it answers; empty where a person has asked for it.
-        reason: Why it failed; empty where it did not.
+        leaving: Instance that is being drained; empty for none.
+        num_left: Number of requests still on the instance ``leaving``.
+        now: Description of the event being waited for, for people.
+        why: Load that triggered the scaling; empty if a person requested it.
+        reason: Reason of the failure; empty if the scaling has not failed.
     """
 
     id: str
@@ -113,15 +114,17 @@ class Scaling(msgspec.Struct):
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
-    """A machine that engines run on, other than the server's own; over HTTP as JSON.
+    """State of a node: a machine, other than the server's own, that runs engines.
+
+    Sent over HTTP as JSON.
 
     Attributes:
-        state: ready, leaving or away.
-        instances: That it has.
-        num_free: How many more it has room for; negative where it has too many.
-        num_gpus: That instances may have; 0 on CPU.
-        memory_bytes: That was available when the server took it.
-        problem: Why it is away; empty where it is not.
+        state: State: ready, leaving or away.
+        instances: Ids of the node's instances.
+        num_free: Number of further instances that fit; negative if the node has too many.
+        num_gpus: Number of GPUs available to instances; 0 on CPU.
+        memory_bytes: Memory that was available when the server took the node, in bytes.
+        problem: Reason why the node is away; empty if it is not.
     """
 
     name: str
@@ -134,15 +137,15 @@ class NodeStatus(msgspec.Struct, frozen=True):
 
 
 class NodeChange(msgspec.Struct):
-    """A node that joins a server, or leaves it; over HTTP as JSON.
+    """Change of a server's nodes: one node joins or leaves; sent over HTTP as JSON.
 
     Attributes:
-        node: As whoever asked for it names it; once it has joined, as ``status`` does.
-        action: add or remove.
-        state: joining, leaving, done, failed or aborted.
-        why: Who wants it, where that is no person.
-        now: What is waited for, in words.
-        reason: Why it failed; empty where it did not.
+        node: Node as named in the request; once it has joined, its name as in ``status``.
+        action: Action: add or remove.
+        state: State: joining, leaving, done, failed or aborted.
+        why: Reason of a change that no person requested; empty otherwise.
+        now: Description of the event being waited for, for people.
+        reason: Reason of the failure; empty if the change has not failed.
     """
 
     id: str
@@ -160,24 +163,27 @@ class NodeChange(msgspec.Struct):
 
 
 class Executor(Protocol):
-    """Carries out the steps of migration plans on real or simulated instances."""
+    """Executor of the steps of migration plans, on real or simulated instances."""
 
     async def discover(self) -> None:
-        """Ask the instances for their placements, since the control loop may have just begun."""
+        """Ask the instances for their placements, unknown to a control loop that just started."""
         ...
 
     def view(self) -> ClusterView:
-        """All instances with facts and placements, and every step under way; never blocks."""
+        """Return all instances with facts and placements, and all running steps; never blocks."""
         ...
 
     async def carry_out(self, step: Step) -> StepOutcome:
-        """Carry out one step and return when it has ended; never raises for a step that cannot be.
+        """Carry out one step and return when it has ended; never raise for an impossible step.
 
-        One that takes longer than ``step.timeout_s`` is aborted; where a part of it is in place by
-        then, that is taken back. Cancelling it aborts it too.
+        A step that takes longer than ``step.timeout_s`` is aborted, and the part of it that is
+        already in place is undone. Cancelling this call aborts the step, too.
         """
         ...
 
     def link(self) -> Link:
-        """What migrations cost and remote modules add to steps: as measured, else a guess."""
+        """Return the link that sets the costs of migrations and remote modules.
+
+        The link is measured if possible, otherwise a guess.
+        """
         ...

@@ -23,10 +23,10 @@ COPY_ELEMENT_BYTES = (1, 2, 4)
 def check_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: Batch, heads: Heads
 ) -> None:
-    """Shapes, dtypes, strides and devices of ``partial_attention``; reads no tensor's values.
+    """Check shapes, dtypes, strides and devices of ``partial_attention``; read no tensor's values.
 
     Raises:
-        ValueError: An argument is not taken; the text names it and what is allowed.
+        ValueError: An argument is not supported; the text names it and what is allowed.
     """
     _require(query.dim() == 3, "query", query, "[num_tokens, num_query_heads, head_size]")
     _require(query.dtype in FLOAT_DTYPES, "query", query, "float16, bfloat16 or float32")
@@ -75,10 +75,10 @@ def _check_heads(heads: Heads, num_kv_heads: int, num_query_heads: int) -> None:
 
 
 def check_parts(parts: Sequence[PartialAttention]) -> None:
-    """Shapes, dtypes, strides and devices of ``merge``.
+    """Check shapes, dtypes, strides and devices of ``merge``.
 
     Raises:
-        ValueError: An argument is not taken; the text names it and what is allowed.
+        ValueError: An argument is not supported; the text names it and what is allowed.
     """
     _require(len(parts) > 0, "parts", "none", "at least one")
     first = parts[0].output
@@ -100,13 +100,13 @@ def check_parts(parts: Sequence[PartialAttention]) -> None:
 
 
 def check_concat(parts: Sequence[torch.Tensor], groups: Sequence[Sequence[int]]) -> int:
-    """Shapes, dtypes and devices of ``concat_heads``.
+    """Check shapes, dtypes and devices of ``concat_heads``.
 
     Returns:
-        Query heads for each KV head.
+        Number of query heads per KV head.
 
     Raises:
-        ValueError: An argument is not taken; the text names it and what is allowed.
+        ValueError: An argument is not supported; the text names it and what is allowed.
     """
     _require(len(parts) > 0, "parts", "none", "at least one")
     _require(
@@ -137,10 +137,10 @@ def check_concat(parts: Sequence[torch.Tensor], groups: Sequence[Sequence[int]])
 
 
 def check_blocks(copies: BlockCopies) -> None:
-    """Shapes, dtypes, strides and devices of ``pack_blocks`` and ``unpack_blocks``.
+    """Check shapes, dtypes, strides and devices of ``pack_blocks`` and ``unpack_blocks``.
 
     Raises:
-        ValueError: A field is not taken; the text names it and what is allowed.
+        ValueError: A field is not supported; the text names it and what is allowed.
     """
     caches, layout, block_ids, kv_heads, slots, slot_ids, pages = copies
     _require(len(caches) > 0, "caches", "none", "at least one")
@@ -188,7 +188,7 @@ def _seen(tensor: torch.Tensor) -> str:
 
 
 def _require(holds: bool, argument: str, seen: object, *allowed: object) -> None:
-    # Words are put together only for an error: these checks run before every launch.
+    # The text is made only for an error: these checks run before every launch.
     if holds:
         return
     if isinstance(seen, torch.Tensor):

@@ -1,7 +1,7 @@
 """FlashInfer's paged attention and merge behind the kernels' interface, where it is installed.
 
-It plans on the host, so each call of ``partial_attention`` waits for the lengths to come from the
-GPU; ``plan`` once and ``run`` often where they stay.
+FlashInfer plans on the host, so each call of ``partial_attention`` waits for the lengths from the
+GPU. Where the lengths do not change, call ``plan`` once and its result many times.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _WORKSPACE_BYTES = 128 * 2**20
 
 
 class PagePlan(NamedTuple):
-    """Ranges in FlashInfer's words: whole pages from the first, and the length of the last.
+    """Ranges in FlashInfer's form: whole pages, and the length of the last page.
 
     Attributes:
-        page_start: ``[num_seqs + 1]``, where each sequence's pages begin in ``pages``.
+        page_start: ``[num_seqs + 1]``, the begin of each sequence's pages in ``pages``.
         pages: Block ids of all ranges.
-        last_page_tokens: ``[num_seqs]``, 1 to page size.
-        is_causal: Whether the mask is a triangle that ends with each range, or there is none.
-        is_empty: ``[num_tokens]`` bool, the tokens that see nothing.
+        last_page_tokens: ``[num_seqs]``, number of tokens in the last page, 1 to page size.
+        is_causal: True if the mask is a triangle that ends with each range; False for no mask.
+        is_empty: ``[num_tokens]`` bool, true for tokens that see no key.
     """
 
     page_start: torch.Tensor
@@ -39,7 +39,7 @@ class PagePlan(NamedTuple):
 
 
 def plan_pages(batch: Batch, page_size: int, causal: bool) -> PagePlan:
-    """Say ``batch`` in pages. Waits for its tensors; all results are on the host.
+    """Convert ``batch`` to pages. Waits for its tensors; all results are on the host.
 
     Raises:
         ValueError: A range begins within a block, or its causal mask is neither a triangle that
@@ -80,7 +80,7 @@ def plan_pages(batch: Batch, page_size: int, causal: bool) -> PagePlan:
 
 
 class FlashInferKernels(TritonKernels):
-    """Attention and merge by FlashInfer. Copies it does not have are Triton's."""
+    """Kernels with attention and merge by FlashInfer; copies, which it lacks, are Triton's."""
 
     name = "flashinfer"
 
@@ -98,7 +98,7 @@ class FlashInferKernels(TritonKernels):
         scale: float,
         causal: bool = True,
     ) -> PartialAttention:
-        """See ``interface.Kernels``; takes less: see ``plan``."""
+        """See ``interface.Kernels``; supports fewer arguments: see ``plan``."""
         return self.plan(query, key_cache, value_cache, batch, heads, scale, causal)()
 
     def plan(
@@ -111,12 +111,12 @@ class FlashInferKernels(TritonKernels):
         scale: float,
         causal: bool = True,
     ) -> Callable[[], PartialAttention]:
-        """All that waits for the host; what is returned only launches.
+        """Plan on the host, which waits for the GPU; return a function that only launches.
 
         Raises:
-            ValueError: An argument is not taken. Beyond what all implementations refuse: float32,
-                head sizes 80 and 96, KV heads that are no neighbours in ascending order, keys and
-                values of different strides, and what ``plan_pages`` refuses.
+            ValueError: An argument is not supported. Beyond what all implementations refuse:
+                float32, head sizes 80 and 96, KV heads that are not neighbours in ascending order,
+                keys and values of different strides, and what ``plan_pages`` refuses.
         """
         check_attention(query, key_cache, value_cache, batch, heads)
         _check(query, key_cache, value_cache, heads)
@@ -132,7 +132,7 @@ class FlashInferKernels(TritonKernels):
 
         def run() -> PartialAttention:
             output, lse = wrapper.run(query, caches, return_lse=True)
-            # FlashInfer counts in powers of two, and its "saw nothing" is not always -inf.
+            # FlashInfer's lse is to base 2, and it is not always -inf for an empty range.
             output.masked_fill_(empty[:, None, None], 0.0)
             return PartialAttention(
                 output, (lse * math.log(2)).masked_fill(empty[:, None], float("-inf"))
@@ -164,7 +164,7 @@ class FlashInferKernels(TritonKernels):
         pages: PagePlan,
         scale: float,
     ) -> Any:
-        """FlashInfer's wrapper, ready to run."""
+        """Return FlashInfer's wrapper, planned and ready to run."""
         import flashinfer
 
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(

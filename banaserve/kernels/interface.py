@@ -1,8 +1,8 @@
 """Interface of the kernels: attention over a part of the heads or of a sequence, and merging.
 
-BanaServe Eq. 6 to 10 with their errors mended: scores are ``q k / sqrt(d)``, each head by itself;
-the row's maximum is subtracted before the exponential; parts of the *heads* lie side by side, and
-parts of a *sequence* are weighted by their log-sum-exp before they are added.
+BanaServe Eq. 6 to 10 with their errors corrected: scores are ``q k / sqrt(d)``, separately for each
+head; the row's maximum is subtracted before the exponential; parts of the *heads* are placed side
+by side, and parts of a *sequence* are weighted by their log-sum-exp before they are added.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Which tokens ask and which tokens of the KV cache they see. All tensors int32, one device.
+    """Query tokens and the tokens of the KV cache that they see. All tensors int32, one device.
 
-    A sequence's tokens are counted in the block table's own terms: token ``p`` lies in block
+    A sequence's tokens are counted from the start of its block table: token ``p`` is in block
     ``block_table[s, p // block_size]``. A part of a sequence whose table begins later counts from
-    there, and its ``query_position`` too.
+    there, as does its ``query_position``.
 
     Attributes:
         block_table: ``[num_seqs, max_blocks]``. Entries outside the chosen ranges are not read.
-        query_start: ``[num_seqs + 1]``, ascending from 0: sequence ``s`` asks with the rows
+        query_start: ``[num_seqs + 1]``, ascending from 0: sequence ``s`` has the rows
             ``query_start[s]`` to ``query_start[s + 1]`` of the query.
-        query_position: ``[num_seqs]``, the position of each sequence's first asking token. With
-            causal attention a token sees no position above its own. May lie before or behind the
+        query_position: ``[num_seqs]``, the position of each sequence's first query token. With
+            causal attention a token sees no position above its own. May be before or after the
             chosen range.
         range_start: ``[num_seqs]``, the first token of the KV cache that is seen.
-        range_end: ``[num_seqs]``, one behind the last; not above ``max_blocks * block_size``. An
+        range_end: ``[num_seqs]``, one past the last; not above ``max_blocks * block_size``. An
             empty range is one with ``range_end <= range_start``.
-        max_range_tokens: No range is longer. Decides into how many parts the work is split; 0 takes
-            what the block table has room for.
+        max_range_tokens: Upper bound of the lengths of the ranges, which determines the number of
+            splits; 0 for the capacity of the block table.
     """
 
     block_table: torch.Tensor
@@ -52,13 +52,14 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Which KV heads attend, and where their query heads stand.
+    """Chosen KV heads, and the positions of their query heads in the query.
 
     Attributes:
-        kv_heads: Of the KV cache, without repeats, in the order of the output.
-        group_size: Query heads for each KV head.
-        query_groups: For each of ``kv_heads`` the group of ``group_size`` query heads that asks it.
-            Empty: group 0 asks the first, 1 the second, as where the query holds nothing else.
+        kv_heads: Indices of heads of the KV cache, without repeats, in the order of the output.
+        group_size: Number of query heads per KV head.
+        query_groups: Index of the group of ``group_size`` query heads for each of ``kv_heads``.
+            Empty: group 0 belongs to the first head, 1 to the second and so on, as where the query
+            holds no other heads.
     """
 
     kv_heads: tuple[int, ...]
@@ -67,17 +68,17 @@ class Heads:
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """``query_groups``, spelled out."""
+        """``query_groups``, written out where it is empty."""
         return self.query_groups or tuple(range(len(self.kv_heads)))
 
     @property
     def num_query_heads(self) -> int:
-        """Of the output."""
+        """Number of query heads of the output."""
         return len(self.kv_heads) * self.group_size
 
 
 class PartialAttention(NamedTuple):
-    """Attention over a part of the keys: normalised, with what merging needs.
+    """Attention over a part of the keys: normalised, with the log-sum-exp that merging needs.
 
     Attributes:
         output: ``[num_tokens, num_heads, head_size]``, zero where no key was seen.
@@ -90,17 +91,17 @@ class PartialAttention(NamedTuple):
 
 
 class BlockCopies(NamedTuple):
-    """Heads of KV blocks, and the slots beside them.
+    """Heads of KV blocks, and the slots that they are copied to or from.
 
     Attributes:
-        caches: One tensor for each of ``pages.layers``, as ``layout`` says, of equal shape and
+        caches: Tensors, one for each of ``pages.layers``, in ``layout``, of equal shape and
             strides.
-        layout: Of the caches.
-        block_ids: ``[n]`` int64, without repeats.
-        kv_heads: Which heads of the caches; the first stands beside ``pages.heads[0]``.
+        layout: Layout of the caches.
+        block_ids: Ids of the blocks, ``[n]`` int64, without repeats.
+        kv_heads: Heads of the caches; the first corresponds to ``pages.heads[0]`` and so on.
         slots: ``[num_slots, slot_bytes]`` uint8, on the caches' device.
-        slot_ids: ``[n]`` int64, without repeats, for each block.
-        pages: Where in a slot its heads lie.
+        slot_ids: Slot of each block, ``[n]`` int64, without repeats.
+        pages: Offsets of the heads in a slot.
     """
 
     caches: Sequence[torch.Tensor]
@@ -113,7 +114,7 @@ class BlockCopies(NamedTuple):
 
 
 class Kernels(Protocol):
-    """One way to compute all of this.
+    """Implementation of all kernels.
 
     Attributes:
         name: ``triton``, ``flashinfer`` or ``reference``.
@@ -132,42 +133,42 @@ class Kernels(Protocol):
         scale: float,
         causal: bool = True,
     ) -> PartialAttention:
-        """Attention of the chosen KV heads over the chosen ranges.
+        """Compute attention of the chosen KV heads over the chosen ranges.
 
         Args:
             query: ``[num_tokens, num_query_heads, head_size]``, fp16, bf16 or fp32.
             key_cache: ``[num_blocks, block_size, num_kv_heads, head_size]`` of the same dtype, any
                 strides with contiguous heads: see ``layouts.key_value_views``.
-            value_cache: As ``key_cache``.
-            scale: Of the scores, as a rule ``head_size ** -0.5``.
-            causal: Whether a token sees no position above its own.
+            value_cache: Values, in the same form as ``key_cache``.
+            scale: Factor of the scores, usually ``head_size ** -0.5``.
+            causal: True if a token sees no position above its own.
 
         Returns:
             ``output`` in the query's dtype, its heads in the order of ``heads.kv_heads``. No value
             outside the chosen ranges has any influence, NaN included.
 
         Raises:
-            ValueError: An argument is not taken; the text names it and what is allowed.
+            ValueError: An argument is not supported; the text names it and what is allowed.
         """
         ...
 
     def merge(self, parts: Sequence[PartialAttention]) -> PartialAttention:
-        """Parts of a sequence joined, as if the keys had never been split.
+        """Merge parts of a sequence, as if the keys had never been split.
 
         Outputs and lse have the same shape and dtype in all parts. A part whose lse is -inf, or
-        +inf as some kernels say for "saw nothing", counts for nothing, whatever its output holds.
+        +inf, which some kernels return for an empty range, is ignored, whatever its output holds.
         """
         ...
 
     def concat_heads(
         self, parts: Sequence[torch.Tensor], groups: Sequence[Sequence[int]]
     ) -> torch.Tensor:
-        """Heads computed apart, side by side.
+        """Place separately computed heads side by side.
 
         Args:
             parts: ``[num_tokens, len(groups[i]) * group_size, head_size]`` each.
-            groups: For each part the KV heads that it holds, in its order. Together they are all
-                KV heads, each once.
+            groups: KV heads of each part, in its order. All parts together hold every KV head
+                once.
 
         Returns:
             ``[num_tokens, num_kv_heads * group_size, head_size]``.
@@ -179,5 +180,5 @@ class Kernels(Protocol):
         ...
 
     def unpack_blocks(self, copies: BlockCopies) -> None:
-        """Copy heads of KV blocks out of slots: ``pack_blocks`` the other way."""
+        """Copy heads of KV blocks out of slots: the reverse of ``pack_blocks``."""
         ...

@@ -1,4 +1,4 @@
-"""vLLM's layouts of one layer's KV cache, seen as keys and values of one form."""
+"""vLLM's layouts of one layer's KV cache, and their views as keys and values of one form."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 
 
 class KvLayout(StrEnum):
-    """The logical shape of one layer's KV cache. Its order in memory is in the tensor's strides.
+    """Logical shape of one layer's KV cache. Its order in memory is in the tensor's strides.
 
     Attributes:
         CONTENT: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``, a token's key before its
-            value. vLLM 0.32 has this form for all its GPU attention, whatever lies next to what in
-            memory (LBNHC, LBHNC, LHBNC, BLHNC and so on).
+            value. vLLM 0.32 has this form for all its GPU attention, in any order in memory (LBNHC,
+            LBHNC, LHBNC, BLHNC and so on).
         BLOCKS_KV_NHD: ``[num_blocks, 2, block_size, num_kv_heads, head_size]``, FlashInfer's NHD.
         BLOCKS_KV_HND: ``[num_blocks, 2, num_kv_heads, block_size, head_size]``, FlashInfer's HND.
         KV_BLOCKS_NHD: ``[2, num_blocks, block_size, num_kv_heads, head_size]``, FlashAttention's
@@ -29,13 +29,13 @@ class KvLayout(StrEnum):
 
 
 def key_value_views(cache: torch.Tensor, layout: KvLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of a layer's cache, without copying.
+    """Return views of the keys and the values of a layer's cache, without copying.
 
     Returns:
         Two views ``[num_blocks, block_size, num_kv_heads, head_size]``.
 
     Raises:
-        ValueError: The cache has not the shape of ``layout``.
+        ValueError: The cache does not have the shape of ``layout``.
     """
     if layout is KvLayout.CONTENT:
         if cache.dim() != 4 or cache.shape[-1] % 2:

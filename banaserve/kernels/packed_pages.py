@@ -1,4 +1,4 @@
-"""Pages of KV caches that keep a block's heads apart, packed on their device."""
+"""Pages of KV caches whose blocks' heads are not contiguous, packed on their device."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ STAGE_BYTES = 16 << 20
 
 
 class PackedPages:
-    """Reads and writes blocks of one layer as the store wants them: each in one run of bytes.
+    """Packed form of a layer's blocks for the store: each block in one run of bytes.
 
-    For vLLM's layouts whose heads lie outside of the block (LHBNC, BHLNC). A page is the block's
-    heads one after the other, each token's key before its value.
+    For vLLM's layouts whose heads are outside of the block (LHBNC, BHLNC). A page is the sequence
+    of the block's heads, with each token's key before its value.
 
     Args:
         layers: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]`` each, of equal strides,
             the last one 1; elements of 1, 2 or 4 bytes.
-        kernels: None picks those of the layers' device.
+        kernels: Kernels that copy; None for those of the layers' device.
 
     Attributes:
-        page_bytes: Of one block of one layer.
+        page_bytes: Bytes of one block of one layer.
 
     Raises:
-        ValueError: The layers have not that shape.
+        ValueError: The layers do not have that shape.
     """
 
     def __init__(self, layers: Sequence[torch.Tensor], kernels: Kernels | None = None) -> None:
@@ -45,7 +45,7 @@ class PackedPages:
         self.page_bytes = self._pages.end_bytes(first.element_size())
 
     def stage(self) -> torch.Tensor:
-        """Room for pages on the device, ``[num_pages, page_bytes]`` uint8, about 16 MiB."""
+        """Make a buffer for pages on the device: ``[num_pages, page_bytes]`` uint8, some 16 MiB."""
         num_pages = max(1, STAGE_BYTES // self.page_bytes)
         return torch.empty((num_pages, self.page_bytes), dtype=torch.uint8, device=self._device)
 
@@ -59,8 +59,8 @@ class PackedPages:
         """Copy blocks to the first pages of ``stage``, on the current stream.
 
         Args:
-            blocks: Without repeats, no more than ``stage`` has pages.
-            heads: Which; the bytes of others keep their values. None: all.
+            blocks: Ids of blocks, without repeats, no more than ``stage`` has pages.
+            heads: Heads to copy; the bytes of other heads keep their values. None for all heads.
         """
         self._kernels.pack_blocks(self._copies(layer, blocks, stage, heads))
 
@@ -71,7 +71,7 @@ class PackedPages:
         stage: torch.Tensor,
         heads: Sequence[int] | None = None,
     ) -> None:
-        """Copy the first pages of ``stage`` to blocks: ``pack`` the other way."""
+        """Copy the first pages of ``stage`` to blocks: the reverse of ``pack``."""
         self._kernels.unpack_blocks(self._copies(layer, blocks, stage, heads))
 
     def _copies(
@@ -94,7 +94,7 @@ class PackedPages:
 
 
 def is_one_run(tensor: torch.Tensor) -> bool:
-    """Whether each ``tensor[i]`` lies in one run of bytes, in whatever order."""
+    """Return whether each ``tensor[i]`` is one run of bytes, in any order of its elements."""
     sizes, strides = tensor.shape[1:], tensor.stride()[1:]
     reach = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
     return reach + 1 == sizes.numel()

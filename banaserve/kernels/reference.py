@@ -1,4 +1,4 @@
-"""Reference kernels in float64: they define the result of every kernel, without regard to speed."""
+"""Reference kernels in float64, which define the results of all kernels, regardless of speed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from banaserve.kernels.layouts import key_value_views
 
 
 class ReferenceKernels:
-    """Torch operations on any device. Reads lengths on the host, so it waits for a GPU.
+    """Kernels of torch operations on any device. They wait for a GPU to read lengths on the host.
 
     Args:
-        compute_dtype: Of all arithmetic; float32 is faster where float64 is not needed.
-        result_dtype: Of outputs; None takes the query's. Others are for comparisons.
+        compute_dtype: Type of all arithmetic; float32 is faster where float64 is not needed.
+        result_dtype: Type of the outputs; None for the query's type. Others are for comparisons.
     """
 
     name = "reference"
@@ -39,7 +39,7 @@ class ReferenceKernels:
         scale: float,
         causal: bool = True,
     ) -> PartialAttention:
-        """BanaServe Eq. 6 to 9 as they should read: softmax of ``scale * q k`` over the range."""
+        """Compute corrected BanaServe Eq. 6 to 9: softmax of ``scale * q k`` over the range."""
         check_attention(query, key_cache, value_cache, batch, heads)
         shape = (query.shape[0], heads.num_query_heads, query.shape[2])
         output = torch.zeros(shape, dtype=self._compute_dtype, device=query.device)
@@ -72,7 +72,7 @@ class ReferenceKernels:
         return PartialAttention(output.to(self._result_dtype or query.dtype), self._lse(lse))
 
     def merge(self, parts: Sequence[PartialAttention]) -> PartialAttention:
-        """BanaServe Eq. 10 as it should read: ``sum w_j O_j / sum w_j``, ``w_j = exp(lse_j)``."""
+        """Compute corrected BanaServe Eq. 10: ``sum w_j O_j / sum w_j``, ``w_j = exp(lse_j)``."""
         check_parts(parts)
         lses = torch.stack([lse for _, lse in parts]).to(self._compute_dtype)
         outputs = torch.stack([output for output, _ in parts]).to(self._compute_dtype)
@@ -89,7 +89,7 @@ class ReferenceKernels:
     def concat_heads(
         self, parts: Sequence[torch.Tensor], groups: Sequence[Sequence[int]]
     ) -> torch.Tensor:
-        """Eq. 8 to 10 for heads: each has its own denominator, so nothing is added."""
+        """Compute Eq. 8 to 10 for heads: each has its own denominator, so nothing is added."""
         group_size = check_concat(parts, groups)
         num_heads = sum(part.shape[1] for part in parts)
         whole = parts[0].new_empty(parts[0].shape[0], num_heads, parts[0].shape[2])
@@ -112,7 +112,7 @@ class ReferenceKernels:
 
 
 def _pairs(copies: BlockCopies) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Views of one head of keys or values of one layer: in its cache, and in the slots."""
+    """Yield pairs of views of one head of keys or values of a layer: in its cache and in slots."""
     check_blocks(copies)
     pages = copies.pages
     for layer, cache in zip(pages.layers, copies.caches, strict=True):
@@ -133,7 +133,14 @@ def _attend(
     scale: float,
     visible: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One sequence: query ``[q, H, D]``, key and value ``[k, K, D]``, visible ``[q, k]``."""
+    """Return output and lse of one sequence.
+
+    Args:
+        query: ``[q, H, D]``.
+        key: ``[k, K, D]``.
+        value: ``[k, K, D]``.
+        visible: ``[q, k]``, the keys that each query token sees; None for all.
+    """
     group = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, key) * scale

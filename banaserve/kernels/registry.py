@@ -25,10 +25,10 @@ _log = logging.getLogger(__name__)
 
 
 class Picked(NamedTuple):
-    """What ``pick`` returns.
+    """Kernels that ``pick`` chose.
 
     Attributes:
-        reason: In one line, for a log or a report.
+        reason: Reason of the choice in one line, for a log or a report.
     """
 
     kernels: Kernels
@@ -36,13 +36,13 @@ class Picked(NamedTuple):
 
 
 def pick(device: torch.device, choice: str = "auto") -> Picked:
-    """The kernels for tensors on ``device``; logs once which they are.
+    """Return the kernels for tensors on ``device``; log once which they are.
 
-    ``auto`` takes Triton on a GPU and the reference elsewhere. FlashInfer has to be asked for: it
-    takes fewer head sizes, dtypes and ranges, and plans on the host.
+    ``auto`` takes Triton on a GPU and the reference elsewhere. FlashInfer has to be requested: it
+    supports fewer head sizes, dtypes and ranges, and plans on the host.
 
     Raises:
-        UserError: An unknown choice, or one that cannot run here; nothing else is taken instead.
+        UserError: The choice is unknown or cannot run here; there is no fallback.
     """
     # Only the type matters, so that cuda:0 and cuda:1 share what has been compiled.
     return _pick(device.type, choice)
@@ -66,12 +66,12 @@ def _pick(device_type: str, choice: str) -> Picked:
 def _make(name: str) -> Kernels:
     module, kind = _MODULES[name]
     make: Callable[..., Kernels] = getattr(importlib.import_module(module), kind)
-    # Where it stands in for kernels it is as exact as they are; float64 is for comparing with them.
+    # In place of other kernels it is as exact as they are; float64 is for comparisons with them.
     return make(compute_dtype=torch.float32) if name == "reference" else make()
 
 
 def missing(name: str, device_type: str) -> str | None:
-    """Why kernels cannot run on a type of device, in a few words; None where they can."""
+    """Return in a few words why kernels cannot run on a type of device; None if they can."""
     if name == "reference":
         return None
     for package in ("triton",) if name == "triton" else ("triton", "flashinfer"):

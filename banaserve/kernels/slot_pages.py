@@ -9,11 +9,11 @@ import torch
 
 
 class PageOrder(StrEnum):
-    """What lies next to what in one layer's run of bytes; C is a key and then its value.
+    """Order of the elements in one layer's run of bytes; C is a key followed by its value.
 
     Attributes:
-        HNC: Head by head, as vLLM's LBHNC and the CPU.
-        NHC: Token by token, as vLLM's LBNHC.
+        HNC: Order head by head, as in vLLM's LBHNC and on CPUs.
+        NHC: Order token by token, as in vLLM's LBNHC.
     """
 
     HNC = "hnc"
@@ -22,19 +22,19 @@ class PageOrder(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SlotPages:
-    """The runs of bytes of chosen layers and heads in a slot: layer by layer, part by part.
+    """Runs of bytes of chosen layers and heads in a slot: layer by layer, part by part.
 
     The run of layer ``l`` and part ``p`` begins at ``(l * num_parts + p) * page_bytes``.
 
     Attributes:
-        layers: Which layers, in the order of the caches that are copied.
-        heads: Which heads of a run, in the order of the heads that are copied.
-        num_heads: Of one run.
-        block_size_tokens: Tokens of a block.
-        head_size: Elements of one key.
-        order: Of a run.
-        num_parts: Runs of a layer: tensor-parallel ranks.
-        part: Which of them.
+        layers: Chosen layers, in the order of the caches that are copied.
+        heads: Chosen heads of a run, in the order of the heads that are copied.
+        num_heads: Number of heads of one run.
+        block_size_tokens: Tokens per block.
+        head_size: Number of elements of one key.
+        order: Order of the elements in a run.
+        num_parts: Number of runs per layer: one for each tensor-parallel rank.
+        part: Index of the chosen run of each layer.
 
     Raises:
         ValueError: A field is out of range; the text names it.
@@ -64,33 +64,33 @@ class SlotPages:
 
     @property
     def page_elements(self) -> int:
-        """Elements of one run: keys and values of all its heads."""
+        """Number of elements of one run: keys and values of all its heads."""
         return self.num_heads * self.block_size_tokens * 2 * self.head_size
 
     @property
     def strides(self) -> tuple[int, int]:
-        """Elements from one token to the next and from one head to the next."""
+        """Number of elements from one token to the next, and from one head to the next."""
         content = 2 * self.head_size
         if self.order is PageOrder.HNC:
             return content, self.block_size_tokens * content
         return self.num_heads * content, content
 
     def first_element(self, layer: int) -> int:
-        """Of the run of ``layer``, from the beginning of a slot."""
+        """Return the index of the first element of the run of ``layer``, from a slot's begin."""
         return (layer * self.num_parts + self.part) * self.page_elements
 
     def end_bytes(self, element_bytes: int) -> int:
-        """How many bytes of a slot the chosen layers need."""
+        """Return the number of bytes of a slot up to the end of the last chosen layer."""
         last = max(self.layers, default=-1)
         return (last + 1) * self.num_parts * self.page_elements * element_bytes
 
     def views(
         self, slots: torch.Tensor, layer: int, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer in all slots, without copying.
+        """Return views of the keys and the values of one layer in all slots, without copying.
 
         Args:
-            slots: ``[num_slots, slot_bytes]`` uint8, whole elements of ``dtype`` in a slot.
+            slots: ``[num_slots, slot_bytes]`` uint8; a slot holds whole elements of ``dtype``.
 
         Returns:
             Two views ``[num_slots, block_size, num_heads, head_size]`` of ``dtype``.

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 MIN_SPLIT_TOKENS = 256
 MAX_SPLITS = 128
-# Programs for each multiprocessor: enough that the last ones to end leave little of the GPU idle.
+# Programs per multiprocessor: enough that the GPU is hardly idle while the last ones run.
 _PROGRAMS_EACH = 8
-# From this many rows of a sequence on, arithmetic counts as much as bandwidth.
+# Rows of a sequence from which on arithmetic counts as much as bandwidth.
 _PREFILL_ROWS = 32
 # By bytes of an element and of a padded head: keys of a step for decode and for prefill. Compiled
-# for sm_90, these leave no register spilled.
+# for sm_90, these values spill no register.
 _KEYS = {
     (2, 128): (64, 64),
     (2, 256): (64, 64),
@@ -20,8 +20,8 @@ _KEYS = {
     (4, 512): (32, 16),
     (4, 1024): (16, 16),
 }
-# Triton's pipeline counts the lookup in the block table as a stage of its own: of these, half are
-# tiles of keys and values that are under way.
+# Triton's pipeline counts the lookup in the block table as a separate stage: half of these stages
+# are tiles of keys and values that are being loaded.
 _DECODE_STAGES, _PREFILL_STAGES = 5, 3
 
 
@@ -30,10 +30,10 @@ class Tiling:
     """Sizes of the tiles of partial attention.
 
     Attributes:
-        rows: Asking rows of a tile: query heads of one KV head for neighbouring tokens.
+        rows: Query rows of a tile: query heads of one KV head for neighbouring tokens.
         keys: Keys of a step.
-        num_warps: Of a program.
-        num_stages: Steps whose loads are under way at once.
+        num_warps: Number of warps of a program.
+        num_stages: Number of steps whose loads are under way at once.
     """
 
     rows: int
@@ -45,7 +45,7 @@ class Tiling:
 def choose_tiling(
     num_tokens: int, num_seqs: int, group_size: int, head_size: int, element_bytes: int
 ) -> Tiling:
-    """Tiles for a batch of this shape: few rows for decode, many for prefill."""
+    """Choose tiles for a batch of this shape: few rows for decode, many for prefill."""
     smallest = max(16, next_power_of_2(group_size))
     head_bytes = next_power_of_2(head_size) * element_bytes
     decode_keys, prefill_keys = _KEYS[element_bytes, head_bytes]
@@ -66,12 +66,12 @@ def choose_num_splits(
     max_range_tokens: int,
     num_multiprocessors: int,
 ) -> int:
-    """Into how many parts each range is cut so that the GPU is full, and no part is tiny."""
+    """Return the number of parts to cut each range into to fill the GPU without tiny parts."""
     tiles = max(num_seqs, -(-num_tokens // (tile_rows // group_size)))
     wanted = -(-_PROGRAMS_EACH * num_multiprocessors // (tiles * num_kv_heads))
     return max(1, min(wanted, max_range_tokens // MIN_SPLIT_TOKENS, MAX_SPLITS))
 
 
 def next_power_of_2(number: int) -> int:
-    """The smallest power of two that is not below ``number``, which is at least 1."""
+    """Return the smallest power of two that is not below ``number``, which is at least 1."""
     return 1 << (number - 1).bit_length()

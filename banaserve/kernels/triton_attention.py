@@ -1,8 +1,8 @@
-"""Partial attention in Triton: one program for a tile of asking rows, a KV head and a split.
+"""Partial attention in Triton: one program for a tile of query rows, a KV head and a split.
 
 The rows of a tile are the query heads of one KV head for a few neighbouring tokens, so each key and
 value is read once for all of them. The range of a sequence is cut into equal splits, whose results
-``triton_merge`` joins: a long context with a small batch still has work for the whole GPU.
+``triton_merge`` merges: a long context with a small batch still occupies the whole GPU.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def attend_parts(
     IS_SPLIT: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Grid: tiles of all sequences, chosen KV heads, splits.
+    """Compute partial attention. Grid: tiles of all sequences, chosen KV heads, splits.
 
     Writes ``output`` ``[num_splits, num_tokens, num_chosen * GROUP_SIZE, HEAD_SIZE]``, whose heads
-    are contiguous, and ``lse`` likewise without the last dimension. Where a split saw nothing, lse
-    is -inf and, with more than one split, the output is left as it was. ``UPCAST`` multiplies in
-    float32, since Triton's interpreter takes bf16 for integers.
+    are contiguous, and ``lse`` likewise without the last dimension. Where a split sees no key, lse
+    is -inf and, with more than one split, the output is not written. ``UPCAST`` multiplies in
+    float32, since Triton's interpreter treats bf16 as integers.
     """
     TILE_TOKENS: tl.constexpr = TILE_ROWS // GROUP_SIZE
     seq, tile = find_tile(query_start, num_seqs, tl.program_id(0), TILE_TOKENS)
@@ -98,7 +98,7 @@ def attend_parts(
 
 @triton.jit
 def load_rows(query, at, asking, HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr):
-    """The query's rows that begin at ``at``, ``[TILE_ROWS, HEAD_PADDED]``; zero where none asks."""
+    """Load the query rows at ``at``, ``[TILE_ROWS, HEAD_PADDED]``; zero for rows not ``asking``."""
     dims = tl.arange(0, HEAD_PADDED)
     mask = asking[:, None] & (dims < HEAD_SIZE)[None, :]
     return tl.load(query + at[:, None] + dims[None, :], mask=mask, other=0.0)
@@ -116,7 +116,7 @@ def store_part(
     HEAD_PADDED: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):
-    """Write what ``attend_range`` found to where each row's ``lse`` and ``output`` begin."""
+    """Store the results of ``attend_range`` at each row's pointers ``lse`` and ``output``."""
     dims = tl.arange(0, HEAD_PADDED)
     mask = asking[:, None] & (dims < HEAD_SIZE)[None, :]
     saw = total > 0.0
@@ -131,10 +131,10 @@ def store_part(
 
 @triton.jit
 def find_tile(query_start, num_seqs, program, TILE_TOKENS: tl.constexpr):
-    """Which sequence a program works for, and which tile of it.
+    """Return the sequence that a program works for, and the index of its tile there.
 
-    Sequence ``s`` owns the programs from ``query_start[s] // TILE_TOKENS + s`` on. That leaves it
-    one more than its tokens need at most, and takes no table made on the host.
+    Sequence ``s`` owns the programs from ``query_start[s] // TILE_TOKENS + s`` on: at most one more
+    than its tokens need. So no table has to be made on the host.
     """
     low = 0
     high = num_seqs
@@ -149,7 +149,7 @@ def find_tile(query_start, num_seqs, program, TILE_TOKENS: tl.constexpr):
 
 @triton.jit
 def cut(low, high, TILE_KEYS: tl.constexpr):
-    """This program's share of a range: whole tiles of keys, equal for all splits but the last."""
+    """Return this program's share of a range: whole tiles, equal for all splits but the last."""
     num_splits = tl.num_programs(2)
     share = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), num_splits), TILE_KEYS) * TILE_KEYS
     begin = low + tl.program_id(2) * share
@@ -178,11 +178,11 @@ def attend_range(
     CAUSAL: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Softmax over the keys ``begin`` to ``end`` with a running maximum, in powers of two.
+    """Compute softmax over the keys ``begin`` to ``end`` with a running maximum, to base 2.
 
     Returns:
-        The maximum score ``[TILE_ROWS]``, the sum of the exponentials below it, and the weighted
-        values ``[TILE_ROWS, HEAD_PADDED]``, not divided; all float32.
+        The maximum score ``[TILE_ROWS]``, the sum of the exponentials relative to it, and the
+        weighted sum of values ``[TILE_ROWS, HEAD_PADDED]``, not divided; all float32.
     """
     dims = tl.arange(0, HEAD_PADDED)
     in_head = dims < HEAD_SIZE
@@ -219,7 +219,7 @@ def attend_range(
 
 @triton.jit
 def multiply(left, right, UPCAST: tl.constexpr):
-    """Matrix product in float32; ``ieee`` keeps float32 operands from being cut to tf32."""
+    """Multiply matrices in float32; ``ieee`` keeps float32 operands from being cut to tf32."""
     if UPCAST:
         left = left.to(tl.float32)
         right = right.to(tl.float32)

@@ -20,7 +20,7 @@ _SCHEMA = (
     "int num_splits=0, int[]? tiling=None) -> (Tensor, Tensor)"
 )
 
-# Where these stand among the arguments.
+# Positions of these among the arguments.
 _KV_HEADS, _GROUP_SIZE = 8, 10
 
 
@@ -43,11 +43,11 @@ def partial_attention(
     num_splits: int = 0,
     tiling: Sequence[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``interface.Kernels.partial_attention``, whose checks the caller has made.
+    """Compute ``interface.Kernels.partial_attention`` of arguments that the caller has checked.
 
     Args:
-        num_splits: Of each range; 0 chooses.
-        tiling: Fields of a ``Tiling``; None chooses.
+        num_splits: Number of splits of each range; 0 to choose by the batch.
+        tiling: Fields of a ``Tiling``; None to choose by the batch.
 
     Returns:
         ``[num_tokens, len(kv_heads) * group_size, head_size]`` of the query's dtype and ``lse``
@@ -92,7 +92,7 @@ def _launch(
     causal: bool,
     tiles: Tiling,
 ) -> None:
-    """One part for each split: ``parts`` and ``lses`` have the splits in front."""
+    """Compute a part for each split; the first dimension of ``parts`` and ``lses`` is the split."""
     block_table = ranges[0]
     (num_tokens, _, head_size), num_seqs = query.shape, block_table.shape[0]
     num_splits, num_chosen = parts.shape[0], heads[0].shape[0]
@@ -117,7 +117,7 @@ def _launch(
 
 
 def _empty_part(query: torch.Tensor, num_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and lse of a part, not filled."""
+    """Make output and lse of a part, uninitialised."""
     num_tokens, _, head_size = query.shape
     lse = query.new_empty(num_tokens, num_heads, dtype=torch.float32)
     return query.new_empty(num_tokens, num_heads, head_size), lse

@@ -1,4 +1,4 @@
-"""Triton kernels behind the interface that all implementations share."""
+"""Triton implementation of the kernels' interface."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from banaserve.kernels.triton_pack_op import operator_arguments, pack_blocks, un
 
 
 class TritonKernels:
-    """Launches only: nothing is read on the host, nothing waits for the GPU.
+    """Kernels in Triton. They only launch: nothing is read on the host or waits for the GPU.
 
     Args:
-        num_splits: Of each range of partial attention; 0 chooses.
-        tiling: Of partial attention; None chooses.
+        num_splits: Number of splits of each range of partial attention; 0 to choose by the batch.
+        tiling: Tiling of partial attention; None to choose by the batch.
     """
 
     name = "triton"

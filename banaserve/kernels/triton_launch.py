@@ -16,15 +16,15 @@ def _probe(nothing):
     tl.store(nothing, 0)
 
 
-# Triton decides when a kernel is defined, by TRITON_INTERPRET, whether it runs in the interpreter.
+# TRITON_INTERPRET decides, when a kernel is defined, whether it runs in Triton's interpreter.
 IS_INTERPRETED = type(_probe).__name__ == "InterpretedFunction"
 
 
 def check_device(name: str, tensor: torch.Tensor) -> None:
-    """Refuses a tensor where the kernels cannot run.
+    """Check that the kernels can run on the tensor's device.
 
     Raises:
-        ValueError: It is not on a GPU, and Triton's interpreter is off.
+        ValueError: The tensor is not on a GPU, and Triton's interpreter is off.
     """
     if tensor.device.type == "cuda" or IS_INTERPRETED:
         return
@@ -32,11 +32,11 @@ def check_device(name: str, tensor: torch.Tensor) -> None:
 
 
 _INTERPRETER = threading.RLock()
-"""It has one grid for all threads of the process."""
+"""Lock of Triton's interpreter, which has one grid for all threads of the process."""
 
 
 def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    """Makes the tensor's GPU the one that kernels are launched on; any thread may launch."""
+    """Return a context in which kernels are launched on the tensor's GPU, from any thread."""
     if IS_INTERPRETED:
         return _INTERPRETER
     if tensor.device.type == "cuda":
@@ -48,9 +48,10 @@ def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]
 def index_tensor(
     values: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.int32
 ) -> torch.Tensor:
-    """``values`` on the device. Made once: a copy for each call would cost more than the kernel.
+    """Return ``values`` as a tensor on the device.
 
-    The first call for some values copies from the host, which no graph can capture: run an
-    operation once before it is captured.
+    The tensor is cached: a copy for each call would cost more than the kernel. The first call for
+    some values copies from the host, which no graph can capture: run an operation once before it is
+    captured.
     """
     return torch.tensor(values, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Merging parts of a sequence, and laying heads side by side, in Triton."""
+"""Merging parts of a sequence, and placing heads side by side, in Triton."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def merge_stacked(
     HEAD_PADDED: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):
-    """Any number of parts in one tensor: ``[num_parts, num_tokens, num_heads, HEAD_SIZE]``.
+    """Merge the parts in one tensor ``[num_parts, num_tokens, num_heads, HEAD_SIZE]``.
 
     Grid: tiles of rows, a row being a token's head. ``output`` and ``lse`` are contiguous.
     """
@@ -67,7 +67,7 @@ def merge_apart(
     HEAD_PADDED: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):
-    """A few parts in tensors of their own, so that nothing is stacked first.
+    """Merge a few parts in separate tensors, so that they need not be stacked first.
 
     Grid: tiles of rows. ``outputs`` and ``lses`` are tuples of pointers, ``strides`` a tuple with
     four for each part: of outputs by token and head, of lses by token and head.
@@ -104,16 +104,16 @@ def add_part(
     HEAD_SIZE: tl.constexpr,
     HEAD_PADDED: tl.constexpr,
 ):
-    """Weigh one part in: pointers to its rows, the running maximum, weights and weighted sum."""
+    """Add one part, given by pointers to its rows; return the new maximum, weights and sum."""
     part = tl.load(lses, mask=in_rows, other=float("-inf"))
-    # FlashAttention 2 says +inf where it saw nothing, everybody else -inf.
+    # FlashAttention 2 returns +inf for an empty range, all others -inf.
     part = tl.where(part == float("inf"), float("-inf"), part)
     higher = tl.maximum(peak, part)
     floor = tl.where(higher == float("-inf"), 0.0, higher)
     weight = tl.exp(part - floor)
     fade = tl.exp(peak - floor)
     dims = tl.arange(0, HEAD_PADDED)
-    # An empty part's output may never have been written: not even zero times it may be added.
+    # An empty part's output may be unwritten memory: even multiplied by zero it must not be added.
     counts = in_rows & (part != float("-inf"))
     mask = counts[:, None] & (dims < HEAD_SIZE)[None, :]
     values = tl.load(outputs[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -132,7 +132,7 @@ def finish(
     HEAD_SIZE: tl.constexpr,
     HEAD_PADDED: tl.constexpr,
 ):
-    """Divide by the weights and store; rows without any are zero with an lse of -inf."""
+    """Divide by the weights and store; rows without weights get zero and an lse of -inf."""
     saw = total > 0.0
     divisor = tl.where(saw, total, 1.0)
     found = tl.where(saw, peak + tl.log(divisor), float("-inf"))
@@ -159,9 +159,9 @@ def place_heads(
     HEAD_PADDED: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):
-    """Copy ``[num_tokens, num_heads, HEAD_SIZE]`` to its heads in ``whole``.
+    """Copy ``part``, ``[num_tokens, num_heads, HEAD_SIZE]``, to its heads in ``whole``.
 
-    Grid: tiles of rows, a row being a token's head. ``groups`` names the KV head in ``whole`` of
+    Grid: tiles of rows, a row being a token's head. ``groups`` holds the KV head in ``whole`` of
     each of the part's groups; the heads of ``whole`` are contiguous.
     """
     rows = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)

@@ -10,7 +10,7 @@ from banaserve.kernels.tiling import next_power_of_2
 from banaserve.kernels.triton_launch import check_device, index_tensor, on_device
 from banaserve.kernels.triton_merge import merge_apart, merge_stacked, place_heads
 
-# Each number of parts is a kernel of its own; above this, stacking them costs less than compiling.
+# Each number of parts compiles to its own kernel; above this, stacking costs less than compiling.
 _MAX_APART = 8
 _TILE_ELEMENTS = 1024
 
@@ -45,14 +45,14 @@ def launch_merge_stacked(
 def merge_parts(
     outputs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``interface.Kernels.merge``, whose checks the caller has made.
+    """Compute ``interface.Kernels.merge`` of arguments that the caller has checked.
 
     Args:
         outputs: ``[num_tokens, num_heads, head_size]`` each.
         lses: ``[num_tokens, num_heads]`` float32 each.
 
     Returns:
-        The same shapes and dtypes, contiguous.
+        Output and lse of the same shapes and dtypes, contiguous.
     """
     first = outputs[0]
     check_device("output", first)
@@ -99,11 +99,11 @@ def _(
 def concat_heads(
     parts: Sequence[torch.Tensor], groups: Sequence[int], group_size: int
 ) -> torch.Tensor:
-    """As ``interface.Kernels.concat_heads``, whose checks the caller has made.
+    """Compute ``interface.Kernels.concat_heads`` of arguments that the caller has checked.
 
     Args:
         parts: ``[num_tokens, n_i * group_size, head_size]`` each.
-        groups: The KV heads of the first part, then those of the second and so on.
+        groups: KV heads of the first part, then those of the second part and so on.
 
     Returns:
         ``[num_tokens, len(groups) * group_size, head_size]``, contiguous.

@@ -32,10 +32,10 @@ def copy_pages(
     OFFSETS_DIVIDE_BY: tl.constexpr,
     INTO_SLOTS: tl.constexpr,
 ):
-    """Grid: blocks times layers times heads. One program copies a head's keys and values.
+    """Copy a head's keys and values in one program. Grid: blocks times layers times heads.
 
-    ``layer_offsets`` and ``slot_offsets`` say where each layer begins: in elements from ``cache``,
-    which need not be in the same allocation, and from a slot's first element.
+    ``layer_offsets`` and ``slot_offsets`` hold the begin of each layer in elements, from ``cache``,
+    which may be in another allocation, and from a slot's first element.
     """
     program = tl.program_id(0)
     head = program % num_heads

@@ -26,7 +26,7 @@ _PAGES = (
 
 
 def _operator(name: str, into_slots: bool) -> CustomOpDef:
-    """An operator over ``operator_arguments``, whose checks the caller has made."""
+    """Make an operator over ``operator_arguments``, which the caller has checked."""
     caches, slots = ("Tensor[]", "Tensor(a!)") if into_slots else ("Tensor(a!)[]", "Tensor")
 
     def copy(
@@ -60,7 +60,7 @@ unpack_blocks = _operator("unpack_blocks", into_slots=False)
 
 
 def operator_arguments(copies: BlockCopies) -> tuple[Any, ...]:
-    """``copies`` as both operators take them: only what a schema can hold."""
+    """Return ``copies`` as arguments of both operators, in types that a schema can hold."""
     caches, layout, block_ids, kv_heads, slots, slot_ids, pages = copies
     return (
         list(caches),
@@ -99,7 +99,7 @@ def _copy(copies: BlockCopies, into_slots: bool) -> None:
     bits = _BITS[caches[0].element_size()]
     key, value = key_value_views(caches[0].view(bits), layout)
     typed, device = slots.view(bits), slots.device
-    # Layers may be allocations of their own: they are reached by their distance from the first.
+    # Layers may be separate allocations: they are addressed by their distance from the first.
     in_caches = tuple(
         (cache.data_ptr() - caches[0].data_ptr()) // key.element_size() for cache in caches
     )

@@ -14,7 +14,7 @@ from banaserve.kvstore.stats import StoreStats
 
 
 def fetch_stats(socket_path: Path, timeout_s: float = 5.0) -> StoreStats:
-    """The counters and gauges of the store on ``socket_path``.
+    """Return the counters and gauges of the store on ``socket_path``.
 
     Raises:
         StoreUnavailableError: There is no answer.
@@ -25,7 +25,7 @@ def fetch_stats(socket_path: Path, timeout_s: float = 5.0) -> StoreStats:
 
 
 class ClearedBlocks(NamedTuple):
-    """Blocks dropped by ``clear_store``; one in memory and in a tier counts in both."""
+    """Numbers of blocks dropped by ``clear_store``; one in memory and in a tier counts in both."""
 
     from_memory: int
     from_tiers: int
@@ -47,11 +47,11 @@ def set_peers(socket_path: Path, peers: Sequence[str], timeout_s: float = 5.0) -
     """Let a store fetch blocks from the stores at ``peers``, and from no others.
 
     Args:
-        peers: ``HOST:PORT`` of each.
+        peers: ``HOST:PORT`` of each store.
 
     Raises:
         StoreUnavailableError: There is no answer.
-        UserError: An address is none, or the store was started without a key of peers.
+        UserError: An address is invalid, or the store was started without a key of peers.
     """
     with _operator_channel(socket_path, timeout_s) as channel:
         seq = channel.next_seq()

@@ -1,6 +1,6 @@
 """Connection of a client to the store: requests out, replies in, kept open over restarts.
 
-``StoreChannel`` is one connection; ``StoreLink`` opens another one after the store has gone away.
+``StoreChannel`` is one connection; ``StoreLink`` opens a new one after the store was lost.
 Both block, neither is thread-safe.
 """
 
@@ -31,14 +31,14 @@ R = TypeVar("R", bound=wire.Reply)
 
 
 class StoreChannel:
-    """A greeted connection. Not thread-safe.
+    """Connection whose Hello the store has accepted. Not thread-safe.
 
-    A reply that comes after its request has timed out is not lost: it is handed to ``on_late``
-    when it arrives, so that what it grants can be given back.
+    A reply that arrives after its request has timed out is passed to ``on_late``, so that the
+    slots and leases that it grants can be given back.
 
     Attributes:
         welcome: The store's answer to Hello.
-        fds: Of pool and board, until ``close_fds``; empty without a fingerprint.
+        fds: File descriptors of pool and board until ``close_fds``; empty without a fingerprint.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class StoreChannel:
         """Connect and greet.
 
         Raises:
-            StoreUnavailableError: Nothing listens there, or no answer comes in time.
+            StoreUnavailableError: Nothing listens on the socket, or no answer arrives in time.
             FingerprintError: The store refuses to share blocks with this client.
         """
         self.fds: list[int] = []
@@ -81,11 +81,11 @@ class StoreChannel:
 
     @property
     def is_lagging(self) -> bool:
-        """Whether a request that has timed out is still unanswered."""
+        """Return whether a request that has timed out is still unanswered."""
         return bool(self._late_seqs)
 
     def next_seq(self) -> int:
-        """A number for the next request."""
+        """Return the sequence number of the next request."""
         self._last_seq += 1
         return self._last_seq
 
@@ -93,7 +93,7 @@ class StoreChannel:
         """Send a message without waiting for a reply.
 
         Raises:
-            OSError: The connection is of no use any more.
+            OSError: The connection is no longer usable.
         """
         try:
             self._sock.sendall(wire.encode(message))
@@ -105,9 +105,9 @@ class StoreChannel:
         """Send a request and wait for its reply.
 
         Raises:
-            TimeoutError: No reply in time; the channel stays usable.
-            OSError: The connection is of no use any more.
-            ProtocolError: The reply is not what was asked for; the same.
+            TimeoutError: No reply arrived in time; the channel stays usable.
+            OSError: The connection is no longer usable.
+            ProtocolError: The reply is of an unexpected type; the connection is no longer usable.
         """
         self.send(request)
         try:
@@ -124,11 +124,11 @@ class StoreChannel:
         return reply
 
     def catch_up(self) -> None:
-        """Take late replies that have arrived by now, without waiting.
+        """Process the late replies that have arrived by now, without waiting.
 
         Raises:
-            OSError: The connection is of no use any more.
-            ProtocolError: The same.
+            OSError: The connection is no longer usable.
+            ProtocolError: The connection is no longer usable.
         """
         try:
             while self._late_seqs:
@@ -137,7 +137,7 @@ class StoreChannel:
             return
 
     def is_open(self) -> bool:
-        """Whether the store still holds its end open, as far as known without waiting."""
+        """Return whether the store still holds its end open, as far as known without waiting."""
         try:
             return bool(self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
         except BlockingIOError:
@@ -151,7 +151,7 @@ class StoreChannel:
         self.close_fds()
 
     def close_fds(self) -> None:
-        """Close the file descriptors of pool and board, for instance once they are mapped."""
+        """Close the file descriptors of pool and board, for instance once both are mapped."""
         while self.fds:
             os.close(self.fds.pop())
 
@@ -199,25 +199,26 @@ def _set_kernel_timeout(sock: socket.socket, timeout_s: float) -> None:
 
 
 def _check_owner(sock: socket.socket) -> None:
-    # In a folder that all users can write to, any user may have put a socket of this name.
+    # In a folder that all users can write to, any user may have created a socket of this name.
     peer = peer_of(sock)
     if not is_own(peer):
         raise PermissionError(f"it is run by user {peer.uid}")
 
 
 class StoreLink:
-    """Calls the store, or says at once that it is away. Not thread-safe.
+    """Calls to the store that fail at once while it is unavailable. Not thread-safe.
 
     Args:
-        socket_path: Where the store listens.
-        fingerprint: What a block of this client means.
-        client_name: Names the instance.
-        num_writers: Processes that each write their share of a slot; see ``wire.ClientHello``.
-        timeout_s: Longest wait for an answer.
-        reconnect: Whether to try again once the store has gone.
-        on_open: Called after each greeting with the welcome and the file descriptors of pool and
-            board, which are closed afterwards.
-        on_lost: Called when the store has gone.
+        socket_path: Path of the socket on which the store listens.
+        fingerprint: Fingerprint of this client's blocks.
+        client_name: Name of the instance.
+        num_writers: Number of processes that each write their share of a slot; see
+            ``wire.ClientHello``.
+        timeout_s: Maximum wait for an answer, in seconds.
+        reconnect: True to connect again after the store was lost.
+        on_open: Callback after each greeting, with the welcome and the file descriptors of pool
+            and board, which are closed afterwards.
+        on_lost: Callback when the connection to the store is lost.
     """
 
     def __init__(
@@ -243,7 +244,8 @@ class StoreLink:
         self._on_lost = on_lost
         self._channel: StoreChannel | None = None
         self._pid = os.getpid()
-        # Messages that could not be sent yet: without them slots would stay in use for nothing.
+        # Messages that could not be sent yet: without them the store would keep slots in use that
+        # no client needs.
         self._untold: list[wire.OneWay] = []
         self._retry_at_s = 0.0
         self._retry_pause_s = FIRST_RETRY_S
@@ -255,7 +257,7 @@ class StoreLink:
         """Connect now, unless connected.
 
         Raises:
-            StoreUnavailableError: There is no answer, or this link is closed.
+            StoreUnavailableError: The store does not answer, or this link is closed.
             FingerprintError: The store refuses to share blocks with this client.
         """
         if self._is_closed:
@@ -284,7 +286,7 @@ class StoreLink:
         self._note_present()
 
     def call(self, build: Callable[[int], wire.Request], reply_type: type[R]) -> R | None:
-        """The reply to the request that ``build`` makes from its seq; None while away.
+        """Send the request that ``build`` makes from its seq and return the reply; None while away.
 
         Raises:
             FingerprintError: At the first connection only.
@@ -307,7 +309,7 @@ class StoreLink:
         return None
 
     def tell(self, message: wire.OneWay) -> None:
-        """Send now where the store is present, else before the next call."""
+        """Send a message now if the store is connected, else before the next call."""
         if message.generation != self.generation:
             return
         self._untold.append(message)
@@ -319,11 +321,11 @@ class StoreLink:
             self._lose(error)
 
     def is_lost(self) -> bool:
-        """Whether the store is known to be gone, without asking it."""
+        """Return whether the store is known to be gone, without asking it."""
         return self._channel is None or not self._channel.is_open()
 
     def refresh(self) -> None:
-        """Find out whether the store is still the one that was connected; reconnect if not.
+        """Check that the connection to the store is still open; reconnect if not.
 
         Raises:
             FingerprintError: At the first connection only.
@@ -332,12 +334,12 @@ class StoreLink:
         self._present_channel()
 
     def note_if_lost(self) -> None:
-        """Let go of a store that has closed the connection; reconnects to none."""
+        """Drop the connection if the store has closed it; do not reconnect."""
         if self._channel is not None and not self._channel.is_open():
             self._lose(ConnectionResetError("the store closed the connection"))
 
     def close(self) -> None:
-        """Say goodbye and disconnect for good."""
+        """Send Goodbye and disconnect for good."""
         self._forget_parents_channel()
         self._is_closed = True
         if self._channel is None:
@@ -385,7 +387,7 @@ class StoreLink:
         return channel
 
     def _on_late(self, reply: wire.Reply) -> None:
-        """Give back what a late reply grants."""
+        """Give back the lease, hold and slots that a late reply grants."""
         if not isinstance(reply, wire.SlotsGranted):
             return
         if reply.lease_id is not None:
@@ -409,7 +411,7 @@ class StoreLink:
         self._on_lost()
 
     def _forget_parents_channel(self) -> None:
-        """After a fork the inherited connection is the parent's: two must not use it."""
+        """Close the connection inherited by a fork: two processes must not use the parent's."""
         if self._pid == os.getpid():
             return
         self._pid = os.getpid()

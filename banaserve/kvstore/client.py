@@ -1,4 +1,4 @@
-"""Client of the store, for an instance. Safe to call from any thread; a lost store is a miss."""
+"""Client of the store, for an instance. Thread-safe; a lost store counts as a miss."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ _LOOKUPS = tuple(sorted(Lookup))
 
 
 class StoreClient:
-    """Looks up, reads and writes blocks of one fingerprint.
+    """Client that looks up, reads and writes blocks of one fingerprint.
 
-    Calls take one round trip at most. While the store is away they answer at once that it holds
-    nothing, and it is tried again with growing pauses (0.1 to 5 s); the log says so once when it
-    goes and once when it is back. Every method may be called from any thread.
+    A call takes one round trip at most. While the store is away, calls return at once as if the
+    store held nothing, and the client reconnects with growing pauses (0.1 to 5 s); it logs once
+    when the store is lost and once when it is back. Every method may be called from any thread.
 
     A client has a name: connections with the same name, from any process, are one client, and
-    what one of them reserved is not given to others before all their processes are dead.
+    slots that one of them reserved are not given to other clients before all its processes are
+    dead.
 
     Args:
-        socket_path: Where the store listens.
-        fingerprint: What a block of this client means.
-        client_name: Names the instance in messages and the store's log.
-        num_writers: Processes of the instance that each write their share of a slot; 0: one for
-            each part of the fingerprint.
-        timeout_s: Longest wait for an answer.
-        reconnect: Whether to try again once the store has gone.
-        populate: Whether to fill the page tables of the pool in a background thread.
-        maps_pool: False for who reads and writes no block: there is no ``view`` then.
+        socket_path: Path of the socket on which the store listens.
+        fingerprint: Fingerprint of this client's blocks.
+        client_name: Name of the instance in messages and in the store's log.
+        num_writers: Number of processes of the instance that each write their share of a slot; 0:
+            one for each part of the fingerprint.
+        timeout_s: Maximum wait for an answer, in seconds.
+        reconnect: True to connect again after the store was lost.
+        populate: True to fill the page tables of the pool in a background thread.
+        maps_pool: False for a client that reads and writes no block: it has no ``view``.
     """
 
     def __init__(
@@ -75,7 +76,8 @@ class StoreClient:
         """Connect now, if not connected.
 
         Args:
-            within_s: For how long to try again: a busy machine may keep the store from answering.
+            within_s: Time to keep retrying, in seconds: on a busy machine the store may answer
+                late.
 
         Raises:
             StoreUnavailableError: There is no answer.
@@ -94,21 +96,21 @@ class StoreClient:
 
     @property
     def num_slots(self) -> int:
-        """Slots in the pool of the present connection; 0 without one."""
+        """Number of slots in the pool of the current connection; 0 without a connection."""
         return self._num_slots
 
     @property
     def slot_bytes(self) -> int:
-        """Size of a block in the store."""
+        """Size of a block in the store, in bytes."""
         return self._fingerprint.slot_bytes
 
     def lookup(self, keys: Sequence[bytes]) -> list[Lookup]:
-        """What the store knows of each key; leases nothing. All MISS while the store is away.
+        """Return the state of each key without a lease; all MISS while the store is away.
 
         A block in a tier below the pool is a HIT too.
 
         Raises:
-            ValueError: A key is not of 16 to 64 bytes, or there are more than 65536.
+            ValueError: A key is not of 16 to 64 bytes, or there are more than 65536 keys.
             FingerprintError: At the first connection only.
         """
         _check_keys(keys)
@@ -128,25 +130,26 @@ class StoreClient:
         hold: int = 0,
         num_readers: int = 1,
     ) -> Exchanged:
-        """Lease the longest prefix of ``acquire`` there is, and reserve slots for new blocks.
+        """Lease the longest prefix of ``acquire`` in the store, and reserve slots for new blocks.
 
-        Blocks of that prefix that lie in a tier below the pool are brought up where that pays;
-        ``arrivals`` says when they are readable.
+        Blocks of that prefix that are in a tier below the pool are promoted if that saves time;
+        ``arrivals`` shows whether they are readable.
 
         Args:
             acquire: Keys in the order of their chain.
             reserve: (key, its parent's key or None) of blocks to write, parents first. Each slot
                 granted must later be committed or abandoned.
-            tenant: Who pays for slots, up to 64 bytes; the empty one is a tenant like any other.
-            compute_block_s: What computing one of the acquired blocks would take; 0.0 where that
-                is not known: then every block is fetched.
-            hold: No block of these keys is evicted before ``end_hold`` of this number, or for five
-                minutes; 0 holds none.
+            tenant: Tenant to which the slots are charged, up to 64 bytes; the empty one is a
+                tenant like any other.
+            compute_block_s: Time to compute one of the acquired blocks, in seconds; 0.0 if it is
+                not known: then every block is fetched.
+            hold: Number of a hold: no block of these keys is evicted before ``end_hold`` of this
+                number, or for five minutes; 0 holds none.
             num_readers: Number of decode legs that each end the hold, from 1 to 65536.
 
         Raises:
-            ValueError: A key is not of 16 to 64 bytes, there are more than 65536, the tenant is
-                too long, or ``compute_block_s`` is negative.
+            ValueError: A key is not of 16 to 64 bytes, there are more than 65536 keys, the tenant
+                is too long, or ``compute_block_s`` is out of range.
             FingerprintError: At the first connection only.
         """
         _check_keys(acquire)
@@ -181,21 +184,22 @@ class StoreClient:
         )
 
     def end_hold(self, hold: int, reader: int | None = None, also: str = "") -> None:
-        """The blocks held by this number have been read, or will not be; does not wait.
+        """Report that the blocks of a hold have been read, or will not be; do not wait.
 
         Args:
-            reader: Decode leg that says so, from 0 on; None for all of them.
-            also: ``HOST:PORT`` of the store that has pushed the blocks here; empty for none.
+            reader: Number of the decode leg that has ended its part, from 0 on; None for all legs.
+            also: ``HOST:PORT`` of the store that has pushed the blocks to this one, whose hold
+                ends too; empty for none.
         """
         with self._lock:
             self._link.tell(wire.EndHold(self._link.generation, hold, reader, also))
 
     def arrivals(self, slots: Sequence[Slot]) -> list[Lookup]:
-        """States of the leased ``slots``, without a message: under 1 us a slot.
+        """Return the states of the leased ``slots``, without a message: under 1 us a slot.
 
         Returns:
-            For each slot HIT where its block is readable, PENDING while it is on its way, MISS
-            where it will not come, its lease has ended, or the store has gone.
+            For each slot HIT if its block is readable, PENDING while the block is on its way, MISS
+            if the block will not arrive, its lease has ended, or the store is lost.
         """
         board = self._board
         if board is None:
@@ -213,21 +217,22 @@ class StoreClient:
         hold: int = 0,
         num_readers: int = 1,
     ) -> None:
-        """Have a prompt's blocks sent to another machine's store, without waiting.
+        """Request that a prompt's blocks are sent to another machine's store, without waiting.
 
-        Blocks that are being written follow as ``note_written`` says that their layers are, and
-        can be read there soon after their commit. Where the store has no such peer, or it is away,
-        nothing is sent: readers there fetch the blocks once they are committed.
+        The layers of blocks that are being written are sent as ``note_written`` reports them, and
+        the blocks are readable there soon after their commit. If the store has no such peer, or
+        the peer is away, nothing is sent: readers there fetch the blocks once committed.
 
         Args:
             to: ``HOST:PORT`` of the store, as this store knows its peer.
-            keys: From the prompt's first block on, as acquired and reserved.
-            tenant: Pays for the slots there.
-            hold: Number under which the store there keeps all of them, or takes none; 0 keeps none.
-            num_readers: As for ``exchange``.
+            keys: Keys of the prompt from its first block on, as acquired and reserved.
+            tenant: Tenant to which the slots there are charged.
+            hold: Number of a hold under which the peer keeps all of the blocks, or takes none of
+                them; 0 holds none.
+            num_readers: Number of decode legs, see ``exchange``.
 
         Raises:
-            ValueError: As for ``exchange``.
+            ValueError: A key or the tenant is invalid, see ``exchange``.
         """
         _check_keys(keys)
         _check_terms(tenant, 0.0)
@@ -236,10 +241,10 @@ class StoreClient:
             self._link.tell(wire.PushBlocks(self._link.generation, to, list(keys), *terms))
 
     def note_written(self, slots: Sequence[Slot], num_layers: int, part: int = 0) -> None:
-        """Say that ``part`` of the first layers of reserved slots is written, without waiting.
+        """Report that ``part`` of the first layers of reserved slots is written, without waiting.
 
         Args:
-            num_layers: So many, the first included; they are not written again.
+            num_layers: Number of written layers from the first on; they are not written again.
         """
         serials = [slot.serial for slot in slots]
         if serials:
@@ -248,14 +253,14 @@ class StoreClient:
                 self._link.tell(told)
 
     def commit(self, slots: Sequence[Slot], part: int = 0) -> bool:
-        """Say that ``part`` of reserved slots is written, and wait until the store knows.
+        """Report that ``part`` of reserved slots is written, and wait for the store's answer.
 
-        A slot becomes readable when all parts are committed. Where the answer does not come, this
-        part of the slots is abandoned.
+        A slot becomes readable when all parts are committed. If no answer arrives, this part of the
+        slots is abandoned.
 
         Returns:
-            Whether the store accepted every slot. Either way this part of them is ended: the
-            caller must not write there any more.
+            True if the store accepted every slot. In either case this part of the slots has
+            ended: the caller must not write to it any more.
         """
         if not slots:
             return True
@@ -278,9 +283,9 @@ class StoreClient:
         """Give reserved slots back without commit, without waiting for the store.
 
         Args:
-            slots: Reserved, and not written to any more.
-            part: Whose writing has ended; None where no part is written any more. A slot becomes
-                free when all parts have ended.
+            slots: Reserved slots that are no longer written to.
+            part: Number of the part whose writing has ended; None if no part is written any more.
+                A slot becomes free when all parts have ended.
         """
         serials: dict[int, list[int]] = {}
         for slot in slots:
@@ -295,11 +300,11 @@ class StoreClient:
             self._link.tell(wire.ReleaseLeases(lease.generation, lease.id))
 
     def view(self, generation: int | None = None) -> PoolView:
-        """The mapped pool. Keep the view while copies to or from it are in flight.
+        """Return the mapped pool. Keep the view while copies to or from it are in flight.
 
         Args:
-            generation: Of the slots at hand. Where the pool known here is another, the store has
-                been restarted, so the connection is made anew first.
+            generation: Generation of the caller's slots; None accepts any. If the pool mapped here
+                is of another one, the store has been restarted: the client reconnects first.
 
         Raises:
             StoreUnavailableError: The store is away, or its pool is of another generation.
@@ -314,9 +319,9 @@ class StoreClient:
         return view
 
     def let_go_if_lost(self) -> None:
-        """Unmap the pool of a store that is known to have gone; sends no message.
+        """Unmap the pool if the store is known to be gone; send no message.
 
-        As long as a client maps it, its memory is not free for the store that follows.
+        While a client maps the old pool, its memory is not free for the restarted store.
         """
         if self._lock.acquire(blocking=False):
             try:
@@ -325,7 +330,7 @@ class StoreClient:
                 self._lock.release()
 
     def stats(self) -> StoreStats | None:
-        """The store's counters and gauges; None while it is away."""
+        """Return the store's counters and gauges; None while the store is away."""
         with self._lock:
             reply = self._link.call(wire.GetStats, wire.Stats)
         return None if reply is None else reply.stats
@@ -334,20 +339,20 @@ class StoreClient:
         """Drop every block of every client that is not in use, from memory and tiers.
 
         Returns:
-            How many went from memory; None while away.
+            Number of blocks dropped from memory; None while the store is away.
         """
         with self._lock:
             reply = self._link.call(wire.Clear, wire.Cleared)
         return None if reply is None else reply.num_dropped
 
     def close(self) -> None:
-        """Give everything back and disconnect for good. No copy may be in flight."""
+        """Give back all slots and leases and disconnect for good. No copy may be in flight."""
         with self._lock:
             self._link.close()
             self._unmap()
 
     def _is_lost(self) -> bool:
-        # While another thread calls the store, that call finds out.
+        # While another thread calls the store, that call finds out whether the store is lost.
         if not self._lock.acquire(blocking=False):
             return False
         try:

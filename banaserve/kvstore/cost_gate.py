@@ -1,6 +1,6 @@
 """Cost gate: how many blocks of a prefix to fetch, by predictors that learn online. Pure.
 
-Nothing here reads a clock: callers pass what was done and how long it took.
+Nothing here reads a clock: callers pass the work that was done and the time that it took.
 """
 
 from __future__ import annotations
@@ -26,20 +26,22 @@ _MIN_SAMPLES = 2
 _RIDGE = 0.002
 _ROBUST_ROUNDS = 4
 _HUBER = 1.5
-"""Residuals above this many typical ones count less, in proportion."""
+"""Multiple of the typical residual above which a sample's weight is reduced."""
 
 
 class ComputePredictor:
-    """Seconds that a forward pass takes: ``a + b tokens + c attended``, with a, b, c >= 0.
+    """Predictor of a forward pass's seconds: ``a + b tokens + c attended``, with a, b, c >= 0.
 
-    Fitted to the last 64 passes that computed enough tokens to be prefill. Decoding requests that
-    share a pass are part of its work, not noise: they add a token each and what it attends to. A
-    pass that was held up (a busy machine, a first call) counts less the farther it lies off. Where
-    the passes do not tell a, b and c apart, all goes to b: a few alike, some of them held up, may
-    seem to take the same time however much they compute, and more tokens to cost nothing.
+    It is fitted to the last 64 passes that computed enough tokens to be prefill. Decoding requests
+    that share a pass are part of its work, not noise: each adds a token and the tokens that it
+    attends to. A pass that was delayed (a busy machine, a first call) has the less weight the
+    larger its residual. If the passes do not distinguish a, b and c, the whole time is attributed
+    to b: otherwise a few similar passes, some of them delayed, could seem to take the same time
+    for any number of tokens, as if more tokens cost nothing.
 
     Args:
-        min_tokens: Passes with fewer tokens teach nothing: they are bound by memory, not compute.
+        min_tokens: Minimum number of tokens of a pass to learn from: passes with fewer are bound
+            by memory, not compute.
     """
 
     def __init__(self, min_tokens: int = 64) -> None:
@@ -49,11 +51,11 @@ class ComputePredictor:
 
     @property
     def is_ready(self) -> bool:
-        """Whether enough has been measured to predict."""
+        """Return whether enough passes have been measured to predict."""
         return len(self._samples) >= _MIN_SAMPLES
 
     def observe(self, work: FetchWork, seconds: float) -> bool:
-        """Learn from a pass; whether it teaches anything."""
+        """Learn from a pass; return whether it was used."""
         if work.tokens < self._min_tokens or not 0 < seconds < float("inf"):
             return False
         self._samples.append((float(work.tokens), float(work.attended), seconds))
@@ -61,19 +63,19 @@ class ComputePredictor:
         return True
 
     def predict_pass(self, work: FetchWork) -> float | None:
-        """Seconds of a whole pass; None before enough has been measured."""
+        """Return the seconds of a whole pass; None before enough passes have been measured."""
         share_s = self.predict_share(work)
         return None if share_s is None else self._coefficients().fixed_s + share_s
 
     def predict_share(self, work: FetchWork) -> float | None:
-        """Seconds that ``work`` adds to a pass that runs anyway; None as above."""
+        """Return the seconds that ``work`` adds to a pass that runs anyway; None if not ready."""
         if (costs := self.costs) is None:
             return None
         return costs.token_s * work.tokens + costs.pair_s * work.attended
 
     @property
     def costs(self) -> PassCosts | None:
-        """What passes cost; None before enough has been measured."""
+        """Fitted costs of a pass; None before enough passes have been measured."""
         return self._coefficients() if self.is_ready else None
 
     def _coefficients(self) -> PassCosts:
@@ -83,10 +85,10 @@ class ComputePredictor:
 
 
 def _fit(samples: np.ndarray) -> PassCosts:
-    """Robust ridge regression with coefficients >= 0.
+    """Fit a robust ridge regression with coefficients >= 0.
 
     Args:
-        samples: ``[num, 3]``: tokens, attended, seconds.
+        samples: Array ``[num, 3]``: tokens, attended, seconds.
     """
     tokens, attended, seconds = samples.T
     columns = np.stack([np.ones_like(tokens), tokens, attended], axis=1)
@@ -104,12 +106,12 @@ def _fit(samples: np.ndarray) -> PassCosts:
 
 
 def _non_negative_ridge(columns: np.ndarray, target: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Least squares of relative errors; drops the most negative coefficient until none is left."""
-    # Relative errors: a pass of 64 tokens says as much as one of 2,048.
+    """Minimize squared relative errors; drop the most negative coefficient until none is left."""
+    # Relative errors: a pass of 64 tokens has the same weight as one of 2,048.
     root = np.sqrt(weights) / target
     rows, goal = columns * root[:, None], target * root
     level = float(np.average(target, weights=weights))
-    # The penalty spares b, so that what the data cannot tell apart falls to it.
+    # The penalty on b is nearly zero, so that time that the data cannot attribute goes to b.
     penalty = np.diag([1.0, 1e-6, 1.0]) * _RIDGE * float(weights.sum()) / max(level, 1e-12) ** 2
     active = [0, 1, 2]
     found = np.zeros(3)
@@ -127,7 +129,7 @@ def _non_negative_ridge(columns: np.ndarray, target: np.ndarray, weights: np.nda
 
 
 class FetchPredictor:
-    """Seconds to copy blocks from the pool, from the median speed of the last fetches."""
+    """Predictor of the seconds to copy blocks from the pool, by the last fetches' median speed."""
 
     def __init__(self) -> None:
         self._seconds_per_block: deque[float] = deque(maxlen=_WINDOW)
@@ -142,7 +144,7 @@ class FetchPredictor:
             self._seconds_per_block.append(seconds / num_blocks)
 
     def predict(self, num_blocks: int) -> float | None:
-        """Seconds for ``num_blocks``; None before anything was measured."""
+        """Return the seconds for ``num_blocks``; None before the first measurement."""
         if not self._seconds_per_block:
             return None
         return float(np.median(self._seconds_per_block)) * num_blocks
@@ -151,10 +153,9 @@ class FetchPredictor:
 class GateDecision(Enum):
     """Decision of the gate.
 
-    CUT fetches the first blocks behind computing the others. UNMEASURED fetches: a fetch is what
-    the store is for, and it is measured by doing it. PROBE fetches although computing seems
-    cheaper, once in a while, since a speed that is never measured again can never be seen to have
-    recovered.
+    CUT fetches the first blocks while the others are computed. UNMEASURED fetches, because only a
+    fetch can be measured and fetching is the purpose of the store. PROBE fetches now and then
+    although computing seems cheaper, since a recovered speed is noticed only by a measurement.
     """
 
     FETCH = "fetch"
@@ -166,14 +167,15 @@ class GateDecision(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A decision and the predictions it rests on; None where nothing was measured yet.
+    """Decision of the gate with its predictions, which are None if nothing was measured yet.
 
     Attributes:
-        fetched_blocks: So many from the first on are fetched.
-        fetch_s: Fetching all of them.
-        compute_s: What computing all of them adds to a pass.
-        step_s: The step with what was decided, fetches that nothing hides included.
-        spared_s: Of ``compute_s``, what the fetched blocks spare.
+        fetched_blocks: Number of blocks to fetch, from the first on.
+        fetch_s: Time to fetch all blocks of the prefix, in seconds.
+        compute_s: Time that computing all blocks of the prefix adds to a pass, in seconds.
+        step_s: Duration of the step with this decision, in seconds, including fetches that no
+            computation hides.
+        spared_s: Part of ``compute_s`` that the fetched blocks save.
     """
 
     decision: GateDecision
@@ -185,12 +187,12 @@ class Verdict:
 
 
 class CostGate:
-    """Decides for one instance; owns its predictors.
+    """Gate of one instance, with its predictors.
 
     Args:
-        num_layers: Of the model: while one is computed the next one is fetched.
-        enabled: False fetches always (for measurements).
-        probe_every: Of so many refusals in a row the last one becomes a PROBE.
+        num_layers: Number of layers of the model: while a layer is computed the next is fetched.
+        enabled: False to fetch always (for measurements).
+        probe_every: Number of consecutive refusals of which the last one becomes a PROBE.
     """
 
     def __init__(self, *, num_layers: int = 1, enabled: bool = True, probe_every: int = 32) -> None:
@@ -204,15 +206,15 @@ class CostGate:
     def decide(
         self, prefix: HeldPrefix, beside: StepBeside = ALONE, *, handed_over: bool = False
     ) -> Verdict:
-        """How many blocks of ``prefix`` to fetch; the others are computed.
+        """Decide how many blocks of ``prefix`` to fetch; the others are computed.
 
-        Those that ``predict_steps`` says take least time, the most of them where several do.
+        The number is the one with the shortest step by ``predict_steps``, the largest of several.
 
         Args:
-            prefix: What lies in the pool.
-            beside: The step that the request joins, without it.
-            handed_over: Another instance has computed the prefix for this request: doing that
-                twice is never the answer, however slow copies are at the moment.
+            prefix: Prefix whose blocks are in the pool.
+            beside: Step that the request joins, without the request.
+            handed_over: True if another instance has computed the prefix for this request: then it
+                is never computed again, however slow copies are at the moment.
         """
         whole = prefix.num_blocks
         block_s, costs = self.fetch.predict(1), self.compute.costs
@@ -239,10 +241,10 @@ class CostGate:
         return GateDecision.PROBE
 
     def block_budget_s(self, num_blocks: int, work: FetchWork) -> float:
-        """Seconds that a tier below the pool may take for each of ``num_blocks``.
+        """Return the seconds that a tier below the pool may take for each of ``num_blocks``.
 
-        What computing one would take, less its copy from the pool. 0 says that nothing is known,
-        so the tier's own gate lets everything through.
+        This is the time to compute a block less the time to copy it from the pool. 0 means
+        unknown: the tier's own gate then fetches every block.
         """
         compute_s = self.compute.predict_share(work)
         if not self.enabled or compute_s is None or num_blocks == 0:

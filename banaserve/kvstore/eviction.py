@@ -1,6 +1,6 @@
 """Order of eviction: least recently used first, children before parents, a quota for each tenant.
 
-Blocks form chains: each may name another as its parent. No I/O.
+Blocks form chains: each block may name another as its parent. No I/O.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ ChildT = TypeVar("ChildT", bound=Child)
 
 
 class Parents(Generic[ChildT]):
-    """Counts children by the parent's key, whether or not the parent is here.
+    """Numbers of children by the parent's key, whether or not the parent has an entry.
 
-    So a parent that comes back after its children is protected from its first moment on.
+    Therefore a parent that is added after its children is protected from its first moment on.
 
     Args:
-        entries: Everything that is here, by key; read, never changed.
+        entries: All entries by key; only read.
     """
 
     def __init__(self, entries: Mapping[bytes, ChildT]) -> None:
@@ -39,12 +39,12 @@ class Parents(Generic[ChildT]):
         self._entries = entries
 
     def link(self, parent: bytes | None) -> None:
-        """One more child of ``parent``."""
+        """Count one more child of ``parent``."""
         if parent is not None:
             self.num_children[parent] = self.num_children.get(parent, 0) + 1
 
     def unlink(self, parent: bytes | None) -> ChildT | None:
-        """One child less; the parent's entry where that was its last."""
+        """Count one child less; return the parent's entry if that was its last child."""
         if parent is None:
             return None
         self.num_children[parent] -= 1
@@ -54,10 +54,10 @@ class Parents(Generic[ChildT]):
         return self._entries.get(parent)
 
     def closes_a_cycle(self, key: bytes, parent: bytes) -> bool:
-        """Whether ``key`` is an ancestor of ``parent``: such blocks could never be evicted.
+        """Return whether ``key`` is an ancestor of ``parent``: such blocks could never be evicted.
 
-        Hash chains have no cycles, but a faulty client or a damaged disk can bring one. The walk is
-        rare: only a key that comes back while children wait for it is followed.
+        Hash chains have no cycles, but a faulty client or a damaged disk can cause one. The walk
+        is rare: it is needed only for a key that is added after its children.
         """
         if key == parent:
             return True
@@ -72,7 +72,7 @@ class Chains(Parents[IndexEntry]):
     """Chains of the index's entries, and which of these may be evicted."""
 
     def is_evictable(self, entry: IndexEntry) -> bool:
-        """Whether ``entry`` is READY, not in use, and no block names it as its parent."""
+        """Return whether ``entry`` is READY, not in use, and not the parent of another block."""
         return (
             entry.ready
             and not entry.num_leases
@@ -84,9 +84,10 @@ class Chains(Parents[IndexEntry]):
 class EvictionQueue:
     """Entries in the order of their last use.
 
-    Every evictable entry is in here exactly once. An entry that was used again, or stopped being
-    evictable, is put right when it comes up; one that has left the index stays as a shell until
-    shells are the majority, so the heap never outgrows the index by more than twice.
+    Every evictable entry is queued exactly once. An entry that was used again, or is no longer
+    evictable, is corrected when it reaches the front; an entry that has left the index stays in
+    the heap as a shell until shells are the majority, so the heap has at most about twice as many
+    items as queued entries.
     """
 
     def __init__(self, chains: Chains) -> None:
@@ -101,14 +102,14 @@ class EvictionQueue:
             heappush(self._heap, (entry.last_used, entry.serial, entry))
 
     def forget(self, entry: IndexEntry) -> None:
-        """``entry`` has left the index."""
+        """Remove ``entry``, which has left the index, from the queue."""
         self._queued.discard(entry.serial)
         if len(self._heap) > 2 * len(self._queued) + _FEW:
             self._heap = [item for item in self._heap if item[1] in self._queued]
             heapify(self._heap)
 
     def pop(self) -> IndexEntry | None:
-        """The evictable entry that was used longest ago; it is queued no more."""
+        """Remove and return the evictable entry that was used longest ago; None if none is."""
         while self._heap:
             last_used, serial, entry = heappop(self._heap)
             if serial not in self._queued:
@@ -121,7 +122,7 @@ class EvictionQueue:
         return None
 
     def check(self, entries: Mapping[bytes, IndexEntry], tenant: bytes | None = None) -> None:
-        """Assert that exactly the entries of the index are queued that must be."""
+        """Assert that all evictable entries are queued, and only entries of the index."""
         live = [item[2] for item in self._heap if item[1] in self._queued]
         assert len(live) == len(self._queued), "an entry is queued twice, or a shell is counted"
         assert all(entries.get(entry.key) is entry for entry in live)
@@ -134,8 +135,8 @@ class Tenants:
     """Slots in use by tenant. Only tenants that use a slot are remembered.
 
     Args:
-        chains: Of the index.
-        num_slots: Slots in the pool.
+        chains: Chains of the index.
+        num_slots: Number of slots in the pool.
         quota_fraction: Largest share of the slots that one tenant may use; 1 sets no limit.
     """
 
@@ -150,34 +151,34 @@ class Tenants:
         return len(self._num_slots)
 
     def is_full(self, tenant: bytes) -> bool:
-        """Whether ``tenant`` may use no further slot."""
+        """Return whether ``tenant`` has reached its quota."""
         return self.has_quota and self._num_slots.get(tenant, 0) >= self.quota_slots
 
     def add(self, tenant: bytes) -> None:
-        """``tenant`` uses one slot more."""
+        """Count one more slot of ``tenant``."""
         self._num_slots[tenant] = self._num_slots.get(tenant, 0) + 1
         if self.has_quota and tenant not in self._queues:
             self._queues[tenant] = EvictionQueue(self._chains)
 
     def remove(self, tenant: bytes) -> None:
-        """``tenant`` uses one slot less."""
+        """Count one slot less of ``tenant``."""
         self._num_slots[tenant] -= 1
         if not self._num_slots[tenant]:
             del self._num_slots[tenant]
             self._queues.pop(tenant, None)
 
     def offer(self, entry: IndexEntry) -> None:
-        """``entry`` may have become evictable."""
+        """Queue ``entry`` for its tenant if it is evictable."""
         if self.has_quota:
             self._queues[entry.tenant].offer(entry)
 
     def forget(self, entry: IndexEntry) -> None:
-        """``entry`` has left the index."""
+        """Remove ``entry``, which has left the index, from its tenant's queue."""
         if self.has_quota:
             self._queues[entry.tenant].forget(entry)
 
     def pop(self, tenant: bytes) -> IndexEntry | None:
-        """The evictable block of ``tenant`` that was used longest ago."""
+        """Remove and return the evictable block of ``tenant`` that was used longest ago."""
         return self._queues[tenant].pop()
 
     def check(self, entries: Mapping[bytes, IndexEntry], in_use: Iterable[IndexEntry]) -> None:

@@ -18,30 +18,31 @@ _IDENTITY_FIELDS = ("model", "revision", "salt")
 
 
 class Fingerprint(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Everything that decides what the bytes of a KV block mean.
+    """Properties that determine the meaning of a KV block's bytes.
 
     Attributes:
         model: Name or path that the model was loaded from.
-        revision: Of the weights; empty where there is none.
-        dtype: Of the model, such as ``bfloat16``.
-        kv_cache_dtype: Of the KV cache, such as ``auto`` or ``fp8``.
-        block_size_tokens: Tokens in one block.
-        num_layers: Layers that have a KV cache.
-        num_kv_heads: KV heads of the whole model, over all parts; 1 where all share a latent.
-        head_size: Elements of one head, or of a latent.
+        revision: Revision of the weights; empty if there is none.
+        dtype: Data type of the model, such as ``bfloat16``.
+        kv_cache_dtype: Data type of the KV cache, such as ``auto`` or ``fp8``.
+        block_size_tokens: Number of tokens in one block.
+        num_layers: Number of layers that have a KV cache.
+        num_kv_heads: Number of KV heads of the whole model, over all parts; 1 if all heads share
+            a latent.
+        head_size: Number of elements of one head, or of a latent.
         layout: Name of the memory layout of one layer's block.
-        isa: Instruction set that the layout is packed for; empty where it does not matter.
-        page_bytes: Bytes of one layer's block in one part.
-        num_parts: Parts of a layer's block, each with an order of its own inside. 1 where heads lie
-            one behind the other: what tensor-parallel ranks write side by side is what one writes
-            then, so that their number is no matter of the block. 1 of latents, of which each rank
-            has the whole. Otherwise as many as ranks.
-        salt: Keeps tenants apart: other salt, other blocks.
-        probe: Hex of vLLM's hash of a known token list, which shows that block hashes agree.
-        weights: Digest of what decides the values that the model computes: a model's name alone
-            says little of a folder whose files were replaced.
-        attention: Kind of attention that reads them: ``full`` keeps a key and a value of each head
-            and token, ``mla`` one latent of each token.
+        isa: Instruction set for which the layout is packed; empty if it does not matter.
+        page_bytes: Size of one layer's block in one part.
+        num_parts: Number of parts of a layer's block, each with its own memory order. 1 if heads
+            are stored one after another: then tensor-parallel ranks that write side by side
+            produce the same bytes as a single rank, so the block does not depend on their number.
+            1 for latents, which each rank has as a whole. Otherwise the number of ranks.
+        salt: Salt that separates the blocks of different tenants.
+        probe: vLLM's hash of a known token list in hex, which shows whether block hashes agree.
+        weights: Digest of all that determines the values that the model computes: a model's name
+            alone does not identify a folder whose files were replaced.
+        attention: Kind of attention that reads the blocks: ``full`` keeps a key and a value of
+            each head and token, ``mla`` one latent of each token.
 
     Raises:
         ValueError: A field is out of range.
@@ -79,33 +80,33 @@ class Fingerprint(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one block of all layers and parts, in whole memory pages."""
+        """Size of one block with all layers and parts, rounded up to whole memory pages."""
         block_bytes = self.page_bytes * self.num_layers * self.num_parts
         return -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
 
     def offset_bytes(self, layer: int, part: int = 0) -> int:
-        """Where in a slot the run of ``page_bytes`` of ``layer`` and ``part`` begins."""
+        """Return the offset in a slot of the run of ``page_bytes`` of ``layer`` and ``part``."""
         return (layer * self.num_parts + part) * self.page_bytes
 
     def namespace(self) -> bytes:
-        """16 bytes that stand before every key of clients with this fingerprint."""
+        """Return the 16 bytes that precede every key of clients with this fingerprint."""
         return xxhash.xxh3_128_digest(msgspec.msgpack.encode(self))
 
     def differing_fields(self, other: Fingerprint) -> tuple[str, ...]:
-        """Names of the fields in which the two differ, in declared order."""
+        """Return the names of the fields in which two fingerprints differ, in declared order."""
         names = self.__struct_fields__
         return tuple(name for name in names if getattr(self, name) != getattr(other, name))
 
     def same_identity(self, other: Fingerprint) -> bool:
-        """Whether model, revision and salt agree, so that sharing would be expected."""
+        """Return whether model, revision and salt agree, so that sharing would be expected."""
         return all(getattr(self, name) == getattr(other, name) for name in _IDENTITY_FIELDS)
 
 
 def check_alike(found: Sequence[Fingerprint]) -> None:
-    """Return if engines of one server keep KV blocks in one form.
+    """Check that the engines of one server keep KV blocks in the same form.
 
     Raises:
-        FingerprintError: They do not, so that one could never take over what another has computed.
+        FingerprintError: They do not, so that no engine could reuse another engine's blocks.
     """
     first = found[0]
     for other in found:

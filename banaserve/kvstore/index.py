@@ -18,24 +18,25 @@ from banaserve.kvstore.records import (
 
 
 class BlockIndex:
-    """Keys, the slots that hold their blocks, and the owners that read or write them.
+    """Keys, the slots that hold their blocks, and the owners that read or write the slots.
 
     Every slot is free, or holds one entry that is in the index or was dropped from it. Owners hold
     leases for reading and reservations for writing. Blocks form chains: a block may be evicted only
     when it is READY, no lease or copy uses it and no block in the index names it as its parent.
-    Among those the one that was acquired or committed longest ago goes first. Every operation costs
-    O(log n) for each key.
+    Among evictable blocks the one that was acquired or committed longest ago is evicted first.
+    Every operation costs O(log n) for each key.
 
     Args:
-        num_slots: Slots in the pool.
-        watcher: Notified of every change of a slot's state.
-        counters: To count on with; new ones by default.
+        num_slots: Number of slots in the pool.
+        watcher: Watcher that is notified of every change of a slot's state.
+        counters: Counters to continue; new ones by default.
         tenant_quota: Largest share of the slots that one tenant may use; 1 sets no limit.
-        is_intact: Asked before a READY block is leased or copied; one that is not is dropped.
+        is_intact: Check of a READY block before it is leased or copied; the block is dropped if
+            the check returns False. None checks nothing.
 
     Attributes:
-        num_leased: Slots that at least one lease or hold covers.
-        num_held: Slots that at least one hold covers.
+        num_leased: Number of slots that at least one lease or hold covers.
+        num_held: Number of slots that at least one hold covers.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class BlockIndex:
         self._is_intact = is_intact
         self._free = list(range(num_slots - 1, -1, -1))
         self._entries: dict[bytes, IndexEntry] = {}
-        # Out of the table while a lease or a copy still uses the slot, by serial.
+        # Entries removed from ``_entries`` whose slot a lease or a copy still uses, by serial.
         self._dropped: dict[int, IndexEntry] = {}
         self._chains = Chains(self._entries)
         self._queue = EvictionQueue(self._chains)
@@ -70,58 +71,58 @@ class BlockIndex:
 
     @property
     def num_used(self) -> int:
-        """Slots that hold a block, are being filled, or are still read after their block went."""
+        """Number of slots that hold a block, are being filled, or are still read after a drop."""
         return len(self._entries) + len(self._dropped)
 
     @property
     def num_tenants(self) -> int:
-        """Tenants that use at least one slot."""
+        """Number of tenants that use at least one slot."""
         return len(self._tenants)
 
     @property
     def num_writing(self) -> int:
-        """Slots that clients are writing."""
+        """Number of slots that clients are writing."""
         return len(self._writing)
 
     @property
     def num_leases(self) -> int:
-        """Leases held."""
+        """Number of leases."""
         return len(self._leases)
 
     @property
     def num_holds(self) -> int:
-        """Prompts that are being handed over."""
+        """Number of prompts that are being handed over from prefill to decode."""
         return len(self._holds)
 
     @property
     def has_owners(self) -> bool:
-        """Whether any owner holds a lease or a reservation."""
+        """Return whether any owner holds a lease or a reservation."""
         return bool(self._owned)
 
     def is_at_quota(self, tenant: bytes) -> bool:
-        """Whether ``tenant`` may use no further slot, whatever room there is."""
+        """Return whether ``tenant`` has reached its quota, even if slots are free."""
         return self._tenants.is_full(tenant)
 
     def num_writing_of(self, owner: int) -> int:
-        """Slots that ``owner`` has reserved and that are still being written."""
+        """Return the number of slots that ``owner`` has reserved and is still writing."""
         return len(self._owned[owner].serials) if owner in self._owned else 0
 
     def owns_any(self, owner: int) -> bool:
-        """Whether ``owner`` holds a lease or a reservation."""
+        """Return whether ``owner`` holds a lease or a reservation."""
         return owner in self._owned
 
     def get(self, key: bytes) -> IndexEntry | None:
-        """The entry of ``key``, whatever its state."""
+        """Return the entry of ``key`` in any state; None if there is none."""
         return self._entries.get(key)
 
     def lookup(self, keys: Iterable[bytes]) -> list[Lookup]:
-        """What is known of each key. Changes nothing, not even the order of eviction."""
+        """Return the state of each key. Changes nothing, not even the order of eviction."""
         miss, hit, pending = Lookup.MISS, Lookup.HIT, Lookup.PENDING
         entries = map(self._entries.get, keys)
         return [miss if entry is None else hit if entry.ready else pending for entry in entries]
 
     def find(self, keys: Sequence[bytes]) -> list[IndexEntry]:
-        """The longest prefix of ``keys`` that is READY and intact, or on its way up."""
+        """Return the longest prefix of ``keys`` whose blocks are READY and intact, or promoting."""
         entries: list[IndexEntry] = []
         for key in keys:
             entry = self._entries.get(key)
@@ -133,7 +134,7 @@ class BlockIndex:
         return entries
 
     def verify(self, entry: IndexEntry) -> bool:
-        """Whether the bytes of ``entry`` are what they were; dropped where they are not."""
+        """Return whether the bytes of ``entry`` are unchanged; drop the entry if they are not."""
         if self._is_intact is None or not entry.ready or self._is_intact(entry):
             return True
         self.drop(entry)
@@ -142,13 +143,13 @@ class BlockIndex:
     # ---- leases
 
     def acquire(self, keys: Sequence[bytes], owner: int) -> Grant | None:
-        """Lease what ``find`` finds of ``keys`` to ``owner``; None where that is nothing."""
+        """Lease the entries that ``find`` returns for ``keys``; None if it finds none."""
         entries = self.find(keys)
         self.counters.misses += len(keys)
         return self.lease(entries, owner) if entries else None
 
     def lease(self, entries: Sequence[IndexEntry], owner: int) -> Grant:
-        """Lease ``entries``, which are of this index, to ``owner``."""
+        """Lease ``entries``, which belong to this index, to ``owner``."""
         self._last_lease_id += 1
         grant = Grant(self._last_lease_id, owner, [])
         self._leases[grant.lease_id] = grant
@@ -165,12 +166,12 @@ class BlockIndex:
             entry.last_used = self._tick
             num_ready += entry.ready
         grant.entries.extend(entries)
-        # What a promotion brings was not readable when it was asked for.
+        # A block that is being promoted was not readable when it was requested: a miss.
         self.counters.hits += num_ready
         self.counters.misses -= num_ready
 
     def release(self, lease_id: int) -> bool:
-        """End a lease. False where there is no such lease (any more)."""
+        """End a lease; return False if there is no such lease (any more)."""
         grant = self._leases.pop(lease_id, None)
         if grant is None:
             return False
@@ -185,10 +186,11 @@ class BlockIndex:
     def hold(
         self, hold_id: int, keys: Iterable[bytes], until_s: float, num_readers: int = 1
     ) -> None:
-        """Keep what the index has of ``keys``, whatever its state, until ``end_hold``.
+        """Keep the blocks of ``keys`` that are in the index, in any state, until ``end_hold``.
 
         Args:
-            hold_id: Number that the front door has chosen; a hold of that number is made larger.
+            hold_id: Number that the front door has chosen; an existing hold of that number is
+                extended.
             until_s: Time at which ``expire_holds`` ends the hold.
             num_readers: Number of decode legs that are to read the blocks.
         """
@@ -202,10 +204,11 @@ class BlockIndex:
                 self._cover(entry)
 
     def end_hold(self, hold_id: int, reader: int | None = None) -> bool:
-        """End a hold once all of its readers have said so. False where there is no such hold.
+        """End a hold once all of its readers have ended it; return False if there is no such hold.
 
         Args:
-            reader: Decode leg that needs the blocks no more, from 0 on; None for all of them.
+            reader: Number of the decode leg that no longer needs the blocks, from 0 on; None for
+                all legs.
         """
         hold = self._holds.get(hold_id)
         if hold is None:
@@ -221,7 +224,7 @@ class BlockIndex:
         return True
 
     def expire_holds(self, now_s: float) -> None:
-        """End those whose time is up."""
+        """End the holds whose time is up."""
         for hold_id in [name for name, hold in self._holds.items() if hold.until_s <= now_s]:
             self.end_hold(hold_id)
 
@@ -235,11 +238,11 @@ class BlockIndex:
         num_parts: int = 1,
         tenant: bytes = b"",
     ) -> tuple[int, int] | None:
-        """Make ``key`` WRITING for ``owner``, evicting a block where no slot may be had otherwise.
+        """Make ``key`` WRITING for ``owner``, evicting a block if no slot is available otherwise.
 
         Returns:
-            The slot as (index, serial); None where the key is in the index already, every slot is
-            in use, or the tenant is over its quota and has nothing to evict.
+            The slot as (index, serial); None if the key is in the index already, every slot is in
+            use, or the tenant is at its quota and has nothing to evict.
         """
         entry = self._add(key, parent, tenant)
         if entry is None:
@@ -250,21 +253,21 @@ class BlockIndex:
         return entry.slot, entry.serial
 
     def commit(self, serial: int, part: int) -> bool:
-        """Say that ``part`` of a reservation is written; READY after the last part.
+        """Note that ``part`` of a reservation is written; the block is READY after the last part.
 
         Returns:
-            False where the reservation is gone, or this part has ended before.
+            False if the reservation is gone, or this part has ended before.
         """
         return self._end_part(serial, part, failed=False)
 
     def abandon(self, serial: int, part: int | None = None) -> bool:
-        """Give a reservation back, for all parts at once where ``part`` is None.
+        """Give a reservation back, for all parts at once if ``part`` is None.
 
-        With a part the slot is freed only after every part has ended: until then the others may
-        still be writing there.
+        With a part the slot is freed only after every part has ended: until then other parts may
+        still be written.
 
         Returns:
-            False where the reservation is gone, or this part has ended before.
+            False if the reservation is gone, or this part has ended before.
         """
         if part is not None:
             return self._end_part(serial, part, failed=True)
@@ -276,7 +279,7 @@ class BlockIndex:
         return True
 
     def drop_owner(self, owner: int) -> None:
-        """End everything that ``owner`` holds: leases are released, reservations freed."""
+        """Release all leases and free all reservations of ``owner``."""
         owned = self._owned.get(owner)
         if owned is None:
             return
@@ -288,10 +291,10 @@ class BlockIndex:
     # ---- copies between slots and tiers
 
     def promote(self, key: bytes, parent: bytes | None, tenant: bytes = b"") -> IndexEntry | None:
-        """Give ``key`` a slot that a tier fills; pinned until ``end_promotion``.
+        """Give ``key`` a slot that a tier or a push fills; pinned until ``end_promotion``.
 
         Returns:
-            The entry; None as for ``reserve``.
+            The entry; None in the cases of ``reserve``.
         """
         entry = self._add(key, parent, tenant)
         if entry is None:
@@ -305,7 +308,7 @@ class BlockIndex:
         return entry
 
     def end_promotion(self, entry: IndexEntry, *, filled: bool) -> None:
-        """Nothing writes to the slot any more: READY where it is ``filled``, else dropped."""
+        """End the writing to the slot: the block is READY if ``filled``, else it is dropped."""
         if entry.promoting:
             if filled:
                 self._stop_promoting(entry)
@@ -315,20 +318,20 @@ class BlockIndex:
         self.unpin(entry)
 
     def pin(self, entry: IndexEntry) -> None:
-        """Keep the slot's bytes where they are until ``unpin``."""
+        """Keep the slot's bytes in place until ``unpin``."""
         entry.num_pins += 1
 
     def unpin(self, entry: IndexEntry) -> None:
-        """One copy less is under way."""
+        """End one ``pin``; the slot may be evicted or freed after the last."""
         entry.num_pins -= 1
         self._settle(entry)
 
     # ---- dropping
 
     def drop(self, entry: IndexEntry) -> None:
-        """Forget a block that is READY or promoting: its bytes are wrong or will not come.
+        """Forget a block that is READY or promoting: its bytes are wrong or will not arrive.
 
-        The slot is free once the last lease and the last copy have ended.
+        The slot is freed once the last lease and the last copy have ended.
         """
         if self._watcher is not None:
             self._watcher.failed(entry)
@@ -339,7 +342,7 @@ class BlockIndex:
         self._remove(entry)
 
     def clear(self) -> int:
-        """Drop every block that neither is in use nor has a descendant in use; how many went."""
+        """Drop all blocks not in use and without descendants in use; return their number."""
         num_dropped = 0
         while (entry := self._queue.pop()) is not None:
             self._remove(entry)
@@ -349,7 +352,7 @@ class BlockIndex:
     # ---- invariants
 
     def check(self) -> None:
-        """Assert what must hold between two operations."""
+        """Assert the invariants that hold between two operations."""
         self._check_entries()
         self._check_leases()
         self._check_owners()
@@ -407,7 +410,7 @@ class BlockIndex:
             return None
         if parent is not None and self._chains.closes_a_cycle(key, parent):
             parent = None
-        # The link comes first: it keeps the parent from being the one that is evicted.
+        # The link comes first: it keeps the parent from being evicted to make room.
         self._chains.link(parent)
         if not self._make_room(tenant):
             self._unlink(parent)
@@ -460,7 +463,7 @@ class BlockIndex:
             self._watcher.became_ready(entry)
 
     def _settle(self, entry: IndexEntry) -> None:
-        """One use of ``entry`` has ended."""
+        """Free or offer ``entry`` for eviction if its last use has ended."""
         if not entry.dropped:
             self._offer(entry)
         elif not entry.num_leases and not entry.num_pins:
@@ -472,7 +475,7 @@ class BlockIndex:
         self._remove(entry)
 
     def _forget_holds(self, entry: IndexEntry) -> None:
-        """Its bytes are lost, or will not come: there is nothing to hold."""
+        """Remove an entry from all holds: its bytes are lost, or will not arrive."""
         for hold in self._holds.values():
             if hold.entries.pop(entry.serial, None) is not None:
                 self._end_hold_of(entry)

@@ -1,4 +1,4 @@
-"""Values that the KV cache store gives its clients. No I/O."""
+"""Values that the KV cache store returns to its clients. No I/O."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import msgspec
 class Lookup(IntEnum):
     """State of a key in the store.
 
-    PENDING: its block is on its way. ASKED: a tier is asking others for it: look again soon.
+    PENDING: its block is on its way. ASKED: a tier is asking its peers for the block: look up the
+    key again soon.
     """
 
     MISS = 0
@@ -22,15 +23,15 @@ class Lookup(IntEnum):
 
 
 class Slot(msgspec.Struct, frozen=True, array_like=True):
-    """One block's place in the pool, as one use of that place.
+    """Place of a block in the pool, as one use of that place.
 
-    ``serial`` tells apart the successive uses of one index, so that a late commit of an abandoned
-    reservation cannot publish what another client is writing there now.
+    ``serial`` distinguishes the successive uses of one index, so that a late commit of an abandoned
+    reservation cannot publish the bytes that another client is writing to that place now.
 
     Attributes:
-        index: Which slot of the pool: its bytes begin at ``index * slot_bytes``.
+        index: Number of the slot in the pool: its bytes begin at ``index * slot_bytes``.
         generation: The pool's generation; a slot of another generation means nothing.
-        serial: Unique for each reservation within a generation.
+        serial: Number of the reservation, unique within a generation.
     """
 
     index: int
@@ -39,7 +40,7 @@ class Slot(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Lease(msgspec.Struct, frozen=True, array_like=True):
-    """The right to read a run of blocks: none of them is evicted before its release."""
+    """Right to read a run of blocks: none of them is evicted before the lease's release."""
 
     id: int
     generation: int
@@ -48,23 +49,24 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Exchanged:
-    """The outcome of ``StoreClient.exchange``.
+    """Outcome of ``StoreClient.exchange``.
 
     Attributes:
-        lease: Covers ``slots``; None where the store has nothing of the first key asked for.
-        slots: Where the blocks of the longest prefix of the acquired keys lie that are readable
-            or on their way up from a tier, in their order.
-        reserved: One entry for each reserved key; None where it is present already, is being
-            written by another, or there is no room.
-        num_ready: Of ``slots``, so many at the front are readable. For the others ask
+        lease: Lease of ``slots``; None if the store has no block of the first acquired key.
+        slots: Slots of the longest prefix of the acquired keys whose blocks are readable or on
+            their way from a tier, in the order of the keys.
+        reserved: Slots of the reserved keys, in their order; None for a key that is present
+            already or is being written by another client, or if there is no room.
+        num_ready: Number of ``slots`` at the front that are readable. For the others call
             ``StoreClient.arrivals``.
-        wait_s: Predicted seconds until the last of ``slots`` is readable; 0.0 where all are.
-        undecided: A tier is still asking a peer about the key after ``slots``: ask again soon.
-        num_declined: Blocks after ``slots`` that lie in a tier and were left there because
-            computing them is predicted to be cheaper than fetching them.
+        wait_s: Predicted seconds until the last of ``slots`` is readable; 0.0 if all are.
+        undecided: True if a tier is still asking a peer about the key after ``slots``: exchange
+            again soon.
+        num_declined: Number of blocks after ``slots`` that are in a tier and were left there
+            because computing them is predicted to be cheaper than fetching them.
         num_refused: Number of reserved keys that have no slot for lack of room, not by a quota.
-        num_unfetched: Number of acquired keys whose blocks lie in a tier and found no slot, for
-            lack of room or because as many as may be are on their way up.
+        num_unfetched: Number of acquired keys whose blocks are in a tier and found no slot, for
+            lack of room or because the maximum number of promotions is under way.
         num_held: Number of the store's blocks that are held until decode has read them.
     """
 

@@ -7,7 +7,7 @@ from banaserve.kvstore.stats import StoreStats
 
 
 def still_held(stats: StoreStats) -> list[str]:
-    """What a store holds, which has just been cleared, one line each; peers keep their own."""
+    """Return a line for each thing that a just cleared store still holds, without its peers."""
     lines = []
     if stats.used_slots:
         lines.append(f"{stats.used_slots} slots of memory are in use")

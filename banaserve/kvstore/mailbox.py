@@ -1,4 +1,4 @@
-"""A queue between two threads that a selector can wait for."""
+"""Queue between two threads, for which a selector can wait."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ T = TypeVar("T")
 
 
 class Mailbox(Generic[T]):
-    """A queue from one thread to another that a selector can wait for.
+    """Queue from one thread to another, for which a selector can wait.
 
     Attributes:
-        fd: Readable when something lies in it.
+        fd: File descriptor that is readable when the queue may hold items.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class Mailbox(Generic[T]):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing lies in it."""
+        """Return whether the queue holds no item."""
         return self._queue.empty()
 
     def put(self, item: T) -> None:
@@ -36,7 +36,7 @@ class Mailbox(Generic[T]):
         os.eventfd_write(self.fd, 1)
 
     def take(self) -> list[T]:
-        """Everything in it, in order; ``fd`` stays as it is."""
+        """Remove and return all items in order; ``fd`` stays as it is."""
         found: list[T] = []
         with contextlib.suppress(Empty):
             while True:
@@ -44,7 +44,7 @@ class Mailbox(Generic[T]):
         return found
 
     def calm(self) -> None:
-        """Make ``fd`` unreadable. Call it before ``take``, so that nothing is missed."""
+        """Make ``fd`` unreadable. Call it before ``take``, so that no item is missed."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.fd)
 

@@ -1,7 +1,7 @@
 """Shared memory of the store: the pool that holds the blocks, and the board of readable slots.
 
-The daemon makes both once; clients map them. Clients only read the board, which has one word for
-each slot: the serial of the block that is readable there.
+The daemon creates both once; clients map them. Clients only read the board, which has one word for
+each slot: the serial of the block that is readable in the slot.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from banaserve.kvstore.sizes import format_size
 from banaserve.platform import linux
 
 Numbers = npt.NDArray[np.int64]
-"""Of an engine's blocks or the store's slots, ``[num]``."""
+"""Numbers of an engine's blocks or the store's slots, ``[num]``."""
 POISON = 0xFF
 _WORD_BYTES = 8
 _FAILED = 1 << 63
 _PENDING = 1 << 62
-# fcntl does not name it before Python 3.13: no mapping made later can be written through.
+# Seal after which no new mapping can be writable; fcntl has no name for it before Python 3.13.
 _F_SEAL_FUTURE_WRITE = 0x10
 
 
 class SlotPool:
-    """A sealed memfd of fixed size. It has no name in any file system and ends with its users."""
+    """Sealed memfd of fixed size. It has no name in any file system and ends with its last user."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Make the pool and fill its pages. Blocks for about half a second per GiB.
+        """Create the pool and fill its pages. Blocks for about half a second per GiB.
 
         Raises:
             UserError: There is not enough memory.
@@ -60,27 +60,27 @@ class SlotPool:
             raise UserError(f"cannot fill a pool of {format_size(num_bytes)}: {error}") from error
 
     def part(self, first_byte: int, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """A view of a range; the pool's memory stays mapped as long as it lives."""
+        """Return a view of a range; the pool's memory stays mapped while the view exists."""
         return self._memory[first_byte : first_byte + num_bytes]
 
     def poison(self, first_byte: int, num_bytes: int) -> None:
-        """Overwrite a range, so that a read of freed memory shows."""
+        """Overwrite a range, so that a read of freed memory is noticed."""
         self._memory[first_byte : first_byte + num_bytes] = POISON
 
     def close(self) -> None:
-        """Let go of the pool. Clients keep their mappings."""
+        """Release the pool. Clients keep their mappings."""
         del self._memory
         os.close(self.fd)
 
 
 class PoolView:
-    """A client's mapping of the pool. The memory stays mapped as long as this object lives.
+    """Mapping of the pool in a client. The memory stays mapped as long as this object exists.
 
     Attributes:
-        memory: The pool's bytes, ``[pool_bytes]`` uint8, shared with every other client.
-        base_address: Of ``memory`` in this process.
-        slot_bytes: Slot ``i`` begins at ``base_address + i * slot_bytes``.
-        generation: Only slots of this generation lie in this view.
+        memory: Bytes of the pool, ``[pool_bytes]`` uint8, shared with every other client.
+        base_address: Address of ``memory`` in this process.
+        slot_bytes: Size of a slot; slot ``i`` begins at ``base_address + i * slot_bytes``.
+        generation: Generation of the slots in this view.
     """
 
     def __init__(self, fd: int, num_bytes: int, generation: int, fingerprint: Fingerprint) -> None:
@@ -91,7 +91,7 @@ class PoolView:
         self.fingerprint = fingerprint
 
     def offset_bytes(self, slot: Slot, layer: int = 0, part: int = 0) -> int:
-        """Where in the pool the run of one layer and part of ``slot`` begins.
+        """Return the offset in the pool of the run of one layer and part of ``slot``.
 
         Raises:
             StoreUnavailableError: The slot is of another generation: its memory is gone.
@@ -101,14 +101,14 @@ class PoolView:
         return slot.index * self.slot_bytes + self.fingerprint.offset_bytes(layer, part)
 
     def populate_in_background(self) -> None:
-        """Fill this process's page tables from a thread, so that copies meet no page faults."""
+        """Fill this process's page tables in a thread, so that copies cause no page faults."""
         threading.Thread(
             target=_populate_quietly, args=(self.memory,), name="kvstore-populate", daemon=True
         ).start()
 
 
 def map_memory(fd: int, num_bytes: int) -> npt.NDArray[np.uint8]:
-    """Map a file shared and writable; unmapped when the last reference to the array goes."""
+    """Map a file shared and writable; it is unmapped with the array's last reference."""
     return np.frombuffer(mmap.mmap(fd, num_bytes), np.uint8)
 
 
@@ -119,7 +119,7 @@ def populate(memory: npt.NDArray[np.uint8]) -> None:
         OSError: There is not enough memory.
     """
     if not linux.populate(memory.ctypes.data, memory.size):
-        # Or-ing with zero dirties a page and keeps what is in it.
+        # Or-ing with zero dirties a page without changing its bytes.
         memory[::PAGE_BYTES] |= 0
 
 
@@ -134,13 +134,13 @@ assert MAX_SERIAL < _PENDING
 
 
 def board_bytes(pool_bytes: int) -> int:
-    """Size of the board of a pool: a word for each slot of the smallest size there is."""
+    """Return the size of the board of a pool: a word for each slot of the smallest size."""
     num_words = pool_bytes // PAGE_BYTES
     return -(-num_words * _WORD_BYTES // PAGE_BYTES) * PAGE_BYTES
 
 
 class Board:
-    """Daemon's side: a sealed memfd whose pages are only taken when a slot is first used.
+    """Daemon's side of the board: a sealed memfd whose pages are allocated at a slot's first use.
 
     A word is the serial of the block that is readable in the slot, that serial with a mark while
     the block is on its way or after it has failed, or 0.
@@ -156,38 +156,38 @@ class Board:
         try:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
         except OSError:
-            # Linux before 5.1: clients map it for reading, but nothing holds them to that.
+            # Linux before 5.1: clients map the board for reading only, but this is not enforced.
             return
 
     def show_ready(self, slot: int, serial: int) -> None:
-        """The block is readable."""
+        """Show that the block is readable."""
         self._words[slot] = serial
 
     def show_pending(self, slot: int, serial: int) -> None:
-        """The block is on its way."""
+        """Show that the block is on its way."""
         self._words[slot] = serial | _PENDING
 
     def show_failed(self, slot: int, serial: int) -> None:
-        """The block will not come."""
+        """Show that the block will not arrive."""
         self._words[slot] = serial | _FAILED
 
     def show_free(self, slot: int) -> None:
-        """Nothing lies in the slot."""
+        """Show that the slot is free."""
         self._words[slot] = 0
 
     def clear(self) -> None:
-        """Mark every slot free. Only while no slot is in use."""
+        """Mark every slot as free. No slot may be in use."""
         self._map[:] = bytes(self.num_bytes)
 
     def close(self) -> None:
-        """Let go of the memory. Clients keep their mappings."""
+        """Release the memory. Clients keep their mappings."""
         self._words.release()
         self._map.close()
         os.close(self.fd)
 
 
 class BoardView:
-    """A client's mapping of the board, for reading only. Safe from any thread."""
+    """Read-only mapping of the board in a client. Thread-safe."""
 
     def __init__(self, fd: int, pool_bytes: int, generation: int) -> None:
         self.generation = generation
@@ -195,7 +195,7 @@ class BoardView:
         self._words = memoryview(self._map).cast("Q")
 
     def states(self, slots: Sequence[Slot]) -> list[Lookup]:
-        """HIT where the slot's block is readable, PENDING while it is on its way, else MISS."""
+        """Return HIT if a slot's block is readable, PENDING if it is on its way, else MISS."""
         words = self._words
         return [
             _state(words[slot.index], slot.serial)

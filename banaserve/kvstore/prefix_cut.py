@@ -1,8 +1,8 @@
 """Predicted time of a step for each number of blocks that it fetches of a prefix. Pure.
 
-KV blocks form a chain: a token attends to all before it, and vLLM computes what follows the blocks
-that it has. So the first ``k`` of ``n`` blocks can be fetched and the rest be computed, layer by
-layer in one pass, and the fetch of the next layer hides behind computing this one.
+KV blocks form a chain: a token attends to all tokens before it, and vLLM computes the tokens after
+the blocks that it has. So the first ``k`` of ``n`` blocks can be fetched and the rest be computed,
+layer by layer in one pass, and the fetch of the next layer is hidden by computing the current one.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import NamedTuple
 import numpy as np
 
 _NO_LIMIT = 1 << 62
-# Of splits that are predicted alike but for rounding, the one that fetches most is taken.
+# Of cuts whose predictions differ only by rounding, the one that fetches the most blocks is taken.
 _ALIKE = 1 + 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class FetchWork:
-    """What a forward pass computes, or part of it. Adds up.
+    """Work of a forward pass, or of a part of it. Supports addition.
 
     Attributes:
-        tokens: Tokens computed.
-        attended: Pairs of a computed token and a token it attends to.
+        tokens: Number of computed tokens.
+        attended: Number of pairs of a computed token and a token that it attends to.
     """
 
     tokens: int = 0
@@ -31,7 +31,7 @@ class FetchWork:
 
     @classmethod
     def of(cls, num_tokens: int, num_before: int) -> FetchWork:
-        """Of ``num_tokens`` tokens of one sequence that come after ``num_before`` others."""
+        """Return the work of ``num_tokens`` tokens of a sequence after ``num_before`` others."""
         return cls(num_tokens, num_tokens * num_before + num_tokens * (num_tokens + 1) // 2)
 
     def __add__(self, other: FetchWork) -> FetchWork:
@@ -48,15 +48,16 @@ class PassCosts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HeldPrefix:
-    """Blocks of one request that lie in the pool, one after the other, and what is around them.
+    """Consecutive blocks of one request in the pool, and the tokens before and after them.
 
     Attributes:
-        num_blocks: Blocks in the pool.
-        block_tokens: Tokens of each but the last, which may bring fewer.
-        num_tokens: Tokens that all of them bring.
-        num_before: Tokens before them, which the engine has.
-        num_after: Tokens behind them, which are computed in any case.
-        is_whole: All of them are fetched or none: some hold a state behind the last token.
+        num_blocks: Number of the blocks.
+        block_tokens: Number of tokens of each block except the last, which may have fewer.
+        num_tokens: Number of tokens of all blocks.
+        num_before: Number of tokens before the blocks, which the engine has already.
+        num_after: Number of tokens after the blocks, which are computed in any case.
+        is_whole: True if all of the blocks are fetched or none, because some hold a state after
+            the last token.
     """
 
     num_blocks: int
@@ -68,22 +69,22 @@ class HeldPrefix:
 
     @property
     def work(self) -> FetchWork:
-        """What fetching all of them spares."""
+        """Work that fetching all blocks saves."""
         return FetchWork.of(self.num_tokens, self.num_before)
 
     def tokens_of(self, num_blocks: int) -> int:
-        """Tokens that the first ``num_blocks`` bring."""
+        """Return the number of tokens of the first ``num_blocks`` blocks."""
         return min(num_blocks * self.block_tokens, self.num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class StepBeside:
-    """The step that the request joins, without it.
+    """Step that a request joins, without that request.
 
     Attributes:
-        work: What the others in it compute.
-        fetched_blocks: Blocks that it fetches for them.
-        max_tokens: Most tokens of a step, of all requests together.
+        work: Work of the other requests in the step.
+        fetched_blocks: Number of blocks that the step fetches for them.
+        max_tokens: Maximum number of tokens of a step, of all requests together.
     """
 
     work: FetchWork = FetchWork()
@@ -101,24 +102,24 @@ def predict_steps(
     num_layers: int,
     beside: StepBeside = ALONE,
 ) -> np.ndarray:
-    """Seconds until the prompt is computed, for each number of blocks that are fetched.
+    """Predict the seconds until the prompt is computed, for each number of fetched blocks.
 
     With ``f`` for all layers' fetches and ``c`` for the pass, both the same in each of ``L``
     layers, the first step takes ``max(f, c) + min(f, c) / L``: while a layer is computed the next
     one is fetched (BanaServe Eqs. 12 and 13), and nothing hides the first fetch or the last
-    computation. What does not fit into the first step is computed in others, behind which nothing
-    is fetched.
+    computation. Tokens that do not fit into the first step are computed in later steps, which
+    fetch nothing.
 
     Args:
-        prefix: What can be fetched.
-        costs: Of a forward pass.
+        prefix: Prefix whose blocks can be fetched.
+        costs: Costs of a forward pass.
         block_fetch_s: Seconds to fetch one block, all layers together.
-        num_layers: 1 says that everything is fetched before anything is computed.
-        beside: The step that the request joins.
+        num_layers: Number of layers; 1 if everything is fetched before anything is computed.
+        beside: Step that the request joins.
 
     Returns:
-        float64 ``[num_blocks + 1]``; what others in the step take is in each. Infinite where so
-        many cannot be fetched.
+        float64 ``[num_blocks + 1]``, the time of the other requests in the step included. Infinite
+        for a number of blocks that cannot be fetched.
     """
     num_fetched = np.arange(prefix.num_blocks + 1)
     brought = np.minimum(num_fetched * float(prefix.block_tokens), prefix.num_tokens)
@@ -143,7 +144,7 @@ def predict_steps(
 def _later_s(
     tokens: np.ndarray, before: np.ndarray, costs: PassCosts, beside: StepBeside
 ) -> np.ndarray:
-    """Seconds of the steps after the first one; 0 where it has computed everything."""
+    """Return the seconds of the steps after the first one; 0 if that computes everything."""
     fixed_s = costs.fixed_s * np.ceil(tokens / max(beside.max_tokens, 1))
     return fixed_s + costs.token_s * tokens + costs.pair_s * _attended(tokens, before)
 
@@ -153,5 +154,5 @@ def _attended(tokens: np.ndarray, before: np.ndarray) -> np.ndarray:
 
 
 def best_cut(steps_s: np.ndarray) -> int:
-    """The most blocks among those whose fetching takes least time, by ``predict_steps``."""
+    """Return the number of blocks of the shortest time in ``steps_s``, the largest of several."""
     return int(np.flatnonzero(steps_s <= steps_s.min() * _ALIKE)[-1])

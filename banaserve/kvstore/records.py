@@ -1,4 +1,4 @@
-"""Records of the index: a key's block, a lease, the possessions of an owner."""
+"""Records of the index: the block of a key, a lease, a hold, and the possessions of an owner."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Protocol
 
 MAX_SERIAL = 2**60
 HOLD_S = 300.0
-"""A hold that nobody ends goes after so long: who hands over has died."""
+"""Time in seconds after which a hold ends by itself: the front door that would end it has died."""
 
 
 @dataclass(slots=True)
 class StoreCounters:
-    """Counters of events; they outlive the index of one pool geometry."""
+    """Counters of events, which outlive the index of one pool geometry."""
 
     hits: int = 0
     misses: int = 0
@@ -23,17 +23,19 @@ class StoreCounters:
 
 
 class IndexEntry:
-    """One key's block.
+    """Block of a key.
 
-    WRITING until every part is committed, or ``promoting`` until a tier has filled it; READY after
-    that. ``dropped`` when its key is out of the index while its slot is still in use.
+    It is WRITING until every part is committed, or ``promoting`` until a tier or a push has filled
+    it, and READY after that. It is ``dropped`` if its key was removed from the index while its slot
+    is still in use.
 
     Attributes:
-        num_leases: Leases and holds that cover it.
-        num_holds: Of these, holds.
-        num_pins: Copies between the slot and tiers that are under way or about to begin.
+        num_leases: Number of leases and holds that cover the block.
+        num_holds: Number of holds among these.
+        num_pins: Number of copies to or from the slot, by tiers or peers, under way or about to
+            begin.
         last_used: Tick of the last acquire or commit.
-        checksum: Of the slot's bytes since it became READY, where the store keeps checksums.
+        checksum: Checksum of the slot's bytes when it became READY, if the store keeps checksums.
     """
 
     __slots__ = (
@@ -86,28 +88,28 @@ class IndexEntry:
 
 
 class SlotWatcher(Protocol):
-    """Notified of slot changes in the middle of an operation; it must not call the index."""
+    """Observer of slot changes, called within an operation; it must not call the index."""
 
     def became_pending(self, entry: IndexEntry) -> None:
-        """A tier is about to fill the slot."""
+        """Note that a tier or a push is about to fill the slot."""
         ...
 
     def became_ready(self, entry: IndexEntry) -> None:
-        """The slot may be leased."""
+        """Note that the slot may be leased."""
         ...
 
     def failed(self, entry: IndexEntry) -> None:
-        """The block in the slot is lost to its leases."""
+        """Note that the block in the slot is lost to its leases."""
         ...
 
     def became_free(self, entry: IndexEntry) -> None:
-        """The slot is not in use any more."""
+        """Note that the slot is no longer in use."""
         ...
 
 
 @dataclass(slots=True)
 class Grant:
-    """A lease: ``owner`` may read the slots of ``entries``."""
+    """Lease by which ``owner`` may read the slots of ``entries``."""
 
     lease_id: int
     owner: int
@@ -115,12 +117,12 @@ class Grant:
 
     @property
     def slots(self) -> list[tuple[int, int]]:
-        """Where the blocks lie, each as (index, serial)."""
+        """Slots of the blocks, each as (index, serial)."""
         return [(entry.slot, entry.serial) for entry in self.entries]
 
     @property
     def num_ready(self) -> int:
-        """So many entries at the front are readable."""
+        """Number of entries at the front that are readable."""
         for number, entry in enumerate(self.entries):
             if not entry.ready:
                 return number
@@ -129,13 +131,13 @@ class Grant:
 
 @dataclass(slots=True)
 class Hold:
-    """Blocks of a prompt that is handed over: none of them is evicted before the hold ends.
+    """Hold of a prompt that is handed over: none of its blocks is evicted before the hold ends.
 
     Attributes:
         entries: Blocks by serial; some may be being written.
         until_s: Time at which the hold ends by itself.
         num_readers: Number of decode legs that are to read the blocks.
-        have_read: Those of them, from 0 on, that need the hold no more.
+        have_read: Numbers of the legs, from 0 on, that no longer need the hold.
     """
 
     entries: dict[int, IndexEntry]
@@ -145,7 +147,7 @@ class Hold:
 
 
 class Owned:
-    """Leases and reservations that end with one owner."""
+    """Leases and reservations of one owner, which end with that owner."""
 
     __slots__ = ("lease_ids", "serials")
 

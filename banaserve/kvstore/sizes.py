@@ -1,4 +1,4 @@
-"""Byte counts in human units."""
+"""Byte counts in human-readable units."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _SIZE = re.compile(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([a-z]*)\s*", re.ASCII | re.
 
 
 def parse_size(text: str) -> int:
-    """Bytes meant by ``text``: a number and a unit, such as ``2GiB``, ``512MB`` or ``4096``.
+    """Parse a number of bytes with a unit, such as ``2GiB``, ``512MB`` or ``4096``.
 
     Raises:
-        UserError: Not a size, an unknown unit, or less than one byte.
+        UserError: ``text`` is not a size, has an unknown unit, or is less than one byte.
     """
     match = _SIZE.fullmatch(text)
     unit_bytes = _UNIT_BYTES.get(match[2].lower()) if match else None
@@ -38,7 +38,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(size_bytes: int) -> str:
-    """``size_bytes`` in the largest binary unit that keeps it at 1 or more, such as ``1.5 GiB``."""
+    """Format a size in the largest binary unit that keeps it at 1 or more, such as ``1.5 GiB``."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         unit_bytes = _UNIT_BYTES[unit.lower()]
         if size_bytes >= unit_bytes:

@@ -8,21 +8,22 @@ from banaserve.kvstore.tiers.interface import TierStats
 
 
 class TierReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A tier's own numbers, and what the store does with it.
+    """Numbers of a tier, counted by the tier itself and by the store.
 
     Attributes:
-        stats: As the tier counts.
-        promoted: Blocks copied from it into memory.
-        promotion_failures: Copies into memory that did not succeed here.
-        declined: Blocks asked for that were left there because computing was predicted cheaper.
-        promoting_slots: Slots that it fills or is about to fill.
+        stats: Numbers that the tier counts.
+        promoted: Number of blocks copied from the tier into memory.
+        promotion_failures: Number of copies into memory that failed in this tier.
+        declined: Number of requested blocks that were left in the tier because computing them was
+            predicted to be cheaper.
+        promoting_slots: Number of slots that the tier fills or is about to fill.
         predicted_fetch_s: Sum over promoted blocks of the seconds predicted at the start.
-        measured_fetch_s: Sum over the same blocks of the seconds that it took.
-        demoted: Blocks written to it.
-        demotion_failures: Writes that it did not carry out.
-        dropped_before_demotion: Blocks that left memory, or had no place in the backlog, before
-            they were written.
-        backlog_blocks: Blocks waiting to be written to it.
+        measured_fetch_s: Sum over the same blocks of the measured seconds.
+        demoted: Number of blocks written to the tier.
+        demotion_failures: Number of writes to the tier that failed.
+        dropped_before_demotion: Number of blocks that left memory, or had no place in the backlog,
+            before they were written.
+        backlog_blocks: Number of blocks waiting to be written to the tier.
     """
 
     stats: TierStats
@@ -39,45 +40,48 @@ class TierReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The store's counters (since the daemon started) and gauges (now).
+    """Counters (since the daemon started) and gauges (now) of the store.
 
     Attributes:
-        generation: Of the present pool; 0 until the first client has set the slot size.
+        generation: Generation of the current pool; 0 until the first client has set the slot size.
         capacity_bytes: Size of the pool.
-        used_bytes: Slots in use times their size.
-        slot_bytes: 0 until the first client has set it.
-        num_slots: Slots in the pool.
-        used_slots: Slots that hold a block, are being filled, or are still read after their block
-            was dropped.
-        writing_slots: Slots that clients are writing.
-        promoting_slots: Slots that tiers fill or are about to fill.
-        leased_slots: Slots that at least one lease or hold covers.
-        num_leases: Leases held.
-        num_holds: Prompts whose blocks are held until decode has read them.
-        held_slots: Slots that hold blocks of these prompts.
-        quarantined_slots: Slots being written whose client went away while its process lives.
-        hits: Keys asked for by acquire that were readable in memory.
-        misses: Keys asked for by acquire that were not.
-        joined: Keys asked for by acquire that were on their way up for another client already.
-        evictions: Blocks dropped from memory to make room.
-        commits: Blocks that clients made readable.
-        corrupt_blocks: Blocks in memory whose checksum was wrong when they were asked for.
-        num_tenants: Tenants that use at least one slot.
-        quota_evictions: Of ``evictions``, those that a tenant at its quota did to itself.
-        quota_refusals: Slots refused because a tenant was at its quota with all of them in use.
-        clients: Connections that share blocks.
-        refused_clients: Connections refused because of their fingerprint.
-        layout_mismatches: Connections whose model and salt match another's while the layout
-            does not: they work, but neither sees the other's blocks.
-        protocol_errors: Connections closed because of what they sent.
-        lent_blocks: Blocks that stores of other machines have fetched.
-        lent_bytes: Of them.
-        pushed_blocks: Blocks that were offered to those stores while they were being written, and
-            committed.
-        pushed_by_layer_blocks: Of ``pushed_blocks``, those of which some layers were told to be
-            there before the others were written.
-        received_blocks: Blocks that those stores have sent so.
-        tiers: Below memory, fastest first.
+        used_bytes: Total size of the slots in use.
+        slot_bytes: Size of a slot; 0 until the first client has set it.
+        num_slots: Number of slots in the pool.
+        used_slots: Number of slots that hold a block, are being filled, or are still read after
+            their block was dropped.
+        writing_slots: Number of slots that clients are writing.
+        promoting_slots: Number of slots that tiers or peers fill or are about to fill.
+        leased_slots: Number of slots that at least one lease or hold covers.
+        num_leases: Number of leases.
+        num_holds: Number of prompts whose blocks are held until decode has read them.
+        held_slots: Number of slots with blocks of these prompts.
+        quarantined_slots: Number of slots being written whose connection is lost while its process
+            lives.
+        hits: Number of keys in acquire that were readable in memory.
+        misses: Number of keys in acquire that were not readable in memory.
+        joined: Number of keys in acquire that were already being promoted for another client.
+        evictions: Number of blocks dropped from memory to make room.
+        commits: Number of blocks that clients made readable.
+        corrupt_blocks: Number of blocks in memory whose checksum was wrong when requested.
+        num_tenants: Number of tenants that use at least one slot.
+        quota_evictions: Number of ``evictions`` of a tenant's own blocks because the tenant was at
+            its quota.
+        quota_refusals: Number of slots refused because a tenant was at its quota with all its slots
+            in use.
+        clients: Number of connections that share blocks.
+        refused_clients: Number of connections refused because of their fingerprint.
+        layout_mismatches: Number of connections with the same model and salt as another one but
+            another layout: they work, but neither sees the other's blocks.
+        protocol_errors: Number of connections closed because of an invalid message.
+        lent_blocks: Number of blocks that stores of other machines have fetched.
+        lent_bytes: Total size of these blocks.
+        pushed_blocks: Number of blocks that were offered to those stores while they were being
+            written, and then committed.
+        pushed_by_layer_blocks: Number of ``pushed_blocks`` of which some layers were reported
+            before the others were written.
+        received_blocks: Number of blocks that those stores have pushed here.
+        tiers: Reports of the tiers below memory, fastest first.
     """
 
     generation: int

@@ -1,8 +1,8 @@
 """Protocol of the store's socket: length-prefixed msgpack, checked on arrival.
 
-A frame is a 4-byte little-endian length and that many bytes. Either side closes a connection on
-which anything else arrives. Requests that have a ``seq`` are answered in order, with that ``seq``;
-the others are not answered.
+A frame is a 4-byte little-endian length and that number of bytes. Either side closes a connection
+on which anything else arrives. Requests that have a ``seq`` are answered in order, with that
+``seq``; the others are not answered.
 """
 
 from __future__ import annotations
@@ -44,11 +44,10 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ClientHello(_Message, frozen=True, tag="hello"):
-    """First message of a connection. Without a fingerprint it is an operator's, who asks for no
-    block.
+    """First message of a connection. Without a fingerprint it is an operator's, without blocks.
 
-    ``num_writers`` processes each write their share of every slot that this client reserves; 0 is
-    one for each part of the fingerprint.
+    ``num_writers`` processes each write their share of every slot that this client reserves; 0
+    means one process for each part of the fingerprint.
     """
 
     seq: Number
@@ -64,12 +63,12 @@ class LookupKeys(_Message, frozen=True, tag="lookup"):
 
 
 class ExchangeSlots(_Message, frozen=True, tag="exchange"):
-    """``reserve`` is a list of (key, its parent's key).
+    """Request to lease and reserve slots. ``reserve`` is a list of (key, its parent's key).
 
-    ``tenant`` pays for the slots that are reserved or filled from tiers; ``compute_block_s`` is
-    what computing one of the acquired blocks would cost, 0.0 where that is not known. With a
-    ``hold`` that is not 0 no block of these keys that the store has, or that this call reserves, is
-    evicted before ``EndHold`` of each of ``num_readers``.
+    The slots that are reserved or filled from tiers are charged to ``tenant``; ``compute_block_s``
+    is the time to compute one of the acquired blocks in seconds, 0.0 if it is not known. With a
+    ``hold`` that is not 0, no block of these keys that the store has, or that this call reserves,
+    is evicted before ``EndHold`` of each of ``num_readers``, or for five minutes.
     """
 
     seq: Number
@@ -82,12 +81,12 @@ class ExchangeSlots(_Message, frozen=True, tag="exchange"):
 
 
 class PushBlocks(_Message, frozen=True, tag="push"):
-    """Send the blocks of these keys, a prompt's from its first on, to the store at ``to``.
+    """Order to send a prompt's blocks, given by their keys from the first on, to the store ``to``.
 
-    Those that are being written follow layer by layer (``LayersWritten``), and may be read there
-    once they are committed here. Nothing happens where ``to`` is no peer of this store. With a
-    ``hold`` that is not 0 all of them are kept there until ``EndHold``, as by ``ExchangeSlots``, or
-    none is sent.
+    Blocks that are being written are sent layer by layer (``LayersWritten``), and may be read there
+    once they are committed here. Nothing happens if ``to`` is not a peer of this store. With a
+    ``hold`` that is not 0, all of the blocks are kept there until ``EndHold``, as by
+    ``ExchangeSlots``, or none is sent.
     """
 
     generation: Number
@@ -99,7 +98,7 @@ class PushBlocks(_Message, frozen=True, tag="push"):
 
 
 class LayersWritten(_Message, frozen=True, tag="written"):
-    """``part`` of the first ``num_layers`` layers is written; whoever copies them may."""
+    """Note that ``part`` of the first ``num_layers`` layers is written, so they may be copied."""
 
     generation: Number
     serials: Serials
@@ -126,9 +125,9 @@ class ReleaseLeases(_Message, frozen=True, tag="release"):
 
 
 class EndHold(_Message, frozen=True, tag="unhold"):
-    """One reader, from 0 on, needs the blocks no more; without ``reader`` none does.
+    """End of a hold for one ``reader``, numbered from 0 on; None for all readers.
 
-    The store at ``also``, ``HOST:PORT`` of a peer, is told, too; empty for none.
+    The store sends the same to the peer at ``also``, a ``HOST:PORT``; empty for no peer.
     """
 
     generation: Number
@@ -146,18 +145,18 @@ class Clear(_Message, frozen=True, tag="clear"):
 
 
 class SetPeers(_Message, frozen=True, tag="peers"):
-    """Fetch blocks from the stores at these ``HOST:PORT`` from now on, and from no others."""
+    """Order to fetch blocks from the stores at these ``HOST:PORT`` from now on, and no others."""
 
     seq: Number
     peers: Annotated[list[Name], msgspec.Meta(max_length=MAX_PEERS)]
 
 
 class Goodbye(_Message, frozen=True, tag="goodbye"):
-    """The client reads and writes no slot any more: whatever it holds may be taken back."""
+    """End of a client that reads and writes no slot any more: its slots may be taken back."""
 
 
 class Welcome(_Message, frozen=True, tag="welcome"):
-    """Comes with file descriptors of pool and board where the client has a fingerprint."""
+    """Answer to Hello, with file descriptors of pool and board if the client has a fingerprint."""
 
     seq: Number
     generation: Number
@@ -166,7 +165,7 @@ class Welcome(_Message, frozen=True, tag="welcome"):
 
 
 class ClientRefused(_Message, frozen=True, tag="refused"):
-    """The answer to a Hello that the store does not accept; the connection ends with it."""
+    """Answer to a Hello that the store does not accept; the connection ends after it."""
 
     seq: Number
     because_of_fingerprint: bool
@@ -174,15 +173,17 @@ class ClientRefused(_Message, frozen=True, tag="refused"):
 
 
 class Looked(_Message, frozen=True, tag="looked"):
-    """``states`` has the value of a ``Lookup`` in each byte."""
+    """States of the keys, with the value of a ``Lookup`` in each byte."""
 
     seq: Number
     states: bytes
 
 
 class SlotsGranted(_Message, frozen=True, tag="granted"):
-    """``slots`` and ``reserved`` hold (index, serial); ``hold`` is the request's; the rest as in
-    ``Exchanged``."""
+    """Answer to ``ExchangeSlots``; see ``Exchanged``.
+
+    ``slots`` and ``reserved`` contain (index, serial); ``hold`` is the request's.
+    """
 
     seq: Number
     lease_id: Number | None
@@ -199,7 +200,7 @@ class SlotsGranted(_Message, frozen=True, tag="granted"):
 
 
 class Committed(_Message, frozen=True, tag="committed"):
-    """Whether every slot of the request was accepted."""
+    """Answer whether every slot of the request was accepted."""
 
     seq: Number
     all_accepted: bool
@@ -211,7 +212,7 @@ class Stats(_Message, frozen=True, tag="stats"):
 
 
 class Cleared(_Message, frozen=True, tag="cleared"):
-    """Blocks dropped from memory, and from tiers."""
+    """Numbers of blocks dropped from memory and from tiers."""
 
     seq: Number
     num_dropped: Number
@@ -219,7 +220,7 @@ class Cleared(_Message, frozen=True, tag="cleared"):
 
 
 class PeersSet(_Message, frozen=True, tag="peers"):
-    """``problem`` says why the peers are what they were; empty where they are as asked."""
+    """Answer to ``SetPeers``; ``problem`` says why the peers were not set, empty if they were."""
 
     seq: Number
     problem: str
@@ -250,10 +251,10 @@ T = TypeVar("T")
 
 
 def encode(message: Request | Reply) -> bytes:
-    """The frame that carries ``message``.
+    """Encode ``message`` as a frame.
 
     Raises:
-        ProtocolError: It would be longer than a peer accepts.
+        ProtocolError: The frame would be longer than a peer accepts.
     """
     payload = _encoder.encode(message)
     if len(payload) > MAX_MESSAGE_BYTES:
@@ -262,7 +263,7 @@ def encode(message: Request | Reply) -> bytes:
 
 
 class FrameReader(Generic[T]):
-    """Turns received bytes into messages of one kind; keeps what is incomplete."""
+    """Decoder of received bytes into messages of one kind; keeps the bytes of incomplete ones."""
 
     def __init__(self, kind: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
@@ -272,7 +273,7 @@ class FrameReader(Generic[T]):
         """Yield each message that ``data`` completes.
 
         Raises:
-            ProtocolError: The bytes are no such message. The reader is of no use after that.
+            ProtocolError: The bytes are not a valid message. The reader is unusable after that.
         """
         self._buffer += data
         while (payload := self._next_payload()) is not None:

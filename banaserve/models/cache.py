@@ -1,4 +1,4 @@
-"""Model folders in the user's cache: written once, whole or not at all, and checked on each use."""
+"""Model folders in the user's cache: written once and atomically, and checked on each use."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Manifest(msgspec.Struct):
 
 
 def cache_root(env: Mapping[str, str] | None = None) -> Path:
-    """The folder for everything that banaserve keeps between runs. It may not exist yet."""
+    """Return the folder for all data that banaserve keeps between runs; it may not exist yet."""
     env = os.environ if env is None else env
     if own := env.get("BANASERVE_CACHE"):
         return Path(own).expanduser()
@@ -38,10 +38,10 @@ def cache_root(env: Mapping[str, str] | None = None) -> Path:
 
 
 def obtain(folder: Path, build: Callable[[Path], None], progress: Callable[[str], None]) -> bool:
-    """Make sure that ``folder`` is there and whole; return whether this call had to build it.
+    """Ensure that ``folder`` exists and is complete; return whether this call has built it.
 
-    ``build`` fills a temporary folder beside ``folder``, which then takes its name in one rename.
-    Of several processes that ask at once one builds and the others wait.
+    ``build`` fills a temporary folder beside ``folder``, which is then renamed atomically. If
+    several processes ask at once, one builds and the others wait.
 
     Raises:
         UserError: The folder is damaged, or the cache cannot be written.
@@ -67,7 +67,7 @@ def verify(folder: Path) -> None:
     """Check every file of ``folder`` against its manifest.
 
     Raises:
-        UserError: A file is missing, unreadable, or not what was written.
+        UserError: A file is missing, unreadable, or differs from what was written.
     """
     remedy = f"remove it with `rm -r {shlex.quote(str(folder))}` and start again"
     try:
@@ -93,7 +93,7 @@ def _locked(folder: Path, progress: Callable[[str], None]) -> Iterator[None]:
 
 def _build(folder: Path, build: Callable[[Path], None]) -> None:
     prefix = f".{folder.name}.tmp-"
-    for stale in folder.parent.glob(f"{prefix}*"):  # of a builder that was killed: we hold its lock
+    for stale in folder.parent.glob(f"{prefix}*"):  # left by a killed builder: we hold its lock
         shutil.rmtree(stale)
     temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
     try:

@@ -1,7 +1,7 @@
-"""Digest of a model's files: the same on two machines where they hold the same model.
+"""Digest of a model's files: equal on two machines if they hold the same model.
 
-Of large files only the length and 64 pages, evenly spread, are looked at: training changes nearly
-every page, and reading all of them would take as long as loading.
+Of large files only the length and 64 evenly spread pages are read: training changes nearly every
+page, and reading all pages would take as long as loading.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 
 
 def digest_files(model: Path) -> str:
-    """32 hex digits of a model's folder or file.
+    """Return the digest of a model's folder or file, as 32 hex digits.
 
     Raises:
-        OSError: A file of it cannot be read.
+        OSError: A file of the model cannot be read.
     """
     digest = xxhash.xxh3_128()
     add_files(digest, model)
@@ -34,7 +34,7 @@ def add_files(digest: xxhash.xxh3_128, folder: Path) -> None:
     """Add names, lengths and pages of a model's files to ``digest``.
 
     Raises:
-        OSError: One of them cannot be read.
+        OSError: A file cannot be read.
     """
     for path in _files(folder):
         digest.update(path.name.encode() + b"\0")

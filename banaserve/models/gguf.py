@@ -1,6 +1,6 @@
 """Conversion of a llama-architecture GGUF file to a Hugging Face model folder, without torch.
 
-transformers can do the same, but it needs accelerate, takes four times as long, and drops the
+transformers can do the same, but needs accelerate, takes four times as long, and drops the
 digit-splitting rule of the tokenizer (`tokenizer.ggml.pre`).
 """
 
@@ -128,7 +128,7 @@ def _write_tokenizer(fields: dict[str, Any], target: Path) -> None:
 def _write_weights(
     tensors: list[Any], config: dict[str, Any], path: Path, progress: Callable[[str], None]
 ) -> None:
-    """Write one safetensors file, a tensor at a time: the model is never whole in memory."""
+    """Write one safetensors file, a tensor at a time: the whole model is never in memory."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset_bytes = 0
     for tensor in tensors:
@@ -163,7 +163,7 @@ def _dequantized(tensors: list[Any], config: dict[str, Any]) -> Iterator[npt.NDA
 
 
 def hugging_face_name(name: str) -> str:
-    """The name that transformers' Llama model gives to the GGUF tensor ``name``.
+    """Return the name that transformers' Llama model gives to the GGUF tensor ``name``.
 
     Raises:
         UserError: A llama model of transformers has no such tensor.
@@ -186,7 +186,7 @@ def unpermute(weights: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[n
 
 
 def to_bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """The bf16 bit patterns of finite ``values``, rounded to nearest, ties to even."""
+    """Return the bf16 bit patterns of finite ``values``, rounded to nearest, ties to even."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return rounded.astype(np.uint16)

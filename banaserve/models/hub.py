@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from banaserve.errors import UserError
 
-# Other forms of the same weights, which vLLM does not read from a model folder.
+# Other formats of the same weights, which vLLM does not read from a model folder.
 _OTHER_FORMATS = [
     *("original/*", "onnx/*", "openvino/*", "coreml/*", "consolidated*"),
     *("*.gguf", "*.onnx", "*.msgpack", "*.h5", "*.ot", "*.tflite"),
@@ -22,7 +22,7 @@ def fetch(repo_id: str, hint: str, progress: Callable[[str], None]) -> Path:
     """Download the model ``repo_id``, or find it in the hub's own cache, and return its folder.
 
     Args:
-        hint: What to add where there is no such model or it cannot be had.
+        hint: Text to append to the error if there is no such model or it cannot be obtained.
 
     Raises:
         UserError: There is no such model, access to it is closed, the hub cannot be reached and
@@ -50,7 +50,7 @@ def fetch(repo_id: str, hint: str, progress: Callable[[str], None]) -> Path:
 
 
 def cached(repo_id: str) -> Path | None:
-    """The folder of ``repo_id`` in the hub's own cache; None where it is not there."""
+    """Return the folder of ``repo_id`` in the hub's own cache; None if the model is not there."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -73,9 +73,9 @@ def _download(repo_id: str) -> Path:
 
 
 def _is_silent(repo_id: str) -> bool:
-    """Whether the hub leaves a question unanswered for HF_HUB_ETAG_TIMEOUT seconds, by default 10.
+    """Return whether the hub does not answer within HF_HUB_ETAG_TIMEOUT seconds, by default 10.
 
-    snapshot_download asks without a time limit: behind a firewall it would wait for ever.
+    snapshot_download has no timeout: behind a firewall it would wait for ever.
     """
     from huggingface_hub import HfApi, constants, errors
 

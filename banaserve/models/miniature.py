@@ -1,7 +1,7 @@
-"""Miniature models, whose steps cost almost nothing: they run where time is modelled.
+"""Miniature models, whose steps cost almost nothing, for runs in modelled time.
 
-Random weights of the Llama architecture, with layers and KV heads in the proportions of a modelled
-model, and the tokenizer of the packaged one.
+A miniature has random weights of the Llama architecture, layers and KV heads in the proportions of
+a modelled model, and the tokenizer of the packaged model.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from banaserve.models import cache
 
 HIDDEN_SIZE = 64
 HEAD_SIZE = 32
-"""The smallest that vLLM's attention on CPU takes."""
+"""Smallest head size that vLLM's attention on CPU supports."""
 ELEMENT_BYTES = 4
 MAX_LAYERS = 8
-# Raise it whenever the files that are written change.
+# To be raised whenever the written files change.
 _FORMAT_VERSION = 2
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _SPREAD = 0.08
-"""Of the weights: wide enough that the best token is rarely close to the next one."""
+"""Standard deviation of the weights: wide enough that the best token is rarely close to the second
+best."""
 
 
 @dataclass(frozen=True, slots=True)
 class Miniature:
-    """Dimensions of a miniature; everything else is the same for all.
+    """Dimensions of a miniature; everything else is the same for all miniatures.
 
     Attributes:
-        hidden_size: A multiple of the number of heads, as transformers wants it.
+        hidden_size: Hidden size: a multiple of the number of heads, as transformers requires.
     """
 
     num_layers: int
@@ -51,11 +52,12 @@ class Miniature:
     def of(
         cls, num_layers: int, num_heads: int, num_kv_heads: int, max_context_tokens: int
     ) -> Miniature:
-        """Returns the miniature of a model with these dimensions.
+        """Return the miniature of a model with these dimensions.
 
-        Each of its layers and KV heads stands for the same number of the model's, so a share of
-        either is a share of the other. It has as few KV heads as can be told apart when heads
-        move: a CPU's work for a long prompt grows with layers times heads.
+        Each layer of the miniature stands for the same number of the model's layers, and each KV
+        head for the same number of its KV heads, so a fraction of the miniature's layers or heads
+        is the same fraction of the model's. The number of KV heads is the smallest from two on, so
+        that some can move: a CPU's work for a long prompt grows with layers times heads.
         """
         layers = max(d for d in range(1, MAX_LAYERS + 1) if num_layers % d == 0)
         kv_heads = min((d for d in range(2, num_kv_heads + 1) if num_kv_heads % d == 0), default=1)
@@ -64,7 +66,7 @@ class Miniature:
 
     @property
     def token_bytes(self) -> int:
-        """K and V of one token in all layers."""
+        """Return the size of one token's K and V in all layers."""
         return self.num_layers * 2 * self.num_kv_heads * self.head_size * ELEMENT_BYTES
 
 
@@ -74,14 +76,14 @@ def resolve(
     cache_dir: Path | None,
     progress: Callable[[str], None],
 ) -> models.ResolvedModel:
-    """Make the miniature where that has not been done. Blocking.
+    """Return the miniature as a model; make it if that has not been done. Blocking.
 
     Args:
-        name: Of the model in the API.
-        cache_dir: Where models are kept; None for the user's cache.
+        name: Name of the model in the API.
+        cache_dir: Folder of models; None for the user's cache.
 
     Raises:
-        UserError: The packaged model, whose tokenizer it takes, cannot be had.
+        UserError: The packaged model, whose tokenizer the miniature uses, cannot be obtained.
     """
     packaged = models.resolve(models.PACKAGED, cache_dir, progress)
     told = json.dumps([_FORMAT_VERSION, asdict(miniature)])
@@ -117,7 +119,7 @@ def _config(miniature: Miniature, packaged: dict[str, Any]) -> dict[str, Any]:
         "num_attention_heads": miniature.num_heads,
         "num_hidden_layers": miniature.num_layers,
         "num_key_value_heads": miniature.num_kv_heads,
-        # Tied, the likeliest token would be the one before, again and again.
+        # With tied embeddings the likeliest token would always be the previous one.
         "tie_word_embeddings": False,
         "dtype": "float32",
         "torch_dtype": "float32",

@@ -1,4 +1,4 @@
-"""Addresses that users write."""
+"""Addresses as users write them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ _MAX_PORT = 65535
 
 
 def host_and_port(option: str, text: str, least_port: int = 1) -> tuple[str, int]:
-    """Host and port of ``HOST:PORT``; a host that is an IPv6 address may stand in brackets.
+    """Return host and port of ``HOST:PORT``; an IPv6 address may be in brackets.
 
     Args:
-        least_port: 0 where any free port will do.
+        least_port: Lowest port accepted; 0 to accept 0 for any free port.
 
     Raises:
-        UserError: It is no such text.
+        UserError: ``text`` has another form.
     """
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
@@ -24,5 +24,5 @@ def host_and_port(option: str, text: str, least_port: int = 1) -> tuple[str, int
 
 
 def written(host: str, port: int) -> str:
-    """``HOST:PORT``, as ``host_and_port`` reads it."""
+    """Return ``HOST:PORT``, as ``host_and_port`` reads it."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

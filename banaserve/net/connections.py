@@ -1,4 +1,4 @@
-"""Table of open client connections: how many there may be, and the one that makes way."""
+"""Table of open client connections: limits of their number, and eviction beyond them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MAPPED = "::ffff:"
 
 
 class Evictable(Protocol):
-    """A connection that can be closed in favour of another one."""
+    """A connection that can be closed in favour of another."""
 
     def evict(self) -> None: ...
 
@@ -20,16 +20,16 @@ ConnectionT = TypeVar("ConnectionT", bound=Evictable)
 
 
 class ConnectionTable(Generic[ConnectionT]):
-    """Open connections, in the order of their coming.
+    """Open connections, in the order of their arrival.
 
-    A client that has shown a valid key keeps its connection. Of the others, the oldest makes way
-    where there are too many: silent connections keep no client with a key out, and one that
-    arrives has the time that the others need to fill the table once more.
+    A client that has shown a valid key keeps its connection. Of the connections without a key, the
+    oldest is evicted if there are too many: silent connections do not block clients with a key, and
+    a new connection has time to show a key until the table has been filled once more.
 
     Attributes:
-        max_connections: In all.
-        max_per_address: From one address, without a key; 0: a quarter of ``max_connections``.
-            Connections with a key are not counted: a proxy in front has one address.
+        max_connections: Maximum number of connections.
+        max_per_address: Maximum number of connections without a key from one address; 0: a quarter
+            of ``max_connections``. Connections with a key are not counted: a proxy has one address.
     """
 
     def __init__(self, max_connections: int, max_per_address: int = 0) -> None:
@@ -46,7 +46,7 @@ class ConnectionTable(Generic[ConnectionT]):
         return iter(list(self._all.values()))
 
     def add(self, connection: ConnectionT, peer: Hashable) -> ConnectionT | None:
-        """Take ``connection`` in; returns the one to close, which is no longer counted.
+        """Add ``connection``; return the connection to close, which is no longer counted.
 
         A connection of the same peer is replaced: another protocol has taken it over.
 
@@ -54,7 +54,7 @@ class ConnectionTable(Generic[ConnectionT]):
             peer: Address and port of the client.
 
         Returns:
-            None where there is room; ``connection`` itself where all others have shown a key.
+            None if there is room; ``connection`` itself if all others have shown a key.
         """
         if peer in self._all:
             self._replace(connection, peer)
@@ -70,12 +70,12 @@ class ConnectionTable(Generic[ConnectionT]):
         return None
 
     def authenticated(self, connection: ConnectionT, peer: Hashable) -> None:
-        """Its client has shown a valid key: ``connection`` makes way for no other."""
+        """Record that the client has shown a valid key: ``connection`` is no longer evicted."""
         if self._anonymous.get(peer) is connection:
             self._forget_anonymous(peer)
 
     def remove(self, connection: ConnectionT, peer: Hashable) -> None:
-        """Forget a connection that is closed, or that another protocol has not taken over."""
+        """Remove a closed connection, unless another protocol has taken its place."""
         if self._all.get(peer) is connection:
             del self._all[peer]
             self._forget_anonymous(peer)
@@ -100,7 +100,7 @@ class ConnectionTable(Generic[ConnectionT]):
             del self._by_address[address]
 
     def check(self) -> None:
-        """Assert what always holds."""
+        """Assert the table's invariants."""
         assert self._anonymous.keys() <= self._all.keys()
         of_addresses = [peer for one in self._by_address.values() for peer in one]
         assert sorted(map(repr, of_addresses)) == sorted(map(repr, self._anonymous))
@@ -109,9 +109,9 @@ class ConnectionTable(Generic[ConnectionT]):
 
 
 def address_of(peer: Hashable) -> bytes:
-    """Whom a peer is counted as: an IPv4 address, or the /64 network of an IPv6 address.
+    """Return the address under which a peer counts: IPv4 address, or /64 network of IPv6.
 
-    A holder of IPv6 addresses has 2**64 of them.
+    One client may use 2**64 IPv6 addresses.
     """
     name = peer[0] if isinstance(peer, tuple) and peer else ""
     if not isinstance(name, str):

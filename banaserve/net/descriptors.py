@@ -1,4 +1,4 @@
-"""File descriptors of this process: how many there may be, and errors for lack of them."""
+"""File descriptors of this process: their limit, and errors for lack of them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _OWN_FAULTS = frozenset(
 )
 _FEWEST_CONNECTIONS = 16
 _ENOUGH = 2**20
-"""Containers may have a limit of 2**30, and programs that are started later may visit them all."""
+"""Maximum limit set: containers may allow 2**30, and child programs may iterate over them all."""
 
 
 def raise_descriptor_limit() -> int:
-    """Raise the soft limit of descriptors to the hard one; returns what holds from here on.
+    """Raise the soft limit of descriptors to the hard limit; return the limit in force.
 
     The soft limit of 1,024 is for programs that use ``select``.
     """
@@ -32,12 +32,12 @@ def raise_descriptor_limit() -> int:
 
 
 def connections_within(limit: int, wanted: int, reserved: int, each: int = 1) -> int:
-    """How many connections of clients ``limit`` descriptors leave room for.
+    """Return the number of client connections that ``limit`` descriptors allow.
 
     Args:
-        wanted: More is not asked for.
-        reserved: Descriptors for everything else; where the limit is low, a quarter of it.
-        each: Descriptors of a connection: 2 where a request needs a second one.
+        wanted: Maximum number of connections to return.
+        reserved: Number of descriptors for everything else; at most a quarter of ``limit``.
+        each: Number of descriptors per connection: 2 if a request needs a second one.
     """
     if limit == resource.RLIM_INFINITY:
         return wanted
@@ -46,9 +46,9 @@ def connections_within(limit: int, wanted: int, reserved: int, each: int = 1) ->
 
 
 def is_own_fault(error: BaseException) -> bool:
-    """Whether a connection has failed for lack of something of ours: it says nothing of the peer.
+    """Return whether a connection has failed for lack of a local resource, not due to the peer.
 
-    The resolver calls a name unknown where it cannot open its files.
+    The resolver reports a name as unknown when it cannot open its files.
     """
     if isinstance(error, socket.gaierror):
         return _are_used_up()

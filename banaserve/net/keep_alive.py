@@ -1,6 +1,6 @@
-"""TCP keep-alive: a peer whose host or network is gone is noticed without a word from it.
+"""TCP keep-alive: detects a peer whose host or network has failed without closing connections.
 
-The kernel of a host that lives answers probes, also for a process that is busy or stopped.
+The kernel of a live host answers probes, also for a process that is busy or stopped.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ import socket
 from asyncio.trsock import TransportSocket
 
 IDLE_S, INTERVAL_S, NUM_PROBES = 60, 15, 4
-"""A client that is gone is noticed after two minutes."""
+"""Probe settings, times in seconds: a lost client is detected after two minutes."""
 SERVER_IDLE_S, SERVER_INTERVAL_S, SERVER_PROBES = 10, 5, 3
-"""A server that is gone is noticed after 25 s: its requests can be sent to another one."""
+"""Probe settings, times in seconds: a lost server is detected after 25 s, so that its requests can
+be sent to another server."""
 
 
 def keep_alive(listening: socket.socket) -> None:
-    """Let every connection that ``listening`` accepts from here on send keep-alive probes.
+    """Let every connection that ``listening`` accepts from now on send keep-alive probes.
 
-    Linux copies the options of a listening socket to those that it accepts.
+    Linux copies the options of a listening socket to the accepted sockets.
     """
     if listening.family not in (socket.AF_INET, socket.AF_INET6):
         return
@@ -28,9 +29,9 @@ def keep_alive(listening: socket.socket) -> None:
 
 
 def watch_server(connection: socket.socket | TransportSocket) -> None:
-    """Let a connection that was opened to a server break if the server's host is gone.
+    """Let a connection to a server break if the server's host is lost.
 
-    It breaks too if what was sent is not acknowledged for as long.
+    The connection also breaks if sent data is not acknowledged for the same time.
     """
     if connection.family not in (socket.AF_INET, socket.AF_INET6):
         return

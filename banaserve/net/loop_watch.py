@@ -1,4 +1,4 @@
-"""Stalls of an event loop, noticed by a periodic call that comes too late."""
+"""Stalls of an event loop, detected by a periodic call that comes too late."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from collections.abc import Collection
 from typing import Any
 
 LEAST_STALL_S = 1.0
-"""A call that is later than this counts as a stall; a busy machine may delay any call by less."""
+"""Lateness from which a call counts as a stall, in seconds; a busy machine may delay any call by
+less."""
 
 
 class LoopWatch:
-    """Tells a periodic caller whether the event loop has stood still.
+    """Detector of an event loop's stalls, for a periodic caller.
 
-    After a stall, what peers have sent meanwhile has not been read yet: their time limits must not
-    be enforced before the loop has read it.
+    After a stall, the data that peers have sent meanwhile has not been read yet: the peers' time
+    limits must not be enforced before the loop has read it.
 
     Args:
-        interval_s: Time between two calls of ``tick``.
+        interval_s: Time between two calls of ``tick``, in seconds.
 
     Attributes:
-        lag_s: Time by which the last tick came too late.
+        lag_s: Time by which the last tick came too late, in seconds.
     """
 
     def __init__(self, interval_s: float) -> None:
@@ -30,7 +31,7 @@ class LoopWatch:
         self.lag_s = 0.0
 
     def tick(self, now_s: float) -> bool:
-        """Note a tick; return whether the loop has stood still since the last one."""
+        """Record a tick; return whether the loop has stood still since the previous tick."""
         due_s = now_s if self._ticked_s is None else self._ticked_s + self._interval_s
         self._ticked_s, self.lag_s = now_s, max(0.0, now_s - due_s)
         is_stall = self.lag_s >= LEAST_STALL_S
@@ -40,8 +41,8 @@ class LoopWatch:
     def may_enforce(self) -> bool:
         """Return whether time limits of peers may be enforced now.
 
-        False once after a stall, and never twice in a row: a loop that stands still again and again
-        must not keep every peer for ever.
+        False once after a stall, but never twice in a row: with a loop that stalls repeatedly,
+        time limits must still be enforced.
         """
         may = not self._has_stood_still or self._has_waited
         self._has_stood_still, self._has_waited = False, not may
@@ -49,10 +50,10 @@ class LoopWatch:
 
 
 async def wait_first(awaited: Collection[asyncio.Future[Any]], timeout_s: float) -> None:
-    """Return when one of ``awaited`` is done, or none is in ``timeout_s``.
+    """Return when one of ``awaited`` is done, or after ``timeout_s`` seconds.
 
-    A timer of a loop that has stood still runs before the answers that have come meanwhile are
-    read: after a stall these get the time once more by which the timer was late.
+    After a stall, a loop runs timers before it reads the answers that have come meanwhile. A late
+    timeout is therefore extended by its lateness, at most by ``timeout_s``.
     """
     loop = asyncio.get_running_loop()
     due_s = loop.time() + timeout_s

@@ -1,4 +1,4 @@
-"""Log of refusals: at most one line a second for each cause, whatever clients do."""
+"""Log of refusals: at most one line per second for each cause, whatever clients do."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ _MAX_CHARS = 300
 
 
 def printable(text: str) -> str:
-    """``text`` as one line: what clients name must not look like other lines, or move a cursor."""
+    """Return ``text`` with only printable characters: no client may forge lines or move cursors."""
     return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in text)
 
 
 class RefusalLog:
-    """Passes the first line of a cause on, and after a second the next with a count of the rest.
+    """Log with a rate limit: of each cause a line per second, with the count of lines left out.
 
     Args:
-        log: Gets the lines.
-        clock: Seconds, monotonic.
+        log: Writes a line.
+        clock: Returns monotonic seconds.
     """
 
     def __init__(self, log: Callable[[str], None], clock: Callable[[], float] = monotonic) -> None:
@@ -31,7 +31,7 @@ class RefusalLog:
         """Log ``line``, or count it.
 
         Args:
-            cause: One of a fixed number of words.
+            cause: Cause of the refusal, from a fixed set of words.
         """
         now_s = self._clock()
         if now_s < self._next_s.get(cause, 0.0):

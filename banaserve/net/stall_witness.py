@@ -1,4 +1,4 @@
-"""Place in the code at which a thread stands while its event loop does not tick."""
+"""Place in the code that a thread executes while its event loop does not tick."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ _MOST_FRAMES = 6
 
 
 class StallWitness:
-    """Looks at one thread from another: who asks after a stall asks too late.
+    """Observer of one thread from another, which sees the place of a stall while the stall lasts.
 
-    A place is not seen where C code keeps the interpreter's lock for the whole of the stall.
+    The place is not seen if C code holds the interpreter's lock during the whole stall.
 
     Args:
-        interval_s: Time without a tick after which the thread is looked at, twice that at most.
+        interval_s: Time without a tick after which the thread's place is recorded, in seconds; it
+            may take up to twice as long.
     """
 
     def __init__(self, interval_s: float = LEAST_STALL_S / 2) -> None:
@@ -29,13 +30,13 @@ class StallWitness:
         threading.Thread(target=self._run, name="stall-witness", daemon=True).start()
 
     def tick(self) -> str:
-        """Note a tick of the thread that has made this; returns where it stood before, if seen."""
+        """Record a tick of the observed thread; return its place in the stall before, if seen."""
         self._num_ticks += 1
         where, self._where = self._where, ""
         return where
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop observing."""
         self._ended.set()
 
     def _run(self) -> None:
@@ -47,7 +48,7 @@ class StallWitness:
 
 
 def _place(frame: FrameType | None) -> str:
-    """The innermost calls, the outer ones first."""
+    """Return the innermost calls of a stack, outermost first."""
     calls: list[str] = []
     while frame is not None and len(calls) < _MOST_FRAMES:
         name = frame.f_code.co_filename.rpartition("/")[2]

@@ -1,4 +1,4 @@
-"""Watch over what a client does not read: a slow reader goes on, one that stands still does not."""
+"""Watch over data that a client does not read, to detect clients that read nothing at all."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from asyncio import Transport
 
 
 class StalledWrites:
-    """How long the bytes that wait for one client have not become fewer or more.
+    """Timer of how long the number of bytes that wait for one client has not changed.
 
-    More of them is life too: senders stop at the transport's high-water mark, so a client that
-    reads nothing soon has a number that stays.
+    A growing number counts as a change too: senders stop at the transport's high-water mark, so for
+    a client that reads nothing the number soon stays constant.
     """
 
     __slots__ = ("_num_bytes", "_since_s")
@@ -22,17 +22,17 @@ class StalledWrites:
         self._since_s = 0.0
 
     def stalled_s(self, num_bytes: int, now_s: float) -> float:
-        """Seconds since which ``num_bytes`` have waited; 0 where none do, or some have gone."""
+        """Return the seconds since the number of waiting bytes changed; 0 if no bytes wait."""
         if num_bytes != self._num_bytes or not num_bytes:
             self._num_bytes, self._since_s = num_bytes, now_s
         return now_s - self._since_s
 
 
 def num_unread_bytes(transport: Transport) -> int:
-    """Bytes that wait for a client: of the transport and, over TLS, in the kernel too.
+    """Return the number of bytes that wait for a client in the transport or, over TLS, the kernel.
 
-    Between the two lie those of the transport below TLS, which no event loop tells: while there are
-    any, the kernel's buffer is full.
+    Between the two is the buffer of the transport below TLS, whose size event loops do not report:
+    while it holds bytes, the kernel's buffer is full.
     """
     waiting = transport.get_write_buffer_size()
     sock = transport.get_extra_info("socket")

@@ -1,4 +1,4 @@
-"""TLS: contexts with modern suites, and certificates that are read again when files change."""
+"""TLS: contexts with modern cipher suites, and certificates that are reloaded when files change."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from dataclasses import dataclass
 from banaserve.errors import UserError
 
 SUITES = "ECDHE+AESGCM:ECDHE+CHACHA20"
-"""Of TLS 1.2: forward secrecy and authenticated encryption alone; TLS 1.3 has no others."""
+"""Cipher suites of TLS 1.2, only those with forward secrecy and authenticated encryption, as all
+suites of TLS 1.3 are."""
 
 Stamps = tuple[tuple[int, int, int] | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ServerTls:
-    """What a server shows and asks for.
+    """TLS settings of a server.
 
     Attributes:
-        certificate: File with the certificate and those that vouch for it.
-        key: File with its key; the certificate's own where empty.
+        certificate: File with the certificate and its chain.
+        key: File with the certificate's key; empty if the certificate's file holds the key.
         client_ca: File with authorities of clients' certificates; empty for none.
-        client_certificates: As ``ssl.CERT_NONE``, ``ssl.CERT_OPTIONAL``, ``ssl.CERT_REQUIRED``.
-        suites: Of TLS 1.2, in OpenSSL's form; ``SUITES`` where empty.
+        client_certificates: Need of client certificates: ``ssl.CERT_NONE``, ``ssl.CERT_OPTIONAL``
+            or ``ssl.CERT_REQUIRED``.
+        suites: Cipher suites of TLS 1.2, in OpenSSL's form; empty for ``SUITES``.
     """
 
     certificate: str
@@ -38,10 +40,10 @@ class ServerTls:
         return tuple(name for name in (self.certificate, self.key, self.client_ca) if name)
 
     def context(self) -> ssl.SSLContext:
-        """A context made of the files as they are now.
+        """Return a context made from the current files.
 
         Raises:
-            UserError: They, or the names of suites, make none.
+            UserError: The files or the names of suites are not valid.
         """
         made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         made.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -64,10 +66,10 @@ class ServerTls:
 
 @dataclass(frozen=True, slots=True)
 class ClientTls:
-    """Whom a client trusts.
+    """TLS settings of a client.
 
     Attributes:
-        ca: File with certificates of authorities; the system's where empty.
+        ca: File with certificates of trusted authorities; empty for the system's.
     """
 
     ca: str = ""
@@ -77,10 +79,10 @@ class ClientTls:
         return (self.ca,) if self.ca else ()
 
     def context(self) -> ssl.SSLContext:
-        """A context that checks certificates and names, made of the file as it is now.
+        """Return a context that checks certificates and host names, made from the current file.
 
         Raises:
-            UserError: There is no certificate in the file.
+            UserError: The file holds no certificate.
         """
         try:
             made = ssl.create_default_context(cafile=self.ca or None)
@@ -91,30 +93,30 @@ class ClientTls:
 
 
 class Certificates:
-    """A context that follows its files.
+    """TLS context that is made anew when its files change.
 
     Attributes:
-        context: For new connections; open ones keep theirs.
+        context: Context for new connections; open connections keep theirs.
     """
 
     def __init__(self, tls: ServerTls | ClientTls, log: Callable[[str], None]) -> None:
         """
         Raises:
-            UserError: The files make no context.
+            UserError: The files are not valid.
         """
         self._tls, self._log = tls, log
         self._loaded = self._tried = _stamps(tls.files)
         self.context = tls.context()
 
     def look(self) -> None:
-        """Read the files again if they have changed; what makes no context changes nothing."""
+        """Read the files again if they have changed; files that are not valid are ignored."""
         stamps = _stamps(self._tls.files)
         if stamps == self._loaded or stamps == self._tried:
             return
         self._tried = stamps
         try:
             self.context = self._tls.context()
-        except UserError as error:  # a certificate may be there before its key
+        except UserError as error:  # a new certificate may be written before its key
             self._log(f"{error}: going on with the certificates as before")
             return
         self._loaded = stamps

@@ -1,7 +1,7 @@
-"""Listener for TLS: a connection is counted from the moment that it is accepted.
+"""Listener for TLS that counts a connection from the moment it is accepted.
 
-A server of asyncio tells its protocol of a connection only behind the handshake, which a silent
-client never ends.
+A server of asyncio reports a connection to its protocol only after the handshake, which a silent
+client never completes.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _PAUSE_S = 0.1
 
 
 class ClientListener(Protocol):
-    """What accepts connections until it is closed."""
+    """Listener that accepts connections until it is closed."""
 
     def close(self) -> None: ...
 
 
 class TlsListener:
-    """Accepts connections, and hands each to a protocol of ``factory`` behind its handshake.
+    """Listener that passes each connection to a protocol of ``factory`` after its handshake.
 
-    The protocol takes the place of its handshake in ``table`` when it adds itself there.
+    The protocol replaces its handshake in ``table`` when it adds itself there.
 
     Args:
-        handshake_s: Longest handshake.
-        on_failed: Called with the cause of each connection that does not come to a protocol.
+        handshake_s: Maximum time of a handshake, in seconds.
+        on_failed: Called with the cause of each connection that does not reach a protocol.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class TlsListener:
         self._loop.add_reader(sock.fileno(), self._accept)
 
     def close(self) -> None:
-        """Accept no more; what is open goes on. The socket is left open."""
+        """Accept no more connections; open ones go on. The socket is left open."""
         if not self._is_open:
             return
         self._is_open = False
@@ -63,7 +63,7 @@ class TlsListener:
         self._loop.remove_reader(self._sock.fileno())
 
     async def wait_closed(self) -> None:
-        """Return: nothing is left to end."""
+        """Return at once: there is nothing to wait for."""
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTS_AT_ONCE):
@@ -107,7 +107,7 @@ class TlsListener:
                 ssl=self._certificates.context,
                 ssl_handshake_timeout=self._handshake_s,
             )
-        except OSError:  # also what is no TLS, and a handshake that takes too long
+        except OSError:  # includes data that is no TLS, and a handshake that takes too long
             self._on_failed("tls_handshake")
             handshake.sock.close()
         finally:
@@ -130,4 +130,4 @@ class _Handshake:
             self.sock.close()
 
     def sweep(self, now_s: float) -> None:
-        """Nothing: the handshake has a time limit of its own."""
+        """Return at once: the handshake has its own time limit."""

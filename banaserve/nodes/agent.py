@@ -31,17 +31,17 @@ from banaserve.run_dir import RunDir
 logger = logging.getLogger(__name__)
 
 FENCE_S = 5.0
-"""A server that says nothing for so long has given this node up: all that runs for it is ended."""
+"""Silence after which a server has given up this node, in seconds: its processes are ended."""
 _NEXT_S = 15.0
-"""For the processes of a server that has ended, when the next one is there already."""
+"""Maximum time a new server waits for the previous server's processes to end, in seconds."""
 _MAX_CONNECTIONS = 512
 
 
 class NodeAgent:
-    """Listens for a server.
+    """Agent that listens for a server and runs its session.
 
     Args:
-        credentials: Of the cluster.
+        credentials: Credentials of the cluster.
         run: Folders of this agent's run.
         say: Called with each line for the node's user.
     """
@@ -62,14 +62,14 @@ class NodeAgent:
     async def serve(
         self, host: str, port: int, stop: asyncio.Event, on_open: Callable[[int], None]
     ) -> None:
-        """Listen at ``host:port`` until ``stop`` is set; every process has ended then.
+        """Listen at ``host:port`` until ``stop`` is set; return when every process has ended.
 
         Args:
-            port: 0 takes a free one.
+            port: Port to listen on; 0 takes a free one.
             on_open: Called with the port.
 
         Raises:
-            UserError: Nobody can listen there.
+            UserError: It is not possible to listen at this address.
         """
         self._host = host
         try:
@@ -152,7 +152,7 @@ class NodeAgent:
                 async with asyncio.timeout(_NEXT_S):
                     await self._ended.wait()
         elif self._session is not None:
-            await self._ended.wait()  # of the same server, which has lost that connection
+            await self._ended.wait()  # the same server has lost its previous connection
         if self._session is not None:
             raise UserError(f"the node is used by another server, {self._session.server}")
         session = self._session = NodeSession(link, asked.server, self._host, self._run)
@@ -171,7 +171,7 @@ class NodeAgent:
 
 
 def _log_strangers(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
-    """A handshake that fails is no fault of ours: a port scan would fill the log."""
+    """Log a failed handshake at debug level only: otherwise a port scan would fill the log."""
     error = context.get("exception")
     if isinstance(error, ssl.SSLError | ConnectionError):
         logger.debug("%s", error)

@@ -1,4 +1,4 @@
-"""Assignment of instances to nodes: a pure function of what the nodes have."""
+"""Assignment of instances to nodes: a pure function of the nodes' resources."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _NO_LIMIT = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """What a node has for instances.
+    """Resources of a node for instances.
 
     Attributes:
-        name: For people, unique.
-        gpus: Names of its GPUs, as in CUDA_VISIBLE_DEVICES; none on CPU.
-        memory_bytes: Available for processes.
-        max_instances: That it may have, as whoever lends it says; None for no limit.
+        name: Display name, unique.
+        gpus: Names of the node's GPUs, as in CUDA_VISIBLE_DEVICES; none on CPU.
+        memory_bytes: Memory available for processes, in bytes.
+        max_instances: Maximum number of instances that the node's lender allows; None for no limit.
     """
 
     name: str
@@ -31,12 +31,12 @@ class NodeFacts:
 
 @dataclass(frozen=True, slots=True)
 class InstanceNeed:
-    """What one instance takes.
+    """Resources that one instance needs.
 
     Attributes:
-        num_gpus: All on one node: tensor parallelism never crosses nodes. 0 on CPU.
-        memory_bytes: Of the machine; 0 where the memory of its GPUs is what counts.
-        node_bytes: That each node takes beside its instances, for its store.
+        num_gpus: GPUs, all on one node: tensor parallelism never crosses nodes; 0 on CPU.
+        memory_bytes: Memory of the machine, in bytes; 0 if the memory of the GPUs is what counts.
+        node_bytes: Memory that each node needs besides its instances, for its store, in bytes.
     """
 
     num_gpus: int = 0
@@ -46,11 +46,11 @@ class InstanceNeed:
 
 @dataclass(frozen=True, slots=True)
 class NodeAssignment:
-    """What runs on a node.
+    """Instances that run on a node.
 
     Attributes:
-        instances: With the role that each begins with.
-        devices: CUDA_VISIBLE_DEVICES of each; empty on CPU.
+        instances: Ids of the instances, each with its initial role.
+        devices: CUDA_VISIBLE_DEVICES of each instance; empty on CPU.
     """
 
     node: str
@@ -59,7 +59,7 @@ class NodeAssignment:
 
 
 def room(node: NodeFacts, need: InstanceNeed) -> int:
-    """How many instances a node can have."""
+    """Return the maximum number of instances that a node can have."""
     limit = _NO_LIMIT if node.max_instances is None else node.max_instances
     if need.num_gpus:
         return min(limit, len(node.gpus) // need.num_gpus)
@@ -71,13 +71,13 @@ def room(node: NodeFacts, need: InstanceNeed) -> int:
 def assign(
     nodes: Sequence[NodeFacts], instances: Sequence[tuple[InstanceId, Role]], need: InstanceNeed
 ) -> list[NodeAssignment]:
-    """Leases of the nodes, in their order; one of a node may be empty.
+    """Return the assignment of each node, in the order of the nodes; it may be empty.
 
     Instances are spread evenly, as far as there is room. Prefill and decode are mixed on each node
     in the proportion of the whole, so that most hand-overs stay within one node's store.
 
     Raises:
-        UserError: They do not fit; the line says what is missing where.
+        UserError: The instances do not fit; the message says which resources are missing where.
     """
     counts = _counts(nodes, len(instances), need)
     roles = dict.fromkeys(role for _, role in instances)
@@ -96,7 +96,7 @@ def assign(
 
 
 def _counts(nodes: Sequence[NodeFacts], num_instances: int, need: InstanceNeed) -> list[int]:
-    """How many instances each node gets: the emptiest first."""
+    """Return the number of instances of each node, given to the emptiest node first."""
     rooms = [room(node, need) for node in nodes]
     if sum(rooms) < num_instances:
         raise UserError(_missing(nodes, rooms, num_instances, need))
@@ -108,10 +108,10 @@ def _counts(nodes: Sequence[NodeFacts], num_instances: int, need: InstanceNeed) 
 
 
 def _shares(waiting: dict[Role, int], count: int, left: int) -> dict[Role, int]:
-    """Of each role, how many of ``count`` places it gets: in proportion, remainders last.
+    """Return how many of ``count`` places each role gets: in proportion, remainders last.
 
     Args:
-        left: Instances without a place: the sum of ``waiting``.
+        left: Number of instances without a place: the sum of ``waiting``.
     """
     if not left:
         return {}
@@ -124,7 +124,7 @@ def _shares(waiting: dict[Role, int], count: int, left: int) -> dict[Role, int]:
 
 
 def no_room(node: NodeFacts, need: InstanceNeed) -> str:
-    """In words, why a node can have no instance."""
+    """Return in words why a node can have no instance."""
     return f"it has {_has(node, need)}, and an instance needs {_each(need)}"
 
 

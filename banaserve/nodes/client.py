@@ -1,4 +1,4 @@
-"""Server's side of a session with a node: opened, prepared, held, and opened again when lost."""
+"""Server's side of a session with a node: opened, prepared, kept, and opened again when lost."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ T = TypeVar("T", bound=NodeMessage)
 logger = logging.getLogger(__name__)
 RETRY_S = 1.0
 _ANSWER_S = 20.0
-"""A node may still be ending what ran for the server before."""
+"""Maximum time for an answer, in seconds: a node may still be ending the previous session."""
 _PREPARE_S = 150.0
-"""For the imports of an engine parent, on a busy machine."""
+"""Maximum time to prepare a node, in seconds: an engine parent imports slowly on a busy machine."""
 
 
 class NodeClient:
-    """A session with the agent at ``place``.
+    """Session with the agent at ``place``.
 
     Args:
         server: Name of this server for the node.
         on_store_restart: Called each time the node's store had to be started again.
 
     Attributes:
-        opened: What the node has said of itself; None while it is away.
-        is_ready: Engines can be started there.
-        problem: Why it is away.
-        place: Where it is looked for.
+        opened: The node's answer with its resources; None while the node is away.
+        is_ready: True if engines can be started on the node.
+        problem: Reason why the node is away.
+        place: Place where the node's agent is looked for.
     """
 
     def __init__(
@@ -80,19 +80,19 @@ class NodeClient:
 
     @property
     def host(self) -> str:
-        """Address of the node."""
+        """Return the host address of the node."""
         return self.place.host
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Return the display name of the node, ``HOST:PORT``."""
         return written(self.place.host, self.place.port)
 
     async def open(self) -> SessionOpened:
         """Take the node.
 
         Raises:
-            NodeLostError: It cannot be reached, or refuses.
+            NodeLostError: The node cannot be reached, or refuses.
         """
         place = self.place
         self._link = await connect(place.host, place.port, self._credentials, PATIENT_S)
@@ -108,7 +108,7 @@ class NodeClient:
         return self.opened
 
     async def free_port(self) -> int:
-        """A port of the node on which nothing listens at present.
+        """Return a port of the node on which nothing listens at present.
 
         Raises:
             NodeLostError: The node is away.
@@ -116,10 +116,10 @@ class NodeClient:
         return (await self._ask(FreePort(), PortFound, _ANSWER_S)).port
 
     async def prepare(self, order: PrepareNode) -> None:
-        """Let the node start its store and what engines are forked from.
+        """Let the node start its store and the parent that engines are forked from.
 
         Raises:
-            NodeLostError: It cannot, or is away.
+            NodeLostError: The node cannot start them, or is away.
         """
         await self._ask(order, NodePrepared, _PREPARE_S)
         self.is_ready = True
@@ -127,7 +127,7 @@ class NodeClient:
             self._link.silent_s = SILENT_S
 
     async def set_store_peers(self, peers: Sequence[str]) -> None:
-        """Let the node's store fetch blocks from these, and no others.
+        """Let the node's store fetch blocks from these peers, and no others.
 
         Raises:
             NodeLostError: The node is away.
@@ -139,7 +139,7 @@ class NodeClient:
         await self._lost.wait()
 
     async def close(self) -> None:
-        """Give the node back: all that runs there for this server ends."""
+        """Give the node back: all processes of this server there end."""
         await self._leave("this server ends")
 
     async def _leave(self, problem: str) -> None:

@@ -1,8 +1,8 @@
-"""TLS between the nodes of a cluster: who knows the key vouches for himself, others get nowhere.
+"""TLS between the nodes of a cluster: only processes that know the cluster's key can connect.
 
 The key is the certificate authority. Both sides derive the authority's Ed25519 key from it, sign a
-certificate of their own for as long as they run, and show it: nothing is written to a disk, and
-what was once recorded opens nothing (TLS 1.3 draws new keys for each connection).
+certificate of their own that lives as long as their process, and present it. Nothing is written to
+a disk, and recorded traffic is useless (TLS 1.3 draws new keys for each connection).
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from banaserve.errors import UserError
 MIN_KEY_BYTES = 16
 _SEED_BYTES = 32
 _PURPOSE = b"banaserve cluster authority 1"
-# The clocks of the nodes need not agree: what a certificate is worth ends with its process.
+# The clocks of the nodes need not agree: a certificate's private key ends with its process.
 _FROM, _UNTIL = datetime(2020, 1, 1, tzinfo=UTC), datetime(2120, 1, 1, tzinfo=UTC)
 _AUTHORITY, _MEMBER = "banaserve cluster", "banaserve node"
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterCredentials:
-    """What this process shows and whom it believes.
+    """TLS contexts of this process, with its certificate and the authority that it trusts.
 
     Attributes:
-        server: For connections that it accepts.
-        client: For those that it opens.
+        server: Context for connections that this process accepts.
+        client: Context for connections that this process opens.
     """
 
     server: ssl.SSLContext
@@ -42,10 +42,10 @@ class ClusterCredentials:
 
     @classmethod
     def of(cls, key: str) -> ClusterCredentials:
-        """Those of a cluster's key.
+        """Return the credentials derived from a cluster's key.
 
         Raises:
-            UserError: It is shorter than ``MIN_KEY_BYTES``.
+            UserError: The key is shorter than ``MIN_KEY_BYTES``.
         """
         secret = key.encode()
         if len(secret) < MIN_KEY_BYTES:
@@ -70,7 +70,7 @@ def _context(
 ) -> ssl.SSLContext:
     made = ssl.SSLContext(protocol)
     made.minimum_version = ssl.TLSVersion.TLSv1_3
-    made.check_hostname = False  # a node is known by the key, not by its address
+    made.check_hostname = False  # a node is identified by the key, not by its address
     made.verify_mode = ssl.CERT_REQUIRED
     made.load_verify_locations(cadata=_pem(authority).decode())
     private = key.private_bytes(
@@ -78,7 +78,7 @@ def _context(
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
     )
-    # OpenSSL reads files alone: this one is in memory, and nobody else's.
+    # OpenSSL reads only files: this file is in memory, and private to this process.
     with os.fdopen(os.memfd_create("certificate"), "wb") as file:
         file.write(_pem(own) + private)
         file.flush()

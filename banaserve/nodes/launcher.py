@@ -28,19 +28,19 @@ from banaserve.transport.registry import SHARED_MEMORY, TCP
 from banaserve.types import Distance
 
 LOOKUP_STORE_SIZE = "64MiB"
-"""Of the server's own store where all engines are elsewhere: it only asks the others."""
+"""Size of the server's own store if all engines are on nodes: it only queries the other stores."""
 
 
 class NodesLauncher:
-    """Starts each engine and guest on the node that its instance has been assigned to.
+    """Launcher that starts each engine and guest on the node that its instance is assigned to.
 
     Args:
-        places: Where the agents are.
-        key: Of the cluster.
+        places: Places of the agents.
+        key: Key of the cluster.
         server: Name of this server for the nodes.
 
     Attributes:
-        pool: The nodes, and the work that this server has for them.
+        pool: Pool of the nodes, with the work that this server has for them.
     """
 
     def __init__(self, places: Places, key: str, work: NodeWork, server: str) -> None:
@@ -55,14 +55,15 @@ class NodesLauncher:
         """Take all nodes, assign instances to them, and start their stores.
 
         Raises:
-            UserError: A node cannot be reached or used, or they have no room for the instances.
+            UserError: A node cannot be reached or used, or the nodes have no room for the
+                instances.
         """
         assigned = await self.pool.open(say)
         for node, one in zip(self.pool.nodes, assigned, strict=True):
             self._place.update((str(instance_id), node) for instance_id, _ in one.instances)
 
     async def leave(self) -> None:
-        """Give the nodes back: what runs there for this server ends."""
+        """Give the nodes back: all processes of this server there end."""
         await self.pool.leave()
 
     def nodes(self) -> list[NodeStatus]:
@@ -115,11 +116,11 @@ class NodesLauncher:
         return [name for name, its in self._place.items() if its is node]
 
     def _free(self, node: PoolNode) -> int:
-        """How many instances more it can have."""
+        """Return how many more instances the node can have."""
         return room(node.facts, self.pool.work.need) - len(self._instances_of(node))
 
     def local_store(self, options: StoreOptions) -> StoreOptions:
-        """The store beside the front door asks those of the nodes, and holds nothing."""
+        """Return options of the front door's store, which asks the others and holds nothing."""
         return replace(options, size=LOOKUP_STORE_SIZE, ssd=None, peers=self.pool.peers())
 
     # ---- instances
@@ -223,7 +224,7 @@ class NodesLauncher:
         return process.pid
 
     def devices_of(self, instance_id: str) -> str:
-        """None here: NVML knows the GPUs of this machine alone."""
+        """Return an empty string: NVML knows only the GPUs of this machine."""
         return ""
 
     def reserve(self, instance_id: str) -> None:
@@ -233,7 +234,7 @@ class NodesLauncher:
         with_room = [node for node in here if self._free(node) > 0]
         if not with_room:
             raise MigrationError("no node has room for another instance")
-        # Evenly, as at the start; among equals where most room is left.
+        # Spread evenly, as at the start; of equal nodes, the one with most room left.
         had = {node: len(self._instances_of(node)) for node in with_room}
         self._place[instance_id] = min(with_room, key=lambda one: (had[one], -self._free(one)))
 
@@ -248,7 +249,7 @@ class NodesLauncher:
 
 
 def _takes(node: PoolNode) -> bool:
-    """Whether instances may be added there."""
+    """Return whether instances may be added to the node."""
     return node.client.is_ready and not node.is_leaving
 
 

@@ -15,9 +15,9 @@ from banaserve.platform.linux import since_received_s
 
 BEAT_S = 0.5
 SILENT_S = 2.5
-"""With the beat, what a node had is gone for the server within three seconds."""
+"""Silence after which a peer is lost, in seconds: with the beat, within three seconds."""
 PATIENT_S = 15.0
-"""Of a node that has nothing yet: there is nothing to lose, and it may be busy with its start."""
+"""The same limit for a node that runs nothing yet: nothing can be lost, and it may be starting."""
 CONNECT_S = 5.0
 CHUNK_BYTES = 64 << 10
 _HEAD = struct.Struct("!II")
@@ -25,7 +25,7 @@ _MESSAGES = 0
 
 
 class NodeLostError(BanaServeError):
-    """A node does not answer any more, or refuses: what ran there is gone."""
+    """A node no longer answers, or refuses: all that ran there is gone."""
 
 
 class Data(NamedTuple):
@@ -36,13 +36,13 @@ class Data(NamedTuple):
 
 
 class NodeLink:
-    """One connection; both sides send beats, so that silence means that the other is gone.
+    """Connection on which both sides send heartbeats, so that silence means the peer is gone.
 
     Args:
-        peer: Its name, for errors.
+        peer: Name of the other side, for errors.
 
     Attributes:
-        silent_s: The other side is gone when it has said nothing for so long.
+        silent_s: Silence after which the other side counts as gone, in seconds.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class NodeLink:
         self._beating: asyncio.Task[None] | None = None
 
     async def send(self, message: NodeMessage) -> None:
-        """Send a message; returns when most of what was sent is on its way.
+        """Send a message; return when most of what was sent has left the write buffer.
 
         Raises:
             NodeLostError: The connection is broken.
@@ -81,11 +81,11 @@ class NodeLink:
             raise NodeLostError(f"{self.peer} is gone: {_words(error)}") from error
 
     async def receive(self) -> NodeMessage | Data:
-        """The next message or bytes; beats are no messages.
+        """Return the next message or bytes; heartbeats are skipped.
 
         Raises:
-            NodeLostError: The other side has closed, or says nothing any more, or refuses.
-            ProtocolError: What came is no frame.
+            NodeLostError: The other side has closed the connection, is silent, or refuses.
+            ProtocolError: The bytes received are not a frame.
         """
         while True:
             channel, num_bytes = _HEAD.unpack(await self._read(_HEAD.size))
@@ -105,7 +105,7 @@ class NodeLink:
     async def _read(self, num_bytes: int) -> bytes:
         while True:
             try:
-                async with asyncio.timeout(min(self.silent_s, SILENT_S)):  # it may change
+                async with asyncio.timeout(min(self.silent_s, SILENT_S)):  # silent_s may change
                     return await self._reader.readexactly(num_bytes)
             except TimeoutError:
                 if self._is_silent():
@@ -118,7 +118,7 @@ class NodeLink:
                 raise NodeLostError(f"{self.peer} is gone: {_words(error)}") from error
 
     def _is_silent(self) -> bool:
-        """Whether nothing has come: it may be this process that stood still."""
+        """Return whether the socket has received nothing; this process may have stalled instead."""
         sock = self._writer.get_extra_info("socket")
         try:
             return sock is None or since_received_s(sock) >= self.silent_s
@@ -126,17 +126,17 @@ class NodeLink:
             return True
 
     def start_beats(self) -> None:
-        """Let the other side know from here on that this one is there."""
+        """Begin to send heartbeats, which show the other side that this one is alive."""
         self._beating = asyncio.create_task(self._beat())
 
     async def _beat(self) -> None:
-        with contextlib.suppress(NodeLostError):  # whoever reads learns of it
+        with contextlib.suppress(NodeLostError):  # the reader of the link learns of it
             while True:
                 await self.send(Beat())
                 await asyncio.sleep(BEAT_S)
 
     async def close(self) -> None:
-        """End the connection; what has not been sent is lost."""
+        """End the connection; unsent bytes are lost."""
         if self._beating is not None:
             self._beating.cancel()
             await asyncio.gather(self._beating, return_exceptions=True)
@@ -146,13 +146,13 @@ class NodeLink:
 async def connect(
     host: str, port: int, credentials: ClusterCredentials, silent_s: float = SILENT_S
 ) -> NodeLink:
-    """A connection to a node's agent, with beats.
+    """Return a connection to a node's agent, with heartbeats.
 
     Args:
-        silent_s: As of ``NodeLink``.
+        silent_s: Silence after which the agent counts as gone, in seconds.
 
     Raises:
-        NodeLostError: Nobody answers there, or nobody with the cluster's key.
+        NodeLostError: No agent answers there, or the one that answers has another cluster key.
     """
     name = f"node {host}:{port}"
     try:
@@ -172,16 +172,16 @@ async def connect(
 def accepted(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, silent_s: float
 ) -> NodeLink:
-    """The link of a connection that was accepted; without beats until it has been believed."""
+    """Return the link of an accepted connection; heartbeats start after its first message."""
     host, port = writer.get_extra_info("peername")[:2]
     return NodeLink(reader, writer, f"server {host}:{port}", silent_s)
 
 
 def _words(error: BaseException) -> str:
-    """One line; OpenSSL's own words hide what a user can do."""
+    """Describe an error in one line; OpenSSL's messages do not show what a user can do."""
     said = str(error)
     if "CERTIFICATE" in said.upper() or "UNKNOWN_CA" in said.upper():
         return "it has another cluster key"
     if isinstance(error, OSError) and error.errno is not None and error.errno > 0:
-        return os.strerror(error.errno)  # asyncio's words name a function
+        return os.strerror(error.errno)  # asyncio's message names a function
     return said or type(error).__name__

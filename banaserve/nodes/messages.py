@@ -1,9 +1,10 @@
-"""Messages between a server and the agents of its nodes, inside TLS on which both have shown that
+"""Messages between a server and the agents of its nodes, inside TLS on which both have proved that
 they know the cluster's key.
 
-A connection begins with ``OpenSession``, and is the session then, or with ``JoinSession``, and is
-one process of it; ``Inspect``, ``MeasureLink`` and ``EchoLink`` need no session. A frame of channel
-0 is a message; of others, bytes of a Unix socket, or of what is measured.
+A connection that begins with ``OpenSession`` is the session; one that begins with ``JoinSession``
+is one process of that session. ``Inspect``, ``MeasureLink`` and ``EchoLink`` need no session. A
+frame of channel 0 is a message; frames of other channels carry bytes of a Unix socket, or of a
+measurement.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from banaserve.errors import ProtocolError
 PROTOCOL = 3
 MAX_FRAME_BYTES = 1 << 20
 MAX_CHANNELS = 64
-"""Connections of one process at once: an engine opens one to each of three sockets."""
+"""Maximum connections of one process at once; an engine opens one to each of 3 sockets."""
 MAX_WAIT_S = 600.0
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -32,12 +33,12 @@ class _Said(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class OpenSession(_Said, frozen=True):
-    """A server wants this node.
+    """Request of a server to take this node.
 
     Attributes:
         protocol: ``PROTOCOL`` of the server.
-        version: Of its banaserve and vLLM: both have to be the same.
-        server: Whom to name to another server that comes.
+        version: Versions of the server's banaserve and vLLM; both must equal those of the node.
+        server: Name of the server, reported to another server that asks for the node.
     """
 
     protocol: Annotated[int, msgspec.Meta(ge=0, le=2**31)]
@@ -46,14 +47,14 @@ class OpenSession(_Said, frozen=True):
 
 
 class SessionOpened(_Said, frozen=True):
-    """The node is this server's while the connection lasts.
+    """Answer that the server has the node for as long as the connection lasts.
 
     Attributes:
-        incarnation: Of the session: another one on the same address has another.
-        folder: Where the sockets of its processes will be.
-        gpus: Names of its GPUs, as in CUDA_VISIBLE_DEVICES.
-        memory_bytes: Available.
-        num_processors: For it to use.
+        incarnation: Identifier of the session; a later session at the same address has another.
+        folder: Folder of the sockets of the session's processes.
+        gpus: Names of the node's GPUs, as in CUDA_VISIBLE_DEVICES.
+        memory_bytes: Available memory of the node, in bytes.
+        num_processors: Number of processors that the agent may use.
     """
 
     incarnation: _Name
@@ -67,9 +68,9 @@ class NodeStore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options of a node's store: as in ``kvstore/daemon/options.py:StoreOptions``.
 
     Attributes:
-        listen: Where the stores of the other nodes fetch blocks.
-        peers: Where those listen.
-        key: That they share.
+        listen: ``HOST:PORT`` at which the stores of the other nodes fetch blocks from this store.
+        peers: ``HOST:PORT`` of the stores of the other nodes.
+        key: Key that all these stores share.
     """
 
     size: _Name
@@ -84,15 +85,15 @@ class NodeStore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PrepareNode(_Said, frozen=True):
-    """Make the node ready for engines.
+    """Order to make the node ready for engines.
 
     Attributes:
-        vllm_argv: Of engines that are started without options.
-        forks: Whether engines are forked from one parent, or each starts from nothing.
-        environment: Variables that engines are to have, unless the node's user has set them.
+        vllm_argv: vLLM options of engines that are started without options of their own.
+        forks: True if engines are forked from one parent; False if each starts from scratch.
+        environment: Environment variables of engines, unless the node's user has set them.
         devices: CUDA_VISIBLE_DEVICES by instance; empty on CPU.
-        devices_each: Of an instance that is added.
-        store: Of the node; None for no store.
+        devices_each: Number of GPUs of an instance that is added later; 0 on CPU.
+        store: Options of the node's store; None for no store.
         model_digest: See ``JoinSession``.
     """
 
@@ -106,11 +107,11 @@ class PrepareNode(_Said, frozen=True):
 
 
 class NodePrepared(_Said, frozen=True):
-    """Engines may be started."""
+    """Answer that the node is ready: engines may be started."""
 
 
 class FreePort(_Said, frozen=True):
-    """Ask for a port on which nothing listens at present."""
+    """Query for a port on which nothing listens at present."""
 
 
 class PortFound(_Said, frozen=True):
@@ -118,30 +119,30 @@ class PortFound(_Said, frozen=True):
 
 
 class SetStorePeers(_Said, frozen=True):
-    """Let the node's store fetch blocks from those at these ``HOST:PORT``, and from no others."""
+    """Order that the node's store fetch blocks from the stores at these ``HOST:PORT`` only."""
 
     peers: _Words
 
 
 class StorePeersSet(_Said, frozen=True):
-    """The store has been told, or is when it has been started again."""
+    """Answer that the store has the new peers, or gets them as soon as it has been restarted."""
 
 
 class StoreRestarted(_Said, frozen=True):
-    """The node's store had ended and runs again."""
+    """Notice that the node's store had ended and runs again."""
 
 
 class JoinSession(_Said, frozen=True):
-    """Start a process in the session ``incarnation``; the connection stands for it.
+    """Order to start a process in the session ``incarnation``; the connection stands for it.
 
     Attributes:
         engine: Id of the instance, for an engine core.
-        stem: Of its sockets: their names begin with it.
-        guest: JSON of a guest's ``GuestAddress``, for a guest instead.
-        vllm_argv: Options; empty where they are those that the node was prepared with.
-        model_digest: Of the files of the model in the options, as the server has them; empty where
-            it has none.
-        instances: All that this node has for the server; devices of others are free again.
+        stem: Prefix of the names of the engine's sockets.
+        guest: JSON of a guest's ``GuestAddress``, to start a guest instead of an engine.
+        vllm_argv: vLLM options of the process; empty for those that the node was prepared with.
+        model_digest: Digest of the server's files of the model that the options name; empty if the
+            server has no such files.
+        instances: All instances that the server has on this node; the devices of others are freed.
     """
 
     incarnation: _Name
@@ -158,15 +159,15 @@ class ProcessStarted(_Said, frozen=True):
 
 
 class ProcessDying(_Said, frozen=True):
-    """It has begun to end; its memory may not have been given back."""
+    """Notice that the process has begun to end; its memory may not be free yet."""
 
 
 class ProcessEnded(_Said, frozen=True):
-    """The last message of its connection."""
+    """Notice that the process has ended: the last message of its connection."""
 
 
 class ChannelOpened(_Said, frozen=True):
-    """Something on the node has connected to the socket whose name ends like this."""
+    """Notice that a process on the node has connected to the socket with this name suffix."""
 
     channel: _Channel
     name: _Name
@@ -177,16 +178,16 @@ class ChannelClosed(_Said, frozen=True):
 
 
 class LogWritten(_Said, frozen=True):
-    """What a process has written to its log."""
+    """Bytes that a process has written to its log."""
 
     written: Annotated[bytes, msgspec.Meta(max_length=MAX_FRAME_BYTES)]
 
 
 class Inspect(_Said, frozen=True):
-    """Ask what the node has.
+    """Query for the resources of the node.
 
     Attributes:
-        vllm_argv: Options that name the model, as of an engine.
+        vllm_argv: vLLM options that name the model, like those of an engine.
         model_digest: See ``JoinSession``.
     """
 
@@ -195,15 +196,15 @@ class Inspect(_Said, frozen=True):
 
 
 class Inspected(_Said, frozen=True):
-    """What a node has.
+    """Resources of a node.
 
     Attributes:
-        version: Of its banaserve and vLLM.
-        python: Its release.
-        gpus: Names of its GPUs, as in CUDA_VISIBLE_DEVICES.
-        time_s: Its clock, in seconds since 1970.
-        model_problem: Why the model cannot be served there; empty where it can.
-        server: That uses it; empty for none.
+        version: Versions of the node's banaserve and vLLM.
+        python: Release of Python on the node.
+        gpus: Names of the node's GPUs, as in CUDA_VISIBLE_DEVICES.
+        time_s: Clock of the node, in seconds since 1970.
+        model_problem: Reason why the node cannot serve the model; empty if it can.
+        server: Name of the server that uses the node; empty for none.
     """
 
     version: _Name
@@ -217,17 +218,17 @@ class Inspected(_Said, frozen=True):
 
 
 class MeasureLink(_Said, frozen=True):
-    """Ask how far away another node is."""
+    """Query for the distance from this node to another node."""
 
     host: _Name
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
 class LinkMeasured(_Said, frozen=True):
-    """A round trip inside TLS, and bytes that get through in one direction outside of it.
+    """Round-trip time inside TLS, and throughput in one direction outside of TLS.
 
     Attributes:
-        problem: Why nothing was measured; empty where it was.
+        problem: Reason why nothing was measured; empty if the measurement succeeded.
     """
 
     round_trip_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
@@ -236,22 +237,22 @@ class LinkMeasured(_Said, frozen=True):
 
 
 class EchoLink(_Said, frozen=True):
-    """Send back what comes on channel 1 from here on."""
+    """Order to send back all bytes that come on channel 1 after this message."""
 
 
 class EchoOpened(_Said, frozen=True):
-    """Who connects to ``port`` and begins with ``token`` may send what is thrown away there."""
+    """Answer that ``port`` discards all bytes of a connection that begins with ``token``."""
 
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     token: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
 class Beat(_Said, frozen=True):
-    """Nothing else was to be said."""
+    """Heartbeat, without content."""
 
 
 class NodeRefused(_Said, frozen=True):
-    """In one line; the connection ends."""
+    """Refusal with its reason in one line; the connection ends."""
 
     reason: Annotated[str, msgspec.Meta(max_length=4096)]
 
@@ -287,10 +288,10 @@ encode = msgspec.msgpack.encode
 
 
 def decode(body: bytes) -> NodeMessage:
-    """The message in a frame.
+    """Return the message in a frame.
 
     Raises:
-        ProtocolError: It is none.
+        ProtocolError: The frame is not a message.
     """
     try:
         return _decoder.decode(body)

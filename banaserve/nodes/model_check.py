@@ -1,4 +1,4 @@
-"""Check that a node has the model that its server has: other weights would say other tokens."""
+"""Check that a node has the server's model: other weights would generate other tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from banaserve.models.files import digest_files
 
 
 def model_digest(vllm_argv: Sequence[str]) -> str:
-    """Digest of the model's files here; empty where the options name no folder. Blocking.
+    """Return the digest of the model's files here; empty if the options name no folder. Blocking.
 
     Raises:
         UserError: One of the files cannot be read.
@@ -29,10 +29,10 @@ def check_model(vllm_argv: Sequence[str], digest: str) -> None:
     """Compare the model's files here with those of the server. Blocking.
 
     Args:
-        digest: Of the server's; empty where it has none.
+        digest: Digest of the server's files; empty if the server has none.
 
     Raises:
-        UserError: This node has no such folder, or another model in it.
+        UserError: This node has no such folder, or another model in that folder.
     """
     model = _folder_in(vllm_argv)
     if model is None:
@@ -46,6 +46,6 @@ def check_model(vllm_argv: Sequence[str], digest: str) -> None:
 
 
 def _folder_in(vllm_argv: Sequence[str]) -> Path | None:
-    """Where the model lies; None where the options name one of the hub's."""
+    """Return the model's folder; None if the options name a model of the hub."""
     model = Path(dict(itertools.pairwise(vllm_argv)).get("--model", ""))
     return model if model.is_absolute() else None

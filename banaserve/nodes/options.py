@@ -11,17 +11,17 @@ from banaserve.net.addresses import host_and_port
 from banaserve.nodes.credentials import MIN_KEY_BYTES
 
 KEY_VARIABLE = "BANASERVE_CLUSTER_KEY"
-"""Holds the cluster's key where no file is given."""
+"""Environment variable with the cluster's key, for the case that no key file is given."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeOptions:
-    """Nodes of a server.
+    """Options of the nodes of a server.
 
     Attributes:
         addresses: ``HOST:PORT`` of each node's agent.
         ray: Address of the Ray cluster that places agents instead, or ``auto``; empty for none.
-        key: That they and the server share.
+        key: Key that the nodes and the server share.
     """
 
     addresses: tuple[str, ...] = ()
@@ -30,19 +30,20 @@ class NodeOptions:
 
     @classmethod
     def of(cls, config: ServeConfig) -> NodeOptions:
-        """Those that ``banaserve serve`` was given."""
+        """Return the node options of ``banaserve serve``."""
         return cls(config.nodes, config.cluster, config.cluster_key)
 
     @property
     def are_used(self) -> bool:
-        """Whether engines run on other machines."""
+        """Return whether engines run on other machines."""
         return bool(self.addresses or self.ray)
 
     def check(self) -> None:
-        """Return if all of it makes sense.
+        """Check the options.
 
         Raises:
-            UserError: An address is none or given twice, or there is no key.
+            UserError: An address is invalid or given twice, addresses and Ray are combined, or the
+                key is missing or too short.
         """
         for address in self.addresses:
             host_and_port("--node", address)
@@ -58,5 +59,5 @@ class NodeOptions:
 
 
 def key_from_environment() -> str:
-    """That of ``KEY_VARIABLE``; empty where it is not set."""
+    """Return the key in ``KEY_VARIABLE``; empty if the variable is not set."""
     return os.environ.get(KEY_VARIABLE, "")

@@ -1,4 +1,4 @@
-"""Places of the agents of nodes: addresses that were given, or where Ray has started them."""
+"""Places of the agents of nodes: addresses given by the user, or agents started by Ray."""
 
 from __future__ import annotations
 
@@ -11,67 +11,67 @@ from banaserve.net.addresses import host_and_port
 
 
 class AgentPlace(msgspec.Struct, frozen=True):
-    """Where an agent listens."""
+    """Address at which an agent listens."""
 
     host: str
     port: int
 
 
 class NumberedPlace(NamedTuple):
-    """An agent, and the number that ``Places.find`` knows it by."""
+    """Place of an agent, and the number by which ``Places.find`` finds the agent again."""
 
     number: int
     place: AgentPlace
 
 
 class Places(Protocol):
-    """Agents of nodes."""
+    """Source of the agents of nodes."""
 
     async def open(self, say: Callable[[str], None]) -> list[AgentPlace]:
-        """Where they are.
+        """Return the places of all agents.
 
         Raises:
-            UserError: They cannot be had.
+            UserError: The agents are not available.
         """
         ...
 
     async def find(self, number: int) -> AgentPlace:
-        """Where the agent of that number is now: it may have been lost, and be elsewhere.
+        """Return the present place of an agent, which may have been lost and started elsewhere.
 
         Raises:
-            UserError: It is nowhere.
+            UserError: The agent runs nowhere.
         """
         ...
 
     async def add(self, address: str) -> NumberedPlace:
-        """Where the agent of a node that joins is; its number is another's never.
+        """Return the place of a joining node's agent; no other agent ever gets its number.
 
         Args:
-            address: As a user names the node.
+            address: Address of the node, as given by the user.
 
         Raises:
-            UserError: It cannot be had.
+            UserError: The agent is not available.
         """
         ...
 
     async def drop(self, number: int) -> None:
-        """The agent of that number is needed no more."""
+        """Release an agent that is no longer needed."""
         ...
 
     async def gained(self) -> list[str]:
-        """Nodes that have come since this was asked last, to be added by these names."""
+        """Return the names of nodes that have appeared since the last call; ``add`` takes them."""
         ...
 
     async def close(self) -> None:
-        """They are needed no more."""
+        """Release all agents."""
         ...
 
 
 class GivenPlaces:
-    """Agents that somebody else starts, such as Kubernetes.
+    """Agents that are started externally, for example by Kubernetes.
 
     Args:
-        addresses: ``HOST:PORT`` of each.
+        addresses: ``HOST:PORT`` of each agent.
     """
 
     def __init__(self, addresses: Sequence[str]) -> None:
@@ -89,10 +89,10 @@ class GivenPlaces:
         return NumberedPlace(len(self._places) - 1, place)
 
     async def drop(self, number: int) -> None:
-        """Its agent is whoever's who has started it."""
+        """Do nothing: the agent belongs to the external system that started it."""
 
     async def gained(self) -> list[str]:
         return []
 
     async def close(self) -> None:
-        """They stay."""
+        """Do nothing: the agents keep running."""

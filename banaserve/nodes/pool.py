@@ -36,20 +36,20 @@ from banaserve.types import InstanceId, Role
 
 logger = logging.getLogger(__name__)
 OnPeers = Callable[[Sequence[str]], Awaitable[None]]
-"""Is told where the stores of all nodes listen, each time that changes."""
+"""Called with the addresses of the stores of all nodes, each time they change."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeWork:
-    """What a server wants of its nodes.
+    """Work that a server has for its nodes.
 
     Attributes:
-        instances: Ids and roles at the start.
-        need: Of each.
-        vllm_argv: Options of engines that are started without their own.
-        forks: Whether engines are forked, which only those on CPU can be.
+        instances: Ids and roles of the instances at the start.
+        need: Resources that each instance needs.
+        vllm_argv: vLLM options of engines that are started without options of their own.
+        forks: True if engines are forked, which is possible on CPU only.
         threads: OMP threads of an engine; 0 shares a node's processors among its engines.
-        store: Of each node; None for no store.
+        store: Options of each node's store; None for no store.
     """
 
     instances: Sequence[tuple[InstanceId, Role]]
@@ -61,15 +61,15 @@ class NodeWork:
 
 
 class PoolNode:
-    """A node that is this server's.
+    """Node that this server has taken.
 
     Args:
-        number: By which its agent is found again.
-        facts: What it has for instances.
-        order: Makes it ready for them.
+        number: Number by which ``Places.find`` finds the node's agent again.
+        facts: Resources of the node for instances.
+        order: Order that prepares the node for instances.
 
     Attributes:
-        is_leaving: It gets no more instances.
+        is_leaving: True if the node gets no more instances.
     """
 
     def __init__(
@@ -84,26 +84,26 @@ class PoolNode:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Return the display name of the node, ``HOST:PORT``."""
         return self.client.name
 
     @property
     def store(self) -> str:
-        """Where its store listens; empty for no store."""
+        """Return ``HOST:PORT`` of the node's store; empty for no store."""
         return self.order.store.listen if self.order.store is not None else ""
 
 
 class NodePool:
-    """Takes nodes, keeps them, and gives them back.
+    """Pool that takes nodes, takes lost ones again, and gives them back.
 
     Args:
-        places: Where the agents are.
-        key: Of the cluster.
+        places: Places of the agents.
+        key: Key of the cluster.
         server: Name of this server for the nodes.
 
     Attributes:
-        nodes: All that have been taken, also those that are away at present.
-        ways: How far they are from each other.
+        nodes: All nodes that have been taken, including those that are away at present.
+        ways: Measured distances between the nodes.
     """
 
     def __init__(self, places: Places, key: str, work: NodeWork, server: str) -> None:
@@ -123,7 +123,8 @@ class NodePool:
         """Take all nodes, assign instances to them, and start their stores.
 
         Raises:
-            UserError: A node cannot be reached or used, or they have no room for the instances.
+            UserError: A node cannot be reached or used, or the nodes have no room for the
+                instances.
         """
         clients = [self._client(place) for place in await self.places.open(say)]
         say(f"taking nodes {', '.join(client.name for client in clients)}")
@@ -216,13 +217,13 @@ class NodePool:
         )
 
     async def digest(self, vllm_argv: tuple[str, ...]) -> str:
-        """Of the files of the model that these options name, or those that all were made with."""
+        """Return the digest of the model's files; empty options stand for those of the start."""
         return await asyncio.to_thread(model_digest, vllm_argv or self.work.vllm_argv)
 
     # ---- kept
 
     async def _keep(self, node: PoolNode) -> None:
-        """Take a node again that was lost: what ran there has ended, and begins empty."""
+        """Take a node again each time it is lost: its processes have ended, and it begins empty."""
         client = node.client
         while True:
             await client.wait_lost()
@@ -241,7 +242,7 @@ class NodePool:
                     await self._share_stores()
 
     async def leave(self) -> None:
-        """Give the nodes back: what runs there for this server ends."""
+        """Give the nodes back: all processes of this server there end."""
         keepers = [node.keeper for node in self.nodes if node.keeper is not None]
         if self._measuring is not None:
             keepers.append(self._measuring)
@@ -263,13 +264,13 @@ class NodePool:
         """Take one more node, after the same checks as at the start.
 
         Args:
-            address: As its user names it.
-            vllm_argv: Of engines that are started from now on; empty for those of the start.
-            num_instances: That are to share its processors.
-            say: Called with what is waited for.
+            address: Address of the node, as given by the user.
+            vllm_argv: vLLM options of the node's engines; empty for the options of the start.
+            num_instances: Number of instances that share the node's processors.
+            say: Called with a line on what is being waited for.
 
         Raises:
-            UserError: It cannot be reached, is known already, or cannot be used.
+            UserError: The node cannot be reached, is known already, or cannot be used.
         """
         say(f"looking for {address}")
         self._refuse_known(address)
@@ -291,7 +292,7 @@ class NodePool:
             say("measuring the ways to the other nodes")
             for problem in await self.ways.measure_to(client, others):
                 logger.warning("%s", problem)
-        except BaseException:  # given up
+        except BaseException:  # also where the caller has given up
             await self.remove(node)
             raise
         return node
@@ -324,10 +325,10 @@ class NodePool:
         return PoolNode(client, found.number, facts, order)
 
     async def _check_new(self, client: NodeClient, asked: Inspect) -> None:
-        """Look at a node before it is taken.
+        """Check a node before it is taken.
 
         Raises:
-            UserError: It cannot be used.
+            UserError: The node cannot be used.
         """
         report = await inspected(client.place, self._credentials, asked)
         if (found := report.found) is None:
@@ -345,7 +346,7 @@ class NodePool:
             raise UserError(f"node {client.name}: {found.model_problem}")
 
     async def remove(self, node: PoolNode) -> None:
-        """Give a node back; what still runs there for this server ends."""
+        """Give a node back; all processes of this server that still run there end."""
         self.nodes.remove(node)
         if node.keeper is not None:
             node.keeper.cancel()
@@ -357,31 +358,31 @@ class NodePool:
     # ---- stores
 
     def stores(self) -> list[str]:
-        """Where the stores of all nodes listen."""
+        """Return ``HOST:PORT`` of the stores of all nodes."""
         return [node.store for node in self.nodes if node.store]
 
     def peers(self) -> PeerOptions:
-        """Of a store that is on none of the nodes."""
+        """Return the peer options of a store that is on none of the nodes."""
         return PeerOptions(peers=tuple(self.stores()), key=self._store_key)
 
     def follow(self, on_peers: OnPeers) -> None:
-        """Tell this, too, each time when the stores change."""
+        """Call ``on_peers``, too, each time the stores change."""
         self._on_peers = on_peers
 
     async def _share_stores(self) -> None:
-        """Let each store fetch blocks from all others that there are now."""
+        """Let each store fetch blocks from all other stores of the present nodes."""
         if self.work.store is None:
             return
         for node in list(self.nodes):
             assert node.order.store is not None
-            # Of this moment: another node may have joined while one was told.
+            # Computed anew for each node: another may have joined while the previous one was told.
             peers = [one.store for one in self.nodes if one is not node]
             store = msgspec.structs.replace(node.order.store, peers=tuple(peers))
             node.order = msgspec.structs.replace(node.order, store=store)
             if node.client.is_ready:
                 try:
                     await node.client.set_store_peers(peers)
-                except NodeLostError as error:  # it is told when it is back
+                except NodeLostError as error:  # the node is told when it is back
                     logger.warning("%s", error)
         if self._on_peers is not None:
             await self._on_peers(self.stores())
@@ -397,7 +398,7 @@ def _others(stores: Mapping[str, str], own: str) -> list[str]:
 
 
 def _at_home(order: PrepareNode, client: NodeClient) -> PrepareNode:
-    """An order for a node that may be another machine than the one that it was made for."""
+    """Return the order with its store on the node's present host, which may have changed."""
     if order.store is None:
         return order
     port = host_and_port("store", order.store.listen)[1]

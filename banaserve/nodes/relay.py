@@ -1,7 +1,7 @@
-"""Unix sockets of one node that lead to those of another, over a link.
+"""Relay of Unix sockets of one machine to those of another, over a link.
 
-vLLM's sockets carry pickles: they stay files of one user on each machine, and what crosses the
-network is inside the link's TLS.
+vLLM's sockets carry pickles: the sockets stay files of one user on each machine, and their bytes
+cross the network inside the link's TLS.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from banaserve.nodes.messages import MAX_CHANNELS, ChannelClosed, ChannelOpened
 
 
 class Relay:
-    """Connections to Unix sockets that go on over a link. Both sides have one."""
+    """Connections to Unix sockets that continue over a link. Each side of the link has a relay."""
 
     def __init__(self, link: NodeLink) -> None:
         self._link = link
@@ -29,9 +29,9 @@ class Relay:
         self._pumps: set[asyncio.Task[None]] = set()
 
     async def listen(self, stem: Path, names: Sequence[str]) -> None:
-        """Take connections to ``STEM.NAME`` for each name, and lead them to the other side.
+        """Accept connections to ``STEM.NAME`` for each name, and relay them to the other side.
 
-        The folder is to be private: the sockets are as open as it is.
+        The folder must be private: the sockets are as accessible as the folder.
         """
         for name in names:
             path = Path(f"{stem}.{name}")
@@ -55,13 +55,13 @@ class Relay:
         self._start_pump(channel, reader)
 
     async def opened(self, message: ChannelOpened, targets: Mapping[str, str]) -> None:
-        """Something has connected on the other side: connect to the same socket here.
+        """Connect to the socket here that a process on the other side has connected to.
 
         Args:
-            targets: Paths of Unix sockets by the ends of their names.
+            targets: Paths of Unix sockets by the suffixes of their names.
 
         Raises:
-            ProtocolError: There is no such socket, or too many connections.
+            ProtocolError: There is no such socket, or there are too many connections.
         """
         if message.name not in targets or message.channel in self._open:
             raise ProtocolError(f"{self._link.peer} opens what nobody has offered")
@@ -71,17 +71,17 @@ class Relay:
             reader, writer = await asyncio.open_unix_connection(
                 targets[message.name], limit=CHUNK_BYTES
             )
-        except OSError:  # the other side's socket library tries again, as it does here
+        except OSError:  # the socket library of the other side reconnects, as it does on this side
             await self._link.send(ChannelClosed(message.channel))
             return
         self._open[message.channel] = writer
         self._start_pump(message.channel, reader)
 
     async def took(self, data: Data) -> None:
-        """Pass on bytes that have come over the link."""
+        """Pass bytes from the link to the socket of their channel."""
         writer = self._open.get(data.channel)
         if writer is None:
-            return  # it has been closed here meanwhile
+            return  # the connection has been closed on this side meanwhile
         try:
             writer.write(data.content)
             await writer.drain()
@@ -89,7 +89,7 @@ class Relay:
             self._end(data.channel)
 
     def closed(self, message: ChannelClosed) -> None:
-        """The other side has closed a connection."""
+        """Close a connection that the other side has closed."""
         self._end(message.channel)
 
     async def close(self) -> None:
@@ -113,8 +113,8 @@ class Relay:
         pump.add_done_callback(self._pumps.discard)
 
     async def _pump(self, channel: int, reader: asyncio.StreamReader) -> None:
-        """Send on what comes from here until it ends."""
-        with contextlib.suppress(NodeLostError):  # who reads the link learns of it
+        """Send the bytes of a local connection over the link until the connection ends."""
+        with contextlib.suppress(NodeLostError):  # the reader of the link learns of it
             with contextlib.suppress(OSError):
                 while content := await reader.read(CHUNK_BYTES):
                     await self._link.send_data(channel, content)

@@ -1,4 +1,4 @@
-"""One engine core or guest that a node's agent runs for a server: its sockets, its log, its end."""
+"""Engine core or guest that a node's agent runs for a server: its sockets, its log and its end."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from banaserve.nodes.relay import Relay
 from banaserve.platform.processes import wait_dying, wait_ended, wait_readable
 
 SOCKET_NAMES = ("h", "i", "o")
-"""Ends of the names of an engine's sockets: handshake, input and output."""
+"""Suffixes of the names of an engine's sockets: handshake, input and output."""
 
 Start = Callable[[Path], Awaitable[int]]
-"""Starts the process, which logs to the path that it is given; its process id."""
+"""Function that starts the process, which logs to the given path, and returns its process id."""
 
 
 class RemoteProcess:
-    """Runs a process for as long as its connection lasts.
+    """Process that runs for as long as its connection lasts.
 
     Args:
-        link: Whose end is the process's, and the other way round.
-        stem: Of its files, in a private folder.
-        start: Starts it.
-        sockets: Ends of the names of its sockets.
+        link: Connection to the server: the end of either the link or the process ends the other.
+        stem: Prefix of the paths of the process's files, in a private folder.
+        start: Function that starts the process.
+        sockets: Suffixes of the names of the process's sockets.
     """
 
     def __init__(self, link: NodeLink, stem: Path, start: Start, sockets: Sequence[str]) -> None:
@@ -47,10 +47,10 @@ class RemoteProcess:
         self._pid = 0
 
     async def run(self) -> None:
-        """Return when the process has ended, or the server is gone: then it is killed.
+        """Return when the process has ended; it is killed if the server is gone.
 
         Raises:
-            BanaServeError: It could not be started.
+            BanaServeError: The process could not be started.
         """
         log, reading = self._make_log()
         tasks: list[asyncio.Task[None]] = []
@@ -78,15 +78,15 @@ class RemoteProcess:
             self._remove_files()
 
     def _make_log(self) -> tuple[Path, int]:
-        """A pipe with a name, and a descriptor to read it: a log takes no room on the node."""
+        """Return a named pipe and a descriptor to read it: a log takes no space on the node."""
         log = Path(f"{self._stem}.log")
         log.unlink(missing_ok=True)
         os.mkfifo(log, 0o600)
-        # Open for writing too: it has no end then before the process has opened it.
+        # Open for writing too: otherwise the pipe would be at its end until the process opens it.
         return log, os.open(log, os.O_RDWR | os.O_NONBLOCK)
 
     async def _obey(self) -> None:
-        """Carry what comes until the server is gone."""
+        """Relay the server's bytes to the process's sockets until the server is gone."""
         with contextlib.suppress(NodeLostError, ProtocolError):
             while True:
                 match said := await self._link.receive():

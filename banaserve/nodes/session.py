@@ -1,4 +1,4 @@
-"""Session of one server on a node: a launcher of engines and guests, and the node's store."""
+"""Session of one server on a node: the launcher of its engines and guests, and the node's store."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ from banaserve.run_dir import RunDir
 
 
 class NodeSession:
-    """One server's use of this node, from its connection to the end of the last process.
+    """Use of this node by one server, from its connection to the end of its last process.
 
     Args:
-        link: To the server.
-        host: Address that the node listens on, for what else listens here.
-        run: Folders of the agent's run. One that was killed leaves sockets, which the next run of
-            its user takes away.
+        link: Connection to the server.
+        host: Address that the agent listens on; used for free ports, too.
+        run: Folders of the agent's run. A run that was killed leaves sockets, which the next run of
+            the same user removes.
 
     Attributes:
-        incarnation: Another session has another one.
+        incarnation: Random identifier of this session.
         server: Name of the server.
     """
 
@@ -74,10 +74,10 @@ class NodeSession:
         self._with_devices: set[str] = set()
 
     async def run(self) -> None:
-        """Serve until the server is gone.
+        """Serve the server until it is gone.
 
         Raises:
-            BanaServeError: The server is gone, or says what makes no sense.
+            BanaServeError: The server is gone, or has sent an invalid message.
         """
         opened = SessionOpened(
             self.incarnation,
@@ -153,10 +153,10 @@ class NodeSession:
         task.add_done_callback(self._telling.discard)
 
     async def run_process(self, link: NodeLink, order: JoinSession) -> None:
-        """Run an engine or a guest until it has ended or its connection has.
+        """Run an engine or a guest until its process or its connection has ended.
 
         Raises:
-            BanaServeError: It could not be started.
+            BanaServeError: The process could not be started.
         """
         if self._launcher is None:
             raise UserError("the node has not been prepared")

@@ -1,7 +1,8 @@
-"""Process that stands on the server's machine for one on another node.
+"""Process on the server's machine that stands for a process on a node.
 
-It lives as long as the other, ends the other with itself, carries its sockets and its log:
-whoever starts, watches and kills engines by their process ids need not know where they run.
+The shim lives as long as the remote process, ends the remote process with itself, and relays its
+sockets and its log. So the code that starts, watches and kills engines by their process ids need
+not know where they run.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from banaserve.platform.spawning import spawn_module
 
 
 class ShimLaunch(msgspec.Struct, frozen=True):
-    """What a shim reads from its standard input.
+    """Request that a shim reads from its standard input.
 
     Attributes:
-        host, port: Of the node's agent.
-        key: Of the cluster.
-        order: What is to run there.
-        targets: Paths of Unix sockets here, by the ends of the names of those there.
+        host, port: Address of the node's agent.
+        key: Key of the cluster.
+        order: Order that names the process to run on the node.
+        targets: Paths of Unix sockets here, by the name suffixes of the sockets on the node.
     """
 
     host: str
@@ -50,10 +51,10 @@ class ShimLaunch(msgspec.Struct, frozen=True):
 
 
 def start(launch: ShimLaunch, log_path: Path) -> subprocess.Popen[bytes]:
-    """Start one that logs to ``log_path``, as the process does for which it stands.
+    """Start a shim; its log and that of the process for which it stands go to ``log_path``.
 
     Raises:
-        OSError: There are no means for another process.
+        OSError: The system has no resources for another process.
     """
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
@@ -64,7 +65,7 @@ def start(launch: ShimLaunch, log_path: Path) -> subprocess.Popen[bytes]:
 
 
 def main() -> int:
-    """Stand for a process until it has ended; the exit code says nothing of it."""
+    """Stand for a process until it has ended; the exit code is not that of the process."""
     die_with_parent(int(sys.argv[1]))
     life = show_life()
     launch = msgspec.json.decode(sys.stdin.buffer.read(), type=ShimLaunch)

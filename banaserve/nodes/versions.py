@@ -1,4 +1,4 @@
-"""Version that a server and its nodes have to share."""
+"""Version that must be the same on a server and its nodes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from banaserve.platform.packages import installed_version, vllm_version
 
 
 def own_version() -> str:
-    """Of banaserve and vLLM here, in one line."""
+    """Return the versions of banaserve and vLLM on this machine, in one line."""
     vllm = vllm_version()
     engine = f"vLLM {vllm}" if vllm else "no vLLM"
     return f"banaserve {installed_version('banaserve')}, {engine}"

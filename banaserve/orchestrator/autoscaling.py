@@ -1,8 +1,8 @@
-"""Growing and shrinking by load: one instance more where a role is full, one less where few do.
+"""Scaling by load: one instance more if a role is full, one less if fewer instances suffice.
 
-Pure: what went before comes in and goes out. Hysteresis is in the levels, since one less is decided
-by the load that the others would have then, which lies well below the level of one more; and in
-time, since a load must last, longer for one less than for one more.
+Pure: the previous state is an argument and part of the result. Hysteresis is in the levels, since
+shrinking is decided by the load that the other instances would have then, with a level well below
+that of growing; and in time, since a load must last, longer for shrinking than for growing.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class AutoscaleOptions:
     """Bounds of the number of instances, and the loads that change it.
 
     Attributes:
-        least, most: Instances of all roles together.
-        grow_above: Mean load of a role, in [0, 1], above which there is to be one more.
-        shrink_below: Predicted mean load of those that stay, below which there is to be one less.
-        grow_after_s, shrink_after_s: For so long without a break.
+        least, most: Minimum and maximum number of instances of all roles together.
+        grow_above: Mean load of a role, in [0, 1], above which an instance is added.
+        shrink_below: Predicted mean load of the remaining instances below which one is removed.
+        grow_after_s, shrink_after_s: Time that the load must last without a break, in seconds.
     """
 
     least: int
@@ -36,19 +36,19 @@ class AutoscaleOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoadsSince:
-    """Since when each role has been above the upper level, and below the lower one."""
+    """Times since which each role has been above the upper level, and below the lower one."""
 
     high: Mapping[Role, float] = field(default_factory=dict)
     low: Mapping[Role, float] = field(default_factory=dict)
 
 
 class ScaleStep(NamedTuple):
-    """One instance more or less.
+    """Addition or removal of one instance.
 
     Attributes:
-        role: COLOCATED stands for all where roles follow the load.
-        change: 1 or -1.
-        why: In words.
+        role: Role of the instance; COLOCATED stands for all roles if roles follow the load.
+        change: Change of the number of instances: 1 or -1.
+        why: Reason, in words.
     """
 
     role: Role
@@ -59,12 +59,13 @@ class ScaleStep(NamedTuple):
 def next_step(
     cluster: ClusterView, options: AutoscaleOptions, before: LoadsSince, by_role: bool
 ) -> tuple[ScaleStep | None, LoadsSince]:
-    """Return what to do about the load, if anything, and what to hand in the next time.
+    """Return the next scaling step, or None, and the state for the next call.
 
-    A role of which an instance does not serve or has not reported lately is left as it is.
+    A role with an instance that does not serve or has not reported recently is not scaled.
 
     Args:
-        by_role: Each role has instances of its own; otherwise all are one group.
+        before: State that the previous call returned.
+        by_role: True if each role has instances of its own; otherwise all form one group.
     """
     groups = _groups(cluster, by_role)
     means = {role: _mean(views, cluster.now_s) for role, views in groups.items()}
@@ -100,7 +101,7 @@ def _groups(cluster: ClusterView, by_role: bool) -> dict[Role, list[InstanceView
 
 
 def _mean(views: Sequence[InstanceView], now_s: float) -> float | None:
-    """Mean load, each as full as its fullest resource; None where one is not known."""
+    """Return the mean load, by the fullest resource of each instance; None if one is unknown."""
     total = 0.0
     for view in views:
         age_s = view.report_age_s(now_s)

@@ -17,13 +17,13 @@ from banaserve.types import (
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Facts that the executor of migrations knows of an instance, beside its report.
+    """Facts that the executor of migrations knows of an instance, in addition to its report.
 
     Attributes:
-        facts: None where it cannot take part in migrations.
-        num_kv_blocks: Of its pool at present.
-        overlap_fraction: As in its report; None where its guests are waited for, or it has not
-            been learnt.
+        facts: Facts of the instance; None if it cannot take part in migrations.
+        num_kv_blocks: Present number of KV blocks of its pool.
+        overlap_fraction: Overlap as in its report; None if the instance waits for its guests, or
+            the overlap has not been learnt.
     """
 
     facts: InstanceFacts | None
@@ -34,7 +34,7 @@ class Known:
 def with_guests(
     report: InstanceReport | None, guest_bytes: int, busy_fraction: float
 ) -> InstanceReport | None:
-    """Returns ``report`` with the memory and the time of guests beside the instance in it."""
+    """Return ``report`` with the memory and the time of the guests beside the instance added."""
     if report is None or not guest_bytes:
         return report
     busy = min(1.0, report.busy_fraction + busy_fraction)
@@ -48,10 +48,10 @@ def cluster_view(
     under_way: Sequence[Step] = (),
     is_balancing: bool = False,
 ) -> ClusterView:
-    """Returns the cluster as a migration policy needs it.
+    """Return the cluster as a migration policy needs it.
 
-    A step that shows its result already, but gives back memory still, keeps its instances busy
-    and changes no load any more.
+    A step under way whose result is visible, but which is still releasing memory, keeps its
+    instances busy and no longer influences any load.
     """
     instances = {view.id: view for view in views}
     arrived_s = _arrivals(instances.values())
@@ -67,7 +67,7 @@ def cluster_view(
 
 
 def _arrivals(views: Iterable[InstanceView]) -> dict[InstanceId, float]:
-    """When the last module of others came to each instance that has some."""
+    """Return the time at which the last guest module arrived, for each instance that has guests."""
     last: dict[InstanceId, float] = {}
     for view in views:
         for placement in view.placements:

@@ -1,7 +1,7 @@
 """One turn of the control loop without its effects: the decision, and the steps that may begin.
 
-A policy says what would help. What may begin at this moment is decided here: not while paused, not
-in a dry run, not faster than the limits, and not what failed a moment ago.
+A policy proposes steps. This module decides which of them may begin now: none while paused or in a
+dry run, no more than the limits allow, and none that failed recently.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from banaserve.types import (
 
 
 class Mode(StrEnum):
-    """Treatment of the steps of a plan by the controller."""
+    """Mode of the controller: whether the steps of a plan are carried out."""
 
     OFF = "off"
     DRY_RUN = "dry-run"
@@ -34,7 +34,7 @@ class Mode(StrEnum):
 
 
 class Held(StrEnum):
-    """Reason that a step of a plan does not begin: shown to people, and a metric's label."""
+    """Reason that a step of a plan does not begin: shown to users, and a metric's label."""
 
     DRY_RUN = "dry run: nothing is moved"
     PAUSED = "the orchestrator is paused"
@@ -49,11 +49,12 @@ class ControlLimits:
     """Limits of the steps that begin and that are under way.
 
     Attributes:
-        concurrent: Steps under way in the whole cluster.
-        per_minute: Steps that begin within a minute.
-        retry_after_s: What failed is not tried again before; policies look past it.
-        smoothing_s: Over which the reports that a policy sees are smoothed.
-        minute_s: A minute of the cluster, on the clock of its views.
+        concurrent: Maximum number of steps under way in the whole cluster.
+        per_minute: Maximum number of steps that begin within a minute.
+        retry_after_s: Time after a failure before the same attempt may be repeated, in seconds;
+            until then, policies skip the attempt.
+        smoothing_s: Time constant of the smoothing of the reports that a policy sees, in seconds.
+        minute_s: Duration of the cluster's minute, on the clock of its views.
     """
 
     concurrent: int = 2
@@ -75,10 +76,10 @@ class Remembered:
     """State that one turn hands to the next; empty when the loop begins.
 
     Attributes:
-        reports: Smoothed, by instance.
-        is_balancing, memory: What the last plan said of itself.
-        begun_s: When steps began, of the last minute.
-        failed_s: What failed, and when.
+        reports: Smoothed reports, by instance.
+        is_balancing, memory: Values of these fields in the last plan.
+        begun_s: Times at which steps began, within the last minute.
+        failed_s: Times of recent failures, by attempt.
     """
 
     reports: Reports = field(default_factory=dict)
@@ -88,7 +89,7 @@ class Remembered:
     failed_s: Mapping[Attempt, float] = field(default_factory=dict)
 
     def with_failed(self, action: Action, now_s: float) -> Remembered:
-        """Returns this with ``action`` among what failed."""
+        """Return a copy with ``action`` among the failed attempts."""
         return replace(self, failed_s={**self.failed_s, Attempt.of(action): now_s})
 
 
@@ -97,10 +98,10 @@ class Turn:
     """Result of one turn.
 
     Attributes:
-        view: What the policy saw.
+        view: View that the policy saw.
         begin: Steps to carry out, in this order.
-        held: Steps that the policy wants and that do not begin.
-        after: For the next turn.
+        held: Steps that the policy wants and that do not begin, each with the reason.
+        after: State for the next turn.
     """
 
     view: ClusterView
@@ -118,7 +119,7 @@ def turn(
     limits: ControlLimits,
     before: Remembered,
 ) -> Turn:
-    """Returns what to do about the cluster as ``seen``. Pure: equal arguments, equal result."""
+    """Return the turn for the cluster as ``seen``. Pure: equal arguments give equal results."""
     view, before = to_plan_for(seen, limits, before)
     return concluded(view, policy.plan(view), mode, is_paused, limits, before)
 
@@ -126,7 +127,7 @@ def turn(
 def to_plan_for(
     seen: ClusterView, limits: ControlLimits, before: Remembered
 ) -> tuple[ClusterView, Remembered]:
-    """Returns the cluster as a policy sees it, and what to hand to ``concluded``."""
+    """Return the cluster as a policy sees it, and the state for ``concluded``."""
     before = _forgetting(before, seen.now_s, limits)
     known = replace(
         seen,
@@ -146,11 +147,11 @@ def concluded(
     limits: ControlLimits,
     before: Remembered,
 ) -> Turn:
-    """Returns the turn that ``plan``, made for ``view``, leads to."""
+    """Return the turn that results from ``plan``, made for ``view``."""
     begin: list[Step] = []
     held: list[tuple[Step, Held]] = []
     for step in plan.steps:
-        # Later steps of a plan count on the earlier ones.
+        # Later steps of a plan rely on the earlier ones.
         reason = (
             held[0][1] if held else _held(step, plan, mode, is_paused, limits, before, view, begin)
         )
@@ -195,7 +196,7 @@ def _held(
 
 
 def _is_free(step: Step) -> bool:
-    """Whether nothing is copied or drained for ``step``, so that no limit is meant for it."""
+    """Return whether ``step`` copies and drains nothing, so that the limits do not apply to it."""
     return isinstance(step.action, SetStepTokens)
 
 
@@ -212,12 +213,12 @@ def _forgetting(before: Remembered, now_s: float, limits: ControlLimits) -> Reme
 
 
 def kind_of(action: Action) -> str:
-    """Returns ``layers``, ``heads``, ``return``, ``role`` or ``chunk``: a metric's label."""
+    """Return ``layers``, ``heads``, ``return``, ``role`` or ``chunk``: a metric's label."""
     return Attempt.of(action).kind
 
 
 def words(action: Action) -> str:
-    """Returns ``action`` as a policy names its candidates."""
+    """Return a description of ``action``, worded as policies word their candidates."""
     if isinstance(action, SwitchRole):
         size = f" with steps of {action.step_tokens} tokens" if action.step_tokens else ""
         return f"switch {action.instance} from {action.old.value} to {action.role.value}{size}"

@@ -1,9 +1,9 @@
-"""Loads of instances from their reports, and the instances that cannot be judged.
+"""Loads of instances from their reports, and the instances without usable reports.
 
 BanaServe Eq. 32 adds the share of compute and the share of memory in use: U_d = C_d / C_d^max +
 M_d / M_d^max, in [0, 2]. A sum calls an instance with full memory and idle compute as loaded as
-its opposite (figure 2(b): 0.95 + 0.35 against 0.35 + 0.95), so a load is a vector here and the sum
-one of three ways to make a number of it.
+its opposite (figure 2(b): 0.95 + 0.35 against 0.35 + 0.95), so a load is a vector here, and the sum
+is one of three ways to convert it to a number.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from banaserve.names import check_known
 from banaserve.types import ClusterView, InstanceId, InstanceReport, InstanceView, Load
 
 STALE_AFTER_S = 2.0
-"""A few report periods: one lost report is not yet a silent instance."""
+"""Age from which a report is stale, in seconds: a few report periods, since one may be lost."""
 
 
 class Scalar(StrEnum):
-    """Ways to turn a load vector into one number."""
+    """Ways to convert a load vector to one number."""
 
     MAXIMUM = "maximum"
     SUM = "sum"
@@ -31,12 +31,12 @@ class Scalar(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ScalarLoad:
-    """BanaServe Eq. 32 and two other ways to see a load as one number.
+    """Conversion of a load to one number: BanaServe Eq. 32 and two other ways.
 
     Attributes:
-        how: ``maximum`` in [0, 1] (what Eq. 1 minimises: an instance is as full as its fullest
-            resource), ``sum`` in [0, 2] as published, ``weighted`` in [0, 1].
-        compute_weight: Of ``weighted``, in [0, 1]; memory weighs the rest.
+        how: Way of conversion: ``maximum`` in [0, 1] (the objective of Eq. 1: an instance is as
+            full as its fullest resource), ``sum`` in [0, 2] as published, ``weighted`` in [0, 1].
+        compute_weight: Weight of compute in ``weighted``, in [0, 1]; memory has the rest.
     """
 
     how: str = Scalar.MAXIMUM
@@ -57,12 +57,12 @@ class ScalarLoad:
 
 
 def load_of(report: InstanceReport) -> Load:
-    """Returns the load vector of a report, both shares cut to [0, 1].
+    """Return the load vector of a report, both shares clipped to [0, 1].
 
-    Compute is busy time times the fill of a step: an engine with one request decodes all the
-    time and is far from loaded. Both factors come from the worker.
+    Compute is busy time multiplied by the fill of a step: an engine with one request decodes all
+    the time and is far from loaded. Both factors come from the worker.
     """
-    # No min() and max(): asked of thousands of instances at once.
+    # No min() and max(), for speed: called for thousands of instances at once.
     compute, memory = report.busy_fraction * report.step_fill_fraction, report.kv_used_fraction
     return Load(
         (compute if compute < 1.0 else 1.0) if compute > 0.0 else 0.0,
@@ -71,7 +71,7 @@ def load_of(report: InstanceReport) -> Load:
 
 
 class LeftOut(StrEnum):
-    """Reason that an instance is left out of a decision: shown to people, and a metric's label."""
+    """Reason that an instance is left out of a decision: shown to users, and a metric's label."""
 
     NOT_READY = "not ready"
     NO_REPORT = "has never reported"
@@ -81,11 +81,11 @@ class LeftOut(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """The instances of a cluster view, apart by whether their numbers can be used.
+    """Instances of a cluster view, separated by whether their reports can be used.
 
     Attributes:
-        views: Ready, with facts and a fresh report; in the order of ids.
-        left_out: The others, each with the reason.
+        views: Ready instances with facts and a fresh report, in the order of ids.
+        left_out: Reason for each other instance.
     """
 
     views: tuple[InstanceView, ...]
@@ -93,17 +93,17 @@ class Judged:
 
 
 def judge(cluster: ClusterView, stale_after_s: float = STALE_AFTER_S) -> Judged:
-    """Returns which instances a migration decision may count on.
+    """Return the instances that a migration decision may use, and those that it leaves out.
 
-    A silent instance is neither source nor target: its numbers describe the past. It stays in
-    the routing policies' sight, which have counts of their own.
+    A silent instance is neither source nor target: its numbers describe the past. Routing policies
+    still see it, since the router has counts of its own.
     """
     usable = []
     left_out = {}
     now_s = cluster.now_s
     for _, view in sorted(cluster.instances.items()):
         report = view.report
-        # Most are usable, which is seen here without a call for each of thousands.
+        # Most instances are usable: test this without a call for each of thousands.
         is_usable = view.ready and view.facts is not None and report is not None
         if is_usable and report is not None and now_s - report.at_s <= stale_after_s:
             usable.append(view)
@@ -128,7 +128,8 @@ def _reason(view: InstanceView, now_s: float, stale_after_s: float) -> LeftOut |
 
 
 SMOOTHING_S = 5.0
-"""Long enough that chance arrivals average out, short against the horizon of a migration."""
+"""Smoothing time in seconds: long enough to average out random arrivals, short relative to the
+horizon of a migration."""
 
 Reports = Mapping[InstanceId, InstanceReport]
 
@@ -136,15 +137,15 @@ Reports = Mapping[InstanceId, InstanceReport]
 def smoothed(
     cluster: ClusterView, before: Reports, window_s: float = SMOOTHING_S
 ) -> tuple[ClusterView, Reports]:
-    """Returns ``cluster`` with smoothed reports, and those to hand in the next time.
+    """Return ``cluster`` with smoothed reports, and these reports for the next call.
 
-    Pure: what went before comes in and goes out. A migration is decided for tens of seconds, on
-    what lasts. An instance whose role or placements have changed since starts afresh, since what
-    it reported before says nothing of it.
+    Pure: the previous reports are an argument and part of the result. A migration is decided for
+    tens of seconds, so only lasting loads matter. Smoothing starts anew for an instance whose role
+    or placements have changed, since its earlier reports describe another state.
 
     Args:
-        before: What the last call returned; empty at first.
-        window_s: Time constant of the exponential mean.
+        before: Reports that the last call returned; empty at first.
+        window_s: Time constant of the exponential mean, in seconds.
     """
     views = {}
     after = {}
@@ -175,7 +176,7 @@ def _reporting(view: InstanceView, report: InstanceReport) -> InstanceView:
     return InstanceView(*values)
 
 
-# ``dataclasses.replace`` takes several times as long, and this is done for every instance.
+# ``dataclasses.replace`` takes several times as long, and views are copied for every instance.
 _report_names = [field.name for field in fields(InstanceReport)]
 _view_names = [field.name for field in fields(InstanceView)]
 _report_values = attrgetter(*_report_names)

@@ -1,7 +1,7 @@
 """Rebalancing: which streams leave an overloaded instance for one with fewer requests. Pure.
 
 The idea is the live rescheduling of Llumnix (OSDI 2024, section 4.3): a router sees a request once,
-when it arrives; what becomes of its instance afterwards is corrected by moving requests. Here a
+when it arrives; later changes of its instance's load are corrected by moving requests. Here a
 stream moves through the global store, which has the whole blocks of its KV, so moving costs one
 fetch and the computation of its last block.
 """
@@ -22,23 +22,23 @@ _USUAL_REMAINING_TOKENS = 100.0
 class RebalanceOptions:
     """Options of the rebalancer.
 
-    With a limit of the time per token, instances that compute prompts too are left to the router,
-    which weighs each request against the limits and may load one of them more on purpose.
+    With a limit of the time per token, instances that also compute prompts are left to the router,
+    which checks each request against the limits and may load one of them more on purpose.
 
     Attributes:
         interval_s: Time between two decisions.
         threshold: Multiple of its share of requests above which streams begin to leave an instance.
         idle_fraction: Part of its share below which an instance is nearly idle: then streams leave
             every instance that is above ``target``.
-        target: Multiple of its share above which streams go on leaving, once they have begun.
-        least_excess: Number of requests above its share that an overloaded instance has at least.
-        cooldown_s: Time for which a stream that has moved stays where it is.
-        moved_fraction: Share of an instance's requests that move in one decision at most.
+        target: Multiple of its share above which streams continue to leave, once they have begun.
+        least_excess: Minimum number of requests above its share of an overloaded instance.
+        cooldown_s: Time after a move in which a stream does not move again, in seconds.
+        moved_fraction: Maximum share of an instance's requests that move in one decision.
         least_moved: Number of requests that may move in one decision, whatever the share.
-        least_gain: Predicted saving of a move of a running stream over its cost, at least.
-        tpot_s: Limit of the time between two tokens; what comes to an instance may not make its
-            steps longer. 0 is none.
-        max_kv_fraction: Instances whose KV memory is fuller receive no stream.
+        least_gain: Minimum ratio of predicted saving to cost for a move of a running stream.
+        tpot_s: Limit of the time between two tokens, in seconds, which streams that arrive at an
+            instance must not exceed; 0 is no limit.
+        max_kv_fraction: Use of KV memory above which an instance receives no stream, in [0, 1].
     """
 
     interval_s: float = 1.0
@@ -55,7 +55,7 @@ class RebalanceOptions:
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """Roles whose instances are balanced, each among themselves."""
+        """Roles whose instances are balanced, each role by itself."""
         return (Role.DECODE,) if self.tpot_s else (Role.DECODE, Role.COLOCATED)
 
 
@@ -63,9 +63,9 @@ class Stream(NamedTuple):
     """A request that decodes, or waits to, and can move.
 
     Attributes:
-        key: Identifies it to the caller.
-        tokens: Number of tokens whose KV it would fetch elsewhere.
-        is_waiting: Flag: its instance has not computed anything of it yet.
+        key: Key by which the caller identifies the stream.
+        tokens: Number of tokens whose KV another instance would fetch.
+        is_waiting: True if its instance has not computed anything of it yet.
         moved_s: Time of its last move; None if it has not moved.
     """
 
@@ -80,16 +80,16 @@ class DecodeLoad(NamedTuple):
 
     Attributes:
         num_requests: Number of requests that it holds whose prompts are computed.
-        num_waiting: Number of them that its engine has not put into a batch.
-        streams: Returns the requests that can move, the oldest first; called for overloaded
-            instances only.
-        speed: Speed of its device against the others.
+        num_waiting: Number of these requests that its engine has not put into a batch.
+        streams: Function that returns the requests that can move, the oldest first; called for
+            overloaded instances only.
+        speed: Speed of its device relative to the others.
         kv_used_fraction: Share of its KV memory in use, in [0, 1].
-        step_s: Time of one of its steps; 0 if not measured.
+        step_s: Time of one of its steps, in seconds; 0 if not measured.
         growing_fraction: Share of that time that grows with its requests, in [0, 1].
-        fetch_token_s: Time to fetch the KV of one token from the store.
-        fixed_s, request_s, token_s: Time of a step without requests, and what each request and
-            each token of its KV adds; 0 if not learnt.
+        fetch_token_s: Time to fetch the KV of one token from the store, in seconds.
+        fixed_s, request_s, token_s: Time of a step without requests, and the time that each request
+            and each token of its KV adds, in seconds; 0 if not learnt.
     """
 
     id: InstanceId
@@ -109,10 +109,10 @@ class DecodeLoad(NamedTuple):
 def load_of(
     view: InstanceView, num_requests: int, streams: Callable[[], Sequence[Stream]]
 ) -> DecodeLoad:
-    """Return the load of an instance, as its last report has it.
+    """Return the load of an instance by its last report.
 
     Args:
-        num_requests, streams: As in ``DecodeLoad``.
+        num_requests, streams: Fields of ``DecodeLoad``.
     """
     report, speed = view.report, view.facts.speed if view.facts is not None else 1.0
     if report is None:
@@ -148,8 +148,8 @@ def choose_moves(
 
     Args:
         loads: All ready instances that serve decode legs.
-        now_s: On the clock of ``Stream.moved_s``.
-        remaining_tokens: Expected number of output tokens that a running stream still has.
+        now_s: Present time, on the clock of ``Stream.moved_s``.
+        remaining_tokens: Expected number of output tokens that a running stream still generates.
         begun: Instances whose streams left in the last decision.
     """
     total, speed = sum(one.num_requests for one in loads), sum(one.speed for one in loads)
@@ -203,9 +203,9 @@ def choose_moves(
 
 
 def _room(receiver: DecodeLoad, share: float, context: float, tpot_s: float) -> int:
-    """Return the number of streams of ``context`` tokens that may come.
+    """Return the number of streams of ``context`` tokens that ``receiver`` may get.
 
-    With them it has its share of the requests at most, and its steps are within the limit.
+    With them, the receiver has at most its share of the requests, and its steps keep the limit.
     """
     room = ceil(share) - receiver.num_requests
     each_s = receiver.request_s + context * receiver.token_s
@@ -216,12 +216,12 @@ def _room(receiver: DecodeLoad, share: float, context: float, tpot_s: float) -> 
 
 
 def remaining_tokens(lengths: OutputLengths | None) -> float:
-    """Return the mean number of output tokens that a stream still has.
+    """Return the mean number of output tokens that a stream still generates.
 
-    A stream that decodes at some moment has half of its answer left, on average.
+    A stream that decodes at some moment has half of its output left, on average.
 
     Args:
-        lengths: Lengths of the last answers; None before the first has ended.
+        lengths: Lengths of recent outputs; None before the first request has ended.
     """
     if lengths is None:
         return _USUAL_REMAINING_TOKENS
@@ -239,7 +239,7 @@ def _pays(
     remaining_tokens: float,
     options: RebalanceOptions,
 ) -> bool:
-    """Return whether the stream's remaining steps get shorter by more than the move takes."""
+    """Return whether the remaining steps save at least ``least_gain`` times the cost of a move."""
     if not source.step_s:
         return True
     relief = 1.0 - (lightest * source.speed + 1) / source.num_requests

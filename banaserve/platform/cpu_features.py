@@ -1,6 +1,6 @@
-"""Instructions of this processor, the number type that engines compute in on it, and AMX's leave.
+"""Instructions of this processor, the number type that engines use on it, and permission for AMX.
 
-AMX is used by leave of Linux: a process asks once (``arch_prctl``, Documentation/arch/x86/xstate).
+Linux permits AMX to a process that asks once (``arch_prctl``, Documentation/arch/x86/xstate).
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 BFLOAT16_FLAGS = {"x86_64": ("avx512_bf16", "amx_bf16"), "aarch64": ("bf16",)}
-"""By architecture: with any of these the processor multiplies bfloat16 itself."""
+"""Flags by architecture: with any of them the processor has bfloat16 instructions."""
 _FIELDS = ("flags", "Features")  # x86, ARM
 _ARCH_PRCTL, _ASK_LEAVE, _TILE_DATA = 158, 0x1023, 18
 
 
 @dataclass(frozen=True, slots=True)
 class DtypeChoice:
-    """A number type, as vLLM's ``--dtype`` names it, and the reason in one phrase."""
+    """A number type, as vLLM's ``--dtype`` names it, and the reason for it in one phrase."""
 
     name: str
     reason: str
@@ -29,13 +29,13 @@ class DtypeChoice:
 
 
 def choose_dtype(machine: str, flags: Set[str]) -> DtypeChoice:
-    """The faster type on a processor: bfloat16 where it has instructions for it, else float32.
+    """Return the faster type on a processor: bfloat16 if it has instructions for it, else float32.
 
     Without them bfloat16 is emulated: 9 GFLOP/s against 67 in float32 on one AVX2 core.
 
     Args:
-        machine: As ``platform.machine()`` names it.
-        flags: As in /proc/cpuinfo.
+        machine: Architecture, as ``platform.machine()`` names it.
+        flags: Flags of the processor, as in /proc/cpuinfo.
     """
     wanted = BFLOAT16_FLAGS.get(machine, ())
     if found := [flag for flag in wanted if flag in flags]:
@@ -45,7 +45,7 @@ def choose_dtype(machine: str, flags: Set[str]) -> DtypeChoice:
 
 
 def read_cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """The flags of the first processor; empty where they cannot be read."""
+    """Return the flags of the first processor; empty if they cannot be read."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
@@ -58,9 +58,9 @@ def read_cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
 
 
 def ask_for_amx() -> None:
-    """Let this process compute with AMX's tiles, where the processor has them; else nothing.
+    """Ask Linux to let this process use AMX tiles; no effect if the processor has none.
 
-    A process that has not asked ends with SIGILL at the first tile. oneDNN asks at its first
+    A process without permission is killed by SIGILL at its first tile. oneDNN asks at its first
     product, vLLM's attention does not: a process that begins with attention has to ask itself.
     """
     if platform.machine() == "x86_64":

@@ -1,10 +1,10 @@
-"""Huge pages for memory that is read whole again and again: weights and caches on a CPU.
+"""Huge pages for memory that is repeatedly read as a whole: weights and caches on a CPU.
 
-Each step of an engine reads every weight. In pages of 4 KiB those are hundreds of thousands of
-entries of the page table a step, and in a virtual machine each is looked up twice; in pages of
-2 MiB they are hundreds. Most distributions give huge pages to those alone who ask (``madvise``). A
-process that was forked cannot have its allocator ask, so what lies there already is gathered into
-them instead (``MADV_COLLAPSE``, Linux 6.1; before, the kernel does it by and by).
+Each step of an engine reads every weight. With pages of 4 KiB, a step needs hundreds of thousands
+of page-table entries, and in a virtual machine each is looked up twice; with pages of 2 MiB it
+needs hundreds. Most distributions give huge pages only to processes that ask (``madvise``). In a
+forked process the allocator cannot ask for existing memory, so that memory is gathered into huge
+pages instead (``MADV_COLLAPSE``, Linux 6.1; in older versions the kernel does it gradually).
 """
 
 from __future__ import annotations
@@ -19,28 +19,29 @@ import numpy as np
 import numpy.typing as npt
 
 VARIABLE = "THP_MEM_ALLOC_ENABLE"
-"""PyTorch's own, for its allocator; with 0 nothing is gathered either."""
+"""PyTorch's variable for huge pages of its allocator; with 0, nothing is gathered either."""
 PAGE_BYTES = 2 << 20
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
 _ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _PAGEMAP = Path("/proc/self/pagemap")
 _ENTRY_BYTES = 8
 _OWN = np.uint64(1 << 63 | 1 << 56)
-"""Bits of a page that is in memory, and in no other process (admin-guide/mm/pagemap of Linux)."""
+"""Bits of a page that is in memory, and mapped by no other process (Linux,
+admin-guide/mm/pagemap)."""
 _OWN_SHARE = 0.9
-"""Least part of a huge page that this process has: gathering fills the rest with zeros, or copies
-what it shares with the process that it was forked from."""
+"""Minimum fraction of a huge page that this process must own: gathering fills the rest with zeros,
+or copies pages shared with the process that it was forked from."""
 Span = tuple[int, int]
-"""First address, and the one behind the last."""
+"""First address, and the address after the last one."""
 
 
 def gather(enabled: Path = _ENABLED) -> int:
-    """Put what this process has of private memory into huge pages, where the system has them.
+    """Gather this process's private memory into huge pages, if the system offers them.
 
-    Takes about a second for 2 GiB. Threads may go on using the memory meanwhile.
+    Takes about a second for 2 GiB. Threads may use the memory meanwhile.
 
     Returns:
-        Bytes for which the system was asked.
+        Number of bytes for which huge pages were requested.
     """
     if os.environ.get(VARIABLE) == "0" or not are_offered(enabled):
         return 0
@@ -49,7 +50,7 @@ def gather(enabled: Path = _ENABLED) -> int:
     asked_bytes = 0
     for within in private_spans(Path("/proc/self/maps").read_text().splitlines()):
         for first, end in worth_gathering(within[0], _pages(within)):
-            # What fails stays in small pages: there is no room, or the kernel is older.
+            # On failure memory stays in small pages: no huge page is free, or the kernel is older.
             for advice in (_MADV_HUGEPAGE, _MADV_COLLAPSE):
                 advise(first, end - first, advice)
             asked_bytes += end - first
@@ -57,7 +58,7 @@ def gather(enabled: Path = _ENABLED) -> int:
 
 
 def are_offered(enabled: Path = _ENABLED) -> bool:
-    """Whether this system has huge pages for who asks."""
+    """Return whether this system offers huge pages to processes that ask."""
     try:
         return "[never]" not in enabled.read_text()
     except OSError:
@@ -65,7 +66,7 @@ def are_offered(enabled: Path = _ENABLED) -> bool:
 
 
 def private_spans(maps: Iterable[str]) -> Iterator[Span]:
-    """Returns the huge pages' room of each mapping of no file, by ``/proc/PID/maps``."""
+    """Yield the span of whole huge pages in each private anonymous mapping of /proc/PID/maps."""
     for line in maps:
         span, rights, _, _, inode, *_ = line.split()
         if rights != "rw-p" or inode != "0":
@@ -80,11 +81,12 @@ def private_spans(maps: Iterable[str]) -> Iterator[Span]:
 
 
 def worth_gathering(first: int, pages: npt.NDArray[np.uint64]) -> Iterator[Span]:
-    """Returns those of a mapping's huge pages of which this process has nearly all itself.
+    """Yield the spans of a mapping's huge pages that this process owns almost entirely.
 
     Args:
-        first: Address of the first.
-        pages: What ``/proc/PID/pagemap`` says of each small page from there, whole huge ones.
+        first: Address of the first huge page.
+        pages: Entry of ``/proc/PID/pagemap`` for each small page from ``first``, for a whole
+            number of huge pages.
     """
     small_each = PAGE_BYTES // mmap.PAGESIZE
     is_own = ((pages & _OWN) == _OWN).reshape(-1, small_each).mean(axis=1) >= _OWN_SHARE

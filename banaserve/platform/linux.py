@@ -1,4 +1,4 @@
-"""Linux calls that the standard library does not wrap, or wraps without letting go of the GIL."""
+"""Linux calls that the standard library does not wrap, or wraps without releasing the GIL."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ MADV_DONTNEED = 4
 MADV_REMOVE = 9
 MADV_POPULATE_WRITE = 23
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""Of a memory file that is shared: one side could shrink it and kill the others with SIGBUS."""
+"""Seals of a shared memory file: otherwise one side could shrink it and kill others by SIGBUS."""
 _M_ARENA_MAX = -8
 _POPULATE_STEP_BYTES = 64 * 2**20
 _SO_PEERPIDFD = 77
 _CREDENTIALS = struct.Struct("3i")
 _TCP_INFO = struct.Struct("8B12I")
 _LAST_DATA_RECEIVED_MS = 19
-"""Its place in ``struct tcp_info``, behind eight bytes and eleven numbers."""
+"""Index in ``struct tcp_info``, after eight bytes and eleven numbers."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def madvise(address: int, num_bytes: int, advice: int) -> None:
-    """``madvise(2)``, without the GIL.
+    """Call ``madvise(2)``, without the GIL.
 
     Raises:
-        OSError: The kernel refused.
+        OSError: The kernel refused the advice.
     """
     if _libc.madvise(address, num_bytes, advice):
         number = ctypes.get_errno()
@@ -41,17 +41,17 @@ def madvise(address: int, num_bytes: int, advice: int) -> None:
 
 
 def limit_heaps(count: int) -> bool:
-    """Let malloc have at most so many heaps, which threads share; False where it is not glibc's.
+    """Limit malloc to ``count`` heaps, shared by threads; return False if malloc is not glibc's.
 
-    Without a limit each new thread gets one of its own, up to eight for each core, and what it
-    leaves there when it ends is reused by few.
+    Without a limit each new thread gets its own heap, up to eight per core, and the memory that a
+    thread leaves in its heap is hardly reused.
     """
     mallopt = getattr(_libc, "mallopt", None)
     return mallopt is not None and mallopt(_M_ARENA_MAX, count) == 1
 
 
 def give_back_heaps() -> None:
-    """Give memory that is free in malloc's heaps back to the system, where glibc is there."""
+    """Return free memory in malloc's heaps to the system, if malloc is glibc's."""
     trim = getattr(_libc, "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -61,11 +61,11 @@ def populate(address: int, num_bytes: int) -> bool:
     """Make every page of a range present and mapped for writing, without changing its bytes.
 
     Args:
-        address: Of a page.
-        num_bytes: Up to any byte of the last page.
+        address: Address of a page.
+        num_bytes: Length of the range, which may end within its last page.
 
     Returns:
-        False where the kernel cannot: Linux before 5.14.
+        False if the kernel does not support it: Linux before 5.14.
 
     Raises:
         OSError: There is not enough memory.
@@ -82,43 +82,43 @@ def populate(address: int, num_bytes: int) -> bool:
 
 
 class Credentials(NamedTuple):
-    """The process at the other end of a Unix socket when it connected or began to listen."""
+    """Process at the other end of a Unix socket when it connected or began to listen."""
 
     pid: int
     uid: int
 
 
 def peer_of(sock: socket.socket) -> Credentials:
-    """Who is at the other end; the kernel vouches for it."""
+    """Return the credentials of the peer's process, as verified by the kernel."""
     size = _CREDENTIALS.size
     pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return Credentials(pid, uid)
 
 
 def is_own(peer: Credentials) -> bool:
-    """Whether a peer is run by this process's user, or by root."""
+    """Return whether a peer is run by this process's user, or by root."""
     return peer.uid in (os.geteuid(), 0)
 
 
 def since_received_s(sock: socket.socket) -> float:
-    """Seconds since the last bytes have come on a TCP connection.
+    """Return the seconds since a TCP connection last received bytes.
 
     Raises:
-        OSError: It is none, or closed.
+        OSError: The socket is no TCP connection, or is closed.
     """
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
     return float(_TCP_INFO.unpack(info)[_LAST_DATA_RECEIVED_MS]) / 1000.0
 
 
 def open_peer_pidfd(sock: socket.socket) -> int:
-    """A pidfd of the peer's process, which becomes readable when that process is dead.
+    """Return a pidfd of the peer's process, which becomes readable when that process has died.
 
-    A closed socket alone does not tell: a process that the peer has forked may hold it open.
+    Closing of the socket is no reliable sign: a process that the peer has forked may hold it open.
     ``SO_PEERPIDFD`` (Linux 6.5) also works for a process of another PID namespace, and cannot meet
-    a reused pid; older kernels get ``pidfd_open``.
+    a reused pid; on older kernels ``pidfd_open`` is used.
 
     Raises:
-        OSError: The process is dead already or cannot be named from here.
+        OSError: The process has already died, or is not visible from this namespace.
     """
     try:
         return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
@@ -127,7 +127,7 @@ def open_peer_pidfd(sock: socket.socket) -> int:
 
 
 def visible_gpus() -> list[str]:
-    """Names of the GPUs for this process, as CUDA_VISIBLE_DEVICES has them; asks no driver."""
+    """Return the names of this process's GPUs, as in CUDA_VISIBLE_DEVICES; asks no driver."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name.strip() for name in visible.split(",") if name.strip()]
@@ -141,10 +141,10 @@ _CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 def available_memory_bytes(group: Path = _CONTROL_GROUP) -> int:
-    """Memory that can be taken without swapping, within the limit of control group ``group``.
+    """Return the memory available without swapping, within the limit of control group ``group``.
 
-    Files that were read lie in memory until others need it: what a group uses counts them, and they
-    are no reason to refuse.
+    A group's use includes cached files, which stay in memory until it is needed: they count as
+    available.
     """
     available_bytes = _meminfo_bytes("MemAvailable")
     try:

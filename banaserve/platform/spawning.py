@@ -1,6 +1,6 @@
-"""Python processes of this package that are told what to do on standard input.
+"""Python processes of this package that get their instructions on standard input.
 
-Every user of the machine sees command lines, and what a process is to do may hold secrets.
+Every user of the machine can see command lines, and the instructions may contain secrets.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ def spawn_module(
 ) -> subprocess.Popen[bytes]:
     """Start ``python -m module ARGUMENTS...``, which reads ``said`` from its standard input.
 
-    Call it from a thread that lives as long as the process is to live, where that dies with its
-    parent.
+    If the process is to die with its parent, call this from a thread that lives as long as the
+    process should.
 
     Args:
-        in_session: Whether it stays in this process's session.
-        output: Descriptor for what it prints; None for where this process prints.
+        in_session: True if the process stays in this process's session.
+        output: Descriptor for the process's output; None for that of this process.
 
     Raises:
-        OSError: There are no means for another process.
+        OSError: The system has no resources for another process.
     """
     command = [sys.executable, "-m", module, *arguments]
     memory = os.memfd_create("launch")

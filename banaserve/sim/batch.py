@@ -1,4 +1,4 @@
-"""Requests of a simulated engine: queue, batch and KV memory. Knows no time.
+"""Requests of a simulated engine: queue, batch and KV memory, without any notion of time.
 
 KV is counted in tokens; a partial block counts as its tokens. A prompt gets room for all of its
 tokens when it is admitted, so that it never waits half computed.
@@ -17,11 +17,11 @@ from banaserve.sim.request import SimRequest
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """vLLM's ``max_num_batched_tokens`` and ``max_num_seqs``, and the share of KV kept free.
+    """Limits like vLLM's ``max_num_batched_tokens`` and ``max_num_seqs``, and the KV kept free.
 
     Attributes:
-        watermark_fraction: Of the KV cache; nothing new is admitted into it, so that what
-            decodes can grow.
+        watermark_fraction: Fraction of the KV cache into which no new request is admitted, so that
+            decoding requests can grow.
     """
 
     step_tokens: int = 2048
@@ -30,10 +30,10 @@ class EngineLimits:
 
 
 class SimBatch:
-    """State of vLLM's scheduler: first come, first served, preempting the last that came.
+    """State of a scheduler like vLLM's: first come, first served, preempting the last that came.
 
     Args:
-        fetch: Called with a request whose KV lies elsewhere once there is room for it.
+        fetch: Called with a request whose KV is elsewhere, once there is room for that KV.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class SimBatch:
 
     @property
     def num_streams(self) -> int:
-        """Requests whose prompts are computed, here or elsewhere."""
+        """Return the number of requests whose prompts are computed, here or elsewhere."""
         num_prompts = len(self.prefilling) + sum(not one.generated for one in self.waiting)
         return self.num_running + len(self.waiting) - num_prompts
 
     @property
     def work(self) -> StepWork:
-        """Work of a step with the requests that it has at present."""
+        """Return the work of a step with the present requests."""
         tokens = computed = 0
         for request in self.prefilling:
             tokens += request.to_compute
@@ -81,7 +81,7 @@ class SimBatch:
 
     @property
     def is_short_of_kv(self) -> bool:
-        """Whether the next request waits for room for its tokens, and for nothing else."""
+        """Return whether the next request waits for KV room, and for nothing else."""
         if not self.waiting or self.num_running >= self.limits.max_requests:
             return False
         return not self._has_room(self.waiting[0])
@@ -96,8 +96,8 @@ class SimBatch:
         return ends[0][0] - self._steps_done
 
     def _has_room(self, request: SimRequest) -> bool:
-        """Whether ``request`` may be admitted: there is room for the whole of what it needs."""
-        # ``num_running`` and ``needed_tokens`` written out: asked at every step and arrival.
+        """Return whether ``request`` may be admitted: there is room for all that it needs."""
+        # ``num_running`` and ``needed_tokens`` are inlined: this runs at every step and arrival.
         running = len(self.decoding) + len(self.prefilling) + len(self.loading)
         running += len(self._joining)
         if running >= self.limits.max_requests:
@@ -109,7 +109,7 @@ class SimBatch:
         return needed <= self.kv_tokens - self.used_tokens
 
     def _admit(self) -> None:
-        """First come, first served."""
+        """Admit waiting requests that fit, first come, first served."""
         while self.waiting and self._has_room(self.waiting[0]):
             request = self.waiting.popleft()
             self.used_tokens += request.needed_tokens
@@ -122,12 +122,12 @@ class SimBatch:
                 self._fetch(request)
 
     def _take_fetched(self) -> int:
-        """Prefix tokens that those admitted since the last step fetch."""
+        """Return and reset the prefix tokens to fetch for requests admitted since the last step."""
         tokens, self._fetched_tokens = self._fetched_tokens, 0
         return tokens
 
     def _plan_chunks(self) -> tuple[int, int]:
-        """Shares the tokens of a step among the prompts under way; returns tokens and pairs."""
+        """Share the tokens of a step among the prompts under way; return tokens and pairs."""
         left = self.limits.step_tokens - len(self.decoding)
         total = pairs = 0
         for request in self.prefilling:
@@ -141,7 +141,7 @@ class SimBatch:
         return total, pairs
 
     def _enter(self, request: SimRequest) -> None:
-        """At a boundary between two steps: ``request`` decodes from the next one on."""
+        """Let ``request`` decode from the next step on; called between two steps."""
         request.joined_step = self._steps_done
         request.end_step = self._steps_done + request.output_tokens - request.generated
         self.decoding[request.id] = request
@@ -156,7 +156,7 @@ class SimBatch:
         request.joined_step = self._steps_done
 
     def generated_by(self, request: SimRequest) -> int:
-        """Tokens that ``request`` has by now, as of the last step that is over."""
+        """Return the tokens that ``request`` has generated up to the last finished step."""
         if self.decoding.get(request.id) is not request:
             return request.generated
         return request.generated + self._steps_done - request.joined_step
@@ -167,7 +167,7 @@ class SimBatch:
         self.used_tokens -= request.kv_tokens
 
     def _take_leaving(self) -> list[SimRequest]:
-        """At a boundary between two steps: those that decode elsewhere from now on."""
+        """Remove and return the requests that decode elsewhere from now on; between two steps."""
         leaving, self._leaving = self._leaving, []
         here = [request for request in leaving if self.decoding.get(request.id) is request]
         for request in here:
@@ -184,7 +184,7 @@ class SimBatch:
         self.waiting.appendleft(request)
 
     def _preempt_to_fit(self) -> None:
-        """Every decoding request needs room for a token; the last one that came goes first."""
+        """Preempt until every decoding request has room for a token; the last that came first."""
         if self._has_lost_kv:
             self._has_lost_kv = False
             for request in [*self.decoding.values()][::-1]:
@@ -198,7 +198,7 @@ class SimBatch:
             self._preempt(self.decoding[next(reversed(self.decoding))])
 
     def _take_step(self, steps: int) -> list[SimRequest]:
-        """Give every decoding request ``steps`` tokens; returns those that are done, gone."""
+        """Give every decoding request ``steps`` tokens; remove and return those that are done."""
         batch = len(self.decoding)
         self._steps_done += steps
         self._context += batch * steps
@@ -213,7 +213,7 @@ class SimBatch:
         return done
 
     def _take_all(self) -> list[SimRequest]:
-        """Empty the batch; returns the requests that were in it, oldest first."""
+        """Empty the batch; return the requests that were in it, oldest first."""
         lost = [*self.waiting, *self.prefilling, *self.loading.values(), *self._joining]
         for request in self.decoding.values():
             self._settle(request)
@@ -226,9 +226,9 @@ class SimBatch:
         return sorted(lost, key=lambda request: request.id)
 
     def check(self) -> None:
-        """Raises AssertionError on a broken invariant; for tests.
+        """Raise AssertionError on a broken invariant; for tests.
 
-        KV that is kept for other engines is not in any table, so the used tokens may be more.
+        KV that is kept for other engines is in no table, so the used tokens may be more.
         """
         held = sum(r.kv_tokens + self._steps_done - r.joined_step for r in self.decoding.values())
         assert held == self._context

@@ -44,7 +44,7 @@ class Goal:
     """Goal that a system must reach.
 
     Attributes:
-        relative_to: A system; then the ratio of the two values is what is bounded.
+        relative_to: Name of a second system; the goal then bounds the ratio of the two values.
     """
 
     system: str
@@ -59,7 +59,7 @@ class Goal:
             raise UserError(f"goal on {self.metric}: give one of at_least and at_most")
 
     def value(self, results: Mapping[str, Mapping[str, Any]]) -> float:
-        """Returns the metric, or its ratio, in the results of all systems."""
+        """Return the metric, or its ratio, in the results of all systems."""
         own = float(results[self.system][self.metric])
         if self.relative_to is None:
             return own
@@ -75,10 +75,10 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One scenario, with the systems that are sent through it.
+    """Scenario, with the systems that are sent through it.
 
     Attributes:
-        profile_name: Of ``profile``, or its file.
+        profile_name: Name or file of ``profile``.
     """
 
     name: str
@@ -94,26 +94,26 @@ class Case:
     goals: tuple[Goal, ...]
 
     def requests(self, seed: int) -> Iterator[SimRequest]:
-        """Yields the requests of its phases."""
+        """Yield the requests of the case's phases."""
         return drawn(self.phases, seed, self.repeat)
 
     @property
     def expected_requests(self) -> int:
-        """How many come on average."""
+        """Return the mean number of requests of a run."""
         return round(self.repeat * sum(p.rate_per_s * p.duration_s for p in self.phases))
 
 
 def names() -> list[str]:
-    """Returns the names of the cases that come with the package."""
+    """Return the names of the cases that come with the package."""
     return sorted(path.stem for path in BUILT_IN.glob("*.toml"))
 
 
 def read(name_or_path: str) -> Case:
-    """Reads a built-in case by its name, or a file that ends in ``.toml``.
+    """Read a built-in case by its name, or a file that ends in ``.toml``.
 
     Raises:
-        UserError: An unknown name, a file that cannot be read, a key that is missing, unknown or
-            absurd; names file and key. Nothing has run then.
+        UserError: The name is unknown, the file cannot be read, or a key is missing, unknown or
+            invalid; the message names file and key. Nothing has run then.
     """
     if name_or_path.endswith(".toml"):
         path = Path(name_or_path)
@@ -205,7 +205,7 @@ def _list(path: Path, table: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def _built(path: Path, name: str, entry: Any, kind: type[Any]) -> Any:
-    """Builds ``kind`` from a table; its own checks are named with file and section."""
+    """Build ``kind`` from a table; its own errors are reported with file and section."""
     if not isinstance(entry, Mapping):
         raise UserError(f"{path}: {name} is no section")
     check_keys(path, f"{name}.", entry, tuple(field.name for field in fields(kind)))

@@ -37,45 +37,46 @@ from banaserve.types import (
 )
 
 _REPEAT_S = 0.5
-"""A request that no instance can take is tried again after this."""
+"""Time after which a request that no instance could take is tried again, in seconds."""
 
 Far = Mapping[InstanceId, Mapping[InstanceId, Distance | None]]
-"""Of each instance the ways to those on other machines, as ``InstanceView.far`` has them."""
+"""Network paths of each instance to those on other machines, as in ``InstanceView.far``."""
 
 
 class CellListener(Protocol):
-    """Told what becomes of a cell's requests, which are then not kept in ``Cell.finished``."""
+    """Listener to a cell's requests, which are then not kept in ``Cell.finished``."""
 
     def began(self, request: SimRequest) -> None:
-        """A prompt is computed; again where one runs again."""
+        """Learn that a prompt is computed; called again if the request runs again."""
 
     def ended(self, request: SimRequest) -> None:
-        """The last token has come."""
+        """Learn that the last token of a request is generated."""
 
     def stranded(self, request: SimRequest) -> bool:
-        """No instance serves; true takes the request away, else it waits for one to come back."""
+        """Learn that no instance serves; return True to take the request away, else it waits."""
 
 
 class Cell:
-    """Routes requests over its instances, hands KV over, and moves what its policy says.
+    """Group of instances that routes requests, hands KV over, and moves modules by its policy.
 
     Attributes:
-        load: Requests that are here and have not ended.
-        finished: Requests that have ended, in that order.
-        num_refused: Requests that fit no instance.
-        num_restarted: Legs that ran again because an instance died.
-        num_rebalanced: Streams that went on elsewhere because their instance was overloaded.
-        num_handed_over: Prompts fetched by the instance that decodes, and those of them that came
-            from another machine: ``num_handed_far``.
-        store: The global store's prefixes, where the system has one; shared by all cells.
+        load: Number of requests in the cell that have not ended.
+        finished: Requests that have ended, in the order of their ends.
+        num_refused: Number of requests that fit no instance.
+        num_restarted: Number of legs that ran again because an instance died.
+        num_rebalanced: Number of streams that left an overloaded instance.
+        num_handed_over: Number of prompts fetched by the instance that decodes; ``num_handed_far``
+            counts those of them that came from another machine.
+        store: Prefixes in the global store, shared by all cells; None if the system has no such
+            store.
         on_turn: Called with each turn of the control loop before its steps begin.
 
     Args:
-        turn: Its place among the cells.
+        turn: Index of the cell among the cells.
         lighter: Called with ``turn`` when a request has ended.
-        far: Ways between instances on different machines; none are where all share one.
-        nodes: Instances of each machine, where they share a prefix cache (``System.cache``).
-        listener: Told what becomes of requests.
+        far: Network paths between instances on different machines; None if all share one machine.
+        nodes: Instances of each machine, if they share a prefix cache (``System.cache``).
+        listener: Listener to the requests; None for none.
     """
 
     def __init__(
@@ -166,10 +167,10 @@ class Cell:
             )
         return SimInstance(engine, role, facts, tokens / step_s, self._token_s)
 
-    # ---- a request's way
+    # ---- the life of a request
 
     def submit(self, request: SimRequest) -> None:
-        """A request arrives."""
+        """Take and route an arriving request."""
         if request.prompt_tokens + request.output_tokens > self._max_tokens:
             self.num_refused += 1
             return
@@ -179,7 +180,7 @@ class Cell:
         self._send(request)
 
     def adopt(self, request: SimRequest, name: InstanceId, generated: int) -> None:
-        """Take over a request that decodes at ``name`` and has ``generated`` tokens by now."""
+        """Take over a request that decodes at ``name`` and has generated ``generated`` tokens."""
         instance = self.instances[name]
         request.generated, request.to_compute = generated, 0
         request.first_s = self._timeline.now_s
@@ -190,18 +191,18 @@ class Cell:
         instance.engine.submit(request)
 
     def expect(self, output_lengths: Iterable[int]) -> None:
-        """Let routing know what requests have generated before this simulation."""
+        """Tell the routing how many tokens each request generated before this simulation."""
         for tokens in output_lengths:
             self._output_lengths.ended(tokens)
 
     def observed(self) -> tuple[ObservedRequest, ...]:
-        """Returns the requests of the last while, as the router has seen them."""
+        """Return the requests of the last ``history_s`` seconds, as the router has seen them."""
         since_s = self._timeline.now_s - self._system.history_s
         self._seen = [one for one in self._seen if one.end_s < 0 or one.arrival_s >= since_s]
         return tuple(_observed(request) for request in self._seen)
 
     def view(self) -> ClusterView:
-        """Returns the instances as router and policy see them at this moment."""
+        """Return the instances as router and policy see them at this moment."""
         now_s, views = self._timeline.now_s, self._views
         for instance in self._everyone:
             if instance.is_dirty or now_s > instance.view_old_s:
@@ -211,10 +212,10 @@ class Cell:
         return ClusterView(now_s, views, under_way, output_lengths=lengths)
 
     def _send(self, request: SimRequest, avoided: InstanceId | None = None) -> None:
-        """Route ``request`` with everything that it has so far, and give it to its first leg.
+        """Route ``request`` with all its tokens so far, and give it to its first leg.
 
         Args:
-            avoided: Not chosen if any other instance can serve; None for none.
+            avoided: Instance that is not chosen if any other can serve; None for none.
         """
         tokens = request.to_compute + request.cached_tokens
         cached = request.cached_tokens
@@ -254,7 +255,7 @@ class Cell:
             return self._routing.route(asked, seen)
 
     def _prefilled(self, engine: SimEngine, request: SimRequest) -> bool:
-        """A prompt is computed: hand it over, unless it decodes where it is."""
+        """Hand over a request whose prompt is computed, unless it decodes where it is."""
         here = self.instances[engine.name]
         here.prefilled(request)
         request.comes()
@@ -280,8 +281,8 @@ class Cell:
         return False
 
     def _fetch(self, engine: SimEngine, request: SimRequest) -> None:
-        """The engine has room: fetches queue up at its link."""
-        if request.prefill is None:  # adopted: its KV is here already
+        """Fetch a request's KV, for which the engine has room; fetches queue up at its link."""
+        if request.prefill is None:  # adopted: the KV of the request is here already
             self._timeline.at(self._timeline.now_s, engine.join, request)
             return
         instance = self.instances[engine.name]
@@ -300,7 +301,7 @@ class Cell:
     def _fetched(self, request: SimRequest) -> None:
         engine = request.decode.engine
         if engine.loading.get(request.id) is not request:
-            return  # The engine has died: what was there runs again elsewhere, or will.
+            return  # The engine has died: its requests run again elsewhere, or will.
         source, request.held_by = request.held_by, None
         if source is not None and source.is_dead:
             engine.drop(request)
@@ -326,17 +327,17 @@ class Cell:
 
     @property
     def is_ready(self) -> bool:
-        """Whether an instance serves, as far as the router knows."""
+        """Return whether an instance serves, as far as the router knows."""
         return any(one.is_ready for one in self._everyone)
 
     @property
     def is_lost(self) -> bool:
-        """Whether every instance is dead and none comes back: what is here never ends."""
+        """Return whether all instances are dead for ever, so that requests here never end."""
         everyone = self.instances.values()
         return not self._num_returning and all(one.engine.is_dead for one in everyone)
 
     def control(self) -> None:
-        """One turn of the control loop, the one that serves."""
+        """Take one turn of the control loop, with the code of the real server."""
         self.placing.bend()
         limits = self._system.control_limits
         view = replace(self.view(), requests=self.observed())
@@ -351,7 +352,7 @@ class Cell:
                 self.placing.begin(step)
 
     def rebalance(self, options: RebalanceOptions) -> None:
-        """Let streams leave overloaded instances, by the decision of the server's rebalancer."""
+        """Let streams leave overloaded instances, as the server's rebalancer decides."""
         cluster, now_s = self.view(), self._timeline.now_s
         remaining = remaining_tokens(cluster.output_lengths)
         begun, self._rebalancing = self._rebalancing, set()
@@ -376,18 +377,20 @@ class Cell:
         self._send(*told)
 
     def kill(self, name: InstanceId, back_after_s: float | None) -> None:
-        """The instance dies; its requests run again elsewhere."""
+        """Let an instance die; its requests run again elsewhere."""
         self.kill_node([name], back_after_s)
 
     def kill_node(
         self, names: Sequence[InstanceId], back_after_s: float | None, notice_s: float = 0.0
     ) -> None:
-        """Instances die together, and the prefix cache of each with them.
+        """Let instances die together, and the prefix cache of each with them.
 
         Args:
-            names: Those that are alive.
-            back_after_s: When they serve again, empty; None is never. More than ``notice_s``.
-            notice_s: Until then the router sends requests there; they run elsewhere afterwards.
+            names: Ids of the instances, which are alive.
+            back_after_s: Time until the instances serve again, empty, in seconds; None for never.
+                Must be more than ``notice_s``.
+            notice_s: Time in seconds during which the router still sends requests there, which run
+                elsewhere afterwards.
         """
         dead = [self.instances[name] for name in names]
         lost = [request for one in dead for request in one.engine.kill()]
@@ -409,7 +412,7 @@ class Cell:
             self._memory = self._memory.with_failed(step.action, self._timeline.now_s)
 
     def _notice(self, told: tuple[list[SimInstance], list[SimRequest]]) -> None:
-        """The router knows that instances are dead: what was there, or was sent there, goes on."""
+        """Tell the router that instances are dead; restart the requests that were or went there."""
         dead, lost = told
         for one in dead:
             lost += one.engine.kill()
@@ -430,7 +433,7 @@ class Cell:
         dead.is_dirty = True
 
     def _restart(self, request: SimRequest) -> None:
-        """Run what is left again; the store still has whole blocks, another system has nothing."""
+        """Run the rest of a request again; only with a store, its whole blocks are kept."""
         self.num_restarted += 1
         if request.held_by is not None and not request.held_by.is_dead:
             request.held_by.release(request.kv_tokens)
@@ -440,9 +443,9 @@ class Cell:
         self._send(request)
 
     def _keep_stored(self, request: SimRequest) -> None:
-        """Let ``request`` begin anew with what the store has of it."""
+        """Let ``request`` begin anew with the blocks that the store has of it."""
         request.start_over()
-        # A store of one machine is lost with it, and what it held of a request is not told apart.
+        # A machine's store is lost with it, and the model does not track which blocks it held.
         is_kept = self._system.handover == "store" and self._system.cache != "node"
         if is_kept and request.generated:
             whole = (request.all_tokens - 1) // self._block_tokens * self._block_tokens

@@ -13,7 +13,7 @@ from banaserve.sim.request import SimRequest
 from banaserve.sim.result import SIMULATED
 
 _REQUESTS, _MOVES, _FIRST_INSTANCE = 0, 1, 2
-"""Rows of a system."""
+"""Row numbers within a system."""
 
 
 class ChromeTrace:
@@ -27,7 +27,7 @@ class ChromeTrace:
         self._clusters: list[SimCluster] = []
 
     def watch(self, system: str, cluster: SimCluster) -> None:
-        """See every step of ``cluster``, which has not run yet."""
+        """Record every step of ``cluster``, which has not run yet."""
         self._clusters.append(cluster)
         process = len(self._clusters)
         self._name("process_name", process, 0, f"{system} (simulated)")
@@ -39,7 +39,7 @@ class ChromeTrace:
             instance.engine.observe = self._observer(process, row)
 
     def write(self, path: Path) -> None:
-        """Writes what happened until now.
+        """Write all events so far.
 
         Raises:
             UserError: The file cannot be written.
@@ -82,7 +82,7 @@ def _move(process: int, start_s: float, took_s: float, words: str) -> dict[str, 
 
 
 def _request(process: int, request: SimRequest) -> list[dict[str, Any]]:
-    """Two spans that may overlap those of others: until the first token, and until the last."""
+    """Return two spans, until the first and the last token, that may overlap those of others."""
     base = {"cat": "request", "id": request.id, "pid": process, "tid": _REQUESTS}
     legs = {
         "prompt_tokens": request.prompt_tokens,

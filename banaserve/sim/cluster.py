@@ -20,11 +20,11 @@ from banaserve.sim.timeline import Timeline
 from banaserve.types import InstanceId, Role
 
 _GIVE_UP_S = 60.0
-"""A cluster in which nothing has happened for so long is left as it is, its requests unfinished."""
+"""Time without any event after which a cluster is left with its requests unfinished, in seconds."""
 
 
 class ClusterPart(NamedTuple):
-    """Every ``of``-th cell of a cluster, from the one at ``place`` on."""
+    """Part of a cluster: every ``of``-th cell, from the cell at ``place`` on."""
 
     place: int
     of: int
@@ -34,7 +34,7 @@ WHOLE = ClusterPart(0, 1)
 
 
 class SimCluster:
-    """Cells side by side; a request goes to the one with the fewest for its size."""
+    """Cells side by side; a request goes to the cell with the fewest requests for its size."""
 
     def __init__(
         self, timeline: Timeline, profile: Profile, system: System, part: ClusterPart = WHOLE
@@ -68,10 +68,10 @@ class SimCluster:
             self._tick_after(self._rebalance_options.interval_s, self._rebalance)
 
     def run(self, requests: Iterable[SimRequest]) -> None:
-        """Let ``requests``, in the order of their arrivals, come and all of them end."""
+        """Let ``requests`` arrive, in the order of their arrivals, and run until all have ended."""
         self._arrivals: Iterator[SimRequest] = iter(requests)
         self._next_arrival(None)
-        # Millions of requests live until the end; a collector would look at them again and again.
+        # Millions of requests live until the end; a collector would scan them again and again.
         was_collecting = gc.isenabled()
         gc.disable()
         try:
@@ -81,7 +81,7 @@ class SimCluster:
                 gc.enable()
 
     def _next_arrival(self, request: SimRequest | None) -> None:
-        """Only one arrival waits on the timeline, so that it stays short."""
+        """Put only the next arrival on the timeline, so that the timeline stays short."""
         if request is not None:
             self.cells[self._least()].submit(request)
         upcoming = next(self._arrivals, None)
@@ -91,10 +91,10 @@ class SimCluster:
             self._timeline.at(upcoming.arrival_s, self._next_arrival, upcoming)
 
     def _least(self) -> int:
-        """Returns the place of the cell with the fewest requests for its size, the first of equals.
+        """Return the place of the cell with the fewest requests for its size, the first of equals.
 
-        An entry of the heap may be too low, since requests have come, and is mended when it comes
-        up. It is never too high: where requests have ended a lower one is entered here.
+        An entry of the heap may be too low, since requests have arrived; it is corrected when it
+        reaches the top. It is never too high: where requests have ended, a lower entry is added.
         """
         cells, heap = self.cells, self._least_first
         if len(cells) == 1:
@@ -116,7 +116,7 @@ class SimCluster:
         self._num_ticks -= 1
         for cell in self.cells:
             cell.control()
-        # Nothing else is due: what waits fits nowhere, and only another placement could help.
+        # If nothing else is due, waiting requests fit nowhere; only another placement could help.
         is_stuck = self._timeline.num_due == self._num_ticks
         self._stuck_s = self._stuck_s + self._system.control_s if is_stuck else 0.0
         if self._is_needed and self._stuck_s < _GIVE_UP_S:
@@ -126,7 +126,7 @@ class SimCluster:
         self._num_ticks -= 1
         for cell in self.cells:
             cell.rebalance(self._rebalance_options)
-        # With nothing due but turns of control there is nothing that could move.
+        # If nothing is due but turns of control, there is no stream that could move.
         if self._is_needed and self._timeline.num_due > self._num_ticks:
             self._tick_after(self._rebalance_options.interval_s, self._rebalance)
 
@@ -139,10 +139,10 @@ class SimCluster:
         self._timeline.after(delay_s, tick)
 
     def find(self, name: str) -> tuple[Cell, SimInstance]:
-        """Returns an instance and its cell.
+        """Return an instance and its cell.
 
         Raises:
-            UserError: There is none of that name; names the nearest.
+            UserError: There is no instance of that name; the message names the nearest.
         """
         everyone = [str(known) for cell in self.cells for known in cell.instances]
         check_known("instance", name, everyone)
@@ -151,7 +151,7 @@ class SimCluster:
 
     @property
     def finished(self) -> list[SimRequest]:
-        """Requests that have ended, cell by cell."""
+        """Return the requests that have ended, cell by cell."""
         return [request for cell in self.cells for request in cell.finished]
 
 
@@ -160,10 +160,10 @@ def _load(cell: Cell) -> float:
 
 
 def cells_of(system: System) -> list[list[tuple[str, Role]]]:
-    """Splits the instances into cells in which every role of the system occurs.
+    """Split the instances into cells in which every role of the system occurs.
 
     Raises:
-        UserError: A cell would lack one.
+        UserError: A cell would lack a role.
     """
     everyone = system.roles()
     size = system.cell_size or len(everyone)

@@ -1,8 +1,8 @@
 """Simulated engine: iteration-level batching, chunked prefill, KV memory and preemption.
 
-It steps as vLLM does: each step takes a chunk of the prompts under way and one token of every
-decoding request. Steps with nothing but decoding are taken together until a request ends, the
-memory is full or a request arrives, at the cost of one event: their times sum up in closed form.
+The engine steps as vLLM does: each step takes a chunk of the prompts under way and one token of
+every decoding request. Steps that only decode are taken together, at the cost of one event, until a
+request ends, the memory is full or a request arrives: their times sum up in closed form.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from banaserve.types import InstanceId
 
 
 class SimEngine(SimBatch):
-    """One engine. Roles are the router's knowledge: any engine serves any leg.
+    """Simulated engine. Roles are the router's knowledge: any engine serves any leg.
 
     Args:
-        fetch: Called with a request whose KV lies elsewhere once there is room for it; calls
-            ``join`` when it is here.
-        prefilled: Called when a prompt is computed; true says that decoding goes on here.
+        fetch: Called with a request whose KV is elsewhere, once there is room for that KV; calls
+            ``join`` when the KV has arrived.
+        prefilled: Called when a prompt is computed; returns True if this engine decodes it, too.
         finished: Called when a request has its last token.
         left: Called with a request that leaves for another engine, as ``move_away`` has asked.
 
     Attributes:
-        observe: Where set, told of each step, or run of steps that only decode, when it is over:
-            its start, its time, the number of steps, of decoding requests and of prompt tokens.
+        observe: Called at the end of each step, or of each run of steps that only decode, with its
+            start, its duration, and the number of steps, decoding requests and prompt tokens; None
+            for no observer.
     """
 
     def __init__(
@@ -63,23 +64,23 @@ class SimEngine(SimBatch):
     # ---- from outside
 
     def submit(self, request: SimRequest) -> None:
-        """Take a request: with ``to_compute`` tokens to prefill, or with KV to fetch."""
+        """Take a request, with ``to_compute`` tokens to prefill or with KV to fetch."""
         self.waiting.append(request)
         self._wake()
 
     def join(self, request: SimRequest) -> None:
-        """The KV of ``request`` has come: it decodes from the next step on."""
+        """Let ``request``, whose KV has arrived, decode from the next step on."""
         if self.loading.pop(request.id, None) is not None:
             self._joining.append(request)
             self._wake()
 
     def release(self, tokens: int) -> None:
-        """KV that was kept for another engine is no longer needed."""
+        """Free KV that was kept for another engine."""
         self.used_tokens -= tokens
         self._wake()
 
     def resize(self, kv_tokens: int) -> None:
-        """Change the size of the KV cache; what no longer fits is preempted at the next step."""
+        """Resize the KV cache; requests that no longer fit are preempted at the next step."""
         self.kv_tokens = kv_tokens
         self._wake()
 
@@ -88,7 +89,7 @@ class SimEngine(SimBatch):
         self._stall_s += seconds
 
     def kill(self) -> list[SimRequest]:
-        """Die; returns the requests that were here, oldest first, with the tokens they got."""
+        """Die; return the requests that were here, oldest first, with the tokens they got."""
         start_s, first_s, growth_s, _, steps = self._run
         elapsed_s = self._timeline.now_s - start_s
         if self._is_stepping and not self._chunks and elapsed_s > 0:
@@ -100,7 +101,7 @@ class SimEngine(SimBatch):
         return self._take_all()
 
     def move_away(self, request: SimRequest) -> None:
-        """Let ``request`` leave: at once if it waits, else when the step under way has ended."""
+        """Let ``request`` leave: at once if it waits, or else after the step under way."""
         if self.decoding.get(request.id) is request:
             self._leaving.append(request)
             self._wake()
@@ -109,22 +110,22 @@ class SimEngine(SimBatch):
             self._left(self, request)
 
     def drop(self, request: SimRequest) -> None:
-        """What ``request`` was about to fetch is gone: forget it and its room."""
+        """Forget ``request`` and free its room, since the KV that it was to fetch is gone."""
         if self.loading.pop(request.id, None) is not None:
             self.release(request.kv_tokens)
 
     @property
     def step_s(self) -> float:
-        """Time of the step under way, or of the last one."""
+        """Return the duration of the step under way, or of the last step, in seconds."""
         return self._run[1]
 
     def lose_kv(self) -> None:
-        """KV of every request is gone with a guest: after this step all is computed again."""
+        """Lose every request's KV with a lost guest: after this step all is computed again."""
         self._has_lost_kv = True
         self._wake()
 
     def busy(self) -> tuple[float, float]:
-        """Seconds spent in steps so far, and those of them that grew with the work."""
+        """Return the seconds spent in steps so far, and the part that grew with the work."""
         busy_s, work_s = self._busy_s, self._work_s
         if self._is_stepping:
             start_s, first_s, _, first_work_s, _ = self._run
@@ -144,7 +145,7 @@ class SimEngine(SimBatch):
             self._cut(self._timeline.now_s)
 
     def _has_news(self) -> bool:
-        """Whether the next step could differ from this one."""
+        """Return whether the next step could differ from this one."""
         if self._joining or self._leaving or self._has_lost_kv:
             return True
         if len(self.decoding) > self.kv_tokens - self.used_tokens:
@@ -166,7 +167,7 @@ class SimEngine(SimBatch):
         if self._has_lost_kv or batch > self.kv_tokens - self.used_tokens:
             self._preempt_to_fit()
             batch = len(self.decoding)
-            # Whoever was preempted would come straight back, and be preempted again.
+            # A preempted request would be admitted again at once, and be preempted again.
             may_admit = not batch and not self.prefilling
         if self.waiting and may_admit:
             self._admit()
@@ -191,7 +192,7 @@ class SimEngine(SimBatch):
         self._timeline.at(now_s + run_s(first_s, growth_s, steps), self._end, self._version)
 
     def _cut(self, now_s: float) -> None:
-        """Shorten a run of steps to the step that is being taken."""
+        """Shorten a run of steps, to end with the step under way."""
         start_s, first_s, growth_s, work_s, steps = self._run
         if not self._is_stepping or self._chunks or steps == 1:
             return
@@ -202,7 +203,7 @@ class SimEngine(SimBatch):
             self._timeline.at(start_s + run_s(first_s, growth_s, begun), self._end, self._version)
 
     def _end(self, version: int) -> None:
-        """A step, or a run of them, is over."""
+        """End a step, or a run of steps."""
         if version != self._version:
             return
         start_s, first_s, growth_s, work_s, steps = self._run
@@ -232,7 +233,7 @@ class SimEngine(SimBatch):
                 self._end_prefill(request)
 
     def _end_prefill(self, request: SimRequest) -> None:
-        """The prompt is computed and its step has sampled a token."""
+        """End the prefill of ``request``, whose last step has sampled a token."""
         request.kv_tokens = request.computed
         request.generated += 1
         if request.first_s < 0:

@@ -1,4 +1,4 @@
-"""Events of a case apart from its load: instances that die, or slow down."""
+"""Events of a case besides its load: instances that die or slow down."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from banaserve.types import Step
 KINDS = ("kill", "kill_guest_in_move", "kill_host_in_move", "slow")
 
 _INTO_MOVE_S = 0.02
-"""How far into a move that has just begun a side of it dies; half of it at most."""
+"""Time into a new move at which one of its sides dies, in seconds; at most half of the move."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Something that happens to one instance, in every system that has it.
+    """Event of one instance, in every system that has this instance.
 
     Attributes:
-        kind: ``slow`` multiplies its step times by ``factor`` (1 ends it); ``kill`` ends it;
-            ``kill_host_in_move`` and ``kill_guest_in_move`` end a side of the first move that is
-            under way after ``at_s``.
-        back_after_s: Seconds until a killed instance serves again; None is never.
+        kind: Kind of the event: ``slow`` multiplies the instance's step times by ``factor`` (1 ends
+            the slowdown); ``kill`` kills the instance; ``kill_host_in_move`` and
+            ``kill_guest_in_move`` kill a side of the first move that is under way after ``at_s``.
+        back_after_s: Time until a killed instance serves again, in seconds; None for never.
     """
 
     at_s: float
@@ -46,7 +46,7 @@ class Event:
 
 
 def arrange(event: Event, cluster: SimCluster, timeline: Timeline) -> None:
-    """Put ``event`` on the timeline, unless its instance is of another system."""
+    """Put ``event`` on the timeline, unless the cluster lacks its instance."""
     everyone = {name for cell in cluster.cells for name in cell.instances}
     if event.instance is None:
         timeline.at(event.at_s, _DeathInMove(event, cluster, timeline).begin)
@@ -64,14 +64,14 @@ def _happen(event: Event, cluster: SimCluster) -> None:
 
 
 class _DeathInMove:
-    """Waits for a move to be told of, so that waiting itself keeps no simulation going."""
+    """Death of a side of a move; it waits without an event, which would keep a simulation going."""
 
     def __init__(self, event: Event, cluster: SimCluster, timeline: Timeline) -> None:
         self._event, self._cluster, self._timeline = event, cluster, timeline
         self._is_done = False
 
     def begin(self, _: object) -> None:
-        """Strike a move that is under way, else the next one that begins."""
+        """Kill a side of a move that is under way, or else of the next move that begins."""
         for cell in self._cluster.cells:
             for step in cell.placing.under_way:
                 self._strike((cell, step))

@@ -1,4 +1,4 @@
-"""Simulated instance: an engine with a role, its reports and the modules it holds for others."""
+"""Simulated instance: an engine with its role, its reports and the modules it runs for others."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from banaserve.types import (
 )
 
 REPORT_S = 0.5
-"""An instance that nothing happened to reports this often."""
+"""Period of the reports of an instance without events, in seconds."""
 
 _FRESH_S = 0.1
-"""One that serves reports this often; what the router counts itself is always live."""
+"""Period of the reports of an instance that serves, in seconds; the router's counts are live."""
 
 _SMOOTHING_S = 2.0
 
 
 class SimInstance:
-    """One engine as the router and the migration policy know it.
+    """Engine as the router and the migration policy know it.
 
     Attributes:
-        inflight: Requests that the router has sent there and that have not ended.
-        inflight_tokens: Tokens that those had when they came.
-        inflight_prefill_tokens: Of those, tokens still to compute.
-        fetch_token_s: Time to fetch the KV of one token.
-        link_free_s: When the last fetch in its queue will be done.
-        far: Ways to instances on other machines, as its view has them.
-        is_ready: It serves, as far as the router knows.
-        is_dirty: Its view is out of date.
-        view_old_s: When its view will be out of date for its age.
+        inflight: Number of requests that the router has sent there and that have not ended.
+        inflight_tokens: Number of tokens that those requests had when they arrived.
+        inflight_prefill_tokens: Number of these tokens that are still to be computed.
+        fetch_token_s: Time to fetch the KV of one token, in seconds.
+        link_free_s: Time at which the last fetch in the link's queue will be done, in seconds.
+        far: Network paths to instances on other machines, as in the instance's view.
+        is_ready: True if the instance serves, as far as the router knows.
+        is_dirty: True if the view is out of date because something has changed.
+        view_old_s: Time at which the view becomes out of date by its age, in seconds.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class SimInstance:
         self._view: InstanceView | None = None
 
     def set_step_tokens(self, tokens: int) -> None:
-        """Let its next steps take at most ``tokens``; 0 is what they took at the start."""
+        """Limit the next steps to ``tokens``; 0 restores the limit of the start."""
         tokens = tokens or self._own_step_tokens
         if tokens != self.engine.limits.step_tokens:
             self.engine.limits = replace(self.engine.limits, step_tokens=tokens)
@@ -93,7 +93,7 @@ class SimInstance:
     # ---- what the router counts
 
     def take(self, request: SimRequest, tokens: int, to_compute: int = 0) -> None:
-        """Count ``request``, which comes with so many ``tokens``."""
+        """Count ``request``, which arrives with ``tokens``; ``to_compute`` of them need prefill."""
         self.inflight += 1
         self.inflight_tokens += tokens
         request.counted_tokens = tokens
@@ -103,26 +103,26 @@ class SimInstance:
             self._count_prompt(request, 1)
 
     def prefilled(self, request: SimRequest) -> None:
-        """Its prompt is computed."""
+        """Record that the prompt of ``request`` is computed."""
         if request.uncounted_tokens:
             self._count_prompt(request, -1)
             request.uncounted_tokens = 0
         self.is_dirty = True
 
     def expect(self, request: SimRequest) -> None:
-        """``request`` will decode here once its prompt is computed elsewhere."""
+        """Count ``request`` as one that will decode here once its prompt is computed elsewhere."""
         request.expected_by = self
         self.coming += 1
         self.is_dirty = True
 
     def leave(self, request: SimRequest) -> None:
-        """``request`` goes on elsewhere, or has ended."""
+        """Uncount ``request``, which continues elsewhere or has ended."""
         self.inflight -= 1
         self.inflight_tokens -= request.counted_tokens
         self.is_dirty = True
 
     def forget_prompts(self) -> None:
-        """No prompt is to be computed here."""
+        """Reset the counts of prompts that are still to be computed here."""
         self.inflight_prefill_tokens = self.inflight_prefill_requests = 0
         self.inflight_prefill_pairs = 0
 
@@ -134,7 +134,7 @@ class SimInstance:
 
     @property
     def kv_blocks(self) -> int:
-        """What fits beside guests, with modules away."""
+        """Return the number of KV blocks that fit beside guests, with modules away."""
         away = [placement.module for placement in self.placements]
         return slabs.blocks(self.facts, away, self.guest_bytes)
 
@@ -144,7 +144,7 @@ class SimInstance:
         self.is_dirty = True
 
     def view(self, now_s: float) -> InstanceView:
-        """Returns the view, made again only when something has changed or the report is old."""
+        """Return the view, rebuilt only if something has changed or the report is old."""
         report = self._report
         age_s = float("inf") if report is None else now_s - report.at_s
         if self._view is not None and not self.is_dirty and age_s <= REPORT_S:
@@ -197,7 +197,7 @@ class SimInstance:
         )
 
     def _smooth(self, now_s: float) -> None:
-        """Busy and fill over the last seconds, the way the real worker's reports have them."""
+        """Smooth busy and fill fractions over the last seconds, as the real worker's reports do."""
         busy_s, work_s = self.engine.busy()
         last_s, last_busy_s, last_work_s = self._last
         elapsed_s = now_s - last_s

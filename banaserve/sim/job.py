@@ -1,4 +1,4 @@
-"""Job of a simulation: systems under one load, from a case, a trace or a distribution."""
+"""Job of a simulation: systems under one load, which is a case, a trace or a distribution."""
 
 from __future__ import annotations
 
@@ -34,22 +34,23 @@ _FILES = (".json", ".jsonl", ".csv", ".zst")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedSystem:
-    """Options of a simulation; None is what the target itself says, or the usual.
+    """Options of a simulation; None stands for the target's own value, or the default.
 
     Attributes:
-        target: A case, a ``.toml`` file with one, a trace or file of lengths, or a dataset of
-            which the lengths are known.
-        systems: Those to run; none is all.
-        policy: Of migration, for every system that migrates.
-        prefill, decode: Instances of each role.
-        instances: That begin as both; the static system splits them in halves.
-        slo_ttft_s, slo_tpot_s: Limits of a request that is served well, to results and policies.
-        rps: Mean arrivals a second; a trace is stretched to it.
-        variation: Of the gaps of bursts.
-        swing_fraction: Of a diurnal rate.
-        speed: Of a trace.
-        limit: Requests of a trace that are used.
-        max_output_tokens: Longer answers are cut.
+        target: Name of a case, a ``.toml`` file with a case, a trace or file of lengths, or a
+            dataset whose lengths are known.
+        systems: Names of the systems to run; empty for all.
+        policy: Migration policy of every system that migrates.
+        prefill, decode: Number of instances of each role.
+        instances: Number of instances that begin with both roles; the static system splits them in
+            halves.
+        slo_ttft_s, slo_tpot_s: Latency limits of good service for results and policies, in seconds.
+        rps: Mean arrivals per second; a trace is stretched to this rate.
+        variation: Coefficient of variation of the gaps of bursts.
+        swing_fraction: Swing of a diurnal rate, as a share of its mean.
+        speed: Speed-up of a trace.
+        limit: Number of requests of a trace that are used.
+        max_output_tokens: Length to which longer answers are cut, in tokens.
     """
 
     target: str
@@ -76,10 +77,10 @@ class SimulationJob:
     """Systems and load of one simulation.
 
     Attributes:
-        requests: Yields the requests of a seed.
-        expected_requests: About how many there will be, for a progress bar.
-        seed: The first seed where none is asked.
-        case: Where its goals are checked.
+        requests: Function that yields the requests of a seed.
+        expected_requests: Approximate number of requests, for a progress bar.
+        seed: First seed if none is asked for.
+        case: Case whose goals are checked; None for none.
     """
 
     name: str
@@ -95,11 +96,11 @@ class SimulationJob:
 
 
 def job(asked: AskedSystem) -> SimulationJob:
-    """Returns what ``asked`` describes; everything is read and checked, nothing has run.
+    """Return the job that ``asked`` describes; everything is read and checked, nothing has run.
 
     Raises:
-        UserError: An unknown target or option, a file with a bad line, or options that say
-            nothing for this target.
+        UserError: The target or an option is unknown, a file has a bad line, or an option has no
+            meaning for this target.
     """
     if asked.policy is not None:
         check_known("policy", asked.policy, migrations.names())
@@ -146,7 +147,7 @@ def _of_case(asked: AskedSystem, case: Case) -> SimulationJob:
 def _with_policy(
     system: System, policy: str | None, profile_name: str, limits: LatencyLimits
 ) -> System:
-    """``system`` with another policy of migration, where it has one that moves anything."""
+    """Return ``system`` with another migration policy, if its own policy moves anything."""
     if system.migration == "still" or policy in (None, system.migration):
         return system
     if policy == "elastic":
@@ -178,7 +179,7 @@ def _of_load(asked: AskedSystem) -> SimulationJob:
 
 
 def _system(name: str, asked: AskedSystem) -> System:
-    """One of ``KINDS`` with the instances asked for; 2 of each role where none are."""
+    """Return one of ``KINDS`` with the instances asked for, by default 2 of each role."""
     begin_as_both = asked.instances is not None
     total = _INSTANCES if asked.instances is None else asked.instances
     prefill = total // 2 if asked.prefill is None else asked.prefill
@@ -236,7 +237,7 @@ def _load(
 
 
 def _has_times(target: str) -> bool:
-    """Whether the file holds arrivals, by its first line; the rest is checked when it is read."""
+    """Return whether the file's first line has an arrival; the rest is checked when it is read."""
     if target in DATASETS:
         return False
     if Path(target).name.removesuffix(".zst").endswith(".csv"):
@@ -267,7 +268,7 @@ def _speed(asked: AskedSystem, rows: Sequence[Arrival]) -> float:
 
 
 def _pair(asked: AskedSystem) -> Pair:
-    """Returns what draws the lengths of a request."""
+    """Return the function that draws the lengths of a request."""
     most = asked.max_output_tokens
     if most is not None and most < 1:
         raise UserError(f"max-output-tokens is {most}: give 1 or more")

@@ -1,7 +1,7 @@
 """Lengths of prompts and answers: measured distributions, and files that hold lengths.
 
-The distributions are numbers alone, so that the simulator needs no data: quantiles of token
-counts by SmolLM2's tokenizer, read in a straight line between two of them.
+The distributions are plain numbers, so that the simulator needs no data: quantiles of token counts
+by SmolLM2's tokenizer, with linear interpolation between them.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ MEASURED: Mapping[str, tuple[int, ...]] = {
 DATASETS = ("alpaca", "longbench")
 
 CHARACTERS_A_TOKEN = 4.2
-"""Of English text, between Alpaca's 4.5 and LongBench's 4.1; for files that hold texts."""
+"""Mean of English text, between Alpaca's 4.5 and LongBench's 4.1; for files that hold texts."""
 
 
 def draw_measured(name: str, draws: random.Random) -> float:
-    """Returns a length of the distribution ``name`` of ``MEASURED``."""
+    """Return a length of the distribution ``name`` of ``MEASURED``."""
     values = MEASURED[name]
     share = draws.random()
     place = next(i for i, upper in enumerate(_SHARES[1:]) if share <= upper)
@@ -47,14 +47,15 @@ def draw_measured(name: str, draws: random.Random) -> float:
 
 
 def read_lengths(path: Path) -> list[tuple[int, int]]:
-    """Returns prompt and output tokens of every object of a file of JSON lines.
+    """Return prompt and output tokens of every object of a file of JSON lines.
 
-    They are ``input_length`` and ``output_length``, or told from the characters of texts:
-    ``instruction`` and ``input`` with ``output`` (Alpaca), ``prompt`` with ``answers`` (LongBench).
-    Records whose answer is empty are left out.
+    The numbers are ``input_length`` and ``output_length``, or estimated from the characters of the
+    texts ``instruction`` and ``input`` with ``output`` (Alpaca), or ``prompt`` with ``answers``
+    (LongBench). Records whose prompt or answer is empty are left out.
 
     Raises:
-        UserError: The file cannot be read, or a line has none of them; names line and key.
+        UserError: The file cannot be read, or a line has none of these keys; the message names line
+            and key.
     """
     pairs = []
     for number, record in read_records(path):

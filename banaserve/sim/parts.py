@@ -1,4 +1,4 @@
-"""Large cluster simulated by several processes, each with a part of its cells."""
+"""Simulation of a large cluster by several processes, each with a part of the cells."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def simulate_in_parts(
     processes: int,
     limits: LatencyLimits | None = None,
 ) -> dict[str, Any]:
-    """Returns what ``simulate`` does, with the cells dealt over so many ``processes``.
+    """Return the result of ``simulate``, with the cells distributed over several ``processes``.
 
-    Cells see nothing of each other but their loads, by which a request finds its cell. Here
-    requests are dealt over the parts, as many for each cell, and within its part each goes to the
-    cell with the fewest. So another number of processes is another, equally lawful, run; equal
-    arguments give equal results, and one process gives those of ``simulate``.
+    Cells know nothing of each other but their loads, by which a request finds its cell. Here
+    requests are distributed over the parts, equally many for each cell, and within its part each
+    goes to the cell with the fewest requests. So another number of processes gives another, equally
+    valid, run; equal arguments give equal results, and one process gives those of ``simulate``.
 
     Args:
-        load: Returns all requests; called in each process.
+        load: Function that returns all requests; called in each process.
 
     Raises:
-        UserError: Fewer cells than processes, or a store that all cells share.
+        UserError: There are fewer cells than processes, or a store that all cells share.
         RuntimeError: A process has ended without a result.
     """
     num_cells = len(cells_of(system))
@@ -68,7 +68,7 @@ def simulate_in_parts(
 def dealt(
     requests: Iterable[SimRequest], part: ClusterPart, num_cells: int
 ) -> Iterator[SimRequest]:
-    """Yields the requests of ``part``: each cell of the cluster has its turn."""
+    """Yield the requests of ``part``: the cells of the cluster take turns."""
     for number, request in enumerate(requests):
         if number % num_cells % part.of == part.place:
             yield request

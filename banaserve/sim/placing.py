@@ -1,4 +1,4 @@
-"""Steps of migration plans, carried out in virtual time with their effects on engines."""
+"""Execution of the steps of migration plans in virtual time, with their effects on engines."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from banaserve.types import (
 )
 
 _PREFILL_STEP_TOKENS = 1024
-"""Tokens of a step that are charged for hops while an engine prefills."""
+"""Prompt tokens of a step for which hops are charged while an engine prefills."""
 
 
 class Placing:
-    """The placements of one cell, and the steps under way.
+    """Placements of one cell, and the steps under way.
 
     Attributes:
         under_way: Steps that have begun and are not committed.
         waiting: Steps that begin, in this order, when those under way are committed.
-        num_aborted: Steps that ended because an instance died.
-        done: Steps that were committed, and when.
+        num_aborted: Number of steps that were aborted because an instance died.
+        done: Steps that were committed, each after the time of its commit, in seconds.
         on_begin: Called with each move that begins.
     """
 
@@ -57,7 +57,7 @@ class Placing:
         self.on_begin: list[Callable[[Step], None]] = []
 
     def put(self, placements: Sequence[ModulePlacement]) -> None:
-        """Let ``placements`` hold from the start."""
+        """Apply ``placements`` from the start."""
         for placement in placements:
             host, guest = self._instances[placement.host], self._instances[placement.guest]
             host.placements = (*host.placements, placement)
@@ -78,7 +78,7 @@ class Placing:
     def begin(self, step: Step) -> None:
         """Start ``step``: roles and sizes of steps change at once.
 
-        Modules are copied while serving goes on.
+        Modules are copied while serving continues.
         """
         if isinstance(step.action, SwitchRole | SetStepTokens):
             instance = self._instances[step.action.instance]
@@ -96,7 +96,7 @@ class Placing:
             told(step)
 
     def _commit(self, step: Step) -> None:
-        """Between two steps of the host: it stands still for one synchronisation."""
+        """Commit ``step`` between two steps of the host, which stops for one synchronisation."""
         if step not in self.under_way:
             return
         self.under_way.remove(step)
@@ -122,13 +122,13 @@ class Placing:
         self._begin_waiting()
 
     def lose(self, dead: SimInstance) -> list[Step]:
-        """An instance has died: steps about it end, hosts take their modules home without KV.
+        """Abort the steps of a dead instance; hosts take their modules home from it, without KV.
 
         Returns:
-            The steps that ended so.
+            The steps that were aborted.
         """
         aborted = [step for step in self.under_way if dead.id in step.instances]
-        # Those that wait count on those before them.
+        # Waiting steps rely on the steps before them.
         if aborted or any(dead.id in step.instances for step in self.waiting):
             self.waiting.clear()
         self.num_aborted += len(aborted)
@@ -152,7 +152,7 @@ class Placing:
         return aborted
 
     def bend(self) -> None:
-        """Set every engine's costs to what is away and what it hosts."""
+        """Set every engine's costs by its modules that are away and by the guests beside it."""
         instances = self._instances.values()
         if not any(instance.placements or instance.guest_bytes for instance in instances):
             for instance in instances:
@@ -169,7 +169,7 @@ class Placing:
                 relieved = self._relief(placement.module, share, work)
                 guest = self._instances[placement.guest]
                 times_there = host.facts.speed / guest.facts.speed
-                # What the host waits for takes as long as the guest's device needs.
+                # The work that the host waits for takes as long as the guest's device needs.
                 relief += relieved - (share - relieved) * (times_there - 1)
                 hop_s += self._hop_s(host, placement)
                 shares[placement.guest] += share * host.busy_fraction * times_there
@@ -179,11 +179,11 @@ class Placing:
             self._instances[name].engine.costs.guest_share = share
 
     def told(self) -> list[tuple[float, str]]:
-        """Returns when which step was committed, in words."""
+        """Return the time and the description of each committed step."""
         return [(at_s, words(step.action)) for at_s, step in self.done]
 
     def spans(self) -> list[tuple[float, float, str]]:
-        """Returns the start, the time and the words of each step that was committed."""
+        """Return the start, the duration and the description of each committed step."""
         return [
             (at_s, 0.0, words(step.action))
             if isinstance(step.action, SwitchRole | SetStepTokens)

@@ -6,27 +6,28 @@ from typing import Any
 
 
 class SimRequest:
-    """One request; mutable, and lean because there are millions.
+    """Simulated request; mutable, and lean because there are millions.
 
     Attributes:
-        prompt_tokens: As it arrived.
-        output_tokens: What it will generate, known to the simulation alone.
-        hash_ids: Ids of its prompt's blocks, prefix by prefix, where a trace has them.
-        max_tokens: Most that its client allows, which routing knows; 0 where none is said.
-        cached_tokens: Of the prompt, those that are fetched and not computed.
-        found_tokens: Of the prompt, those that were cached when it was routed.
-        to_compute: Tokens of the prompt (after a preemption: of everything so far) still to do.
-        computed: Tokens whose KV it has, in the prefill under way.
-        generated: Output tokens so far, as of the last join or preemption.
-        kv_tokens: KV that it holds, as of its last join.
-        joined_step, end_step: Decode steps of its engine at which it joined and will end.
-        first_s, end_s: When its first and its last token came; -1 before.
-        prefill, decode: Engines of its two legs; prefill is None where one serves both.
-        expected_by: The instance that will decode it, until its prompt is computed elsewhere.
-        held_by: The engine that keeps its KV until it is fetched.
-        rebalanced_s: Time of its last move by the rebalancer; None for none.
-        counted_tokens: Its tokens in the router's counts of the instance that it is at,
-        uncounted_tokens: and of those, the ones that have to be computed there first.
+        prompt_tokens: Number of tokens of the prompt, as it arrived.
+        output_tokens: Number of tokens to generate, known to the simulation only.
+        hash_ids: Ids of the prompt's blocks, prefix by prefix; empty without such a trace.
+        max_tokens: Maximum number of output tokens, which routing knows; 0 if unknown.
+        cached_tokens: Number of prompt tokens that are fetched and not computed.
+        found_tokens: Number of prompt tokens that were cached when the request was routed.
+        to_compute: Number of tokens still to compute: of the prompt, or after a preemption of all
+            tokens so far.
+        computed: Number of tokens whose KV exists in the prefill under way.
+        generated: Number of output tokens so far, as of the last join or preemption.
+        kv_tokens: Number of tokens whose KV the request holds, as of the last join.
+        joined_step, end_step: Decode steps of the engine at which the request joined and will end.
+        first_s, end_s: Times of the first and of the last token, in seconds; -1 before.
+        prefill, decode: Instances of the two legs; prefill is None for an adopted request.
+        expected_by: Instance that will decode the request, while the prompt is computed elsewhere.
+        held_by: Engine that keeps the request's KV until it is fetched; None for none.
+        rebalanced_s: Time of the last move by the rebalancer, in seconds; None for none.
+        counted_tokens: Number of the request's tokens in the router's counts of its instance.
+        uncounted_tokens: Number of those tokens that the instance has to compute first.
     """
 
     __slots__ = (
@@ -92,23 +93,23 @@ class SimRequest:
 
     @property
     def all_tokens(self) -> int:
-        """Prompt and what has been generated."""
+        """Return the number of tokens of the prompt and of the output so far."""
         return self.prompt_tokens + self.generated
 
     @property
     def needed_tokens(self) -> int:
-        """KV that it takes when it is admitted: its whole prompt, or what it fetches."""
+        """Return the KV tokens needed for admission: of the whole prompt, or those to fetch."""
         return self.to_compute + self.cached_tokens if self.to_compute else self.kv_tokens
 
     def comes(self) -> None:
-        """Nobody waits for its prompt any more: it is computed, or lost."""
+        """Let the decode instance no longer expect the request: its prompt is computed, or lost."""
         if self.expected_by is not None:
             self.expected_by.coming -= 1
             self.expected_by.is_dirty = True
             self.expected_by = None
 
     def start_over(self) -> None:
-        """Its KV is lost: everything so far has to be computed again."""
+        """Lose the request's KV: all tokens so far have to be computed again."""
         self.to_compute = self.all_tokens
         self.computed = 0
         self.cached_tokens = 0

@@ -1,6 +1,6 @@
-"""Totals of a simulation, and the result made of them, which says that its time is simulated.
+"""Totals of a simulation, and the result made of them, which states that its time is simulated.
 
-Totals are plain numbers, so that those of parts in several processes add up.
+Totals are plain numbers, so that the totals of parts in several processes add up.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from banaserve.sim.timeline import Timeline
 
 
 class Tally(msgspec.Struct, frozen=True):
-    """One run, or several side by side.
+    """Totals of one run, or of several side by side.
 
     Attributes:
-        served: Of each request that ended its arrival, first token, end and output tokens.
-        busy_s: Of each engine, in steps.
-        steps: Migrations carried out, and when.
+        served: Arrival, first token, end and output tokens of each request that has ended.
+        busy_s: Time that each engine has spent in steps, in seconds.
+        steps: Migrations carried out, each after its time in seconds.
     """
 
     num_requests: int = 0
@@ -45,7 +45,7 @@ _LISTS = tuple(name for name in Tally.__struct_fields__ if name not in _SUMS)
 
 
 def tally(cluster: SimCluster, timeline: Timeline, num_requests: int) -> Tally:
-    """Returns what ``cluster`` has come to after ``num_requests``."""
+    """Return the totals of ``cluster`` after ``num_requests``."""
     cells = cluster.cells
     engines = [i.engine for cell in cells for i in cell.instances.values()]
     caches = [cache for cell in cells for cache in cell.caches.values()]
@@ -68,7 +68,7 @@ def tally(cluster: SimCluster, timeline: Timeline, num_requests: int) -> Tally:
 
 
 def added_up(parts: Sequence[Tally]) -> Tally:
-    """Returns the tally of runs that went side by side."""
+    """Return the tally of runs side by side."""
     whole: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in _SUMS}
     for name in _LISTS:
         whole[name] = [one for part in parts for one in getattr(part, name)]
@@ -83,8 +83,8 @@ class LatencyLimits:
     """Limits of good service: goodput is the share of requests within both.
 
     Attributes:
-        ttft_s: Time to the first token.
-        tpot_s: Mean time between the tokens after it.
+        ttft_s: Maximum time to the first token, in seconds.
+        tpot_s: Maximum mean time between the tokens after it, in seconds.
     """
 
     ttft_s: float = 2.0
@@ -97,16 +97,16 @@ class LatencyLimits:
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """Returns the value at ``share`` of an ascending sequence, the nearest rank; 0 of none."""
+    """Return the value at ``share`` of an ascending sequence, by nearest rank; 0 if it is empty."""
     if not ordered:
         return 0.0
-    # 0.07 * 100 is a little more than 7.
+    # 1e-9 absorbs rounding errors: 0.07 * 100 is a little more than 7.
     rank = ceil(share * len(ordered) - 1e-9)
     return ordered[min(len(ordered), max(1, rank)) - 1]
 
 
 def summary(tally: Tally, limits: LatencyLimits) -> dict[str, Any]:
-    """Returns the figures of a run: times in seconds, rates a second, of simulated time."""
+    """Return the figures of a run: times in simulated seconds, rates per simulated second."""
     served, num_requests = tally.served, tally.num_requests
     each = [(first - at, _tpot_s(first, end, tokens)) for at, first, end, tokens in served]
     ttft = sorted(ttft_s for ttft_s, _ in each)

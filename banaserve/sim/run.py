@@ -23,7 +23,7 @@ def simulate(
     events: Sequence[Event] = (),
     watch: Callable[[SimCluster], None] | None = None,
 ) -> dict[str, Any]:
-    """Sends ``requests``, in the order of their arrivals, through ``system`` until all have ended.
+    """Send ``requests``, in the order of their arrivals, through ``system`` until all have ended.
 
     Equal arguments give equal results. ``steps`` of the result are the migrations carried out.
 
@@ -41,7 +41,7 @@ def tallied(
     watch: Callable[[SimCluster], None] | None = None,
     part: ClusterPart = WHOLE,
 ) -> Tally:
-    """Returns what ``simulate`` tells of; ``requests`` are those of the ``part`` of the cells."""
+    """Return the totals of a run; ``requests`` are those of the ``part`` of the cells."""
     timeline = Timeline()
     cluster = SimCluster(timeline, profile, system, part)
     if watch is not None:
@@ -63,7 +63,7 @@ def tallied(
 def told(
     found: Tally, profile: Profile, system: System, limits: LatencyLimits | None = None
 ) -> dict[str, Any]:
-    """Returns the result of a run, as JSON has it."""
+    """Return the result of a run, ready for JSON."""
     result = summary(found, limits or LatencyLimits())
     result["profile"] = profile.name
     result["system"] = system.kind
@@ -73,11 +73,11 @@ def told(
 
 
 def judged(case: Case, seed: int, systems: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the outcome of a case whose ``systems`` have run.
+    """Return the outcome of a case whose ``systems`` have run.
 
     Returns:
-        ``systems``: a result by name; ``goals``: each with its value and whether it is reached,
-        those left out whose systems have not run; ``is_reached``: whether all are.
+        ``systems``: results by name; ``goals``: goals, each with its value and whether it is
+        reached, without those whose systems have not run; ``is_reached``: whether all are reached.
     """
     goals = []
     for goal in case.goals:

@@ -1,17 +1,17 @@
-"""Cached prefixes: the global store, or one engine's own prefix cache."""
+"""Cache of prefixes: the global store, one machine's store, or one engine's own prefix cache."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 
 HASH_BLOCK_TOKENS = 512
-"""Tokens that one hash id of a Mooncake trace stands for."""
+"""Number of tokens that one hash id of a Mooncake trace stands for."""
 
 
 class SimPrefixCache:
-    """Blocks of prompts by id, least recently used out first.
+    """Blocks of prompts by id, evicting the least recently used first.
 
-    An id names a block and all before it, so a prefix is cached as far as its ids are found.
+    An id names a block and all blocks before it, so a prefix is cached as far as its ids are found.
     """
 
     def __init__(self, capacity_tokens: int, block_tokens: int) -> None:
@@ -22,7 +22,7 @@ class SimPrefixCache:
         self.asked_tokens = 0
 
     def lookup(self, hash_ids: tuple[int, ...], prompt_tokens: int) -> int:
-        """Returns how many tokens of the prompt are cached; at least one is always left."""
+        """Return how many tokens of the prompt are cached; at least one is always left."""
         found = 0
         for block in hash_ids:
             if block not in self._blocks:
@@ -35,11 +35,11 @@ class SimPrefixCache:
         return tokens
 
     def clear(self) -> None:
-        """Forget all blocks, as a machine does that dies."""
+        """Forget all blocks, as when the machine dies."""
         self._blocks.clear()
 
     def insert(self, hash_ids: tuple[int, ...]) -> None:
-        """Keep the blocks of a computed prompt; children go out before their parents."""
+        """Keep the blocks of a computed prompt; children are evicted before their parents."""
         for block in reversed(hash_ids):
             self._blocks[block] = None
             self._blocks.move_to_end(block)

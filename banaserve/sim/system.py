@@ -1,4 +1,4 @@
-"""Systems that are compared: one code, three configurations."""
+"""Systems that are compared: one implementation, several configurations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS = ("banaserve", "colocated", "elastic", "static")
 HANDOVERS = ("pull", "store")
 CACHES = ("global", "local", "node", "none")
 _ANY = 10_000
-"""Steps of a plan of the elastic policy: it is carried out as a whole."""
+"""Limit of the steps of the elastic policy, never reached: its plans are carried out as a whole."""
 _HISTORY_S = 300.0
 
 
@@ -26,26 +26,29 @@ class System:
     """Configuration of a simulated cluster.
 
     Attributes:
-        kind: Names the row in results, and says which defaults hold; see ``preset``.
+        kind: Kind of the system, which names the row in results and selects the defaults; see
+            ``preset``.
         handover: ``store`` frees the KV of a prefill instance when its step ends; ``pull`` keeps
             it until the decode instance has fetched it (DistServe).
-        cache: Where prefixes are found: in one store, in each engine, on the machine of the one
-            that computes the prompt, or nowhere.
-        store_tokens: Capacity of the store, or of each machine's.
-        control_s: Period of the control loop.
-        history_s: How long requests are kept for the policy to look at; 0 is not at all.
-        control_limits: What it may begin, and over which time reports are smoothed.
-        cell_size: Instances that one router and one policy look after; 0 is all of them. Requests
-            go to the cell with the fewest.
-        overlap_fraction: How much hosts and guests really overlap; None is what steps in
-            micro-batches allow, as engines cut them unless told otherwise.
-        attention_fraction: Share of a layer's time that moved heads take along; None is that of
-            the steps at hand.
-        limits: Of each engine, whatever its role.
-        rebalances: Flag: streams leave overloaded instances, as with ``serve --rebalance``; needs
+        cache: Place where prefixes are found: ``global`` in one store, ``local`` in each engine,
+            ``node`` on the machine of the instance that computes the prompt, ``none`` nowhere.
+        store_tokens: Capacity of the store, or of each machine's store, in tokens.
+        control_s: Period of the control loop, in seconds.
+        history_s: Time for which requests are kept for the policy to look at, in seconds; 0 keeps
+            none.
+        control_limits: Limits of the steps that the policy may begin, and the time over which
+            reports are smoothed.
+        cell_size: Number of instances under one router and one policy; 0 is all of them. Requests
+            go to the cell with the fewest requests.
+        overlap_fraction: Fraction of the moved work that host and guest really overlap; None for
+            the overlap of steps in micro-batches, cut as engines cut them by default.
+        attention_fraction: Share of a layer's time that moved heads take along; None for that of
+            the current steps.
+        limits: Limits of each engine, whatever its role.
+        rebalances: True if streams leave overloaded instances, as with ``serve --rebalance``; needs
             a hand-over by the store.
-        devices: Profiles of instances whose device is another one than that of the cluster, by
-            their ids.
+        devices: Profiles of the instances whose device differs from that of the cluster, by
+            instance id.
     """
 
     kind: str
@@ -87,12 +90,12 @@ class System:
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:
                 raise UserError(f"{name} is {value}: give a share in [0, 1]")
-        # Built once here so that a wrong option stops before anything runs.
+        # Built once here so that a wrong option fails before anything runs.
         routings.make(self.routing, **self.routing_options)
         migrations.make(self.migration, **self.migration_options)
 
     def roles(self) -> list[tuple[str, Role]]:
-        """Returns the names and roles of the instances, in an order that mixes roles in cells."""
+        """Return the names and roles of the instances, in an order that mixes roles in cells."""
         named = [
             *((n / max(1, self.prefill), f"p{n}", Role.PREFILL) for n in range(self.prefill)),
             *((n / max(1, self.decode), f"d{n}", Role.DECODE) for n in range(self.decode)),
@@ -102,14 +105,14 @@ class System:
 
 
 def preset(kind: str, **changes: Any) -> System:
-    """Returns a system of ``kind`` with its usual settings, some of them changed.
+    """Return a system of ``kind`` with its default settings, some of them changed.
 
     ``colocated`` is vLLM with its own prefix cache; ``static`` hands KV over by pulling and never
     moves anything (DistServe); ``banaserve`` has the global store and the repaired policy;
-    ``elastic`` has the store too, and becomes what ``serve --elastic`` is by ``following``.
+    ``elastic`` has the store, too, and ``following`` makes it behave as ``serve --elastic``.
 
     Raises:
-        UserError: An unknown kind or key, or a value out of range.
+        UserError: A kind or key is unknown, or a value is out of range.
     """
     check_known("kind of system", kind, KINDS)
     settings: dict[str, dict[str, Any]] = {
@@ -137,12 +140,13 @@ def preset(kind: str, **changes: Any) -> System:
 def following(
     system: System, profile: str, ttft_s: float = 0.0, tpot_s: float = 0.0, **options: Any
 ) -> System:
-    """Returns ``system`` with roles and step sizes that follow its load, as ``serve --elastic``.
+    """Return ``system`` with roles and step sizes that follow its load, as ``serve --elastic``.
 
     Args:
         profile: Name or file of the device and model that the policy forecasts with.
-        ttft_s, tpot_s: Limits of a request that is served well, to policy and routing; 0 is none.
-        options: Further ones of the policy, see ``elastic/options.py``.
+        ttft_s, tpot_s: Latency limits of good service for policy and routing, in seconds; 0 for
+            none.
+        options: Further options of the policy, see ``elastic/options.py``.
     """
     limits_s = {"ttft_s": ttft_s, "tpot_s": tpot_s}
     has_limits = bool(ttft_s or tpot_s)

@@ -1,4 +1,4 @@
-"""Virtual time: a heap of events. Nothing waits; time jumps from event to event."""
+"""Virtual time: a heap of events. Time jumps from event to event, without waiting."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Timeline:
 
     Attributes:
         now_s: Virtual seconds since the start.
-        num_events: Events that have happened.
+        num_events: Number of events that have happened.
     """
 
     __slots__ = ("_heap", "_next", "now_s", "num_events")
@@ -31,34 +31,34 @@ class Timeline:
         self._next = 0
 
     def at(self, time_s: float, event: Event, argument: Any = None) -> None:
-        """Let ``event(argument)`` happen at ``time_s``, or at once if that is past."""
+        """Schedule ``event(argument)`` at ``time_s``, or at once if that time is past."""
         self._next += 1
         if time_s < self.now_s:
             time_s = self.now_s
         heappush(self._heap, (time_s, self._next, event, argument))
 
     def after(self, delay_s: float, event: Event, argument: Any = None) -> None:
-        """Let ``event(argument)`` happen ``delay_s`` from now."""
+        """Schedule ``event(argument)`` in ``delay_s`` from now."""
         self.at(self.now_s + delay_s, event, argument)
 
     @property
     def next_s(self) -> float | None:
-        """When the next event is due; None when nothing is."""
+        """Return the time of the next event, in seconds; None if there is none."""
         return self._heap[0][0] if self._heap else None
 
     @property
     def num_due(self) -> int:
-        """Number of events that are to happen."""
+        """Return the number of scheduled events."""
         return len(self._heap)
 
     def step(self) -> None:
-        """Jump to the next event and let it happen; there must be one."""
+        """Jump to the next event and run it; there must be one."""
         self.now_s, _, event, argument = heappop(self._heap)
         self.num_events += 1
         event(argument)
 
     def run(self, until_s: float = float("inf")) -> None:
-        """Let everything happen up to and including ``until_s``."""
+        """Run all events up to and including ``until_s``."""
         heap, pop = self._heap, heappop
         while heap and heap[0][0] <= until_s:
             self.now_s, _, event, argument = pop(heap)
@@ -69,7 +69,7 @@ class Timeline:
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Where an event loop would wait, lets the timeline run instead."""
+    """Selector that runs the timeline where an event loop would wait."""
 
     def __init__(self, timeline: Timeline) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class _JumpingSelector(selectors.DefaultSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """An asyncio loop on a timeline: timers and events share its order of time."""
+    """Asyncio loop on a timeline: timers and events share one order of time."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
@@ -113,10 +113,10 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtual(timeline: Timeline, main: Coroutine[Any, Any, T]) -> T:
-    """Runs ``main`` in virtual time and returns its result; waiting costs nothing.
+    """Run ``main`` in virtual time and return its result; waiting takes no real time.
 
     Raises:
-        RuntimeError: ``main`` waits for something that no timer and no event will bring.
+        RuntimeError: ``main`` waits for something that no timer and no event will bring about.
     """
     with asyncio.Runner(loop_factory=lambda: VirtualTimeLoop(timeline)) as runner:
         return runner.run(main)

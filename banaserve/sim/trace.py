@@ -20,7 +20,7 @@ AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
 class Arrival(NamedTuple):
-    """One line of a trace; ``at_s`` counts from the first one."""
+    """Line of a trace; ``at_s`` counts from the first arrival."""
 
     at_s: float
     prompt_tokens: int
@@ -29,15 +29,15 @@ class Arrival(NamedTuple):
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[Arrival]:
-    """Returns the first ``limit`` requests of a trace, in the order of their arrivals.
+    """Return the first ``limit`` requests of a trace, in the order of their arrivals.
 
     JSON lines (``.zst`` with the zstandard package) have ``timestamp`` (ms, Mooncake) or ``t``
-    (s), ``input_length``, ``output_length``, and ``hash_ids`` where prefixes are known. A ``.csv``
+    (s), ``input_length``, ``output_length``, and ``hash_ids`` if prefixes are known. A ``.csv``
     has Azure's columns TIMESTAMP, ContextTokens and GeneratedTokens.
 
     Raises:
-        UserError: The file cannot be read, holds no request, or a line is wrong; names file, line
-            and key.
+        UserError: The file cannot be read, holds no request, or a line is wrong; the message names
+            file, line and key.
     """
     name = path.name.removesuffix(".zst")
     rows = _azure(path, limit) if name.endswith(".csv") else _json_lines(path, limit)
@@ -50,11 +50,11 @@ def read_trace(path: Path, limit: int | None = None) -> list[Arrival]:
 def requests_of(
     rows: Sequence[Arrival], speed: float = 1.0, max_tokens: int | None = None
 ) -> Iterator[SimRequest]:
-    """Yields requests that arrive as in ``rows``.
+    """Yield requests that arrive as in ``rows``.
 
     Args:
-        speed: 2 makes the trace run twice as fast.
-        max_tokens: Longer requests are cut to this context, see ``cut``.
+        speed: Speed-up of the trace: 2 makes it run twice as fast.
+        max_tokens: Context size in tokens to which longer requests are cut, see ``cut``.
     """
     for number, row in enumerate(rows):
         prompt, output = cut(row.prompt_tokens, row.output_tokens, max_tokens)
@@ -62,7 +62,7 @@ def requests_of(
 
 
 def cut(prompt: int, output: int, max_tokens: int | None) -> tuple[int, int]:
-    """Returns both lengths within a context of ``max_tokens``: it is the prompt that is cut."""
+    """Return both lengths cut to a context of ``max_tokens``; the prompt is cut first."""
     if max_tokens is None or prompt + output <= max_tokens:
         return prompt, output
     output = min(output, max_tokens - 1)
@@ -70,10 +70,10 @@ def cut(prompt: int, output: int, max_tokens: int | None) -> tuple[int, int]:
 
 
 def length(path: Path, number: int, record: Mapping[str, Any], key: str) -> int:
-    """Returns the length ``key`` of a record, a whole number above 0.
+    """Return the length ``key`` of a record, a whole number above 0.
 
     Raises:
-        UserError: It is anything else; names file, line and key.
+        UserError: The value is anything else; the message names file, line and key.
     """
     value = record.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_TOKENS:
@@ -155,5 +155,5 @@ def _azure_row(path: Path, number: int, record: Mapping[str, str]) -> Arrival:
         is_number = told.strip().isdecimal() and len(told.strip()) <= _MAX_DIGITS
         tokens[key] = int(told) if is_number else told
     prompt, output = (length(path, number, tokens, key) for key in lengths)
-    # Some of Azure's traces name the offset from UTC, others are in UTC and do not.
+    # Some of Azure's traces state the offset from UTC; others are in UTC and state none.
     return Arrival((at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp(), prompt, output)

@@ -18,12 +18,12 @@ LENGTH_KINDS = ("fixed", "lognormal", "measured", "uniform")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """A distribution of token counts, cut to ``low`` and ``high``.
+    """Distribution of token counts, cut to ``low`` and ``high``.
 
     Attributes:
-        kind: ``fixed`` is always ``mean``; ``uniform`` lies between ``low`` and ``high``;
-            ``lognormal`` has this ``mean`` and ``spread``, the deviation of the logarithm;
-            ``measured`` is the distribution named by ``of``.
+        kind: Kind of the distribution: ``fixed`` is always ``mean``; ``uniform`` is between ``low``
+            and ``high``; ``lognormal`` has this ``mean`` and ``spread``, the deviation of the
+            logarithm; ``measured`` is the distribution named by ``of``.
     """
 
     kind: str
@@ -62,11 +62,11 @@ class Arrivals:
     """Arrivals of requests over time.
 
     Attributes:
-        rate_per_s: Mean arrivals a second; gaps are gamma distributed.
-        variation: Coefficient of variation of the gaps: 1 is Poisson, above it comes in bursts.
-        swing_fraction: The rate swings by this share of its mean, as it does in a day: lowest at
-            the start, highest half a period later.
-        period_s: Of the swing; 0 is the whole duration.
+        rate_per_s: Mean arrivals per second; gaps are gamma distributed.
+        variation: Coefficient of variation of the gaps: 1 is Poisson, more than 1 gives bursts.
+        swing_fraction: Swing of the rate as a share of its mean, as in a day: lowest at the start,
+            highest half a period later.
+        period_s: Period of the swing, in seconds; 0 is the whole duration.
     """
 
     duration_s: float
@@ -86,12 +86,12 @@ class Arrivals:
             raise UserError(f"period_s is {self.period_s}: give 0 or more")
 
     def times_s(self, draws: random.Random) -> Iterator[float]:
-        """Yields the arrivals in [0, duration), ascending."""
+        """Yield the arrivals in [0, duration), ascending."""
         shape = self.variation**-2
         scale = 1 / (self.rate_per_s * shape)
         even_s = at_s = 0.0
         while True:
-            # Gaps are drawn for an even rate, then time is bent so that the rate swings.
+            # Gaps are drawn for an even rate, then time is warped so that the rate swings.
             even_s += draws.gammavariate(shape, scale)
             at_s = self._bent(even_s, at_s) if self.swing_fraction else even_s
             if at_s >= self.duration_s:
@@ -99,7 +99,7 @@ class Arrivals:
             yield at_s
 
     def _bent(self, even_s: float, at_s: float) -> float:
-        """Solves t - swing / w sin(w t) = even_s for t, from the last arrival on, by bisection."""
+        """Solve t - swing / w sin(w t) = even_s for t, from the last arrival on, by bisection."""
         w = math.tau / (self.period_s or self.duration_s)
         depth_s = self.swing_fraction / w
         low_s, high_s = at_s, even_s + depth_s
@@ -114,14 +114,14 @@ class Arrivals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPhase(Arrivals):
-    """A stretch of a workload: arrivals, and lengths drawn for each."""
+    """Phase of a workload: arrivals, and the distributions of their lengths."""
 
     prompt: Lengths
     output: Lengths
 
 
 def drawn(phases: Sequence[LoadPhase], seed: int, repeat: int = 1) -> Iterator[SimRequest]:
-    """Yields the requests of ``phases``, one after the other, ``repeat`` times over."""
+    """Yield the requests of ``phases``, phase by phase, ``repeat`` times over."""
     draws = random.Random(f"{seed} workload")
     start_s, number = 0.0, 0
     for phase in [*phases] * repeat:
@@ -138,7 +138,7 @@ Pair = Callable[[random.Random], tuple[int, int]]
 def arriving(
     arrivals: Arrivals, pair: Pair, seed: int, max_tokens: int | None = None
 ) -> Iterator[SimRequest]:
-    """Yields requests whose prompt and output tokens ``pair`` draws, cut to ``max_tokens``."""
+    """Yield requests whose prompt and output tokens ``pair`` draws, cut to ``max_tokens``."""
     draws = random.Random(f"{seed} workload")
     for number, at_s in enumerate(arrivals.times_s(draws)):
         prompt, output = cut(*pair(draws), max_tokens)

@@ -1,4 +1,4 @@
-"""Messages over a byte stream: numbered, tied to an epoch, and on TCP signed."""
+"""Messages over a byte stream: numbered, with an epoch, and signed on TCP."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ from banaserve.transport.stream import ByteStream
 MAX_KEPT = 1024
 _NO_BYTES: Bytes = np.empty(0, np.uint8)
 _CHECKED_BYTES = 1 << 18
-"""Received, then checked while they are in the cache."""
+"""Number of bytes that are received and then checked while they are in the cache."""
 
 
 Place = Callable[[FrameHeader, Sequence[int]], Sequence[Bytes]]
-"""Memory for a frame's first tensors, of these sizes; each is received there where it fits."""
+"""Function that returns memory for a frame's first tensors, by the frame's header and the tensors'
+sizes; a tensor is received into its memory if the size is the same."""
 
 
 class StreamChannel:
-    """A ``Channel`` over ``stream``. Any thread may send while one other receives.
+    """Channel over ``stream``; see ``Channel``. Any thread may send while one other receives.
 
     Args:
-        stream: Connected to the peer, which is who it should be; owned.
-        seal: Signs and checks frames; None where the kernel vouches for the peer.
+        stream: Stream connected to an authenticated peer; the channel owns it.
+        seal: Seal that signs and checks frames; None if the kernel authenticates the peer.
     """
 
     def __init__(self, stream: ByteStream, seal: Seal | None = None) -> None:
@@ -64,11 +65,11 @@ class StreamChannel:
         self._write(message, ONE_WAY, 0, time.monotonic() + timeout_s)
 
     def call(self, message: Message, timeout_s: float, into: Sequence[Bytes] = ()) -> Message:
-        """As ``Channel.call``.
+        """Send a request and wait for its reply, see ``Channel.call``.
 
         Args:
-            into: Memory for the reply's first tensors, each of which is received there where it has
-                its size. Whatever is there after an error means nothing.
+            into: Memory for the reply's first tensors; each tensor is received into its memory if
+                the size is the same. After an error the content is undefined.
         """
         deadline = time.monotonic() + timeout_s
         token = self._write(message, REQUEST, 0, deadline)
@@ -94,12 +95,12 @@ class StreamChannel:
         timeout_s: float,
         place: Callable[[bytes, Sequence[int]], Sequence[Bytes]] | None = None,
     ) -> Message:
-        """As ``Channel.receive``.
+        """Return the next request or one-way message, see ``Channel.receive``.
 
         Args:
-            place: Memory for the first tensors of a message with this body and tensors of these
-                sizes, as ``into`` of ``call``. Nothing has been checked yet: only bytes that mean
-                nothing until the message is returned may be given.
+            place: Function that returns memory for the first tensors, like ``into`` of ``call``, by
+                the message's body and the tensors' sizes. These are not checked yet: the memory
+                must not be used for anything else until the message is returned.
         """
         deadline = time.monotonic() + timeout_s
 
@@ -223,7 +224,7 @@ class StreamChannel:
 
 
 def _portions(targets: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """The same bytes in turn, at most ``_CHECKED_BYTES`` at once."""
+    """Yield the same memory in order, at most ``_CHECKED_BYTES`` at a time."""
     portion: list[memoryview] = []
     room = _CHECKED_BYTES
     for target in targets:
@@ -239,7 +240,7 @@ def _portions(targets: Sequence[memoryview]) -> Iterator[list[memoryview]]:
 
 
 def _buffers(sizes: Sequence[int], given: Sequence[Bytes]) -> list[Bytes]:
-    """Memory for a frame's tensors: what was given where it fits, else new memory."""
+    """Return memory for a frame's tensors: the given memory if its size fits, else new memory."""
     offered = [*given, *[_NO_BYTES] * (len(sizes) - len(given))]
     return [
         target if size and target.nbytes == size else np.empty(size, np.uint8)

@@ -1,4 +1,4 @@
-"""Listeners and connections: the ways in which the two ends of a channel meet."""
+"""Listeners and connections: the ways to connect the two ends of a channel."""
 
 from __future__ import annotations
 
@@ -24,26 +24,27 @@ from banaserve.transport.stream import SocketStream
 
 _BACKLOG = 16
 _STRANGER_S = 1.0
-"""For the proof of one who connects, while another is waited for."""
+"""Maximum time for a connecting process to prove that it knows the secret, in seconds, while
+``accept_tcp`` waits for the right peer."""
 
 
 class Listener(Protocol):
     """Listener for peers that want a channel.
 
     Attributes:
-        address: What ``connect`` takes: ``unix:PATH`` or ``tcp:HOST:PORT``.
+        address: Address for ``connect``: ``unix:PATH`` or ``tcp:HOST:PORT``.
     """
 
     @property
     def address(self) -> str: ...
 
     def accept(self, timeout_s: float) -> StreamChannel:
-        """A channel to the next peer that proves who it is.
+        """Return a channel to the next peer that connects and is authenticated.
 
         Raises:
             TransferTimeoutError: No peer has connected.
-            RefusedError: A process connected that may not.
-            PeerGoneError: A peer connected and left.
+            RefusedError: A process connected that is not allowed to.
+            PeerGoneError: A peer connected and closed the connection.
         """
         ...
 
@@ -51,7 +52,7 @@ class Listener(Protocol):
 
 
 class UnixListener:
-    """Listens in the run's private folder; lets in processes of this user only."""
+    """Listener in the run's private folder, which accepts only processes of this user."""
 
     def __init__(self, options: TransportOptions) -> None:
         self._sock, self._path = listen_unix(options.folder, "channel")
@@ -66,7 +67,7 @@ class UnixListener:
 
 
 class TcpListener:
-    """Listens on a free port of the options' host; lets in peers that know the secret."""
+    """Listener on a free port of the options' host, which accepts peers that know the secret."""
 
     def __init__(self, options: TransportOptions) -> None:
         self._secret = options.secret
@@ -86,9 +87,9 @@ def connect(address: str, options: TransportOptions, timeout_s: float) -> Stream
     """Connect to a listener.
 
     Raises:
-        PeerGoneError: Nothing listens there.
-        TransferTimeoutError: No answer in time.
-        RefusedError: The address is none, or the listener is not one of this run.
+        PeerGoneError: Nothing listens at the address.
+        TransferTimeoutError: There is no answer in time.
+        RefusedError: The address is invalid, or the listener is not one of this run.
     """
     deadline = time.monotonic() + timeout_s
     kind, _, rest = address.partition(":")
@@ -101,15 +102,15 @@ def connect(address: str, options: TransportOptions, timeout_s: float) -> Stream
 
 
 def accept_tcp(host_and_port: str, options: TransportOptions, timeout_s: float) -> StreamChannel:
-    """Wait at an address for the one peer that knows the secret; others are turned away.
+    """Wait at an address for the one peer that knows the secret; others are refused.
 
     Args:
-        host_and_port: Where to listen until then.
+        host_and_port: ``HOST:PORT`` to listen on until the peer has connected.
 
     Raises:
-        PeerGoneError: Nobody can listen there.
-        TransferTimeoutError: It has not come in time.
-        RefusedError: The address is none.
+        PeerGoneError: The address cannot be listened on.
+        TransferTimeoutError: The peer has not connected in time.
+        RefusedError: The address is invalid.
     """
     deadline = time.monotonic() + timeout_s
     family, address = _tcp_place(host_and_port)
@@ -126,7 +127,7 @@ def accept_tcp(host_and_port: str, options: TransportOptions, timeout_s: float) 
 
 
 def over_unix(sock: socket.socket) -> StreamChannel:
-    """A channel over a connected Unix socket, of a socket pair for instance.
+    """Return a channel over a connected Unix socket, for instance of a socket pair.
 
     Raises:
         RefusedError: The peer is run by another user.
@@ -141,12 +142,12 @@ def over_unix(sock: socket.socket) -> StreamChannel:
 def over_tcp(
     sock: socket.socket, secret: bytes, deadline: float, *, listening: bool
 ) -> StreamChannel:
-    """A channel over a connected TCP socket.
+    """Authenticate the peer of a connected TCP socket and return a channel over it.
 
     Raises:
         RefusedError: The peer does not know the secret.
-        PeerGoneError: The peer has gone, perhaps because it does not accept this side's proof.
-        TransferTimeoutError: The peer says nothing in time.
+        PeerGoneError: The peer is gone, perhaps because it does not accept this side's proof.
+        TransferTimeoutError: The peer does not answer in time.
     """
     stream = SocketStream(sock)
     try:
@@ -158,7 +159,7 @@ def over_tcp(
 
 
 def tcp_address(sock: socket.socket) -> str:
-    """``tcp:HOST:PORT`` of a listening socket."""
+    """Return the ``tcp:HOST:PORT`` of a listening socket."""
     host, port = sock.getsockname()[:2]
     return f"tcp:{host}:{port}"
 
@@ -167,9 +168,9 @@ def connect_tcp(host_and_port: str, timeout_s: float) -> socket.socket:
     """Connect to ``HOST:PORT``.
 
     Raises:
-        RefusedError: That is none.
-        PeerGoneError: Nothing listens there.
-        TransferTimeoutError: No answer in time.
+        RefusedError: ``host_and_port`` is invalid.
+        PeerGoneError: Nothing listens at the address.
+        TransferTimeoutError: There is no answer in time.
     """
     return _connect(*_tcp_place(host_and_port), timeout_s)
 

@@ -1,4 +1,4 @@
-"""Errors of transports: one class for each thing that the caller can do about a failure."""
+"""Errors of transports: one class for each way in which the caller can handle a failure."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from banaserve.errors import BanaServeError
 
 
 class TransportError(BanaServeError):
-    """Base of what a transport raises."""
+    """Base class of a transport's errors."""
 
 
 class PeerGoneError(TransportError):
-    """The peer has died, closed or broken the connection: open another."""
+    """Error when the peer has died, closed or broken the connection: open another connection."""
 
 
 class TransferTimeoutError(TransportError):
-    """The deadline has passed and the peer may still live: cancel, or wait on."""
+    """Error when a deadline has passed while the peer may be alive: cancel, or wait longer."""
 
 
 class TransferCancelledError(TransportError):
-    """The transfer was cancelled: its target holds any mixture of old and new bytes."""
+    """Error when a transfer was cancelled: its target may hold a mixture of old and new bytes."""
 
 
 class RefusedError(TransportError):
-    """What was asked is not allowed and nothing was done: out of bounds, unknown, wrong key."""
+    """Error for a forbidden request (out of bounds, unknown, wrong key): nothing was done."""
 
 
 class StaleEpochError(RefusedError):
-    """The epoch has moved on: learn the present one before asking again."""
+    """Error for an old epoch: learn the current epoch before the next request."""

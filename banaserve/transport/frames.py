@@ -1,7 +1,7 @@
 """Frames of messages on a stream, and the checks on arrival.
 
-A frame is a prefix (lengths of header and payload), a msgpack header, the tensors' bytes one after
-the other, and on TCP a message authentication code over all of it.
+A frame is a prefix (lengths of header and payload), a msgpack header, the bytes of the tensors in
+order, and on TCP a message authentication code over all of these.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class FrameHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     """Header in front of the tensors.
 
     Attributes:
-        seq: One more than of the frame before it in this direction.
-        kind: ONE_WAY, REQUEST, REPLY or REFUSAL.
-        token: Of a REPLY or REFUSAL: the request's ``seq``.
-        epoch: The sender's.
-        body: As in ``Message``.
-        tensors: Data type and shape of each.
+        seq: Number of the frame in this direction, one more than that of the frame before it.
+        kind: Kind of the frame: ONE_WAY, REQUEST, REPLY or REFUSAL.
+        token: ``seq`` of the request that a REPLY or REFUSAL answers; otherwise 0.
+        epoch: Epoch of the sender.
+        body: Body of the ``Message``.
+        tensors: Data type and shape of each tensor.
     """
 
     seq: _Serial
@@ -71,10 +71,10 @@ _decoder = msgspec.msgpack.Decoder(FrameHeader)
 
 
 def encode(message: Message, seq: int, kind: int, token: int) -> list[memoryview | bytes]:
-    """The parts of a frame, ready to be sent.
+    """Encode a message as the parts of a frame, ready to be sent.
 
     Raises:
-        RefusedError: A peer would not accept it.
+        RefusedError: A peer would not accept the message.
     """
     described = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in message.tensors)
     header = _encoder.encode(FrameHeader(seq, kind, token, message.epoch, message.body, described))
@@ -88,10 +88,10 @@ def encode(message: Message, seq: int, kind: int, token: int) -> list[memoryview
 
 
 def check_lengths(header_bytes: int, payload_bytes: int) -> int:
-    """``payload_bytes``, where both lengths may be.
+    """Check the lengths of a frame and return ``payload_bytes``.
 
     Raises:
-        ProtocolError: One is too large.
+        ProtocolError: A length is too large.
     """
     if header_bytes > MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
         raise ProtocolError(f"a header of {header_bytes} and {payload_bytes} bytes is too large")
@@ -99,10 +99,10 @@ def check_lengths(header_bytes: int, payload_bytes: int) -> int:
 
 
 def decode(header: bytes | bytearray) -> FrameHeader:
-    """The header of a frame that has arrived.
+    """Decode the header of a received frame.
 
     Raises:
-        ProtocolError: The bytes are none.
+        ProtocolError: The bytes are not a header.
     """
     try:
         return _decoder.decode(header)
@@ -111,7 +111,7 @@ def decode(header: bytes | bytearray) -> FrameHeader:
 
 
 def tensor_sizes(header: FrameHeader) -> list[int]:
-    """Bytes of each tensor.
+    """Return the size of each tensor in bytes.
 
     Raises:
         ProtocolError: A data type is unknown, or a tensor is too large.
@@ -129,7 +129,7 @@ def tensor_sizes(header: FrameHeader) -> list[int]:
 
 
 def view_of(data: Bytes) -> memoryview:
-    """The bytes of an array; of an empty one, too, whose own memoryview cannot be cast."""
+    """Return the bytes of an array; also of an empty one, whose own memoryview cannot be cast."""
     return data.data.cast("B") if data.nbytes else memoryview(b"")
 
 

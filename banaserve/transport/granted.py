@@ -1,8 +1,8 @@
-"""Transports whose bytes are moved by a library, with grants over a channel of ours.
+"""Transports whose bytes are moved by a library, with grants over a channel of this package.
 
 For each slice the peer asks for a grant, moves the bytes, and gives the grant back. While a grant
-is out, the region's epoch cannot move on. The library's own connections are not signed: use these
-transports on a network that only these machines can reach.
+is held, the region's ``advance`` to another epoch does not return. The library's own connections
+are not signed: use these transports on a network that only these machines can reach.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Open(_Struct, frozen=True, tag="open"):
 
 
 class Begin(_Struct, frozen=True, tag="begin"):
-    """The offsets travel as a tensor beside it."""
+    """Request for the grant of a slice, whose offsets are the message's tensor."""
 
     epoch: int
     num_bytes: int
@@ -57,7 +57,7 @@ class End(_Struct, frozen=True, tag="end"):
 
 
 class Granted(_Struct, frozen=True, tag="granted"):
-    """``data`` answers an Open: what the library needs to connect."""
+    """Grant; ``data`` is the answer to an Open: the data that the library needs to connect."""
 
     data: bytes = b""
 
@@ -72,26 +72,26 @@ _answers = msgspec.msgpack.Decoder(Granted | Denied)
 
 
 class Mover(ABC):
-    """One side of one connection of the library."""
+    """Mover of bytes: one side of one connection of the library."""
 
     def connect(self, check_peer: Callable[[], None]) -> None:
         """Finish connecting, after the answer to Open is on its way. Blocks.
 
         Raises:
-            PeerGoneError: As ``check_peer``, or the two do not come together.
+            PeerGoneError: The peer is gone, by ``check_peer``, or the sides cannot connect.
         """
         return
 
     @abstractmethod
     def move(self, part: Plan, check_peer: Callable[[], None]) -> None:
-        """Do this side's share of a slice's copy.
+        """Perform this side's part of the copy of a slice.
 
         Args:
-            part: The slice.
-            check_peer: Raises PeerGoneError where the other process has gone.
+            part: Slice to copy.
+            check_peer: Check that raises PeerGoneError if the other process is gone.
 
         Raises:
-            TransportError: It did not work.
+            TransportError: The copy failed.
         """
 
     def abort(self) -> None:
@@ -100,23 +100,25 @@ class Mover(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the library's connection."""
+        """Close the library's connection."""
 
 
 class GrantedTransport(ServedTransport):
-    """Asks ``_accept`` and ``_join`` for the two sides' movers."""
+    """Base of transports with grants, whose ``_accept`` and ``_join`` make the sides' movers."""
 
     @abstractmethod
     def _accept(self, region: LocalRegion) -> tuple[Mover, bytes]:
-        """The offering side's mover, and what the peer needs to connect to it."""
+        """Return the offering side's mover, and the data that the peer needs to connect."""
 
     @abstractmethod
     def _join(self, data: bytes, staging: Bytes, check_peer: Callable[[], None]) -> Mover:
-        """The opening side's mover, which moves between the peer and ``staging``.
+        """Return the opening side's mover, which moves bytes between the peer and ``staging``.
 
         Args:
-            check_peer: Raises PeerGoneError where the other process has gone, and
-                TransferTimeoutError where it takes too long.
+            data: Data that the offering side's ``_accept`` returned.
+            staging: Memory through which slices pass.
+            check_peer: Check that raises PeerGoneError if the other process is gone, and
+                TransferTimeoutError if connecting takes too long.
         """
 
     def _open(
@@ -152,7 +154,7 @@ class GrantedTransport(ServedTransport):
 
 
 class GrantedRemote(PlannedRegion):
-    """A peer's region. Slices pass through ``staging``, which the library knows for good."""
+    """Region of a peer. Slices pass through ``staging``, which is given to the library once."""
 
     def __init__(
         self,
@@ -204,11 +206,11 @@ class GrantedRemote(PlannedRegion):
 
 
 def ask(channel: StreamChannel, request: Open | Begin | End, offsets: Runs | None = None) -> bytes:
-    """Ask the offering side and return the data of its grant.
+    """Send a request to the offering side and return the data of its grant.
 
     Raises:
-        RefusedError: Denied; StaleEpochError where the epoch is the reason.
-        PeerGoneError: The peer has gone.
+        RefusedError: The request was denied; StaleEpochError if the epoch is the reason.
+        PeerGoneError: The peer is gone, or breaks the protocol.
     """
     tensors = () if offsets is None else (Tensor("int64", offsets.shape, offsets.view(np.uint8)),)
     reply = channel.call(Message(msgspec.msgpack.encode(request), tensors), FOREVER_S)

@@ -1,8 +1,8 @@
 """Transport interface: one-sided copies between two processes, and messages of one pair.
 
-The side that has memory to give offers a region; its peer opens the region's descriptor and copies
-between its own memory and the region without the offering side's code taking part. Messages and
-activations go over a ``Channel``, one for each pair of processes.
+One side offers a region of its memory; its peer opens the region by its descriptor and copies
+between its own memory and the region without calls in the offering side's code. Messages and
+activations are sent over a ``Channel``, one for each pair of processes.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class TransportOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         folder: Private folder of the run, for Unix sockets.
-        host: Address to listen on, where a transport uses TCP.
-        secret: Of the run, at least 16 bytes, the same on both sides.
+        host: Address to listen on, if a transport uses TCP.
+        secret: Secret of the run, at least 16 bytes, the same on both sides.
     """
 
     folder: str
@@ -46,15 +46,15 @@ class TransportOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RegionDescriptor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Description by which a peer opens a region; holds no secret.
+    """Description by which a peer opens a region; contains no secret.
 
     Attributes:
-        transport: Name of the transport that offers it.
-        region_id: 16 random bytes: another offer of the same memory has another one.
-        num_bytes: Of the region.
-        epoch: At the time of the offer.
-        address: Where the offering side answers, in the transport's own form.
-        extra: What else the transport needs.
+        transport: Name of the transport that offers the region.
+        region_id: Id of the offer, 16 random bytes; a new offer of the same memory has another id.
+        num_bytes: Size of the region.
+        epoch: Epoch at the time of the offer.
+        address: Address at which the offering side answers, in the transport's own form.
+        extra: Further data that the transport needs.
     """
 
     transport: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
@@ -66,42 +66,43 @@ class RegionDescriptor(msgspec.Struct, frozen=True, array_like=True, forbid_unkn
 
 
 class Ticket(Protocol):
-    """One submitted transfer."""
+    """Ticket of a submitted transfer."""
 
     def poll(self) -> bool:
-        """Whether it has ended, well or badly; never waits and never raises."""
+        """Return whether the transfer has ended or failed; never waits and never raises."""
         ...
 
     def wait(self, timeout_s: float) -> None:
-        """Return when all bytes lie where they belong.
+        """Wait until all bytes are copied.
 
         Raises:
-            TransferTimeoutError: Not ended yet; it goes on.
+            TransferTimeoutError: The transfer has not ended yet; it continues.
             PeerGoneError: The peer has died or broken the connection.
-            RefusedError: The region refuses it; StaleEpochError where the epoch was the reason.
-            TransferCancelledError: It was cancelled.
+            RefusedError: The region refuses the transfer; StaleEpochError if the epoch is the
+                reason.
+            TransferCancelledError: The transfer was cancelled.
         """
         ...
 
     def cancel(self) -> bool:
-        """Give up; returns when local memory is touched no more, within about a second.
+        """Cancel; return when local memory is no longer touched, within about a second.
 
         Cancelling in the middle of a run may cost the connection: then the next submit raises
         PeerGoneError and the region has to be opened again.
 
         Returns:
-            False where it had ended before.
+            False if the transfer had ended before.
         """
         ...
 
 
 class OfferedRegion(Protocol):
-    """Memory that a peer may copy to and from, seen from its owner.
+    """Memory that a peer may copy to and from, on the owner's side.
 
     Attributes:
-        memory: The region's bytes in this process.
-        descriptor: For the peer.
-        epoch: The only one under which transfers are accepted.
+        memory: Bytes of the region in this process.
+        descriptor: Descriptor by which the peer opens the region.
+        epoch: Epoch of the region; transfers of any other epoch are refused.
     """
 
     @property
@@ -114,12 +115,12 @@ class OfferedRegion(Protocol):
     def epoch(self) -> int: ...
 
     def advance(self, epoch: int, timeout_s: float) -> None:
-        """Accept only ``epoch`` from here on. After the return no transfer of another is under way.
+        """Accept only ``epoch`` from now on; on return no transfer of another epoch is under way.
 
         Raises:
-            RefusedError: ``epoch`` is smaller than the present one.
-            TransferTimeoutError: A peer stands still in the middle of a transfer. The region
-                refuses whatever that peer begins, but that transfer is not known to have ended.
+            RefusedError: ``epoch`` is smaller than the current one.
+            TransferTimeoutError: A peer hangs in the middle of a transfer. The region refuses new
+                transfers of another epoch, but that transfer is not known to have ended.
         """
         ...
 
@@ -127,24 +128,25 @@ class OfferedRegion(Protocol):
         """Give the whole pages of a range back to the system; they read as zero until written.
 
         Returns:
-            Bytes given back at most: whole pages of the range.
+            Maximum number of bytes given back: whole pages of the range.
 
         Raises:
-            RefusedError: The range lies outside, or the memory is not the transport's own.
+            RefusedError: The range is outside the region, or the transport does not own the
+                memory.
         """
         ...
 
     def close(self) -> None:
-        """Refuse every transfer and let go of the memory; ``memory`` must not be used after it."""
+        """Refuse every transfer and free the memory; ``memory`` must not be used afterwards."""
         ...
 
 
 class RemoteRegion(Protocol):
-    """A peer's region. Transfers end in the order of their submission; any thread may submit.
+    """Region of a peer. Transfers end in the order of their submission; any thread may submit.
 
-    Offsets are in bytes; transfer ``i`` copies ``num_bytes`` between ``local_offsets[i]`` of
-    ``local`` and ``remote_offsets[i]`` of the region. Runs of one submission that overlap in their
-    target leave either's bytes.
+    Offsets are in bytes; run ``i`` of a transfer copies ``num_bytes`` between ``local_offsets[i]``
+    of ``local`` and ``remote_offsets[i]`` of the region. If runs of one submission overlap in
+    their target, the bytes of either run remain there.
     """
 
     @property
@@ -161,8 +163,8 @@ class RemoteRegion(Protocol):
         """Begin to copy to the peer. ``local`` must not change until the ticket has ended.
 
         Raises:
-            RefusedError: Out of bounds on either side, or offsets of different lengths.
-            PeerGoneError: Known without asking.
+            RefusedError: A run is out of bounds on either side, or the numbers of offsets differ.
+            PeerGoneError: The peer is already known to be gone.
         """
         ...
 
@@ -177,60 +179,62 @@ class RemoteRegion(Protocol):
         """Begin to copy from the peer into ``local``, which must be writable.
 
         Raises:
-            RefusedError: As for a write.
-            PeerGoneError: Known without asking.
+            RefusedError: ``local`` is read-only, or see ``submit_write``.
+            PeerGoneError: The peer is already known to be gone.
         """
         ...
 
     def warm(self, first_byte: int, num_bytes: int) -> None:
-        """Spare copies into a range their page faults; takes its pages where memory is shared.
+        """Allocate the pages of a range if memory is shared, to avoid page faults in copies.
 
         Raises:
-            RefusedError: The range lies outside.
+            RefusedError: The range is outside the region.
         """
         ...
 
     def close(self) -> None:
-        """Cancel what is under way and let go of the region."""
+        """Cancel the transfers under way and close the region."""
         ...
 
 
 class Transport(Protocol):
-    """One way to copy between processes. Thread-safe."""
+    """Way to copy between processes. Thread-safe."""
 
     @property
     def name(self) -> str: ...
 
     def offer(self, num_bytes: int, epoch: int) -> OfferedRegion:
-        """Reserve zeroed memory and offer it. Pages are taken when they are first written.
+        """Reserve zeroed memory and offer it. Pages are allocated at their first write.
 
         Raises:
-            RefusedError: The size or the epoch is not possible.
+            RefusedError: The size or the epoch is out of range.
         """
         ...
 
     def open(self, descriptor: RegionDescriptor, timeout_s: float) -> RemoteRegion:
-        """Connect to the offering side.
+        """Open a region by connecting to the offering side.
 
         Raises:
             PeerGoneError: There is no answer.
             TransferTimeoutError: The answer takes too long.
-            RefusedError: It does not know the region, or this process is not who it should be.
+            RefusedError: The offering side does not know the region, or authentication failed.
         """
         ...
 
     def close(self) -> None:
-        """Close every region that was offered or opened here."""
+        """Close every region that was offered or opened by this object."""
         ...
 
 
 class Tensor(msgspec.Struct, frozen=True):
-    """The bytes of one contiguous tensor.
+    """Bytes of a contiguous tensor.
 
     Attributes:
-        dtype: Its name without a library's prefix: ``float32``, ``bfloat16``, ``int64``.
-        shape: Sizes of its dimensions.
-        data: ``[num_bytes]`` uint8, C order. What was received is writable and the receiver's own.
+        dtype: Name of the data type without a library's prefix: ``float32``, ``bfloat16``,
+            ``int64``.
+        shape: Sizes of the dimensions.
+        data: Bytes, ``[num_bytes]`` uint8, C order. The data of a received tensor is writable and
+            belongs to the receiver.
     """
 
     dtype: str
@@ -239,13 +243,13 @@ class Tensor(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct, frozen=True):
-    """One message.
+    """Message of a channel.
 
     Attributes:
-        body: msgspec-encoded by the sender's protocol.
-        tensors: What travels beside it.
-        epoch: The sender's.
-        token: What ``reply`` needs of a request that was received; 0 for one-way messages.
+        body: Body, msgspec-encoded by the sender's protocol.
+        tensors: Tensors sent with the body.
+        epoch: Epoch of the sender.
+        token: Number of a received request, which ``reply`` needs; 0 for other messages.
     """
 
     body: bytes
@@ -255,7 +259,7 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class Channel(Protocol):
-    """Messages between two processes, in order. One thread receives or calls at a time.
+    """Channel for ordered messages between two processes. One thread receives or calls at a time.
 
     A message whose epoch is below ``min_epoch`` is not delivered: a request of this kind is
     answered with StaleEpochError, others are counted in ``num_refused``.
@@ -265,44 +269,45 @@ class Channel(Protocol):
 
     @property
     def num_refused(self) -> int:
-        """Messages that arrived and were not delivered: duplicates, stale, late replies."""
+        """Number of messages that arrived but were not delivered: duplicate, stale, late reply."""
         ...
 
     def fileno(self) -> int:
-        """Readable when something has arrived or the peer is gone."""
+        """Return a file descriptor, readable when something has arrived or the peer is gone."""
         ...
 
     def has_pending(self) -> bool:
-        """Whether something that has arrived was read from ``fileno`` already."""
+        """Return whether arrived bytes or messages were already read from ``fileno``."""
         ...
 
     def send(self, message: Message, timeout_s: float) -> None:
-        """Send one way.
+        """Send a one-way message.
 
         Raises:
             RefusedError: The message is too large or not well-formed; nothing was sent.
             TransferTimeoutError: The peer does not read. The channel is closed.
-            PeerGoneError: The peer has died or closed.
+            PeerGoneError: The peer has died or closed the connection.
         """
         ...
 
     def call(self, message: Message, timeout_s: float) -> Message:
-        """Send a request and wait for its reply. One-way messages that come first are kept.
+        """Send a request and wait for its reply. Messages that arrive before it are kept.
 
         Raises:
-            RefusedError: As for ``send``; StaleEpochError where the peer's epoch is higher.
-            TransferTimeoutError: No reply in time. The channel stays usable; the late reply is
-                dropped and counted.
-            PeerGoneError: The peer has died or closed.
+            RefusedError: The message is refused, see ``send``; StaleEpochError if the peer's epoch
+                is higher.
+            TransferTimeoutError: No reply arrived in time. The channel stays usable; the late reply
+                is dropped and counted.
+            PeerGoneError: The peer has died or closed the connection.
         """
         ...
 
     def receive(self, timeout_s: float) -> Message:
-        """The next request or one-way message.
+        """Return the next request or one-way message.
 
         Raises:
-            TransferTimeoutError: Nothing in time; the channel stays usable.
-            PeerGoneError: The peer has died or closed, or sent what breaks the protocol.
+            TransferTimeoutError: Nothing arrived in time; the channel stays usable.
+            PeerGoneError: The peer has died, closed the connection, or broken the protocol.
         """
         ...
 
@@ -310,9 +315,9 @@ class Channel(Protocol):
         """Answer a request that was received.
 
         Raises:
-            RefusedError: ``request`` is none, or ``answer`` is too large.
+            RefusedError: ``request`` is not a request, or ``answer`` is too large.
             TransferTimeoutError: The peer does not read. The channel is closed.
-            PeerGoneError: The peer has died or closed.
+            PeerGoneError: The peer has died or closed the connection.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Region in this process's private memory, for transports that copy through threads of its own."""
+"""Region in this process's private memory, for transports that copy by threads of this process."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ class LocalRegion:
     """Memory that this process's own threads copy to and from on behalf of its peers.
 
     Args:
-        descriptor: Of the region.
-        memory: Its bytes; ``release`` is refused where they are not from ``reserve``.
-        forget: Takes the region off the transport's books; False where it is off already.
+        descriptor: Descriptor of the region.
+        memory: Bytes of the region, from ``reserve``, so that ``release`` can free pages.
+        forget: Function that removes the region from the transport's table; returns False if it
+            was removed before.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class LocalRegion:
 
     @contextmanager
     def use(self, epoch: int) -> Iterator[None]:
-        """Hold off ``advance`` while bytes move.
+        """Keep ``advance`` to another epoch from returning while bytes move.
 
         Raises:
             StaleEpochError: The region has another epoch.
@@ -117,10 +118,10 @@ class LocalRegion:
 
 
 def reserve(num_bytes: int) -> Memory:
-    """Zeroed private memory, page aligned, whose pages are taken when they are first written.
+    """Reserve zeroed private memory, page aligned, whose pages are allocated at their first write.
 
     Raises:
-        RefusedError: The system has no such range of addresses.
+        RefusedError: The system has no address range of this size.
     """
     try:
         mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -1,4 +1,4 @@
-"""Ranges of this process's memory, the runs of them that a transfer copies, and their copying."""
+"""Ranges of this process's memory, the runs in them that a transfer copies, and the copying."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ Runs = npt.NDArray[np.int64]
 
 
 class Memory(NamedTuple):
-    """A range of addresses of this process.
+    """Range of addresses of this process.
 
-    A copy is four times slower where its target begins 1 to 31 bytes after its source, counted
-    within a page: its loads then wait for stores to the same place of another page. From pages
-    into a large numpy array, which begins 16 bytes after the start of a page, every copy is one
-    of these; ``local_region.reserve`` begins with a page.
+    A copy is four times slower if its target begins 1 to 31 bytes after its source, by their
+    offsets within a page: its loads then wait for stores to the same offset of another page. A copy
+    from page-aligned memory into a large numpy array, which begins 16 bytes after the start of a
+    page, is always such a copy; memory of ``local_region.reserve`` begins with a page.
 
     Attributes:
-        address: Of its first byte.
-        num_bytes: Its length.
-        writable: Whether a read may copy into it.
-        owner: Kept alive as long as this object; None where the caller sees to it.
+        address: Address of the first byte.
+        num_bytes: Length of the range.
+        writable: True if a read may copy into the range.
+        owner: Object kept alive as long as this one; None if the caller keeps the memory alive.
     """
 
     address: int
@@ -39,17 +39,17 @@ class Memory(NamedTuple):
 
     @staticmethod
     def of(array: npt.NDArray[np.generic]) -> Memory:
-        """The bytes of a C-contiguous array.
+        """Return the memory of a C-contiguous array.
 
         Raises:
-            ValueError: It is not contiguous.
+            ValueError: The array is not contiguous.
         """
         if not array.flags.c_contiguous:
             raise ValueError("only a contiguous array is one range of memory")
         return Memory(array.ctypes.data, array.nbytes, bool(array.flags.writeable), array)
 
     def view(self) -> npt.NDArray[np.uint8]:
-        """The same bytes as an array, ``[num_bytes]`` uint8."""
+        """Return the same bytes as an array, ``[num_bytes]`` uint8."""
         if not self.num_bytes:
             return np.empty(0, np.uint8)
         array: npt.NDArray[np.uint8] = np.asarray(_Pointer(self))
@@ -57,7 +57,7 @@ class Memory(NamedTuple):
 
 
 class _Pointer:
-    """Tells numpy where the bytes lie; numpy keeps this object, and so the owner, alive."""
+    """Array interface of a memory range; numpy keeps this object, and so the owner, alive."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -70,15 +70,15 @@ class _Pointer:
 
 
 class Plan(NamedTuple):
-    """Runs of equal length between local memory and a region, checked.
+    """Checked runs of equal length to copy between local memory and a region.
 
     Attributes:
-        local: Where the local bytes lie.
-        local_offsets: ``[num_runs]`` int64, bytes.
-        remote_offsets: ``[num_runs]`` int64, bytes.
-        num_bytes: Of each run.
-        epoch: Under which it was submitted.
-        writes: Whether bytes go to the region.
+        local: Local memory.
+        local_offsets: Offsets of the runs in ``local``, ``[num_runs]`` int64, in bytes.
+        remote_offsets: Offsets of the runs in the region, ``[num_runs]`` int64, in bytes.
+        num_bytes: Length of each run.
+        epoch: Epoch under which the transfer was submitted.
+        writes: True if bytes are copied to the region, False if from it.
     """
 
     local: Memory
@@ -90,11 +90,11 @@ class Plan(NamedTuple):
 
     @property
     def total_bytes(self) -> int:
-        """Of all runs."""
+        """Number of bytes of all runs."""
         return self.num_bytes * int(self.local_offsets.size)
 
     def slices(self, slice_bytes: int = SLICE_BYTES) -> Iterator[Plan]:
-        """At least one part, of at most ``slice_bytes``: between two of them a transfer stops."""
+        """Yield one or more parts of up to ``slice_bytes``; a transfer can stop between parts."""
         if not self.num_bytes or not self.local_offsets.size:
             yield self._replace(local_offsets=_NONE, remote_offsets=_NONE)
             return
@@ -110,7 +110,7 @@ class Plan(NamedTuple):
 
 
 def whole_pages(first_byte: int, num_bytes: int) -> tuple[int, int]:
-    """The first byte and the length of the whole pages within a range."""
+    """Return the first byte and the length of the whole pages within a range."""
     first = -(-first_byte // PAGE_BYTES) * PAGE_BYTES
     end = (first_byte + num_bytes) // PAGE_BYTES * PAGE_BYTES
     return first, max(0, end - first)
@@ -122,7 +122,7 @@ def copy_runs(
     """Copy runs of equal length, without the GIL.
 
     Raises:
-        ValueError: A run leaves its memory.
+        ValueError: A run is out of bounds.
     """
     _native.copy_regions(
         target.address,
@@ -136,12 +136,12 @@ def copy_runs(
 
 
 def gather(target: Memory, source: Memory, offsets: Runs, run_bytes: int) -> None:
-    """Copy runs at ``offsets`` of ``source`` one after the other into ``target``."""
+    """Copy runs at ``offsets`` of ``source`` consecutively into ``target``."""
     packed = np.arange(offsets.size, dtype=np.int64) * run_bytes
     copy_runs(target, source, packed, offsets, run_bytes)
 
 
 def scatter(target: Memory, offsets: Runs, source: Memory, run_bytes: int) -> None:
-    """Copy runs that lie one after the other in ``source`` to ``offsets`` of ``target``."""
+    """Copy consecutive runs of ``source`` to ``offsets`` of ``target``."""
     packed = np.arange(offsets.size, dtype=np.int64) * run_bytes
     copy_runs(target, source, offsets, packed, run_bytes)

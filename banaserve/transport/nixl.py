@@ -1,7 +1,7 @@
-"""NIXL: one-sided copies by UCX, over whatever it finds between the two machines.
+"""NIXL: one-sided copies by UCX, over any connection that UCX finds between the two machines.
 
-Slices pass through a buffer that is registered once: registering a caller's memory anew for every
-transfer costs more than the copy where a network card has to pin it.
+Slices pass through a buffer that is registered once: to register a caller's memory for every
+transfer costs more than the copy if a network card has to pin the memory.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _PAUSE_S = 50e-6
 
 
 class Access(msgspec.Struct, frozen=True, array_like=True):
-    """What a peer's agent needs to reach a region."""
+    """Data that a peer's agent needs to reach a region."""
 
     metadata: bytes
     address: int
 
 
 class NixlTransport(GrantedTransport):
-    """One agent for the process, started when it is first needed: that takes about a second."""
+    """Transport with one agent for the process, started at its first use in about a second."""
 
     name = NAME
 
@@ -64,11 +64,11 @@ class NixlTransport(GrantedTransport):
 
 
 class Agent:
-    """NIXL's agent, with a lock around it because several regions' threads share it.
+    """NIXL's agent with a lock, because the threads of several regions share the agent.
 
     Attributes:
         api: NIXL's own interface.
-        lock: Held for every call of it; none of the calls waits for a peer.
+        lock: Lock held during every call of ``api``; none of the calls waits for a peer.
     """
 
     def __init__(self) -> None:
@@ -85,10 +85,10 @@ class Agent:
             self.api.deregister_memory(registered)
 
     def meet(self, metadata: bytes) -> str:
-        """Learn of a peer's agent and its regions; its name.
+        """Add a peer's agent with its regions; return the agent's name.
 
         Raises:
-            PeerGoneError: The agents do not find a way to each other.
+            PeerGoneError: The agents cannot connect to each other.
         """
         with self.lock:
             try:
@@ -116,7 +116,7 @@ class _Owner(Mover):
             self.access = Access(agent.api.get_agent_metadata(), memory.address)
 
     def move(self, part: Plan, check_peer: Callable[[], None]) -> None:
-        """The peer's agent moves the bytes."""
+        """Leave the bytes to the peer's agent, which moves them."""
 
     def close(self) -> None:
         self._agent.deregister(self._registered)

@@ -20,11 +20,11 @@ def make_plan(
     epoch: int,
     writes: bool,
 ) -> Plan:
-    """A plan that stays within ``local`` and ``region``.
+    """Return a plan whose runs are within ``local`` and ``region``.
 
     Raises:
-        RefusedError: It would not, or the offsets do not pair up, or ``local`` is read-only and
-            would be written to.
+        RefusedError: A run is out of bounds, the numbers of offsets differ, or ``local`` is
+            read-only and would be written to.
     """
     if not writes and not local.writable:
         raise RefusedError("cannot read into memory that is read-only")
@@ -40,10 +40,11 @@ def make_plan(
 def check_offsets(
     offsets: Offsets, num_bytes: int, size_bytes: int, where: str
 ) -> npt.NDArray[np.int64]:
-    """A copy of ``offsets`` as ``[num_runs]`` int64.
+    """Return a copy of ``offsets`` as ``[num_runs]`` int64.
 
     Raises:
-        RefusedError: A run of ``num_bytes`` at one of them leaves ``size_bytes``.
+        RefusedError: A run of ``num_bytes`` at an offset exceeds ``size_bytes``, or the offsets are
+            not integers of one dimension.
     """
     try:
         array = np.array(offsets)
@@ -61,10 +62,10 @@ def check_offsets(
 
 
 def check_range(first_byte: int, num_bytes: int, size_bytes: int) -> None:
-    """Raise where a range leaves a region.
+    """Check that a range is within a region.
 
     Raises:
-        RefusedError: It does.
+        RefusedError: The range is out of bounds.
     """
     if first_byte < 0 or num_bytes < 0 or first_byte > size_bytes - num_bytes:
         raise RefusedError(
@@ -73,7 +74,7 @@ def check_range(first_byte: int, num_bytes: int, size_bytes: int) -> None:
 
 
 def check_offer(num_bytes: int, epoch: int) -> None:
-    """Raise where no region can be made so.
+    """Check the size and the epoch of a new region.
 
     Raises:
         RefusedError: The size or the epoch is out of range.

@@ -9,14 +9,14 @@ from banaserve.names import check_known
 from banaserve.transport.interface import Transport, TransportOptions
 
 SHARED_MEMORY = "shm"
-"""Of one machine alone."""
+"""Name of the transport that works within one machine only."""
 TCP = "tcp"
 Factory = Callable[[TransportOptions], Transport]
 _factories: dict[str, Factory] = {}
 
 
 def register(name: str, factory: Factory) -> None:
-    """Make a transport known.
+    """Register a transport.
 
     Raises:
         ValueError: The name is taken.
@@ -27,7 +27,7 @@ def register(name: str, factory: Factory) -> None:
 
 
 def names() -> list[str]:
-    """Of all transports that are known, installed or not."""
+    """Return the names of all registered transports, installed or not."""
     return sorted(_factories)
 
 
@@ -35,7 +35,7 @@ def create(name: str, options: TransportOptions) -> Transport:
     """Build the transport ``name``.
 
     Raises:
-        UserError: There is none of this name, or what it needs is not installed.
+        UserError: There is no transport of this name, or a package that it needs is missing.
     """
     check_known("transport", name, _factories)
     return _factories[name](options)

@@ -1,4 +1,4 @@
-"""Opened regions of a peer: checked plans, their tickets, and the one thread that copies."""
+"""Opened regions of a peer: checked plans, their tickets, and the thread that copies."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from banaserve.transport.plans import check_range, make_plan
 
 CANCEL_WAIT_S = 1.0
 MAX_HELP_BYTES = 64 * 2**20
-"""A larger transfer is left to the thread: who waits for it has a deadline."""
+"""Maximum size of a transfer that the waiting thread may copy itself. A larger transfer is left to
+the copy thread, because the waiting thread has a deadline."""
 
 
 class PlannedRegion(ABC):
-    """A peer's region whose transfers are carried out one after the other.
+    """Region of a peer whose transfers are executed sequentially.
 
     Args:
-        descriptor: Of the region.
+        descriptor: Descriptor of the region.
 
     Attributes:
-        never_waits_for_peer: Copies end by themselves, whatever the peer does.
+        never_waits_for_peer: True if copies end without any action of the peer.
     """
 
     never_waits_for_peer = False
@@ -93,10 +94,10 @@ class PlannedRegion(ABC):
 
     @abstractmethod
     def _carry_out(self, ticket: PlanTicket) -> None:
-        """Copy what the ticket's plan says; runs on the region's copy thread.
+        """Copy the runs of the ticket's plan, in the copy thread or a thread that waits for it.
 
         Raises:
-            TransportError: It did not work.
+            TransportError: The copy failed.
         """
 
     def _break_off(self) -> None:
@@ -105,10 +106,10 @@ class PlannedRegion(ABC):
 
 
 class PlanTicket:
-    """The ticket of one plan.
+    """Ticket of a plan.
 
     Attributes:
-        plan: What to copy.
+        plan: Runs to copy.
     """
 
     def __init__(
@@ -145,33 +146,33 @@ class PlanTicket:
         return isinstance(self._error, TransferCancelledError)
 
     def check(self) -> None:
-        """Raise where the transfer was cancelled; called by the thread that carries it out.
+        """Raise if the transfer was cancelled; called by the thread that copies.
 
         Raises:
-            TransferCancelledError: It was.
+            TransferCancelledError: The transfer was cancelled.
         """
         if self._cancelled:
             raise TransferCancelledError("the transfer was cancelled")
 
     def end(self, error: TransportError | None) -> None:
-        """Note how it ended and wake the waiting threads."""
+        """End the transfer, with an error or None, and wake the waiting threads."""
         self._error = error
         self.plan = self.plan._replace(local=self.plan.local._replace(owner=None))
         self._ended.set()
 
 
 class CopyThread:
-    """Carries out plans in the order of their submission.
+    """Thread that executes plans in the order of their submission.
 
     Args:
-        name: Of the thread.
-        carry_out: Copies all bytes of a ticket's plan. Calls ``ticket.check()`` between slices;
-            raises a TransportError where it fails.
-        break_off: Makes a ``carry_out`` that waits for the peer return with PeerGoneError. Called
-            from any thread, when a cancelled transfer has not stopped by itself.
-        waiters_help: The thread that waits for the next ticket carries it out itself, where it is
-            small: that spares two changes of threads, each of which waits for a core and the GIL.
-            Only where ``carry_out`` never waits for the peer.
+        name: Name of the thread.
+        carry_out: Function that copies all bytes of a ticket's plan. It calls ``ticket.check()``
+            between slices and raises a TransportError on failure.
+        break_off: Function that makes a ``carry_out`` that waits for the peer fail with
+            PeerGoneError. It is called from any thread, if a cancelled transfer does not stop.
+        waiters_help: True to let the thread that waits for the next ticket execute its plan itself
+            if it is small: this saves two thread switches, each of which waits for a core and the
+            GIL. Only allowed if ``carry_out`` never waits for the peer.
     """
 
     def __init__(
@@ -208,7 +209,7 @@ class CopyThread:
         return ticket
 
     def close(self) -> None:
-        """Cancel everything and end the thread."""
+        """Cancel all transfers and end the thread."""
         with self._changed:
             self._closed = True
             tickets = [*self._waiting, *([self._current] if self._current else [])]
@@ -252,7 +253,7 @@ class CopyThread:
         except Exception as raised:
             error = PeerGoneError(f"the transfer failed: {raised!r}")
         finally:
-            # A signal may end the thread that waits and helps: others must not wait for it.
+            # A signal may end a waiting thread that executes the plan: others must not wait for it.
             self._finish(ticket, error)
 
     def _next(self) -> PlanTicket | None:

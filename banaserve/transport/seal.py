@@ -1,10 +1,10 @@
 """Authentication of a TCP connection: a mutual handshake, then a code on every frame.
 
 Both sides know the run's secret. Each sends a nonce and proves that it knows the secret; the keys
-of the two directions come from secret and nonces by HKDF, so no frame is of use on another
-connection or in the other direction. A frame's code is its AES-256-GMAC under the number of frames
-before it, which both sides count: one that comes twice, late, changed or not at all makes the next
-code a wrong one. Nothing is encrypted.
+of the two directions are derived from secret and nonces by HKDF, so a frame is not valid on another
+connection or in the other direction. The code of a frame is its AES-256-GMAC with the number of
+frames before it as the nonce. Both sides count the frames: if a frame is repeated, delayed, changed
+or lost, the next code is wrong. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from banaserve.transport.stream import ByteStream
 CODE_BYTES = 16
 KEY_BYTES = 32
 MAX_FRAMES = 2**48
-"""In one direction of a connection: a nonce that comes twice under a key would give the key away.
-A million frames a second are as many in nine years."""
+"""Maximum number of frames in one direction of a connection: a nonce that is used twice with a key
+would reveal the key. At a million frames a second it is reached after nine years."""
 _MAGIC = b"banaserve-transport-3\n"
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
@@ -34,11 +34,11 @@ Part = memoryview | bytes | bytearray
 
 
 class FrameCode:
-    """Code of one frame, computed while its parts go by.
+    """Code of one frame, computed part by part.
 
     Args:
-        key: Of the direction.
-        number: Frames before it in this direction.
+        key: Key of the direction.
+        number: Number of frames before this one in the direction.
     """
 
     def __init__(self, key: algorithms.AES, number: int) -> None:
@@ -46,11 +46,11 @@ class FrameCode:
         self._mac = Cipher(key, modes.GCM(nonce)).encryptor()
 
     def add(self, part: Part) -> None:
-        """The frame's next bytes."""
+        """Add the frame's next bytes."""
         self._mac.authenticate_additional_data(part)
 
     def end(self) -> bytes:
-        """The code of all that was added."""
+        """Return the code of all added bytes."""
         self._mac.finalize()
         return self._mac.tag
 
@@ -61,7 +61,7 @@ class Seal:
     Args:
         sending: Key of frames to the peer.
         receiving: Key of the peer's frames.
-        max_frames: Of each direction.
+        max_frames: Maximum number of frames in each direction.
     """
 
     def __init__(self, sending: bytes, receiving: bytes, max_frames: int = MAX_FRAMES) -> None:
@@ -71,10 +71,10 @@ class Seal:
         self._is_broken = False
 
     def sign(self, parts: Iterable[Part]) -> bytes:
-        """The code of the next frame to be sent.
+        """Return the code of the next frame to be sent.
 
         Raises:
-            PeerGoneError: The connection has carried all frames that its key is good for.
+            PeerGoneError: The connection has reached its maximum number of frames.
         """
         if self._num_sent >= self._max_frames:
             raise PeerGoneError("the connection has used its key up: connect again")
@@ -85,10 +85,10 @@ class Seal:
         return code.end()
 
     def next_received(self) -> FrameCode:
-        """What the code of the next frame is computed with; ``accept`` has to follow.
+        """Return the code object for the next received frame; pass it to ``accept`` afterwards.
 
         Raises:
-            PeerGoneError: As for ``sign``.
+            PeerGoneError: The connection has reached its maximum number of frames.
         """
         if self._num_received >= self._max_frames:
             raise PeerGoneError("the connection has used its key up: connect again")
@@ -97,16 +97,16 @@ class Seal:
         return code
 
     def accept(self, computed: FrameCode, code: bytes) -> bool:
-        """Whether a received frame is the peer's next one; after one that is not, none is."""
+        """Return whether a received frame is the peer's next one; False after the first wrong."""
         is_right = hmac.compare_digest(computed.end(), code)
         self._is_broken = self._is_broken or not is_right
         return not self._is_broken
 
     def verify(self, parts: Iterable[Part], code: bytes) -> bool:
-        """``accept`` of a frame that is there as a whole.
+        """Return whether a completely received frame is the peer's next one; see ``accept``.
 
         Raises:
-            PeerGoneError: As for ``sign``.
+            PeerGoneError: The connection has reached its maximum number of frames.
         """
         computed = self.next_received()
         for part in parts:
@@ -115,12 +115,12 @@ class Seal:
 
 
 def greet(stream: ByteStream, secret: bytes, deadline: float) -> Seal:
-    """The connecting side's half of the handshake.
+    """Perform the connecting side's half of the handshake.
 
     Raises:
         RefusedError: The peer does not know the secret.
-        PeerGoneError: The peer has gone, as it does where this side does not know the secret.
-        TransferTimeoutError: The peer is not there in time.
+        PeerGoneError: The peer is gone; it closes if this side does not know the secret.
+        TransferTimeoutError: The peer does not answer in time.
     """
     ours = secrets.token_bytes(_NONCE_BYTES)
     stream.write([_MAGIC + ours], deadline)
@@ -134,12 +134,12 @@ def greet(stream: ByteStream, secret: bytes, deadline: float) -> Seal:
 
 
 def welcome(stream: ByteStream, secret: bytes, deadline: float) -> Seal:
-    """The listening side's half of the handshake.
+    """Perform the listening side's half of the handshake.
 
     Raises:
-        RefusedError: The peer does not know the secret.
-        PeerGoneError: The peer has gone.
-        TransferTimeoutError: The peer says nothing in time.
+        RefusedError: The peer does not know the secret, or speaks another protocol.
+        PeerGoneError: The peer is gone.
+        TransferTimeoutError: The peer does not answer in time.
     """
     hello = _read(stream, len(_MAGIC) + _NONCE_BYTES, deadline)
     if not hello.startswith(_MAGIC):
@@ -166,8 +166,8 @@ def _read(stream: ByteStream, num_bytes: int, deadline: float) -> bytes:
     answer = bytearray(num_bytes)
     left = memoryview(answer)
     try:
-        # Not in one call, which goes on past the deadline as long as bytes keep coming: here they
-        # come from any process.
+        # Not in one call, which continues after the deadline as long as bytes arrive: during the
+        # handshake the bytes may come from any process.
         while left:
             stream.wait_readable(deadline)
             taken = min(len(left), stream.num_buffered())

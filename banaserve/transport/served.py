@@ -24,7 +24,7 @@ _ID_BYTES = 16
 
 
 class ServedTransport(ABC):
-    """Keeps the table of regions and accepts peers that know the secret."""
+    """Base transport with a table of regions, which accepts peers that know the secret."""
 
     name: str
 
@@ -83,7 +83,7 @@ class ServedTransport(ABC):
             service.close()
 
     def forget(self, remote: PlannedRegion) -> bool:
-        """Take an opened region off the books; False where it is off already."""
+        """Remove an opened region from the table; return False if it was removed before."""
         with self._lock:
             known = remote in self._opened
             self._opened.discard(remote)
@@ -110,10 +110,10 @@ class ServedTransport(ABC):
 
     @abstractmethod
     def _serve(self, stream: SocketStream, seal: Seal) -> None:
-        """Answer one peer until it goes; whatever is raised ends the connection."""
+        """Serve one peer until it closes; any exception ends the connection."""
 
     @abstractmethod
     def _open(
         self, descriptor: RegionDescriptor, stream: SocketStream, seal: Seal, deadline: float
     ) -> PlannedRegion:
-        """Introduce this side on a fresh connection."""
+        """Open the region of ``descriptor`` over a new connection."""

@@ -18,21 +18,25 @@ from banaserve.transport.errors import RefusedError
 
 MAX_CONNECTIONS = 64
 MAX_STRANGERS = 64
-"""Of the connections on which somebody has to prove something first."""
+"""Maximum number of unauthenticated connections, of a service whose peers must first prove that
+they know a secret."""
 GREETING_S = 5.0
 _BACKLOG = 64
 _PAUSE_S = 0.05
-"""After a failed accept: where file descriptors have run out, the next one would fail at once."""
+"""Pause after a failed accept, in seconds: without free file descriptors the next one would fail at
+once."""
 
 
 class ConnectionPlaces:
-    """Connections of a service. Any thread may call.
+    """Connections of a service. Thread-safe.
 
     Args:
-        num_places: So many at most; who comes when all are taken is turned away.
-        num_strangers: Of these, so many at most that have proved nothing: the oldest of the address
-            that has most of them makes way for a new one, as it does where all places are taken.
-            None where whoever connects is turned away or stays.
+        num_places: Maximum number of connections; when all places are taken, a new connection is
+            refused.
+        num_strangers: Maximum number of unauthenticated connections among these. When it is
+            reached, or all places are taken, the oldest unauthenticated connection of the address
+            with the most of them is ended for a new one. None if no connection is ever ended for a
+            new one.
     """
 
     def __init__(self, num_places: int = MAX_CONNECTIONS, num_strangers: int | None = None) -> None:
@@ -42,10 +46,10 @@ class ConnectionPlaces:
         self._unproved: dict[socket.socket, bytes] = {}
 
     def take(self, sock: socket.socket, peer: Hashable = None) -> bool:
-        """Whether ``sock`` has a place; another connection may have been ended for it.
+        """Give ``sock`` a place, perhaps by ending another connection; return whether it has one.
 
         Args:
-            peer: Its other end as ``accept`` tells it; a /64 of IPv6 counts as one address.
+            peer: Address of the peer as returned by ``accept``; a /64 of IPv6 counts as one.
         """
         address = address_of(peer)
         with self._lock:
@@ -63,25 +67,25 @@ class ConnectionPlaces:
             return True
 
     def _crowding(self, address: bytes) -> socket.socket | None:
-        """The one that makes way for one from ``address``."""
+        """Return the connection to end for a new one from ``address``; None if there is none."""
         counts = Counter([address, *self._unproved.values()])
         return max(self._unproved, key=lambda sock: counts[self._unproved[sock]], default=None)
 
     def proved(self, sock: socket.socket) -> bool:
-        """Its peer knows the secret; returns whether it still has its place, which it keeps."""
+        """Mark a connection as authenticated; return whether it still has its place."""
         with self._lock:
             self._unproved.pop(sock, None)
             return sock in self._taken
 
     def leave(self, sock: socket.socket) -> None:
-        """It is closed."""
+        """Close a connection and free its place."""
         with self._lock:
             self._taken.pop(sock, None)
             self._unproved.pop(sock, None)
             sock.close()
 
     def end_all(self) -> None:
-        """Wake every thread that serves one."""
+        """Shut down every connection, which wakes the threads that serve them."""
         with self._lock:
             for sock in self._taken:
                 with suppress(OSError):
@@ -89,14 +93,14 @@ class ConnectionPlaces:
 
 
 class Service:
-    """Accepts connections until ``close``.
+    """Service that accepts connections until ``close``.
 
     Args:
-        name: Of the threads.
-        listener: A listening socket, which the service closes.
-        serve: Talks with one peer until it goes; the socket is closed for it. What it raises ends
-            that connection alone.
-        places: Of its connections.
+        name: Name of the threads.
+        listener: Listening socket, which the service closes.
+        serve: Function that serves one peer until the peer closes; the service closes the socket.
+            An exception ends only that connection.
+        places: Places of the connections; None for ``MAX_CONNECTIONS`` places.
     """
 
     def __init__(
@@ -144,14 +148,14 @@ class Service:
             ).start()
 
     def _talk(self, sock: socket.socket) -> None:
-        # A peer that sends nonsense or goes costs its own connection and nothing else.
+        # A peer that breaks the protocol or closes ends only its own connection.
         with suppress(Exception):
             self._serve(sock)
         self._places.leave(sock)
 
 
 def listen_unix(folder: str, name: str) -> tuple[socket.socket, Path]:
-    """Listen on a fresh private socket in ``folder``; the caller removes the file.
+    """Listen on a new private socket in ``folder``; the caller removes the file.
 
     Raises:
         RefusedError: The folder cannot be used.
@@ -161,8 +165,7 @@ def listen_unix(folder: str, name: str) -> tuple[socket.socket, Path]:
         raise RefusedError(f"{path} is too long for a socket: choose a folder of a shorter name")
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        # The file takes its mode from the socket, so there is no moment at which others could
-        # connect.
+        # The file takes its mode from the socket, so that at no time other users can connect.
         os.fchmod(sock.fileno(), 0o600)
         sock.bind(str(path))
         sock.listen(_BACKLOG)

@@ -1,9 +1,9 @@
-"""Memory file that two processes map, with the epoch under which it may be touched.
+"""Memory file that two processes map, with the epoch under which it may be read and written.
 
 The first page holds the epoch; the region's bytes follow. A peer takes a shared file lock for each
-slice and reads the epoch under it; the owner writes the epoch and then waits for the exclusive
-lock. So nothing of an old epoch is under way afterwards, and the kernel takes back the lock of a
-process that dies.
+slice and reads the epoch under the lock; the owner writes the epoch and then waits for the
+exclusive lock. Afterwards no copy of an old epoch is under way, and the kernel releases the lock of
+a process that dies.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _DRAIN_POLL_S = 0.0005
 
 
 class SharedFile:
-    """One process's mapping of the file.
+    """Mapping of the file in one process.
 
     Args:
-        fd: Of the file, closed by ``close``. Its open file description must be this process's own,
-            because locks belong to that.
-        num_bytes: Of the region.
+        fd: File descriptor, closed by ``close``. Its open file description must not be shared with
+            another process, because locks belong to the open file description.
+        num_bytes: Size of the region.
 
     Raises:
-        RefusedError: It is not such a file.
+        RefusedError: The file is not a sealed memory file of the right size.
     """
 
     def __init__(self, fd: int, num_bytes: int) -> None:
@@ -50,10 +50,10 @@ class SharedFile:
 
     @staticmethod
     def create(num_bytes: int, epoch: int) -> SharedFile:
-        """Make a file of zeroes. It has no name and ends with its last user.
+        """Create a file of zeroes. It has no name and ends with its last user.
 
         Raises:
-            RefusedError: The system cannot.
+            RefusedError: The system cannot create the file.
         """
         fd = os.memfd_create("banaserve-transport", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -67,12 +67,12 @@ class SharedFile:
         return file
 
     def reopen(self) -> int:
-        """A descriptor with locks of its own, the caller's to close."""
+        """Return a new file descriptor with separate locks; the caller closes it."""
         return os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
 
     @contextmanager
     def use(self, epoch: int) -> Iterator[None]:
-        """Hold off the owner's ``advance`` while bytes of a peer's transfer move.
+        """Keep the owner's ``advance`` from returning while bytes of a peer's transfer move.
 
         Raises:
             StaleEpochError: The region has another epoch.
@@ -91,20 +91,20 @@ class SharedFile:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def advance(self, epoch: int, timeout_s: float) -> None:
-        """Set the epoch and wait until no bytes move under another one.
+        """Set the epoch and wait until no bytes move under another epoch.
 
         Raises:
-            TransferTimeoutError: Some still do.
+            TransferTimeoutError: Bytes still move.
         """
         with self._locks:
             self._epoch[0] = epoch
             self._drain(timeout_s)
 
     def retire(self, timeout_s: float) -> None:
-        """Refuse everything from here on and give the pages back.
+        """Refuse all transfers from now on and free the pages.
 
         Raises:
-            TransferTimeoutError: Bytes still move; the pages were given back.
+            TransferTimeoutError: Bytes still move; the pages were freed.
         """
         try:
             self.advance(_CLOSED, timeout_s)
@@ -112,17 +112,17 @@ class SharedFile:
             self.release(0, self.memory.num_bytes)
 
     def release(self, first_byte: int, num_bytes: int) -> int:
-        """Punch a hole; returns its length in bytes."""
+        """Free the whole pages of a range by punching a hole; return its length in bytes."""
         first, length = whole_pages(first_byte, num_bytes)
         if length:
             madvise(self.memory.address + first, length, MADV_REMOVE)
         return length
 
     def populate(self, first_byte: int, num_bytes: int) -> None:
-        """Take the pages of a range and map them here, without changing their bytes."""
+        """Allocate the pages of a range and map them, without changing their bytes."""
         first = self.memory.address + first_byte // PAGE_BYTES * PAGE_BYTES
         end = self.memory.address + first_byte + num_bytes
-        populate(first, end - first)  # where the kernel cannot, the copies take the faults
+        populate(first, end - first)  # if the kernel cannot, the copies cause page faults
 
     def close(self) -> None:
         """Close the descriptor; the mapping ends with the last user of ``memory``."""
@@ -144,7 +144,7 @@ class SharedFile:
 
 
 def file_bytes(num_bytes: int) -> int:
-    """Size of the file that holds a region of ``num_bytes``."""
+    """Return the size of the file for a region of ``num_bytes``."""
     return PAGE_BYTES + -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 

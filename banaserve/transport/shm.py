@@ -1,4 +1,4 @@
-"""Shared memory on one machine: a copy is a memcpy without the other side's code."""
+"""Shared memory on one machine: a copy is a memcpy without calls in the other side's code."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ NAME = "shm"
 _ID_BYTES = 16
 _CLOSE_WAIT_S = 1.0
 _SLICE_BYTES = 4 * SLICE_BYTES
-"""Around each slice the GIL is taken some five times, from an engine that wants it too."""
+"""Size of a slice. It is large, because each slice takes the GIL about five times, in competition
+with an engine in the same process."""
 
 
 class ShmTransport:
-    """Hands out memory files over a Unix socket that only this user can connect to."""
+    """Transport that passes memory files over a Unix socket to processes of this user only."""
 
     name = NAME
 
@@ -88,7 +89,7 @@ class ShmTransport:
             self._path.unlink(missing_ok=True)
 
     def forget(self, region: ShmOffer | ShmRemote) -> bool:
-        """Take a region off the books; False where it is off already."""
+        """Remove a region from the table; return False if it was removed before."""
         with self._lock:
             if isinstance(region, ShmOffer):
                 return self._offered.pop(region.descriptor.region_id, None) is not None
@@ -111,13 +112,13 @@ class ShmTransport:
             socket.send_fds(sock, [b"y"], [fd])
         finally:
             os.close(fd)
-        # The peer sees in the end of this connection that this process has gone.
+        # Kept open until the peer closes: its end shows the peer that this process is gone.
         sock.settimeout(None)
         sock.recv(1)
 
 
 class ShmOffer:
-    """A memory file of this process."""
+    """Memory file that this process offers."""
 
     def __init__(
         self, transport: ShmTransport, file: SharedFile, descriptor: RegionDescriptor
@@ -152,14 +153,14 @@ class ShmOffer:
 
     def close(self) -> None:
         if self._transport.forget(self):
-            # A peer that stands still in a copy has its own mapping to write to, and no other.
+            # A peer that hangs in a copy still writes to its own mapping, which harms no other.
             with suppress(TransferTimeoutError):
                 self.file.retire(_CLOSE_WAIT_S)
             self.file.close()
 
 
 class ShmRemote(PlannedRegion):
-    """A peer's memory file, mapped here."""
+    """Memory file of a peer, mapped in this process."""
 
     never_waits_for_peer = True
 
@@ -196,7 +197,7 @@ class ShmRemote(PlannedRegion):
                     copy_runs(theirs, ours, part.remote_offsets, part.local_offsets, part.num_bytes)
                 else:
                     copy_runs(ours, theirs, part.local_offsets, part.remote_offsets, part.num_bytes)
-        # Bytes in the memory of a process that is dead are no completed write.
+        # A write into the memory of a dead process is not a completed write.
         self._watch.check()
 
 

@@ -1,4 +1,4 @@
-"""Byte stream over a connected socket: a deadline on every wait, and notice of a dead peer."""
+"""Byte stream over a connected socket: a deadline on every wait, and detection of a dead peer."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from typing import Protocol
 from banaserve.platform.linux import open_peer_pidfd
 from banaserve.transport.errors import PeerGoneError, TransferTimeoutError
 
-# Of a peer that has begun a message and sends nothing more, while no caller waits that long.
+# Minimum wait for the rest of a message that the peer has begun, even after the caller's deadline.
 STALL_S = 1.0
 _BUFFER_BYTES = 16 * 1024
-"""Received at once where little is wanted. What comes behind a head is copied out of it again, so
-it is no larger than small messages need."""
+"""Size of the buffer, used for small reads. Bytes after a header are copied out of it again, so it
+is no larger than small messages need."""
 _DIRECT_BYTES = 4 * 1024
-"""As much and more is received where it belongs: a call costs what copying so much does."""
+"""Minimum size that is received directly into its target: a call costs as much as copying this
+number of bytes."""
 _MAX_PARTS = 512
 
 
 class ByteStream(Protocol):
-    """What a channel writes to and reads from; all deadlines are of ``time.monotonic``."""
+    """Stream under a channel; all deadlines are times of ``time.monotonic``."""
 
     def fileno(self) -> int: ...
 
@@ -43,7 +44,7 @@ class ByteStream(Protocol):
 
 
 class SocketStream:
-    """A byte stream over a stream socket, which it owns. One reader and one writer at a time."""
+    """Byte stream over a stream socket, which it owns. One reader and one writer at a time."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -52,8 +53,8 @@ class SocketStream:
         self._view = memoryview(self._buffer)
         self._first = self._end = 0
         self._pidfd = -1
-        # Held in calls on the socket, none of which waits: a socket closed under one gives its
-        # number to whatever is opened next.
+        # Held during calls on the socket, none of which waits: if the socket were closed during a
+        # call, its number could already belong to a newly opened file.
         self._reading, self._writing = threading.Lock(), threading.Lock()
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(sock, select.POLLIN)
@@ -67,15 +68,15 @@ class SocketStream:
         return self._sock.fileno()
 
     def num_buffered(self) -> int:
-        """Bytes that were received and not read yet."""
+        """Return the number of bytes that were received but not read yet."""
         return self._end - self._first
 
     def write(self, parts: Sequence[memoryview | bytes], deadline: float) -> None:
         """Send all parts.
 
         Raises:
-            TransferTimeoutError: The peer does not read; the stream is of no use any more.
-            PeerGoneError: The peer has gone.
+            TransferTimeoutError: The peer does not read; the stream is no longer usable.
+            PeerGoneError: The peer is gone.
         """
         left = [view for part in parts if (view := memoryview(part)).nbytes]
         while left:
@@ -90,15 +91,15 @@ class SocketStream:
             _advance(left, sent)
 
     def read_into(self, target: memoryview, deadline: float) -> None:
-        """Fill ``target``. Past the deadline it goes on as long as bytes keep coming.
+        """Fill ``target``; continue after the deadline as long as bytes arrive.
 
         Raises:
-            PeerGoneError: The peer has gone, or stands still.
+            PeerGoneError: The peer is gone, or hangs.
         """
         self.read_parts((target,), deadline)
 
     def read_parts(self, targets: Sequence[memoryview], deadline: float) -> None:
-        """As ``read_into`` for each of ``targets`` in turn, in as few calls of the kernel."""
+        """Fill each of ``targets`` in turn like ``read_into``, with few system calls."""
         left = [target for target in targets if target.nbytes]
         missing = sum(target.nbytes for target in left)
         while left:
@@ -115,24 +116,24 @@ class SocketStream:
             _advance(left, count)
 
     def wait_readable(self, deadline: float) -> None:
-        """Return when at least one byte can be read without waiting.
+        """Wait until at least one byte can be read without waiting.
 
         Raises:
-            TransferTimeoutError: Nothing has come in time.
-            PeerGoneError: The peer has gone.
+            TransferTimeoutError: Nothing has arrived in time.
+            PeerGoneError: The peer is gone.
         """
         if self._first == self._end:
-            # Asking again for some microseconds before the wait makes round trips twice as long
-            # where the cores are busy: the peer needs them.
+            # No busy polling before the wait: a few microseconds of it double the round trips if
+            # the cores are busy, because the peer needs them.
             while not (count := self._receive_now([self._view])):
                 self._wait(self._readable, deadline)
             self._first, self._end = 0, count
 
     def check_peer(self) -> None:
-        """Raise where the peer has gone; meant for moments at which it says nothing.
+        """Raise if the peer is gone; meant for times at which the peer sends nothing.
 
         Raises:
-            PeerGoneError: It has.
+            PeerGoneError: The peer is gone.
         """
         if not self.num_buffered() and self._readable.poll(0):
             self._end = self._receive_now([self._view])
@@ -141,12 +142,12 @@ class SocketStream:
                 raise PeerGoneError("the peer's process has died")
 
     def abort(self) -> None:
-        """Make threads that wait on this stream fail, from any thread; ``close`` is still due."""
+        """Make threads that wait on this stream fail, from any thread; ``close`` is needed too."""
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Any thread may, and several at once: a reader and a writer both find it broken."""
+        """Close the stream. Several threads may call this at once, such as reader and writer."""
         self.abort()
         with self._reading, self._writing:
             self._sock.close()
@@ -155,7 +156,7 @@ class SocketStream:
                 os.close(pidfd)
 
     def _watch_process(self) -> None:
-        # Where the process cannot be named, the end of the connection has to do.
+        # If the peer's process cannot be watched, only the end of the connection shows its death.
         with suppress(OSError):
             self._pidfd = open_peer_pidfd(self._sock)
             for poll in (self._readable, self._writable):
@@ -190,7 +191,7 @@ class SocketStream:
         events = poll.poll(max(0.0, deadline - time.monotonic()) * 1000.0)
         if not events:
             raise TransferTimeoutError("the peer has not answered in time")
-        # Bytes that a dead process has sent before are still read.
+        # Bytes that a process sent before its death are still read.
         if len(events) == 1 and events[0][0] == self._pidfd:
             raise PeerGoneError("the peer's process has died")
         if any(event & select.POLLNVAL for _, event in events):
@@ -198,7 +199,7 @@ class SocketStream:
 
 
 def _advance(left: list[memoryview], num_bytes: int) -> None:
-    """Take so many bytes off the front of ``left``."""
+    """Remove ``num_bytes`` from the front of ``left``."""
     num_whole = 0
     while num_whole < len(left) and num_bytes >= left[num_whole].nbytes:
         num_bytes -= left[num_whole].nbytes
@@ -209,10 +210,10 @@ def _advance(left: list[memoryview], num_bytes: int) -> None:
 
 
 class PeerWatch:
-    """Watches a connection on which the peer says nothing more, and the peer's process.
+    """Watch over a connection on which the peer sends nothing more, and over the peer's process.
 
     Args:
-        sock: Connected; closed by ``close``.
+        sock: Connected socket; closed by ``close``.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -226,10 +227,10 @@ class PeerWatch:
                 self._poll.register(self._pidfd, select.POLLIN)
 
     def check(self) -> None:
-        """Raise where the peer has gone.
+        """Raise if the peer is gone.
 
         Raises:
-            PeerGoneError: It has died or closed the connection.
+            PeerGoneError: The peer has died or closed the connection.
         """
         if self._poll.poll(0):
             raise PeerGoneError("the peer has died or closed its transport")

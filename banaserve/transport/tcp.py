@@ -1,9 +1,10 @@
 """TCP transport: slices are received by a thread of the offering side, checked, and copied.
 
-Each request and each answer is a fixed head with a code over it, and so are the bytes that follow
-one. A third party can forge neither where bytes go nor what they are: a code that is wrong ends
-the connection before its bytes reach a region. They are checked while they are in the cache, where
-a code costs hardly more than a checksum: 0.043 against 0.031 seconds of a core for each GiB.
+Each request and each answer is a fixed header with a code over it; the bytes that follow have a
+code of their own. A third party can forge neither the target of the bytes nor the bytes: a wrong
+code ends the connection before its bytes reach a region. Bytes are checked while they are in the
+cache, where a code costs hardly more than a checksum: 0.043 instead of 0.031 seconds of a core for
+each GiB.
 """
 
 from __future__ import annotations
@@ -38,21 +39,21 @@ MAX_RUNS = SLICE_BYTES
 _REQUEST = struct.Struct("<BQQQI16s")
 _ANSWER = struct.Struct("<BQQ")
 NAME = "tcp"
-# Slices under way at once: the peer checks one while the next is sent.
+# Number of slices under way: the peer checks one while the next is sent.
 _WINDOW = 3
-# While the peer sends what one READ asks for, it takes in no further request: those that are ahead
-# must fit into the kernel's buffers, or both sides would wait for each other.
+# While the peer sends the bytes of a READ, it reads no further request: the requests sent ahead
+# must fit into the kernel's buffers, otherwise both sides would wait for each other.
 _MAX_RUNS_AHEAD = 2048
 # Only waiting for a ticket has a deadline; the connection itself has none.
 _FOREVER_S = 1e6
 _NO_ID = bytes(16)
 _CHECKED_BYTES = 1 << 18
-"""Received, then checked while they are in the cache."""
+"""Number of bytes that are received and then checked while they are in the cache."""
 _NO_OFFSETS = np.empty(0, np.int64)
 
 
 class TcpTransport(ServedTransport):
-    """One connection for each region that a peer opens."""
+    """Transport over TCP, with one connection for each region that a peer opens."""
 
     name = NAME
 
@@ -80,7 +81,7 @@ class TcpTransport(ServedTransport):
 
 
 class _Responder:
-    """Carries out one peer's requests on one region."""
+    """Executor of one peer's requests on one region."""
 
     def __init__(self, stream: SocketStream, seal: Seal, region: LocalRegion) -> None:
         self._stream = stream
@@ -104,7 +105,7 @@ class _Responder:
             self._stream.write(parts, deadline)
 
     def _do(self, request: BulkRequest, offsets: Runs, data: npt.NDArray[np.uint8]) -> int:
-        """The answer's status. ``data`` is written to the region, or read from it."""
+        """Write ``data`` to the region, or read it from there; return the answer's status."""
         region = self._region
         if request.kind == OPEN:
             raise ProtocolError("a region is opened once on a connection")
@@ -124,7 +125,7 @@ class _Responder:
 
 
 class TcpRemote(PlannedRegion):
-    """A peer's region at the other end of a connection."""
+    """Region of a peer at the other end of a connection."""
 
     def __init__(
         self,
@@ -177,7 +178,7 @@ class TcpRemote(PlannedRegion):
     def _take_rest(
         self, under_way: deque[tuple[int, Plan]], failure: TransportError | None
     ) -> TransportError | None:
-        # Whatever went wrong, the answers to what was sent must leave the connection.
+        # Even after a failure, the answers to all requests sent must be read from the connection.
         while under_way:
             try:
                 self._take_answer(*under_way.popleft())
@@ -192,7 +193,7 @@ class TcpRemote(PlannedRegion):
         kind, offsets = WRITE if part.writes else READ, part.remote_offsets
         request = BulkRequest(kind, self._seq, part.epoch, part.num_bytes, offsets.size, _NO_ID)
         if part.writes:
-            # Staged: what is signed is what is sent, whatever is written here meanwhile.
+            # Staged, so that the signed bytes are those sent, even if ``local`` changes meanwhile.
             data = self._staging[: part.local_offsets.size * part.num_bytes]
             gather(Memory.of(data), part.local, part.local_offsets, part.num_bytes)
         parts = sign_request(request, offsets, self._seal)
@@ -219,15 +220,15 @@ def _window(part: Plan) -> int:
 
 
 class BulkRequest(NamedTuple):
-    """One slice.
+    """Request for a slice.
 
     Attributes:
-        kind: OPEN, WRITE or READ.
-        seq: One more than of the request before.
-        epoch: Of the transfer.
-        run_bytes: Of each run.
-        num_runs: How many offsets follow.
-        region_id: For OPEN.
+        kind: Kind of the request: OPEN, WRITE or READ.
+        seq: Number of the request, one more than that of the request before.
+        epoch: Epoch of the transfer.
+        run_bytes: Length of each run.
+        num_runs: Number of runs, whose offsets follow.
+        region_id: Id of the region for OPEN, else zeroes.
     """
 
     kind: int
@@ -239,7 +240,7 @@ class BulkRequest(NamedTuple):
 
 
 class BulkAnswer(NamedTuple):
-    """``detail`` is the region's epoch."""
+    """Answer to a request; ``detail`` is the region's epoch."""
 
     status: int
     seq: int
@@ -247,17 +248,17 @@ class BulkAnswer(NamedTuple):
 
 
 def sign_bytes(data: npt.NDArray[np.uint8], seal: Seal) -> list[memoryview | bytes]:
-    """The parts that follow a WRITE or the answer to a READ; a frame of their own."""
+    """Return the parts that follow a WRITE or the answer to a READ, as a separate frame."""
     return [data.data, seal.sign([data.data])]
 
 
 def read_bytes(
     stream: ByteStream, seal: Seal, target: npt.NDArray[np.uint8], deadline: float
 ) -> None:
-    """Fill ``target`` with what ``sign_bytes`` has sent.
+    """Fill ``target`` with the bytes of the peer's ``sign_bytes``.
 
     Raises:
-        ProtocolError: It is not what the peer has sent now; what is in ``target`` means nothing.
+        ProtocolError: The code is wrong; the content of ``target`` is invalid.
     """
     code = seal.next_received()
     for first in range(0, target.size, _CHECKED_BYTES):
@@ -271,7 +272,7 @@ def read_bytes(
 def sign_request(
     request: BulkRequest, offsets: npt.NDArray[np.int64], seal: Seal
 ) -> list[memoryview | bytes]:
-    """The parts of a request without its bytes."""
+    """Return the parts of a request without the bytes to write."""
     parts: list[memoryview | bytes] = [_REQUEST.pack(*request), offsets.astype("<i8").tobytes()]
     return [*parts, seal.sign(parts)]
 
@@ -279,14 +280,14 @@ def sign_request(
 def read_request(
     stream: ByteStream, seal: Seal, seq: int, deadline: float
 ) -> tuple[BulkRequest, npt.NDArray[np.int64]]:
-    """The next request, whose offsets are not checked yet.
+    """Return the next request, whose offsets are not checked yet.
 
     Raises:
-        ProtocolError: It is none, or not the peer's next one.
+        ProtocolError: The bytes are not a request, or not the peer's next one.
     """
     head = _read(stream, _REQUEST.size, deadline)
     request = BulkRequest(*_REQUEST.unpack(head))
-    # Before the code is checked, only bounds on what is read.
+    # Before the code is verified, only the size of what is to be read is checked.
     if request.num_runs > MAX_RUNS or request.run_bytes * request.num_runs > SLICE_BYTES:
         raise ProtocolError("a slice is too large")
     encoded = _read(stream, 8 * request.num_runs, deadline)
@@ -298,16 +299,16 @@ def read_request(
 
 
 def sign_answer(answer: BulkAnswer, seal: Seal) -> list[memoryview | bytes]:
-    """The parts of an answer without its bytes."""
+    """Return the parts of an answer without the bytes read."""
     head = _ANSWER.pack(*answer)
     return [head, seal.sign([head])]
 
 
 def read_answer(stream: ByteStream, seal: Seal, seq: int, deadline: float) -> BulkAnswer:
-    """The answer to request ``seq``.
+    """Return the answer to request ``seq``.
 
     Raises:
-        ProtocolError: What came is none.
+        ProtocolError: The bytes are not the answer to this request.
     """
     head = _read(stream, _ANSWER.size, deadline)
     answer = BulkAnswer(*_ANSWER.unpack(head))

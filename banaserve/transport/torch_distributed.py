@@ -1,6 +1,6 @@
 """torch.distributed: two-sided sends and receives of gloo, served by a thread of the owner.
 
-The groups stand apart from the process's default group, which belongs to the engine.
+The groups are separate from the process's default group, which belongs to the engine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from banaserve.transport.memory import SLICE_BYTES, Memory, Plan, gather, scatte
 
 NAME = "torch_distributed"
 _TIMEOUT = timedelta(seconds=10)
-"""Of connecting, and of a transfer in which the peer stands still."""
+"""Timeout of connecting, and of a transfer in which the peer hangs."""
 _AT_ONCE = timedelta(milliseconds=1)
 _LOOK_S = 0.05
 _OWNER, _PEER = range(2)
@@ -31,14 +31,14 @@ _TAG, _NEVER_SENT = 1, 2
 
 
 class Rendezvous(msgspec.Struct, frozen=True, array_like=True):
-    """Where the two ranks of a group meet."""
+    """Address of the store through which the two ranks of a group connect."""
 
     host: str
     port: int
 
 
 class TorchDistributedTransport(GrantedTransport):
-    """One group of two for each region that a peer opens."""
+    """Transport by gloo, with a group of two ranks for each region that a peer opens."""
 
     name = NAME
 
@@ -73,9 +73,9 @@ class _TorchMover(Mover):
         self._aborted = False
 
     def abort(self) -> None:
-        # There is no call for it, and to drop the group does not do: but a receive that runs out
-        # of time closes the pair, and other waiting transfers fail at once. Only a
-        # send that has begun is not: it ends with the group's timeout.
+        # There is no call to abort, and dropping the group does not suffice: but a receive that
+        # times out closes the pair, and other waiting transfers fail at once. The exception is a
+        # send that has begun: it ends with the group's timeout.
         self._aborted = True
         if (group := self._group) is not None:
             with suppress(RuntimeError):
@@ -129,10 +129,10 @@ class _Peer(_TorchMover):
 def _meet(
     make: Callable[[], dist.ProcessGroupGloo], check_peer: Callable[[], None]
 ) -> dist.ProcessGroupGloo:
-    """Let both ranks come together, for as long as the peer lives.
+    """Connect both ranks of a group, as long as ``check_peer`` does not raise.
 
     The library waits for its whole timeout and cannot be interrupted, so it waits in a thread,
-    which is left to itself where the peer has gone.
+    which is left running if the peer is gone.
     """
     made: Future[dist.ProcessGroupGloo] = Future()
 

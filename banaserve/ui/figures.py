@@ -9,7 +9,7 @@ from banaserve.types import ObservedRequest
 from banaserve.ui.records import Figures
 
 WINDOW_S = 30.0
-"""Long enough for a p99 that does not jump with each request."""
+"""Window of the figures, in seconds: long enough for a p99 that does not jump with each request."""
 
 
 def figures_of(
@@ -18,11 +18,11 @@ def figures_of(
     now_s: float,
     cpu_fraction: float | None = None,
 ) -> Figures:
-    """Returns the figures of one moment.
+    """Return the figures of one moment.
 
     Args:
-        requests: Those under way, and those that have ended within ``WINDOW_S``.
-        now_s: On the clock of ``requests``.
+        requests: Requests under way, and requests that have ended within ``WINDOW_S``.
+        now_s: Time on the clock of ``requests``, in seconds.
     """
     known = list(requests)
     since_s = now_s - WINDOW_S
@@ -53,7 +53,7 @@ def figures_of(
 
 
 def quantile(values: Sequence[float], fraction: float) -> float | None:
-    """Returns the smallest value that ``fraction`` of them do not exceed; None of none."""
+    """Return the smallest value that ``fraction`` of the values do not exceed; None if empty."""
     if not values:
         return None
     ordered = sorted(values)
@@ -65,7 +65,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _tpot_s(one: ObservedRequest, since_s: float, now_s: float) -> float | None:
-    """Time per token after the first one; None where it has none, or not lately."""
+    """Return the time per token after the first; None if there is none, or no recent one."""
     if one.first_s is None or one.output_tokens < 2:
         return None
     until_s = now_s if one.end_s is None else one.end_s
@@ -75,7 +75,7 @@ def _tpot_s(one: ObservedRequest, since_s: float, now_s: float) -> float | None:
 
 
 def _tokens_within(one: ObservedRequest, since_s: float, now_s: float) -> float:
-    """Output tokens since ``since_s``, as if they had come evenly after the first one."""
+    """Return the output tokens since ``since_s``, assuming an even rate after the first token."""
     if one.first_s is None or not one.output_tokens:
         return 0.0
     until_s = now_s if one.end_s is None else one.end_s

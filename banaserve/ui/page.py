@@ -1,4 +1,4 @@
-"""Files of the page under ``/ui``: served from memory, to anybody, since they hold no secret."""
+"""Files of the page under ``/ui``: served from memory, without a key, as they hold no secret."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TYPES = {
     ".LICENSE": "text/plain; charset=utf-8",
 }
 SECURITY_HEADERS = {
-    # Inline scripts and styles, other hosts and frames are out; so is a form that a browser sends.
+    # Forbids inline scripts and styles, other hosts, frames, and forms sent by the browser.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'",
@@ -38,7 +38,7 @@ SECURITY_HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class PageFile:
-    """One file of the page."""
+    """A file of the page."""
 
     body: bytes
     media_type: str
@@ -47,7 +47,7 @@ class PageFile:
 
 @cache
 def page_files() -> dict[str, PageFile]:
-    """All files by their paths below ``/ui/``."""
+    """Return all files by their paths below ``/ui/``."""
     found = {}
     for path in sorted(STATIC.rglob("*")):
         if path.is_file() and path.suffix in _TYPES:
@@ -58,7 +58,7 @@ def page_files() -> dict[str, PageFile]:
 
 
 class PageDoor:
-    """Answers what lies under ``/ui``, leads there from ``/``, and passes on the rest."""
+    """Middleware that answers ``/ui``, redirects ``/`` to it, and passes on all other requests."""
 
     def __init__(self, app: ASGIApp, info: PageInfo) -> None:
         self._app = app
@@ -77,7 +77,7 @@ class PageDoor:
         if scope["method"] not in ("GET", "HEAD"):
             return Response(status_code=405, headers={**SECURITY_HEADERS, "Allow": "GET, HEAD"})
         if not path:
-            # Relative: a proxy may have put something before it.
+            # Relative: a proxy may have added a prefix to the path.
             return RedirectResponse(f"{PREFIX.removeprefix('/')}/", 307, SECURITY_HEADERS)
         name = path.removeprefix("/") or "index.html"
         if name == "page.json":

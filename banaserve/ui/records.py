@@ -8,14 +8,14 @@ from banaserve.controller.schemas import ControllerStatus, InstanceStatus
 from banaserve.engine.vllm.tracing.events import RequestSummary
 
 PAGE_VERSION = 1
-"""Of what the page's script reads; a page that stays open while the server is replaced sees it."""
+"""Version of the data for the page's script, by which an open page notices a replaced server."""
 
 
 class ShownLayers(msgspec.Struct, frozen=True):
     """Layers ``first_layer`` to ``end_layer``, without ``end_layer``.
 
     Attributes:
-        heads: KV heads of each of them; empty for whole layers.
+        heads: KV heads of each layer; empty for whole layers.
     """
 
     first_layer: int
@@ -24,11 +24,11 @@ class ShownLayers(msgspec.Struct, frozen=True):
 
 
 class ModulesAway(msgspec.Struct, frozen=True):
-    """Modules of an instance that run beside another one.
+    """Modules of an instance that run beside another instance.
 
     Attributes:
-        kind: layers, heads, or context for older KV blocks.
-        at: The instance beside which they run.
+        kind: ``layers``, ``heads``, ``experts``, or ``context`` for older KV blocks.
+        at: Instance beside which the modules run.
     """
 
     kind: str
@@ -38,7 +38,7 @@ class ModulesAway(msgspec.Struct, frozen=True):
 
 
 class InstancePanel(msgspec.Struct, frozen=True):
-    """One instance and where its modules are; what is not away is at home."""
+    """An instance and its modules that are away; all other modules are at home."""
 
     status: InstanceStatus
     away: list[ModulesAway] = []
@@ -48,14 +48,14 @@ class MoveProgress(msgspec.Struct, frozen=True):
     """A move under way, or one of the last that ended.
 
     Attributes:
-        kind: layers, heads, context, return, or other for what moves no modules.
-        source: The instance whose modules move; empty where none do.
-        target: The instance beside which they will run; empty for home.
-        phase: Of the unit that is on its way.
-        num_bytes: KV and weights that have travelled so far.
-        total_bytes: KV and weights that have to travel, more as blocks are written meanwhile; 0
-            before copies have begun.
-        predicted_bytes: The most that may have to travel; 0 where that is not known.
+        kind: ``layers``, ``heads``, ``context``, ``return``, or ``other`` if no modules move.
+        source: Instance whose modules move; empty if no modules move.
+        target: Instance beside which the modules will run; empty for home.
+        phase: Phase of the unit that is being moved.
+        num_bytes: KV and weights copied so far.
+        total_bytes: KV and weights to copy, growing as blocks are written meanwhile; 0 before
+            copying has begun.
+        predicted_bytes: Maximum of KV and weights to copy; 0 if not known.
     """
 
     id: str
@@ -75,16 +75,16 @@ class MoveProgress(msgspec.Struct, frozen=True):
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """Figures of the whole server at one moment; None is not known.
+    """Figures of the whole server at one moment; None if not known.
 
     Attributes:
-        ttft_p50_s, ttft_p99_s: Time to first token, of requests whose first token came lately.
-        tpot_p50_s, tpot_p99_s: Time per output token, of requests that have decoded lately.
-        tokens_per_s: Output tokens.
-        kv_mean_fraction, kv_max_fraction: KV blocks in use, over instances.
-        compute_mean_fraction: Load of compute, over instances.
-        gpu_fraction: Share of time with a kernel running, over GPUs.
-        cpu_fraction: Share of the machine's processors in use.
+        ttft_p50_s, ttft_p99_s: Time to first token, of requests with a recent first token.
+        tpot_p50_s, tpot_p99_s: Time per output token, of requests that have decoded recently.
+        tokens_per_s: Output tokens per second.
+        kv_mean_fraction, kv_max_fraction: Fraction of KV blocks in use, over instances.
+        compute_mean_fraction: Mean compute load over instances.
+        gpu_fraction: Mean fraction of time with a kernel running, over GPUs.
+        cpu_fraction: Fraction of the machine's processors in use.
     """
 
     num_running: int = 0
@@ -106,9 +106,9 @@ class StoreLevel(msgspec.Struct, frozen=True):
     """Memory of the store, or a tier below it.
 
     Attributes:
-        capacity_bytes: 0 where it has none of its own.
-        hits: Blocks that it gave since it started.
-        problem: Why it takes and gives nothing; empty where it does.
+        capacity_bytes: Capacity; 0 if the tier has none of its own.
+        hits: Number of blocks that the level has delivered since its start.
+        problem: Reason why the tier is not available; empty if it is.
     """
 
     name: str
@@ -124,7 +124,8 @@ class StorePanel(msgspec.Struct, frozen=True):
     """The KV cache store.
 
     Attributes:
-        hits, misses: Blocks asked for that were in memory, and that were not, since it started.
+        hits, misses: Numbers of requested blocks that were, and were not, in memory, since the
+            store's start.
     """
 
     hits: int
@@ -135,13 +136,13 @@ class StorePanel(msgspec.Struct, frozen=True):
 
 
 class PageSnapshot(msgspec.Struct, frozen=True):
-    """Everything of one moment but decisions, which are sent when they change.
+    """State of a server at one moment, without decisions, which are sent when they change.
 
     Attributes:
-        at_s: Seconds since 1970.
-        num_layers, num_kv_heads: Of the model; 0 where they are not known.
-        store: None where there is none, or it does not answer.
-        requests: The last ones, the oldest first.
+        at_s: Time in seconds since 1970.
+        num_layers, num_kv_heads: Numbers of the model's layers and KV heads; 0 if not known.
+        store: State of the store; None without a store, or if it does not answer.
+        requests: Last requests, the oldest first.
     """
 
     at_s: float
@@ -161,7 +162,7 @@ class PageCode(msgspec.Struct, frozen=True):
     """A code that opens the page once.
 
     Attributes:
-        valid_s: Seconds in which it does.
+        valid_s: Time for which the code is valid, in seconds.
     """
 
     code: str
@@ -169,7 +170,7 @@ class PageCode(msgspec.Struct, frozen=True):
 
 
 class PageToken(msgspec.Struct, frozen=True):
-    """What a tab keeps instead of the admin key."""
+    """Token that a browser tab keeps instead of the admin key."""
 
     token: str
 
@@ -177,18 +178,18 @@ class PageToken(msgspec.Struct, frozen=True):
 def page_link(url: str, code: str) -> str:
     """Return the address that opens the page of the server at ``url`` with a code.
 
-    A fragment is not sent, so the code is in no log of a server or a proxy.
+    A browser does not send the fragment, so the code is in no log of a server or a proxy.
     """
     return f"{url}/ui/#code={code}"
 
 
 class PageInfo(msgspec.Struct, frozen=True):
-    """What the page is for, asked for before anything else.
+    """Purpose of the page, which its script reads first.
 
     Attributes:
         mode: ``live``, or ``replay`` of a decision log.
-        time: How time passes, in words; empty where it is real.
-        title: The model or the file.
+        time: Description of modelled time; empty in real time.
+        title: Name of the model or the file.
     """
 
     mode: str

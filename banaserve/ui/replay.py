@@ -1,4 +1,4 @@
-"""Decision log as a sequence of moments that the page can show one after the other. Pure."""
+"""Decision log as a sequence of moments that the page can show. Pure."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from banaserve.ui.records import (
 )
 
 _MAX_LAYERS, _MAX_INSTANCES = 4096, 4096
-"""More than any model or cluster has: a page could not draw what a broken log says."""
+"""Limits beyond any model or cluster: a page could not draw the counts of a broken log."""
 _SETTLED_S = 5.0
-"""After a step's end, before its outcome is in the log."""
+"""Time from a step's end until its outcome is in the log, in seconds."""
 _DECISIONS_SHOWN, _ENDED_SHOWN = 40, 8
 
 
@@ -41,10 +41,10 @@ class _Version(msgspec.Struct):
 
 
 class ReplayMoment(msgspec.Struct, frozen=True):
-    """What was known at one moment of a log.
+    """State that was known at one moment of a log.
 
     Attributes:
-        decisions: The last ones, the oldest first.
+        decisions: Last decisions, the oldest first.
     """
 
     frame: int
@@ -63,7 +63,7 @@ class ReplayIndex(msgspec.Struct, frozen=True):
     """All moments of a log.
 
     Attributes:
-        at_s: Of each, ascending, seconds since 1970.
+        at_s: Time of each moment, ascending, in seconds since 1970.
         series: Figures of each moment, by name.
     """
 
@@ -79,14 +79,14 @@ class _Frame(NamedTuple):
 
 
 def read_decisions(lines: Iterable[bytes], name: str) -> list[DecisionRecord]:
-    """Returns the decisions of a log, each once, as it was written last.
+    """Return the decisions of a log, each once, in its last written state.
 
     Args:
-        lines: Without their ends; a last one that was cut off is left out.
-        name: Of the file, for errors.
+        lines: Lines of the log without line ends, without an incomplete last line.
+        name: Name of the file, for errors.
 
     Raises:
-        UserError: A line is no decision, or one of another version; there is none at all.
+        UserError: A line is no decision or has another version, or there are no decisions.
     """
     found: dict[tuple[int, int], DecisionRecord] = {}
     run, newest = 0, 0
@@ -134,7 +134,7 @@ class Replay:
     """Moments of a log.
 
     Args:
-        records: At least one, in the order of time.
+        records: Decisions in the order of time, at least one.
     """
 
     def __init__(self, records: Sequence[DecisionRecord]) -> None:
@@ -155,21 +155,21 @@ class Replay:
 
     @property
     def time(self) -> str:
-        """How time passed, in words; empty where it was real."""
+        """Return a description of modelled time; empty in real time."""
         return self._records[-1].time
 
     def index(self) -> ReplayIndex:
-        """Returns all moments with their figures."""
+        """Return all moments with their figures."""
         seen = [self._figures[self._last(frame.at_s)] for frame in self._frames]
         series = {name: [getattr(one, name) for one in seen] for name in Figures.__struct_fields__}
         marks = [ReplayMark(i, frame.what) for i, frame in enumerate(self._frames) if frame.what]
         return ReplayIndex([frame.at_s for frame in self._frames], series, marks)
 
     def moment(self, frame: int) -> ReplayMoment:
-        """Returns what was known at a frame, from 0 on.
+        """Return the state that was known at a frame, counted from 0.
 
         Raises:
-            IndexError: There is none.
+            IndexError: There is no such frame.
         """
         if not 0 <= frame < len(self._frames):
             raise IndexError(frame)
@@ -190,7 +190,7 @@ class Replay:
         return ReplayMoment(frame, snapshot, shown)
 
     def _last(self, at_s: float) -> int:
-        """The last decision that had been made by then."""
+        """Return the index of the last decision that had been made by ``at_s``."""
         return max(0, bisect_right(self._at_s, at_s) - 1)
 
 
@@ -205,7 +205,7 @@ def _results(record: DecisionRecord) -> Iterator[tuple[WantedStep, StepRecord]]:
 
 
 def _as_of(record: DecisionRecord, at_s: float) -> DecisionRecord:
-    """A decision without what was not known yet."""
+    """Return a decision without results that were not known at ``at_s``."""
     steps = []
     for step in record.steps:
         result = step.result
@@ -288,13 +288,13 @@ def _panels(record: DecisionRecord) -> list[InstancePanel]:
 
 
 def _figures(record: DecisionRecord) -> Figures:
-    """What a log says of them: it has no requests."""
+    """Return the figures of a decision; a log has no requests, so their rates are None."""
     found = figures_of(_statuses(record), (), record.at_s)
     return msgspec.structs.replace(found, tokens_per_s=None, requests_per_s=None)
 
 
 def _moves(records: Sequence[DecisionRecord], at_s: float) -> list[MoveProgress]:
-    """Steps under way at ``at_s``, then the last ones that had ended."""
+    """Return the steps under way at ``at_s``, then the last ended steps."""
     under_way, ended = [], []
     for record in records:
         for number, step in enumerate(record.steps):

@@ -1,4 +1,4 @@
-"""Page of a decision log: an application for this machine alone."""
+"""Page of a decision log: an application for browsers on this machine only."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from banaserve.ui.records import PageInfo
 from banaserve.ui.replay import Replay, read_decisions
 
 _HOSTS = ["127.0.0.1", "localhost", "[::1]"]
-"""A name of another site that leads here must not read the log."""
+"""Accepted host names: a site whose name resolves to this machine must not read the log."""
 
 
 def read_replay(path: Path) -> Replay:
-    """Returns the moments of a decision log, which may be packed with zstd.
+    """Return the moments of a decision log, which may be compressed with zstd.
 
     Raises:
-        UserError: It cannot be read, or is none.
+        UserError: The file cannot be read, or is no decision log.
     """
     lines = unpacked(path).split(b"\n")
-    # Without an end the last line is still being written, or its writer was killed.
+    # A last line without a line end is still being written, or its writer was killed.
     return Replay(read_decisions(lines[:-1] if len(lines) > 1 else lines, str(path)))
 
 
 def replay_app(replay: Replay, title: str) -> ASGIApp:
-    """The page, and the moments of ``replay`` under ``/replay``."""
+    """Return an application with the page, and the moments of ``replay`` under ``/replay``."""
     index = msgspec.json.encode(replay.index())
 
     async def answer_index(_: Request) -> Response:

@@ -1,4 +1,4 @@
-"""Snapshot of a server for its page, put together from values at hand. Pure."""
+"""Snapshot of a server for its page, composed from given values. Pure."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def snapshot_of(
     requests: list[RequestSummary],
     cpu_fraction: float | None = None,
 ) -> PageSnapshot:
-    """Returns everything that the page shows of one moment, but decisions.
+    """Return everything that the page shows of one moment, except decisions.
 
     Args:
-        shape: Layers and KV heads of the model.
-        away: Modules by the instance whose they are.
-        moving: Modules of migrations under way, by their ids.
-        observed: Requests as ``figures_of`` wants them; ``now_s`` is on their clock.
-        requests: The last ones, to be listed.
+        shape: Numbers of layers and KV heads of the model.
+        away: Modules that are away, by their host.
+        moving: Modules of migrations under way, by the migration's id.
+        observed: Requests for ``figures_of``; ``now_s`` is on their clock.
+        requests: Last requests, to be listed.
     """
     by_id = {migration.id for migration in migrations}
     moves = [migration_progress(one, moving.get(one.id, ())) for one in migrations]
@@ -71,18 +71,18 @@ def snapshot_of(
 
 
 def _shown(moves: Sequence[MoveProgress]) -> list[MoveProgress]:
-    """All that are under way, and the last that ended."""
+    """Return all moves under way, and the last ended moves."""
     ended = [one for one in moves if not is_open(one.state)]
     return [one for one in moves if is_open(one.state)] + ended[-_ENDED_SHOWN:]
 
 
 def is_open(state: str) -> bool:
-    """Whether a move of this state is under way."""
+    """Return whether a move of this state is under way."""
     return state in ("waiting", "running", "draining", "starting", "going back")
 
 
 def migration_progress(migration: Migration, moving: Sequence[UnitModules]) -> MoveProgress:
-    """Returns how far a migration is, over all of its moves."""
+    """Return the progress of a migration, over all of its moves."""
     now = next((one for one in migration.moves if one.phase not in ("waiting", "done")), None)
     if now is None:
         now = migration.moves[-1] if migration.moves else None
@@ -105,7 +105,7 @@ def migration_progress(migration: Migration, moving: Sequence[UnitModules]) -> M
 
 
 def _total_bytes(migration: Migration) -> int:
-    """Bytes that have to travel; 0 as long as a move of it has not begun to copy."""
+    """Return the bytes to copy; 0 until every move of the migration has begun to copy."""
     facts = [one.facts for one in migration.moves]
     if not all("planned_bytes" in one for one in facts):
         return 0
@@ -119,7 +119,7 @@ def _line_progress(line: MoveLine) -> MoveProgress:
 
 
 def modules_away(modules: UnitModules, at: str, words: str) -> ModulesAway:
-    """Returns a unit that is away."""
+    """Return the record of a unit that is away."""
     kind = "layers"
     if isinstance(modules, HeadsModules):
         kind = "heads"
@@ -131,7 +131,7 @@ def modules_away(modules: UnitModules, at: str, words: str) -> ModulesAway:
 
 
 def spans_of(modules: UnitModules) -> list[ShownLayers]:
-    """Returns the layers of a unit; neighbours with the same heads are one span."""
+    """Return the layers of a unit; adjacent layers with the same heads are one span."""
     if isinstance(modules, ExpertsModules):
         return [ShownLayers(layer, layer + 1) for layer, _ in sorted(modules.experts)]
     if not isinstance(modules, HeadsModules):
@@ -146,7 +146,7 @@ def spans_of(modules: UnitModules) -> list[ShownLayers]:
 
 
 def store_panel(stats: StoreStats) -> StorePanel:
-    """Returns what the page shows of the store."""
+    """Return the store's state for the page."""
     memory = StoreLevel(
         "memory",
         stats.used_bytes,
@@ -173,7 +173,7 @@ def store_panel(stats: StoreStats) -> StorePanel:
 
 
 def mark_of(decision: DecisionRecord) -> Mark:
-    """Returns what differs when a decision is to be sent again: its turns, and its results."""
+    """Return a mark of a decision's turns and results: it is sent again when the mark changes."""
     results = tuple(
         (step.held, step.result is not None, bool(step.result and step.result.changed))
         for step in decision.steps

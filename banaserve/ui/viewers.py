@@ -1,4 +1,4 @@
-"""Viewers of a page: one picture is made for all of them, and none where nobody looks."""
+"""Viewers of a page: one picture is made for all of them, and none if there are no viewers."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from banaserve.ui.snapshot import Mark, is_open, mark_of
 logger = logging.getLogger(__name__)
 
 INTERVAL_S, MOVING_S = 1.0, 0.25
-"""From one look to the next; while something moves, whose phases take less than a second."""
+"""Time from one look to the next, in seconds, and while a move is under way, whose phases take
+less than a second."""
 MAX_VIEWERS = 32
 _END = b"event: end\r\ndata: {}\r\n\r\n"
 
 
 class Look(NamedTuple):
-    """One look at a server: the snapshot, and the last decisions, the oldest first."""
+    """State of a server at one look: the snapshot, and the last decisions, the oldest first."""
 
     snapshot: PageSnapshot
     decisions: list[DecisionRecord]
 
 
 class SentDecision(NamedTuple):
-    """A decision as it goes to browsers, and what it is told apart by from an earlier state."""
+    """A decision as an event for browsers, and the mark that differs between its states."""
 
     mark: Mark
     event: bytes
@@ -39,12 +40,12 @@ class SentDecision(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A look as it goes to browsers.
+    """A look as events for browsers.
 
     Attributes:
-        number: Counts pictures from 1 on.
-        snapshot: A whole event.
-        decisions: By their numbers, ascending.
+        number: Number of the picture, counted from 1.
+        snapshot: Snapshot as a complete event.
+        decisions: Decisions by their numbers, ascending.
     """
 
     number: int
@@ -53,20 +54,20 @@ class Picture:
 
 
 def event_of(name: str, value: object) -> bytes:
-    """Returns a server-sent event with ``value`` as JSON, which has no line breaks."""
+    """Return a server-sent event with ``value`` as JSON, which has no line breaks."""
     return b"event: %b\r\ndata: %b\r\n\r\n" % (name.encode(), msgspec.json.encode(value))
 
 
 class Viewers:
-    """Looks at a server every second while somebody does, and shows it to all viewers.
+    """Viewers of a server, whose state is read every second while there is any viewer.
 
-    A viewer has no queue: it gets the newest picture when it has taken the last one, and of
-    decisions those that differ from what it has been sent. One that reads slowly skips pictures;
-    it holds nothing up and takes no memory.
+    A viewer has no queue: when it has taken a picture it gets the newest one, and the decisions
+    that differ from those it has been sent. A viewer that reads slowly skips pictures; it delays
+    no other viewer and takes no memory.
 
     Args:
-        look: Looks at the server.
-        interval_s: From one look to the next, at most.
+        look: Reads the server's state.
+        interval_s: Maximum time from one look to the next, in seconds.
     """
 
     def __init__(
@@ -92,14 +93,14 @@ class Viewers:
 
     @property
     def is_full(self) -> bool:
-        """Whether another viewer is one too many."""
+        """Return whether no further viewer is admitted."""
         return self._num_viewers >= self._max_viewers
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yields events for one viewer, from now on until it goes away or ``close``.
+        """Yield events for one viewer until the viewer disconnects or ``close`` is called.
 
-        Each picture is a ``snapshot`` event behind a ``decision`` event for each decision that is
-        new or has changed.
+        Each picture is a ``decision`` event for each decision that is new or has changed, followed
+        by a ``snapshot`` event.
         """
         sent: dict[int, Mark] = {}
         last = 0
@@ -117,7 +118,7 @@ class Viewers:
             self._leave()
 
     def close(self) -> None:
-        """Let all viewers come to their end, and those that come later at once."""
+        """End the events of all viewers, and of later viewers at once."""
         self._is_closed = True
         self._newer.set()
         self._stop_looking()
@@ -139,7 +140,7 @@ class Viewers:
             self._looking = None
 
     async def _newer_than(self, number: int) -> Picture | None:
-        """The newest picture once there is one after ``number``; None once there is no more."""
+        """Return the newest picture once it is newer than ``number``; None once closed."""
         while not self._is_closed:
             if self._picture is not None and self._picture.number > number:
                 return self._picture
@@ -152,7 +153,7 @@ class Viewers:
             pause_s = self._interval_s
             try:
                 look = await self._look()
-            except Exception:  # the page says that it hears nothing; the server goes on
+            except Exception:  # the page reports missing updates; the server goes on
                 logger.exception("the page could not be drawn")
             else:
                 number += 1

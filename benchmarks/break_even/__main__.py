@@ -1,12 +1,13 @@
-"""Under which model, batch, link and limits do moved modules pay more than a switch of roles?
+"""Under which model, batch, link and limits do moved modules gain more than a switch of roles?
 
     python -m benchmarks break-even [--sizes 2,4] [--links 12.5,50,450] [--json FILE]
     python -m benchmarks break-even --page     # writes docs/break-even.md
     python -m benchmarks break-even --check    # one line and exit code 1 where the page is stale
 
-By the cost model in closed form, and in the simulator: every fixed arrangement with everything at
-home, and each with a quarter or a half of the layers or heads of one side away at the other.
-Nothing is run. The page holds both, the simulator's part from the committed result.
+Computed by the cost model in closed form, and in the simulator: every fixed arrangement with all
+modules at home, and each with an eighth, a quarter or a half of the layers or heads of one side
+away at the other. No engine runs. The page holds both, the simulator's part from the committed
+result.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from benchmarks.workers import workers
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the comparisons, or write or check the page; the exit code."""
+    """Run the comparisons, or write or check the page; return the exit code."""
     parser = Parser(prog="python -m benchmarks break-even", description=__doc__)
     parser.add_argument("--sizes", default="2,4", help="numbers of instances")
     parser.add_argument("--links", default="12.5,50,450", help="GB/s, of the smallest size alone")
@@ -75,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def figures(found: Sequence[Compared]) -> dict[str, Figure]:
-    """Returns gains in goodput by modules away over the best with all at home, by profile."""
+    """Return goodput gains of modules away over the best with all modules at home, by profile."""
     shown: dict[str, Figure] = {}
     for name in dict.fromkeys(one.question.profile for one in found):
         own = [one for one in found if one.question.profile == name]

@@ -1,7 +1,7 @@
 """Gains of moved modules, a role switch and a step size by the cost model, in closed form.
 
-One instance decodes ``batch`` requests of ``context`` tokens; another one is idle for a share of
-its time. What is compared is by how much the tokens a second of the first one grow.
+One instance decodes ``batch`` requests of ``context`` tokens; another instance is idle for a share
+of its time. The compared quantity is the growth of the first instance's tokens a second.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ LINKS_BYTES_PER_S = (12.5e9, 25e9, 50e9, 200e9, 450e9)
 
 IDLE_FRACTION = 0.5
 CHUNK = 512
-"""The smallest step size on offer."""
+"""Smallest step size considered, in tokens."""
 
 MAX_REQUESTS = 256
-"""Of a batch: what engines run at once."""
+"""Maximum number of requests in a batch that engines run at once."""
 
 _BATCHES = (8, 64, 256)
 _CONTEXTS = (500, 2000, 8000, 32_000)
@@ -41,7 +41,7 @@ _WORN = 0.25
 
 
 class Point(NamedTuple):
-    """What is decoded."""
+    """A batch of decoding requests and their context tokens."""
 
     batch: int
     context: int
@@ -55,14 +55,14 @@ class Point(NamedTuple):
 
 
 class ModuleGain(NamedTuple):
-    """Gain by a kind of module.
+    """Gain from moving one kind of module.
 
     Attributes:
         kind: ``layers``, ``heads`` or ``older blocks``.
-        share: Of the layers or heads that leave.
+        share: Share of the layers or heads that leave.
         speed: Gain in tokens a second with the same batch; below 0 it is a loss.
-        room: The same where requests wait for KV memory, so that the batch grows with it.
-        copy_s: Time of the copy.
+        room: Gain if requests wait for KV memory, so that the batch grows with the freed memory.
+        copy_s: Time of the copy, in seconds.
     """
 
     kind: str
@@ -73,7 +73,7 @@ class ModuleGain(NamedTuple):
 
 
 def points(profile: Profile) -> Iterator[Point]:
-    """Yields what fits into the memory and the context of ``profile``."""
+    """Yield the batches that fit into the memory and the context of ``profile``."""
     for batch in _BATCHES:
         for context in _CONTEXTS:
             fits = batch * context <= profile.memory.kv_tokens
@@ -82,7 +82,7 @@ def points(profile: Profile) -> Iterator[Point]:
 
 
 def full_point(profile: Profile, context: int) -> Point | None:
-    """Returns the batch that fills the memory; None where engines take no batch as large."""
+    """Return the batch that fills the memory; None if the batch or its context is too large."""
     batch = profile.memory.kv_tokens // context
     if not 0 < batch <= MAX_REQUESTS or context > profile.model.max_context_tokens:
         return None
@@ -90,17 +90,17 @@ def full_point(profile: Profile, context: int) -> Point | None:
 
 
 def with_link(profile: Profile, bytes_per_s: float) -> Profile:
-    """Returns ``profile`` with another bandwidth between its instances."""
+    """Return ``profile`` with another bandwidth between its instances."""
     return replace(profile, link=replace(profile.link, bytes_per_s=bytes_per_s))
 
 
 def best_gain(profile: Profile, kind: str, point: Point) -> ModuleGain:
-    """Returns the gain of the share of layers or heads that brings most."""
+    """Return the largest gain over the shares of layers or heads."""
     return max(_gains(profile, kind, point), key=lambda one: (one.room, one.speed))
 
 
 def _gains(profile: Profile, kind: str, point: Point) -> list[ModuleGain]:
-    """Of each share for which a guest has memory, as policies see it."""
+    """Return the gain of each share for which a guest has memory, as policies see it."""
     found = [_gain(profile, kind, share, point) for share in _SHARES]
     return [one for one in found if one is not None]
 
@@ -127,7 +127,7 @@ def _gain(profile: Profile, kind: str, share: float, point: Point) -> ModuleGain
 
 
 def _speed(profile: Profile, module: Module, point: Point, room: float) -> float:
-    """Gain in tokens a second where the batch is ``room`` times as large; a guest has its limit."""
+    """Return the gain in tokens a second of a larger batch; -inf if a guest lacks the time."""
     grown = Point(min(MAX_REQUESTS, int(point.batch * room)), point.context)
     work = costs.share(profile, module, costs.attention_fraction(profile, grown.work))
     if work > IDLE_FRACTION + 1e-9:
@@ -138,10 +138,10 @@ def _speed(profile: Profile, module: Module, point: Point, room: float) -> float
 
 
 def older_gain(profile: Profile, point: Point) -> ModuleGain:
-    """Returns the gain of all older blocks, as a mean until those who decode now have ended.
+    """Return the gain of all older blocks, as a mean until the present requests have ended.
 
-    In each layer the longer part of a sequence is waited for; what leaves frees no KV blocks; and
-    the part that is away falls from all to nothing.
+    In each layer the longer part of a sequence determines the time; blocks that leave free no KV
+    blocks; and the part that is away falls from all to nothing.
     """
     step_s = step_time_s(profile, point.work)
     relief = _WORN * costs.attention_fraction(profile, point.work)
@@ -152,7 +152,7 @@ def older_gain(profile: Profile, point: Point) -> ModuleGain:
 
 
 def gains(profile: Profile, point: Point) -> list[ModuleGain]:
-    """Returns the gain of each kind."""
+    """Return the gain of each kind of module."""
     return [
         best_gain(profile, "layers", point),
         best_gain(profile, "heads", point),
@@ -161,9 +161,9 @@ def gains(profile: Profile, point: Point) -> list[ModuleGain]:
 
 
 def prompt_gain(profile: Profile, kind: str, tokens: int, share: float = PROMPT_SHARE) -> float:
-    """Returns by how much more prompt tokens a second an instance computes in steps of ``tokens``.
+    """Return the gain in prompt tokens a second of an instance with steps of ``tokens``.
 
-    With ``share`` of its layers or heads away.
+    ``share`` of the instance's layers or heads is away.
     """
     facts = profile.facts
     total = facts.num_kv_heads if kind == "heads" else facts.num_layers
@@ -173,12 +173,12 @@ def prompt_gain(profile: Profile, kind: str, tokens: int, share: float = PROMPT_
 
 
 def break_even_bytes_per_s(profile: Profile, kind: str, point: Point | int) -> float | None:
-    """Returns the bandwidth from which a kind brings more speed than its messages cost.
+    """Return the bandwidth from which a kind of module gains more speed than its messages cost.
 
-    None where it never does: what overlaps is less than the latency of its messages.
+    None if there is none: the time that overlaps is shorter than the latency of the messages.
 
     Args:
-        point: What is decoded, or the prompt tokens of a step.
+        point: Batch that is decoded, or the prompt tokens of a step.
     """
 
     def is_worth_it(bytes_per_s: float) -> bool:
@@ -201,14 +201,16 @@ def break_even_bytes_per_s(profile: Profile, kind: str, point: Point | int) -> f
 
 
 class SwitchGain(NamedTuple):
-    """Gain where the idle instance does both.
+    """Gain if the idle instance both prefills and decodes.
 
     Attributes:
-        speed: It decodes for as long as it is idle, in steps of its own batch.
-        step_s: The step with nothing beside it.
-        mixed_step_s: Its step with the smallest chunk beside the decoding requests: no limit on
-            time per output token below it can be kept so.
-        chunk_loss: Share by which prompts are slower in such chunks than in ones of 2,048 tokens.
+        speed: Gain in tokens a second: the instance decodes while it is idle, in steps of its own
+            batch.
+        step_s: Decode step without prompt tokens, in seconds.
+        mixed_step_s: Decode step with the smallest chunk beside the decoding requests, in seconds:
+            no lower limit on time per output token can be kept.
+        chunk_loss: Fraction by which prompts are slower in such chunks than in chunks of 2,048
+            tokens.
     """
 
     speed: float
@@ -218,7 +220,7 @@ class SwitchGain(NamedTuple):
 
 
 def switch_gain(profile: Profile, point: Point) -> SwitchGain:
-    """Returns what the idle share is worth if it decodes requests of its own."""
+    """Return the gain if the idle share decodes requests of its own."""
     own = point.work
     small = StepWork(CHUNK, CHUNK**2, own.decode_requests, own.context_tokens)
     step_s = step_time_s(profile, StepWork(CHUNK, CHUNK**2)) / CHUNK

@@ -35,7 +35,7 @@ _CONTEXTS = (500, 2000, 8000, 32_000)
 
 
 def written(only_check: bool) -> int:
-    """Write the page, or say whether it is stale; the exit code."""
+    """Write the page, or say whether it is stale; return the exit code."""
     text = page(RESULT)
     if not only_check:
         PAGE.write_text(text)
@@ -48,7 +48,7 @@ def written(only_check: bool) -> int:
 
 
 def page(path: Path) -> str:
-    """Returns the page, the simulator's part from the result at ``path``."""
+    """Return the page; the simulator's part comes from the result at ``path``."""
     found = [msgspec.convert(one, Compared) for one in result.read(path).raw.values()]
     speeds: list[str] = []
     for name in PROFILES:

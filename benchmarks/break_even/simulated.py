@@ -1,4 +1,4 @@
-"""The same question to the simulator: every fixed arrangement, and each with modules away."""
+"""Break-even in the simulator: every fixed arrangement, and each with modules away."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from benchmarks.break_even.gains import with_link
 
 CHUNKS = (512, 2048)
 WORTH_IT = 0.02
-"""Goodput by which modules away must be better to count: what the policy asks of any change."""
+"""Minimum goodput gain by modules away that counts; the policy requires it of any change."""
 DURATION_S = 60.0
 _PATIENCE_S = 120.0
 _TRIES = 6
 _PRESSED = (0.65, 0.9)
-"""Goodput of the best plain arrangement at which alternatives can be told apart."""
+"""Range of the best plain arrangement's goodput in which alternatives can be distinguished."""
 _SAMPLE = 100
 _KINDS = ("layers", "heads")
 _SHARES = (1 / 8, 1 / 4, 1 / 2)
@@ -36,7 +36,7 @@ LENGTHS = {
     "llama-3.1-8b-h100": ((1500, 400), (600, 1200), (12_000, 200)),
     "llama-3.1-70b-h100-tp4": ((1500, 400), (600, 1200), (12_000, 200)),
 }
-"""Mean prompt and output tokens; drawn from half to one and a half times that."""
+"""Mean prompt and output tokens; each length is drawn from 0.5 to 1.5 times its mean."""
 
 LIMITS = {
     "opt-13b-a100": ((2.0, 0.1), (1.0, 0.05)),
@@ -47,12 +47,12 @@ LIMITS = {
 
 
 class Question(NamedTuple):
-    """One comparison.
+    """A comparison.
 
     Attributes:
-        size: Instances.
+        size: Number of instances.
         limits: Time to first token and time per output token, in seconds.
-        bytes_per_s: Of the link between them.
+        bytes_per_s: Bandwidth of the link between the instances.
     """
 
     profile: str
@@ -71,11 +71,11 @@ class Question(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """Goodput of each alternative, by its words, at a rate at which the best plain one is pressed.
+    """Goodput of each alternative at a rate where that of the best plain one is in ``_PRESSED``.
 
     Attributes:
-        plain: Of arrangements with everything at home.
-        moved: Of arrangements with modules away.
+        plain: Goodput of arrangements with all modules at home, by arrangement.
+        moved: Goodput of arrangements with modules away, by arrangement and modules.
     """
 
     question: Question
@@ -85,14 +85,14 @@ class Compared(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """Goodput that the best with modules away has more than the best without."""
+        """Goodput gain of the best arrangement with modules away over the best one without."""
         return max(self.moved.values(), default=0.0) - max(self.plain.values())
 
 
 def questions(
     sizes: Sequence[int], links: Sequence[float], names: Sequence[str] = ()
 ) -> Iterator[Question]:
-    """Yields every comparison."""
+    """Yield every comparison."""
     for name in names or LENGTHS:
         for size in sizes:
             for lengths in LENGTHS[name]:
@@ -102,7 +102,7 @@ def questions(
 
 
 def compared(question: Question) -> Compared:
-    """Runs all alternatives on the same requests."""
+    """Run all alternatives on the same requests."""
     profile = with_link(profiles.load(question.profile), question.bytes_per_s)
     some = list(arrangements(question.size, CHUNKS))
 
@@ -145,7 +145,7 @@ def _drawn(question: Question, draws: Random) -> tuple[int, int]:
 
 
 def _saturation_per_s(question: Question, profile: Profile) -> float:
-    """Requests a second that the fastest of three arrangements ends when all come at once."""
+    """Return requests a second that the fastest of three arrangements ends if all come at once."""
     draws, size = Random("saturation"), question.size
     rows = [(0.0, *_drawn(question, draws)) for _ in range(_SAMPLE * size)]
     half = size // 2
@@ -166,7 +166,7 @@ def _roles(arrangement: Arrangement) -> list[tuple[InstanceId, Role]]:
 def _moves(
     profile: Profile, roles: Sequence[tuple[InstanceId, Role]]
 ) -> Iterator[tuple[str, list[ModulePlacement]]]:
-    """A module of each that decodes at those that prefill, and the other way round."""
+    """Yield placements of modules of decode instances at prefill instances, and the reverse."""
     prefill = [name for name, role in roles if role is Role.PREFILL]
     decode = [name for name, role in roles if role is Role.DECODE]
     for hosts, guests, words in ((decode, prefill, "of decode"), (prefill, decode, "of prefill")):
@@ -232,7 +232,7 @@ def _run(
 
 
 def _keep_bent(timeline: Timeline, cell: Cell, num_requests: int) -> None:
-    """Once a second what modules cost follows what their hosts do."""
+    """Update the cost of modules once a second from the load of their hosts."""
 
     def bend(_: object) -> None:
         cell.view()

@@ -1,12 +1,12 @@
-"""Ten thousand instances in five regions, simulated, and what each part of the control plane costs.
+"""Simulation of ten thousand instances in five regions, and the cost of their control plane.
 
 ``python -m benchmarks cells``. Every cell has its own router and controller, every region a
-balancer over its cells that knows those of the other regions; the policies are those that serve.
-Machines die and come back empty. Beside it, without a simulation: one decision of a router, of a
-controller and of a balancer, over more and more instances or cells.
+balancer over its cells that knows the balancers of the other regions; the policies are those of
+real servers. Machines die and come back empty. In addition, without a simulation: the cost of one
+decision of a router, of a controller and of a balancer, over growing numbers of instances or cells.
 
-``--data FOLDER`` takes the round trips between regions from ``rtt/skyplane_rtt_ms.csv.zst`` there,
-or from the file that it names.
+``--data FOLDER`` takes the round trips between regions from ``rtt/skyplane_rtt_ms.csv.zst`` in that
+folder; ``--data FILE`` from that file.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _NOTES = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it and write the result after each part; the exit code."""
+    """Run the benchmark, writing the result after each part; return the exit code."""
     given = _parse(argv)
     setting = _setting(given)
     profile = load_profile(_PROFILE)
@@ -74,12 +74,12 @@ def main(argv: Sequence[str]) -> int:
         )
 
     def keep() -> None:
-        # After each part: a run that ends early leaves those before it.
+        # After each part, so that a run that ends early leaves the parts before.
         if given.json is not None:
             result.write(record(), given.json)
 
     with Progress(transient=True, console=Console(stderr=True)) as progress:
-        # What the simulator keeps of an instance is seen in a process that is still small.
+        # The memory of an instance is measured while the process is still small.
         for run in range(given.sim_runs):
             shown = _shown(progress, setting)
             raw["simulations"].append(_simulate(setting, profile, given.seed + run, samples, shown))
@@ -146,7 +146,7 @@ Shown = Callable[[float, int], None]
 
 
 def _shown(progress: Progress, setting: CellsSetting) -> Shown:
-    """Returns what is told of virtual time; a bar comes once it takes longer than a moment."""
+    """Return a callback of virtual time, which shows a bar once ``_SHOW_AFTER_S`` have passed."""
     began_s, name = time.monotonic(), f"{setting.instances} instances"
     tasks: list[TaskID] = []
 

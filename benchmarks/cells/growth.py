@@ -1,4 +1,4 @@
-"""Time and memory of each decision of the control plane, by the number of what it decides over."""
+"""Time and memory of each decision of the control plane, by the number of instances or cells."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from banaserve.types import ClusterView, RequestId, RequestView
 from benchmarks.orchestrator import RANDOM, cluster
 
 INSTANCES = (8, 32, 128, 512)
-"""Of one cell."""
+"""Numbers of instances of one cell."""
 CELLS = (8, 64, 256, 1024)
-"""Of one region."""
+"""Numbers of cells of one region."""
 
 _PROFILE = "opt-13b-a100"
 _PEERS = 4
@@ -35,7 +35,7 @@ _LOOP_S = 0.01
 
 
 def router_us(num_instances: int, seed: int) -> float:
-    """Returns the CPU time of one choice of ``load_aware`` over a cell."""
+    """Return the CPU time of one choice of ``load_aware`` over a cell, in microseconds."""
     view = _view(num_instances, seed)
     policy = routings.make_named("load_aware")
     request = RequestView(RequestId("1"), 250, 0, 0)
@@ -43,7 +43,7 @@ def router_us(num_instances: int, seed: int) -> float:
 
 
 def controller_ms(num_instances: int, seed: int) -> float:
-    """Returns the CPU time of one turn of a cell's controller, loads drawn at random."""
+    """Return the CPU time of one turn of a cell's controller with random loads, in milliseconds."""
     view = _view(num_instances, seed)
     policy = migrations.make_named("repaired")
     limits, before = control.ControlLimits(), control.Remembered()
@@ -54,15 +54,15 @@ def controller_ms(num_instances: int, seed: int) -> float:
 
 
 def balancer_us(num_cells: int, seed: int) -> float:
-    """Returns the CPU time of one choice of a region's balancer over its cells and four peers."""
+    """Return the CPU time of a balancer's choice over its cells and four peers, in microseconds."""
     fleet = _fleet(num_cells, seed)
-    # A prompt that shares nothing with those before it, so that every cell is looked at.
+    # A prompt that shares nothing with earlier ones, so that every cell is considered.
     request = _request(_NUM_SENT + seed)
     return 1e6 * _taken_s(lambda: fleet.choose(request, 100.0))
 
 
 def kib_of_instance(num_instances: int, seed: int) -> float:
-    """Returns what router and controller of a cell keep of each instance: views and reports."""
+    """Return what a cell's router and controller keep of an instance (view, report), in KiB."""
 
     def keep() -> object:
         view = _view(num_instances, seed)
@@ -74,7 +74,7 @@ def kib_of_instance(num_instances: int, seed: int) -> float:
 
 
 def kib_of_cell(num_cells: int, seed: int) -> float:
-    """Returns what a balancer keeps of each cell, without the prefixes that were sent there."""
+    """Return what a balancer keeps of a cell, without the prefixes sent there, in KiB."""
     return _kept_bytes(lambda: _fleet(num_cells, seed)) / num_cells / 1024
 
 
@@ -109,7 +109,7 @@ def _request(number: int) -> Request:
 
 
 def _taken_s(happen: Callable[[], object]) -> float:
-    """Returns the CPU time of one call: the median of some loops of calls."""
+    """Return the CPU time of one call in seconds: the median of some loops of calls."""
     began_s = time.process_time()
     happen()
     once_s = max(1e-7, time.process_time() - began_s)

@@ -8,13 +8,13 @@ from typing import Any, TextIO
 
 
 def take_stdout() -> TextIO:
-    """Keep stdout for the answers; what vLLM prints goes to stderr."""
+    """Reserve stdout for the answers; what vLLM prints goes to stderr."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return replies
 
 
 def say(replies: TextIO, **what: Any) -> None:
-    """Answer."""
+    """Write an answer as a line of JSON."""
     replies.write(json.dumps(what) + "\n")
     replies.flush()

@@ -1,4 +1,4 @@
-"""Engine in a process of its own, told line by line what to run."""
+"""Engine in a process of its own, which gets its orders line by line."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _END_S = 20.0
 
 
 class DrivenEngine:
-    """Answers one order at a time.
+    """Driver of an engine that answers one order at a time.
 
     Attributes:
-        greeting: Its first line.
+        greeting: First answer of the engine.
     """
 
     def __init__(self, process: subprocess.Popen[str], log_path: Path) -> None:
@@ -32,10 +32,10 @@ class DrivenEngine:
         self.greeting = self._read()
 
     def tell(self, **order: Any) -> dict[str, Any]:
-        """Its answer to ``order``.
+        """Send ``order`` and return the engine's answer.
 
         Raises:
-            UserError: It has ended; the last line of its log.
+            UserError: The engine has ended; the message has the last line of its log.
         """
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(order) + "\n")
@@ -57,7 +57,7 @@ def driven_engine(module: str, *arguments: str) -> Iterator[DrivenEngine]:
     """Run ``python -m module``, which answers through ``benchmarks.drivers.answers``.
 
     Raises:
-        UserError: It did not start.
+        UserError: The engine did not start.
     """
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         log_path = Path(folder) / "engine.log"
@@ -80,7 +80,7 @@ def driven_engine(module: str, *arguments: str) -> Iterator[DrivenEngine]:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Let it end what it has started; make it end where it does not."""
+    """Let the process end what it has started; kill it if it does not end."""
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
         process.stdin.close()

@@ -23,11 +23,11 @@ class Prefill:
     """A prompt of which a part is fetched.
 
     Attributes:
-        full_compute_s: ``T_F``.
-        num_layers: ``N``.
-        num_tokens: ``L``.
-        cached_fraction: ``r``, in [0, 1].
-        token_layer_bytes: ``S_kv``.
+        full_compute_s: ``T_F``, seconds to compute the whole prompt with nothing cached.
+        num_layers: ``N``, number of layers.
+        num_tokens: ``L``, tokens of the prompt.
+        cached_fraction: ``r``, fraction of the prompt that is fetched, in [0, 1].
+        token_layer_bytes: ``S_kv``, bytes of one token's K and V in one layer.
     """
 
     full_compute_s: float
@@ -45,27 +45,27 @@ class Prefill:
             raise ValueError(f"full_compute_s {self.full_compute_s} is negative")
 
     def compute_layer_s(self) -> float:
-        """Seconds to compute one layer: ``T_F (1 - r) / N`` (BanaServe Eq. 12, corrected).
+        """Return seconds to compute one layer: ``T_F (1 - r) / N`` (BanaServe Eq. 12, corrected).
 
-        The attention of the computed tokens over the fetched ones is left out, so the true value
-        lies somewhat higher.
+        The attention of the computed tokens over the fetched ones is left out, so the true value is
+        somewhat higher.
         """
         return self.full_compute_s * (1 - self.cached_fraction) / self.num_layers
 
     def fetch_layer_s(self, bytes_per_s: float) -> float:
-        """Seconds to fetch one layer: ``S_kv L r / B`` (BanaServe Eq. 13)."""
+        """Return seconds to fetch one layer: ``S_kv L r / B`` (BanaServe Eq. 13)."""
         return self._layer_bytes() * self.cached_fraction / bytes_per_s
 
     def store_layer_s(self, bytes_per_s: float) -> float:
-        """Seconds to store one layer: ``S_kv L (1 - r) / B`` (Eq. 13, the other direction)."""
+        """Return seconds to store one layer: ``S_kv L (1 - r) / B`` (Eq. 13, other direction)."""
         return self._layer_bytes() * (1 - self.cached_fraction) / bytes_per_s
 
     def hides(self, bytes_per_s: float) -> bool:
-        """Whether Eq. 13 is below Eq. 12: a layer is fetched while the one before computes."""
+        """Return whether Eq. 13 is below Eq. 12: a layer is fetched while the last one computes."""
         return self.fetch_layer_s(bytes_per_s) < self.compute_layer_s()
 
     def break_even_bytes_per_s(self) -> float:
-        """The bandwidth at which Eq. 12 equals Eq. 13: ``N S_kv L r / (T_F (1 - r))``.
+        """Return the bandwidth at which Eq. 12 equals Eq. 13: ``N S_kv L r / (T_F (1 - r))``.
 
         Raises:
             ValueError: Nothing is computed, so no bandwidth is enough.
@@ -81,12 +81,12 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class PipelineTimeline:
-    """When the stages of a three-stage pipeline run, in seconds from its start.
+    """Times of a three-stage pipeline, in seconds from its start.
 
     Attributes:
-        end_s: When the last stage of the last layer ends.
-        fetch_wait_s: How long computing waited for fetches.
-        store_wait_s: How long storing went on after the last layer was computed.
+        end_s: End of the last stage of the last layer.
+        fetch_wait_s: Total time that computing waited for fetches.
+        store_wait_s: Time that storing went on after the last layer was computed.
     """
 
     end_s: float
@@ -101,8 +101,8 @@ def pipeline(
 
     Args:
         fetch_s: Seconds of each layer's fetch; one layer is fetched at a time.
-        compute_s: Of its computation, which begins when the layer is fetched.
-        store_s: Of its store, which begins when the layer is computed.
+        compute_s: Seconds of each layer's computation, which begins when the layer is fetched.
+        store_s: Seconds of each layer's store, which begins when the layer is computed.
     """
     fetched = computed = stored = wait_s = 0.0
     for fetch, compute, store in zip(fetch_s, compute_s, store_s, strict=True):
@@ -114,7 +114,7 @@ def pipeline(
 
 
 def hidden_fraction(transfer_s: float, visible_s: float) -> float:
-    """Share of ``transfer_s`` that nothing waited for, in [0, 1]; 1 where nothing is moved."""
+    """Return the share of ``transfer_s`` that nothing waited for, in [0, 1]; 1 if nothing moves."""
     if transfer_s <= 0:
         return 1.0
     return min(1.0, max(0.0, 1 - visible_s / transfer_s))

@@ -1,4 +1,4 @@
-"""An OTLP receiver over gRPC that keeps the spans that it is sent: a small collector."""
+"""An OTLP receiver over gRPC that keeps the spans it receives: a small collector."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 
 @dataclass(frozen=True, slots=True)
 class ReceivedSpan:
-    """A span as it came.
+    """A span as received.
 
     Attributes:
-        parent_id: Empty for none.
-        kind: OTLP's number: 1 internal, 2 server, 3 client.
-        is_error: Its status is that of an error.
-        resource: Attributes of the process that made it.
+        parent_id: Id of the parent span; empty for none.
+        kind: Kind of the span as OTLP's number: 1 internal, 2 server, 3 client.
+        is_error: True if the span's status is that of an error.
+        resource: Attributes of the process that made the span.
     """
 
     trace_id: str
@@ -41,7 +41,7 @@ class ReceivedSpan:
 
 
 class OtlpReceiver:
-    """Listens on a free port of this machine from its making until ``stop``."""
+    """Receiver that listens on a free port of this machine from its construction until ``stop``."""
 
     def __init__(self) -> None:
         self._by_trace: dict[str, list[ReceivedSpan]] = defaultdict(list)
@@ -62,10 +62,10 @@ class OtlpReceiver:
             self._changed.notify_all()
 
     def trace(self, trace_id: str, timeout_s: float = 30.0) -> list[ReceivedSpan]:
-        """The spans of a trace once its server span has come, which is sent last.
+        """Return the spans of a trace once its server span has arrived, which is sent last.
 
         Raises:
-            TimeoutError: It has not.
+            TimeoutError: The server span has not arrived in time.
         """
         until_s = time.monotonic() + timeout_s
         with self._changed:

@@ -1,16 +1,16 @@
-"""Engine with a guest beside it, told over stdin what to run; for ``bench overlap``.
+"""Engine with a guest beside it, which gets its orders over stdin; for ``bench overlap``.
 
 Usage: ``python -m benchmarks.drivers.overlapped MODEL KIND OPTIONS``. KIND ``live``: an engine
 whose layers can move to a guest, each on a core of its own. ``stages``: vLLM's own pipeline of two
 stages. ``neighbour``: an engine on the core of guests. OPTIONS: JSON with more of the engine's
 arguments. Each line of stdin is a JSON object with ``do``, each answer a line of JSON:
 
-    {"do": "away", "layers": [15, 30]}   the range that is away from here on; null: none
+    {"do": "away", "layers": [15, 30]}   range of layers that is away from then on; null: none
     {"do": "overlap", "parts": 8}        as ``banaserve_migration_overlap``
-    {"do": "share", "fraction": 0.5}     of its core, that the guest may take
-    {"do": "usage"}                      "busy_s" of the guest since it was asked last
+    {"do": "share", "fraction": 0.5}     share of its core that the guest may take
+    {"do": "usage"}                      "busy_s" of the guest since the last such order
     {"do": "run", "prompts": [[1, 2]], "tokens": 16}   "seconds", and "tokens" of each prompt
-    {"do": "sums"}                       "sums_s" of the same
+    {"do": "sums"}                       "predicted", "waiting", "measured", "wrong": seconds
     {"do": "status"}                     "overlap" of ``banaserve_migration_status``
 """
 
@@ -53,7 +53,7 @@ _ARGUMENTS: dict[str, Any] = {
 
 
 def main() -> int:
-    """Answer line by line until stdin ends."""
+    """Answer orders line by line until stdin ends; return the exit code."""
     model, kind, given = sys.argv[1:]
     replies = take_stdout()
     set_environment()
@@ -69,16 +69,16 @@ def main() -> int:
 
 
 class _Engine:
-    """What both kinds do alike."""
+    """Orders that all kinds carry out alike."""
 
     llm: Any
 
     def sums(self) -> dict[str, Any]:
-        """Of the layers of all steps in parts, in seconds; nothing where there are none."""
+        """Return times of the layers of all steps in parts, in seconds; empty if there are none."""
         return {}
 
     def run(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-        """Serve these prompts at once."""
+        """Serve these prompts at once; return the seconds and the tokens."""
         from banaserve.engine.vllm.compat.offline import SamplingParams
 
         params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
@@ -90,7 +90,7 @@ class _Engine:
 
 
 class Live(_Engine):
-    """An engine on one core, and the parent of its guests, which run on another."""
+    """An engine on one core, and the parent of its guests, which run on another core."""
 
     def __init__(self, arguments: dict[str, Any], folder: Path) -> None:
         from banaserve.engine.vllm.compat import runner_hooks
@@ -125,7 +125,7 @@ class Live(_Engine):
         }
 
     def away(self, layers: Sequence[int] | None) -> dict[str, Any]:
-        """Take home what is away, then move ``layers``."""
+        """Take home the layers that are away, then move ``layers``."""
         for unit in self._status().units:
             move_id = self._new_move()
             self._ask(call(MigrationApi.banaserve_migration_move_on, move_id, unit.unit_id))
@@ -235,10 +235,10 @@ class Neighbour(_Engine):
 
 
 class StageWorker(WorkerExtension):
-    """Mixed into the workers of a pipeline on CPU."""
+    """Extension of the workers of a pipeline on CPU."""
 
     def banaserve_make_buffers(self) -> None:
-        """What vLLM 0.32 forgets on CPU: memory for what the stage before sends."""
+        """Allocate memory for what the stage before sends, which vLLM 0.32 forgets on CPU."""
         from banaserve.engine.vllm.compat import runner_hooks
 
         runner_hooks.make_stage_buffers(self.model_runner)  # type: ignore[attr-defined]

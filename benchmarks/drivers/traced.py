@@ -1,16 +1,16 @@
-"""Engine that traces its transfers, told over stdin what to run.
+"""Engine that traces its transfers and gets its orders over stdin.
 
 For ``bench pipeline`` and ``bench prefix-ttft``. Usage: ``python -m benchmarks.drivers.traced MODEL
 SOCKET``. Each line of stdin is a JSON object:
 
 - ``prompt``: token ids;
-- ``way``: of the prefix that the store has, ``fetch`` all (the default), ``compute`` all, or
-  ``cut`` it as the cost gate decides;
-- ``new_link``: whether what the gate knows of fetches is forgotten first;
+- ``way``: what happens to the prefix that the store has: ``fetch`` all (the default),
+  ``compute`` all, or ``cut`` it as the cost gate decides;
+- ``new_link``: true to forget first what the gate knows of fetches;
 - any of the connector's options for measurements.
 
-Each answer is a line of JSON: what the engine is, then for each prompt the trace of the step that
-computed it, the seconds to its first token, and that token.
+Each answer is a line of JSON: first facts about the engine, then for each prompt the trace of the
+step that computed it, the seconds to its first token, and that token.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAX_TOKENS = 4096
 
 
 def main() -> int:
-    """Answer line by line until stdin ends."""
+    """Answer orders line by line until stdin ends; return the exit code."""
     model, socket = sys.argv[1:]
     replies = take_stdout()
     set_environment()

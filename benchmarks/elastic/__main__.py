@@ -3,12 +3,12 @@
     python -m benchmarks elastic [--quick | --full] [--data FOLDER] [--instances 4] [--json FILE]
     python -m benchmarks elastic --ablation --cells 8     # without each of its parts
     python -m benchmarks elastic --constant [--minutes 30]   # does it come to rest?
-    python -m benchmarks elastic --code [TRACE]           # code completion, drawn or of a file
+    python -m benchmarks elastic --code [TRACE]           # code completion, drawn or from a file
 
-Simulated: step times come from a cost model, nothing is run. All systems of a cell meet the same
+Simulated: step times come from a cost model, no engine runs. All systems of a cell get the same
 requests; time and throughput count from the first arrival to the last token. Traces of Azure,
-Mooncake and ServeGen take part where --data, or BANASERVE_DATA, names their folder. A run that was
-broken off goes on from its --json, if the code is still the same.
+Mooncake and ServeGen take part where --data, or BANASERVE_DATA, names their folder. An interrupted
+run is resumed from its --json if the code is still the same.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ PARTS = {
     "heads": Variant({"modules": "heads"}),
     "modules": Variant({"modules": "layers,heads"}),
 }
-"""The elastic system without one of its parts, by its name; with modules, which it leaves alone."""
+"""Variants: the elastic system without a part, or with modules, which it does not move itself."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the cells, show and write them; the exit code."""
+    """Run the cells, show and write the results; return the exit code."""
     parser = Parser(prog="python -m benchmarks elastic", description=__doc__)
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help=f"{_QUICK} cells")
@@ -113,7 +113,7 @@ _Told = tuple[Table, dict[str, Figure], dict[str, Any], dict[str, Any]]
 
 
 def _compared(given: Namespace, console: Console) -> Iterator[_Told]:
-    """What has been found so far, after each cell."""
+    """Yield the results so far, after each cell."""
     data = data_folder(given.data)
     how_many = 0 if given.full else _QUICK if given.quick else given.cells
     if given.code is None:
@@ -150,7 +150,7 @@ def _compared(given: Namespace, console: Console) -> Iterator[_Told]:
 
 
 def _kept(path: Path | None, options: Mapping[str, Any]) -> list[CellOutcome]:
-    """Cells that a run of the same code and options has left when it was broken off."""
+    """Return the cells that an interrupted run of the same code and options has left."""
     if path is None or not path.exists():
         return []
     left = result.read(path)

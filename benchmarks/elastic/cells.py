@@ -2,7 +2,7 @@
 
 ``cells(0, ...)`` is the product of all. The committed result is a covering subset of it: cells are
 drawn without replacement, by a fixed seed, so that every level of every factor occurs as often as
-any other, give or take one; so no cell was picked by hand, and none for what comes out of it.
+any other, within one; no cell is picked by hand, and none for its outcome.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from banaserve.sim.trace import cut, read_trace
 from banaserve.sim.workload import Arrivals
 
 DURATION_S = 120.0
-"""Of the arrivals of a cell."""
+"""Duration of the arrivals of a cell, in seconds."""
 
 _MAX_OUTPUT_TOKENS = 512
 _PHASE_S = 30.0
@@ -36,10 +36,10 @@ LIMITS = {
 """Time to first token and time per output token, in seconds: lax, usual and tight."""
 
 FRACTIONS = (0.5, 0.7, 0.85, 1.0, 1.2)
-"""Of saturation; see ``runs.saturation_per_s``."""
+"""Rates as fractions of saturation; see ``runs.saturation_per_s``."""
 
 ARRIVALS = ("steady", "bursts", "diurnal", "swing")
-"""Swing: every 30 s the lengths are those of the other load of a pair."""
+"""Kinds of arrivals; swing: every 30 s the lengths change to those of the other load of a pair."""
 
 
 def _capped(dataset: str) -> Callable[[Random], tuple[int, int]]:
@@ -54,7 +54,7 @@ def _reference(dataset: str) -> Callable[[Random], tuple[int, int]]:
 
 
 def _around(prompt: float, output: float) -> Callable[[Random], tuple[int, int]]:
-    """Lognormal lengths with these means; in no file of data."""
+    """Return a function that draws lognormal lengths with these means; no data file has them."""
 
     def draw(draws: Random) -> tuple[int, int]:
         lengths = [draws.lognormvariate(math.log(mean) - 0.125, 0.5) for mean in (prompt, output)]
@@ -75,7 +75,7 @@ LENGTHS: dict[str, Callable[[Random], tuple[int, int]]] = {
 }
 
 CODE, CODE_TRACE = "code 2000/30", "code trace"
-"""Code completion: drawn with the means of such traces, or a file; in no covering subset."""
+"""Code completion: drawn with the means of such traces, or from a file; in no covering subset."""
 
 _FILED = (*_TRACED, CODE_TRACE)
 _CODE_FRACTIONS = (0.7, 0.85, 1.0, 1.2)
@@ -96,7 +96,7 @@ _OPPOSITE = {
 
 
 class LoadCell(NamedTuple):
-    """One comparison."""
+    """A comparison at one load."""
 
     profile: str
     lengths: str
@@ -123,7 +123,7 @@ class LoadCell(NamedTuple):
 
 
 def cells(how_many: int, traced: bool) -> list[LoadCell]:
-    """Returns a covering subset of ``how_many`` cells, see the module; 0 is all of them."""
+    """Return a covering subset of ``how_many`` cells, see the module; 0 returns all cells."""
     levels: list[Sequence[object]] = [
         tuple(LIMITS),
         (*LENGTHS, *(_TRACED if traced else ())),
@@ -145,13 +145,13 @@ def cells(how_many: int, traced: bool) -> list[LoadCell]:
 
 
 def code_cells(traced: bool) -> list[LoadCell]:
-    """Returns code completion on both devices at 0.7 to 1.2 of saturation, with the usual limits.
+    """Return code completion on both devices at 0.7 to 1.2 of saturation, with the usual limits.
 
-    Every fraction has both loads, one on each device: a half of all combinations.
+    Every fraction has both loads, one on each device: half of all combinations.
 
     Args:
-        traced: Flag: the loads are two stretches of a trace, instead of drawn lengths that arrive
-            evenly and in bursts.
+        traced: True if the loads are two sections of a trace, instead of drawn lengths that arrive
+            steadily and in bursts.
     """
     loads = [("steady", 1), ("steady", 5)] if traced else [("steady", 1), ("bursts", 1)]
     lengths = CODE_TRACE if traced else CODE
@@ -164,12 +164,12 @@ def code_cells(traced: bool) -> list[LoadCell]:
 
 
 def _makes_sense(cell: LoadCell) -> bool:
-    """A trace has arrivals of its own, which are stretched to the rate."""
+    """Return whether the arrivals suit: a trace has its own, which are stretched to the rate."""
     return cell.lengths not in _TRACED or cell.arrivals == "steady"
 
 
 class Rows(NamedTuple):
-    """Arrival, prompt and output tokens of each request; several runs meet the same ones."""
+    """Arrival, prompt and output tokens of each request, for several runs of the same requests."""
 
     rows: list[tuple[float, int, int]]
 
@@ -178,7 +178,7 @@ class Rows(NamedTuple):
 
 
 def sample(cell: LoadCell, count: int, data: Path | None) -> Rows:
-    """Returns ``count`` requests of the cell's lengths that all arrive at once."""
+    """Return ``count`` requests of the cell's lengths that all arrive at once."""
     draws = Random(f"{cell.lengths} sample")
     most = profiles.load(cell.profile).model.max_context_tokens
     if cell.lengths in _FILED:
@@ -196,7 +196,7 @@ def sample(cell: LoadCell, count: int, data: Path | None) -> Rows:
 def load_of(
     cell: LoadCell, rate_per_s: float, data: Path | None, duration_s: float = DURATION_S
 ) -> Rows:
-    """Returns the cell's requests at a mean of ``rate_per_s``."""
+    """Return the cell's requests at a mean of ``rate_per_s``."""
     draws = Random(f"{cell.lengths} {cell.arrivals} {cell.seed}")
     most = profiles.load(cell.profile).model.max_context_tokens
     if cell.lengths in _FILED:
@@ -217,7 +217,7 @@ def load_of(
 
 
 def _stretched(cell: LoadCell, rate_per_s: float, most: int, data: Path | None) -> Rows:
-    """A stretch of the trace, another one for each seed, run at the rate."""
+    """Return a section of the trace, a different one for each seed, stretched to the rate."""
     found = _trace(cell.lengths, data)
     count = min(len(found), max(2, round(rate_per_s * DURATION_S)))
     first = (len(found) - count) * (cell.seed - 1) // 4

@@ -12,7 +12,7 @@ from benchmarks.elastic.cells import LIMITS, LoadCell, load_of
 from benchmarks.elastic.runs import WHOLE, Variant, elastic_system, run_rows, saturation_per_s
 
 KNOWN_S = 120.0
-"""A constant load is known after this; what changes later swings."""
+"""Seconds after which a constant load is known; changes after that are oscillations."""
 
 CONSTANT_FRACTIONS = (0.5, 0.9, 1.1)
 
@@ -26,7 +26,7 @@ class ConstantOutcome(NamedTuple):
     """Outcome of one cell.
 
     Attributes:
-        changes_s: Of roles, step sizes and modules, while requests arrived.
+        changes_s: Times of changes of roles, step sizes and modules, while requests arrived.
     """
 
     cell: LoadCell
@@ -37,13 +37,13 @@ class ConstantOutcome(NamedTuple):
 
     @property
     def changes_a_minute(self) -> float:
-        """Once the load was known."""
+        """Changes a minute once the load was known."""
         late = [at_s for at_s in self.changes_s if at_s > KNOWN_S]
         return len(late) / (self.minutes - KNOWN_S / 60)
 
 
 def constant_cells(fractions: Sequence[float] = CONSTANT_FRACTIONS) -> list[LoadCell]:
-    """Returns two kinds of lengths of each profile at each of ``fractions`` of saturation."""
+    """Return cells of two kinds of lengths of each profile at each of ``fractions``."""
     return [
         LoadCell(profile, lengths, "steady", fraction, 1, 1)
         for profile in LIMITS
@@ -55,7 +55,7 @@ def constant_cells(fractions: Sequence[float] = CONSTANT_FRACTIONS) -> list[Load
 def run_constant(
     cell: LoadCell, size: int, minutes: float, variant: Variant = WHOLE
 ) -> ConstantOutcome:
-    """Runs ``cell`` for so many simulated minutes of arrivals."""
+    """Run ``cell`` for ``minutes`` simulated minutes of arrivals."""
     rate_per_s = cell.fraction * saturation_per_s(cell, size, None)
     rows = load_of(cell, rate_per_s, None, 60 * minutes)
     outcome = run_rows(cell, elastic_system(cell, size, variant), rows)
@@ -65,7 +65,7 @@ def run_constant(
 
 
 def constant_figures(outcomes: Sequence[ConstantOutcome]) -> dict[str, Figure]:
-    """Returns changes a minute after the first two, of all cells and the most of any."""
+    """Return changes a minute after the first two minutes, of all cells and their maximum."""
     rates = [one.changes_a_minute for one in outcomes]
     return {
         "changes_a_minute": figure(rates, "changes"),
@@ -77,7 +77,7 @@ def constant_figures(outcomes: Sequence[ConstantOutcome]) -> dict[str, Figure]:
 
 
 def constant_table(outcomes: Iterable[ConstantOutcome]) -> Table:
-    """A row a cell."""
+    """Return a table with a row for each cell."""
     shown = Table(title="changes under constant load")
     for heading in ("cell", "requests", "goodput", "changes at, s", "a minute, after two"):
         shown.add_column(heading)

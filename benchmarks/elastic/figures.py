@@ -12,11 +12,11 @@ from benchmarks.elastic.runs import CellOutcome
 
 _GQA = "llama-3.1-8b-h100"
 _LEAST = 0.01
-"""A goodput below counts as this much where ratios are taken."""
+"""Minimum goodput in ratios: a lower goodput counts as this value."""
 
 
 def figures(outcomes: Sequence[CellOutcome]) -> dict[str, Figure]:
-    """Returns all figures; those of no cell are left out."""
+    """Return all figures, without those that no cell has."""
     found: dict[str, Figure] = {}
     regrets = [regret(one) for one in outcomes]
     totals = [total_regret(one) for one in outcomes]
@@ -54,18 +54,18 @@ def figures(outcomes: Sequence[CellOutcome]) -> dict[str, Figure]:
 
 
 def regret(one: CellOutcome) -> float:
-    """Goodput that the best fixed arrangement in hindsight has more; 0 where it has less."""
+    """Return the goodput that the best fixed arrangement in hindsight has more, at least 0."""
     return max(0.0, one.fixed[one.best].goodput - one.elastic["elastic"].goodput)
 
 
 def total_regret(one: CellOutcome) -> float:
-    """By how much longer all takes than with that arrangement, as a share; 0 where it does not."""
+    """Return the additional total time over the best fixed arrangement, as a share, at least 0."""
     best = one.fixed[one.best].total_s
     return max(0.0, one.elastic["elastic"].total_s / best - 1)
 
 
 def table(outcomes: Iterable[CellOutcome]) -> Table:
-    """A row a cell."""
+    """Return a table with a row for each cell."""
     shown = Table(title="goodput, and time to the last token in seconds")
     for heading in ("cell", "requests", "best fixed", "", "colocated 512", "2048", "elastic", ""):
         shown.add_column(heading)
@@ -85,7 +85,7 @@ def table(outcomes: Iterable[CellOutcome]) -> Table:
 
 
 def ablation_table(outcomes: Sequence[CellOutcome]) -> Table:
-    """A row a part of the elastic system: what is left without it."""
+    """Return a table with a row for each part of the elastic system: results without the part."""
     shown = Table(title="without a part: goodput over that of the whole")
     for heading in ("without", "mean", "least", "most", "total time over the whole's"):
         shown.add_column(heading)

@@ -1,9 +1,9 @@
-"""Real engines of modelled time: is the elastic system ever slower than plain colocated ones?
+"""Real engines in modelled time: is the elastic system ever slower than plain colocated ones?
 
 ``python -m benchmarks elastic-paced [CELL ...] [--json FILE]``. Each cell runs four colocated
 engines without a store behind least requests, and ``--instances 4`` with the elastic policy, on the
-same requests; the simulator's figures for the same stand beside them. A cell that the file already
-holds is kept. Of the elastic answers a sample is compared with those of one engine of vLLM's own.
+same requests; the result also has the simulator's figures for these requests. A cell that the file
+already holds is kept. A sample of the elastic answers is compared with those of one vLLM engine.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _UNITS = {
 
 
 class Served(NamedTuple):
-    """What a client saw of one request, in modelled seconds from the first arrival."""
+    """Client's times of one request, in modelled seconds from the first arrival."""
 
     at_s: float
     first_s: float
@@ -69,7 +69,7 @@ class Served(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the cells that are missing, show and write them; the exit code."""
+    """Run the missing cells, show and write the results; return the exit code."""
     parser = Parser(prog="python -m benchmarks elastic-paced", description=__doc__)
     parser.add_argument("cell", nargs="*", help=", ".join(one.name for one in CELLS))
     parser.add_argument("--duration", type=float, default=75.0, help="of the arrivals, modelled s")
@@ -97,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _kept(given: argparse.Namespace) -> dict[str, Any]:
-    """Cells that an earlier run of the same length has left in the file."""
+    """Return the cells that an earlier run of the same length has left in the file."""
     if given.json is None or not given.json.exists():
         return {}
     kept = result.read(given.json)
@@ -130,7 +130,7 @@ def _run_system(
 ) -> dict[str, Any]:
     began = datetime.now(UTC)
     records, told, decisions = asyncio.run(_serve(one, options_of(one, system, given), asked))
-    # Plain engines are what the others are compared with.
+    # Plain engines are the reference, so their answers are not compared.
     places = sampled(len(asked), given.sample) if system == ELASTIC else []
     answers = [(asked[n].prompt, records[n].token_ids) for n in places]
     commit_id, dirty = commit()
@@ -150,7 +150,7 @@ def _run_system(
 
 
 def options_of(one: PacedCell, system: str, given: argparse.Namespace) -> list[str]:
-    """Returns ``banaserve serve``'s options for a system of a cell."""
+    """Return ``banaserve serve``'s options for a system of a cell."""
     options = ["--pace", one.cell.profile, "--dilate", f"{one.dilation:g}", *_SHARED]
     if system == COLOCATED:
         options += ["--colocated", str(given.instances), "--no-kv-store", "--migration", "off"]
@@ -161,7 +161,7 @@ def options_of(one: PacedCell, system: str, given: argparse.Namespace) -> list[s
 
 
 _Ran = tuple[list[RequestRecord], ModelledTime, list[dict[str, Any]]]
-"""Records, how well time was kept, and what was decided."""
+"""Records, accuracy of the modelled time, and decisions."""
 
 
 async def _serve(one: PacedCell, options: Sequence[str], asked: Sequence[PacedRequest]) -> _Ran:
@@ -204,7 +204,7 @@ async def _send(client: OpenAiClient, asked: Sequence[PacedRequest]) -> list[Req
 
 
 def served_of(records: Sequence[RequestRecord]) -> list[Served]:
-    """Returns those that ended; latencies count from the arrival, not from the sending."""
+    """Return the requests that ended; latencies count from the arrival, not from the sending."""
     start_s = min(record.due_at_s or 0.0 for record in records)
     return [
         Served(
@@ -221,7 +221,7 @@ def served_of(records: Sequence[RequestRecord]) -> list[Served]:
 def simulate_cell(
     one: PacedCell, system: str, size: int, asked: Sequence[PacedRequest]
 ) -> list[Served]:
-    """Returns the same requests as the simulator serves them."""
+    """Return the same requests as the simulator serves them."""
     known = {
         COLOCATED: System(kind="colocated", colocated=size, routing="least_requests"),
         ELASTIC: elastic_system(one.cell, size),
@@ -245,7 +245,7 @@ def simulate_cell(
 
 
 def figures_of(served: Sequence[Served], one: PacedCell, duration_s: float) -> dict[str, float]:
-    """Returns figures of what arrived after the warm-up; time runs to its last token."""
+    """Return figures of requests that arrived after the warm-up; time runs to their last token."""
     ttft_limit_s, tpot_limit_s = one.limits_s
     counted = [each for each in served if each.at_s >= WARM_UP_S]
     ttft = [each.first_s - each.at_s for each in counted]
@@ -325,7 +325,7 @@ def _words(told: dict[str, Any]) -> str:
 
 
 def _table(found: dict[str, dict[str, Any]]) -> Table:
-    """A row a cell."""
+    """Return a table with a row for each cell."""
     shown = Table(title="elastic over four colocated engines")
     for heading in ("cell", "goodput", "colocated", "ratio", "tokens/s ratio", "simulated ratios"):
         shown.add_column(heading)

@@ -1,4 +1,4 @@
-"""Cells on paced engines: a load, its rate, and how far its seconds are stretched."""
+"""Cells on paced engines: a load, its rate, and the dilation of its seconds."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from benchmarks.elastic.runs import saturation_per_s
 from benchmarks.pacing import PacedRequest
 
 WARM_UP_S = 15.0
-"""Of the arrivals, in modelled seconds; what arrives then is not counted."""
+"""Warm-up of the arrivals, in modelled seconds; requests that arrive in it do not count."""
 
 _OPT, _LLAMA = "opt-13b-a100", "llama-3.1-8b-h100"
 _TOKEN_IDS = range(500, 40_000)
 
 
 class PacedCell(NamedTuple):
-    """One comparison on engines.
+    """A comparison on engines.
 
     Attributes:
-        cell: Device, lengths, arrivals, limits and seed; its fraction of saturation counts where no
+        cell: Device, lengths, arrivals, limits and seed; its fraction of saturation counts if no
             rate is given.
-        rate_per_s: Mean of the arrivals; 0 where the cell's fraction says it.
-        dilation: Wall seconds of a modelled one: so many that this machine keeps up.
+        rate_per_s: Mean rate of arrivals; 0 for the cell's fraction of saturation.
+        dilation: Wall seconds of a modelled second, enough for this machine to keep up.
     """
 
     name: str
@@ -52,14 +52,14 @@ CELLS = tuple(
         ("code-opt", (_OPT, CODE, "bursts", 0.85, 1, 1), 0.0, 2.0),
     )
 )
-"""The four that are asked for by name, loads of both devices that are in no file of data, and code
-completion at and below saturation."""
+"""The four cells that issues ask for by name, loads of both devices that are in no file of data, and
+code completion at and below saturation."""
 
 
 def requests_of(
     one: PacedCell, size: int, duration_s: float, data: Path | None
 ) -> list[PacedRequest]:
-    """Returns what arrives in ``duration_s``; prompts share nothing."""
+    """Return the requests that arrive in ``duration_s``; their prompts share nothing."""
     rate_per_s = one.rate_per_s or one.cell.fraction * saturation_per_s(one.cell, size, data)
     draws = Random(f"{one.name} prompts")
     return [

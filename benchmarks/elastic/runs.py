@@ -1,4 +1,4 @@
-"""Runs of a cell: every fixed arrangement, and the elastic policy from all-do-both."""
+"""Runs of a cell: every fixed arrangement, and the elastic policy from all colocated."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from banaserve.sim.system import System, following
 from benchmarks.elastic.cells import LoadCell, Rows, load_of, sample
 
 CHUNKS = (512, 2048)
-"""Of the fixed arrangements."""
+"""Step sizes of the fixed arrangements, in tokens."""
 
 _SAMPLE = 100
-"""Requests an instance, all at once: enough that batches are full."""
+"""Requests per instance, all at once: enough to fill the batches."""
 
 
 class Outcome(NamedTuple):
-    """What came of one run.
+    """Outcome of one run.
 
     Attributes:
         goodput: Share of the requests within both limits.
-        total_s: From the first arrival to the last token.
-        changes_s: When roles or step sizes changed.
+        total_s: Seconds from the first arrival to the last token.
+        changes_s: Times of changes of roles or step sizes.
     """
 
     goodput: float
@@ -41,7 +41,7 @@ class Outcome(NamedTuple):
 
 
 class CellOutcome(NamedTuple):
-    """Outcomes of a cell by the words of the arrangement, and of elastic variants by name."""
+    """Outcomes of a cell: of fixed arrangements by description, of elastic variants by name."""
 
     cell: LoadCell
     num_requests: int
@@ -50,12 +50,12 @@ class CellOutcome(NamedTuple):
 
     @property
     def best(self) -> str:
-        """The fixed arrangement of most goodput; among equals, of least latency."""
+        """Fixed arrangement with the highest goodput; among equals, with the lowest latency."""
         return max(self.fixed, key=lambda n: (self.fixed[n].goodput, -self.fixed[n].e2e_mean_s))
 
 
 def fixed_system(arrangement: Arrangement) -> System:
-    """A cluster whose arrangement stays as it is."""
+    """Return a cluster whose arrangement stays as it is."""
     return System(
         kind="banaserve",
         prefill=arrangement.num_prefill,
@@ -66,11 +66,11 @@ def fixed_system(arrangement: Arrangement) -> System:
 
 
 class Variant(NamedTuple):
-    """What a variant of the elastic system has else than the whole.
+    """Differences of a variant of the elastic system from the whole system.
 
     Attributes:
-        options: Of its migration policy.
-        system: Attributes of ``System``, as the routing and its options.
+        options: Options of the migration policy.
+        system: Attributes of ``System``, such as the routing and its options.
     """
 
     options: Mapping[str, Any] = {}
@@ -81,7 +81,7 @@ WHOLE = Variant()
 
 
 def elastic_system(cell: LoadCell, size: int, variant: Variant = WHOLE) -> System:
-    """A cluster that begins with all doing both and follows its load."""
+    """Return a cluster that begins with all instances colocated and follows its load."""
     ttft_s, tpot_s = cell.service_limits
     system = System(kind="banaserve", colocated=size)
     options = {"profile": cell.profile, "ttft_s": ttft_s, "tpot_s": tpot_s, **variant.options}
@@ -89,7 +89,7 @@ def elastic_system(cell: LoadCell, size: int, variant: Variant = WHOLE) -> Syste
 
 
 def saturation_per_s(cell: LoadCell, size: int, data: Path | None) -> float:
-    """Requests a second that the fastest of five arrangements ends when all come at once."""
+    """Return requests a second that the fastest of five arrangements ends if all come at once."""
     rows = sample(cell, size * _SAMPLE, data)
     half = size // 2
     some = [
@@ -102,7 +102,7 @@ def saturation_per_s(cell: LoadCell, size: int, data: Path | None) -> float:
 def run_cell(
     cell: LoadCell, size: int, data: Path | None, variants: Mapping[str, Variant]
 ) -> CellOutcome:
-    """Runs everything that is compared in ``cell``, all on the same requests."""
+    """Run all systems that are compared in ``cell``, on the same requests."""
     rows = load_of(cell, cell.fraction * saturation_per_s(cell, size, data), data)
     fixed = {
         str(one): run_rows(cell, fixed_system(one), rows) for one in arrangements(size, CHUNKS)
@@ -115,7 +115,7 @@ def run_cell(
 
 
 def run_rows(cell: LoadCell, system: System, rows: Rows) -> Outcome:
-    """Runs ``rows`` through ``system``."""
+    """Run ``rows`` through ``system``."""
     found = tallied(profiles.load(cell.profile), system, rows.requests())
     told = summary(found, LatencyLimits(*cell.service_limits))
     return Outcome(

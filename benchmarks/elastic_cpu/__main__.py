@@ -3,11 +3,11 @@
     python -m benchmarks elastic-cpu [--quick] [--routers FOLDER] [--json FILE]
 
 Real engines in real time on this machine's CPU, a thread each: ``banaserve serve --instances 2
---elastic`` as it comes, against two of vLLM's own API servers behind round robin and behind prefix
-affinity. All get the same requests in turn, round by round: shared prefixes, chats, and prompts
-that share nothing; first with some conversations kept under way, which gives requests/s, then with
-arrivals at a part of that rate, which gives the time to first token. CPU seconds are those of
-all processes of a system, until it has come to rest; the other systems are stopped meanwhile.
+--elastic`` with its defaults, against two of vLLM's own API servers behind round robin and behind
+prefix affinity. All get the same requests in turn, round by round: shared prefixes, chats, and
+prompts that share nothing; first with a fixed number of conversations under way, which gives
+requests/s, then with arrivals at a part of that rate, which gives the time to first token. CPU
+seconds are those of all processes of a system until it is idle; the other systems are suspended.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Samples = dict[tuple[str, str], list[LoadSample]]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it and write the result after each round; the exit code."""
+    """Run the rounds, writing the result after each; return the exit code."""
     given = _parse(argv)
     end_on_sigterm()
     asyncio.run(_measure(given, datetime.now(UTC)))
@@ -106,7 +106,8 @@ async def _measure(given: argparse.Namespace, started_at: datetime) -> None:
         for number in range(given.rounds):
             for name, load in loads.items():
                 key = f"{given.seed} {name} {number}"
-                # Another one is first in each round, for whatever grows or fades over it.
+                # The first system changes with each round, for effects that grow or fade over a
+                # round.
                 turn = number % len(running)
                 for one in [*running.values()][turn:] + [*running.values()][:turn]:
                     with alone(one, running.values()):
@@ -166,7 +167,7 @@ async def _warm(
     words: Words,
     model: str,
 ) -> float:
-    """Sends all systems what is not counted; returns conversations/s for arrivals."""
+    """Send uncounted requests to all systems; return conversations/s for arrivals."""
     speeds = []
     for one in running.values():
         what = conversations(load, -(-load.closed // 2), f"{given.seed} {name} warm", words)
@@ -181,7 +182,7 @@ async def _warm(
 
 
 async def _reached(client: OpenAiClient, prompt: str) -> None:
-    """Return when a request comes through: a balancer may still look for its servers."""
+    """Return when a request succeeds: a balancer may still look for its servers."""
     call = CompletionCall("first", prompt=prompt, max_tokens=1)
     for _ in range(_WARM_TRIES):
         record = await client.send(call)

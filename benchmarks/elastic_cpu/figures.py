@@ -17,11 +17,11 @@ _A_REQUEST = ("CPU s a request", "steps a request", "cached tokens a request")
 
 
 class Work(NamedTuple):
-    """What engines did: differences of it tell batches and routing from the speed of a step.
+    """Work of engines: differences separate batching and routing from the speed of a step.
 
     Attributes:
-        steps: Of all engines.
-        cached_tokens: Of prompts, that were not computed: prefix cache and store.
+        steps: Number of steps of all engines.
+        cached_tokens: Prompt tokens that were not computed: from the prefix cache and the store.
     """
 
     steps: float
@@ -29,16 +29,16 @@ class Work(NamedTuple):
 
 
 class LoadSample(NamedTuple):
-    """What one system made of one load in one round.
+    """Results of one system with one load in one round.
 
     Attributes:
-        requests_per_s: With conversations kept under way.
-        ttft_s: Median over the requests of conversations that arrived by themselves.
-        latency_s: Mean time to the last token of the same requests: what a system that puts first
-            tokens first may lose.
-        cpu_s: CPU seconds a request of all the system's processes, over both.
-        tokens: Of every answer.
-        work: A request, over both.
+        requests_per_s: Requests a second with a fixed number of conversations under way.
+        ttft_s: Median time to first token of the requests of conversations with given arrivals.
+        latency_s: Mean time to the last token of the same requests, which a system that gives
+            priority to first tokens may increase.
+        cpu_s: CPU seconds per request of all the system's processes, over both passes.
+        tokens: Token ids of every answer.
+        work: Work per request, over both passes.
     """
 
     requests_per_s: float
@@ -50,11 +50,11 @@ class LoadSample(NamedTuple):
 
 
 Samples = Mapping[tuple[str, str], Sequence[LoadSample]]
-"""By load and system; one a round."""
+"""Samples by load and system, one for each round."""
 
 
 def figures(samples: Samples) -> dict[str, Figure]:
-    """Returns all figures; ratios are of one round, and above 1 ours is better."""
+    """Return all figures; ratios are of one round, and above 1 ours is better."""
     found: dict[str, Figure] = {}
     least, least_cpu = [], []
     for load in loads_of(samples):
@@ -86,12 +86,12 @@ def figures(samples: Samples) -> dict[str, Figure]:
 
 
 def loads_of(samples: Iterable[tuple[str, str]]) -> list[str]:
-    """Returns the names of the loads, in their order."""
+    """Return the names of the loads, in their order."""
     return list(dict.fromkeys(load for load, _ in samples))
 
 
 def throughput_ratios(samples: Samples, load: str, peer: str) -> list[float]:
-    """Our requests/s over the peer's, round by round."""
+    """Return our requests/s over the peer's, round by round."""
     return paired_ratios(
         [one.requests_per_s for one in samples[load, OURS]],
         [one.requests_per_s for one in samples[load, peer]],
@@ -99,21 +99,21 @@ def throughput_ratios(samples: Samples, load: str, peer: str) -> list[float]:
 
 
 def ttft_ratios(samples: Samples, load: str, peer: str) -> list[float]:
-    """The peer's median time to first token over ours, round by round."""
+    """Return the peer's median time to first token over ours, round by round."""
     return paired_ratios(
         [one.ttft_s for one in samples[load, peer]], [one.ttft_s for one in samples[load, OURS]]
     )
 
 
 def cpu_seconds_ratios(samples: Samples, load: str, peer: str) -> list[float]:
-    """CPU seconds a request of the peer over ours, round by round."""
+    """Return the peer's CPU seconds per request over ours, round by round."""
     return paired_ratios(
         [one.cpu_s for one in samples[load, peer]], [one.cpu_s for one in samples[load, OURS]]
     )
 
 
 def equal_fraction(samples: Samples) -> float:
-    """Answers that are those of round robin, token by token, of all the others'."""
+    """Return the share of the others' answers that equal round robin's, token by token."""
     pairs = [
         (answer, theirs)
         for load in loads_of(samples)
@@ -126,7 +126,7 @@ def equal_fraction(samples: Samples) -> float:
 
 
 def table(samples: Samples) -> Table:
-    """A row a load and system: medians over the rounds."""
+    """Return a table with a row for each load and system: medians over the rounds."""
     shown = Table(title="medians over the rounds")
     for heading in ("load", "system", "requests/s", "TTFT, s", "latency, s", *_A_REQUEST):
         shown.add_column(heading, justify="left" if heading in ("load", "system") else "right")

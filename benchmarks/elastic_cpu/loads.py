@@ -1,4 +1,4 @@
-"""Loads of the comparison: conversations, each one question or several that follow each other."""
+"""Loads of the comparison: conversations of one question or of several in sequence."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, Request
 
 @dataclass(frozen=True, slots=True)
 class ChatLoad:
-    """One kind of request.
+    """A kind of conversation, and the numbers of conversations in a pass.
 
     Attributes:
-        prefix_tokens: That each prompt shares with others of its kind; 0 shares nothing.
-        num_prefixes: Different ones in a pass.
-        question_tokens: Mean, of each turn; lengths lie evenly within half of it.
-        turns: Of a conversation; each but the first begins with all that was said before.
-        closed, open: Conversations of a pass that keeps some under way, and of one that lets them
-            arrive.
+        prefix_tokens: Tokens that each prompt shares with others of its kind; 0 for none.
+        num_prefixes: Number of different prefixes in a pass.
+        question_tokens: Mean tokens of a question; lengths are uniform within half of the mean.
+        turns: Number of turns of a conversation; each but the first begins with all that was said
+            before.
+        closed, open: Numbers of conversations in a pass that keeps some under way, and in a pass
+            with given arrivals.
     """
 
     prefix_tokens: int
@@ -34,7 +35,7 @@ class ChatLoad:
     open: int
 
     def shortened(self) -> ChatLoad:
-        """The same with a ninth of the conversations."""
+        """Return the same load with a ninth of the conversations."""
         return replace(self, closed=-(-self.closed // 9), open=-(-self.open // 9))
 
 
@@ -44,11 +45,11 @@ LOADS = {
     "nothing-shared": ChatLoad(0, 0, 256, 16, 1, 48, 72),
 }
 CONCURRENCY = 4
-"""Conversations under way where some are kept so."""
+"""Number of conversations under way in a closed pass."""
 
 
 class Conversation(NamedTuple):
-    """Turns of one client; one turn alone is sent as a prompt, several as a chat."""
+    """Turns of one client; a single turn is sent as a prompt, several as a chat."""
 
     id: str
     questions: tuple[str, ...]
@@ -56,7 +57,7 @@ class Conversation(NamedTuple):
 
 
 def conversations(load: ChatLoad, how_many: int, key: str, words: Words) -> list[Conversation]:
-    """Returns ``how_many``; equal keys give equal ones, and others share no prefix with them."""
+    """Return conversations; equal keys give equal ones, different keys share no prefix."""
     draws = random.Random(key)
     return [_conversation(load, f"{key} {n}", key, draws, words) for n in range(how_many)]
 
@@ -78,7 +79,7 @@ def _conversation(
 
 
 def arrivals_s(num_conversations: int, per_s: float, key: str) -> list[float]:
-    """Returns times of a Poisson process that begins with the first of them."""
+    """Return arrival times of a Poisson process whose first arrival is at 0."""
     draws, now_s, found = random.Random(f"{key} arrivals"), 0.0, []
     for _ in range(num_conversations):
         found.append(now_s)
@@ -87,7 +88,7 @@ def arrivals_s(num_conversations: int, per_s: float, key: str) -> list[float]:
 
 
 async def hold(client: OpenAiClient, conversation: Conversation) -> list[RequestRecord]:
-    """Has one conversation, each turn as soon as the one before is answered; stops at a failure."""
+    """Run one conversation, each turn once the one before is answered; stop at a failure."""
     records: list[RequestRecord] = []
     messages: list[dict[str, str]] = []
     for turn, question in enumerate(conversation.questions):
@@ -111,7 +112,7 @@ async def hold(client: OpenAiClient, conversation: Conversation) -> list[Request
 async def closed(
     client: OpenAiClient, what: Sequence[Conversation], concurrency: int
 ) -> list[RequestRecord]:
-    """Keeps ``concurrency`` conversations under way; returns the records, in their order."""
+    """Keep ``concurrency`` conversations under way; return the records, in their order."""
     found: dict[int, list[RequestRecord]] = {}
     waiting = iter(enumerate(what))
 
@@ -128,7 +129,7 @@ async def closed(
 async def opened(
     client: OpenAiClient, what: Sequence[Conversation], at_s: Sequence[float]
 ) -> list[RequestRecord]:
-    """Begins each conversation at its time; returns the records, in their order."""
+    """Begin each conversation at its time; return the records, in their order."""
     start_s = client.clock.now()
 
     async def begin(conversation: Conversation, after_s: float) -> list[RequestRecord]:

@@ -1,7 +1,7 @@
 """Systems of the comparison, started and waiting for requests.
 
-The two plain vLLM servers stand behind two balancers, one a policy. Between two passes their
-prefix caches are emptied, so that each policy meets prompts that are new to it.
+The two plain vLLM servers run behind two balancers, one for each policy. Between two passes their
+prefix caches are emptied, so that each policy gets prompts that are new to it.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _RESET_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What is started.
+    """Model and options of the systems to start.
 
     Attributes:
         same: Options of every engine.
-        serve_options: Of banaserve beside those.
+        serve_options: Options of banaserve, in addition to ``same``.
         routers: Folder of other routers' environments; None takes ``banaserve route``.
     """
 
@@ -66,10 +66,10 @@ class SystemUnderTest:
     plain: tuple[Server, ...] = ()
 
     def empty_caches(self) -> None:
-        """Forget the prefixes of plain servers. Blocking.
+        """Empty the prefix caches of plain servers. Blocking.
 
         Raises:
-            UserError: One does not do it.
+            UserError: A server does not empty its cache.
         """
         for server in self.plain:
             asked = urllib.request.Request(f"{server.url}/reset_prefix_cache", method="POST")
@@ -79,7 +79,7 @@ class SystemUnderTest:
                 raise UserError(f"a vLLM server keeps its prefix cache: {error}") from error
 
     def decisions(self) -> dict[str, float]:
-        """What the elastic policy has done so far; empty for those that have none."""
+        """Return the elastic policy's counts so far; empty for systems without such a policy."""
         server = self.running
         if not isinstance(server, Server):
             return {}
@@ -90,7 +90,7 @@ class SystemUnderTest:
         }
 
     def work(self) -> Work:
-        """What its engines have done so far. Blocking."""
+        """Return the work of the system's engines so far. Blocking."""
         servers = (self.running,) if isinstance(self.running, Server) else self.plain
         return Work(
             steps=sum(server.metric(_STEPS) for server in servers),
@@ -98,7 +98,7 @@ class SystemUnderTest:
         )
 
     async def settled_cpu_s(self) -> float:
-        """CPU seconds so far, once what the last requests have set off has come to rest."""
+        """Return CPU seconds so far, once the effects of the last requests have ended."""
         until_s = time.monotonic() + _LONGEST_LOOK_S
         before_s = self.running.cpu_s()
         while True:
@@ -111,7 +111,7 @@ class SystemUnderTest:
 
 @contextlib.contextmanager
 def alone(one: SystemUnderTest, all_of_them: Iterable[SystemUnderTest]) -> Iterator[None]:
-    """Stop every process of the others: a user has one of them, and idle engines take time."""
+    """Suspend all processes of other systems: a user has one system, and idle engines take time."""
     own = {process.pid for process in one.running.processes()}
     others = {
         process.pid: process for other in all_of_them for process in other.running.processes()
@@ -128,10 +128,10 @@ def alone(one: SystemUnderTest, all_of_them: Iterable[SystemUnderTest]) -> Itera
 
 @contextlib.contextmanager
 def systems(setup: Setup) -> Iterator[Mapping[str, SystemUnderTest]]:
-    """Starts all of them.
+    """Start all systems.
 
     Raises:
-        UserError: One does not start.
+        UserError: A system does not start.
     """
     model, found = setup.model, {}
     with contextlib.ExitStack() as stack:

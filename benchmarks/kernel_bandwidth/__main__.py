@@ -1,9 +1,9 @@
 """Bandwidth of the kernels, as a fraction of the device's.
 
 ``python -m benchmarks kernels``. Each case is run by our kernels and, where they can, by torch and
-FlashInfer, in turns. A fraction is the bytes that the case must move at least, over its time, over
-the bandwidth of a plain copy on the same device in the same run. Needs a GPU; ``--device cpu
---sizes tiny`` only shows that it runs.
+FlashInfer, in turns. A fraction is the minimum number of bytes that the case must move, over its
+time, over the bandwidth of a plain copy on the same device in the same run. Needs a GPU; ``--device
+cpu --sizes tiny`` only shows that it runs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _UNITS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it and write the result; the exit code."""
+    """Run the benchmark and write the result; return the exit code."""
     given = _parse(argv)
     device = torch.device(given.device)
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -107,7 +107,7 @@ def _measure(
     given: argparse.Namespace,
     samples: Samples,
 ) -> None:
-    """Time the works in turns, and a plain copy with them, once a run."""
+    """Time the works and a plain copy in turns, once a run."""
     copied, copying = copy_work(sizes.copy_bytes, device)
     copy = timed(copying, device, given.repeats)
     ready = [(work, timed(work.run, device, given.repeats)) for work in works]
@@ -129,7 +129,7 @@ def _measure(
 def _sweep(
     sizes: Sizes, device: torch.device, given: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    """Seconds of the batched decode with other tiles, to choose those in ``kernels.tiling``."""
+    """Yield times of the batched decode with other tiles, to choose those of ``kernels.tiling``."""
     from banaserve.kernels.tiling import Tiling
     from banaserve.kernels.triton_kernels import TritonKernels
 
@@ -145,7 +145,7 @@ def _sweep(
             )
             taken = timed(works[0].run, device, given.repeats)()
         except Exception as error:
-            # Too much shared memory for this GPU, as a rule; the table says so and goes on.
+            # Usually too much shared memory for this GPU; the table says so and the sweep goes on.
             yield {**tried, "error": str(error).partition("\n")[0]}
             continue
         yield {**tried, "ms": taken * 1e3, "copy_fraction": works[0].num_bytes / taken / bandwidth}

@@ -1,4 +1,4 @@
-"""CUDA part of csrc on a GPU: copies to and from pinned memory, and slabs."""
+"""Speed of the CUDA part of csrc on a GPU: copies to and from pinned memory, and slabs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Samples = dict[str, list[float]]
 
 
 def native_or_reason() -> tuple[ModuleType | None, str]:
-    """``banaserve._native_cuda``, or None and why it is not there."""
+    """Return ``banaserve._native_cuda``, or None and the reason why it is missing."""
     try:
         from banaserve import _native_cuda
     except ImportError:
@@ -28,13 +28,13 @@ def native_or_reason() -> tuple[ModuleType | None, str]:
 
 
 def measure_native(native: ModuleType, device: torch.device, runs: int, samples: Samples) -> None:
-    """Scattered pages beside one copy of as many bytes, and what a slab's memory takes to come.
+    """Measure scattered pages against one copy of as many bytes, and the mapping of slabs.
 
     Raises:
-        UserError: A copy moved other bytes than it was asked to.
+        UserError: A copy moved wrong bytes.
     """
     bench = _Copies(native, device)
-    for run in range(-1, runs):  # the first one meets what is called for the first time
+    for run in range(-1, runs):  # the first run warms up
         found = {**bench.run(), **_slab_times(native, device)}
         if run >= 0:
             for name, value in found.items():
@@ -42,7 +42,7 @@ def measure_native(native: ModuleType, device: torch.device, runs: int, samples:
 
 
 class _Copies:
-    """Pages in pinned memory and on the device, in an order of their own on either side."""
+    """Pages in pinned memory and on the device, in a different order on either side."""
 
     def __init__(self, native: ModuleType, device: torch.device) -> None:
         self._ways = {"batch": native.copy_batch, "kernel": native.copy_by_kernel}
@@ -52,7 +52,7 @@ class _Copies:
         self._draws = np.random.default_rng(0)
 
     def run(self) -> dict[str, float]:
-        """Fractions of a plain copy's speed, in both directions and for each size of page."""
+        """Return fractions of a plain copy's speed, in both directions and for each page size."""
         found = {}
         for direction in ("to_gpu", "from_gpu"):
             to, of = self._ends(direction)
@@ -97,7 +97,7 @@ class _Copies:
 
 
 def _slab_times(native: ModuleType, device: torch.device) -> dict[str, float]:
-    """Milliseconds to back 256 MiB, to add one granule, and to give all of it back."""
+    """Return milliseconds to map 256 MiB, to add one granule, and to unmap all of it."""
     slab = native.GpuSlab(2 * _SLAB_BYTES, device.index or 0)
     torch.cuda.synchronize(device)
     marks = [time.perf_counter()]

@@ -1,8 +1,8 @@
-"""Three-stage layer pipeline on a GPU's real streams, beside the prediction of equation 13.
+"""Three-stage layer pipeline on a GPU's real streams, compared with equation 13.
 
-A stand-in for a model: each layer waits for its fetch, multiplies matrices for about as long as it
-is told, and is saved; the copies are those of the store's connector, between a KV cache on the GPU
-and a pool in host memory.
+The pipeline stands for a model: each layer waits for its fetch, multiplies matrices for about a set
+time, and is saved; the copies are those of the store's connector, between a KV cache on the GPU and
+a pool in host memory.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _SIDE = 2048
 def measure_pipeline(device: torch.device, runs: int, samples: Samples) -> None:
     """Add the hidden share of the copies, measured and predicted, for each speed of computing.
 
-    A share is that of a step's fetches and saves that nothing waited for. Predicted from the
-    medians of single stages, by ``drivers.layer_pipeline.pipeline``.
+    A share is the part of a step's fetches and saves that nothing waited for. It is predicted from
+    the medians of single stages, by ``drivers.layer_pipeline.pipeline``.
     """
     fingerprint = Fingerprint(
         model="bench",
@@ -72,7 +72,7 @@ class _Step:
     """A prefill of which half is fetched and half is saved.
 
     Attributes:
-        copier: Of the KV cache.
+        copier: Copier of the KV cache.
     """
 
     def __init__(self, view: PoolView, device: torch.device) -> None:
@@ -84,20 +84,20 @@ class _Step:
         self._device = device
 
     def multiplications(self, ratio: float) -> int:
-        """How many take ``ratio`` times as long as a layer's fetch."""
+        """Return how often to multiply to take ``ratio`` times as long as a layer's fetch."""
         self.stages(8)
         fetch_s, compute_s, _ = self.stages(64)
         return max(1, round(ratio * fetch_s / (compute_s / 64)))
 
     def stages(self, count: int) -> tuple[float, float, float]:
-        """Median seconds of one layer's fetch, computation and save, with nothing beside them."""
+        """Return median seconds of one layer's fetch, computation and save, each run alone."""
         fetches = [self._load(layer).finish() for layer in range(_LAYERS)]
         saves = [self._save(layer).finish() for layer in range(_LAYERS)]
         computes = [self._seconds(lambda: self._compute(count)) for _ in range(_LAYERS)]
         return median(fetches), median(computes), median(saves)
 
     def whole(self, count: int, *, overlaps: bool) -> float:
-        """Seconds of all layers; without overlap each stage waits for all layers of the last."""
+        """Return seconds of all layers; without overlap a stage waits for all of the one before."""
         return self._seconds(lambda: self._run(count, overlaps))
 
     def _run(self, count: int, overlaps: bool) -> None:

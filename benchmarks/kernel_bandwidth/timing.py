@@ -1,4 +1,4 @@
-"""Seconds of a piece of device work, without the host's share where that can be left out."""
+"""Timing of a piece of device work, without the host's share where that is possible."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _WARM_UP = 3
 def timed(work: Callable[[], object], device: torch.device, repeats: int) -> Callable[[], float]:
     """Prepare ``work`` for timing.
 
-    On a GPU it is captured in a graph, so that launching from Python costs nothing that is timed;
-    it must not wait for the GPU.
+    On a GPU the work is captured in a graph, so that the time leaves out launches from Python; the
+    work must not wait for the GPU.
 
     Returns:
-        A call that runs the work ``repeats`` times and returns the mean seconds of one.
+        A function that runs the work ``repeats`` times and returns the mean seconds of one run.
     """
     for _ in range(_WARM_UP):
         work()
@@ -26,7 +26,7 @@ def timed(work: Callable[[], object], device: torch.device, repeats: int) -> Cal
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        # The capture keeps what the work allocates: replays write there.
+        # Keep what the work allocates during the capture: replays write there.
         kept = work()
     return lambda: _on_gpu(graph, kept, device, repeats)
 
@@ -51,7 +51,7 @@ def _on_gpu(graph: torch.cuda.CUDAGraph, kept: object, device: torch.device, rep
 
 
 def copy_work(num_bytes: int, device: torch.device) -> tuple[int, Callable[[], object]]:
-    """A copy within the device's memory, the measure of all others.
+    """Prepare a copy within the device's memory, the reference of all other work.
 
     Returns:
         Bytes read and written, and the work.

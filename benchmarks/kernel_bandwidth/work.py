@@ -1,4 +1,4 @@
-"""Work that the kernels are timed with: shapes of real models, and the same work by others."""
+"""Work that the kernels are timed with: shapes of real models, also by other libraries."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from banaserve.kernels.registry import missing, pick
 from banaserve.kernels.slot_pages import PageOrder, SlotPages
 
 BLOCK_SIZE, HEAD_SIZE, KV_HEADS, GROUP_SIZE = 16, 128, 8, 4
-# Two ways to compute the same in bf16 differ by less.
+# Two ways to compute the same result in bf16 differ by less than this.
 _TOLERANCE = 0.015
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of all cases.
+    """Sizes of all cases.
 
     Attributes:
-        batch: Sequences of the batched decode.
-        context: Tokens of each.
-        long_context: Of the decode of one sequence.
-        chunk: Tokens of a prefill step behind ``context``.
+        batch: Number of sequences of the batched decode.
+        context: Tokens of each sequence.
+        long_context: Tokens of the decode of one sequence.
+        chunk: Tokens of a prefill step after ``context``.
         merge_tokens: Rows of a merge.
-        layers: Packed at once.
-        blocks: Packed of each layer.
-        copy_bytes: Of the copy that bandwidth is measured with.
+        layers: Number of layers that are packed at once.
+        blocks: Number of blocks that are packed of each layer.
+        copy_bytes: Size of the copy that measures bandwidth.
     """
 
     batch: int
@@ -52,11 +52,12 @@ SIZES = {
 
 
 class KernelWork(NamedTuple):
-    """Something to time.
+    """Work to time.
 
     Attributes:
-        name: Of the case, and who does it.
-        num_bytes: That must be read and written at least; 0 where arithmetic bounds the case.
+        name: Name of the case.
+        by: Name of the library that computes it.
+        num_bytes: Minimum number of bytes to read and write; 0 if arithmetic bounds the case.
     """
 
     name: str
@@ -68,13 +69,13 @@ class KernelWork(NamedTuple):
 def all_work(
     sizes: Sizes, kernels: Kernels, device: torch.device, seed: int
 ) -> Iterator[tuple[list[KernelWork], list[str]]]:
-    """The cases one after the other, so that each has the memory to itself.
+    """Prepare the cases in sequence, so that each has the memory to itself.
 
     Yields:
-        The same work by our kernels, first, and by others; and why one of them is missing.
+        The same work by our kernels, first, and by others; and why one of the others is missing.
 
     Raises:
-        UserError: Ours and torch's results differ.
+        UserError: Our results and torch's differ.
     """
     torch.manual_seed(seed)
     half = tuple(range(0, KV_HEADS, 2))
@@ -101,7 +102,7 @@ def attention_work(
     context: int,
     kv_heads: tuple[int, ...],
 ) -> tuple[list[KernelWork], list[str]]:
-    """Causal attention of the last ``asking`` tokens of each of ``num_seqs`` contexts."""
+    """Prepare causal attention of the last ``asking`` tokens of each of ``num_seqs`` contexts."""
     width = -(-context // BLOCK_SIZE)
     num_blocks = num_seqs * width
     shape = (num_blocks, KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE)
@@ -146,7 +147,7 @@ def _sdpa(
     asking: int,
     context: int,
 ) -> Callable[[], torch.Tensor]:
-    """torch's attention over the same keys without blocks: contiguous, chosen heads only."""
+    """Prepare torch's attention over the same keys without blocks: contiguous, chosen heads."""
     chosen = torch.tensor(heads.kv_heads, device=query.device)
     rows, blocks = batch.block_table.shape
     dense = [
@@ -157,7 +158,7 @@ def _sdpa(
         for cache in (key, value)
     ]
     asked = query.view(rows, asking, -1, HEAD_SIZE).transpose(1, 2).contiguous()
-    # A mask of its own would keep torch from its flash kernels.
+    # A mask tensor would keep torch from its flash kernels.
     mask = causal_lower_right(asking, context) if asking > 1 else None
     attention = torch.nn.functional.scaled_dot_product_attention
 
@@ -176,7 +177,7 @@ def _compare(name: str, ours: object, theirs: object) -> None:
 
 
 def merge_work(kernels: Kernels, device: torch.device, num_tokens: int, num: int = 4) -> KernelWork:
-    """Four parts of a batch of tokens, bf16."""
+    """Prepare the merge of ``num`` parts of a batch of tokens in bf16."""
     heads = KV_HEADS * GROUP_SIZE
     parts = [
         PartialAttention(
@@ -190,7 +191,7 @@ def merge_work(kernels: Kernels, device: torch.device, num_tokens: int, num: int
 
 
 def concat_work(kernels: Kernels, device: torch.device, num_tokens: int) -> KernelWork:
-    """Two halves of the heads, every other one, bf16."""
+    """Prepare the concatenation of two halves of the heads, every other one, in bf16."""
     shape = (num_tokens, KV_HEADS // 2 * GROUP_SIZE, HEAD_SIZE)
     parts = [torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(2)]
     groups = [range(0, KV_HEADS, 2), range(1, KV_HEADS, 2)]
@@ -203,7 +204,7 @@ def concat_work(kernels: Kernels, device: torch.device, num_tokens: int) -> Kern
 def pack_work(
     name: str, kernels: Kernels, device: torch.device, sizes: Sizes, kv_heads: tuple[int, ...]
 ) -> list[KernelWork]:
-    """Scattered blocks of all layers into slots and back; whole blocks by torch indexing too."""
+    """Prepare copies of scattered blocks into slots and back; whole blocks by torch too."""
     shape = (2 * sizes.blocks, KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE)
     caches = [torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(sizes.layers)]
     layers = tuple(range(sizes.layers))

@@ -1,8 +1,9 @@
-"""Cost of the KV cache store, beside doing its work without it.
+"""Cost of the KV cache store, compared with plain copies and with other stores.
 
-``python -m benchmarks kvstore``. Put and get through the pool beside plain memcpy of as many bytes,
-the SSD tier beside raw direct I/O, and the same blocks through Mooncake Store and Redis. Whatever
-is compared takes turns within each run, and no cache of the processor holds what is copied.
+``python -m benchmarks kvstore``. Measures put and get through the pool against plain memcpy of as
+many bytes, the SSD tier against raw direct I/O, and the same blocks through Mooncake Store and
+Redis. Compared measurements take turns within each run, and no cache of the processor holds the
+copied bytes.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from benchmarks.script import run_script
 _POOL_SIZE = "512MiB"
 _NUM_LOOKUPS = 300
 
-# In the order in which a reader wants them; the cases that they sum up follow.
+# Figures that come first; the cases that they sum up follow.
 _FIRST = (
     "put_memcpy_fraction",
     "get_memcpy_fraction",
@@ -54,7 +55,7 @@ _UNITS = {"fraction": "fraction", "gb_per_s": "GB/s", "per_s": "calls/s", "reque
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it and write the result; the exit code."""
+    """Run the benchmark and write the result; return the exit code."""
     given = _parse(argv)
     end_on_sigterm()
     started_at = datetime.now(UTC)
@@ -109,7 +110,7 @@ def _memory(given: argparse.Namespace, samples: Samples, progress: Progress) -> 
                 stack.callback(bench.close)
                 size = f"{block_bytes / MIB:g}mib"
                 benches.append((size if num_blocks > 1 else f"{size}_single", bench))
-        # The first turn around meets page faults, and a pool that is not full yet.
+        # The first round meets page faults, and a pool that is not full yet.
         for _, bench in benches:
             for _ in range(4 * given.blocks // bench.num_blocks):
                 bench.run("layers")

@@ -1,4 +1,4 @@
-"""SSD tier beside raw direct I/O of the same blocks at the same depth on the same disk."""
+"""SSD tier compared with raw direct I/O of the same blocks at the same depth on one disk."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class DiskTimes(NamedTuple):
 
 
 class DiskBench:
-    """Blocks of one size, written and read past the page cache.
+    """Benchmark of blocks of one size, written and read past the page cache.
 
     Args:
-        folder: On the disk to measure; gets the tier's log and one raw file.
-        block_bytes: A multiple of the page size.
-        num_blocks: Of a run.
-        depth: Transfers under way at once.
-        seed: Of the bytes and of the order of reads.
+        folder: Folder on the disk to measure; gets the tier's log and one raw file.
+        block_bytes: Size of a block, a multiple of the page size.
+        num_blocks: Number of blocks of a run.
+        depth: Number of transfers under way at once.
+        seed: Seed of the bytes and of the order of reads.
     """
 
     def __init__(
@@ -46,24 +46,24 @@ class DiskBench:
         self._depth = depth
         self._random = random.Random(seed)
         self._raw_path = folder / "raw"
-        # Stores may take three quarters of a tier's queue.
+        # The queue is twice as deep, since stores may use three quarters of it only.
         self._tier = SsdTier(folder / "tier", 8 * num_blocks * block_bytes, queue_depth=2 * depth)
-        # One buffer for each transfer under way; the first bytes tell blocks apart.
+        # One buffer for each transfer under way; the first bytes distinguish blocks.
         self._memory = plain_memory(depth * block_bytes, seed).reshape(depth, block_bytes)
         self._last_key = 0
 
     @property
     def is_direct(self) -> bool:
-        """Whether the tier goes past the page cache."""
+        """True if the tier goes past the page cache."""
         return self._tier.direct
 
     @property
     def engine(self) -> str:
-        """That moves the tier's bytes."""
+        """Name of the engine that moves the tier's bytes."""
         return self._tier.engine
 
     def close(self) -> None:
-        """Let go of the disk."""
+        """Close the tier and remove the raw file."""
         self._tier.close()
         self._raw_path.unlink(missing_ok=True)
 
@@ -116,7 +116,7 @@ class DiskBench:
         self._drive(order, lambda number, buffer: self._tier.submit_load(keys[number], buffer))
 
     def _drive(self, numbers: Sequence[int], submit: Callable[[int, Memory], int | None]) -> None:
-        """Keep as many transfers under way as the depth says until all have ended."""
+        """Keep as many transfers under way as the depth allows, until all have ended."""
         left = list(reversed(numbers))
         free = list(range(self._depth))
         under_way: dict[int, int] = {}
@@ -136,7 +136,7 @@ class DiskBench:
 
 
 def _both(calls: Sequence[Callable[[], None]], reverse: bool) -> list[float]:
-    """Seconds that each call takes, made in one order or the other."""
+    """Return the seconds of each call, made in one order or the other."""
     seconds = [0.0] * len(calls)
     for i in reversed(range(len(calls))) if reverse else range(len(calls)):
         started_s = time.perf_counter()
@@ -146,10 +146,10 @@ def _both(calls: Sequence[Callable[[], None]], reverse: bool) -> list[float]:
 
 
 def check_direct(folder: Path) -> None:
-    """Return if files in ``folder`` can be read and written past the page cache.
+    """Check that files in ``folder`` can be read and written past the page cache.
 
     Raises:
-        UserError: The file system refuses.
+        UserError: The file system refuses direct I/O.
     """
     path = folder / "probe"
     try:

@@ -1,4 +1,4 @@
-"""Put and get through the pool beside plain memcpy, lookups, and round trips of a request."""
+"""Put and get through the pool compared with memcpy, lookups, and round trips of a request."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ Offsets = npt.NDArray[np.int64]
 
 
 class PoolTimes(NamedTuple):
-    """Seconds that one request's blocks took, each once.
+    """Seconds for one request's blocks, each copied once.
 
-    Those on a processor, of client and daemon together, leave out waiting for others that run on
-    the same machine.
+    CPU seconds are those of client and daemon together; they leave out waiting for other processes
+    on the same machine.
     """
 
     memcpy_s: float
@@ -51,14 +51,14 @@ class PoolTimes(NamedTuple):
 
 
 class Daemon(NamedTuple):
-    """A store daemon that runs."""
+    """A running store daemon."""
 
     socket_path: Path
     pid: int
 
 
 def plain_memory(num_bytes: int, seed: int | None = None) -> Memory:
-    """Memory such as an engine has: present, of small pages; random where there is a seed."""
+    """Return memory such as an engine has: present, of small pages; random if a seed is given."""
     memory = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
     memory[:] = 1
     if seed is not None:
@@ -68,7 +68,7 @@ def plain_memory(num_bytes: int, seed: int | None = None) -> Memory:
 
 @contextlib.contextmanager
 def store_daemon(size: str) -> Iterator[Daemon]:
-    """A store daemon as a process."""
+    """Run a store daemon as a process."""
     readable, writable = os.pipe()
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         path = Path(folder) / "store.sock"
@@ -90,15 +90,15 @@ def store_daemon(size: str) -> Iterator[Daemon]:
 
 
 class PoolBench:
-    """One client and the blocks of one request, of one size.
+    """Benchmark of one client and the blocks of one request, of one size.
 
     Args:
-        daemon: Where the blocks go.
-        block_bytes: Of one block of all layers.
-        num_blocks: Of a request.
-        seed: Of the blocks' bytes.
-        ring_bytes: Requests take turns over so many bytes, so that no cache of the processor holds
-            what a copy is about to touch.
+        daemon: Daemon that stores the blocks.
+        block_bytes: Size of one block of all layers.
+        num_blocks: Number of blocks of a request.
+        seed: Seed of the blocks' bytes.
+        ring_bytes: Size of the memory that requests use in turn, so that no cache of the processor
+            holds what a copy is about to touch.
     """
 
     def __init__(
@@ -131,32 +131,32 @@ class PoolBench:
         populate(self._view.memory)
         self._request_bytes = num_blocks * block_bytes
         self._num_turns = max(2, -(-ring_bytes // self._request_bytes))
-        # Of each request layer by layer, as an engine has a cache for each layer.
+        # Each request is kept layer by layer, as an engine has a cache for each layer.
         self._source = plain_memory(self._num_turns * self._request_bytes, seed)
         self._target = plain_memory(self._num_turns * self._request_bytes)
         self._turn = 0
         self._last_key = 0
 
     def close(self) -> None:
-        """Leave the store."""
+        """Disconnect from the store."""
         self.client.close()
 
     def run(self, arrangement: str) -> PoolTimes:
-        """Copy, put and get one request's blocks.
+        """Copy, put and get one request's blocks; return the times.
 
         Args:
-            arrangement: ``layers`` copies layer by layer, as an engine does; ``whole`` each block
-                in one piece.
+            arrangement: ``layers`` copies layer by layer, as an engine does; ``whole`` copies each
+                block in one piece.
 
         Raises:
-            UserError: The bytes that came back are others.
+            UserError: The store returned wrong bytes.
         """
         self._turn = (self._turn + 1) % self._num_turns
         memcpy_s, memcpy_cpu_s = self._timed(self._memcpy)
         self._turn = (self._turn + 1) % self._num_turns
         keys = self.new_keys()
         source, target = self._bytes_of(self._source), self._bytes_of(self._target)
-        # What an earlier turn left in the target must not pass for what the store returned.
+        # Bytes that an earlier turn left in the target must not pass for those of the store.
         source[:: self._page_bytes] = self._last_key // self.num_blocks % 251
         put_s, put_cpu_s = self._timed(lambda: self.put(keys, arrangement))
         get_s, get_cpu_s = self._timed(lambda: self.get(keys, arrangement))
@@ -165,13 +165,13 @@ class PoolBench:
         return PoolTimes(memcpy_s, put_s, get_s, memcpy_cpu_s, put_cpu_s, get_cpu_s)
 
     def new_keys(self) -> list[bytes]:
-        """Keys of a chain that are new to the store."""
+        """Return the keys of a chain that are new to the store."""
         first = self._last_key
         self._last_key += self.num_blocks
         return [number.to_bytes(32, "big") for number in range(first, self._last_key)]
 
     def put(self, keys: list[bytes], arrangement: str) -> None:
-        """Reserve, copy, commit."""
+        """Put one request's blocks: reserve, copy, commit."""
         parents = [None, *keys[:-1]]
         slots = self.client.exchange(reserve=list(zip(keys, parents, strict=True))).reserved
         reserved = [slot for slot in slots if slot is not None]
@@ -180,7 +180,7 @@ class PoolBench:
         assert self.client.commit(reserved)
 
     def get(self, keys: list[bytes], arrangement: str) -> None:
-        """Lease, copy, release."""
+        """Get one request's blocks: lease, copy, release."""
         got = self.client.exchange(acquire=keys)
         assert got.lease is not None
         assert len(got.slots) == len(keys)
@@ -188,7 +188,7 @@ class PoolBench:
         self.client.release(got.lease)
 
     def lookups_per_s(self, num_calls: int) -> float:
-        """Calls a second, of 64 keys each, half of them there."""
+        """Return lookups a second, of 64 keys each, half of which the store has."""
         keys = self.new_keys()
         self.put(keys, "whole")
         missing = [b"\xff" * 24 + number.to_bytes(8, "big") for number in range(LOOKUP_KEYS)]
@@ -198,9 +198,9 @@ class PoolBench:
         return num_calls / seconds
 
     def round_trips(self) -> int:
-        """Waits for the daemon in a request whose first half is in the store.
+        """Return how often a request whose first half is in the store waits for the daemon.
 
-        They are counted where the client waits for a reply, so messages that need none are not.
+        Only messages whose reply the client waits for are counted.
         """
         keys = self.new_keys()
         half = keys[: len(keys) // 2]
@@ -218,7 +218,7 @@ class PoolBench:
         return len(calls)
 
     def _bytes_of(self, memory: Memory) -> Memory:
-        """This turn's part of ``memory``."""
+        """Return the part of ``memory`` that this turn uses."""
         first = self._turn * self._request_bytes
         return memory[first : first + self._request_bytes]
 
@@ -239,7 +239,7 @@ class PoolBench:
             own = numbers * self._block_bytes
             self._move((here, size, own), slot_numbers, 0, self._block_bytes, is_put)
             return
-        # As the connector's copier does: the numbers are those of every layer.
+        # As in the connector's copier, the same block numbers hold for every layer.
         own = numbers * self._page_bytes
         for layer in range(NUM_LAYERS):
             first = layer * self.num_blocks * self._page_bytes
@@ -267,7 +267,7 @@ class PoolBench:
             _native.copy_regions(here, there, own, pool, num_bytes, own_size, pool_size)
 
     def _timed(self, work: Callable[[], Any]) -> tuple[float, float]:
-        """Seconds by the clock, and on a processor by this thread and the daemon."""
+        """Return seconds of wall time, and of CPU time of this thread and the daemon."""
         daemon_s, own_s = _running_s(self._pid), time.thread_time()
         started_s = time.perf_counter()
         work()
@@ -276,13 +276,13 @@ class PoolBench:
 
 
 def _running_s(pid: int) -> float:
-    """Seconds that the first thread of a process has been on a processor."""
+    """Return the CPU seconds of the first thread of a process."""
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 
 @contextlib.contextmanager
 def _counted_calls() -> Iterator[list[str]]:
-    """The type of each request that a client in this process waits for an answer to."""
+    """Record the type of each request whose answer a client in this process waits for."""
     calls: list[str] = []
     plain = StoreChannel.call
 

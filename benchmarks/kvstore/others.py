@@ -40,12 +40,13 @@ class OtherStore(Protocol):
 
 
 class OtherBench:
-    """One request's blocks through another store.
+    """Benchmark of one request's blocks through another store.
 
     Args:
-        store: To measure.
-        source: Registered with the store where it wants that, ``[num_blocks, block_bytes]``.
-        target: Likewise.
+        store: Store to measure.
+        source: Blocks to put, ``[num_blocks, block_bytes]``; registered with the store if it
+            requires that.
+        target: Memory for the blocks that are read, as ``source``.
     """
 
     def __init__(self, store: OtherStore, source: Memory, target: Memory) -> None:
@@ -55,10 +56,10 @@ class OtherBench:
         self._run = 0
 
     def run(self) -> OtherTimes:
-        """Put and get the blocks under new names.
+        """Put and get the blocks under new names; return the times.
 
         Raises:
-            UserError: The bytes that came back are others.
+            UserError: The store returned wrong bytes.
         """
         self._run += 1
         self._source[:, ::4096] = self._run % 251
@@ -75,7 +76,7 @@ class OtherBench:
 
 @contextlib.contextmanager
 def mooncake_bench(block_bytes: int, num_blocks: int, seed: int) -> Iterator[OtherBench]:
-    """Mooncake Store, whose memory another process lends, with its zero-copy calls."""
+    """Run Mooncake Store with its zero-copy calls; another process lends the memory."""
     source, target = _buffers(block_bytes, num_blocks, seed)
     with mooncake_master() as master:
         lender = joined_mooncake(master, "segment=512MiB")
@@ -91,7 +92,7 @@ def mooncake_bench(block_bytes: int, num_blocks: int, seed: int) -> Iterator[Oth
 
 @contextlib.contextmanager
 def redis_bench(block_bytes: int, num_blocks: int, seed: int) -> Iterator[OtherBench]:
-    """Redis without persistence."""
+    """Run Redis without persistence."""
     source, target = _buffers(block_bytes, num_blocks, seed)
     with redis_server() as server, socket.create_connection(("127.0.0.1", server.port)) as sock:
         yield OtherBench(Redis(sock, 512 * _MIB), source, target)
@@ -101,10 +102,10 @@ class Mooncake:
     """Mooncake's own client in this process.
 
     Args:
-        master: ``HOST:PORT``.
-        buffers: That blocks are read from and into.
-        host: Where others reach it.
-        segment_bytes: Memory of its own that it lends.
+        master: Address of the master, ``HOST:PORT``.
+        buffers: Memories that blocks are read from and into.
+        host: Address at which others reach this client.
+        segment_bytes: Size of the memory that this client lends.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Mooncake:
         host: str = "127.0.0.1",
         segment_bytes: int = 0,
     ) -> None:
-        # By name: this is an extra.
+        # Imported by name, since the package is an extra.
         package = importlib.import_module("mooncake.store")
         self._client: Any = package.MooncakeDistributedStore()
         code = self._client.setup(host, "P2PHANDSHAKE", segment_bytes, 16 * _MIB, "tcp", "", master)
@@ -134,16 +135,16 @@ class Mooncake:
             raise UserError(f"Mooncake loaded something else (codes {sorted(set(codes))})")
 
     def close(self) -> None:
-        """Leave the store."""
+        """Disconnect from the store."""
         self._client.close()
 
 
 class Redis:
-    """As much of a client as the benchmark needs: requests in one go, replies into place.
+    """Minimal client: sends requests in one go and reads replies into place.
 
     Args:
-        sock: Connected.
-        max_bytes: Of the server; it drops what was used longest ago.
+        sock: Connected socket.
+        max_bytes: Memory limit of the server, which evicts what was used longest ago.
     """
 
     def __init__(self, sock: socket.socket, max_bytes: int) -> None:

@@ -23,7 +23,7 @@ _START_TIMEOUT_S = 30.0
 
 
 class Peer:
-    """A server process on a port of 127.0.0.1; may be ended and started again there."""
+    """A server process on a port of 127.0.0.1 that may be ended and started again there."""
 
     def __init__(self, command: list[str], port: int) -> None:
         self.port = port
@@ -32,14 +32,14 @@ class Peer:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Id of the process."""
         return self._process.pid
 
     def start(self) -> None:
-        """Start it and return when it takes connections.
+        """Start the process and return when it accepts connections.
 
         Raises:
-            UserError: It ended, or took none in time.
+            UserError: The process ended, or accepted no connection in time.
         """
         self._process = subprocess.Popen(
             self._command,
@@ -59,7 +59,7 @@ class Peer:
         raise UserError(f"{Path(self._command[0]).name} did not start")
 
     def pause(self) -> None:
-        """Stop its process with its connections open; returns when it has stopped."""
+        """Stop the process with its connections open; return when it has stopped."""
         self._process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
 
@@ -68,13 +68,13 @@ class Peer:
         self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """End it without warning and wait for that."""
+        """Kill the process and wait for its end."""
         self._process.kill()
         self._process.wait()
 
 
 def missing_mooncake() -> str | None:
-    """Why Mooncake cannot be used here; None where it can."""
+    """Return the reason why Mooncake cannot be used here; None if it can."""
     try:
         check_installed()
     except UserError as error:
@@ -83,17 +83,17 @@ def missing_mooncake() -> str | None:
 
 
 def missing_redis() -> str | None:
-    """Why Redis cannot be used here; None where it can."""
+    """Return the reason why Redis cannot be used here; None if it can."""
     if shutil.which("redis-server") is None:
         return "redis-server is not on PATH"
     return None
 
 
 def joined_mooncake(master: Peer, options: str) -> MooncakeTier:
-    """A tier that has joined ``master``; ``options`` are those of its URL.
+    """Return a tier that has joined ``master``; ``options`` are those of its URL.
 
     Raises:
-        UserError: It cannot join; says why.
+        UserError: The tier cannot join; the message says why.
     """
     tier = MooncakeTier.from_url(f"mooncake://127.0.0.1:{master.port}?{options}")
     until_s = time.monotonic() + 2 * _START_TIMEOUT_S
@@ -109,7 +109,7 @@ def joined_mooncake(master: Peer, options: str) -> MooncakeTier:
 
 @contextlib.contextmanager
 def mooncake_master() -> Iterator[Peer]:
-    """A master of Mooncake Store, on free ports of the loopback."""
+    """Run a master of Mooncake Store on free ports of the loopback."""
     spec = find_spec("mooncake")
     if spec is None or spec.origin is None:
         raise UserError("Mooncake is not installed: pip install 'banaserve[mooncake]'")
@@ -123,7 +123,7 @@ def mooncake_master() -> Iterator[Peer]:
 
 @contextlib.contextmanager
 def redis_server() -> Iterator[Peer]:
-    """Redis without persistence, on a free port of the loopback."""
+    """Run Redis without persistence on a free port of the loopback."""
     port = free_port()
     command = ["redis-server", "--bind", "127.0.0.1", "--port", str(port)]
     command += ["--save", "", "--appendonly", "no"]

@@ -1,4 +1,4 @@
-"""KV blocks of a prompt over a link between two hosts: their speed, and how much of it is hidden.
+"""KV blocks of a prompt over a link between two hosts: transfer speed, and its hidden share.
 
 ``python -m benchmarks network``. The hosts are network namespaces of this machine, joined by links
 of a set rate (``tc tbf``): it needs root. Each run fetches the blocks of another prompt by each way
@@ -6,12 +6,12 @@ in turn; ``network_fraction`` is the share of the link that the store's bytes re
 question to the last block. ``mooncake`` and ``tcp`` are the same for Mooncake Store and for one
 plain connection.
 
-``hidden_fraction`` is of a hand-over: the share of what the other host waits for a prompt's blocks
-after its prefill that is gone where they are pushed layer by layer while they are computed, instead
-of asked for once all are there. The prefill's layers end at even times, their KV is written to the
-store's slots by a client, and nothing is computed. It takes half of the time that the link needs
-for the blocks (``below`` break-even: half of it cannot be hidden), and one and a half times
-(``above``).
+``hidden_fraction`` is that of a hand-over: the fraction by which the other host waits less for a
+prompt's blocks after the prefill if they are pushed layer by layer during the prefill, instead of
+requested once all are there. The prefill's layers end at even intervals, their KV is written to the
+store's slots by a client, and nothing is computed. The prefill takes half of the time that the link
+needs for the blocks (``below`` break-even: half of that time cannot be hidden), and one and a half
+times that time (``above``).
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ GBIT = 1e9
 _RATES = (1.0, 10.0)
 _OURS, _OTHER, _BOUND = "network", "mooncake", "tcp"
 _PREFILLS = {"below": 0.5, "above": 1.5}
-"""Times of the prefill, in those that the link needs for the blocks."""
+"""Durations of the prefill, as multiples of the time that the link needs for the blocks."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it and write the result; the exit code."""
+    """Run the benchmark and write the result; return the exit code."""
     given = _parse(argv)
     if why := hosts.missing():
         raise UserError(why)
@@ -99,7 +99,7 @@ def _measure(
         if missing_mooncake() is None:
             ways[_OTHER] = MooncakeWay(network.hosts, stack, folder, *block, given.runs + 1)
         for way in ways.values():
-            way.fetch_s(0)  # pages that nobody has touched, links that open
+            way.fetch_s(0)  # warm-up: first use of pages, opening of links
         progress.advance(task)
         for run in range(1, given.runs + 1):
             for name, way in ways.items():

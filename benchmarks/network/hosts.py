@@ -1,5 +1,7 @@
-"""Hosts of a small network on this machine: network namespaces around a switch, each with its own
-``/dev/shm``. Needs root and ``ip``."""
+"""Hosts of a small network on this machine. Needs root and ``ip``.
+
+The hosts are network namespaces around a switch, each with its own ``/dev/shm``.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ _OWN_SHM = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
 
 
 def missing() -> str:
-    """Why there can be no hosts here; empty where there can."""
+    """Return the reason why there can be no hosts here; empty if there can."""
     if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("unshare") is None:
         return "needs root, ip (Debian: iproute2) and unshare"
     name = f"bt{os.getpid()}-try"
@@ -46,10 +48,10 @@ def missing() -> str:
 
 
 class Host:
-    """One host.
+    """A host of the network.
 
     Attributes:
-        address: Its IP address.
+        address: IP address of the host.
     """
 
     def __init__(self, namespace: str, address: str, port: str) -> None:
@@ -57,12 +59,12 @@ class Host:
         self._port = port
 
     def command(self, argv: Sequence[str]) -> list[str]:
-        """What runs ``argv`` there, in the process that is started."""
+        """Return the command that runs ``argv`` on this host, in the very process it starts."""
         inside = ["unshare", "-m", "sh", "-c", _OWN_SHM, "_", *argv]
         return ["ip", "netns", "exec", self.namespace, *inside]
 
     def inside(self, work: Callable[[], T]) -> T:
-        """The result of ``work`` in a thread whose sockets are this host's."""
+        """Return the result of ``work`` in a thread whose sockets are this host's."""
 
         def enter() -> T:
             with Path(f"/run/netns/{self.namespace}").open() as namespace:
@@ -74,14 +76,14 @@ class Host:
             return thread.submit(enter).result()
 
     def scanned(self, address: str) -> dict[int, bytes]:
-        """What each port of another host says to who asks for a page without a key."""
+        """Return what each open port of another host answers to a page request without a key."""
         command = self.command([sys.executable, "-c", _SCAN, address])
         said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         found = (line.partition(" ") for line in said.splitlines())
         return {int(port): bytes.fromhex(answer) for port, _, answer in found}
 
     def listening(self) -> set[tuple[str, int]]:
-        """Addresses and ports where anything listens for TCP."""
+        """Return addresses and ports of listening TCP sockets."""
         command = ["ip", "netns", "exec", self.namespace, "cat", "/proc/net/tcp", "/proc/net/tcp6"]
         lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         found = set()
@@ -97,7 +99,7 @@ class Network:
     """Hosts on one switch.
 
     Attributes:
-        hosts: All of them reach each other.
+        hosts: Hosts, all of which reach each other.
     """
 
     def __init__(self, num_hosts: int) -> None:
@@ -115,18 +117,18 @@ class Network:
             raise
 
     def cut(self, host: Host) -> None:
-        """Nothing comes through to a host or from it."""
+        """Drop everything that is sent to a host or by it."""
         self._in_switch("link", "set", host._port, "down")
 
     def mend(self, host: Host) -> None:
         self._in_switch("link", "set", host._port, "up")
 
     def slow_down(self, host: Host, rate: str) -> None:
-        """Send from a host at this rate at most, such as ``1gbit``; for good."""
+        """Limit the sending rate of a host permanently, to a rate such as ``1gbit``."""
         self._shape(host, rate, "32kb")
 
     def limit(self, host: Host, bits_per_s: float) -> None:
-        """The same, with as large a bucket as this rate needs between two ticks of the kernel."""
+        """Limit the sending rate, with a bucket for the bytes between two ticks of the kernel."""
         burst_bytes = max(128 << 10, int(bits_per_s / 8 / _TICKS_PER_S))
         self._shape(host, f"{bits_per_s:.0f}bit", str(burst_bytes))
 
@@ -162,7 +164,7 @@ def _ip(*words: str) -> None:
 
 
 def _dotted(address: str) -> str:
-    """An address of ``/proc/net/tcp``; of IPv6 the hexadecimal digits."""
+    """Return an address of ``/proc/net/tcp`` in dotted form; of IPv6 the hexadecimal digits."""
     if len(address) != 8:
         return address
     return ".".join(str(int(address[at : at + 2], 16)) for at in (6, 4, 2, 0))

@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.network.mooncake_worker lend|read MASTER_HOST BLOCK_BYTES NUM_BLOCKS RUNS
 HOST`` prints a line of JSON when it is ready, and one for each number that it reads: the blocks of
-that run are stored, or have been read. It lends memory for all runs: what was read lately stays.
+that run have been stored, or read. It lends memory for all runs, since recently read blocks stay.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _START_S = 2.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until standard input ends."""
+    """Serve until standard input ends; return the exit code."""
     part, master_host, block_bytes, num_blocks, runs, host = argv
     lends = part == "lend"
     if lends:

@@ -1,4 +1,4 @@
-"""Ways by which one prompt's blocks come from one host to another."""
+"""Ways of transferring one prompt's blocks from one host to another."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _CHUNK_BYTES = 1 << 20
 
 
 class Way(Protocol):
-    """One of them, between two hosts."""
+    """A way of transferring blocks between two hosts."""
 
     def fetch_s(self, run: int) -> float:
-        """Seconds that the blocks of run ``run`` took to the other host.
+        """Return the seconds that the blocks of run ``run`` took to the other host.
 
         Raises:
-            UserError: Not all of them came, or with other bytes.
+            UserError: Some blocks are missing, or have wrong bytes.
         """
         ...
 
@@ -50,10 +50,10 @@ class StoreWay:
     """Blocks between our store daemons: computed on the first host, read on the second.
 
     Args:
-        stack: Ends the daemons.
-        folder: For sockets and logs.
-        block_bytes: Of all layers.
-        num_blocks: Of the prompt.
+        stack: Exit stack that ends the daemons.
+        folder: Folder for sockets and logs.
+        block_bytes: Size of a block of all layers.
+        num_blocks: Number of blocks of the prompt.
     """
 
     def __init__(
@@ -116,13 +116,14 @@ class StoreWay:
         return self._collected_s(keys)
 
     def exposed_s(self, run: str, prefill_s: float, *, is_pushed: bool) -> float:
-        """Seconds from the end of a prompt's prefill until the other host has all of its blocks.
+        """Return seconds from the end of a prefill until the other host has all of its blocks.
 
         Args:
-            run: Names the prompt.
-            prefill_s: The prefill takes so long, each layer as long as the others, and leaves its
-                KV in the store after each.
-            is_pushed: Whether the store is told where the blocks go before they are computed.
+            run: Name of the prompt.
+            prefill_s: Duration of the prefill; all layers take equally long, and each leaves its KV
+                in the store.
+            is_pushed: True if the store is told the destination of the blocks before they are
+                computed.
         """
         keys = self._keys(run)
         slots = self._reserve(keys)
@@ -198,7 +199,7 @@ class StoreWay:
 
 
 class StreamWay:
-    """As many bytes in one plain TCP connection: what one stream of the kernel gives."""
+    """The same number of bytes in one plain TCP connection: the speed of one kernel stream."""
 
     def __init__(self, hosts: Sequence[Host], num_bytes: int) -> None:
         self._source, self._target = hosts
@@ -240,8 +241,8 @@ class MooncakeWay:
     """Mooncake Store over TCP: its master and memory on the first host, a client on the second.
 
     Args:
-        stack: Ends its processes.
-        runs: All that there will be.
+        stack: Exit stack that ends the processes.
+        runs: Total number of runs.
     """
 
     def __init__(
@@ -264,7 +265,7 @@ class MooncakeWay:
 
 
 class _Worker:
-    """A process on a host that answers a number with seconds."""
+    """A process on a host that answers the number of a run with its seconds."""
 
     def __init__(self, host: Host, stack: ExitStack, folder: Path, *words: str) -> None:
         self._log = folder / f"mooncake-{words[0]}.log"

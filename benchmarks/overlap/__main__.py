@@ -1,11 +1,11 @@
 """Gain from moved layers when host and guest compute at once.
 
-``python -m benchmarks overlap``. One engine on one core moves layers to a guest on another, which
-is idle else. Prompts are prefilled and batches decode with all layers at home, with ranges away and
-waited for, and with the same ranges away and steps in parts; then by vLLM's own pipeline of two
-stages, on the same two cores. A second engine serves streams of its own on the guest's core, for
-several shares of it that the guest may take. With --pace: of two instances of a server, in the time
-of a modelled GPU.
+``python -m benchmarks overlap``. One engine on one core moves layers to a guest on another core,
+which is otherwise idle. Prompts are prefilled and batches decode with all layers at home, with
+ranges away while the host waits, and with the same ranges away and steps in parts; then by vLLM's
+own pipeline of two stages, on the same two cores. A second engine serves streams of its own on the
+guest's core, for several shares of the core that the guest may take. With --pace: two instances of
+a server, in the time of a modelled GPU.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from benchmarks.script import run_script
 
 _NUM_LAYERS = 30
 _FED_TOKENS = 512
-"""Of the prompts that keep a guest busy: short, so that the last one soon ends."""
+"""Tokens of the prompts that keep a guest busy: short, so that the last one soon ends."""
 _OWN_STREAMS, _OWN_PROMPT_TOKENS = 4, 64
 
 
@@ -61,7 +61,7 @@ _NOTES = [
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it and write the result, each time there is more of it; the exit code."""
+    """Run the benchmark, writing the result as it grows; return the exit code."""
     given = parse(argv)
     end_on_sigterm()
     if given.pace is not None:
@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Returns the options, those that the others imply filled in."""
+    """Return the options, with those that others imply filled in."""
     parser = Parser(prog="python -m benchmarks overlap", description=__doc__)
     add = parser.add_argument
     add("--json", type=Path, help="write the result there")
@@ -119,7 +119,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def loads_of(given: argparse.Namespace) -> list[figures.OverlapLoad]:
-    """Returns the loads that each arrangement is measured under."""
+    """Return the loads that each arrangement is measured under."""
     return [
         figures.OverlapLoad("prefill", "prefill_gain", given.requests, given.prompt_tokens, 16),
         figures.OverlapLoad("ttft", "ttft_gain", 1, given.long_prompt_tokens, 1),
@@ -137,10 +137,10 @@ def loads_of(given: argparse.Namespace) -> list[figures.OverlapLoad]:
 
 
 class _Measuring:
-    """One run of the benchmark.
+    """A run of the benchmark.
 
     Args:
-        advance: Called with what has been served.
+        advance: Callback with the name of what has been served.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class _Measuring:
         self._raw: dict[str, Any] = {}
 
     def run(self) -> Iterator[result.Result]:
-        """What has been found so far, again and again; the last one is all of it."""
+        """Yield intermediate results; the last one is complete."""
         given, draws = self._given, random.Random(self._given.seed)
         loads = loads_of(given)
         prompts = [
@@ -187,7 +187,7 @@ class _Measuring:
         yield self._result()
 
     def _shared(self, engine: DrivenEngine, streams: overlap_neighbour.Streams) -> None:
-        """Beside an engine on the guest's core, for each share."""
+        """Measure an engine on the guest's core, for each share of the guest."""
         with _engine(self._model, "neighbour", self._given) as neighbour:
             for share in self._given.shares:
                 engine.tell(do="share", fraction=share)

@@ -1,4 +1,4 @@
-"""Figures of ``bench overlap``: gains, and what the engine predicted of them."""
+"""Figures of ``bench overlap``: gains, and the engine's predictions of them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Samples = dict[str, tuple[list[float], str]]
 
 
 class OverlapLoad(NamedTuple):
-    """What is served at once.
+    """Requests that are served at once.
 
     Attributes:
         name: ``prefill``, ``ttft``, or ``decode_`` and the batch.
-        gain: Of its figures.
+        gain: Name of the gain in the figures.
     """
 
     name: str
@@ -27,10 +27,11 @@ class OverlapLoad(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Seconds and answers of each load, once a round.
+    """Seconds and answers of each load, one for each round.
 
     Attributes:
-        sums_s: Of the layers of its steps, where they may be cut: as the worker counts them.
+        sums_s: Sums over the layers of steps that may be cut, as the worker counts them, in
+            seconds.
     """
 
     seconds: dict[str, list[float]]
@@ -40,7 +41,7 @@ class Times(NamedTuple):
 
     @classmethod
     def of(cls, loads: Sequence[OverlapLoad]) -> Times:
-        """Nothing yet."""
+        """Return empty times of ``loads``."""
         names = [load.name for load in loads]
         return cls(
             {name: [] for name in names},
@@ -51,7 +52,7 @@ class Times(NamedTuple):
 
 
 def gains(name: str, loads: Sequence[OverlapLoad], home: Times, times: Times) -> Samples:
-    """What was gained over having all layers at home, and whether the answers are the same."""
+    """Return the gain over having all layers at home, and whether the answers are the same."""
     samples: Samples = {}
     for load in loads:
         pairs = zip(home.seconds[load.name], times.seconds[load.name], strict=True)
@@ -64,13 +65,13 @@ def gains(name: str, loads: Sequence[OverlapLoad], home: Times, times: Times) ->
 def beside_waiting(
     name: str, loads: Sequence[OverlapLoad], waiting: Times, times: Times
 ) -> Samples:
-    """What was gained over waiting for the guest, and what the engine had predicted of that."""
+    """Return the gain over waiting for the guest, and the engine's prediction of it."""
     samples: Samples = {}
     for load in loads:
         pairs = zip(waiting.seconds[load.name], times.seconds[load.name], strict=True)
         over = [theirs / ours for theirs, ours in pairs]
         samples[f"{name}.{load.gain}_over_waiting"] = over, "ratio"
-        # Where no step was weighed, all were too small to be cut.
+        # If no step was predicted, all steps were too small to be cut.
         predicted = [
             sums["waiting"] / sums["predicted"] if sums["predicted"] else 1.0
             for sums in times.sums_s[load.name]
@@ -83,7 +84,7 @@ def beside_waiting(
 
 
 def sharing(name: str, runs: Sequence[NeighbourSharing]) -> Samples:
-    """What an engine beside a guest felt of it."""
+    """Return the effect of a guest on an engine beside it."""
     return {
         f"{name}.slow_down": ([run.slow_down for run in runs], "ratio"),
         f"{name}.slow_down_predicted": ([run.predicted for run in runs], "ratio"),
@@ -93,7 +94,7 @@ def sharing(name: str, runs: Sequence[NeighbourSharing]) -> Samples:
 
 
 def headlines(samples: Samples, layers: int) -> Samples:
-    """The gains with most layers away under names of their own."""
+    """Return the gains with most layers away under names of their own."""
     prefix = f"layers_{layers}.overlap."
     return {
         name.removeprefix(prefix): sample

@@ -1,4 +1,4 @@
-"""Slow-down of an engine by a guest on its core, against the share that the guest may take."""
+"""Slow-down of an engine by a guest on its core, by the share that the guest may take."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Prompts = list[list[int]]
 
 
 class NeighbourSharing(NamedTuple):
-    """One run beside a guest.
+    """Results of one run beside a guest.
 
     Attributes:
-        slow_down: Of the neighbour's streams, against the same ones while the guest rests.
-        predicted: The same, from the time that the guest computed.
-        busy_fraction: Of its core, that the guest computed.
-        prefill_s: Mean of the prompts that its host served meanwhile.
+        slow_down: Time of the neighbour's streams over their time while the guest rests.
+        predicted: Slow-down predicted from the time that the guest computed.
+        busy_fraction: Share of the core's time that the guest computed.
+        prefill_s: Mean time of the prompts that the guest's host served meanwhile.
     """
 
     slow_down: float
@@ -30,12 +30,12 @@ class NeighbourSharing(NamedTuple):
 
 
 class Streams(NamedTuple):
-    """What both engines serve.
+    """Prompts that both engines serve.
 
     Attributes:
-        fed: Served by the host one after the other, for as long as the others last.
-        own: The neighbour's, all at once.
-        output_tokens: Of each of ``own``.
+        fed: Prompts that the host serves in sequence, for as long as the neighbour's streams last.
+        own: Prompts of the neighbour's streams, all sent at once.
+        output_tokens: Output tokens of each of ``own``.
     """
 
     fed: Prompts
@@ -44,7 +44,7 @@ class Streams(NamedTuple):
 
 
 def beside(host: DrivenEngine, neighbour: DrivenEngine, streams: Streams) -> NeighbourSharing:
-    """The neighbour's streams alone, then while the host has work for its guest all the time."""
+    """Serve the neighbour's streams alone, then while the host keeps its guest busy."""
     alone_s = _streams_s(neighbour, streams)
     host.tell(do="usage")
     began_s = time.perf_counter()
@@ -66,7 +66,7 @@ def _streams_s(neighbour: DrivenEngine, streams: Streams) -> float:
 
 
 class _Feeding:
-    """Has a host serve one prompt after the other, from its construction until it is stopped."""
+    """Thread that has a host serve prompts in sequence, from its construction until ``stop``."""
 
     def __init__(self, host: DrivenEngine, prompts: Prompts) -> None:
         self._host = host
@@ -84,7 +84,7 @@ class _Feeding:
                 return
 
     def stop(self) -> list[float]:
-        """What each prompt took, when the last one has been answered."""
+        """Stop after the current prompt; return the seconds of each prompt."""
         self._is_over.set()
         self._thread.join()
         return self._seconds

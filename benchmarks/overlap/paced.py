@@ -51,11 +51,11 @@ _NOTES = [
 
 
 class Place(NamedTuple):
-    """Where layers are.
+    """Placement of layers.
 
     Attributes:
-        name: Of its figures; empty for all at home.
-        own_layers: That are away, of the miniature that really runs.
+        name: Name of the placement in figures; empty for all layers at home.
+        own_layers: Number of layers away, of the miniature that really runs.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Place(NamedTuple):
 
 
 def run(given: argparse.Namespace) -> result.Result:
-    """Run it.
+    """Run the benchmark on paced engines.
 
     Raises:
         UserError: Layers that the miniature cannot move, or a server that does not start.
@@ -89,10 +89,10 @@ def run(given: argparse.Namespace) -> result.Result:
 
 
 def places_of(given: argparse.Namespace, profile: Profile) -> list[Place]:
-    """Returns the arrangements of layers that are compared.
+    """Return the arrangements of layers that are compared.
 
     Raises:
-        UserError: Layers are asked for that the miniature cannot stand for.
+        UserError: The miniature cannot represent the requested layers.
     """
     shape = profile.shape
     each = shape.num_layers // miniatures.of(profile).num_layers
@@ -148,7 +148,7 @@ class _Measuring:
         return self._result(told)
 
     async def _of(self, host: str, loads: Sequence[OverlapLoad], places: Sequence[Place]) -> None:
-        """Everything that ``host`` serves, with its layers in each place."""
+        """Measure everything that ``host`` serves, with its layers in each place."""
         home = [await self._serve("home", loads, number) for number in range(self._given.runs)]
         self._raw[f"{host}.home"] = [seconds for seconds, _ in home]
         for place in places:
@@ -167,7 +167,7 @@ class _Measuring:
         await self._done(Return(host))
 
     async def _move(self, host: str, place: Place) -> None:
-        """Let ``host`` have so many of its last layers beside the other instance."""
+        """Move the last layers of ``host`` to the other instance, as ``place`` says."""
         if place.parts == _WAITING:
             await self._done(Return(host), may_be_home=True)
             other = "d0" if host == "p0" else "p0"
@@ -188,7 +188,7 @@ class _Measuring:
     async def _serve(
         self, place: str, loads: Sequence[OverlapLoad], number: int
     ) -> tuple[dict[str, float], list[Any]]:
-        """Modelled seconds of each load, and all answers; nothing is cached of another place."""
+        """Return modelled seconds of each load, and all answers; no place has another's cache."""
         seconds: dict[str, float] = {}
         answers: list[Any] = []
         for load in loads:
@@ -210,7 +210,7 @@ class _Measuring:
         return seconds, answers
 
     def _predict(self, place: Place, load: OverlapLoad) -> None:
-        """Of a step that prefills one prompt, or decodes the whole batch."""
+        """Add the predicted gain of a step that prefills one prompt, or decodes the whole batch."""
         if load.name.startswith("decode"):
             tokens = load.num_requests * (load.prompt_tokens + load.output_tokens // 2)
             work = StepWork(decode_requests=load.num_requests, context_tokens=tokens)

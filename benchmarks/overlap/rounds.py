@@ -1,7 +1,7 @@
-"""Rounds of ``bench overlap``: each serves all that is compared, one after the other.
+"""Rounds of ``bench overlap``: each serves all that is compared, in sequence.
 
-A machine may be half as fast again a few minutes later, so every gain is one of times of the same
-round, and rounds do not all have the same order.
+The speed of a machine may change by half within minutes, so every gain compares times of the same
+round, and the order differs between rounds.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _WARM_TOKENS = 4
 
 
 class OverlapRounds:
-    """Serves every load once a round: with all layers at home, and with each range away.
+    """Rounds that serve every load: with all layers at home, and with each range away.
 
     Args:
-        live: Its layers move.
-        stages: vLLM's own pipeline; None: not asked.
-        num_layers: Of the model.
-        each_layers: How many are away, one after the other.
-        max_microbatches: Of a step.
-        step_tokens: That a step has at most; a prompt of so many teaches an engine its times.
-        prompts: Of each load, by its name, once a round.
-        advance: Called with what has been served.
+        live: Engine whose layers move.
+        stages: Engine with vLLM's own pipeline; None to leave it out.
+        num_layers: Number of layers of the model.
+        each_layers: Numbers of layers that are away in turn.
+        max_microbatches: Maximum number of micro-batches of a step.
+        step_tokens: Maximum tokens of a step; a prompt of this length teaches an engine its times.
+        prompts: Prompts of each load by its name, one mapping for each round.
+        advance: Callback with the name of what has been served.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class OverlapRounds:
         self._status: dict[str, Any] = {}
 
     def run(self) -> Iterator[int]:
-        """How many rounds are through, after each."""
+        """Run the rounds; yield the number of complete rounds after each."""
         for number in range(len(self._prompts)):
             self._live.tell(do="away", layers=None)
             self._serve(self._live, number, {_HOME: None})
@@ -70,13 +70,13 @@ class OverlapRounds:
             yield number + 1
 
     def send_away(self, layers: int) -> None:
-        """The last so many layers go to a guest, in parts, which learns what they take."""
+        """Move the last ``layers`` layers to a guest, in parts; the engine learns their times."""
         self._live.tell(do="away", layers=[self._num_layers - layers, self._num_layers])
         self._live.tell(do="overlap", parts=self._most_parts)
         self._warm(self._live)
 
     def samples(self) -> figures.Samples:
-        """Of the rounds that are through."""
+        """Return the samples of the complete rounds."""
         home = self._times[_HOME]
         found: figures.Samples = {}
         for layers in self._each_layers:
@@ -91,7 +91,7 @@ class OverlapRounds:
         return found
 
     def raw(self) -> dict[str, Any]:
-        """Seconds of everything, and what the engine said of its steps."""
+        """Return the seconds of everything, and the engine's status of its steps."""
         seconds = {name: times.seconds for name, times in self._times.items()}
         return {"seconds": seconds, "status": self._status}
 
@@ -103,10 +103,10 @@ class OverlapRounds:
         self._status[name] = self._live.tell(do="status")["overlap"]
 
     def _serve(self, engine: DrivenEngine, number: int, places: Mapping[str, int | None]) -> None:
-        """Every load once in each place, one right after the other.
+        """Serve every load once in each place, one right after the other.
 
         Args:
-            places: In how many parts at most, by the name of the times; None leaves it.
+            places: Maximum number of parts, by the name of the times; None leaves it unchanged.
         """
         if number == 0 and None in places.values():
             self._warm(engine)
@@ -135,7 +135,7 @@ class OverlapRounds:
         times.sums_s[load.name].append({what: after[what] - before[what] for what in after})
 
     def _warm(self, engine: DrivenEngine) -> None:
-        """One full step of a prompt, and a few of each batch."""
+        """Serve one full step of a prompt, and a few steps of each batch."""
         for load in [load for load in self._loads if load.name != "prefill"]:
             most = self._step_tokens // load.num_requests
             prompts = [prompt[:most] for prompt in self._prompts[0][load.name]]
@@ -143,7 +143,7 @@ class OverlapRounds:
 
 
 def draw_prompts(draws: random.Random, load: figures.OverlapLoad) -> list[list[int]]:
-    """Random tokens, of each request of a load."""
+    """Return random tokens for each request of a load."""
     return [
         [draws.randint(_FIRST_TOKEN, _LAST_TOKEN) for _ in range(load.prompt_tokens)]
         for _ in range(load.num_requests)

@@ -1,10 +1,10 @@
-"""Pause of a stream whose decode instance is killed, beside computing its context again.
+"""Pause of a stream whose decode instance is killed, compared with recomputing its context.
 
 ``python -m benchmarks recovery``. Two servers run side by side: prefill and decode apart over the
 store, and instances that do both without a store. The same stream runs on each in turn, and the
 engine that decodes it is killed at the same token; the pause is the gap between two tokens at the
-client. Each is also sent to the store's server once without a kill, for its tokens. Between kills,
-requests that are sampled and greedy ones take turns on the store's server for their first tokens.
+client. Each stream is also sent to the store's server once without a kill, for its tokens. Between
+kills, the store's server gets sampled and greedy requests in turn, for their times to first token.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _BLOCK_TOKENS = 128
 _CONTEXT_TOKENS = 8192
 _FIRST_TOKEN, _LAST_TOKEN = 100, 40_000
 _TAIL_TOKENS = 24
-"""That a stream has still to decode when its instance is killed."""
+"""Number of tokens that a stream has still to decode when its instance is killed."""
 _SAME = (
     *("--dtype", "float32", "--block-size", str(_BLOCK_TOKENS)),
     *("--kv-cache-memory-bytes", str(512 << 20), "--threads-per-instance", "1"),
@@ -72,7 +72,7 @@ _NOTES = (
 
 
 class RecoveryOptions(NamedTuple):
-    """What to measure with."""
+    """Options of the measurement."""
 
     model: str
     runs: int
@@ -84,7 +84,7 @@ class RecoveryOptions(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it and write the result after each run; the exit code."""
+    """Run the benchmark, writing the result after each run; return the exit code."""
     given = _parse(argv)
     end_on_sigterm()
     options = RecoveryOptions(**{name: getattr(given, name) for name in RecoveryOptions._fields})
@@ -167,7 +167,7 @@ def _prompts(draws: random.Random, count: int, num_tokens: int) -> list[list[int
 
 
 def _plan(draws: random.Random, name: str, context: int, options: RecoveryOptions) -> KillPlan:
-    """A stream that dies anywhere in a block, half a block around ``context``."""
+    """Draw a stream that is killed anywhere in a block, half a block around ``context``."""
     (prompt,) = _prompts(draws, 1, context - options.decoded_tokens)
     at_token = options.decoded_tokens - _BLOCK_TOKENS // 2 + draws.randrange(_BLOCK_TOKENS)
     return KillPlan(name, prompt, at_token, at_token + _TAIL_TOKENS)

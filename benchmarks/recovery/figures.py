@@ -1,4 +1,4 @@
-"""Figures of recovery: what a killed stream and its trace say, and what all of them say together.
+"""Figures of recovery, from each killed stream and its trace, and from all of them together.
 
 Pure: nothing here asks a server or reads a clock.
 """
@@ -22,26 +22,26 @@ from banaserve.engine.vllm.tracing.events import (
 from banaserve.errors import UserError
 
 HEADLINE_TOKENS = 2_000
-"""The context whose ratio has the aim."""
+"""Context in tokens of the ratio that has a goal."""
 ENOUGH_FOR_P99 = 100
 _Figures = dict[str, tuple[list[float], str]]
 
 
 @dataclass(frozen=True, slots=True)
 class TracedRecovery:
-    """What a trace says of the way from an instance's death to the next token.
+    """Times and counts of a trace, from an instance's death to the next token.
 
     Attributes:
-        resumed_tokens: Output tokens that the stream had when it went on.
-        detection_s: From the kill until the front door let the stream go on elsewhere.
-        routing_s: From there until it was sent to another instance.
-        leg_s: From there until the front door had a token of that instance.
-        waited_s: Of ``leg_s``, until the engine's scheduler saw the request. None, as all below,
-            where the engine has no store and so no notes.
-        fetch_s: All copies of its fetch, which run beside the forward pass.
-        compute_s: The forward pass of the step that fetched.
-        fetched_blocks: That it had not to compute.
-        recomputed_tokens: That it computed again.
+        resumed_tokens: Number of output tokens that the stream had when it resumed.
+        detection_s: Time from the kill until the front door let the stream resume elsewhere.
+        routing_s: Time from there until the stream was sent to another instance.
+        leg_s: Time from that sending until the front door had a token of that instance.
+        waited_s: Part of ``leg_s`` until the engine's scheduler saw the request. None, as all
+            below, if the engine has no store and so keeps no notes.
+        fetch_s: Time of all copies of the fetch, which run beside the forward pass.
+        compute_s: Time of the forward pass of the step that fetched.
+        fetched_blocks: Number of blocks that the instance did not have to compute.
+        recomputed_tokens: Number of tokens that the instance computed again.
     """
 
     resumed_tokens: int
@@ -60,8 +60,8 @@ class KilledStream:
     """A stream whose instance was killed.
 
     Attributes:
-        pause_s: Between the last token before the death and the first one after it.
-        is_equal: Its tokens are those of the same request without a kill.
+        pause_s: Time between the last token before the death and the first one after it.
+        is_equal: True if the tokens are those of the same request without a kill.
     """
 
     prompt_tokens: int
@@ -80,11 +80,11 @@ class KilledPair:
 
 @dataclass(slots=True)
 class RecoverySamples:
-    """All that was measured.
+    """All measured samples.
 
     Attributes:
-        pairs: By context, one a kill.
-        ttft_s: Of greedy and of sampled requests, one list a run.
+        pairs: Pairs by context, one for each kill.
+        ttft_s: Times to first token of greedy and of sampled requests, one list for each run.
     """
 
     pairs: dict[int, list[KilledPair]] = field(default_factory=dict)
@@ -92,10 +92,10 @@ class RecoverySamples:
 
 
 def pause_s(token_at_s: Sequence[float], resumed_tokens: int) -> float:
-    """Returns the time between the last token that one instance sent and the next one's first.
+    """Return the time between the last token that one instance sent and the next one's first.
 
     Raises:
-        UserError: Nothing came before or after.
+        UserError: No token came before or after the death.
     """
     if not 0 < resumed_tokens < len(token_at_s):
         raise UserError(
@@ -105,13 +105,13 @@ def pause_s(token_at_s: Sequence[float], resumed_tokens: int) -> float:
 
 
 def read_trace(trace: RequestTrace, killed_s: float) -> TracedRecovery:
-    """What ``trace`` says of one death.
+    """Return the times and counts of one death in ``trace``.
 
     Args:
-        killed_s: When the instance was killed, since the request's arrival.
+        killed_s: Time of the kill since the request's arrival.
 
     Raises:
-        UserError: The stream did not go on after a death, or after several.
+        UserError: The stream did not resume after a death, or there were several deaths.
     """
     deaths = [line for line in trace.lines if isinstance(line.event, LegFailed)]
     if len(deaths) != 1:
@@ -135,7 +135,7 @@ def read_trace(trace: RequestTrace, killed_s: float) -> TracedRecovery:
 def _with_engine(
     found: TracedRecovery, began_s: float, lines: Sequence[TraceLine]
 ) -> TracedRecovery:
-    """``found`` with what the engine's notes say; as it is where it keeps none."""
+    """Return ``found`` with the engine's notes; unchanged if the engine keeps none."""
     received = next((one for one in lines if isinstance(one.event, EngineReceived)), None)
     if received is None:
         return found
@@ -156,7 +156,7 @@ def _with_engine(
 
 
 def figures_of(samples: RecoverySamples, block_tokens: int) -> _Figures:
-    """Samples and unit of each figure; those with an aim come first."""
+    """Return samples and unit of each figure; those with a goal come first."""
     every = [pair for pairs in samples.pairs.values() for pair in pairs]
     streams = [stream for pair in every for stream in (pair.stored, pair.recomputed)]
     detected = [stream.traced.detection_s for stream in streams]
@@ -182,7 +182,7 @@ def _ratios(pairs: Sequence[KilledPair]) -> list[float]:
 
 
 def _median_ratios(ours: Sequence[list[float]], theirs: Sequence[list[float]]) -> list[float]:
-    """Of each run the ratio of the medians."""
+    """Return the ratio of the medians of each run."""
     return paired_ratios([median(one) for one in ours], [median(one) for one in theirs])
 
 
@@ -207,7 +207,7 @@ def _of_context(
 
 
 def _parts(streams: Sequence[KilledStream]) -> Mapping[str, list[float]]:
-    """Seconds of the engine's parts of ``leg``."""
+    """Return seconds of the engine's parts of ``leg``."""
     return {
         "engine_wait": [stream.traced.waited_s or 0.0 for stream in streams],
         "fetch": [stream.traced.fetch_s or 0.0 for stream in streams],
@@ -216,5 +216,5 @@ def _parts(streams: Sequence[KilledStream]) -> Mapping[str, list[float]]:
 
 
 def _num_decoded(stream: KilledStream, block_tokens: int) -> float:
-    """Blocks that were fetched and that the prompt alone does not fill."""
+    """Return the number of fetched blocks that the prompt alone does not fill."""
     return float((stream.traced.fetched_blocks or 0) - stream.prompt_tokens // block_tokens)

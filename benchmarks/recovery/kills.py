@@ -26,15 +26,15 @@ _LOOK_S = 0.002
 _POLL_S = 0.25
 _BACK_TIMEOUT_S = 120.0
 _HEALTHY_S = 10.5
-"""After so long the pause before the next start, and the count of starts, begin anew."""
+"""Seconds of service that reset the pause before the next start and the count of starts."""
 
 
 class KillPlan(NamedTuple):
-    """A stream and when its instance dies.
+    """A stream and the time of its instance's death.
 
     Attributes:
-        at_token: The kill comes when the client has so many output tokens.
-        max_tokens: Of the output.
+        at_token: Number of output tokens that the client has when the kill comes.
+        max_tokens: Number of output tokens of the whole stream.
     """
 
     name: str
@@ -52,7 +52,7 @@ class KillPlan(NamedTuple):
 
 
 class Killed(NamedTuple):
-    """A stream that went on after a kill."""
+    """A stream that resumed after a kill."""
 
     token_ids: list[int]
     pause_s: float
@@ -64,8 +64,8 @@ class KilledServer:
     """A server whose engines are killed.
 
     Attributes:
-        model: Its served name.
-        ready_s: When instances that were killed served again, on the machine's monotonic clock.
+        model: Served name of the model.
+        ready_s: Time when each killed instance served again, on the machine's monotonic clock.
     """
 
     server: Server
@@ -75,13 +75,13 @@ class KilledServer:
     ready_s: dict[str, float] = field(default_factory=dict)
 
     async def answer(self, plan: KillPlan) -> list[int]:
-        """Returns the tokens of the plan's request without a kill."""
+        """Return the tokens of the plan's request without a kill."""
         async with OpenAiClient(self.server.url, self.model, return_token_ids=True) as client:
             record = await client.send(plan.call("whole"))
         return _checked(record).token_ids
 
     async def kill_under(self, plan: KillPlan) -> Killed:
-        """Runs the plan; returns when the stream has ended and the instance serves again.
+        """Run the plan; return when the stream has ended and the instance serves again.
 
         Raises:
             UserError: The stream failed, or the instance did not come back.
@@ -104,12 +104,12 @@ class KilledServer:
         return Killed(record.token_ids, pause_s(record.token_at_s, traced.resumed_tokens), traced)
 
     def _last_instance(self) -> str:
-        """The instance that decodes the last request."""
+        """Return the instance that decodes the last request."""
         (last,) = self.admin.requests(last=1)
         return last.instances[-1]
 
     async def _until_healthy(self) -> None:
-        """An instance that dies soon after its start is started again later each time."""
+        """Wait until all instances are healthy: an early death delays the restart."""
         last_s = max(self.ready_s.values(), default=-_HEALTHY_S)
         await asyncio.sleep(max(0.0, last_s + _HEALTHY_S - time.monotonic()))
 
@@ -128,7 +128,7 @@ class KilledServer:
 
 @contextlib.contextmanager
 def killed_server(model: str, served_name: str, *options: str) -> Iterator[KilledServer]:
-    """``banaserve serve`` with ``options``, whose engines are to be killed."""
+    """Run ``banaserve serve`` with ``options``; its engines are to be killed."""
     with TemporaryDirectory(prefix="bench-") as folder:
         run_dir = Path(folder) / "run"
         with banaserve_server(model, *options, "--run-dir", str(run_dir)) as server:
@@ -136,10 +136,10 @@ def killed_server(model: str, served_name: str, *options: str) -> Iterator[Kille
 
 
 def engine_pid(run_dir: Path, instance: str) -> int:
-    """Returns the engine's process: the oldest that writes the instance's log.
+    """Return the id of the engine's process: the oldest that writes the instance's log.
 
     Raises:
-        UserError: There is none.
+        UserError: There is no such process.
     """
     log = run_dir / f"{instance}.log"
     for process in psutil.process_iter():
@@ -155,7 +155,7 @@ async def _until_tokens(
     """Return when the client has ``count`` tokens.
 
     Raises:
-        UserError: The stream has ended before.
+        UserError: The stream ended before.
     """
     while len(record.token_at_s) < count:
         if stream.done():

@@ -18,7 +18,7 @@ from benchmarks.script import run_script
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it and write the result; the exit code."""
+    """Run the benchmark and write the result; return the exit code."""
     given = _parse(argv)
     end_on_sigterm()
     started_at = datetime.now(UTC)
@@ -49,10 +49,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def joined(before: result.Result, now: result.Result) -> result.Result:
-    """Returns ``now``, one part, with what ``before`` has of the other.
+    """Return ``now``, which is one part, with the other part from ``before``.
 
-    ``raw`` says of each part when, with which code and how it was measured; what stands in the
-    record itself holds of the part that was measured last.
+    ``raw`` holds for each part when, with which code and how it was measured; the record's own
+    fields describe the part that was measured last.
     """
     parts = dict(before.raw.get("parts") or {_part(before.figures): _provenance(before)})
     part = _part(now.figures)

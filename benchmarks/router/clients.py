@@ -1,4 +1,4 @@
-"""Clients of balancers in several regions, which keep accounts of every request."""
+"""Clients of balancers in several regions, which account for every request."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from benchmarks.router.regions import ANSWER_S, HOME_ONLY, REGIONS, World
 
 @dataclass(slots=True)
 class Told:
-    """What a client saw of one request.
+    """A client's view of one request.
 
     Attributes:
-        num_answers: Whole ones; it asks until there is one.
-        num_broken: Attempts that ended otherwise, by kind.
+        num_answers: Number of whole answers; the client asks until there is one.
+        num_broken: Number of attempts that ended otherwise, by kind.
     """
 
     name: str
@@ -36,7 +36,7 @@ class ClientLoad:
     """Clients of every region, each with conversations of some turns, one request at a time.
 
     Attributes:
-        told: Every request, in the order of their sending.
+        told: All requests, in the order of their sending.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class ClientLoad:
         """Return when ``count`` more answers have come.
 
         Raises:
-            TimeoutError: They have not, in time.
-            Exception: What a client ended with.
+            TimeoutError: The answers did not come in time.
+            Exception: A client ended with this exception.
         """
         until = self.num_answers + count
         async with asyncio.timeout(timeout_s):
@@ -76,7 +76,7 @@ class ClientLoad:
                 await self._answered.wait()
 
     async def end(self, timeout_s: float = 120.0) -> None:
-        """Send nothing more and return when everything that was sent is answered."""
+        """Send nothing more and return when all requests that were sent are answered."""
         self._is_over = True
         await asyncio.wait_for(asyncio.gather(*self._tasks), timeout_s)
 
@@ -110,7 +110,7 @@ class ClientLoad:
                 await asyncio.sleep(0.05 + 0.1 * draw.random())
 
     async def _try(self, told: Told, name: str, prompt: str, key: str) -> str:
-        """Ask once; returns what went wrong, or nothing."""
+        """Ask once; return what went wrong, or an empty string."""
         body = json.dumps(
             {"prompt": prompt, "max_tokens": self._output_tokens, "stream": True}
         ).encode()
@@ -134,7 +134,7 @@ class ClientLoad:
 
 
 async def _first_and_rest(port: int, request: bytes) -> tuple[bytes, float]:
-    """Returns an answer and when its first byte came."""
+    """Return an answer and the time of its first byte."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(request)

@@ -1,9 +1,9 @@
-"""Decisions a second of routing policies, and the memory that these take: for ``bench router``.
+"""Decisions a second of routing policies, and the memory of their tree: for ``bench router``.
 
-A decision is what a balancer pays in its event loop for one request: the choice, the counters and
-the tree's record of it, and the end of a request in return. It is timed in CPU seconds of this
-process. Prompts are int32 tokens, as a balancer has them that tokenises: half of each is one of a
-few shared prefixes.
+A decision is a balancer's work in its event loop for one request: the choice, the counters and the
+tree's record of it, and in return the end of another request. It is timed in CPU seconds of this
+process. Prompts are int32 tokens, as in a balancer that tokenises: half of each is one of a few
+shared prefixes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ REPLICAS = (8, 64, 512)
 PROMPT_TOKENS = (1_000, 8_000, 100_000)
 HEADLINE = (64, 8_000)
 POLICY = "skywalker"
-"""The one whose decisions are ``decisions_per_s``: prefixes, two layers, the longest way."""
+"""Policy whose decisions are ``decisions_per_s``: prefixes and two layers, the longest path."""
 POLICIES = ("round_robin", "skywalker", "cache_aware", "gorgo", "preble")
 UNIT_BYTES = 4
 _SHARED = 40
@@ -43,7 +43,7 @@ def decisions(
     seed: int,
     seconds: float,
 ) -> dict[str, Figure]:
-    """Returns ``decisions_per_s`` and one figure for each policy, fleet and prompt.
+    """Return ``decisions_per_s`` and one figure for each policy, fleet and prompt.
 
     Args:
         seconds: CPU time of one sample.
@@ -65,11 +65,11 @@ def decisions(
 
 
 def tree_memory(num_insertions: int, seed: int) -> tuple[dict[str, Figure], Mapping[str, object]]:
-    """Fills a bounded tree far beyond its bound and watches the memory of this process.
+    """Fill a bounded tree far beyond its bound and record the memory of this process.
 
     Returns:
         ``tree_memory_growth_fraction``, the growth over the second half of the insertions as a
-        share of the tree's bound (flat: about 0); insertions a second; and the raw course.
+        share of the tree's bound (flat: about 0); insertions a second; and the raw samples.
     """
     rng = Random(seed)
     process = psutil.Process()
@@ -107,7 +107,7 @@ def tree_memory(num_insertions: int, seed: int) -> tuple[dict[str, Figure], Mapp
 
 
 def _requests(num_tokens: int, seed: int) -> list[Request]:
-    """Prompts of ``num_tokens``, more of them where they are short; half of each is shared."""
+    """Return prompts of ``num_tokens``, more of them if they are short; half of each is shared."""
     rng = Random(seed)
     half = num_tokens * UNIT_BYTES // 2
     shared = [rng.randbytes(half) for _ in range(_SHARED)]
@@ -162,8 +162,8 @@ def _rate(
 def figures(
     runs: int, seed: int, num_insertions: int = 10_000_000
 ) -> tuple[dict[str, Figure], list[str], dict[str, object]]:
-    """Returns the figures, notes and raw samples of the whole part."""
-    # First: what the decisions leave behind would be taken again, and the tree seem smaller.
+    """Return the figures, notes and raw samples of the whole part."""
+    # First, since memory that the decisions free would be reused and the tree seem smaller.
     memory, raw = tree_memory(num_insertions, seed)
     rates = decisions(POLICIES, REPLICAS, PROMPT_TOKENS, runs, seed, seconds=0.2)
     notes = [

@@ -1,8 +1,8 @@
 """Replica whose engine is simulated: ``python -m benchmarks.router.engine PORT LOG``.
 
 The simulator's engine (batches, chunked prefill, memory, a prefix cache) in real time, behind the
-OpenAI API as far as a balancer needs it. A prompt's last word names the request; the answer says
-it again. Each answer that went out whole is a line in LOG.
+OpenAI API as far as a balancer needs it. A prompt's last word names the request; the answer repeats
+it. Each answer that was sent whole is a line in LOG.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from banaserve.sim.timeline import Timeline
 from banaserve.types import RequestId
 
 SPEC = Accelerator(20.0, 0.2, 0.2, 24_000, 16_000, 16, 2048)
-"""Two to three times as fast as an L4, so that a few seconds hold many requests."""
+"""Modelled accelerator, two to three times as fast as an L4: many requests in a few seconds."""
 
 CHARS_A_TOKEN = 4
 _BLOCK_CHARS = BLOCK_TOKENS * CHARS_A_TOKEN
@@ -41,7 +41,7 @@ _STREAM = (
 
 
 class Engine:
-    """A simulated replica whose time is the wall's."""
+    """A simulated replica that runs in wall time."""
 
     def __init__(self, spec: Accelerator) -> None:
         self._timeline = Timeline()
@@ -50,13 +50,13 @@ class Engine:
         self._timer: asyncio.TimerHandle | None = None
 
     def submit(self, job: ReplicaJob) -> None:
-        """Take in a request; its callbacks come when its tokens are due."""
+        """Accept a request; its callbacks come when its tokens are due."""
         self._catch_up()
         self._replica.submit(job)
         self._catch_up()
 
     def metrics(self) -> bytes:
-        """Returns what vLLM says of its load, in Prometheus' text format."""
+        """Return the load as vLLM reports it, in Prometheus' text format."""
         replica = self._replica
         return (
             f"vllm:num_requests_waiting {len(replica.waiting)}\n"
@@ -75,7 +75,7 @@ class Engine:
 
 
 def digests(text: bytes) -> bytes:
-    """Returns a unit for each whole block of ``text``, chained."""
+    """Return a chained digest for each whole block of ``text``."""
     units, unit = [], b""
     for start in range(0, len(text) - _BLOCK_CHARS + 1, _BLOCK_CHARS):
         block = unit + text[start : start + _BLOCK_CHARS]
@@ -87,7 +87,7 @@ def digests(text: bytes) -> bytes:
 def job_of(
     prompt: str, output_tokens: int, first: Callable[[], None], done: Callable[[], None]
 ) -> ReplicaJob:
-    """Returns a request for the engine; its callbacks come when tokens are due."""
+    """Return a request for the engine; its callbacks come when tokens are due."""
     units = digests(prompt.encode())
     num_tokens = max(1, len(prompt) // CHARS_A_TOKEN)
     output = bytes(UNIT_BYTES * max(1, output_tokens // BLOCK_TOKENS))
@@ -95,7 +95,7 @@ def job_of(
 
 
 class _Door:
-    """HTTP in front of the engine."""
+    """HTTP server in front of the engine."""
 
     def __init__(self, engine: Engine, log: int) -> None:
         self._engine, self._log = engine, log
@@ -148,7 +148,7 @@ class _Door:
             "completion_tokens": output_tokens,
             "prompt_tokens_details": {"cached_tokens": job.hit_tokens},
         }
-        # Before the answer: what a client has must be here, whatever kills this process.
+        # Before the answer: the log must have what a client has, whatever kills this process.
         os.write(self._log, f"{name}\n".encode())
         last = _event({"choices": [{"text": f" {name}"}], "usage": usage})
         writer.write(last + b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")

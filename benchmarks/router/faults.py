@@ -11,14 +11,14 @@ from benchmarks.router.regions import HOME_ONLY, REGIONS, World
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What became of the requests of one run.
+    """Account of the requests of one run.
 
     Attributes:
-        num_lost: Without a whole answer, or with one that no replica has given.
-        num_doubled: Answered twice, or computed again though nothing broke off.
-        num_strayed: Served where they may not be.
-        num_bound: Those that may be served in one region alone.
-        num_crossed: Clients' of one region that another one served.
+        num_lost: Requests without a whole answer, or with one that no replica has given.
+        num_doubled: Requests answered twice, or computed again though nothing broke off.
+        num_strayed: Requests served in a region where they may not be served.
+        num_bound: Requests that may be served in one region alone.
+        num_crossed: Requests of clients of one region that another region served.
         num_broken: Attempts that broke off, or were refused.
     """
 
@@ -32,7 +32,7 @@ class Account:
 
 
 def account(world: World, load: ClientLoad) -> Account:
-    """Returns the account of a load that has ended."""
+    """Return the account of a load that has ended."""
     told, served = load.told, world.served()
     everywhere = sum(served.values(), Counter[str]())
     elsewhere = {
@@ -61,7 +61,7 @@ async def kill_and_bring_back(world: World, load: ClientLoad) -> None:
     await load.more(100)
     await world.replicas["us"][0].start()
     world.balancers[HOME_ONLY].kill()
-    # Its nearest looks after its replicas before long, or those that may not leave get nothing.
+    # The nearest balancer must take over the replicas soon, or bound requests get no answer.
     before = _answers_that_stay(load)
     await load.more(200)
     while _answers_that_stay(load) < before + 10:

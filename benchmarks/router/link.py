@@ -7,10 +7,10 @@ import contextlib
 
 
 class RegionLink:
-    """A proxy on a port of its own that delays what passes, each way.
+    """A proxy on a port of its own that delays all bytes, each way.
 
     Attributes:
-        url: What to ask in the place of the far end.
+        url: URL to ask instead of that of the far end.
     """
 
     def __init__(self, to_port: int, delay_s: float) -> None:
@@ -28,7 +28,7 @@ class RegionLink:
         return int(self._server.sockets[0].getsockname()[1])
 
     def stop(self) -> None:
-        """Carry nothing more; what is on its way is lost."""
+        """Carry nothing more; bytes on their way are lost."""
         self._server.close()
         for writer in list(self._writers):
             writer.transport.abort()

@@ -11,11 +11,11 @@ from typing import cast
 from banaserve.errors import BanaServeError
 
 PREFIX_WORDS = 150
-"""Of about 600 bytes, shared by eight groups of requests."""
+"""Number of words in a prefix of about 600 bytes; eight groups of requests share one each."""
 
 
 def bodies(num_requests: int, seed: int, is_stream: bool) -> list[bytes]:
-    """Returns bodies whose prompts begin alike in eight groups, as conversations do."""
+    """Return bodies whose prompts have one of eight beginnings, as conversations do."""
     generator = random.Random(seed)
     words = [f"{generator.randrange(1000):03d}" for _ in range(8 * PREFIX_WORDS)]
     made = []
@@ -28,7 +28,7 @@ def bodies(num_requests: int, seed: int, is_stream: bool) -> list[bytes]:
 
 
 class _Caller(asyncio.Protocol):
-    """One connection; reads answers just far enough to know where they end."""
+    """A connection that reads answers just far enough to know where they end."""
 
     def __init__(self) -> None:
         self._data = bytearray()
@@ -69,7 +69,7 @@ class _Caller(asyncio.Protocol):
 
 
 async def closed_loop(port: int, asked: list[bytes], num_callers: int) -> list[float]:
-    """Sends ``asked`` over ``num_callers`` connections; returns latencies in seconds.
+    """Send ``asked`` over ``num_callers`` connections; return latencies in seconds.
 
     Raises:
         BanaServeError: A request failed.
@@ -92,7 +92,7 @@ async def closed_loop(port: int, asked: list[bytes], num_callers: int) -> list[f
 
 
 async def open_loop(port: int, asked: list[bytes], per_s: float) -> list[float]:
-    """Sends one request each ``1 / per_s`` seconds; returns latencies from when each was due."""
+    """Send one request each ``1 / per_s`` seconds; return latencies from the due times."""
     host = b"127.0.0.1:%d" % port
     loop = asyncio.get_running_loop()
     idle: list[_Caller] = []

@@ -1,4 +1,4 @@
-"""Routers of others, each in an environment of its own that is made where it is missing."""
+"""Routers of other projects, each in an environment of its own that is created if missing."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _INSTALL_S = 600.0
 
 
 def peer_command(folder: Path, name: str, policy: str, urls: Sequence[str]) -> list[str]:
-    """Returns the command of the router ``name`` in front of ``urls``; it lacks ``--port``.
+    """Return the command of the router ``name`` in front of ``urls``, without ``--port``.
 
     Raises:
-        UserError: It could not be installed below ``folder``.
+        UserError: The router could not be installed below ``folder``.
     """
     return [
         str(_environment(folder, name)), "-m", _MODULES[name], "--host", "127.0.0.1",
@@ -33,7 +33,7 @@ def peer_command(folder: Path, name: str, policy: str, urls: Sequence[str]) -> l
 
 
 def _environment(folder: Path, name: str) -> Path:
-    """Returns the Python of the environment that has the router, made if need be."""
+    """Return the Python of the environment that has the router, created if missing."""
     python = folder / name / "bin" / "python"
     if not python.exists():
         venv.create(folder / name, with_pip=True)

@@ -1,4 +1,4 @@
-"""Cost of a router for a request and a streamed part, beside vllm-router and sglang-router.
+"""Cost of a router for a request and a streamed part, against vllm-router and sglang-router.
 
 CPU seconds of the router's own process, user and system, over closed loops of the same requests to
 the same replicas; health checks, retries and metrics are on in all of them. A part's cost is what
@@ -34,13 +34,13 @@ _START_TIMEOUT_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class ProxyOptions:
-    """What is measured.
+    """Options of the measurement.
 
     Attributes:
-        peers: Folder of the other routers' environments, made where they are missing; None
-            leaves them out.
-        policy: Of ``banaserve route`` in the figures that have no name in them.
-        rate_per_s: Of the requests whose latency is compared.
+        peers: Folder of the other routers' environments, created if missing; None leaves these
+            routers out.
+        policy: Policy of ``banaserve route`` in the figures that name no policy.
+        rate_per_s: Rate of the requests whose latency is compared.
     """
 
     runs: int
@@ -53,7 +53,7 @@ class ProxyOptions:
 
 
 def figures(options: ProxyOptions) -> tuple[dict[str, result.Figure], list[str]]:
-    """Runs everything; returns figures and notes.
+    """Run all measurements; return figures and notes.
 
     Raises:
         UserError: A router could not be installed or started.
@@ -67,7 +67,7 @@ def figures(options: ProxyOptions) -> tuple[dict[str, result.Figure], list[str]]
         }
         for server in servers.values():
             _warm(_port(server), options)
-        # In turns, so that whatever else the machine does meets all of them.
+        # In turns, so that other work of the machine affects all of them.
         for run in range(options.runs):
             direct_ms = _latency(ports[0], options, run)
             samples["direct_p99_ms"].append(direct_ms)
@@ -124,7 +124,7 @@ def _sample(
     direct_ms: float,
     samples: dict[str, list[float]],
 ) -> None:
-    """Adds one run of one router to ``samples``."""
+    """Add one run of one router to ``samples``."""
     port = _port(server)
     whole = _bodies(options, options.num_requests, run, False)
     streams = _bodies(options, options.num_streams, run, True)
@@ -147,13 +147,13 @@ def _cpu_us(server: Server, port: int, asked: list[bytes], callers: int = NUM_CA
 
 
 def _latency(port: int, options: ProxyOptions, run: int) -> float:
-    """Returns the 99th percentile in milliseconds."""
+    """Return the 99th percentile of the latency in milliseconds."""
     asked = _bodies(options, options.num_requests // 4, run, False)
     return percentile(asyncio.run(load.open_loop(port, asked, options.rate_per_s)), 99) * 1e3
 
 
 def _wait_for_replicas(port: int) -> None:
-    """Routers answer looks at their own health before they know their replicas."""
+    """Wait until requests succeed: routers are healthy before they know their replicas."""
     until_s = time.monotonic() + _START_TIMEOUT_S
     while True:
         with contextlib.suppress(Exception):

@@ -27,21 +27,21 @@ from banaserve.errors import BanaServeError
 from benchmarks.router.link import RegionLink
 
 ROUND_TRIP_MS = {("us", "asia"): 145.4, ("us", "eu"): 99.1, ("asia", "eu"): 222.5}
-"""us-east-2, ap-northeast-1 and eu-central-1 of AWS, SkyWalker's regions; from
-profiles/latency.csv of skyplane-project/skyplane (Apache-2.0)."""
+"""Round trips between us-east-2, ap-northeast-1 and eu-central-1 of AWS, SkyWalker's regions;
+from profiles/latency.csv of skyplane-project/skyplane (Apache-2.0)."""
 
 REGIONS = ("us", "eu", "asia")
 HOME_ONLY = "eu"
-"""Every third client of this region may be served there alone."""
+"""Region that alone may serve every third of its clients."""
 
 _START_S = 60.0
 ANSWER_S = 60.0
 KEYS: dict[str, tuple[str, ...]] = {"any": (), "home": (HOME_ONLY,)}
-"""What clients show, and the regions that their requests may be served in; none: all."""
+"""Keys of clients, and the regions that may serve their requests; empty for all regions."""
 
 
 def round_trip_ms(one: str, other: str) -> float:
-    """Returns the time from one region to another and back."""
+    """Return the round-trip time between two regions in milliseconds."""
     if one == other:
         return 0.0
     return ROUND_TRIP_MS.get((one, other)) or ROUND_TRIP_MS[other, one]
@@ -49,11 +49,11 @@ def round_trip_ms(one: str, other: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RegionPlan:
-    """What is started.
+    """Plan of the processes to start.
 
     Attributes:
-        options: Of the policy.
-        slower: The links' round trips, times this.
+        options: Options of the policy.
+        slower: Factor on the round trips of the links.
     """
 
     policy: str
@@ -64,7 +64,7 @@ class RegionPlan:
 
 
 class Process:
-    """One process that is killed and started again, on the same port."""
+    """A process that can be killed and started again on the same port."""
 
     def __init__(self, command: Sequence[str], port: int, log: Path) -> None:
         self.port = port
@@ -72,10 +72,10 @@ class Process:
         self._process: subprocess.Popen[bytes] | None = None
 
     async def start(self) -> None:
-        """Return when it answers.
+        """Start the process; return when it answers.
 
         Raises:
-            BanaServeError: It does not.
+            BanaServeError: The process does not answer.
         """
         process = self._begin()
         until_s = monotonic() + _START_S
@@ -101,7 +101,7 @@ class Process:
         return self._process
 
     def kill(self) -> None:
-        """Take its life without a word, and that of all it started."""
+        """Kill the process and all processes that it started, without warning."""
         if self._process is not None and self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
         if self._process is not None:
@@ -109,7 +109,7 @@ class Process:
 
 
 async def ask(port: int, request: bytes) -> bytes:
-    """Returns everything that comes back until the other side closes.
+    """Send ``request``; return everything that comes back until the other side closes.
 
     Raises:
         OSError: Nothing listens, or the connection broke.
@@ -127,7 +127,7 @@ class World:
     """The regions, started by ``async with``.
 
     Attributes:
-        replicas: By region.
+        replicas: Replicas by region.
     """
 
     def __init__(self, plan: RegionPlan, folder: Path) -> None:
@@ -153,7 +153,7 @@ class World:
         self._stop()
 
     def served(self) -> dict[str, Counter[str]]:
-        """Returns by region how often each request was answered whole by a replica."""
+        """Return by region how often each request was answered whole by a replica."""
         found: dict[str, Counter[str]] = {name: Counter() for name in REGIONS}
         for name in REGIONS:
             for path in self.folder.glob(f"served-{name}-*"):
@@ -161,7 +161,7 @@ class World:
         return found
 
     def port(self, home: str, name: str) -> int:
-        """Returns where clients of ``home`` reach the balancer of ``name``."""
+        """Return the port at which clients of ``home`` reach the balancer of ``name``."""
         return self.balancers[name].port if home == name else self.links[home, name].port
 
     async def _start(self) -> None:
@@ -216,7 +216,7 @@ class World:
                 for other in REGIONS
                 if other != region
             ],
-            # More than a dead region's clients wait for its return: they try elsewhere.
+            # Longer than a dead region's clients wait for its return: they try elsewhere.
             "limits": {"queue_timeout_s": 5.0},
             "health": {"interval_s": 0.2, "breaker_pause_s": 0.2},
         }

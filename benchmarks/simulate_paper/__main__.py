@@ -2,13 +2,12 @@
 
 ``python -m benchmarks simulate-paper [--out benchmarks/results] [--jobs 2]``; plots need
 matplotlib (``pip install .[plots]``). Writes ``simulate-paper.json``, ``simulate-paper.md`` and a
-PNG for each figure. A call that is interrupted goes on where it was, as long as the code is the
-same.
+PNG for each figure. An interrupted call is resumed as long as the code is the same.
 
-Time is modelled, nothing is run. The paper names neither the number of GPUs nor how its baselines
-were set up, nor how long the answers were; what is assumed instead is the same for all figures and
-stands in ``runs.SYSTEMS`` and ``runs.READINGS``. The elastic policy plans by limits of latency,
-which the paper does not have: ``runs.limits_of`` gives them, by one rule for all cells.
+Time is modelled, no engine runs. The paper names neither the number of GPUs nor how its baselines
+were set up, nor how long the answers were; the assumptions made instead are the same for all
+figures and are in ``runs.SYSTEMS`` and ``runs.READINGS``. The elastic policy plans by limits of
+latency, which the paper does not have: ``runs.limits_of`` gives them, by one rule for all cells.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from benchmarks.simulate_paper.runs import (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run what is not kept yet and write results, page and plots; the exit code."""
+    """Run what is not kept yet and write results, page and plots; return the exit code."""
     parser = Parser(prog="python -m benchmarks simulate-paper", description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--jobs", type=int, default=1)

@@ -33,7 +33,7 @@ METRICS = (
     ("latency_s", "mean latency", "s"),
 )
 _SATURATED_BELOW = 0.9
-"""Of the offered tokens: a system that serves less of them is saturated."""
+"""Share of the offered tokens below which a system counts as saturated."""
 
 _STYLES = {
     "colocated": ("#0072b2", "o", "-"),
@@ -53,11 +53,11 @@ MEANINGS = (
     "knows them",
     "hosts and guests of moved modules overlap as engines let them unless told otherwise",
 )
-"""What the figures measure, a sentence each."""
+"""Meanings of the figures, a sentence each."""
 
 
 def gathered(runs: Runs) -> Samples:
-    """Returns what came out by figure, reading, system and rate, in the order of the seeds."""
+    """Return the outcomes by figure, reading, system and rate, in the order of the seeds."""
     samples: Samples = defaultdict(list)
     for run, found in sorted(runs, key=lambda entry: entry[0].seed):
         samples[run.figure, run.reading, run.system, run.rate_per_s].append(found)
@@ -67,14 +67,14 @@ def gathered(runs: Runs) -> Samples:
 def ratios(
     samples: Samples, key: tuple[int, str, str, float], other: str, metric: str
 ) -> list[float]:
-    """Returns one ratio a seed: both systems get the same requests."""
+    """Return one ratio for each seed: both systems get the same requests."""
     figure, reading, _, rate = key
     theirs = samples[figure, reading, other, rate]
     return paired_ratios([f[metric] for f in samples[key]], [f[metric] for f in theirs])
 
 
 def figures_of(runs: Runs) -> dict[str, result.Figure]:
-    """Returns every metric of every system and rate, and the ratios of throughput."""
+    """Return every metric of every system and rate, and the ratios of throughput."""
     samples = gathered(runs)
     figures = {}
     for (figure, reading, system, rate), found in sorted(samples.items()):
@@ -89,7 +89,7 @@ def figures_of(runs: Runs) -> dict[str, result.Figure]:
 
 
 def markdown(runs: Runs) -> str:
-    """Returns the whole report."""
+    """Return the whole report."""
     samples = gathered(runs)
     lines = [*_HEAD.splitlines(), ""]
     lines += [f"- *{name}*: {words}." for name, words in READINGS.items()]
@@ -166,7 +166,7 @@ def _summary(samples: Samples) -> list[str]:
 def _mean_ratios(
     samples: Samples, place: tuple[int, str], system: str, other: str
 ) -> dict[float, float]:
-    """Mean ratio of throughput at each rate."""
+    """Return the mean ratio of throughput at each rate."""
     return {
         rate: mean_interval(ratios(samples, (*place, system, rate), other, "tokens_per_s")).estimate
         for rate in RATES
@@ -221,7 +221,7 @@ def _served(samples: Samples, place: tuple[int, str], system: str, rate: float) 
 
 
 def _needed(samples: Samples) -> list[str]:
-    """Why a ratio of the paper is not reached, from the numbers of these runs."""
+    """Return why ratios of the paper are not reached, from the numbers of these runs."""
     lines = ["## Where the paper's ratios are not reached, and what would be needed", ""]
     for figure in FIGURES:
         for reading in READINGS:
@@ -249,7 +249,7 @@ def _needed_of(samples: Samples, figure: PaperFigure, reading: str) -> list[str]
 
 
 def _missing(samples: Samples, place: tuple[int, str], other: str, wanted: float) -> str:
-    """What would have to be otherwise for ``wanted``."""
+    """Return what would have to be different to reach ``wanted``."""
     full = [rate for rate in RATES if not _served(samples, place, other, rate)]
     if not full:
         return (
@@ -316,7 +316,7 @@ def _number(value: float) -> str:
 
 
 def plot(figure: PaperFigure, runs: Runs, path: Path) -> None:
-    """Writes one figure: a row a reading, a column a metric. White behind it, for any page."""
+    """Write one figure: readings as rows, metrics as columns. White behind it, for any page."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -32,7 +32,7 @@ LIMIT_FACTOR = 5.0
 """Limits of TTFT and TPOT of a request in time, over their means where a request is alone."""
 
 _NUM_ALONE = 200
-"""Requests by which those means are found."""
+"""Number of requests that give those means."""
 
 READINGS = {
     "reference": "answers are as long as the dataset's reference answers, 512 tokens at most",
@@ -42,7 +42,7 @@ READINGS = {
 
 @dataclass(frozen=True)
 class PaperFigure:
-    """One of the paper's figures and what it claims; ratios are (lowest, highest)."""
+    """A figure of the paper and its claims; ratios are (lowest, highest)."""
 
     number: int
     model: str
@@ -80,12 +80,12 @@ _SPLIT: dict[str, System] = {
 }
 
 SPLITS = tuple(_SPLIT)
-"""At the highest rate only: what it costs to have split the GPUs badly, and to go on from there."""
+"""Systems at the highest rate only: the cost of a bad split of the GPUs, and of starting there."""
 
 
 @dataclass(frozen=True)
 class PaperRun:
-    """One simulation."""
+    """A simulation."""
 
     figure: int
     reading: str
@@ -114,7 +114,7 @@ def lengths(dataset: str, reading: str, draws: Random) -> tuple[int, int]:
 
 @cache
 def limits_of(figure: PaperFigure, reading: str) -> LatencyLimits:
-    """Returns the limits by which a request counts as in time: one rule for all cells.
+    """Return the limits within which a request counts as in time: one rule for all cells.
 
     Both are ``LIMIT_FACTOR`` times the mean of requests that one engine serves one at a time.
     """
@@ -130,7 +130,7 @@ def limits_of(figure: PaperFigure, reading: str) -> LatencyLimits:
 
 
 def system_of(figure: PaperFigure, reading: str, name: str) -> System:
-    """Returns one of ``SYSTEMS`` or ``SPLITS``; of them only the elastic one knows the limits."""
+    """Return one of ``SYSTEMS`` or ``SPLITS``; only the elastic one knows the limits."""
     if name != "elastic":
         return (_FIXED | _SPLIT)[name]
     limits = limits_of(figure, reading)
@@ -138,12 +138,12 @@ def system_of(figure: PaperFigure, reading: str, name: str) -> System:
 
 
 def measure(run: PaperRun) -> dict[str, float]:
-    """Simulates ``run``.
+    """Simulate ``run``.
 
     Returns:
-        Tokens a second while requests come, after the warm-up; the time from the start to the
-        last token of all; of the requests that came after the warm-up mean latency, mean time to
-        first token and the share within the limits of the cell.
+        Tokens a second while requests arrive, after the warm-up; the time from the start to the
+        last token of all; of the requests that arrived after the warm-up, mean latency, mean time
+        to first token and the share within the limits of the cell.
     """
     figure = next(f for f in FIGURES if f.number == run.figure)
     profile = load_profile(figure.profile)
@@ -171,9 +171,9 @@ def measure(run: PaperRun) -> dict[str, float]:
 
 
 def _in_window(request: SimRequest) -> float:
-    """Output tokens that came after the warm-up while requests still arrived.
+    """Return the output tokens that came after the warm-up while requests still arrived.
 
-    They count as evenly spread between the first and the last.
+    Tokens count as evenly spread between the first and the last.
     """
     start_s, end_s = WARM_S, WARM_S + MEASURED_S
     is_first_inside = start_s <= request.first_s < end_s
@@ -186,7 +186,7 @@ def _in_window(request: SimRequest) -> float:
 
 
 def measured(cache: Path, jobs: int) -> list[tuple[PaperRun, dict[str, float]]]:
-    """Returns all runs with what came out, those in ``cache`` not run again."""
+    """Return all runs with their outcomes; those in ``cache`` are not run again."""
     known = kept(cache)
     missing = [run for run in all_runs() if run not in known]
     with cache.open("a") as file, ProcessPoolExecutor(jobs) as pool:
@@ -201,7 +201,7 @@ def measured(cache: Path, jobs: int) -> list[tuple[PaperRun, dict[str, float]]]:
 
 
 def kept(cache: Path) -> dict[PaperRun, dict[str, float]]:
-    """Returns the runs in ``cache``; takes away a last line that was cut off by a kill."""
+    """Return the runs in ``cache``; remove a last line that was cut off by a kill."""
     if not cache.exists():
         return {}
     data = cache.read_bytes()

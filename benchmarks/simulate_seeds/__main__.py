@@ -1,14 +1,15 @@
-"""Tables of SkyWalker, GORGO and Preble beside what the simulator gives.
+"""Tables of SkyWalker, GORGO and Preble, compared with the simulator's figures.
 
     python -m benchmarks simulate-seeds [--seeds 5] [--only skywalker] [--json FILE]
     python -m benchmarks simulate-seeds --json FILE --report FILE.md
 
-All systems of a seed meet the same clients. Requests without an end when the time is over are
-counted ("open") and their waiting so far is in the latencies. Throughput is given as output tokens
+All systems of a seed get the same clients. Requests that have not ended when the time is over are
+counted ("open"), and their waiting so far is in the latencies. Throughput is given as output tokens
 a second and as SkyWalker counts it, prompt plus twice the output. What the papers do not give
-(hardware times, lengths, distances) is assumed in ``banaserve/sim/regions``; so ratios are to be
-read, not values. Balancers are compared, over replicas whose modules stay, so overlap of hosts and
-guests is in no figure. A FILE that is there is gone on with: a case that it has is not run again.
+(hardware times, lengths, distances) is assumed in ``banaserve/sim/regions``; so only ratios are
+meaningful, not values. Balancers are compared, over replicas whose modules stay, so overlap of
+hosts and guests is in no figure. An existing FILE is continued: a case that it has is not run
+again.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from benchmarks.simulate_seeds.report import markdown
 
 
 def main(argv: Sequence[str]) -> int:
-    """Simulate the cases that the file lacks, show and write them; the exit code."""
+    """Simulate the cases that the file lacks, show and write them; return the exit code."""
     parser = Parser(prog="python -m benchmarks simulate-seeds", description=__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--only", choices=PAPERS)
@@ -70,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _begun(path: Path | None, seeds: int) -> tuple[dict[str, Figure], dict[str, object]]:
-    """Returns the figures that ``path`` has, and the commit of each case."""
+    """Return the figures that ``path`` has, and the commit of each case."""
     if path is None or not path.exists():
         return {}, {}
     found = result.read(path)

@@ -1,4 +1,4 @@
-"""Cases that each paper compared, as far as it says."""
+"""Cases that each paper compared, as far as it describes them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOAD_AWARE = RegionSystem("load_aware", central=True)
 
 @dataclass(frozen=True, slots=True)
 class PaperCase:
-    """One table: a setting, systems in it, and what the paper says about it."""
+    """A table: a setting, the systems in it, and the paper's statement about it."""
 
     name: str
     setting: Setting
@@ -43,7 +43,7 @@ def _regions(
 
 
 def skywalker() -> list[PaperCase]:
-    """Sections 5.1 and 5.2 and figure 10, with the authors' code's defaults."""
+    """Return cases of sections 5.1 and 5.2 and figure 10, with the authors' code's defaults."""
     talk, two, four = chat(256, 60, 150), tree_of_thoughts(2), tree_of_thoughts(4)
     single = {"round robin": RR, "least load": LL, "hash": CH, "sglang router": SGL}
     both = {"skywalker": SKYWALKER, "skywalker-ch": SKYWALKER_CH}
@@ -92,7 +92,7 @@ def skywalker() -> list[PaperCase]:
 
 
 def gorgo() -> list[PaperCase]:
-    """v1: tables 2; v2: table 3, three regions of fast replicas under long conversations."""
+    """Return v1 (tables 2) and v2 (table 3): three regions of fast replicas, long conversations."""
     fast = Accelerator(25.0, 0.094, 0.2, 200_000, 150_000, 128, 8192)
     v1 = PaperCase(
         "v1: three regions, 10 clients each",
@@ -134,7 +134,7 @@ def gorgo() -> list[PaperCase]:
 
 
 def preble() -> list[PaperCase]:
-    """Figures 3 and 5: many requests on few long prefixes, four replicas, open loop."""
+    """Return cases of figures 3 and 5: few long prefixes, four replicas, open loop."""
     a6000 = Accelerator(25.0, 0.12, 0.25, 198_516, 100_000, 128, 512)
     cases = []
     for rate in (8, 16, 24, 32):

@@ -15,23 +15,23 @@ THROUGHPUT = "weighted"
 
 
 def diurnal(replicas: int) -> str:
-    """Returns the case of figure 10 with so many replicas in all."""
+    """Return the case of figure 10 with ``replicas`` replicas in all."""
     return f"diurnal: {replicas} replicas, 120/40/40 clients"
 
 
 def tools(rate: int) -> str:
-    """Returns Preble's case at so many requests a second."""
+    """Return Preble's case at ``rate`` requests a second."""
     return f"tool use, Zipf 1.1: {rate} requests/s on 4 replicas"
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """``measure`` of one system over that of another, or its value where there is no other.
+    """Claim on ``measure`` of one system over another's, or on its value if there is no other.
 
     Attributes:
-        low, high: What the paper has; one number where both are the same.
-        why: Where it does not come out so, the reason.
-        other_case: Of the other system, where it is not the same.
+        low, high: Range in the paper; equal if the paper has one number.
+        why: Reason if the simulation does not confirm the claim.
+        other_case: Case of the other system if it differs from ``case``.
     """
 
     words: str

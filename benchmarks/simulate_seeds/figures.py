@@ -1,4 +1,4 @@
-"""Measures of the systems of a case, a sample a seed, and their table."""
+"""Measures of the systems of a case, a sample for each seed, and their table."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ MEASURES: dict[str, tuple[str, Callable[[RequestOutcome], float]]] = {
 
 
 def figure_name(case: str, system: str, measure: str) -> str:
-    """Returns the name under which a result has it."""
+    """Return the name of a measure in a result."""
     return f"{case} | {system} | {measure}"
 
 
 def run(case: PaperCase, seeds: Sequence[int]) -> dict[str, Figure]:
-    """Simulates every system of ``case``; returns a figure for each measure, a sample a seed."""
+    """Simulate every system of ``case``; return a figure of each measure, a sample a seed."""
     figures = {}
     for name, system in case.systems.items():
         outcomes = [simulate(case.setting, system, seed) for seed in seeds]
@@ -49,7 +49,7 @@ def run(case: PaperCase, seeds: Sequence[int]) -> dict[str, Figure]:
 
 
 def table(case: PaperCase, figures: dict[str, Figure]) -> Table:
-    """Returns means with their 95 % intervals (Student)."""
+    """Return a table of means with their 95 % intervals (Student)."""
     shown = Table(title=case.name, caption=f"paper: {case.paper}", title_justify="left")
     for heading in ("system", *MEASURES):
         shown.add_column(heading, justify="left" if heading == "system" else "right")
@@ -61,6 +61,6 @@ def table(case: PaperCase, figures: dict[str, Figure]) -> Table:
 
 
 def cell(samples: Sequence[float]) -> str:
-    """Returns a mean and half its interval."""
+    """Return a mean and half the width of its interval."""
     low, mean, high = mean_interval(samples)
     return f"{mean:.3g} ±{(high - low) / 2:.2g}"

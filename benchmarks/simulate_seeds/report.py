@@ -1,4 +1,4 @@
-"""Page with each claim of the papers beside what the simulator gives, and tables."""
+"""Page with each claim of the papers beside the simulator's figures, and tables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Figures = Mapping[str, Figure]
 
 
 def markdown(figures: Figures, seeds: int) -> str:
-    """Returns the page; a claim or case that ``figures`` lack is left out."""
+    """Return the page; a claim or case that ``figures`` lack is left out."""
     lines = [
         "# SkyWalker, GORGO and Preble, simulated",
         "",
@@ -51,12 +51,12 @@ def markdown(figures: Figures, seeds: int) -> str:
 
 
 def has(claim: Claim, figures: Figures) -> bool:
-    """Whether ``figures`` have what ``claim`` needs."""
+    """Return whether ``figures`` have what ``claim`` needs."""
     return all(name in figures for name in _names(claim))
 
 
 def row(claim: Claim, figures: Figures) -> str:
-    """Returns a line of the table of claims."""
+    """Return a line of the table of claims."""
     values = samples(claim, figures)
     low, mean, high = mean_interval(values)
     said = _range(claim.low, claim.high)
@@ -67,14 +67,14 @@ def row(claim: Claim, figures: Figures) -> str:
 
 
 def samples(claim: Claim, figures: Figures) -> list[float]:
-    """Returns the ratio of each seed, or the value where the claim is no ratio."""
+    """Return the ratio of each seed, or the value if the claim is no ratio."""
     names = _names(claim)
     ours = figures[names[0]].samples
     return paired_ratios(ours, figures[names[1]].samples) if claim.other else list(ours)
 
 
 def verdict(claim: Claim, values: list[float]) -> str:
-    """Returns what ``values`` say of ``claim``."""
+    """Return the verdict of ``values`` on ``claim``."""
     low, mean, high = mean_interval(values)
     if low <= claim.high and high >= claim.low:
         is_decisive = claim.low > 1 or claim.high < 1 or claim.high == ANY

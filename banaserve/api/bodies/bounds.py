@@ -15,11 +15,11 @@ from banaserve.names import check_known
 
 
 class BodyRefusedError(BanaServeError):
-    """A body is refused before it is parsed.
+    """Error: a body is refused before it is parsed.
 
     Attributes:
-        status: Of the answer.
-        cause: In metrics and in the log: one of a few words.
+        status: HTTP status of the answer.
+        cause: Cause of the refusal in metrics and in the log: one of a few words.
     """
 
     def __init__(self, status: HTTPStatus, cause: str, message: str) -> None:
@@ -30,18 +30,18 @@ class BodyRefusedError(BanaServeError):
 
 @dataclass(frozen=True, slots=True)
 class RequestBounds:
-    """Counts that a body may have at most.
+    """Upper bounds of counts in a request's body.
 
     Attributes:
-        containers: JSON objects and arrays; ``keys``: members of objects, all together.
-        values: Of all kinds, token ids too; ``strings``: texts and keys.
-        depth: Containers within each other.
-        object_bytes: Memory of the parsed objects, estimated; strings' texts not counted.
-        fields: Of the body, and of one message.
-        messages: Of a chat, or of a batch of chats together.
-        items: Objects in ``input``: each that is wrong costs the endpoint hundreds of errors.
+        containers: JSON objects and arrays; ``keys``: members of all objects together.
+        values: Values of all kinds, token ids included; ``strings``: texts and keys.
+        depth: Nesting depth of containers.
+        object_bytes: Estimated memory of the parsed objects, without the texts of strings.
+        fields: Members of the body, and members of each message.
+        messages: Messages of a chat, or of all chats of a batch together.
+        items: Objects in ``input``: each wrong one costs the endpoint hundreds of errors.
         parts: Elements of all arrays in messages, items or tools, such as content parts.
-        elements: Of any other array that is not of whole numbers alone.
+        elements: Elements of any other array that holds more than whole numbers.
         prompts: Prompts or inputs of one request.
         sequences: Prompts times ``n`` (or ``best_of``).
         stops: Stop strings; also stop token ids and bad words.
@@ -72,10 +72,10 @@ class RequestBounds:
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[str, Any]]) -> RequestBounds:
-        """The usual bounds with those of ``pairs`` in their place.
+        """Return the default bounds, with those named in ``pairs`` replaced.
 
         Raises:
-            UserError: There is no such bound, or its value is no number above 0.
+            UserError: A name is no bound, or a value is no whole number above 0.
         """
         known = [one.name for one in fields(cls)]
         given: dict[str, int] = {}
@@ -91,7 +91,7 @@ _NOTHING = msgspec.Raw()
 
 
 class Outline(msgspec.Struct, frozen=True):
-    """What is read of a body; everything stays as it is written until it has been counted."""
+    """Members of a body that are checked, each kept as raw JSON until it has been counted."""
 
     messages: msgspec.Raw = _NOTHING
     system: msgspec.Raw = _NOTHING
@@ -125,12 +125,12 @@ _GRAMMARS = ("structured_outputs", "response_format", "text")
 
 
 def read_outline(body: bytes, bounds: RequestBounds) -> Outline | None:
-    """Returns what is read of ``body`` after it has been found within ``bounds``.
+    """Return the outline of ``body`` after checking it against ``bounds``.
 
-    None where it is no JSON object, which the endpoint answers to.
+    None if the body is JSON but no object: the endpoint answers that.
 
     Raises:
-        BodyRefusedError: It is beyond them, or no JSON.
+        BodyRefusedError: The body exceeds a bound, or is no JSON.
     """
     _check_shape(body, bounds)
     try:
@@ -150,14 +150,14 @@ def read_outline(body: bytes, bounds: RequestBounds) -> Outline | None:
 
 
 _VALUE_S, _PART_S, _MESSAGE_S = 65e-9, 63e-6, 39e-6
-"""What vLLM's validation takes for a token id, a content part and a message."""
+"""Time of vLLM's validation for a token id, a content part and a message, in seconds."""
 
 
 def validation_s(outline: Outline, num_values: int) -> float:
-    """About how long vLLM's validation of a body within its bounds holds the event loop up.
+    """Estimate the time that vLLM's validation of a body blocks the event loop, in seconds.
 
     Args:
-        num_values: That the body has in all, where it is long; else 0.
+        num_values: Number of values in a long body; 0 for a short one.
     """
     messages = _elements(outline.messages)
     if messages and _kind(messages[0]) == "[":
@@ -169,13 +169,13 @@ def validation_s(outline: Outline, num_values: int) -> float:
 
 
 def no_json(error: Exception) -> BodyRefusedError:
-    """Returns the refusal of a body that a parser has raised ``error`` for."""
+    """Return the refusal of a body for which a parser has raised ``error``."""
     words = " ".join(str(error).split())[:200] or type(error).__name__
     return BodyRefusedError(HTTPStatus.BAD_REQUEST, "json", f"the body is no JSON: {words}")
 
 
 def _check_shape(body: bytes, bounds: RequestBounds) -> None:
-    """Look closely only at bodies that may be beyond a bound."""
+    """Check the counts of ``body``, measuring them only if a quick estimate exceeds a bound."""
     shape = upper_bound(body)
     limits = ("containers", "keys", "values", "strings", "depth", "object_bytes")
     if all(getattr(shape, name) <= getattr(bounds, name) for name in limits):
@@ -186,7 +186,7 @@ def _check_shape(body: bytes, bounds: RequestBounds) -> None:
 
 
 def _check_arrays(members: dict[str, msgspec.Raw], bounds: RequestBounds) -> None:
-    """An endpoint lists an error for each element that is no whole number where it wants one."""
+    """Bound fields and arrays: an endpoint lists an error for each element of a wrong type."""
     _limit("fields", len(members), bounds.fields)
     for name, raw in members.items():
         if _kind(raw) == "[" and name not in _COUNTED:
@@ -227,7 +227,7 @@ def _check_messages(raw: msgspec.Raw, bounds: RequestBounds) -> None:
 
 
 def _check_inputs(raw: msgspec.Raw, bounds: RequestBounds) -> int:
-    """Returns how many inputs there are; items of a conversation count as messages."""
+    """Return the number of inputs, without the items of a conversation, which are objects."""
     items = _elements(raw)
     objects = [one for one in items if _kind(one) == "{"]
     _limit("items", len(objects), bounds.items)
@@ -264,7 +264,7 @@ def _limit(name: str, count: int, most: int, shown: str = "") -> None:
 
 
 def _kind(raw: msgspec.Raw) -> str:
-    """``[``, ``{``, ``"``, ``0`` for a number or a word; empty for nothing or null."""
+    """Return ``[``, ``{``, ``"``, or ``0`` for a number or boolean; empty for nothing or null."""
     first = chr(view[0]) if (view := memoryview(raw)) else ""
     if first in ("", "n"):
         return ""
@@ -272,17 +272,17 @@ def _kind(raw: msgspec.Raw) -> str:
 
 
 def _elements(raw: msgspec.Raw) -> list[msgspec.Raw]:
-    """Elements of an array that holds more than whole numbers; none of anything else."""
+    """Return the elements of an array that holds more than whole numbers; else an empty list."""
     return _list(raw) if _kind(raw) == "[" and not _is_numbers(raw) else []
 
 
 def _is_numbers(raw: msgspec.Raw) -> bool:
-    """Whether an array holds whole numbers alone: a prompt's token ids may be a million."""
+    """Return whether an array holds only whole numbers: a prompt may have a million token ids."""
     return not bytes(raw)[1:-1].translate(None, b"0123456789, \t\r\n")
 
 
 def _count(raw: msgspec.Raw) -> int:
-    """Elements of an array or members of an object; 0 of anything else."""
+    """Return the number of elements of an array or members of an object; 0 of anything else."""
     kind = _kind(raw)
     if kind == "[":
         return bytes(raw).count(b",") + 1 if _is_numbers(raw) else len(_list(raw))
@@ -290,16 +290,16 @@ def _count(raw: msgspec.Raw) -> int:
 
 
 def _number(raw: msgspec.Raw) -> int:
-    """A number as pydantic would read it, from a string too; 0 for anything else.
+    """Return a number as pydantic would read it, from a string too; 0 for anything else.
 
-    Beyond every bound where it is written longer than any number needs.
+    A text that is longer than any number needs exceeds every bound.
     """
     kind = _kind(raw)
     if kind not in ("0", '"'):
         return 0
     if len(memoryview(raw)) > _MAX_NUMBER_BYTES:
         return _BEYOND
-    # Spaces, zeros and escapes may stand before what counts.
+    # Spaces, zeros and escapes may precede the digits that count.
     text = (_text(raw) if kind == '"' else bytes(raw).decode("ascii", "replace")).strip()
     try:
         return int(float(text))

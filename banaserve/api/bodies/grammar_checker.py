@@ -1,4 +1,4 @@
-"""Check of grammars before an engine gets them, by a helper process that may die of them."""
+"""Check of grammars before an engine gets them, in a helper process that they may crash."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _AT_ONCE = 2
 _MAX_WAITING = 64
 _REMEMBERED = 4096
 _PATIENCE_S = 180.0
-"""Longer than a fork of the helper may live."""
+"""Timeout of a check, in seconds: longer than a fork of the helper may live."""
 
 
 class _Verdict(Enum):
@@ -32,9 +32,9 @@ class _Verdict(Enum):
 
 
 class GrammarChecker:
-    """Has each grammar compiled once in a process with bounded time and memory, and remembers it.
+    """Checker that compiles each grammar once, in a process with bounded time and memory.
 
-    The helper starts with the first grammar.
+    Verdicts are remembered. The helper process starts with the first grammar.
 
     Args:
         vocabulary: Returns xgrammar's vocabulary of the model as JSON, empty for none: then only
@@ -51,11 +51,11 @@ class GrammarChecker:
         self._process: subprocess.Popen[bytes] | None = None
 
     async def check(self, specs: Sequence[GrammarSpec]) -> None:
-        """Return if each can be compiled, or is wrong in a way that vLLM answers to.
+        """Return if each grammar compiles, or is wrong in a way that vLLM itself reports.
 
         Raises:
-            BodyRefusedError: 400 where one takes too long or too much memory, 503 where too many
-                wait.
+            BodyRefusedError: 400 if a grammar takes too long or too much memory; 503 if too many
+                wait or the helper fails.
         """
         for spec in specs:
             verdict = await self._verdict(spec)
@@ -84,7 +84,7 @@ class GrammarChecker:
             task = asyncio.create_task(self._find(spec))
             self._under_way[digest] = task
             task.add_done_callback(lambda _: self._under_way.pop(digest, None))
-        # Others may wait for it, and it is not in vain when this client goes away.
+        # Shielded: others may wait for the task, and its verdict is of use without this client.
         return await asyncio.shield(task)
 
     async def _find(self, spec: GrammarSpec) -> _Verdict:
@@ -112,7 +112,7 @@ class GrammarChecker:
             msgspec.msgpack.decode(answer[len(STARTED) :], type=Compiled)
         except msgspec.DecodeError:
             return _Verdict.EXPLODES
-        # One that is wrong is refused by vLLM, in its own words.
+        # A wrong grammar counts as compiled: vLLM refuses it with its own message.
         return _Verdict.COMPILES
 
     async def _ask(self, order: bytes) -> bytes:
@@ -148,7 +148,7 @@ class GrammarChecker:
             await _exchange(ours, vocabulary.encode())
 
     def close(self) -> None:
-        """End the helper; a later check starts another."""
+        """End the helper process; a later check starts another."""
         if self._control is not None:
             self._control.close()
         if self._process is not None:
@@ -159,7 +159,7 @@ class GrammarChecker:
 
 
 async def _exchange(pair: socket.socket, sent: bytes) -> bytes:
-    """Returns everything that is answered to ``sent``."""
+    """Return everything that is answered to ``sent``."""
     loop = asyncio.get_running_loop()
     await loop.sock_sendall(pair, sent)
     pair.shutdown(socket.SHUT_WR)

@@ -1,8 +1,8 @@
-"""Helper process that compiles grammars: each in a fork of its own with bounded time and memory.
+"""Helper process that compiles grammars, each in its own fork with bounded time and memory.
 
-``python -m banaserve.api.bodies.grammar_process FD`` takes orders from the socket FD: a byte and
-one end of a fresh pair. What is written into the first of these pairs is the vocabulary, into each
-other one a grammar. It ends when FD closes.
+``python -m banaserve.api.bodies.grammar_process FD`` takes orders from the socket FD: a byte with
+one end of a fresh socket pair. The first pair carries the vocabulary, each later pair a grammar.
+The process ends when FD closes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import msgspec
 from banaserve.api.bodies.grammars import GrammarSpec
 
 STARTED = b"+"
-"""First byte of an answer: the process could be forked."""
+"""First byte of an answer: the fork has succeeded."""
 _NICE = 5
 _WALL_S = 120
 _READ_BYTES = 2**16
@@ -29,11 +29,11 @@ _PROBE_VOCABULARY = ("a", "b", "<end>")
 
 
 class GrammarLimits(msgspec.Struct, frozen=True):
-    """What compiling one grammar may take.
+    """Limits of compiling one grammar.
 
     Attributes:
-        cpu_s: Processor seconds, which a busy machine does not spend; whole ones.
-        memory_bytes: Beyond what the process has when it starts.
+        cpu_s: Processor time in whole seconds; unlike wall time it does not depend on the load.
+        memory_bytes: Memory beyond the process's size at its start.
     """
 
     cpu_s: int = 10
@@ -48,13 +48,13 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Compiled(msgspec.Struct, frozen=True):
-    """Answer: the grammar is compiled, or wrong in the words of the library."""
+    """Answer: the grammar is compiled, or ``error`` is the library's message on it."""
 
     error: str = ""
 
 
 def main() -> None:
-    """Take orders until the other end closes."""
+    """Take orders until the other end closes the socket."""
     control = socket.socket(fileno=int(sys.argv[1]))
     os.nice(_NICE)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended forks leave nothing behind
@@ -68,7 +68,7 @@ def main() -> None:
         try:
             is_child = os.fork() == 0
         except OSError:
-            is_child = False  # the closed pair says so
+            is_child = False  # the closed pair reports the failure
         if is_child:
             control.close()
             _compile_and_exit(grammar_library, vocabulary, pair)
@@ -97,7 +97,7 @@ def _read_all(pair: socket.socket) -> bytes:
 
 
 def _compile_and_exit(library: Any, vocabulary: Any, pair: socket.socket) -> None:
-    """Compile in this process, which ends; an answer is missing where a limit has ended it."""
+    """Compile in this process, then exit; if a limit kills the process, no answer is sent."""
     status = 1
     try:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -124,10 +124,10 @@ def _limit(limits: GrammarLimits) -> None:
 
 
 def _error_of(library: Any, vocabulary: Any, spec: GrammarSpec) -> str:
-    """Returns what is wrong with a grammar; empty where nothing is.
+    """Return the error in a grammar; empty if there is none.
 
     Raises:
-        MemoryError: It needs more than there is.
+        MemoryError: Compiling the grammar needs more memory than allowed.
     """
     compiler = library.GrammarCompiler(vocabulary, max_threads=1, cache_enabled=False)
     try:

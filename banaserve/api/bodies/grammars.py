@@ -1,4 +1,4 @@
-"""Grammars that a request brings along: schemas, regular expressions, choices, grammars, tags."""
+"""Grammars of a request: JSON schemas, regular expressions, choices, grammars, structural tags."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Kind = Literal["json", "regex", "choice", "grammar", "structural_tag"]
 
 
 class GrammarSpec(msgspec.Struct, frozen=True):
-    """One grammar as written.
+    """A grammar as the request contains it.
 
     Attributes:
-        text: JSON of a schema, of the choices or of a structural tag; else the text itself.
+        text: JSON of a schema, of choices or of a structural tag; else the grammar's own text.
     """
 
     kind: Kind
@@ -69,7 +69,7 @@ class _Tool(msgspec.Struct):
 
 
 def grammars_of(outline: Outline) -> list[GrammarSpec]:
-    """Returns every grammar of a request, each once; of wrong types none: vLLM answers to those."""
+    """Return every grammar of a request once; those of wrong types are left to vLLM's answer."""
     found: dict[GrammarSpec, None] = {}
     for raw, read in _READERS:
         text = bytes(getattr(outline, raw))
@@ -92,7 +92,7 @@ def _of_structured(given: _Structured | None) -> list[GrammarSpec]:
 
 
 def _schema(raw: msgspec.Raw) -> list[GrammarSpec]:
-    """A schema, which may also come as the text of one; ``true`` and the like are none."""
+    """Return a schema, given as an object or as its text; none for ``true`` and the like."""
     schema = bytes(raw)
     if schema.startswith(b'"'):
         return [GrammarSpec("json", _string(schema))]

@@ -1,4 +1,4 @@
-"""Guard of requests' bodies: bounds them, and parses long ones off the event loop."""
+"""Guard of requests' bodies: bounds bodies, and parses long ones off the event loop."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from banaserve.api.limits import RETRY_AFTER_S
 from banaserve.json_text import as_utf8
 
 LONG_BYTES = 256 * 2**10
-"""From here on a body is looked at in a thread."""
+"""Size from which a body is checked in a thread."""
 PARSED = "banaserve.body"
 """Key of the parsed body in a request's scope."""
 _NUM_THREADS = 2
@@ -38,24 +38,24 @@ _NOT_JSON = ("multipart/", "application/x-www-form-urlencoded", "application/oct
 
 
 class ChecksGrammars(Protocol):
-    """Tries grammars before an engine has to compile them."""
+    """Checker that tries grammars before an engine has to compile them."""
 
     async def check(self, specs: Sequence[GrammarSpec]) -> None:
-        """Return if each can be compiled, or is wrong in a way that vLLM answers to.
+        """Return if each grammar compiles, or is wrong in a way that vLLM itself reports.
 
         Raises:
-            BodyRefusedError: One takes too long or too much memory.
+            BodyRefusedError: A grammar takes too long or too much memory.
         """
         ...
 
 
 class BodyGuard:
-    """Refuses bodies that would make too many objects, or grammars that explode.
+    """Middleware that refuses bodies of too many objects and grammars too costly to compile.
 
-    The endpoint gets the body in one message, and a long one as parsed.
+    The endpoint gets the body in one message, and a long body already parsed.
 
     Args:
-        grammars: None where no endpoint takes grammars.
+        grammars: Checker of grammars; None if no endpoint takes grammars.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class BodyGuard:
         return await asyncio.get_running_loop().run_in_executor(self._threads, as_utf8, body)
 
     async def _refusal(self, scope: Scope, body: bytes, held: _Held) -> Response | None:
-        """Returns the answer to ``body`` where it is refused."""
+        """Return the answer to ``body`` if it is refused, else None."""
         try:
             specs, cost_s = await self._look(scope, body, held)
             await self._pace.wait(cost_s)
@@ -116,9 +116,9 @@ class BodyGuard:
     async def _look(
         self, scope: Scope, body: bytes, held: _Held
     ) -> tuple[list[GrammarSpec], float]:
-        """Returns the grammars of ``body`` and how long its validation will take.
+        """Return the grammars of ``body`` and the estimated time of its validation, in seconds.
 
-        Counts the objects that a long one becomes in ``held``.
+        For a long body, adds the memory of its parsed objects to ``held``.
         """
         if len(body) < LONG_BYTES:
             outline = read_outline(body, self._bounds) if body.strip() else None
@@ -141,7 +141,7 @@ class BodyGuard:
 
 
 class _Held:
-    """What one request is counted with."""
+    """Memory of parsed objects that one request is counted with."""
 
     object_bytes = 0
 
@@ -164,7 +164,7 @@ def _parse(
 
 
 async def _whole(receive: Receive) -> bytes | None:
-    """Returns the body; None where the client went away before its end."""
+    """Return the body; None if the client disconnected before the body's end."""
     parts: list[bytes] = []
     while True:
         message = await receive()
@@ -176,7 +176,7 @@ async def _whole(receive: Receive) -> bytes | None:
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Returns ``body`` in one message, then whatever comes after it."""
+    """Return a receiver that yields ``body`` in one message, then the messages of ``receive``."""
     waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:

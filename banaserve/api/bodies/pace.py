@@ -1,4 +1,4 @@
-"""Pace of validation: requests whose validation holds the event loop up come one by one."""
+"""Pace of validation: requests whose validation blocks the event loop are validated in turn."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from time import monotonic
 from banaserve.api.bodies.bounds import BodyRefusedError
 
 LEAST_S = 0.05
-"""Validation that is quicker is not held back: streams are sent in steps of about this time."""
+"""Validation time below which nothing is delayed, in seconds: streams are sent in steps of about
+this length."""
 FRACTION = 0.2
 MAX_WAIT_S = 10.0
 
 
 class ValidationPace:
-    """Lets slow validations take at most ``FRACTION`` of the event loop's time, all together.
+    """Pacer of slow validations: all together take at most ``FRACTION`` of the event loop's time.
 
     vLLM validates a request on the event loop and holds Python's lock, so that a thread would not
-    help the streams of others.
+    help other requests' streams.
 
     Args:
-        clock: Seconds, monotonic.
-        sleep: Waits for so many of them.
+        clock: Returns monotonic seconds.
+        sleep: Waits for a number of seconds.
     """
 
     def __init__(
@@ -35,10 +36,10 @@ class ValidationPace:
         self._free_s = 0.0
 
     async def wait(self, cost_s: float) -> None:
-        """Return when a validation that takes ``cost_s`` may begin.
+        """Wait until a validation that takes ``cost_s`` seconds may begin.
 
         Raises:
-            BodyRefusedError: Others would keep it waiting for too long.
+            BodyRefusedError: The validation would have to wait for others for too long.
         """
         if cost_s < LEAST_S:
             return

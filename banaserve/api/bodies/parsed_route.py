@@ -1,4 +1,4 @@
-"""Endpoints that take a body which has been parsed already."""
+"""Endpoints that accept an already parsed body."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from banaserve.api.bodies.guard import PARSED
 
 
 class ParsedRequest(Request):
-    """A request that knows its body's JSON where the guard has parsed it."""
+    """A request that returns its body's JSON as the guard has parsed it, if it has."""
 
     async def json(self) -> Any:
         if PARSED in self.scope:
@@ -23,7 +23,7 @@ class ParsedRequest(Request):
 
 
 def take_parsed_bodies(app: FastAPI) -> None:
-    """Let the endpoints of ``app`` use what ``BodyGuard`` has parsed, not parse it again."""
+    """Let the endpoints of ``app`` use the body that ``BodyGuard`` has parsed."""
     for route in app.routes:
         if isinstance(route, APIRoute) and route.body_field is not None:
             route.app = request_response(_from_parsed(route.get_route_handler()))

@@ -1,6 +1,6 @@
-"""Shape of a JSON text, read from its bytes: how many objects parsing it would make.
+"""Shape of a JSON text, read from its bytes: counts of the objects that parsing it would make.
 
-Nothing is parsed: numpy looks at a megabyte at a time and lets other threads run meanwhile.
+Nothing is parsed: numpy scans a MiB at a time and lets other threads run meanwhile.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import numpy as np
 _STEP_BYTES = 2**20
 _QUOTE, _COMMA, _COLON, _OPENS, _CLOSES = 0x22, 0x2C, 0x3A, 0x7B, 0x7D
 _CASE_BIT = 0x20
-"""Sets ``[`` and ``]`` equal to ``{`` and ``}``."""
+"""Bit that turns ``[`` and ``]`` into ``{`` and ``}``."""
 
 _CONTAINER_BYTES, _STRING_BYTES, _NUMBER_BYTES = 240, 80, 40
-"""What Python needs for an empty object or array, a short string or key, and a number, each with
-the place that points at it."""
+"""Memory that Python needs for an empty object or array, a short string or key, and a number, each
+with the reference to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class JsonShape:
-    """Counts of what a JSON text holds.
+    """Counts of a JSON text's objects.
 
     Attributes:
-        containers: Objects and arrays.
-        keys: Members of objects.
-        values: Members of objects and elements of arrays, to one a container.
-        strings: Keys too.
-        depth: Containers within each other.
+        containers: Number of objects and arrays.
+        keys: Number of members of objects.
+        values: Number of members of objects and elements of arrays; 1 for an empty container.
+        strings: Number of strings, keys included.
+        depth: Nesting depth of containers.
     """
 
     containers: int = 0
@@ -40,7 +40,7 @@ class JsonShape:
 
     @property
     def object_bytes(self) -> int:
-        """Memory of the parsed objects beside the text of the strings, about."""
+        """Return the estimated memory of the parsed objects, without the text of the strings."""
         numbers = max(0, self.values - self.strings + self.keys)
         return (
             self.containers * _CONTAINER_BYTES
@@ -50,9 +50,9 @@ class JsonShape:
 
 
 def upper_bound(body: bytes) -> JsonShape:
-    """Returns counts that no JSON text of these bytes exceeds; quick, strings are not told apart.
+    """Return counts that no JSON text of these bytes exceeds; quick, does not skip strings.
 
-    A text that is mostly prose holds more commas than its JSON does.
+    The commas of prose in strings count as well, so the bound of such a text is high.
     """
     containers = body.count(b"{") + body.count(b"[")
     return JsonShape(
@@ -65,11 +65,11 @@ def upper_bound(body: bytes) -> JsonShape:
 
 
 def measure(body: bytes) -> JsonShape:
-    """Returns the counts of ``body``. What is no JSON has some shape too."""
+    """Return the counts of ``body``; a text that is no JSON yields some counts too."""
     containers = keys = commas = quotes = depth = deepest = 0
     for part in _parts(body):
         is_quote = part == _QUOTE
-        # Wraps around, which keeps what is even even.
+        # uint8 wraps around, which keeps the parity.
         is_outside = (np.cumsum(is_quote, dtype=np.uint8) + (quotes & 1)) & 1 == 0
         quotes += int(np.count_nonzero(is_quote))
         outside = part[is_outside]
@@ -86,7 +86,7 @@ def measure(body: bytes) -> JsonShape:
 
 
 def _parts(body: bytes) -> Iterator[np.ndarray]:
-    """Yields ``body`` in parts without escaped characters: an escaped quote ends no string."""
+    """Yield ``body`` in parts, with escapes masked: an escaped quote does not end a string."""
     start = 0
     while start < len(body):
         part = body[start : start + _STEP_BYTES]

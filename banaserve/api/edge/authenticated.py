@@ -10,12 +10,12 @@ _KEY = "banaserve.authenticated"
 
 
 def offer_mark(scope: Scope, mark: Callable[[], None]) -> None:
-    """Let whoever checks the key of the request in ``scope`` call ``mark``."""
+    """Store ``mark`` in ``scope``, for the middleware that checks the request's key to call."""
     scope[_KEY] = mark
 
 
 def mark_authenticated(scope: Scope) -> None:
-    """The request in ``scope`` has shown a valid key, or needs none."""
+    """Call the mark in ``scope``: the request has shown a valid key, or needs none."""
     mark = scope.get(_KEY)
     if mark is not None:
         mark()

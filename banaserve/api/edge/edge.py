@@ -17,10 +17,10 @@ TOO_MANY_ANSWER = closing_answer(HTTPStatus.SERVICE_UNAVAILABLE, _TOO_MANY)
 
 
 class EdgeConnection(Protocol):
-    """A connection of the front door, in whatever protocol."""
+    """A connection of the front door, of any protocol."""
 
     def sweep(self, now_s: float) -> None:
-        """Close the connection where its client has taken too long."""
+        """Close the connection if its client has taken too long."""
         ...
 
     def evict(self) -> None: ...
@@ -30,7 +30,7 @@ class Edge:
     """All connections of one front door.
 
     Attributes:
-        limits: They hold for each connection.
+        limits: Limits of connections.
     """
 
     def __init__(self, limits: EdgeLimits) -> None:
@@ -40,7 +40,7 @@ class Edge:
         )
 
     def opened(self, connection: EdgeConnection, peer: Hashable) -> bool:
-        """Returns whether ``connection`` may stay; another one may have been closed for it."""
+        """Return whether ``connection`` may stay; another one may have been evicted for it."""
         evicted = self.table.add(connection, peer)
         if evicted is None:
             return True
@@ -52,9 +52,9 @@ class Edge:
         return True
 
     def sweep(self, now_s: float) -> None:
-        """Close connections whose clients take too long; called about twice a second."""
+        """Close connections whose clients have taken too long; called about twice a second."""
         for connection in self.table:
             try:
                 connection.sweep(now_s)
-            except Exception:  # one odd connection must not end the time of all others
+            except Exception:  # a failure of one connection must not stop the sweep of the others
                 logger.exception("a connection could not be looked at")

@@ -1,4 +1,4 @@
-"""HTTP of the front door: uvicorn's protocol within limits of bytes, fields and time."""
+"""HTTP of the front door: uvicorn's protocol with limits of bytes, fields and time."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _LINGER_S = 2.0
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection of the front door.
+    """An HTTP connection of the front door.
 
-    uvicorn's own limits are for another parser (``h11_max_incomplete_event_size``), or count
-    clients with and without a key alike (``limit_concurrency``).
+    uvicorn's own limits are for another parser (``h11_max_incomplete_event_size``), or do not
+    distinguish clients with a key from those without one (``limit_concurrency``).
     """
 
     def __init__(self, edge: Edge, **of_uvicorn: Any) -> None:
@@ -34,9 +34,9 @@ class HttpProtocol(HttpToolsProtocol):
         self._max_fields = edge.limits.max_fields
         self._in_head = True
         self._is_refused = self._is_authenticated = False
-        # Of the head under way, or of what surrounds a body.
+        # Counts of the head under way, and of the framing around a body.
         self._framing_bytes = self._num_fields = self._body_bytes = self._unwanted_bytes = 0
-        # 0: nothing of a request is under way.
+        # Deadline and last sweep; a deadline of 0: no part of a request is awaited.
         self._due_s = self._swept_s = 0.0
         self._refusal: tuple[str, HTTPStatus, str] | None = None
 
@@ -65,7 +65,7 @@ class HttpProtocol(HttpToolsProtocol):
         except httptools.HttpParserError:
             self._refuse(*(self._refusal or _NO_REQUEST))
             return
-        # The parser keeps a field until it is whole: of a head, or of trailers.
+        # The parser buffers a field of a head or trailer until the field is complete.
         limit = self._max_head_bytes
         if self._framing_bytes > (limit if self._in_head else 2 * limit):
             self._refuse(*self._too_long())
@@ -73,7 +73,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._due_s = monotonic() + self._limits.head_s
 
     def _upgrade(self) -> None:
-        """Become a WebSocket; what asks for anything else is answered once (RFC 9110, 7.8)."""
+        """Become a WebSocket; any other upgrade is ignored, with one answer (RFC 9110, 7.8)."""
         if not self._should_upgrade():
             self.cycle.keep_alive = False
             self._is_refused = True
@@ -84,7 +84,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     @property
     def _is_quiet(self) -> bool:
-        """Whether no answer is under way."""
+        """Return whether no answer is under way."""
         return self.cycle is None or self.cycle.response_complete
 
     # The parser's callbacks.
@@ -104,7 +104,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._num_fields += 1
         if self._num_fields > self._max_fields:
             self._stop(self._too_long())
-        # What follows a body are trailers: nothing in them may change a request.
+        # Fields that follow a body are trailers: they must not change a request.
         if self._in_head:
             HttpToolsProtocol.on_header(self, name, value)
 
@@ -123,7 +123,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def _count_unwanted(self, num_bytes: int) -> None:
-        """A client may send a body to its end whatever was answered, but not for ever."""
+        """Count bytes of a body after its answer: a client may send the rest, up to a limit."""
         self._unwanted_bytes += num_bytes
         limit = self._limits.max_unwanted_bytes
         if self._unwanted_bytes > limit and not self._is_refused:
@@ -146,15 +146,15 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_authenticated = True
         self._place.mark_authenticated()
 
-    # Time and ends.
+    # Timeouts and closing.
 
     def sweep(self, now_s: float) -> None:
-        """Close the connection where its client has taken too long, to send or to read."""
+        """Close the connection if its client has taken too long to send or to read."""
         since_s, self._swept_s = max(0.0, now_s - (self._swept_s or now_s)), now_s
         if self._place.drop_if_unread(self.transport, now_s) or not self._due_s:
             return
         if self.flow.read_paused and not self._is_refused:
-            # It is we who do not read.
+            # Time in which this side does not read is not the client's.
             self._due_s += since_s
         elif now_s >= self._due_s + (0 if self._in_head else self._grace_s):
             self._expire()
@@ -189,12 +189,12 @@ class HttpProtocol(HttpToolsProtocol):
         )
 
     def _stop(self, refusal: tuple[str, HTTPStatus, str]) -> None:
-        """End the parser's work from within a callback of it."""
+        """Abort the parser from within one of its callbacks."""
         self._refusal = refusal
         raise ValueError(refusal[2])
 
     def _refuse(self, cause: str, status: HTTPStatus, message: str) -> None:
-        """Answer what is no request, where an answer would be taken for its own, and close."""
+        """Refuse invalid data: close, with an answer only if the client can attribute it."""
         self._is_refused = True
         cycle = self.cycle
         is_of_cycle = not self._in_head
@@ -213,7 +213,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._linger()
 
     def _linger(self) -> None:
-        """Discard what still comes for a while: closing at once may cost the client the answer."""
+        """Discard input for a while: if closed at once, the client might not receive the answer."""
         self._due_s = monotonic() + _LINGER_S
         self.flow.resume_reading()
         if self.transport.can_write_eof():

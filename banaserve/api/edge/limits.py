@@ -1,4 +1,4 @@
-"""Limits of client connections at the front door, before a request is looked at."""
+"""Limits of client connections at the front door, before a request is processed."""
 
 from __future__ import annotations
 
@@ -8,24 +8,30 @@ from banaserve.config import ServeConfig
 from banaserve.net.descriptors import connections_within
 
 _RESERVED_DESCRIPTORS = 512
-"""File descriptors for engines, store and logs."""
+"""File descriptors reserved for engines, store and logs."""
 
 
 @dataclass(frozen=True, slots=True)
 class EdgeLimits:
-    """What one client, and all of them, may take of the front door.
+    """Limits of the front door for each client connection, and for all of them.
 
     Attributes:
-        max_connections: Open at once; beyond, the oldest without a key makes way.
-        max_per_address: Of these, from one address without a key; 0: a quarter.
-        head_s: From the first byte of a head, or from the connection, to the head's end.
-        body_s: From the head to the body's last byte; longer by a second for each
-            ``body_bytes_per_s`` bytes that have come.
-        unread_s: A client that reads nothing of what waits for it is dropped after so long.
-        handshake_s: Longest TLS handshake.
-        max_head_bytes: Of a head, and of what surrounds a chunked body.
-        max_fields: Of a head.
-        max_unwanted_bytes: Of a body whose request has been answered before its end.
+        max_connections: Maximum number of open connections; beyond it, the oldest connection
+            without a key is closed.
+        max_per_address: Maximum number of connections without a key from one address; 0: a quarter
+            of ``max_connections``.
+        head_s: Maximum time from a head's first byte, or from the connection's beginning, to the
+            head's end, in seconds.
+        body_s: Maximum time from the head to the body's last byte, in seconds; extended by a
+            second for each ``body_bytes_per_s`` bytes received.
+        unread_s: Time after which a client that reads none of the data sent to it is dropped, in
+            seconds.
+        handshake_s: Maximum time of a TLS handshake, in seconds.
+        max_head_bytes: Maximum size of a head; head and framing of a chunked body together may
+            have twice as many bytes.
+        max_fields: Maximum number of fields of a head and its trailers.
+        max_unwanted_bytes: Maximum size of the rest of a body whose request has been answered
+            before the body's end.
     """
 
     max_connections: int = 16384
@@ -41,11 +47,11 @@ class EdgeLimits:
 
 
 def edge_limits(config: ServeConfig, num_descriptors: int) -> tuple[EdgeLimits, str]:
-    """Limits of a server of ``config`` that may have so many file descriptors.
+    """Return the limits for a server of ``config`` with ``num_descriptors`` file descriptors.
 
     Returns:
-        The limits; and one line for the user where they allow fewer connections than is asked for,
-        empty elsewhere.
+        The limits; and one line for the user if they allow fewer connections than configured, else
+        an empty string.
     """
     wanted = config.max_connections or EdgeLimits().max_connections
     allowed = connections_within(num_descriptors, wanted, _RESERVED_DESCRIPTORS)

@@ -1,4 +1,4 @@
-"""Place of one connection at the edge: in the table, and by what its client leaves unread."""
+"""Place of a connection at the edge: its entry in the table and its client's unread data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class EdgePlace:
     """The part of a connection that all protocols of the front door share.
 
     Args:
-        connection: Swept and evicted through the table.
+        connection: Connection that the table sweeps and evicts.
     """
 
     def __init__(self, edge: Edge, connection: EdgeConnection) -> None:
@@ -24,9 +24,9 @@ class EdgePlace:
         self._stalled = StalledWrites()
 
     def take(self, transport: Transport) -> bool:
-        """Returns whether the connection may stay.
+        """Return whether the connection may stay.
 
-        One that was upgraded takes the place that its HTTP had.
+        An upgraded connection takes the place of its HTTP connection.
         """
         self._peer = transport.get_extra_info("peername") or id(self._connection)
         return self._edge.opened(self._connection, self._peer)
@@ -36,11 +36,11 @@ class EdgePlace:
         self._edge.table.remove(self._connection, self._peer)
 
     def mark_authenticated(self) -> None:
-        """The client has shown a key: the connection makes way for no other."""
+        """Record that the client has shown a key: the connection is no longer evicted."""
         self._edge.table.authenticated(self._connection, self._peer)
 
     def drop_if_unread(self, transport: Transport, now_s: float) -> bool:
-        """Abort where the client has read nothing for too long; returns whether it was so."""
+        """Abort if the client has read nothing for too long; return whether it was aborted."""
         limit_s = self._edge.limits.unread_s
         if self._stalled.stalled_s(num_unread_bytes(transport), now_s) <= limit_s:
             return False

@@ -1,4 +1,4 @@
-"""Refusals of the front door: an answer in OpenAI's form, a count, and a line in the log."""
+"""Refusals of the front door: an answer in OpenAI's error form, a count, and a line in the log."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _log = RefusalLog(logger.warning)
 def refuse(
     cause: str, status: HTTPStatus, message: str, headers: dict[str, str] | None = None
 ) -> JSONResponse:
-    """Returns the answer to a request that is refused, and counts it.
+    """Count a refusal and return the answer to the refused request.
 
     Args:
-        cause: A fixed word, for the metric and for the pace of the log.
+        cause: Fixed word for the cause: the metric's label, and the key of the log's rate limit.
     """
     note(cause, status, message)
     return error_response(status, message, headers)
@@ -41,7 +41,7 @@ def note(cause: str, status: int, message: str) -> None:
 
 
 def closing_answer(status: HTTPStatus, message: str) -> bytes:
-    """The bytes of a whole answer that ends its connection, for what no application has seen."""
+    """Return the bytes of an answer that closes its connection, for use outside an application."""
     body = bytes(error_response(status, message).body)
     again = b"Retry-After: 1\r\n" if status in (429, 503) else b""
     return (

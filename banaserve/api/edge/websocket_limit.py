@@ -1,4 +1,4 @@
-"""Limits of realtime sessions: their time in all, silence in both directions, and bytes."""
+"""Limits of realtime sessions: total time, silence in both directions, and bytes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _POLICY_VIOLATION, _TOO_BIG, _TRY_AGAIN_LATER = 1008, 1009, 1013
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """Of one realtime session.
+    """Limits of one realtime session.
 
     Attributes:
-        session_s: Its whole time.
-        silent_s: Without a message from either side.
-        max_bytes: Of all messages of its client.
+        session_s: Maximum time of a session, in seconds.
+        silent_s: Maximum time without a message from either side, in seconds.
+        max_bytes: Maximum size of all messages of the client together.
     """
 
     session_s: float = 3600.0
@@ -29,7 +29,7 @@ class SessionLimits:
 
 
 class WebSocketLimit:
-    """Ends sessions that exceed ``limits``, with a close frame that says why."""
+    """Middleware that ends sessions beyond ``limits``, with a close frame that gives the reason."""
 
     def __init__(self, app: ASGIApp, limits: SessionLimits | None = None) -> None:
         self._app = app
@@ -60,7 +60,7 @@ class _Session:
         except TimeoutError:
             if not self._timeout or not self._timeout.expired():
                 raise
-            # By what the timer was set to: a loop's clock may be behind its timers.
+            # Judged by the timer's time, not the clock: a loop's clock may be behind its timers.
             was_silent = (self._timeout.when() or 0.0) < self._ends_s
             if was_silent and self._why[0] == "session_time":
                 self._why = ("session_silent", _POLICY_VIOLATION, "the session was silent")
@@ -98,6 +98,6 @@ class _Session:
         self._is_closed = True
         cause, code, reason = self._why
         note(cause, 0, reason)
-        # A client that reads nothing may hold this up until it is dropped, too.
+        # A client that reads nothing may also delay this until it is dropped.
         with contextlib.suppress(Exception):
             await self._send_next({"type": "websocket.close", "code": code, "reason": reason})

@@ -1,4 +1,4 @@
-"""WebSockets of the front door: uvicorn's protocol, counted, and closed where nothing is read."""
+"""WebSockets of the front door: uvicorn's protocol, counted, and closed if nothing is read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from banaserve.api.edge.place import EdgePlace
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
-    """One connection that has been upgraded."""
+    """A connection that has been upgraded to a WebSocket."""
 
     def __init__(self, edge: Edge, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)
@@ -29,12 +29,12 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         super().connection_lost(exc)
 
     async def run_asgi(self) -> None:
-        """Run the application, which may say that the client has shown a key."""
+        """Run the application, which may mark that the client has shown a key."""
         offer_mark(self.scope, self._place.mark_authenticated)
         await super().run_asgi()
 
     def sweep(self, now_s: float) -> None:
-        """Close the connection where its client reads nothing: it cannot answer pings either."""
+        """Close the connection if its client reads nothing: such a client answers no pings."""
         self._place.drop_if_unread(self.transport, now_s)
 
     def evict(self) -> None:

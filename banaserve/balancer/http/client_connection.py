@@ -1,4 +1,4 @@
-"""Client connections: bytes to requests, and limits on the time that a client takes."""
+"""Client connections: parsing of bytes into requests, and limits on the time a client takes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from banaserve.net.stalled_writes import StalledWrites, num_unread_bytes
 MAX_PIPELINED = 16
 HEAD_TIMEOUT_S = 10.0
 BODY_BYTES_PER_S = 64 * 1024
-"""A body has a second more for so many bytes that have come."""
+"""Number of received bytes of a body that extend its time limit by one second."""
 
 KEEP_ALIVE_S = 75.0
 _LINGER_S = 2.0
@@ -27,14 +27,14 @@ _RETRY_AFTER_S = 1.0
 
 
 class ActiveRequest(Protocol):
-    """A request under way, as its connection sees it."""
+    """Request under way, as its connection sees it."""
 
     def cancel(self) -> None:
-        """The client has gone."""
+        """Cancel the request, since the client has gone."""
         ...
 
     def pause(self) -> None:
-        """The client reads more slowly than the answer comes."""
+        """Pause the answer, since the client reads more slowly than it arrives."""
         ...
 
     def resume(self) -> None: ...
@@ -43,55 +43,56 @@ class ActiveRequest(Protocol):
 class RequestHandler(Protocol):
     """Server behind the connections of clients.
 
-    The balancer implements it. It is named here because HTTP is below the balancer, whose modules
-    import this one: a connection that named its balancer would close a circle of imports.
+    The balancer implements this protocol. The protocol is here because the balancer's modules
+    import this one: a connection that imported its balancer would close a circle of imports.
 
     Attributes:
-        max_body_bytes: Of one request.
-        body_timeout_s: For all of a body; longer by its ``BODY_BYTES_PER_S``.
+        max_body_bytes: Maximum size of the body of a request, in bytes.
+        body_timeout_s: Maximum time for a body in seconds, extended according to
+            ``BODY_BYTES_PER_S``.
     """
 
     max_body_bytes: int
     body_timeout_s: float
 
     def opened(self, client: ClientConnection) -> bool:
-        """Returns whether another connection may be open; one without a key may be evicted."""
+        """Return whether ``client`` may stay open; another one without a key may be evicted."""
         ...
 
     def closed(self, client: ClientConnection) -> None: ...
 
     def check_head(self, client: ClientConnection, message: ClientRequest) -> None:
-        """Returns if the body of ``message`` may come.
+        """Check that the body of ``message`` may be sent.
 
         Raises:
-            RequestRefusedError: It may not.
+            RequestRefusedError: The body may not be sent.
         """
         ...
 
     def hold(self, num_bytes: int) -> None:
-        """Counts bytes of bodies in memory; a negative number gives them back.
+        """Count bytes of bodies in memory; a negative number releases bytes.
 
         Raises:
-            RequestRefusedError: There is no room for them.
+            RequestRefusedError: There is no room for the bytes.
         """
         ...
 
     def take(self, client: ClientConnection, message: ClientRequest) -> ActiveRequest | None:
-        """Takes a whole request; None where it is answered already."""
+        """Take a complete request; return None if it is answered already."""
         ...
 
     def refused(self, error: RequestRefusedError) -> None: ...
 
     def dropped(self, cause: str, why: str) -> None:
-        """A connection is closed without an answer; ``cause`` is a fixed word."""
+        """Record a connection closed without an answer; ``cause`` is one of a few fixed words."""
         ...
 
 
 class ClientConnection(asyncio.Protocol):
-    """One connection from a client: requests come one after another, answers likewise.
+    """Connection from a client, on which requests and answers follow one another in order.
 
     Attributes:
-        can_go_on: Another request may follow the one under way.
+        can_go_on: True if another request may follow the one under way.
         peer: The client's address and port.
     """
 
@@ -167,14 +168,14 @@ class ClientConnection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self._refuse(RequestRefusedError(400, f"not a valid HTTP/1.1 request: {error}"))
             return
-        # The parser keeps a field until it is whole: of a head, or of the trailers after a body.
+        # The parser buffers a field of a head, or of trailers after a body, until it is complete.
         if self._head_bytes > MAX_HEAD_BYTES * (1 if self._in_head else 2):
             self._refuse(RequestRefusedError(431, f"the head exceeds {MAX_HEAD_BYTES} bytes"))
         elif not self._is_busy:
             self._watch_part()
 
     def _watch_part(self) -> None:
-        """Part of a request has come, or nothing of one: how long may the rest take?"""
+        """Set the time limit for the rest of a head or body of which a part has arrived."""
         if not self._in_head:
             if not self._is_body_timed:
                 self._is_body_timed = True
@@ -189,7 +190,7 @@ class ClientConnection(asyncio.Protocol):
         self._message.add_url(part)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        # What follows the body are trailers; nothing in them may change a request.
+        # Fields after the body are trailers, which must not change a request.
         if self._in_head:
             self._message.add_field(name, value)
 
@@ -232,19 +233,19 @@ class ClientConnection(asyncio.Protocol):
         self._is_busy, self._closes_at_s, self._is_head_timed = True, 0.0, False
         self.can_go_on = message.keep_alive
         active = self._handler.take(self, message)
-        # An answer that came at once has ended the request already.
+        # An immediate answer has ended the request already.
         if self._is_busy:
             self._active = active
 
     # For the request under way.
 
     def write(self, data: bytes) -> None:
-        # Its end may not have been reported yet.
+        # The end of the connection may not have been reported yet.
         if not self._transport.is_closing():
             self._transport.write(data)
 
     def done(self, message: ClientRequest) -> None:
-        """The answer to ``message`` is complete."""
+        """Finish ``message``, whose answer is complete."""
         self._active, self._is_busy = None, False
         self._give_back(message.size)
         if not self.can_go_on:
@@ -262,26 +263,26 @@ class ClientConnection(asyncio.Protocol):
             self._watch_part()
 
     def _begin_next(self) -> None:
-        # An answer on top of answers that are not read would make a buffer without bound.
+        # If answers were added to unread answers, the write buffer would grow without bound.
         if self._waiting and not self._is_busy and not self._is_choked:
             self._begin(self._waiting.popleft())
 
     def abort(self) -> None:
-        """Break the connection, so that half an answer is not taken for a whole one."""
+        """Break the connection, so that half an answer is not mistaken for a complete one."""
         self._active = None
         self._transport.abort()
 
-    # Time, back-pressure, ends.
+    # Time limits, back-pressure, closing.
 
     def sweep(self, now_s: float) -> None:
-        """Close the connection where its client has taken too long, to send or to read."""
+        """Close the connection if its client has taken too long to send or to read."""
         unread = num_unread_bytes(self._transport)
         if self._stalled.stalled_s(unread, now_s) >= UNREAD_S:
             self._handler.dropped("unread", f"a client has read nothing for {UNREAD_S:g} s")
             self._transport.abort()
             return
         grace_s = 0.0 if self._in_head else self._message.size / BODY_BYTES_PER_S
-        # A client that is slow but reads would lose the end of its answer.
+        # Not while answers are unread: a slow but reading client would lose the end of its answer.
         if not self._closes_at_s or now_s < self._closes_at_s + grace_s or unread:
             return
         if self._refusal is not None:
@@ -296,7 +297,7 @@ class ClientConnection(asyncio.Protocol):
         self._transport.abort()
 
     def leave_if_idle(self) -> None:
-        """Close the connection where no request is under way; else after the answer."""
+        """Close the connection if no request is under way, or else after the answer."""
         self.can_go_on = False
         if not self._is_busy:
             self._transport.close()
@@ -323,7 +324,7 @@ class ClientConnection(asyncio.Protocol):
             self._answer_refusal(error)
 
     def _turn_away(self) -> None:
-        """Refuse the connection, and close it at once: one that lingers has a descriptor."""
+        """Refuse the connection and close it at once: lingering would hold a file descriptor."""
         error = RequestRefusedError(503, "too many connections are open; try again shortly")
         self._refusal = error
         self._handler.refused(error)
@@ -337,7 +338,7 @@ class ClientConnection(asyncio.Protocol):
         self._leave()
 
     def _leave(self) -> None:
-        """Close for writing and discard what still comes: closing at once may cost the answer."""
+        """Close for writing and discard further bytes: closing at once may lose the answer."""
         self._refusal = self._refusal or RequestRefusedError(400, "the connection is closing")
         self._waiting.clear()
         self._within(_LINGER_S)

@@ -1,4 +1,4 @@
-"""Connections to replicas: one answer at a time, kept open between requests."""
+"""Connections to replicas, with one answer at a time, kept open between requests."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from banaserve.net.keep_alive import watch_server
 from banaserve.net.tls import Certificates
 
 IDLE_S = 4.0
-"""Below uvicorn's five seconds, after which a server closes an idle connection."""
+"""Maximum idle time of a connection: less than the five seconds after which uvicorn closes it."""
 
 MAX_IDLE = 256
 
 
 class Sink(Protocol):
-    """Receiver of an answer. After ``on_end`` or ``on_broken`` nothing more comes."""
+    """Receiver of an answer. After ``on_end`` or ``on_broken`` no method is called any more."""
 
     def on_head(self, head: ResponseHead, data: bytes) -> None:
-        """The head has come, with the first bytes of the body, which may be none."""
+        """Take the head, with the first bytes of the body, if any."""
         ...
 
     def on_body(self, data: bytes) -> None: ...
@@ -37,18 +37,18 @@ class Sink(Protocol):
     def on_end(self) -> None: ...
 
     def on_broken(self, why: str, was_reused: bool, is_ours: bool = False) -> None:
-        """The connection broke, or what came on it is no answer.
+        """Learn that the connection broke, or that its bytes are not a valid answer.
 
         Args:
-            was_reused: It had carried another answer before and nothing came of this one: likely
-                the server had just closed it, which says nothing of its health.
-            is_ours: There was none, for lack of something of this process.
+            was_reused: True if the connection had carried another answer before, and no byte of
+                this one: likely the server had just closed it, which says nothing of its health.
+            is_ours: True if no connection could be made because this process lacks a resource.
         """
         ...
 
 
 class ReplicaConnection(asyncio.Protocol):
-    """One connection to a replica."""
+    """Connection to a replica."""
 
     __slots__ = (
         "_body",
@@ -92,7 +92,7 @@ class ReplicaConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         sink, body = self._sink, self._body
         if sink is None:
-            # Unasked for: whatever it is, it must not become the answer to the next request.
+            # Unrequested bytes must not become the answer to the next request.
             self.abort()
             return
         try:
@@ -139,7 +139,7 @@ class ReplicaConnection(asyncio.Protocol):
         self._sink = self._body = None
         self.num_answers += 1
         self.resume()
-        # Before the sink asks for a connection for its next request.
+        # Give it back before the sink asks for a connection for its next request.
         if is_clean:
             self._pool.give_back(self)
         else:
@@ -170,11 +170,11 @@ class ReplicaConnection(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether something can be sent; its end may not have been reported yet."""
+        """Return whether bytes can be sent; the connection's end may not have been reported yet."""
         return not self._transport.is_closing()
 
     def abort(self) -> None:
-        """Close at once; the sink hears nothing. A server takes that for a cancelled request."""
+        """Close at once, without a call of the sink. For the server, the request is cancelled."""
         self._sink = None
         if not self.is_closed:
             self.is_closed = True
@@ -182,7 +182,7 @@ class ReplicaConnection(asyncio.Protocol):
             self._transport.abort()
 
     def pause(self) -> None:
-        """Read no more: the client is slower than the replica."""
+        """Stop reading: the client is slower than the replica."""
         if not self.is_closed and not self._is_paused:
             self._is_paused = True
             self._transport.pause_reading()
@@ -194,12 +194,12 @@ class ReplicaConnection(asyncio.Protocol):
 
 
 class ConnectionPool:
-    """The connections to one server."""
+    """Pool of connections to one server."""
 
     def __init__(
         self, endpoint: Endpoint, connect_timeout_s: float, tls: Certificates | None = None
     ) -> None:
-        """``tls`` says whom to trust; needed where the endpoint has TLS."""
+        """``tls`` holds the trusted authorities; needed if the endpoint has TLS."""
         assert tls is not None or not endpoint.is_tls
         self.endpoint = endpoint
         self.connect_timeout_s = connect_timeout_s
@@ -209,7 +209,7 @@ class ConnectionPool:
         self._is_retired = False
 
     def take(self) -> ReplicaConnection | None:
-        """Returns an idle connection, the one used last, or None."""
+        """Return the idle connection that was used last, or None."""
         while self._idle:
             connection = self._idle.pop()
             if connection.is_open:
@@ -217,10 +217,10 @@ class ConnectionPool:
         return None
 
     async def connect(self) -> ReplicaConnection:
-        """Returns a fresh connection.
+        """Return a new connection.
 
         Raises:
-            OSError: Refused, unreachable, or not within the time limit.
+            OSError: The server refuses, is unreachable, or does not answer within the time limit.
         """
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(self.connect_timeout_s):
@@ -261,11 +261,11 @@ class ConnectionPool:
         self.drop_idle()
 
     def sweep(self, now_s: float) -> None:
-        """Close connections that have been idle so long that the server may be closing them."""
+        """Close connections idle for more than ``IDLE_S``: the server may be closing them."""
         while self._idle and now_s - self._idle[0].idle_since_s > IDLE_S:
             self._idle[0].abort()
 
     def close(self) -> None:
-        """Close all connections, those under way too."""
+        """Close all connections, including those with a request under way."""
         for connection in list(self._all):
             connection.abort()

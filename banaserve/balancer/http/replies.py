@@ -18,7 +18,7 @@ _TYPES = {
 
 
 def error_body(status: int, why: str) -> bytes:
-    """Returns the JSON of an error in one line."""
+    """Return the JSON of an error in one line."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return msgspec.json.encode(
         {"error": {"message": why, "type": kind, "param": None, "code": status}}
@@ -26,11 +26,11 @@ def error_body(status: int, why: str) -> bytes:
 
 
 def error(status: int, why: str, *, closes: bool, retry_after_s: float | None = None) -> bytes:
-    """Returns a whole answer.
+    """Return a complete error answer.
 
     Args:
-        closes: The connection ends with it.
-        retry_after_s: When the client may try again; rounded up to whole seconds.
+        closes: True if the connection ends with this answer.
+        retry_after_s: Time until the client may try again, in seconds, rounded up; None for none.
     """
     fields = b"WWW-Authenticate: Bearer\r\n" if status == 401 else b""
     if retry_after_s is not None:
@@ -41,7 +41,7 @@ def error(status: int, why: str, *, closes: bool, retry_after_s: float | None = 
 def answer(
     status: int, content_type: bytes, body: bytes, closes: bool, fields: bytes = b""
 ) -> bytes:
-    """Returns a whole answer with ``body``."""
+    """Return a complete answer with ``body``."""
     phrase = HTTPStatus(status).phrase.encode()
     if closes:
         fields += b"Connection: close\r\n"
@@ -51,9 +51,9 @@ def answer(
 
 
 def error_event(why: str) -> bytes:
-    """Returns the end of a chunked event stream that cannot go on: an error, then the last chunk.
+    """Return the end of a chunked event stream that broke off: an error event and the last chunk.
 
-    Clients raise it; without it a broken stream looks like one that has ended.
+    Clients raise the error; without it, a broken stream would look like one that has ended.
     """
     event = b"data: %b\n\n" % error_body(502, why)
     return b"%x\r\n%b\r\n0\r\n\r\n" % (len(event), event)

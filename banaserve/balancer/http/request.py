@@ -1,4 +1,4 @@
-"""Client request as parsed, and the bytes in which it goes on to a replica."""
+"""Client request as parsed, and its bytes for a replica."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from banaserve.errors import BanaServeError
 MAX_FIELDS = 128
 MAX_HEAD_BYTES = 32 * 1024
 
-# About the connection, or made anew for the next one.
+# Fields about the connection, or created anew for the next connection.
 _DROPPED = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"proxy-authorization", b"te", b"trailer",
      b"transfer-encoding", b"content-length", b"expect", b"host", b"upgrade")
@@ -19,21 +19,22 @@ _OURS = b"x-banaserve-"
 _SEEN = frozenset((b"authorization", b"traceparent", b"tracestate", b"x-session-id"))
 _PASSED = (b"tracestate", b"x-session-id")
 _JOINED_BYTES = 16 * 1024
-"""Up to here one copy is cheaper than one more buffer to send."""
+"""Size of a body up to which one copy is cheaper than one more buffer to send."""
 _MANY_PARTS, _PART_BYTES = 256, 64
 
 _ODD_PATH = re.compile(rb"//|/\.\.?(?:/|$)|[\\\0-\x20]")
 _ORIGIN = re.compile(rb"https?://[^/?#\s\\]+", re.IGNORECASE)
-"""Opening of a target in absolute form: any server has to take it (RFC 9112, 3.2.2)."""
+"""Beginning of a target in absolute form, which every server must accept (RFC 9112, 3.2.2)."""
 _TARGET = re.compile(rb"/[A-Za-z0-9\-._~!$&'()*+,;=:@%/]*(?:\?[^\s#\\\0]*)?")
 
 
 class RequestRefusedError(BanaServeError):
-    """The request is answered here: no replica is asked.
+    """The balancer itself refuses the request: no replica is asked.
 
     Attributes:
-        closes: What follows on the connection cannot be trusted.
-        retry_after_s: When the client may try again; None: the usual for the status.
+        closes: True if the following bytes on the connection cannot be trusted.
+        retry_after_s: Time until the client may try again, in seconds; None: the default of the
+            status.
     """
 
     def __init__(
@@ -46,14 +47,14 @@ class RequestRefusedError(BanaServeError):
 
 
 class ClientRequest:
-    """A request. Filled in by the parser's callbacks in the order of the bytes.
+    """Request of a client, filled in by the parser's callbacks in the order of the bytes.
 
     Attributes:
         target: Path and query, as sent.
-        path: Without the query, percent signs resolved.
-        fields: Lines for the replica, each with its line end.
+        path: Path without the query, percent-decoded.
+        fields: Header lines for the replica, each with its line end.
         seen: Values of the fields that the balancer itself reads, by lower-case name.
-        keep_alive: The client wants another answer on the same connection.
+        keep_alive: True if the connection may carry another request after this one.
     """
 
     __slots__ = (
@@ -93,12 +94,12 @@ class ClientRequest:
 
     @property
     def size(self) -> int:
-        """Bytes of the body so far."""
+        """Return the number of bytes of the body so far."""
         return self._size
 
     @property
     def session(self) -> str:
-        """Who asks, where the client says so."""
+        """Return the session that the client names; empty if it names none."""
         return self.seen.get(b"x-session-id", b"")[:256].decode("latin-1")
 
     def add_url(self, part: bytes) -> None:
@@ -108,10 +109,11 @@ class ClientRequest:
         self._target += part
 
     def add_field(self, name: bytes, value: bytes) -> None:
-        """Take in one header field.
+        """Add one header field.
 
         Raises:
-            RequestRefusedError: Too many, or one that would make the request mean two things.
+            RequestRefusedError: There are too many fields, or the field is not supported or makes
+                the request ambiguous.
         """
         self._num_fields += 1
         self._head_bytes += len(name) + len(value)
@@ -162,7 +164,7 @@ class ClientRequest:
         """Check the head as a whole.
 
         Raises:
-            RequestRefusedError: It is not one that may go on.
+            RequestRefusedError: The head is not one that may be passed on.
         """
         self.method, self.keep_alive = method, keep_alive
         if version not in ("1.1", "1.0"):
@@ -171,7 +173,7 @@ class ClientRequest:
         if self._num_hosts > 1 or (self._num_hosts == 0 and not self.is_http10):
             raise RequestRefusedError(400, "exactly one Host header field is needed")
         if self.is_http10 and self._is_chunked:
-            # RFC 9112, 6.1: whoever has passed it on may have framed it otherwise.
+            # RFC 9112, 6.1: an intermediary may have framed the message differently.
             raise RequestRefusedError(400, "HTTP/1.0 has no Transfer-Encoding")
         if self.is_http10 and self.expects_continue:
             self.expects_continue = False
@@ -182,7 +184,7 @@ class ClientRequest:
             self._target = rest if rest.startswith(b"/") else b"/" + rest
         if not _TARGET.fullmatch(self._target):
             raise RequestRefusedError(400, "the request's target is not a path")
-        # A replica may read the path otherwise than the list of allowed paths does.
+        # A replica may read an odd path differently from the check against allowed paths.
         path = self._target.partition(b"?")[0]
         self.path = unquote_to_bytes(path) if b"%" in path else path
         if _ODD_PATH.search(self.path):
@@ -191,15 +193,15 @@ class ClientRequest:
             self._drop_named()
 
     def _drop_named(self) -> None:
-        """The Connection field may name others that are not for the next hop."""
+        """Drop the fields that the Connection field names: they are not for the next hop."""
         names = {name.strip() for name in self._connection.split(b",")}
         self.fields = [line for line in self.fields if line.partition(b":")[0].lower() not in names]
 
     def add_body(self, data: bytes, max_bytes: int) -> None:
-        """Take in a part of the body.
+        """Add a part of the body.
 
         Raises:
-            RequestRefusedError: It is longer than ``max_bytes``.
+            RequestRefusedError: The body is longer than ``max_bytes``.
         """
         self._size += len(data)
         if self._size > max_bytes:
@@ -213,10 +215,10 @@ class ClientRequest:
             self.body = [b"".join(body)]
 
     def parts(self, fields_for_target: bytes) -> list[bytes]:
-        """The bytes for a replica; framed anew, so both ends agree on where the body ends.
+        """Return the bytes for a replica, framed anew: both ends agree on where the body ends.
 
         Args:
-            fields_for_target: Lines that this hop alone needs: Host, keys.
+            fields_for_target: Header lines that only this hop needs: Host, keys.
         """
         version = b"1.0" if self.is_http10 else b"1.1"
         start = b"%b %b HTTP/%b\r\n" % (self.method, self._target, version)

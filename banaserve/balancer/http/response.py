@@ -1,6 +1,6 @@
 """Strict framing of answers in the bytes of a connection (RFC 9112).
 
-Bodies are measured, never copied: what a replica frames goes on to the client as it came.
+Bodies are measured, never copied: the client gets them with the replica's framing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _HEAD = re.compile(
     rb"HTTP/1\.([01]) ([1-5][0-9][0-9])(?: ([^\r\n\0]*))?\r\n"
     rb"((?:" + _TOKEN + rb":[^\r\n\0]*\r\n)*)\r\n"
 )
-# Anchored at line starts; only these matter to an intermediary.
+# The fields that matter to an intermediary, anchored at line starts.
 _HOP = re.compile(
     rb"^(connection|keep-alive|proxy-connection|proxy-authenticate|upgrade|te|"
     rb"transfer-encoding|content-length):([^\r]*)\r\n",
@@ -34,17 +34,18 @@ _NO_TRAILERS = frozenset(
      b"trailer", b"host", b"set-cookie", b"www-authenticate", b"content-type", b"content-encoding",
      b"content-range", b"cache-control")
 )  # fmt: skip
-"""A client that adds trailers to the head would read another answer (RFC 9110, 6.5.1)."""
+"""Fields refused as trailers: a client that merges trailers into the head would read another answer
+(RFC 9110, 6.5.1)."""
 _DIGITS = re.compile(rb"[0-9]{1,18}")
 _HEX = re.compile(rb"[0-9a-fA-F]{1,15}")
 
 
 class Body(Protocol):
-    """Framing of a body: finds its end.
+    """Framing of a body, which finds the body's end.
 
     Attributes:
-        is_done: The whole body has been fed.
-        at_boundary: Something of ours could be put after the bytes fed so far.
+        is_done: True if the whole body has been fed.
+        at_boundary: True if the balancer could insert bytes of its own after those fed so far.
     """
 
     is_done: bool
@@ -53,7 +54,7 @@ class Body(Protocol):
     def at_boundary(self) -> bool: ...
 
     def feed(self, data: bytes) -> int:
-        """Returns how many bytes of ``data`` belong to the body.
+        """Return how many bytes of ``data`` belong to the body.
 
         Raises:
             ProtocolError: The framing is broken.
@@ -62,7 +63,7 @@ class Body(Protocol):
 
 
 class LengthBody:
-    """A body of a known number of bytes."""
+    """Body of a known number of bytes."""
 
     __slots__ = ("_left", "is_done")
 
@@ -85,7 +86,7 @@ class LengthBody:
 
 
 class UntilClose:
-    """A body that ends with its connection."""
+    """Body that ends with its connection."""
 
     __slots__ = ("is_done",)
 
@@ -101,12 +102,12 @@ class UntilClose:
 
 
 class ChunkedBody:
-    """A body in the chunked transfer coding; extensions are refused."""
+    """Body in the chunked transfer coding; chunk extensions are refused."""
 
     __slots__ = ("_in_trailers", "_left", "_line", "is_done")
 
     def __init__(self) -> None:
-        # Of the chunk under way, its line end included.
+        # Bytes left of the current chunk, including its line end.
         self._left = 0
         self._line = b""
         self._in_trailers = False
@@ -148,7 +149,7 @@ class ChunkedBody:
         return num_bytes
 
     def _feed_lines(self, data: bytes, at: int) -> int:
-        """The rare case: a size line or the trailers lie in more than one read."""
+        """Handle the rare case that a size line or the trailers span more than one read."""
         before = len(self._line)
         line = self._line + data[at:]
         if self._in_trailers:
@@ -169,7 +170,7 @@ class ChunkedBody:
         return start + self.feed(data[start:]) if start < len(data) else len(data)
 
     def _feed_trailers(self, lines: bytes, offset: int, num_bytes: int) -> int:
-        """Check each byte before it goes on: none may end the answer for a client but not here."""
+        """Check each byte before it is relayed: none may end the answer for the client only."""
         end = _end_of_trailers(lines)
         if end:
             self._line, self.is_done = b"", True
@@ -181,10 +182,10 @@ class ChunkedBody:
 
 
 def _end_of_trailers(lines: bytes) -> int:
-    """Where the empty line behind trailers ends; 0 where it has not come.
+    """Return the end of the empty line after the trailers; 0 if that line has not arrived.
 
     Raises:
-        ProtocolError: They are no fields, or ones that may not stand there.
+        ProtocolError: A trailer is not a field, or a field that is not allowed as a trailer.
     """
     at = 0
     while match := _TRAILER.match(lines, at):
@@ -199,7 +200,7 @@ def _end_of_trailers(lines: bytes) -> int:
 
 
 def _check_line_end(data: bytes, end: int) -> None:
-    """A chunk whose end lies at ``end`` of ``data`` ends in a line end."""
+    """Check that the chunk whose end is at ``end`` of ``data`` ends with a line end."""
     if data[max(end - 2, 0) : end] not in (b"\r\n", b"\n"):
         raise ProtocolError("a chunk does not end where it says")
 
@@ -212,12 +213,12 @@ def _chunk_size(digits: bytes) -> int:
 
 @dataclass(slots=True)
 class ResponseHead:
-    """The head of an answer.
+    """Head of an answer.
 
     Attributes:
-        lines: Status line and fields for the client, without those that are about the connection
-            and without the empty line at the end.
-        keep_alive: The connection may be used again after the body.
+        lines: Status line and fields for the client, without the fields about the connection and
+            without the empty line at the end.
+        keep_alive: True if the connection may be used again after the body.
     """
 
     status: int
@@ -227,13 +228,13 @@ class ResponseHead:
 
 
 def parse_response_head(head: bytes, to_head: bool = False) -> ResponseHead:
-    """Returns the meaning of ``head``, which ends in an empty line.
+    """Return the parsed ``head``, which ends with an empty line.
 
     Args:
-        to_head: It answers a HEAD request, so no body follows whatever it says.
+        to_head: True if the answer is to a HEAD request: no body follows, whatever ``head`` says.
 
     Raises:
-        ProtocolError: Not an HTTP/1 head, or one whose body has no certain end.
+        ProtocolError: ``head`` is not an HTTP/1 head, or the end of its body is uncertain.
     """
     match = _HEAD.fullmatch(head)
     if match is None:
@@ -267,7 +268,7 @@ def _keep(match: re.Match[bytes]) -> bytes:
 
 
 def _without(fields: bytes, connection: bytes) -> bytes:
-    """Drops the fields that the Connection field names."""
+    """Return ``fields`` without those that the Connection field names."""
     names = {name.strip() for name in connection.split(b",")} - _KEPT
     lines = fields.split(b"\r\n")[:-1]
     kept = [line for line in lines if line.partition(b":")[0].lower() not in names]

@@ -1,16 +1,16 @@
 """``banaserve bench compare``: which system serves the same requests better on this machine?
 
-Starts one system after the other, sends each the same requests at the same times, checks a
-sample of its answers token by token against a single vLLM engine, and writes a report. What is
-complete is kept: the same command goes on where a stopped one was. Between two cells, what the
-orchestrator has moved is moved back.
+Starts the systems one by one, sends each the same requests at the same times, checks a sample of
+the answers token by token against a single vLLM engine, and writes a report. Complete parts are
+kept: the same command resumes a stopped run. Between two cells, roles and modules that the
+orchestrator has moved are moved back.
 
 Systems: colocated-round-robin, colocated-least-requests, colocated-prefix-affinity, static-pd,
 banaserve, banaserve-no-migration, banaserve-colocated, banaserve-no-store, or NAME='OPTIONS of
 serve'.
 
-With --pace all engines keep the time of a modelled GPU: rates, latencies and durations are then
-modelled seconds, and the simulator's figures for the same requests stand beside them.
+With --pace all engines keep the time of a modelled GPU: rates, latencies and durations are then in
+modelled seconds, and the report also shows the simulator's figures for the same requests.
 """
 
 from __future__ import annotations
@@ -68,16 +68,16 @@ _AGAIN_S = 0.5
 
 
 class StartPlacement:
-    """Roles and modules of a server as they were when it had started.
+    """Roles and modules of a server as they were at its start.
 
-    A cell that begins with what the one before has left behind measures that one too, and is no
-    cell of the simulator's.
+    A cell that began with the placement left by the cell before would also measure that cell, and
+    would not correspond to a cell of the simulator.
 
     Args:
-        admin: Of a server that has served no request yet.
+        admin: Admin client of a server that has served no request yet.
 
     Raises:
-        UserError: It cannot be reached.
+        UserError: The server cannot be reached.
     """
 
     def __init__(self, admin: AdminClient) -> None:
@@ -85,10 +85,10 @@ class StartPlacement:
         self._roles = {one.id: one.role for one in admin.placement().instances}
 
     def restore(self) -> None:
-        """Return when everything is there again; the orchestrator rests meanwhile. Blocking.
+        """Return when the start's roles and modules are back; pauses the orchestrator. Blocking.
 
         Raises:
-            UserError: It does not come back in two minutes.
+            UserError: The placement is not restored within two minutes.
         """
         self._admin.set_paused(True)
         until_s = time.monotonic() + _TIMEOUT_S
@@ -101,7 +101,7 @@ class StartPlacement:
             self._admin.set_paused(False)
 
     def _step(self) -> str:
-        """Bring one thing home; what was still in the way, empty where nothing was."""
+        """Undo one change; return a description of it, empty if nothing is left to undo."""
         placement = self._admin.placement()
         if any(migration.is_open for migration in placement.migrations):
             return "a move is under way"
@@ -126,7 +126,7 @@ _SMALL = ("--kv-cache-memory-bytes", str(256 << 20))
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run what is missing, write results and report; the exit code."""
+    """Run what is missing, write results and report; return the exit code."""
     given = parse(argv, __doc__)
     systems = chosen_systems(given.system, given.instances)
     asked = plans(given)
@@ -162,7 +162,7 @@ def _write(
     workloads: Sequence[Workload],
     started_at: datetime,
 ) -> list[Path]:
-    """Writes what is complete of each workload, and the report; returns its pages."""
+    """Write the complete runs of each workload and the report; return the report's pages."""
     written = []
     for workload in workloads:
         ran = complete_runs(given, systems, workload)
@@ -272,9 +272,9 @@ def _run_dir(log: Path) -> Path:
 async def _reference(
     given: argparse.Namespace, workloads: Sequence[Workload], model: models.ResolvedModel
 ) -> dict[str, list[list[int]]]:
-    """Returns the tokens that one engine gives to the sample of each workload, sent one by one.
+    """Return the tokens that one engine gives to the sample of each workload, sent one by one.
 
-    Its time is real, also where that of the systems is modelled.
+    The reference engine runs in real time, even where the systems' time is modelled.
     """
     path = Path(given.out) / "systems" / "summaries" / "reference-tokens.json"
     if path.is_file():
@@ -296,7 +296,7 @@ async def _reference(
 
 
 def _checked_calls(given: argparse.Namespace, workload: Workload) -> list[CompletionCall]:
-    """The first requests of the first cell, which the system has served already."""
+    """Return the first requests of the first cell, which the system has already served."""
     first = workload.plan.cells()[0]
     items = workload.dataset.items(workload.plan.count(first), first.name, 0)[: given.check]
     return [_call(f"check{n}", item.prompt, CHECK_TOKENS) for n, item in enumerate(items)]

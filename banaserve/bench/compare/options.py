@@ -20,10 +20,10 @@ _MAX_PROMPT_TOKENS = 4000
 
 
 def parse(argv: Sequence[str], about: str | None) -> argparse.Namespace:
-    """Returns the options; ``profile`` is None where time is real.
+    """Return the options; ``profile`` is None where time is real.
 
     Raises:
-        UserError: One that makes no sense, or no such profile.
+        UserError: An option is invalid, or the profile does not exist.
     """
     given = make_parser(about).parse_args(list(argv))
     given.workload = given.workload or ["shared-prefix", "multi-turn", "random"]
@@ -31,7 +31,7 @@ def parse(argv: Sequence[str], about: str | None) -> argparse.Namespace:
 
 
 def make_parser(about: str | None = None) -> Parser:
-    """Returns the parser of the command's options."""
+    """Return the parser of the command's options."""
     parser = Parser(
         prog="banaserve bench compare",
         description=about,
@@ -97,10 +97,11 @@ def _checked(given: argparse.Namespace) -> argparse.Namespace:
 
 
 def plans(given: argparse.Namespace) -> dict[str, ServingPlan]:
-    """Returns what is sent of each workload.
+    """Return the serving plan of each workload by name.
 
     Raises:
-        UserError: A workload twice, rates that are none, or nothing to send.
+        UserError: A workload is given twice, its rates are not numbers, or there is nothing to
+            send.
     """
     found: dict[str, ServingPlan] = {}
     for word in given.workload:
@@ -133,7 +134,7 @@ def _plan(given: argparse.Namespace, rates: tuple[float, ...]) -> ServingPlan:
 def workloads(
     given: argparse.Namespace, asked: dict[str, ServingPlan], words: Words
 ) -> list[Workload]:
-    """Returns them with their requests; a file's is called as the file, without its folder.
+    """Return the workloads with their datasets; a data file gives its name without the folder.
 
     Raises:
         UserError: An unknown dataset, data with wrong fields, or two files of one name.

@@ -19,7 +19,7 @@ from banaserve.bench.serving.summary import Summary
 from banaserve.bench.serving.timeline import InstanceTimeline
 
 CHECK_TOKENS = 12
-"""Tokens of each answer that is compared with the reference."""
+"""Number of tokens of each checked answer that are compared with the reference."""
 
 
 _MAX_SAMPLES = 200
@@ -39,14 +39,15 @@ class Workload(NamedTuple):
 
 
 class SystemRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one system did with one workload.
+    """Results of one system with one workload.
 
     Attributes:
-        server_cpu_s: CPU seconds of all its processes for a request of the workload.
-        equal: How many of the checked answers were those of the reference.
-        memory_bytes: Of all its processes after the workload, shared pages counted once.
-        modelled: Where its time was modelled.
-        decisions: Those of the orchestrator that began steps, as ``decisions_of`` tells them.
+        server_cpu_s: CPU seconds of all the system's processes per request of the workload.
+        equal: Number of checked answers that equal the reference's.
+        memory_bytes: Memory of all the system's processes after the workload, shared pages counted
+            once.
+        modelled: Data of the modelled time; None if time was real.
+        decisions: Decisions of the orchestrator that began steps, in the form of ``decisions_of``.
     """
 
     cells: list[Summary]
@@ -60,12 +61,12 @@ class SystemRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def kept_path(given: argparse.Namespace, system: ServerSystem, workload: Workload) -> Path:
-    """Returns where a complete run of ``system`` with ``workload`` is kept."""
+    """Return the path of the record of a complete run of ``system`` with ``workload``."""
     return Path(given.out) / "systems" / system.name / workload.name / "summaries" / "run.json"
 
 
 def options_of(given: argparse.Namespace) -> dict[str, Any]:
-    """Returns what makes two runs comparable, without folders of the machine."""
+    """Return the options that make two runs comparable, without folders of the machine."""
     names = (
         *("model", "pace", "dilate", "instances", "seeds", "requests", "duration", "warmup"),
         *("prompt_tokens", "prefix_tokens", "prefixes", "sessions", "output_tokens"),
@@ -76,10 +77,10 @@ def options_of(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def folder_of(given: argparse.Namespace, system: ServerSystem, workload: Workload) -> RunFolder:
-    """Returns where ``system``'s cells with ``workload`` are kept.
+    """Return the folder of ``system``'s cells with ``workload``.
 
     Raises:
-        UserError: It holds those of other options.
+        UserError: The folder holds cells of other options.
     """
     asked = {
         **options_of(given),
@@ -94,10 +95,10 @@ def folder_of(given: argparse.Namespace, system: ServerSystem, workload: Workloa
 def check_folder(
     given: argparse.Namespace, systems: Sequence[ServerSystem], workloads: Sequence[Workload]
 ) -> None:
-    """Returns if whatever is kept already comes from the same options.
+    """Check that all kept runs come from the same options.
 
     Raises:
-        UserError: It does not: what is complete there is no answer to what is asked.
+        UserError: A kept run comes from other options, so it does not answer what is asked.
     """
     RunFolder(Path(given.out) / "systems", options_of(given))
     for system in systems:
@@ -109,7 +110,7 @@ def check_folder(
 def complete_runs(
     given: argparse.Namespace, systems: Sequence[ServerSystem], workload: Workload
 ) -> dict[str, SystemRun]:
-    """Returns the runs with ``workload`` that are complete, by system."""
+    """Return the runs with ``workload`` that are complete, by system."""
     paths = {system.name: kept_path(given, system, workload) for system in systems}
     return {
         name: msgspec.json.decode(path.read_bytes(), type=SystemRun)
@@ -126,10 +127,10 @@ def as_result(
     simulated: Mapping[str, Sequence[Summary]],
     started_at: datetime,
 ) -> result.Result:
-    """Returns the result of one workload; says which systems have not run.
+    """Return the result of one workload; its notes name the systems that have not run.
 
     Args:
-        simulated: The simulator's cells by system, where time is modelled.
+        simulated: The simulator's cells by system; empty if time is real.
     """
     found: dict[str, result.Figure] = {}
     for name, one in ran.items():
@@ -183,7 +184,7 @@ def _notes(
 
 
 def _cells(cells: Sequence[Summary]) -> list[Any]:
-    """Their figures, and of the samples as many as a plot of their distribution shows."""
+    """Return the cells' figures, with as many samples as a plot of their distribution shows."""
     slim = []
     for cell in cells:
         kept = {

@@ -21,9 +21,10 @@ from banaserve.sim.system import preset
 
 
 def simulated_system(name: str, num_instances: int) -> Simulated | None:
-    """Returns the simulator's counterpart of a known system; None where it has none.
+    """Return the simulator's counterpart of a named system; None if there is none.
 
-    The static one hands over through the store, as it does on engines.
+    The counterpart of ``static-pd`` hands KV over through the store, as that system does on
+    engines.
     """
     prefill = max(1, num_instances // 2)
     apart = {"prefill": prefill, "decode": max(1, num_instances - prefill)}
@@ -45,7 +46,7 @@ def simulated_system(name: str, num_instances: int) -> Simulated | None:
 def simulated_cells(
     given: argparse.Namespace, systems: Sequence[ServerSystem], workload: Workload
 ) -> dict[str, list[Summary]]:
-    """Returns the simulator's cells of each system that it has; none where time is real."""
+    """Return the simulator's cells of each system that it knows; empty if time is real."""
     if given.profile is None:
         return {}
     found = {}
@@ -73,7 +74,7 @@ def _cell(profile: Profile, system: Simulated, workload: Workload, cell: CellId)
 
 
 def _sent(request: SimRequest, is_ended: bool, warm_up_s: float) -> Sent:
-    """Its record as a client would have it; tokens after the first lie evenly."""
+    """Return the record a client would have; tokens after the first are evenly spaced in time."""
     record = RequestRecord(
         id=f"r{request.id}",
         due_at_s=request.arrival_s,

@@ -1,4 +1,4 @@
-"""Systems that ``banaserve bench compare`` sets side by side, as options of one server."""
+"""Systems that ``banaserve bench compare`` compares, as options of one server."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class ServerSystem(NamedTuple):
     """A system under comparison.
 
     Attributes:
-        options: Of ``banaserve serve``, beside those that all systems share.
-        num_servers: Of such servers, behind one balancer where there is more than one.
-        policy: Of that balancer.
+        options: Options of ``banaserve serve``, in addition to those that all systems share.
+        num_servers: Number of such servers; more than one run behind a balancer.
+        policy: Routing policy of that balancer; empty without a balancer.
     """
 
     name: str
@@ -30,7 +30,7 @@ class ServerSystem(NamedTuple):
         return "--orchestrator on" in " ".join(self.options)
 
     def told(self) -> str:
-        """Returns question and options in a line."""
+        """Return question and options in a line."""
         behind = f"{self.num_servers} servers behind route --policy {self.policy}: "
         return f"{self.question} ({behind if self.policy else ''}{' '.join(self.options)})"
 
@@ -39,10 +39,10 @@ REFERENCE = ServerSystem("reference", ("--colocated", "1", "--no-kv-store"), "on
 
 
 def known_systems(num_instances: int) -> dict[str, ServerSystem]:
-    """Returns the named systems, each with ``num_instances`` engines.
+    """Return the named systems, each with ``num_instances`` engines.
 
-    Colocated ones are vLLM engines as they are, each with its own prefix cache; the front door is
-    the same for all, which spares the baselines a server process for each engine.
+    The ``colocated-*`` systems are unmodified vLLM engines, each with its own prefix cache; all
+    systems use the same front door, which spares the baselines a server process for each engine.
     """
     prefill = max(1, num_instances // 2)
     together = ("--colocated", str(num_instances))
@@ -100,7 +100,7 @@ def known_systems(num_instances: int) -> dict[str, ServerSystem]:
 
 
 def chosen_systems(words: Sequence[str], num_instances: int) -> list[ServerSystem]:
-    """Returns the systems that ``words`` name: known ones, or ``NAME=OPTIONS`` of serve.
+    """Return the systems that ``words`` name: known ones, or ``NAME=OPTIONS`` of serve.
 
     Raises:
         UserError: An unknown name, or a name twice.

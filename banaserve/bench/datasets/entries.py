@@ -1,6 +1,6 @@
 """Entries of dataset files: prompts or only their lengths, output lengths, arrival times.
 
-Formats, told apart by name and fields (each may be compressed, ``.zst``):
+Formats, distinguished by file name and fields (each file may be compressed, ``.zst``):
 
     .csv    TIMESTAMP,ContextTokens,GeneratedTokens                            Azure LLM traces
     .json   one list of objects;  .jsonl  one object a line, of these kinds:
@@ -36,7 +36,7 @@ _REQUIRED = {
     "azure": ("t", "input_length", "output_length"),
     "mooncake": ("timestamp", "input_length", "output_length", "hash_ids"),
 }
-"""Fields that an object of a named dataset must have, beside being readable."""
+"""Required fields of the objects of named datasets, in addition to the checks of all datasets."""
 _MAX_TOKENS = 10**9
 _MAX_DIGITS = 10
 _MAX_SHOWN_CHARS = 80
@@ -44,16 +44,17 @@ _MAX_SHOWN_CHARS = 80
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetEntry:
-    """One request as a file describes it.
+    """A request as a dataset file describes it.
 
     Attributes:
-        source: File and line, or where it was drawn from.
-        text: The prompt; None where only its length is known, which is then ``prompt_tokens``.
-        output_text: Its token count is the output length, where ``output_tokens`` is None.
-        at_s: Arrival on the trace's own time axis.
-        block_ids: Of the prompt's blocks; entries with equal first ids share that prefix.
-        shared_tokens: Of a made-up prompt: its first tokens that it shares with others, told
-            apart by ``shared_by``.
+        source: File and line, or the kind of made-up data.
+        text: Prompt; None if only its length is known, which is then ``prompt_tokens``.
+        output_text: Recorded answer; its token count is the output length if ``output_tokens`` is
+            None.
+        at_s: Arrival on the trace's own time axis, in seconds.
+        block_ids: Ids of the prompt's blocks; entries with equal first ids share that prefix.
+        shared_tokens: Number of first tokens that a made-up prompt shares with all prompts of the
+            same ``shared_by``.
     """
 
     source: str
@@ -68,13 +69,14 @@ class DatasetEntry:
 
 
 def read_entries(path: Path, kind: str | None = None) -> list[DatasetEntry]:
-    """Reads all entries of ``path`` in their order.
+    """Read all entries of ``path`` in their order.
 
     Args:
-        kind: A named dataset whose fields are then required.
+        kind: Named dataset whose fields are required; None requires none of them.
 
     Raises:
-        UserError: The file cannot be read, or an entry is wrong: names file, line and field.
+        UserError: The file cannot be read, or an entry is wrong; the message names file, line and
+            field.
     """
     found = list(_csv(path) if ".csv" in path.suffixes else _objects(path, kind))
     if not found:
@@ -138,7 +140,7 @@ def _traced(record: Mapping[str, Any], where: str, source: str) -> DatasetEntry:
 
 
 def _turns(turns: Any, where: str) -> tuple[str, str | None]:
-    """Returns the first question of a conversation and the answer that follows it."""
+    """Return the first question of a conversation and the answer that follows it."""
     if not isinstance(turns, list) or not all(
         isinstance(turn, dict) and isinstance(turn.get("value"), str) for turn in turns
     ):
@@ -188,7 +190,7 @@ def _rows(rows: csv.DictReader[str], path: Path) -> Iterator[DatasetEntry]:
             source=f"{path.name}:{rows.line_num}",
             prompt_tokens=lengths["ContextTokens"],
             output_tokens=lengths["GeneratedTokens"],
-            # Some of Azure's traces name the offset from UTC, others are in UTC and do not.
+            # Some of Azure's traces state an offset from UTC; the others are in UTC.
             at_s=(at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp(),
         )
 

@@ -1,6 +1,6 @@
-"""Data files of prompts: those that the user has, or fetched from the Hugging Face hub.
+"""Data files of prompts: the user's own, or fetched from the Hugging Face hub.
 
-None of them comes with the code; ``--data hub`` fetches.
+No data file comes with the code; ``--data hub`` fetches some.
 
 A file holds one JSON object a line (``.jsonl``, or ``.jsonl.zst`` with the zstandard package).
 The fields of an object say what it is:
@@ -31,14 +31,14 @@ _FILES = {
         "ShareGPT_V3_unfiltered_cleaned_split.json",
     ),
 }
-"""Repository and file of each. LongBench and the traces are not there in a form that is read."""
+"""Repository and file of each dataset. The hub has no readable form of LongBench and the traces."""
 
 
 def fetch(kind: str) -> Path:
-    """Returns the file of the dataset ``kind``, fetched or from the hub's own cache. Blocking.
+    """Return the file of the dataset ``kind``, fetched or from the hub's own cache. Blocking.
 
     Raises:
-        UserError: It is not on the hub, or the hub cannot be reached.
+        UserError: The dataset is not on the hub, or the hub cannot be reached.
     """
     check_known("dataset on the hub", kind, _FILES)
     from huggingface_hub import errors, hf_hub_download
@@ -67,26 +67,26 @@ _PATTERNS = {
 
 
 class Text(NamedTuple):
-    """A prompt as found: where (file and line) and what."""
+    """A prompt of a data file: its source (file and line) and its text."""
 
     source: str
     text: str
 
 
 def data_folder(given: Path | None) -> Path | None:
-    """Returns the folder of data files: ``given``, else that of BANASERVE_DATA, else None."""
+    """Return the folder of data files: ``given``, else that of BANASERVE_DATA, else None."""
     named = os.environ.get(DATA_VARIABLE)
     return given if given is not None else Path(named) if named else None
 
 
 def dataset_files(kind: str, folder: Path | None) -> list[Path]:
-    """Returns the files of the dataset ``kind`` under ``folder``.
+    """Return the files of the dataset ``kind`` under ``folder``.
 
-    ``folder`` may also be one file, which is then taken for the dataset, or the dataset's own
-    folder, named as the dataset is.
+    ``folder`` may also be one file, which is then the dataset, or the dataset's own folder, which
+    has the dataset's name.
 
     Raises:
-        UserError: No folder, or nothing of that kind in it.
+        UserError: There is no folder, or it has no file of that kind.
     """
     if folder is None:
         raise UserError(
@@ -103,7 +103,7 @@ def dataset_files(kind: str, folder: Path | None) -> list[Path]:
 
 
 def read_texts(path: Path) -> Iterator[Text]:
-    """Yields the prompts of ``path`` in their order.
+    """Yield the prompts of ``path`` in their order.
 
     Raises:
         UserError: The file is missing, not JSON lines, or an object has none of the known fields.
@@ -117,7 +117,7 @@ def read_texts(path: Path) -> Iterator[Text]:
 
 
 def prompt_templates(path: Path) -> Mapping[str, str]:
-    """Returns LongBench's templates by task, where their file lies beside ``path``."""
+    """Return LongBench's prompt templates by task; empty if their file is not beside ``path``."""
     for folder in (path.parent, path.parent / "config"):
         file = folder / "dataset2prompt.json"
         if file.is_file():
@@ -129,10 +129,10 @@ def prompt_templates(path: Path) -> Mapping[str, str]:
 
 
 def prompt_of(record: Mapping[str, Any], path: Path, templates: Mapping[str, str]) -> str:
-    """Returns the text of one object.
+    """Return the text of one object.
 
     Raises:
-        KeyError: It has none; its argument says what is missing.
+        KeyError: The object has no text; the argument of the exception says what is missing.
     """
     if isinstance(instruction := record.get("instruction"), str):
         more = record.get("input") or ""

@@ -28,20 +28,23 @@ _NUM_WORDS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedLengths:
-    """Which requests.
+    """Dataset and lengths of the requests to send.
 
     Attributes:
-        dataset: One of ``NAMED`` or ``MADE_UP``, or a file.
+        dataset: Name in ``NAMED`` or ``MADE_UP``, or a file.
         data: Folder or file of a named dataset, or ``hub``.
-        prompt_tokens: Mean of the made-up lengths; with ``shared-prefix`` of what follows the
-            prefix, with ``multi-turn`` of one question.
-        output_tokens: Of every answer, whatever the data say; also the mean of ``random``.
-        sessions: Chats under way at once, of ``multi-turn``.
-        max_prompt_tokens: Longer prompts are cut: texts lose their middle, others their end.
-        max_output_tokens: Longer answers are cut.
-        context_tokens: Prompt and answer fit into it: the answer is cut to half of it, the prompt
-            to the rest; None where not known.
-        as_text: Send made-up prompts as text, for servers that take no token ids.
+        prompt_tokens: Mean prompt tokens of made-up data: with ``shared-prefix`` after the prefix,
+            with ``multi-turn`` of one question.
+        output_tokens: Output tokens of every answer, whatever the data say; also the mean of
+            ``random``.
+        sessions: Number of chats in progress at once, for ``multi-turn``.
+        max_prompt_tokens: Maximum prompt tokens; longer texts lose their middle, other prompts
+            their end.
+        max_output_tokens: Maximum output tokens; longer answers are cut.
+        context_tokens: Context length that prompt and answer must fit into: the answer is cut to
+            what the prompt leaves, but not below half of the context, and the prompt to the rest;
+            None if not known.
+        as_text: True if made-up prompts are sent as text, for servers that take no token ids.
     """
 
     dataset: str
@@ -61,12 +64,13 @@ class WantedLengths:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One request to send.
+    """A request to send.
 
     Attributes:
-        prompt_tokens: By the tokenizer that made it; a server may add a token of its own.
-        at_s: Arrival on the trace's own time axis; None where the data have none.
-        is_cut: Whether it was longer than what is sent.
+        prompt_tokens: Number of prompt tokens by the client's tokenizer; a server may add one of
+            its own.
+        at_s: Arrival on the trace's own time axis, in seconds; None if the data have none.
+        is_cut: True if the prompt was longer than what is sent.
     """
 
     prompt: str | list[int]
@@ -78,10 +82,10 @@ class Item:
 
 
 class Words:
-    """Makes prompts of exact lengths out of words that are one token each.
+    """Source of prompts of exact lengths, made of words that are one token each.
 
     Args:
-        tokenizer: The served model's.
+        tokenizer: Tokenizer of the served model.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -97,12 +101,12 @@ class Words:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
 
     def tokens(self, count: int, key: str) -> list[int]:
-        """Returns ``count`` tokens; those of a smaller count with the same key are its start."""
+        """Return ``count`` tokens; a smaller count with the same key gives a prefix of them."""
         return random.Random(key).choices(self._pool, k=count)
 
     @cached_property
     def _pool(self) -> list[int]:
-        """Words with a space before them, which no tokenizer merges with their neighbours."""
+        """Tokens of words with a leading space, which no tokenizer merges with their neighbours."""
         candidates = (
             token for token in range(self._tokenizer.get_vocab_size()) if self._is_word(token)
         )
@@ -120,7 +124,7 @@ class Words:
 
 
 class Dataset:
-    """A dataset, read once, of which each seed gets its own requests.
+    """A dataset that is read once and gives each seed its own requests.
 
     Raises:
         UserError: An unknown name, no data, or data with wrong fields.
@@ -136,15 +140,15 @@ class Dataset:
 
     @property
     def has_times(self) -> bool:
-        """Whether every entry says when it arrived."""
+        """True if there are entries and all of them have an arrival time."""
         return bool(self._entries) and all(entry.at_s is not None for entry in self._entries)
 
     def items(self, count: int, seed: str, place: int) -> list[Item]:
-        """Returns ``count`` requests; equal arguments give equal ones.
+        """Return ``count`` requests; equal arguments give equal requests.
 
-        Made-up prompts share nothing with those of another ``seed``, which would lie in caches.
-        Traces keep their order: the cell at ``place`` gets the ``place``-th stretch of ``count``,
-        from the start again at the end.
+        Made-up prompts share nothing with those of another ``seed``, which may be in caches
+        already. Traces keep their order: the cell at ``place`` gets the ``place``-th section of
+        ``count`` requests, or the first section if the trace ends before.
         """
         entries = islice(self._chosen(count, seed, place), count)
         return [self._item(entry, seed, number) for number, entry in enumerate(entries)]
@@ -238,13 +242,13 @@ class Dataset:
         return max(1, count)
 
     def _room(self, output: int) -> int | None:
-        """Tokens that a prompt may have."""
+        """Return the maximum number of tokens of a prompt; None without a limit."""
         wanted = self._wanted
         limits = []
         if wanted.max_prompt_tokens is not None:
             limits.append(wanted.max_prompt_tokens)
         if wanted.context_tokens is not None:
-            # One token for what a server puts before a text.
+            # One token is left for what a server puts before a text.
             limits.append(max(1, wanted.context_tokens - output - 1))
         return min(limits) if limits else None
 
@@ -261,6 +265,6 @@ def _files(wanted: WantedLengths) -> list[Path]:
 
 
 def _drawn(entries: Sequence[DatasetEntry], draws: random.Random) -> Iterator[DatasetEntry]:
-    """Yields all entries in a drawn order, and again in another one."""
+    """Yield all entries in random order, endlessly, each time in a new order."""
     while True:
         yield from draws.sample(entries, len(entries))

@@ -22,12 +22,12 @@ _MARK = "\n[...]\n"
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt within the asked lengths.
+    """A prompt within the requested lengths.
 
     Attributes:
-        num_tokens: By the tokenizer it was chosen with.
+        num_tokens: Number of tokens by the tokenizer that the prompt was chosen with.
         source: File and line, or the seed and number of a synthetic one.
-        is_cut: Whether its middle was left out to fit.
+        is_cut: True if the middle of the text was left out to fit.
     """
 
     text: str
@@ -45,18 +45,18 @@ def prompts(
     tokenize: Tokenize,
     data: Path | None = None,
 ) -> list[Prompt]:
-    """Returns ``count`` different prompts of ``min_tokens`` to ``max_tokens`` tokens.
+    """Return ``count`` different prompts of ``min_tokens`` to ``max_tokens`` tokens.
 
-    Texts outside the lengths are passed over, but LongBench texts that are too long lose their
-    middle, as LongBench itself does it, so that instruction and question stay. What they are cut
-    to is drawn evenly from the asked lengths. Equal arguments give equal prompts.
+    Texts of other lengths are skipped, except that LongBench texts that are too long lose their
+    middle, as LongBench itself does it, so that instruction and question stay. Their new length is
+    drawn uniformly from the requested range. Equal arguments give equal prompts.
 
     Args:
         kind: alpaca, longbench, file (any of the known formats, at ``data``) or synthetic.
-        data: Folder or file of the data; without it, what BANASERVE_DATA names.
+        data: Folder or file of the data; None for the one that BANASERVE_DATA names.
 
     Raises:
-        UserError: Lengths that make no sense, no data, or too few texts of these lengths.
+        UserError: Invalid lengths, no data, or too few texts of these lengths.
     """
     check_known("kind of prompts", kind, KINDS)
     if not 0 < min_tokens <= max_tokens:
@@ -78,7 +78,7 @@ def prompts(
 
 
 def _texts(kind: str, folder: Path | None, draws: random.Random) -> Iterator[Text]:
-    """Yields the texts of a dataset once each, in a drawn order."""
+    """Yield each text of a dataset once, in random order."""
     if kind == "file":
         if folder is None or not folder.is_file():
             raise UserError("prompts from a file need the file: give it with --data")
@@ -110,14 +110,14 @@ def _fitting(
 
 
 def without_middle(text: str, max_tokens: int, tokenize: Tokenize) -> str:
-    """Returns ``text`` with its middle left out, so that at most ``max_tokens`` remain.
+    """Return ``text`` with its middle left out, so that at most ``max_tokens`` remain.
 
-    Both ends keep equally many characters, less a broken word, and no more would fit.
+    Both ends keep the same number of characters, less a broken word; one more would not fit.
     """
     num_tokens = len(tokenize(text))
     if num_tokens <= max_tokens:
         return text
-    # Twice the share that fits on average, lest each trial tokenizes a book.
+    # At most twice the share that fits on average, so that no trial tokenizes a whole book.
     low, high = 0, min(len(text) // 2, len(text) * max_tokens // num_tokens)
     while low < high:
         middle = (low + high + 1) // 2
@@ -143,7 +143,7 @@ def _synthetic(
     draws: random.Random,
     tokenize: Tokenize,
 ) -> Iterator[Prompt]:
-    """Yields synthetic prompts; some attempts miss lengths that are tight, others replace them."""
+    """Yield synthetic prompts; an attempt that misses the lengths is replaced by another one."""
     seen: set[str] = set()
     for attempt in range(count * 50):
         target_tokens = draws.randint(min_tokens, max_tokens)

@@ -1,8 +1,8 @@
 """Synthetic requests with the length distributions of published data.
 
-Only lengths are like the originals', drawn independently of each other between these quantiles
-(linear in the logarithm); texts are random words. So nothing may be said about quality, or about
-anything that hangs on which prompt has which answer.
+Only the lengths follow the originals: they are drawn independently of each other between these
+quantiles (linear in the logarithm); texts are random words. Results therefore allow no statement
+about quality, or about anything that depends on which prompt has which answer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SHARES = (0.0, 0.10, 0.25, 0.50, 0.75, 0.90, 0.99, 1.0)
 
 
 class _Lengths(NamedTuple):
-    """Tokens at the shares above."""
+    """Numbers of tokens at the quantiles ``_SHARES``."""
 
     prompt: tuple[int, ...]
     output: tuple[int, ...]
@@ -59,7 +59,7 @@ _TURNS = 4
 def random_lengths(
     prompt_tokens: int, output_tokens: int, range_fraction: float, draws: random.Random
 ) -> Iterator[DatasetEntry]:
-    """Yields entries whose lengths lie evenly within ``range_fraction`` of the two given."""
+    """Yield entries whose lengths are uniform within ``range_fraction`` of the given lengths."""
 
     def around(tokens: int) -> int:
         reach = int(tokens * range_fraction)
@@ -74,7 +74,7 @@ def random_lengths(
 
 
 def published_lengths(kind: str, draws: random.Random) -> Iterator[DatasetEntry]:
-    """Yields entries with the lengths of one of ``PUBLISHED``."""
+    """Yield entries with the length distributions of ``kind``, one of ``PUBLISHED``."""
     lengths = _LENGTHS[kind]
     while True:
         yield DatasetEntry(
@@ -91,7 +91,7 @@ def shared_prefix(
     output_tokens: int,
     draws: random.Random,
 ) -> Iterator[DatasetEntry]:
-    """Yields entries that begin with one of few system prompts, drawn evenly."""
+    """Yield entries that begin with one of ``num_prefixes`` system prompts, drawn uniformly."""
     for entry in random_lengths(prompt_tokens, output_tokens, 0.5, draws):
         assert entry.prompt_tokens is not None
         yield DatasetEntry(
@@ -106,10 +106,10 @@ def shared_prefix(
 def multi_turn(
     prompt_tokens: int, output_tokens: int, sessions_at_once: int, draws: random.Random
 ) -> Iterator[DatasetEntry]:
-    """Yields turns of chats of four turns each, ``sessions_at_once`` of them in turn.
+    """Yield turns of chats of four turns each, ``sessions_at_once`` chats at a time.
 
-    Each prompt is the chat so far with a question more. The earlier answers in it are made up
-    too, so that every system gets the same prompts whatever it has answered.
+    Each prompt is the chat so far plus one question. Earlier answers in a prompt are made up too,
+    so that every system gets the same prompts whatever it has answered.
     """
     first = 0
     while True:
@@ -135,7 +135,7 @@ def multi_turn(
 
 
 def quantile(values: Sequence[int], share: float) -> int:
-    """Returns the length at ``share`` in [0, 1], between the tabulated ones."""
+    """Return the length at quantile ``share`` in [0, 1], interpolated between tabulated lengths."""
     for (low, high), (small, large) in zip(pairwise(_SHARES), pairwise(values), strict=True):
         if share <= high:
             part = (share - low) / (high - low)

@@ -1,8 +1,8 @@
-"""Synthetic English prompts: sentences from a small grammar, told apart by their seed.
+"""Synthetic English prompts: sentences from a small grammar, different for each seed.
 
-They are used where no data files are at hand. Their words are real and their sentences sound,
-so tokenizers and caches see ordinary text; what they say is nonsense, and no benchmark of quality
-may use them.
+The prompts are used where no data files are available. Their words are real and their sentences
+grammatical, so tokenizers and caches see ordinary text; the content is nonsense, and no benchmark
+of quality may use it.
 """
 
 from __future__ import annotations
@@ -158,13 +158,13 @@ FILLERS = (
 
 
 _PASSAGE_FROM_TOKENS = 120
-"""From this length on a prompt is a titled text with a question at its end, else a task."""
+"""Length in tokens from which a prompt is a titled text with a final question; below, a task."""
 
 _TITLE = "{number} notes on the {quality} {thing} of {place}, collected by {person}"
 
 
 def write_prompt(seed: str, target_tokens: int, tokenize: Callable[[str], Sequence[int]]) -> str:
-    """Returns a prompt of about ``target_tokens``: a few more or less, never less than a sentence.
+    """Return a prompt of about ``target_tokens``: a few more or less, never less than a sentence.
 
     The same seed, target and tokenizer give the same text; another seed gives other first words.
     """
@@ -189,7 +189,7 @@ def _grown(
     target_tokens: int,
     tokenize: Callable[[str], Sequence[int]],
 ) -> str:
-    """Adds sentences, in paragraphs, until the next one would pass the target."""
+    """Add sentences, in paragraphs, until the next one would exceed the target."""
     parts = [text]
     num_tokens = len(tokenize(text))
     left_in_paragraph = draws.randint(4, 7)
@@ -208,7 +208,7 @@ def _grown(
 def _filled(
     text: str, draws: random.Random, target_tokens: int, tokenize: Callable[[str], Sequence[int]]
 ) -> str:
-    """Adds short exclamations up to the target, since sentences do not come in every length."""
+    """Add short exclamations up to the target, since sentences do not come in every length."""
     fillers = list(FILLERS)
     draws.shuffle(fillers)
     num_tokens = len(tokenize(text))

@@ -13,15 +13,15 @@ KINDS = ("closed", "gamma", "poisson", "trace")
 
 
 def poisson(rate_per_s: float, count: int, seed: int) -> list[float]:
-    """Independent arrivals: exponential gaps of mean 1 / rate."""
+    """Return arrivals of a Poisson process: exponential gaps of mean 1 / rate."""
     return gamma(rate_per_s, 1.0, count, seed)
 
 
 def gamma(rate_per_s: float, variation: float, count: int, seed: int) -> list[float]:
-    """Bursty (or smooth) arrivals: gamma gaps of mean 1 / rate.
+    """Return bursty (or smooth) arrivals: gamma-distributed gaps of mean 1 / rate.
 
     Args:
-        variation: Coefficient of variation of the gaps: 1 is Poisson, above it comes in bursts.
+        variation: Coefficient of variation of the gaps: 1 is Poisson, above 1 is bursty.
 
     Raises:
         UserError: A rate or variation that is not above 0.
@@ -36,7 +36,7 @@ def gamma(rate_per_s: float, variation: float, count: int, seed: int) -> list[fl
 
 
 def trace(times_s: Sequence[float], count: int, rate_per_s: float | None = None) -> list[float]:
-    """The first ``count`` recorded arrivals, from 0 on, stretched to ``rate_per_s`` if given.
+    """Return the first ``count`` recorded arrivals from 0 on, stretched to ``rate_per_s`` if given.
 
     Raises:
         UserError: The trace is too short, or has no duration to stretch.
@@ -62,12 +62,12 @@ def arrival_times_s(
     variation: float = 1.0,
     trace_s: Sequence[float] | None = None,
 ) -> list[float] | None:
-    """Returns ``count`` arrival times of ``kind``, or None for ``closed``.
+    """Return ``count`` arrival times of ``kind``, or None for ``closed``.
 
-    A closed loop has no arrival times: a request leaves when an earlier one has ended.
+    A closed loop has no arrival times: a request is sent when an earlier one has ended.
 
     Raises:
-        UserError: An unknown kind, or one that lacks its rate or its trace.
+        UserError: The kind is unknown, or lacks its rate or its trace.
     """
     check_known("arrival kind", kind, KINDS)
     if kind == "closed":

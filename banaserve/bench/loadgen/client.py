@@ -18,19 +18,20 @@ from banaserve.clock import Clock, WallClock
 
 
 class RequestRecord(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One request; times are seconds on the client's clock.
+    """Record of one request; times are seconds on the client's clock.
 
     Attributes:
-        due_at_s: When the arrival process wanted it sent; null in a closed loop.
-        sent_at_s: When it was sent. Latency from ``due_at_s`` leaves out no client delay.
-        first_token_at_s: When the first token came; null where none did.
-        ended_at_s: When the stream ended or the failure was known.
-        token_at_s: When each token came; tokens of one event share a time. A server that returns
-            no token ids has one entry an event with text.
-        token_ids: Empty unless asked for and returned.
-        prompt_tokens: With the next two: the server's own count, null where it gave none.
-        status: HTTP status; null where no answer came.
-        error: What went wrong in one line; null for a request that succeeded.
+        due_at_s: Time at which the arrival process wanted the request sent; null in a closed loop.
+        sent_at_s: Time of sending. Latency from ``due_at_s`` includes every delay of the client.
+        first_token_at_s: Arrival of the first token; null if none came.
+        ended_at_s: End of the stream, or the time when the failure was known.
+        token_at_s: Arrival of each token; tokens of one event share a time. If the server returns
+            no token ids, an entry for each event with text.
+        token_ids: Token ids of the answer; empty unless requested and returned.
+        prompt_tokens: Prompt tokens by the server's count; null if it gave none, as are
+            ``completion_tokens`` and ``cached_tokens``.
+        status: HTTP status; null if no answer came.
+        error: Description of the failure in one line; null for a request that succeeded.
     """
 
     id: str
@@ -77,7 +78,7 @@ class CompletionCall:
 
     Attributes:
         prompt: Text or token ids for the completions endpoint.
-        messages: Instead of ``prompt``: for the chat endpoint.
+        messages: Messages for the chat endpoint, instead of ``prompt``.
         extra: Further fields of the request body (seed, ignore_eos, ...).
     """
 
@@ -97,7 +98,7 @@ class CompletionCall:
         return "/v1/completions" if self.prompt is not None else "/v1/chat/completions"
 
     def body(self, model: str, return_token_ids: bool) -> dict[str, Any]:
-        """Returns the JSON body: streamed, with usage at the end."""
+        """Return the JSON body: streamed, with usage at the end."""
         asked = {"prompt": self.prompt} if self.prompt is not None else {"messages": self.messages}
         return {
             "model": model,
@@ -112,13 +113,13 @@ class CompletionCall:
 
 
 class OpenAiClient:
-    """One server, as many connections as there are requests under way.
+    """Client of one server, with a connection for each request in progress.
 
     Args:
-        return_token_ids: Ask for token ids (vLLM has them, others may refuse the field).
-        timeout_s: For a whole request, its queueing in the server included.
-        read_late: Note when pieces come and read them some dozens at a time, for half the CPU;
-            then a record shows less while its stream goes on.
+        return_token_ids: True to ask for token ids (vLLM has them, others may refuse the field).
+        timeout_s: Time limit of a whole request, including its queueing in the server, in seconds.
+        read_late: True to note the arrival of pieces and parse some dozens at a time, for half the
+            CPU; a record then shows less while its stream goes on.
     """
 
     def __init__(
@@ -155,12 +156,12 @@ class OpenAiClient:
         self._streams.close()
 
     async def send(self, call: CompletionCall, due_at_s: float | None = None) -> RequestRecord:
-        """Makes ``call``, waits for its end and returns its record, whatever came of it."""
+        """Make ``call``, wait for its end and return its record, failed or not."""
         record = RequestRecord(id=call.id, due_at_s=due_at_s, sent_at_s=self.clock.now())
         return await self.send_into(call, record)
 
     async def send_into(self, call: CompletionCall, record: RequestRecord) -> RequestRecord:
-        """As ``send``; ``record`` can be read while the stream goes on, and after a cancel."""
+        """Like ``send``; ``record`` can be read while the stream goes on, and after a cancel."""
         body = msgspec.json.encode(call.body(self._model, self._return_token_ids))
         answer = _Answer(record, self.clock.now, _LATE_PIECES if self._read_late else 1)
         try:
@@ -171,7 +172,7 @@ class OpenAiClient:
                 answer.catch_up()
             answer.end()
         except OSError as error:
-            # The system's own, such as that of a connection, has a number.
+            # A timeout of the operating system, such as that of a connection, has an errno.
             if isinstance(error, TimeoutError) and error.errno is None:
                 record.error = f"timed out after {self._timeout_s:g} s"
             elif not answer.is_done:  # an answer may end with its connection
@@ -181,14 +182,14 @@ class OpenAiClient:
 
 
 _LATE_PIECES = 64
-"""How many pieces wait to be read: their reading holds up the next arrivals by 0.3 ms at most."""
+"""Number of pieces parsed at a time: parsing delays the next arrivals by 0.3 ms at most."""
 
 
 class _Answer(HttpExchange):
-    """Writes a stream of events into a record, ``num_pieces`` at a time.
+    """Parser that writes a stream of events into a record, ``num_pieces`` pieces at a time.
 
     Attributes:
-        is_done: Whether the last event has been read, or one that is an error.
+        is_done: True if the final event, or one with an error, has been read.
     """
 
     def __init__(self, record: RequestRecord, now: Callable[[], float], num_pieces: int) -> None:
@@ -208,7 +209,7 @@ class _Answer(HttpExchange):
             self.catch_up()
 
     def catch_up(self) -> None:
-        """Read what has come; what is no event becomes the record's error."""
+        """Parse the pieces that have arrived; an invalid event becomes the record's error."""
         waiting, self._waiting = self._waiting, []
         for at_s, piece in waiting:
             if self._record.status != 200:
@@ -219,7 +220,7 @@ class _Answer(HttpExchange):
                 self._read(line, at_s)
 
     def end(self) -> None:
-        """The body has ended."""
+        """Complete the record after the end of the body."""
         record = self._record
         if record.status != 200:
             text = self._rest.decode(errors="replace")
@@ -251,7 +252,7 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
     def content(self) -> str:
-        """The text of the event: of a completion, or a chat's answer and its reasoning."""
+        """Return the text of the event: of a completion, or of a chat answer and its reasoning."""
         if self.delta is None:
             return self.text or ""
         parts = (self.delta.get(key) for key in ("reasoning_content", "reasoning", "content"))
@@ -278,7 +279,7 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 def _note(record: RequestRecord, event: _Event, at_s: float) -> None:
-    """Writes one event into the record."""
+    """Write one event into the record."""
     if event.error is not None:
         record.error = _line(_message(event.error))
         return

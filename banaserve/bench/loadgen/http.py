@@ -1,7 +1,7 @@
-"""POST requests over HTTP/1.1 whose answers are read as they come, with little work a piece.
+"""POST requests over HTTP/1.1 whose answers are read as they come, with little work per piece.
 
-A load generator shares the machine with what it measures. aiohttp wakes a task for every piece of
-a body; here the socket's callback hands the piece on, so its time is also that of its arrival.
+A load generator shares the machine with what it measures. aiohttp wakes a task for every piece of a
+body; here the socket's callback passes the piece on, so the recorded time is that of its arrival.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
     import httptools
 
 _MAX_IDLE_S = 2.0
-"""Servers close connections that are idle for some seconds: an older one is not used again."""
+"""Idle time in seconds after which a connection is not reused, since servers close idle ones."""
 
 
 class HttpExchange:
-    """What a caller learns of one answer while it comes.
+    """Receiver of one answer while it arrives.
 
-    Subclasses override both; an exception from either ends the request with it.
+    Subclasses override both methods; an exception from either ends the request with that exception.
     """
 
     def on_status(self, status: int) -> None:
-        """Called once, before any piece of the body."""
+        """Take the status; called once, before any piece of the body."""
 
     def on_piece(self, piece: bytes) -> None:
-        """Called with each piece of the body as it arrives; pieces end anywhere."""
+        """Take a piece of the body as it arrives; pieces may end anywhere."""
 
 
 class HttpStreams:
-    """As many connections to one server as there are requests under way.
+    """Pool of connections to one server, one for each request in progress.
 
     Raises:
-        UserError: An address that is not http:// or https://, or httptools is missing.
+        UserError: The address is not http:// or https://, or httptools is missing.
     """
 
     def __init__(self, base_url: str) -> None:
@@ -61,10 +61,10 @@ class HttpStreams:
     async def post(
         self, path: str, headers: Mapping[str, str], body: bytes, exchange: HttpExchange
     ) -> None:
-        """Sends one request and returns when its answer has ended; cancelling closes it.
+        """Send one request and return when its answer has ended; cancelling closes the connection.
 
         Raises:
-            OSError: No connection, or it broke before the answer had ended.
+            OSError: There is no connection, or it broke before the answer had ended.
         """
         connection = self._reused() or await self._connected()
         try:
@@ -76,7 +76,7 @@ class HttpStreams:
             self._idle.append(connection)
 
     def close(self) -> None:
-        """Closes the idle connections."""
+        """Close the idle connections."""
         while self._idle:
             self._idle.pop().close()
 
@@ -103,7 +103,7 @@ class HttpStreams:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection, one request at a time."""
+    """A connection that handles one request at a time."""
 
     def __init__(self) -> None:
         self.is_open = False

@@ -18,7 +18,7 @@ def _ignore(record: RequestRecord) -> None: ...
 
 
 def run_fast(main: Coroutine[Any, Any, None]) -> None:
-    """As ``asyncio.run``, on uvloop where it is installed (vLLM brings it): less CPU a token."""
+    """Run ``main`` like ``asyncio.run``, on uvloop if installed (vLLM has it): less CPU a token."""
     try:
         import uvloop
     except ImportError:
@@ -34,11 +34,12 @@ async def open_loop(
     arrivals_s: Sequence[float],
     on_record: OnRecord = _ignore,
 ) -> list[RequestRecord]:
-    """Sends each call at its arrival time and returns the records in the order of the calls.
+    """Send each call at its arrival time and return the records in the order of the calls.
 
     Args:
-        arrivals_s: One for each call, ascending, from the start of this function.
-        on_record: Called as each request ends, in the order in which they end.
+        arrivals_s: Arrival time of each call, ascending, in seconds from the start of this
+            function.
+        on_record: Callback for each request as it ends, in the order of the ends.
     """
     if len(calls) != len(arrivals_s):
         raise ValueError(f"{len(calls)} calls and {len(arrivals_s)} arrival times")
@@ -58,7 +59,7 @@ async def closed_loop(
     concurrency: int,
     on_record: OnRecord = _ignore,
 ) -> list[RequestRecord]:
-    """Keeps ``concurrency`` calls under way; returns the records in the order of the calls."""
+    """Keep ``concurrency`` calls under way; return the records in the order of the calls."""
     if concurrency < 1:
         raise ValueError(f"a concurrency of {concurrency}: give 1 or more")
     records: dict[int, RequestRecord] = {}

@@ -30,10 +30,10 @@ class StretchedClock:
 
 
 def modelled_time(url: str) -> ModelledTime | None:
-    """Asks the server at ``url``; None where its time is real, or where it has no metrics.
+    """Return modelled time of the server at ``url``; None if time is real or there are no metrics.
 
     Raises:
-        UserError: It does not answer.
+        UserError: The server does not answer.
     """
     try:
         with urllib.request.urlopen(f"{url}/metrics", timeout=30) as page:
@@ -45,10 +45,10 @@ def modelled_time(url: str) -> ModelledTime | None:
 
 
 def read(page: str) -> ModelledTime | None:
-    """As ``modelled_time``, of a page in Prometheus' text format.
+    """Return modelled time from a page in Prometheus' text format; None if time is real.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The page is not in that format.
     """
     sums: dict[str, float] = {}
     about: dict[str, str] = {}

@@ -37,21 +37,21 @@ _PORT_TRIES = 100
 
 
 class Running(Protocol):
-    """What runs behind one URL: a server, or several behind a balancer."""
+    """Servers behind one URL: a single one, or several behind a balancer."""
 
     @property
     def url(self) -> str: ...
 
     def processes(self) -> list[psutil.Process]:
-        """All that live; who started others comes before them."""
+        """Return all live processes; a parent comes before its children."""
         ...
 
     def cpu_s(self) -> float:
-        """CPU seconds (user and system) of all its processes that live, since they began."""
+        """Return CPU seconds (user and system) of all live processes since their start."""
         ...
 
     def memory_bytes(self) -> int:
-        """Memory of all its processes; pages that several share count once in all (PSS)."""
+        """Return the memory of all processes; pages that several share count once in all (PSS)."""
         ...
 
 
@@ -64,12 +64,12 @@ class Server:
         self._process = process
 
     def processes(self) -> list[psutil.Process]:
-        """All that live; who started others comes before them."""
+        """Return all live processes; a parent comes before its children."""
         root = psutil.Process(self._process.pid)
         return [root, *root.children(recursive=True)]
 
     def cpu_s(self) -> float:
-        """CPU seconds (user and system) of all its processes that live, since they began."""
+        """Return CPU seconds (user and system) of all live processes since their start."""
         total_s = 0.0
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -78,20 +78,20 @@ class Server:
         return total_s
 
     def front_cpu_s(self) -> float:
-        """CPU seconds of the process that answers HTTP, of all its threads that live."""
+        """Return CPU seconds of all live threads of the process that answers HTTP."""
         total_ns = 0
         for thread in Path(f"/proc/{self._process.pid}/task").iterdir():
-            # Nanoseconds, where the times of ps count in hundredths of a second.
+            # schedstat counts nanoseconds; the times of ps count hundredths of a second.
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 total_ns += int((thread / "schedstat").read_text().split()[0])
         return total_ns / 1e9
 
     def front_memory_bytes(self) -> int:
-        """Memory of the process that answers HTTP, its share of common pages included (PSS)."""
+        """Return the memory of the process that answers HTTP; shared pages count in part (PSS)."""
         return int(psutil.Process(self._process.pid).memory_full_info().pss)
 
     def memory_bytes(self) -> int:
-        """Memory of all its processes; pages that several share count once in all (PSS)."""
+        """Return the memory of all processes; pages that several share count once in all (PSS)."""
         total = 0
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
@@ -99,7 +99,7 @@ class Server:
         return total
 
     def metric(self, name: str, **labels: str) -> float:
-        """Sum of the samples of ``name`` that carry ``labels``."""
+        """Return the sum of the samples of ``name`` that carry ``labels``."""
         total = 0.0
         page_of_one = f"{self.url}/metrics?{urllib.parse.urlencode({'name[]': name})}"
         with urllib.request.urlopen(page_of_one, timeout=30) as page:
@@ -115,10 +115,10 @@ class Server:
         return total
 
     def wait_ready(self) -> None:
-        """Return when it answers.
+        """Return when the server answers.
 
         Raises:
-            UserError: It ended, or did not answer in time.
+            UserError: The server ended, or did not answer in time.
         """
         until_s = time.monotonic() + _START_TIMEOUT_S
         while time.monotonic() < until_s:
@@ -132,7 +132,7 @@ class Server:
         raise UserError(f"the server did not start: {' '.join(last)} (log: {self.log_path})")
 
     def stop(self) -> None:
-        """End it and wait for it."""
+        """End the server and wait until it has ended."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
         try:
@@ -149,7 +149,7 @@ def banaserve_server(
     environment: Mapping[str, str] | None = None,
     port: int | None = None,
 ) -> Iterator[Server]:
-    """``banaserve serve`` with ``options``, on ``port`` or a free port of this machine."""
+    """Run ``banaserve serve`` with ``options``, on ``port`` or a free port of this machine."""
     command = [sys.executable, "-m", "banaserve", "serve", "--model", model]
     with _started([*command, *options], "banaserve", environment, port) as server:
         yield server
@@ -174,10 +174,10 @@ class Balanced:
 
 @contextlib.contextmanager
 def balanced_servers(count: int, policy: str, model: str, *options: str) -> Iterator[Balanced]:
-    """``count`` times ``banaserve serve`` behind ``banaserve route``, which has found them all.
+    """Run ``count`` ``banaserve serve`` behind a ``banaserve route`` that has found them all.
 
     Raises:
-        UserError: One does not start.
+        UserError: A server does not start.
     """
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(banaserve_server(model, *options)) for _ in range(count)]
@@ -201,7 +201,7 @@ def _wait_for_replicas(balancer: Server, count: int) -> None:
 def vllm_server(
     model_path: str, served_name: str, *options: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[Server]:
-    """vLLM's own API server over one engine, as a user would start it."""
+    """Run vLLM's own API server over one engine, as a user would start it."""
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", model_path, "--served-model-name", served_name]
     with _started([*command, "--host", "127.0.0.1", *options], "vllm", environment) as server:
@@ -210,7 +210,7 @@ def vllm_server(
 
 @contextlib.contextmanager
 def command_server(command: Sequence[str], name: str) -> Iterator[Server]:
-    """``command`` with ``--port`` and a free port behind it; answers ``/health`` when it is up."""
+    """Run ``command`` with ``--port`` and a free port; it is up once it answers ``/health``."""
     with _started(command, name) as server:
         yield server
 
@@ -237,8 +237,9 @@ def _started(
                 stdout=log,
                 stderr=log,
                 env=variables,
-                # A group to end, and no session: Linux shares a busy machine out by sessions, so a
-                # system of two servers would get twice as much of it as one of a single server.
+                # A process group to end as a whole, but no session: Linux divides a busy machine by
+                # sessions, so a system of two servers would get twice as much of it as one of a
+                # single server.
                 process_group=0,
                 preexec_fn=end_with_parent,
             )
@@ -251,18 +252,19 @@ def _started(
 
 
 def end_with_parent() -> None:
-    """In the child: end with SIGTERM when the benchmark or the test is killed."""
+    """Let this child process end with SIGTERM when the benchmark or the test is killed."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def free_port() -> int:
-    """A port of the loopback that is free at this moment.
+    """Return a loopback port that is free at this moment.
 
-    Below those that the kernel gives to connections: one of them would keep a server that is
-    started again from its port, and a client that tries a port in vain may even reach itself.
+    The port is below the range that the kernel gives to connections: such a connection could occupy
+    the port of a server that is restarted, and a client that connects to a closed port of that
+    range may even reach itself.
 
     Raises:
-        UserError: None was found.
+        UserError: No free port was found.
     """
     first_given = int(_GIVEN_PORTS.read_text().split()[0])
     for _ in range(_PORT_TRIES):

@@ -1,4 +1,4 @@
-"""Server under test, as the load generator finds it: any that speaks OpenAI's API."""
+"""Server under test, as the load generator finds it: any server with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ class ServerUnderTest:
     """A server that answers.
 
     Attributes:
-        context_tokens: Of the model; None where the server does not say.
-        root: What the server loaded: a folder or an id; None where it does not say.
+        context_tokens: Context length of the model; None if the server does not report it.
+        root: Folder or id of the model that the server loaded; None if the server does not report
+            it.
     """
 
     url: str
@@ -36,10 +37,10 @@ class ServerUnderTest:
 
 
 def find_target(url: str, model: str | None, api_key: str | None) -> ServerUnderTest:
-    """Asks the server at ``url`` for its models. Blocking.
+    """Return the server at ``url`` with the model to use. Blocking.
 
     Raises:
-        UserError: There is no answer, the key is refused, or there is no such model.
+        UserError: The server does not answer, refuses the key, or has no such model.
     """
     base = url.rstrip("/").removesuffix("/v1")
     cards = _cards(base, api_key)
@@ -84,10 +85,10 @@ def _cards(base: str, api_key: str | None) -> list[dict[str, Any]]:
 
 
 async def try_out(client: OpenAiClient, call: CompletionCall) -> None:
-    """Sends ``call`` once, before anything is measured.
+    """Send ``call`` once, before anything is measured.
 
     Raises:
-        UserError: It failed; says with what, and what may be the matter.
+        UserError: The call failed; the message says how, and what may be the cause.
     """
     record = await client.send(call)
     if record.error is None:
@@ -102,10 +103,10 @@ async def try_out(client: OpenAiClient, call: CompletionCall) -> None:
 
 
 def load_tokenizer(target: ServerUnderTest, given: str | None) -> Tokenizer:
-    """Returns the tokenizer of the served model: ``given``, else where the server says it is.
+    """Return the tokenizer of the served model: ``given``, else where the server has its model.
 
     Raises:
-        UserError: It cannot be found or read.
+        UserError: The tokenizer cannot be found or read.
     """
     from tokenizers import Tokenizer
 

@@ -12,7 +12,7 @@ Cells = Mapping[str, Sequence[Summary]]
 
 
 class _Claim(NamedTuple):
-    """Ratios of throughput that BanaServe's section 5 gives, over all rates."""
+    """Throughput ratios that section 5 of BanaServe gives, over all rates."""
 
     over_static: str
     over_colocated: str
@@ -38,7 +38,7 @@ _COMPARED = (
 def extra_tables(
     options: Mapping[str, Any], raw: Mapping[str, Any], cells: Cells, simulated: Cells
 ) -> list[tuple[str, Table]]:
-    """Returns tables with their captions; none of those for which there is nothing to say."""
+    """Return the tables that are not empty, with their captions."""
     found = [
         (
             f"{_OURS} over each of the others, the same requests; means over seeds",
@@ -108,7 +108,7 @@ def _errors(cells: Cells, simulated: Cells) -> Table:
 
 
 def _decisions(by_system: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
-    """Times count from the start of the system's requests, all of its cells."""
+    """Return the decisions; times count from the start of the system's requests, all its cells."""
     table = [["system", "at, s", "step", "predicted cost, s", "benefit, s", "took, s", "ending"]]
     for name, decisions in by_system.items():
         for one in decisions:

@@ -26,7 +26,7 @@ MISSING = "plots are left out, the package matplotlib is missing: pip install ma
 
 
 class Theme(NamedTuple):
-    """Colours as ``#rrggbb``; lines in the order in which they are given out."""
+    """Colours as ``#rrggbb``; line colours in the order of their assignment."""
 
     background: str
     text: str
@@ -63,15 +63,15 @@ _LEGEND_ROW_IN = 0.24
 
 
 def is_possible() -> bool:
-    """Whether matplotlib is installed; ``MISSING`` says what to do where it is not."""
+    """Return whether matplotlib is installed; ``MISSING`` says what to do if it is not."""
     return find_spec("matplotlib") is not None
 
 
 def svg(grid: PlotGrid) -> str:
-    """Returns the plots as one SVG document, equal for equal plots.
+    """Return the plots as one SVG document, equal for equal plots.
 
     Raises:
-        ModuleNotFoundError: There is no matplotlib.
+        ModuleNotFoundError: matplotlib is not installed.
     """
     import matplotlib
 
@@ -80,11 +80,11 @@ def svg(grid: PlotGrid) -> str:
 
 
 def settings(content: str) -> dict[str, Any]:
-    """Returns matplotlib's settings for a drawing in the light theme.
+    """Return matplotlib's settings for a drawing in the light theme.
 
     Args:
-        content: What is drawn: identifiers are made from it, since two in one page must not be
-            equal.
+        content: Content of the drawing, from which identifiers are derived, since those of two
+            drawings in one page must differ.
     """
     return {
         "svg.fonttype": "none",
@@ -135,10 +135,10 @@ def _document(grid: PlotGrid) -> str:
 
 
 def document(figure: Figure, words: str) -> str:
-    """Returns a figure that was made with ``settings`` as SVG for light and dark screens.
+    """Return a figure that was made with ``settings`` as SVG for light and dark screens.
 
     Args:
-        words: What it shows, for those who do not see it.
+        words: Description of the figure, for readers who do not see it.
     """
     file = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -196,8 +196,8 @@ def _limits(axes: Axes, plot: Plot) -> None:
 
 
 def style() -> str:
-    """Returns the CSS that repaints the light theme's colours where the screen is dark."""
-    # Selectors name no ancestor: what is drawn by reference has none.
+    """Return the CSS that repaints the light theme's colours where the screen is dark."""
+    # Selectors name no ancestor: elements that are drawn by reference have none.
     pairs = zip(_colours(LIGHT), _colours(DARK), strict=True)
     rules = "".join(
         f'[style*="{what}: {light}"]{{{what}:{dark}!important}}'
@@ -212,21 +212,21 @@ def _colours(theme: Theme) -> tuple[str, ...]:
 
 
 def _styled(document: str, title: str) -> str:
-    """The document without what leads elsewhere, and with its style and its words."""
+    """Return the document without links and unused ids, with its style and its description."""
     start = document.index("<svg")
     body = re.sub(r"<metadata>.*?</metadata>\s*", "", document[start:], flags=re.DOTALL)
-    # Names of groups that nothing refers to, the same in every document.
+    # Ids of groups: nothing refers to them, and they are the same in every document.
     body = re.sub(r' id="[\w.]+_\d+"', "", body)
-    # The ground of a pattern has its colour as an attribute, where the style does not look.
+    # The background of a pattern has its colour as an attribute, which the style does not match.
     body = re.sub(r'(fill|stroke)="(#[0-9a-f]{6})"', r'style="\1: \2"', body)
     label = escape(title, quote=True)
     head, end, rest = body.partition(">")
     head = head.replace("<svg", f'<svg class="plot" role="img" aria-label="{label}"', 1)
-    # A hundredth of a point is more than a screen shows.
+    # A hundredth of a point is finer than a screen shows.
     rest = re.sub(r"(\d+\.\d\d)\d+", r"\1", rest)
     return f"{head}{end}\n<style>{style()}</style>{rest}"
 
 
 def inline(document: str) -> str:
-    """Returns the document as an element of an HTML page that has ``style()`` itself."""
+    """Return the document as an element of an HTML page that has ``style()`` itself."""
     return document.replace(f"<style>{style()}</style>", "", 1)

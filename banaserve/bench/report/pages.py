@@ -1,7 +1,7 @@
 """Pages of a report: one HTML file that needs no other, and Markdown with plots beside it.
 
-Both say the answer first, then show it, then say what it rests on. Where a page has several
-sections it opens with the first sentences of each.
+Both give the answer first, then the figures, then the facts behind them. A page of several sections
+opens with the first sentences of each section.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from banaserve.bench.report.section import Section
 
 _NUM_OPENING = 2
 BEST = {"light": "#dcefe2", "dark": "#1d3a28"}
-"""Backgrounds of a best value."""
+"""Background colours of a best value."""
 FAINT = {"light": "#555555", "dark": "#aaaaaa"}
 
 
@@ -47,11 +47,11 @@ _CSS = (
 def as_html(
     title: str, sections: Sequence[Section], drawn: Sequence[Sequence[str]], problem: str = ""
 ) -> str:
-    """Returns a page that needs no other file and asks no network.
+    """Return a page that needs no other file and no network.
 
     Args:
-        drawn: Of each section its plots as SVG documents.
-        problem: What the page lacks, and what to do about it.
+        drawn: Plots of each section as SVG documents.
+        problem: Message about what the page lacks and what to do about it; empty if nothing.
     """
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
@@ -107,11 +107,11 @@ def as_markdown(
     plot_names: Sequence[Sequence[str]],
     problem: str = "",
 ) -> str:
-    """Returns the page.
+    """Return the page as Markdown.
 
     Args:
-        plot_names: Of each section the files of its plots, from the page's folder.
-        problem: What the page lacks, and what to do about it.
+        plot_names: Paths of each section's plot files, relative to the page's folder.
+        problem: Message about what the page lacks and what to do about it; empty if nothing.
     """
     parts = [f"# {title}"]
     if problem:

@@ -32,10 +32,10 @@ _OVER_LOAD = {
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A line.
+    """A line of a plot.
 
     Attributes:
-        whiskers: Of each point, from and to; empty where there are none.
+        whiskers: Lower and upper end of each point's whisker; empty if there are none.
     """
 
     name: str
@@ -45,10 +45,10 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """One pair of axes.
+    """A plot with one pair of axes.
 
     Attributes:
-        marks: Whether points get a mark: for few points, not for distributions.
+        marks: True if points get a mark, which suits few points but not distributions.
     """
 
     title: str
@@ -61,7 +61,7 @@ class Plot:
 
 @dataclass(frozen=True, slots=True)
 class PlotGrid:
-    """Plots that stand beside each other, in rows of ``num_columns``, under one legend."""
+    """Plots beside each other, in rows of ``num_columns``, under one legend."""
 
     title: str
     plots: Sequence[Plot]
@@ -71,10 +71,10 @@ class PlotGrid:
 def grids_of(
     systems: Mapping[str, Sequence[Summary]], timelines: Mapping[str, Any]
 ) -> list[PlotGrid]:
-    """Returns what can be drawn of a result's cells and timelines; nothing where there is none.
+    """Return the plots that a result's cells and timelines allow, in grids.
 
     Raises:
-        UserError: Something else stands where timelines should.
+        UserError: ``timelines`` holds something else than timelines.
     """
     found = [
         PlotGrid("Over the load", load_plots(systems)),
@@ -85,7 +85,7 @@ def grids_of(
 
 
 def load_plots(systems: Mapping[str, Sequence[Summary]]) -> list[Plot]:
-    """Returns figures over the load, where there are at least two loads."""
+    """Return plots of figures over the load; empty with fewer than two loads."""
     loads = {cell.load for cells in systems.values() for cell in cells if cell.load is not None}
     if len(loads) < 2:
         return []
@@ -112,7 +112,7 @@ def _over_load(name: str, cells: Sequence[Summary], metric: str, factor: float) 
 
 
 def cdf_plots(systems: Mapping[str, Sequence[Summary]]) -> list[Plot]:
-    """Returns the distributions of latency at each load, all seeds together."""
+    """Return plots of the latency distributions at each load, all seeds together."""
     plots = []
     for by_system in loads_of(systems).values():
         load = load_words(next(iter(by_system.values()))[0])
@@ -129,10 +129,10 @@ def cdf_plots(systems: Mapping[str, Sequence[Summary]]) -> list[Plot]:
 
 
 def timeline_plots(raw: Mapping[str, Any]) -> list[Plot]:
-    """Returns for each system what its instances held over time, and how busy they were.
+    """Return for each system plots of the legs that its instances held and of their busy time.
 
     Raises:
-        UserError: Something else stands where timelines should.
+        UserError: ``raw`` holds something else than timelines.
     """
     try:
         timelines = msgspec.convert(raw, type=dict[str, InstanceTimeline])
@@ -154,7 +154,7 @@ def timeline_plots(raw: Mapping[str, Any]) -> list[Plot]:
 
 
 def cdf(values: Sequence[float], max_points: int = 100) -> list[Point]:
-    """Returns the empirical distribution: at each value the share of values up to it."""
+    """Return the empirical distribution: at each value the share of values up to it."""
     ordered = sorted(values)
     step = -(-len(ordered) // max_points) or 1
     places = [*range(0, len(ordered), step), len(ordered) - 1] if ordered else []

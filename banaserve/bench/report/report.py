@@ -22,7 +22,7 @@ _SKIPPED = ("run.json",)
 
 
 def make_parser() -> Parser:
-    """Returns the parser of the command's options."""
+    """Return the parser of the command's options."""
     parser = Parser(prog="banaserve bench report", description=__doc__)
     parser.add_argument("folder", type=Path, metavar="DIR", help="with results, at any depth")
     parser.add_argument("--out", type=Path, help="folder of the pages (default: DIR)")
@@ -31,7 +31,7 @@ def make_parser() -> Parser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write both pages; the exit code."""
+    """Write both pages; return the exit code."""
     given = make_parser().parse_args(list(argv))
     pages = write_report(given.folder, given.out or given.folder, given.title)
     for page in pages:
@@ -40,12 +40,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def write_report(folder: Path, out: Path, title: str) -> list[Path]:
-    """Writes report.html, report.md and its plots for all results below ``folder``.
+    """Write report.html, report.md and its plots for all results below ``folder``.
 
-    Without matplotlib it leaves the plots out, and says so on both pages and on standard error.
+    Without matplotlib the plots are left out; both pages and standard error say so.
 
     Raises:
-        UserError: No folder, no result in it, a file that is no result, or no room to write.
+        UserError: There is no folder, no result in it, a file that is not a result, or no room to
+            write.
     """
     sections = [section_of(result.read(path)) for path in result_files(folder)]
     problem = "" if drawing.is_possible() else drawing.MISSING
@@ -64,10 +65,10 @@ def write_report(folder: Path, out: Path, title: str) -> list[Path]:
 
 
 def result_files(folder: Path) -> list[Path]:
-    """Returns the result files at any depth; of a serving run's folder only its result.
+    """Return the result files at any depth; of a serving run's folder only its result.
 
     Raises:
-        UserError: There is no such folder, or nothing in it.
+        UserError: There is no such folder, or it holds no result.
     """
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")
@@ -82,17 +83,17 @@ def result_files(folder: Path) -> list[Path]:
 
 
 def markdown_without_drawing(folder: Path, title: str) -> str:
-    """Returns report.md as ``write_report`` writes it with matplotlib, without drawing a plot.
+    """Return report.md as ``write_report`` writes it with matplotlib, without drawing a plot.
 
     Raises:
-        UserError: No folder, no result in it, or a file that is no result.
+        UserError: There is no folder, no result in it, or a file that is not a result.
     """
     sections = [section_of(result.read(path)) for path in result_files(folder)]
     return as_markdown(title, sections, _plot_names([len(one.plots) for one in sections]), "")
 
 
 def _plot_names(counts: Sequence[int]) -> list[list[str]]:
-    """Names of the files of each section's plots."""
+    """Return the names of the files of each section's plots."""
     return [
         [f"plots/{number}-{place}.svg" for place in range(count)]
         for number, count in enumerate(counts, start=1)
@@ -100,7 +101,7 @@ def _plot_names(counts: Sequence[int]) -> list[list[str]]:
 
 
 def _written(drawn: Sequence[Sequence[str]], out: Path) -> list[list[str]]:
-    """Writes each section's plots as files; returns their names."""
+    """Write each section's plots as files; return their names."""
     names = _plot_names([len(svgs) for svgs in drawn])
     for section, svgs in zip(names, drawn, strict=True):
         for name, document in zip(section, svgs, strict=True):

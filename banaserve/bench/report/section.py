@@ -18,12 +18,12 @@ from banaserve.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One result; the first row of a table are headings.
+    """Section of one result; the first row of a table holds headings.
 
     Attributes:
         answer: Sentences, the most important first.
-        details: Sentences that say the same figure by figure; empty but for comparisons.
-        table_note: Says what marks in the table mean; empty where it has none.
+        details: Sentences that give the same figure by figure; empty except for comparisons.
+        table_note: Meaning of the marks in the table; empty if it has none.
         more: Further tables, each with a caption.
     """
 
@@ -39,10 +39,10 @@ class Section:
 
 
 def section_of(record: Result) -> Section:
-    """Returns the section of a result.
+    """Return the section of a result.
 
     Raises:
-        UserError: It says that it is a serving run, and its cells are not such.
+        UserError: The record claims to be a serving run, but its cells are invalid.
     """
     systems = _systems(record)
     more = []
@@ -91,7 +91,7 @@ def _of_modelled_time(record: Result) -> list[str]:
 
 
 def _systems(record: Result) -> dict[str, list[Summary]]:
-    """Returns the cells of a serving run or a comparison by system; empty for other results."""
+    """Return the cells of a serving run or a comparison by system; empty for other results."""
     raw = record.raw.get("systems")
     if raw is None and "cells" in record.raw:
         raw = {record.options.get("system") or record.name: record.raw["cells"]}

@@ -1,6 +1,6 @@
-"""The answer of a result in sentences: who leads where and by how much, and what each one loses.
+"""The answer of a result in sentences: which system leads where, by how much, and where it loses.
 
-Made from the same standings as the marks of the tables. Pure.
+The sentences come from the same standings as the marks of the tables. Pure.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Systems = Mapping[str, Sequence[Summary]]
 
 
 def answer_of(record: Result, systems: Systems) -> list[str]:
-    """Returns the sentences of a result, the most important first.
+    """Return the sentences of a result, the most important first.
 
     Args:
-        systems: Its cells by system; empty where it is not one of serving.
+        systems: Cells of the result by system; empty if it is not a serving result.
     """
     found = [f"{note}." for note in record.notes if note.startswith("INCOMPLETE")]
     if record.modelled_time:
@@ -46,7 +46,7 @@ def answer_of(record: Result, systems: Systems) -> list[str]:
 
 
 def comparison(systems: Systems) -> list[str]:
-    """Returns who leads how often, what each system loses, and by which rule."""
+    """Return which system leads how often, where each system loses, and by which rule."""
     compared = _compared(systems)
     if not compared:
         score = "No figure is there of two systems, so that none can lead."
@@ -56,7 +56,7 @@ def comparison(systems: Systems) -> list[str]:
 
 
 def by_metric(systems: Systems) -> list[str]:
-    """Returns a sentence for each figure: who leads at which load, and by how much."""
+    """Return a sentence for each figure: which system leads at which load, and by how much."""
     compared, loads = _compared(systems), _load_words(systems)
     found = []
     for metric in TOLD_METRICS:
@@ -111,7 +111,7 @@ def _lead(one: Standing, load: str) -> str:
 
 
 def _next(one: Standing) -> str:
-    """The second system with its value, and the best's value over that."""
+    """Return the second system with its value, and the ratio of the best value to it."""
     best, second = list(one.means)[:2]
     return f"{_valued(one, second)} of {second}{_over(one.means[best], one.means[second])}"
 
@@ -127,7 +127,7 @@ def _shared_lead(one: Standing, load: str) -> str:
 
 
 def _losses(name: str, compared: Sequence[Standing], loads: Mapping[str, str]) -> str:
-    """In how many comparisons a system is behind, and where it is furthest behind."""
+    """Return in how many comparisons a system is behind, and where it is furthest behind."""
     mine = [one for one in compared if name in one.means]
     behind = [one for one in mine if name not in one.leaders]
     if not mine:
@@ -150,7 +150,7 @@ def _distance(one: Standing, name: str) -> float:
 
 
 def _failures(systems: Systems) -> list[str]:
-    """Requests that were lost, and systems that are missing at a load."""
+    """Return sentences on lost requests and on systems that are missing at a load."""
     found = []
     loads = _load_words(systems)
     for load, by_system in loads_of(systems).items():
@@ -192,7 +192,7 @@ def _rule(systems: Systems) -> str:
 
 
 def equal_answers(figures: Mapping[str, Figure]) -> list[str]:
-    """Returns whether checked answers were those of one vLLM engine; empty where none was."""
+    """Return whether checked answers were those of one vLLM engine; empty if none was checked."""
     ending = ".equal_answers"
     shares = {
         name.removesuffix(ending): one.median
@@ -206,7 +206,7 @@ def equal_answers(figures: Mapping[str, Figure]) -> list[str]:
 
 
 def of_one(cells: Sequence[Summary]) -> str:
-    """Returns what a system gave at the highest load that it was asked for."""
+    """Return the figures of a system at the highest requested load, as a sentence."""
     by_system = list(loads_of({"": cells}).values())[-1]
     same = by_system[""]
     told = []
@@ -222,7 +222,7 @@ def of_one(cells: Sequence[Summary]) -> str:
 
 
 def of_figures(figures: Mapping[str, Figure]) -> list[str]:
-    """Returns how far the figures of a result can be trusted: its runs and their spread."""
+    """Return how far the figures of a result can be trusted: its runs and their spread."""
     runs = {len(one.samples) for one in figures.values()}
     if not runs:
         return ["There is no figure."]
@@ -247,7 +247,7 @@ def of_figures(figures: Mapping[str, Figure]) -> list[str]:
 
 
 def _over(value: float, other: float) -> str:
-    """A ratio as the end of a sentence; empty where there is none."""
+    """Return a ratio as the end of a sentence; empty if the divisor is zero."""
     if not other:
         return ""
     ratio = value / other

@@ -12,12 +12,13 @@ class ServingMetric(NamedTuple):
     """A figure of a cell.
 
     Attributes:
-        words: Its name in a table.
-        told: Its name in a sentence; empty where only tables have it.
-        key: In ``Summary.metrics``.
-        factor: From there to ``unit``.
-        is_more_better: Whether of two systems the one with the larger value is better.
-        is_latency: Of the requests that succeeded alone, so that it flatters who lost many.
+        words: Name of the metric in a table.
+        told: Name of the metric in a sentence; empty if it appears only in tables.
+        key: Key in ``Summary.metrics``.
+        factor: Factor from the value in ``Summary.metrics`` to ``unit``.
+        is_more_better: True if the larger value is better.
+        is_latency: True if it covers only successful requests, so that it flatters a system that
+            lost many.
     """
 
     words: str
@@ -29,7 +30,7 @@ class ServingMetric(NamedTuple):
     is_latency: bool = False
 
     def heading(self) -> str:
-        """Returns its name with its unit."""
+        """Return the name of the metric with its unit."""
         return f"{self.words}, {self.unit}"
 
 
@@ -48,7 +49,7 @@ TOLD_METRICS = tuple(metric for metric in SERVING_METRICS if metric.told)
 
 
 def loads_of(systems: Mapping[str, Sequence[Summary]]) -> dict[str, dict[str, list[Summary]]]:
-    """Returns the cells by load and system: loads by size, systems in their order."""
+    """Return the cells by load and system: loads by size, systems in their order."""
     cells = [cell for same in systems.values() for cell in same]
     found: dict[str, dict[str, list[Summary]]] = {
         cell.load_name: {} for cell in sorted(cells, key=lambda one: one.load or 0.0)
@@ -60,7 +61,7 @@ def loads_of(systems: Mapping[str, Sequence[Summary]]) -> dict[str, dict[str, li
 
 
 def load_words(cell: Summary) -> str:
-    """Returns the load of a cell as a sentence ends with it."""
+    """Return the load of a cell as a sentence ends with it."""
     if cell.load is None:
         return "the trace's own speed"
     return f"{cell.load:g} {'at once' if cell.is_closed else 'requests/s'}"

@@ -1,9 +1,9 @@
-"""Systems in order by one figure at one load, and who leads. Pure.
+"""Systems ranked by one figure at one load, and which of them lead. Pure.
 
-A leader is one that every other is told apart from: over several runs of the same requests by the
-95% interval (Student's t) of the paired differences, which must not contain zero, and by
-``MIN_LEAD_FRACTION`` of the better value at least; after a single run, which has no spread, by
-``MIN_LEAD_OF_ONE_RUN_FRACTION``. Where several cannot be told from the best, they lead together.
+A system leads alone if every other one differs from it: over several runs of the same requests, the
+95% interval (Student's t) of the paired differences must not contain zero, and the lead must be at
+least ``MIN_LEAD_FRACTION`` of the better value; after a single run, which has no spread, at least
+``MIN_LEAD_OF_ONE_RUN_FRACTION``. Systems that do not differ from the best lead together.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ MIN_LEAD_OF_ONE_RUN_FRACTION = 0.05
 
 
 class Standing(NamedTuple):
-    """Who is where by ``metric`` at ``load``.
+    """Ranking of the systems by ``metric`` at ``load``.
 
     Attributes:
-        load: The load's name, as ``Summary.load_name``.
-        means: By system, best first, in the metric's unit; systems without this figure, or that
-            lost more requests than others where it is a latency, are in none of these.
-        leaders: The best, and those that are not told apart from it.
-        others: Systems that have the figure and are not compared, since they lost more requests.
+        load: Name of the load, as in ``Summary.load_name``.
+        means: Mean by system, best first, in the metric's unit; without systems that lack this
+            figure, or that lost more requests than others if it is a latency.
+        leaders: The best system, and those that do not differ from it.
+        others: Systems that have the figure but are not compared, since they lost more requests.
         missing: Systems that do not have the figure at this load.
     """
 
@@ -40,12 +40,12 @@ class Standing(NamedTuple):
 
     @property
     def leader(self) -> str | None:
-        """The one that leads alone, among two at least."""
+        """System that leads alone, among at least two; None if there is none."""
         is_alone = len(self.leaders) == 1 and len(self.means) > 1
         return self.leaders[0] if is_alone else None
 
     def ratio(self, system: str) -> float | None:
-        """Returns the system's value over the best one; None where that is zero."""
+        """Return the system's value over the best one; None if the best one is zero."""
         best = next(iter(self.means.values()))
         return self.means[system] / best if best else None
 
@@ -53,7 +53,7 @@ class Standing(NamedTuple):
 def standings(
     systems: Mapping[str, Sequence[Summary]], metrics: Sequence[ServingMetric] = SERVING_METRICS
 ) -> list[Standing]:
-    """Returns one for each load and metric that some system has, loads first."""
+    """Return a standing for each load and each metric that some system has, loads first."""
     found = []
     for load, by_system in loads_of(systems).items():
         fewest = min(_failed_fraction(cells) for cells in by_system.values())

@@ -21,7 +21,7 @@ Table = list[list[str]]
 NO_VALUE = "-"
 LIKE_THE_BEST = "≈"
 _LOADS = ("requests/s", "at once")
-"""Endings of a load in words, which begins with a number."""
+"""Endings of a load in words, which begins with a digit but is not a number."""
 MARKS = (
     f"Bold: the best of its row; {LIKE_THE_BEST}: not told apart from it; in brackets: not "
     "compared, since the system lost more requests than others."
@@ -35,9 +35,9 @@ class Best(str):
 
 
 def serving_table(systems: Mapping[str, Sequence[Summary]]) -> Table:
-    """Returns a row for each load and figure and a column for each system: means over seeds.
+    """Return a row for each load and figure and a column for each system: means over seeds.
 
-    Of one system alone it has a column for each load, and nothing is marked.
+    A table of one system alone has a column for each load, and no marks.
     """
     if len(systems) == 1:
         [cells] = systems.values()
@@ -105,7 +105,7 @@ def _marked(name: str, texts: Mapping[str, str], standing: Standing) -> str:
 
 
 def figure_table(figures: Mapping[str, Figure]) -> Table:
-    """Returns a row for each figure, in a unit of a size that fits."""
+    """Return a table with a row for each figure, in a unit of suitable size."""
     rows = [["figure", "median", "min", "max", "mean ± 95%", "runs", "unit"]]
     for name, one in figures.items():
         factor, unit = scaled(one.samples, one.unit)
@@ -123,12 +123,12 @@ def _mean(samples: Sequence[float], factor: float) -> str:
 
 
 def is_empty(table: Table) -> bool:
-    """Whether the table has headings at most."""
+    """Return whether the table has headings at most."""
     return len(table) < 2
 
 
 def number_columns(rows: Sequence[Sequence[str]]) -> list[bool]:
-    """Returns for each column of ``rows``, without headings, whether it holds numbers alone."""
+    """Return for each column of ``rows``, without headings, whether it holds only numbers."""
     return [all(_is_number(cell) for cell in column) for column in zip(*rows, strict=True)]
 
 
@@ -138,7 +138,7 @@ def _is_number(cell: str) -> bool:
 
 
 def as_html(table: Table) -> str:
-    """Returns the table as an element; columns of numbers stand right, others left."""
+    """Return the table as an element; columns of numbers are right-aligned, others left-aligned."""
     head, *rows = table
     kinds = ["number" if one else "" for one in number_columns(rows)]
     lines = [_html_row("th", head, kinds), *(_html_row("td", cells, kinds) for cells in rows)]
@@ -157,9 +157,9 @@ def _html_cell(tag: str, cell: str, kind: str) -> str:
 
 
 def as_markdown(table: Table) -> str:
-    """Returns the table in GitHub's form, as ``as_html`` aligns it, the best values bold.
+    """Return the table in GitHub's Markdown, aligned as by ``as_html``, the best values bold.
 
-    Columns stand below each other in the text too.
+    The columns of the source text are aligned too.
     """
     texts = [[_markdown_cell(cell) for cell in cells] for cells in table]
     are_numbers = number_columns(table[1:])

@@ -1,4 +1,4 @@
-"""Figures as text: as many digits as they bear, no exponents, units of a size that fits. Pure."""
+"""Figures as text: justified digits, no exponents, units of suitable size. Pure."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _SCALES: dict[str, Sequence[tuple[float, str]]] = {
 
 
 def number(value: float, digits: int = 4) -> str:
-    """Returns ``value`` with that many significant digits; whole numbers stay whole.
+    """Return ``value`` with ``digits`` significant digits; whole numbers stay whole.
 
-    Thousands are set apart by commas. Below a millionth, and only there, it has an exponent.
+    Commas separate thousands. Only values below a millionth have an exponent.
     """
     if value == 0:
         return "0"
@@ -34,9 +34,9 @@ def number(value: float, digits: int = 4) -> str:
 
 
 def row(values: Sequence[float]) -> list[str]:
-    """Returns values that are compared, all to the same place.
+    """Return values to be compared, all rounded to the same decimal place.
 
-    Three digits of the smallest, unless the largest then had more than four.
+    The smallest value gets three digits, unless the largest would then have more than four.
     """
     sizes = [abs(value) for value in values if value]
     if not sizes or min(sizes) < _SMALLEST_PLAIN or all(float(v).is_integer() for v in values):
@@ -46,9 +46,9 @@ def row(values: Sequence[float]) -> list[str]:
 
 
 def interval_text(samples: Sequence[float], factor: float = 1.0) -> str:
-    """Returns a mean and half the width of its 95% interval; of one sample only that.
+    """Return a mean and half the width of its 95% interval; of one sample only its value.
 
-    The half has two digits, and the mean ends at the same place: ``710 ± 180``.
+    The half width has two digits, and the mean ends at the same decimal place: ``710 ± 180``.
     """
     values = [value * factor for value in samples]
     if len(values) < 2:
@@ -58,7 +58,7 @@ def interval_text(samples: Sequence[float], factor: float = 1.0) -> str:
 
 
 def with_half(mean: float, half: float) -> str:
-    """Returns ``mean ± half``, both to the place of the half's second digit."""
+    """Return ``mean ± half``, both to the decimal place of the half width's second digit."""
     if half == 0:
         return f"{number(mean)} ± 0"
     place = _place(half) - 1
@@ -77,9 +77,9 @@ def with_half(mean: float, half: float) -> str:
 
 
 def scaled(values: Sequence[float], unit: str) -> tuple[float, str]:
-    """Returns a factor and the unit that it leads to, for all of ``values`` alike.
+    """Return a factor and the unit that it converts to, the same for all of ``values``.
 
-    Seconds and bytes come in a size in which the largest is at least one; other units stay.
+    Seconds and bytes get a unit in which the largest value is at least one; other units stay.
     """
     largest = max((abs(value) for value in values), default=0.0)
     scales = _SCALES.get(unit, ())
@@ -92,7 +92,7 @@ def scaled(values: Sequence[float], unit: str) -> tuple[float, str]:
 
 
 def _place(value: float) -> int:
-    """The power of ten of its first digit."""
+    """Return the power of ten of the first digit."""
     return math.floor(math.log10(abs(value)))
 
 

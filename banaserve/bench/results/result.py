@@ -33,7 +33,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The machine of a measurement.
 
     Attributes:
-        num_cores: Those that the process may run on.
+        num_cores: Number of cores that the process may run on.
         gpu: Names of all GPUs, or null.
     """
 
@@ -48,11 +48,12 @@ class ModelledTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A server whose time was that of a modelled GPU and model.
 
     Attributes:
-        source: Where the step times of the profile come from.
+        source: Origin of the profile's step times.
         dilation: Wall seconds of one modelled second.
-        num_steps: Of its engines.
-        num_overrun: Steps whose real work took longer than their modelled time.
-        late_fraction: How much later than modelled steps ended, of their modelled time.
+        num_steps: Number of steps of the server's engines.
+        num_overrun: Number of steps whose real work took longer than their modelled time.
+        late_fraction: Delay of step ends after their modelled ends, as a fraction of the modelled
+            time.
     """
 
     profile: str
@@ -73,9 +74,9 @@ class Versions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def commit() -> tuple[str | None, bool | None]:
-    """Returns the commit of the running code and whether that code differs from it.
+    """Return the commit of the running code and whether that code differs from it.
 
-    Files that are not code (results, documents) leave it clean. Both are None where the package
+    Changes of other files (results, documents) do not count. Both values are None if the package
     does not run from a checkout of its own repository.
     """
     root = Path(banaserve.__file__).resolve().parent.parent
@@ -87,7 +88,7 @@ def commit() -> tuple[str | None, bool | None]:
 
 
 def machine() -> Machine:
-    """Describes this machine."""
+    """Return a description of this machine."""
     return Machine(
         cpu_model=_cpu_model(),
         num_cores=len(os.sched_getaffinity(0)),
@@ -98,7 +99,7 @@ def machine() -> Machine:
 
 
 def versions() -> Versions:
-    """Reads versions from the installed packages' metadata, importing none of them."""
+    """Read versions from the installed packages' metadata, importing none of them."""
     return Versions(
         python=platform.python_version(),
         banaserve=banaserve.__version__,
@@ -129,7 +130,7 @@ def _gpu() -> str | None:
 
 
 def _output(*command: str) -> str | None:
-    """Returns what ``command`` prints, or None where it is missing or fails."""
+    """Return what ``command`` prints, or None where it is missing or fails."""
     if shutil.which(command[0]) is None:
         return None
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
@@ -140,7 +141,7 @@ SCHEMA_VERSION: Literal[1] = 1
 
 
 class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One measured quantity: a sample a run, in the order of the runs."""
+    """A measured quantity: a sample for each run, in the order of the runs."""
 
     unit: str
     median: float
@@ -161,14 +162,14 @@ class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         name: The benchmark, as typed after ``banaserve bench``.
-        commit: Of the code that ran, or null outside a checkout.
-        dirty: Whether that code differed from the commit; null with it.
-        options: What the benchmark was asked, by name.
-        figures: What it found, by name.
-        notes: What a reader must know to judge the figures.
-        raw: Whatever else was recorded; its form is the benchmark's own.
-        modelled_time: One entry for each server whose time was modelled: no figure of it was
-            measured on the modelled GPU. Empty where all time is real.
+        commit: Commit of the code that ran; null outside a checkout.
+        dirty: True if that code differed from the commit; null outside a checkout.
+        options: Options of the benchmark, by name.
+        figures: Measured figures, by name.
+        notes: Facts that a reader must know to judge the figures.
+        raw: Further recorded data, in a form of the benchmark's own.
+        modelled_time: Entry for each server whose time was modelled: none of its figures was
+            measured on the modelled GPU. Empty if all time is real.
     """
 
     schema_version: Literal[1]
@@ -187,7 +188,7 @@ class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def figure(samples: Sequence[float], unit: str) -> Figure:
-    """Returns the figure of ``samples``.
+    """Return the figure of ``samples``.
 
     Raises:
         ValueError: No samples, or one that is not a finite number.
@@ -208,7 +209,7 @@ def result(
     raw: Mapping[str, Any] | None = None,
     modelled_time: Sequence[ModelledTime] = (),
 ) -> Result:
-    """Returns the record of a run that has just ended, with this machine and this code on it."""
+    """Return the record of a run that has just ended, with this machine and this code's commit."""
     commit_id, dirty = commit()
     return Result(
         SCHEMA_VERSION,
@@ -228,7 +229,7 @@ def result(
 
 
 def write(record: Result, path: Path) -> None:
-    """Writes ``record`` as JSON; a reader sees the old file or the whole new one.
+    """Write ``record`` as JSON; a reader sees the old file or the whole new one.
 
     Raises:
         UserError: The file cannot be written.
@@ -254,10 +255,11 @@ def write(record: Result, path: Path) -> None:
 
 
 def read(path: Path) -> Result:
-    """Reads and validates a result file.
+    """Read and validate a result file.
 
     Raises:
-        UserError: The file is missing or not a result of this schema; says where it differs.
+        UserError: The file is missing or not a result of this schema; the message says where it
+            differs.
     """
     try:
         return msgspec.json.decode(path.read_bytes(), type=Result)
@@ -268,12 +270,12 @@ def read(path: Path) -> Result:
 
 
 def schema() -> bytes:
-    """Returns the JSON schema of a result file."""
+    """Return the JSON schema of a result file."""
     return msgspec.json.format(msgspec.json.encode(msgspec.json.schema(Result)), indent=2) + b"\n"
 
 
 def table(record: Result) -> Table:
-    """Returns the figures as a table for a terminal."""
+    """Return the figures as a table for a terminal."""
     state = "" if record.commit is None else f", commit {record.commit[:9]}"
     state += " with changes" if record.dirty else ""
     if record.modelled_time:
@@ -292,7 +294,7 @@ def table(record: Result) -> Table:
 
 
 def deliver(record: Result, path: Path | None) -> None:
-    """Prints figures and notes, and writes the record where a path is given.
+    """Print figures and notes, and write the record where a path is given.
 
     Raises:
         UserError: The file cannot be written.

@@ -25,19 +25,19 @@ class Interval(NamedTuple):
 
 
 def median(samples: Sequence[float]) -> float:
-    """Returns the median; the mean of the middle two where their number is even."""
+    """Return the median; the mean of the middle two for an even number of samples."""
     return float(np.median(_checked(samples)))
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:
-    """Returns the value below which ``percent`` of the samples lie, linear between two samples."""
+    """Return the value below which ``percent`` of the samples are, linear between two samples."""
     if not 0 <= percent <= 100:
         raise ValueError(f"percentile {percent}: give 0 to 100")
     return float(np.percentile(_checked(samples), percent))
 
 
 def spread_fraction(samples: Sequence[float]) -> float:
-    """Returns (maximum - minimum) / median: 0 where all runs agree, infinite at a zero median."""
+    """Return (maximum - minimum) / median: 0 where all runs agree, infinite at a zero median."""
     values = _checked(samples)
     width = float(values.max() - values.min())
     middle = abs(median(samples))
@@ -47,10 +47,10 @@ def spread_fraction(samples: Sequence[float]) -> float:
 
 
 def mean_interval(samples: Sequence[float]) -> Interval:
-    """Returns the mean with its 95% interval by Student's t: for a few independent runs.
+    """Return the mean with its 95% interval by Student's t: for a few independent runs.
 
     Raises:
-        ValueError: Fewer than two samples: one run tells nothing of the spread.
+        ValueError: There are fewer than two samples: one run has no spread.
     """
     values = _checked(samples)
     if len(values) < 2:
@@ -63,7 +63,7 @@ def mean_interval(samples: Sequence[float]) -> Interval:
 
 
 def paired_ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """Returns ours / theirs pair by pair, so that what both runs of a pair suffered cancels out.
+    """Return ours / theirs pair by pair, so that effects on both runs of a pair cancel out.
 
     Raises:
         ValueError: The lengths differ or a divisor is not above 0.

@@ -16,11 +16,11 @@ from banaserve.errors import UserError
 
 
 class CellId(NamedTuple):
-    """Which cell.
+    """Identity of a cell.
 
     Attributes:
-        load: Requests a second, or with ``is_closed`` how many are under way at any time; None
-            for a trace at its own speed.
+        load: Requests a second, or with ``is_closed`` the number of requests in progress; None for
+            a trace at its own speed.
     """
 
     load: float | None
@@ -39,12 +39,13 @@ class CellId(NamedTuple):
 
 
 class Sent(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A line of a cell's file: a request as asked and as it went.
+    """Line of a cell's file: a request and its outcome.
 
     Attributes:
-        is_warm_up: Sent before the measured time began; in no figure.
-        prompt_tokens: As asked; the server's own count stands in ``record``.
-        record: Its times count from the start of the cell.
+        is_warm_up: True if sent before the measured time began; such a request counts in no figure.
+        prompt_tokens: Number of prompt tokens as requested; the server's own count is in
+            ``record``.
+        record: Record of the request; its times count from the start of the cell.
     """
 
     is_warm_up: bool
@@ -56,11 +57,11 @@ class Sent(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class CellRun(NamedTuple):
-    """What came of a cell.
+    """Outcome of a cell.
 
     Attributes:
-        wall_s: It took, on the machine's clock whatever that of the client is.
-        client_cpu_s: CPU seconds of this process, for all it did meanwhile.
+        wall_s: Duration on the machine's clock, whatever the client's clock is, in seconds.
+        client_cpu_s: CPU seconds of this process during the cell, for all its work.
     """
 
     sent: list[Sent]
@@ -71,8 +72,8 @@ class CellRun(NamedTuple):
 class CellFile:
     """The records of one cell as JSON lines, written as requests end.
 
-    The file is called ``*.part.jsonl`` until the cell is complete; what a run that was stopped
-    leaves stays under that name and is no part of any result.
+    The file is called ``*.part.jsonl`` until the cell is complete; the file of a stopped run keeps
+    that name and is no part of any result.
     """
 
     def __init__(self, folder: Path, cell: CellId) -> None:
@@ -101,10 +102,10 @@ class CellFile:
 
 
 class Progress:
-    """Progress of a cell; this one reports nothing."""
+    """Receiver of a cell's progress; this base class ignores it."""
 
     def ended(self, num_ended: int, num_failed: int) -> None:
-        """So many requests have ended so far, of which so many failed."""
+        """Take the number of requests that have ended so far, and of the failed ones among them."""
 
 
 async def run_cell(
@@ -118,11 +119,12 @@ async def run_cell(
     keep: CellFile,
     progress: Progress,
 ) -> CellRun:
-    """Sends ``items`` and writes down what comes of each; returns when all have ended.
+    """Send ``items`` and record the outcome of each; return when all have ended.
 
     Args:
-        arrivals_s: From the start; None keeps ``cell.load`` requests under way instead.
-        exact_output: Ask for exactly the wanted number of tokens (ignore_eos, min_tokens).
+        arrivals_s: Arrival times in seconds from the start; None keeps ``cell.load`` requests in
+            progress instead.
+        exact_output: True to ask for exactly the wanted number of tokens (ignore_eos, min_tokens).
     """
     calls = [_call(number, item, exact_output) for number, item in enumerate(items)]
     by_id = dict(zip((call.id for call in calls), items, strict=True))
@@ -156,7 +158,7 @@ def _call(number: int, item: Item, exact_output: bool) -> CompletionCall:
 
 
 def _sent(record: RequestRecord, item: Item, start_s: float, warm_up_s: float) -> Sent:
-    """Moves the record's times to the start of the cell, and leaves out what it said."""
+    """Make the record's times relative to the start of the cell, and drop its text."""
     for name in ("due_at_s", "sent_at_s", "first_token_at_s", "ended_at_s"):
         value = getattr(record, name)
         if value is not None:

@@ -1,9 +1,9 @@
 """``banaserve bench serving``: what does a server give its users at a given load?
 
-Sends requests to any server that speaks OpenAI's completions API and writes down what comes of
-each. Arrivals do not wait for answers (but with ``--arrival closed``); failures and timeouts are
-counted, never dropped. Each rate runs with each seed; a run that was stopped goes on where it was
-when it is started again with the same options.
+Sends requests to any server with OpenAI's completions API and records the outcome of each.
+Arrivals do not wait for answers (except with ``--arrival closed``); failures and timeouts are
+counted, never dropped. Each rate runs with each seed; a stopped run is resumed when it is started
+again with the same options.
 
 Datasets: alpaca, azure, longbench, mooncake, sharegpt (yours: --data or BANASERVE_DATA), a file
 (formats: benchmarks/README.md), or made up: random, shared-prefix, multi-turn, and stand-ins with
@@ -68,7 +68,7 @@ _ROWS = (
 
 
 def table(summaries: Sequence[Summary]) -> Table:
-    """Returns a column for each load: means over seeds, with their 95% interval's half width.
+    """Return a table with a column for each load: means over seeds, ± half their 95% interval.
 
     A figure that no load has is left out.
     """
@@ -104,7 +104,7 @@ _NOTES = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it, keep the records, print the table; the exit code."""
+    """Run the plan, keep the records, print the table; return the exit code."""
     given = parse(argv)
     plan = _plan(given)
     target = find_target(given.url, given.model, given.api_key)
@@ -120,7 +120,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_parser() -> Parser:
-    """Returns the parser of the command's options."""
+    """Return the parser of the command's options."""
     parser = Parser(
         prog="banaserve bench serving",
         description=__doc__,
@@ -136,7 +136,7 @@ def make_parser() -> Parser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Read the options; those that are not given suit the others."""
+    """Return the options; those that are not given get values that suit the others."""
     given = make_parser().parse_args(list(argv))
     if given.arrival is None:
         given.arrival = "closed" if given.rps is None else "poisson"
@@ -212,7 +212,7 @@ def _whole(text: str) -> tuple[int, ...]:
 
 
 def _plan(given: argparse.Namespace) -> ServingPlan:
-    """Raises UserError where the options make no run."""
+    """Return the plan; raise UserError if the options are inconsistent."""
     check_known("arrival", given.arrival, KINDS)
     is_closed = given.arrival == "closed"
     if given.rps is None and given.arrival in ("poisson", "gamma"):
@@ -253,7 +253,7 @@ def _wanted(given: argparse.Namespace, target: ServerUnderTest) -> WantedLengths
 
 
 def _options(given: argparse.Namespace) -> dict[str, Any]:
-    """What was asked, without keys and without the machine's folders."""
+    """Return the given options, without keys and without the machine's folders."""
     left_out = {"api_key", "data", "json", "model", "out", "timeout", "tokenizer", "url"}
     options = {name: value for name, value in vars(given).items() if name not in left_out}
     return {**options, "dataset": Path(given.dataset).name}
@@ -301,7 +301,7 @@ def _run(
 
 
 def _last(target: ServerUnderTest, known: ModelledTime) -> ModelledTime:
-    """What the server says of modelled time, or what it said before it was gone."""
+    """Return the server's modelled time, or ``known`` if the server is gone."""
     try:
         return modelled_time(target.url) or known
     except UserError:
@@ -340,7 +340,7 @@ def _bar() -> Bar:
 
 
 class _Shown(Progress):
-    """A bar for each cell."""
+    """Progress shown as a bar for each cell."""
 
     def __init__(self, bar: Bar) -> None:
         self._bar = bar

@@ -1,7 +1,7 @@
-"""Serving run: its cells one after the other, kept in a folder, resumed where it stopped.
+"""Serving run: its cells in sequence, kept in a folder; a stopped run is resumed.
 
-DIR/run.json             what was asked; another run is refused there
-DIR/records/*.jsonl      the requests of each complete cell; *.part.jsonl of one that stopped
+DIR/run.json             options of the run; a run with other options is refused there
+DIR/records/*.jsonl      the requests of each complete cell; *.part.jsonl: of a stopped one
 DIR/summaries/*.json     the figures of each complete cell
 DIR/result.json          the result, after each cell; complete only if it says so
 """
@@ -30,13 +30,14 @@ from banaserve.errors import UserError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingPlan:
-    """What to send, how fast, and what to count.
+    """Load, cells and limits of a serving run.
 
     Attributes:
-        loads: Requests a second, or with ``closed`` arrivals requests under way; a single None
+        loads: Requests a second, or with ``closed`` arrivals requests in progress; a single None
             runs a trace at its own speed.
-        requests: Of each cell; None for as many as arrive in warm-up and ``duration_s``.
-        variation: Of gamma arrivals' gaps.
+        requests: Number of requests of each cell; None for as many as arrive in warm-up and
+            ``duration_s``.
+        variation: Coefficient of variation of the gaps of gamma arrivals.
     """
 
     arrival: str
@@ -50,15 +51,15 @@ class ServingPlan:
     exact_output: bool
 
     def cells(self) -> list[CellId]:
-        """Seeds outermost: stopped early, a run has all loads of the seeds it has."""
+        """Return all cells, seeds outermost: a run stopped early has all loads of its seeds."""
         is_closed = self.arrival == "closed"
         return [CellId(load, seed, is_closed) for seed in self.seeds for load in self.loads]
 
     def check(self) -> None:
-        """Returns if these are requests to send, no cell twice.
+        """Check that the plan has requests to send and no cell twice.
 
         Raises:
-            UserError: They are not.
+            UserError: The plan is invalid.
         """
         if self.requests is not None and self.requests < 1:
             raise UserError("--requests: give 1 or more")
@@ -73,7 +74,7 @@ class ServingPlan:
             raise UserError("--rps, --concurrency: each once, and different in six digits")
 
     def count(self, cell: CellId) -> int:
-        """How many requests a cell sends."""
+        """Return the number of requests of a cell."""
         if self.requests is not None:
             return self.requests
         if cell.is_closed or cell.load is None:
@@ -82,10 +83,10 @@ class ServingPlan:
 
 
 class RunFolder:
-    """Where a run keeps what it has.
+    """Folder of a run's options, records and figures.
 
     Args:
-        asked: What must be equal for a run to go on there.
+        asked: Options that must be equal for a run to be resumed there.
 
     Raises:
         UserError: The folder holds another run, or cannot be written.
@@ -112,7 +113,7 @@ class RunFolder:
             raise UserError(f"cannot write {path}: {error.strerror}") from error
 
     def summary(self, cell: CellId) -> Summary | None:
-        """Returns the figures of a complete cell; None of any other."""
+        """Return the figures of a complete cell; None for any other cell."""
         try:
             data = (self.path / "summaries" / f"{cell.name}.json").read_bytes()
             return msgspec.json.decode(data, type=Summary)
@@ -126,7 +127,7 @@ class RunFolder:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file that is there as a whole or not at all, whenever this process ends."""
+    """Write a file that is there as a whole or not at all, whenever this process ends."""
     scratch = path.with_suffix(".new")
     scratch.write_bytes(data)
     scratch.replace(path)
@@ -140,15 +141,15 @@ async def run_cells(
     progress: Progress,
     begin: Any = lambda cell, count: None,
 ) -> list[Summary]:
-    """Runs the cells that ``folder`` lacks; returns the figures of all.
+    """Run the cells that ``folder`` lacks; return the figures of all.
 
     Args:
-        begin: Called with each cell and its number of requests before it runs.
+        begin: Callback with each cell and its number of requests, before the cell runs.
 
     Raises:
-        UserError: Every request of a cell failed, or none came after the warm-up; its records
-            are kept.
-        asyncio.CancelledError: Stopped; what was complete is kept.
+        UserError: Every request of a cell failed, or none came after the warm-up; the records are
+            kept.
+        asyncio.CancelledError: The run was stopped; complete cells are kept.
     """
     found = []
     for cell in plan.cells():
@@ -175,7 +176,7 @@ async def run_cells(
 def requests_of(
     plan: ServingPlan, cell: CellId, dataset: Dataset
 ) -> tuple[list[Item], list[float] | None]:
-    """Returns what a cell sends and when; None for when with ``closed`` arrivals."""
+    """Return the requests of a cell and their arrival times; no times with ``closed`` arrivals."""
     items = dataset.items(plan.count(cell), cell.name, plan.cells().index(cell))
     arrivals_s = arrival_times_s(
         plan.arrival,
@@ -213,7 +214,7 @@ async def _run_one(
 
 @contextlib.contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """Within an event loop: SIGINT and SIGTERM cancel the current task, once."""
+    """Let SIGINT and SIGTERM cancel the current task; needs a running event loop."""
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
@@ -237,7 +238,7 @@ def as_result(
     notes: Sequence[str] = (),
     figures_prefix: str = "",
 ) -> result.Result:
-    """Returns the run in the format of all benchmarks: a sample a seed for each figure.
+    """Return the run in the format of all benchmarks: a sample for each seed of each figure.
 
     A figure is called ``{metric}_at_{load}``.
     """
@@ -257,7 +258,7 @@ def as_result(
 
 
 def figures(summaries: Sequence[Summary], prefix: str = "") -> dict[str, result.Figure]:
-    """Returns each metric at each load; one that some seed lacks is left out there."""
+    """Return each metric at each load, without those that some seed lacks at that load."""
     by_load: dict[str, list[Summary]] = {}
     for summary in summaries:
         by_load.setdefault(summary.load_name, []).append(summary)

@@ -17,13 +17,13 @@ _MAX_SAMPLES = 2000
 
 
 class Slo(NamedTuple):
-    """What a request must keep to count as good output; None asks nothing. Seconds."""
+    """Limits in seconds for a request to count as good output; None sets no limit."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
 
     def kept_by(self, record: RequestRecord) -> bool:
-        """Whether a request succeeded within the limits; one without a gap keeps any TPOT."""
+        """Return whether a request succeeded within the limits; without a gap it meets any TPOT."""
         if record.error is not None or record.ttft_s is None:
             return False
         is_early = self.ttft_s is None or record.ttft_s <= self.ttft_s
@@ -32,17 +32,18 @@ class Slo(NamedTuple):
 
 
 class Summary(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A cell in figures; everything counts the requests after the warm-up, and all of them.
+    """Figures of a cell; they count all requests after the warm-up.
 
     Attributes:
-        load: Requests a second that were asked, or requests under way; null for a trace at its
+        load: Requested rate in requests a second, or requests in progress; null for a trace at its
             own speed.
-        completed: Those that succeeded; ``failed`` the others, of which ``timed_out`` and
-            ``interrupted``.
-        errors: How often each error was seen.
-        metrics: By name, with the unit last. A metric that no request yields is left out.
-        samples: Seconds of each request (``itl``: of each gap), for plots; every n-th of the
-            sorted ones where there are more than 2,000.
+        completed: Number of requests that succeeded; ``failed`` counts the others, of which
+            ``timed_out`` and ``interrupted`` are parts.
+        errors: Number of occurrences of each error.
+        metrics: Values by name; ``unit_of`` gives the unit. A metric that no request yields is left
+            out.
+        samples: Latency of each request (``itl``: of each gap) in seconds, sorted, for plots; every
+            n-th one where there are more than 2,000.
     """
 
     load: float | None
@@ -82,21 +83,21 @@ UNITS = {
 
 
 def unit_of(metric: str) -> str:
-    """Returns the unit of a metric: seconds for all latencies."""
+    """Return the unit of a metric: seconds for all latencies."""
     return UNITS.get(metric, "s")
 
 
 def output_tokens(record: RequestRecord) -> int:
-    """Returns the tokens of the answer: by the server's count, else by the events seen."""
+    """Return the number of output tokens: by the server's count, else by the events seen."""
     if record.completion_tokens is not None:
         return record.completion_tokens
     return len(record.token_at_s)
 
 
 def tpot_s(record: RequestRecord) -> float | None:
-    """Returns seconds a token after the first; None with fewer than two tokens.
+    """Return the seconds per token after the first; None with fewer than two tokens.
 
-    From the server's count of tokens where it gives one, since an event may carry several.
+    The number of tokens is the server's count if it gives one, since an event may carry several.
     """
     count = output_tokens(record)
     if record.first_token_at_s is None or count < 2 or not record.token_at_s:
@@ -105,9 +106,9 @@ def tpot_s(record: RequestRecord) -> float | None:
 
 
 def summarize(cell: CellId, sent: Sequence[Sent], slo: Slo, client_cpu_fraction: float) -> Summary:
-    """Returns the figures of one cell.
+    """Return the figures of one cell.
 
-    Throughput is that of ``seed-systems``' two definitions, both over the time from the first
+    Throughput has the two definitions of ``seed-systems``, both over the time from the first
     request's arrival to the last success's end: output tokens a second, and (input + 2 x output)
     tokens a second as SkyWalker's scripts count them.
     """

@@ -28,14 +28,14 @@ _MOST_POINTS = 40
 
 
 class InstanceTimeline(msgspec.Struct, forbid_unknown_fields=True):
-    """Looks at a server's metrics, in their order.
+    """Samples of a server's metrics, in the order of time.
 
     Attributes:
-        at_s: Of each look, from the first one.
-        in_flight: By instance: legs that it held at each look.
-        roles: By instance: its role at each look; empty where it was not ready.
-        busy_s: By instance: seconds that it had spent in steps by each look, modelled ones where
-            time is modelled; 0 where it does not count them.
+        at_s: Time of each sample since the start of watching, in seconds.
+        in_flight: Number of legs that each instance held at each sample, by instance.
+        roles: Role at each sample, by instance; empty if the instance was not ready.
+        busy_s: Seconds spent in steps up to each sample, by instance; modelled seconds where time
+            is modelled; 0 if the instance does not count them.
     """
 
     at_s: list[float] = []
@@ -44,7 +44,7 @@ class InstanceTimeline(msgspec.Struct, forbid_unknown_fields=True):
     busy_s: dict[str, list[float]] = {}
 
     def add(self, at_s: float, page: str) -> None:
-        """Adds a look: ``page`` in Prometheus' text format."""
+        """Add a sample from ``page``, which has Prometheus' text format."""
         legs: dict[str, float] = {}
         roles: dict[str, str] = {}
         busy_s: dict[str, float] = {}
@@ -67,7 +67,7 @@ class InstanceTimeline(msgspec.Struct, forbid_unknown_fields=True):
                     dilation = sample.value
         busy_s |= {name: spent_s / dilation for name, spent_s in paced_s.items()}
         for name in sorted(legs.keys() | roles.keys() | busy_s.keys()):
-            # One that was not there at the looks before held nothing.
+            # An instance that was absent at earlier samples held nothing then.
             self.in_flight.setdefault(name, [0.0] * len(self.at_s))
             self.roles.setdefault(name, [""] * len(self.at_s))
             self.busy_s.setdefault(name, [0.0] * len(self.at_s))
@@ -78,7 +78,7 @@ class InstanceTimeline(msgspec.Struct, forbid_unknown_fields=True):
             self.busy_s[name].append(busy_s.get(name, 0.0))
 
     def utilisation(self) -> dict[str, list[tuple[float, float]]]:
-        """Returns by instance the share of time in steps, between looks some seconds apart."""
+        """Return by instance the share of time in steps, between samples some seconds apart."""
         found = {}
         for name, spent_s in self.busy_s.items():
             if not any(spent_s):
@@ -94,7 +94,7 @@ class InstanceTimeline(msgspec.Struct, forbid_unknown_fields=True):
         return found
 
     def changes(self) -> list[str]:
-        """Says in a line each when an instance changed its role."""
+        """Return a line for each change of an instance's role, with its time."""
         found = []
         for name, roles in self.roles.items():
             for at_s, before, after in zip(self.at_s[1:], roles, roles[1:], strict=False):
@@ -105,10 +105,10 @@ class InstanceTimeline(msgspec.Struct, forbid_unknown_fields=True):
 
 @contextlib.asynccontextmanager
 async def watched(url: str, clock: Clock) -> AsyncIterator[InstanceTimeline]:
-    """Looks at the server at ``url`` once a second until the block ends, but for failures.
+    """Sample the server at ``url`` once a second until the block ends, ignoring failures.
 
     Args:
-        clock: Of the looks' times.
+        clock: Clock of the samples' times.
     """
     timeline = InstanceTimeline()
     watcher = asyncio.create_task(_watch(url, timeline, clock))
@@ -136,7 +136,7 @@ def _page(url: str) -> str:
 
 
 def decisions_of(log: Path, began_s: float, dilation: float) -> list[dict[str, Any]]:
-    """Decisions that began steps, each as it was last written, in modelled seconds."""
+    """Return decisions that began steps, each in its last written state, in modelled seconds."""
     if not log.exists():
         return []
     read = (

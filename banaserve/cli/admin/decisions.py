@@ -42,7 +42,7 @@ def decisions(
 
 
 def lines_of(decision: DecisionRecord, candidates: bool) -> Iterator[str]:
-    """One decision for people."""
+    """Yield the lines that show one decision."""
     at = time.strftime("%H:%M:%S", time.localtime(decision.at_s))
     turns = f", {decision.turns} times" if decision.turns > 1 else ""
     balancing = ", balancing" if decision.is_balancing else ""

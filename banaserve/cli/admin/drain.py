@@ -1,4 +1,4 @@
-"""``banaserve drain``: let an instance's streams go on elsewhere, and send it no more."""
+"""``banaserve drain``: let an instance's streams go on elsewhere, and send it no requests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def drain(
     ] = 60.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Move the streams of an instance to others at once, and send it nothing until --undo."""
+    """Move the streams of an instance to others at once, and send it no requests until --undo."""
     client = server.client()
     began_s = time.monotonic()
     state = client.release(instance) if undo else client.drain(instance)

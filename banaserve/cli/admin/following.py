@@ -1,4 +1,4 @@
-"""Progress of operations that a server carries out: shown until their end, aborted by Ctrl-C."""
+"""Progress of a server's operations: shown until their end, aborted by Ctrl-C."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def followed(
     """Wait for the end of an operation and return its last state.
 
     Args:
-        words: Line for people about a state; it is printed when it changes, unless it is empty.
-        is_silent: Flag: nothing is printed.
-        aborts: Flag: Ctrl-C aborts the operation and waits for its end, instead of leaving it.
+        words: Returns the line that describes a state; a changed line is printed unless empty.
+        is_silent: True if nothing is printed.
+        aborts: True if Ctrl-C aborts the operation and waits for its end, instead of leaving it.
 
     Raises:
         UserError: The server cannot be reached.
@@ -57,7 +57,7 @@ def followed(
     except KeyboardInterrupt:
         if not aborts:
             raise
-        with contextlib.suppress(UserError):  # it has ended meanwhile, or cannot be undone any more
+        with contextlib.suppress(UserError):  # it has ended meanwhile, or can no longer be undone
             operations.abort(state.id)
         while state.is_open:
             state = operations.show(state.id, wait_s=_LOOK_S)

@@ -81,7 +81,7 @@ def context(
     span: Annotated[str, typer.Option("--layers", help="START:END, END not included.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Move the KV blocks of some layers that are full by now; newer ones stay."""
+    """Move the currently full KV blocks of some layers; newer blocks stay."""
     ask = MoveContext(source, target, _span(span))
     _migrate(server.client(), ask, as_json)
 
@@ -126,7 +126,7 @@ def _experts_for(
     *,
     quiet: bool,
 ) -> dict[int, tuple[int, ...]]:
-    """Watch the routers of an instance, and choose experts that have that share of the work."""
+    """Watch an instance's routers, and choose the experts that do ``load`` of each layer's work."""
     if not 0 < load < 1:
         raise UserError(f"--load {load:g}: give a share between 0 and 1, such as 0.5")
     if watch_s <= 0:
@@ -166,7 +166,7 @@ def take_home(
     experts: Annotated[str | None, typer.Option("--experts", help="Experts, likewise.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Take home what an instance has away."""
+    """Bring home the modules of an instance that are away."""
     if (layer is None) is not (chosen is None and experts is None):
         raise UserError("--layer goes together with --heads or --experts")
     ask = Return(
@@ -188,7 +188,7 @@ def overlap(
     ],
     as_json: JsonOption = False,
 ) -> None:
-    """Let an instance and the guests of its layers compute at once, until it starts again."""
+    """Let an instance and the guests of its layers compute at once, until it is restarted."""
     found = server.client().overlap(OverlapRequest(instance, parts))
     if as_json:
         print(json.dumps(msgspec.to_builtins(found)))
@@ -204,7 +204,7 @@ def share(
     fraction: Annotated[float, typer.Option("--fraction", help="That guests beside it may take.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Bound what guests beside an instance take of its device, until the server ends."""
+    """Bound the share of an instance's device that guests may take, until the server ends."""
     found = server.client().share(ShareRequest(instance, fraction))
     if as_json:
         print(json.dumps(msgspec.to_builtins(found)))
@@ -213,7 +213,7 @@ def share(
 
 
 def _migrate(client: AdminClient, ask: MigrationRequest, as_json: bool) -> None:
-    """Begin, show how far it is, and leave with 2 unless all of it was done."""
+    """Begin a migration, show its progress, and exit with 2 unless it was completed."""
     migration = client.migrations.begin(ask)
     migration = followed(client.migrations, migration, _progress, is_silent=as_json)
     if as_json:
@@ -258,10 +258,10 @@ def _summary(migration: Migration) -> list[str]:
 
 
 def _span(text: str) -> tuple[int, int]:
-    """``START:END``; a single layer stands for itself.
+    """Return the span of ``START:END``, or of a single layer.
 
     Raises:
-        UserError: Anything else.
+        UserError: ``text`` has another form.
     """
     start, colon, end = text.partition(":")
     if start.strip().isdigit() and (end.strip().isdigit() or not colon):
@@ -270,7 +270,7 @@ def _span(text: str) -> tuple[int, int]:
 
 
 def _of_layers(layer: str, chosen: str, option: str) -> dict[int, tuple[int, ...]]:
-    """The same heads or experts of each of some layers."""
+    """Return the same heads or experts for each of some layers."""
     return dict.fromkeys(_layers(layer), tuple(_numbers(chosen, option)))
 
 

@@ -1,4 +1,4 @@
-"""Nodes in tables: a column beside instances, and a table of their own."""
+"""Nodes in tables: a column in the table of instances, and a separate table."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _HEADING = ("NODE", "STATE", "INSTANCES", "ROOM FOR", "GPUS", "MEMORY", "PROBLEM
 
 
 def with_nodes(rows: Sequence[tuple[str, ...]], nodes: Sequence[str]) -> list[tuple[str, ...]]:
-    """Put the node of each instance after its id, where any has one.
+    """Insert the node of each instance after its id, if any instance has a node.
 
     Args:
-        rows: A heading, and rows that begin with an instance's id, or nothing.
-        nodes: Of each row but the heading.
+        rows: Heading, and rows that begin with an instance's id or an empty cell.
+        nodes: Node of each row except the heading.
     """
     if not any(nodes):
         return list(rows)
@@ -26,7 +26,7 @@ def with_nodes(rows: Sequence[tuple[str, ...]], nodes: Sequence[str]) -> list[tu
 
 
 def node_rows(nodes: Sequence[NodeStatus]) -> list[tuple[str, ...]]:
-    """A heading, and a row for each node."""
+    """Return a heading, and a row for each node."""
     return [_HEADING, *(_row(node) for node in nodes)]
 
 

@@ -43,9 +43,9 @@ def list_nodes(server: ServerOptions, as_json: JsonOption = False) -> None:
 def add(
     server: ServerOptions, address: Node, waits: Waits = True, as_json: JsonOption = False
 ) -> None:
-    """Take one more node; `banaserve scale` and the policy may then use it.
+    """Add a node; `banaserve scale` and the policy may then use it.
 
-    With --cluster ADDRESS is that of one of Ray's nodes; what Ray gains is added without this.
+    With --cluster, ADDRESS is that of a Ray node; nodes that join Ray are added automatically.
     """
     _change(server, NodeRequest("add", address), waits, as_json)
 

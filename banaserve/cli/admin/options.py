@@ -51,7 +51,7 @@ _OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Options that say which running server a command talks to."""
+    """Options that select the running server of a command."""
 
     port: int | None
     run_dir: Path | None
@@ -64,7 +64,8 @@ class ServerOptions:
         """Return a client of the server that the options name.
 
         Raises:
-            UserError: They name none, contradict each other, or a file cannot be used.
+            UserError: The options name no server or contradict each other, or a file cannot be
+                used.
         """
         check_one_server(self.port, self.run_dir, self.url)
         usual = os.environ.get("BANASERVE_ADMIN_KEY", "")
@@ -79,10 +80,10 @@ class ServerOptions:
 
 
 def check_one_server(port: int | None, run_dir: Path | None, url: str | None) -> None:
-    """Return if at most one option names a server.
+    """Check that at most one option names a server.
 
     Raises:
-        UserError: Several do.
+        UserError: Several options name a server.
     """
     given = {"--port": port, "--run-dir": run_dir, "--url": url}
     named = [option for option, value in given.items() if value is not None]
@@ -93,7 +94,7 @@ def check_one_server(port: int | None, run_dir: Path | None, url: str | None) ->
 def with_server_options(command: Callable[..., None]) -> Callable[..., None]:
     """Replace the first parameter of a typer command, a ``ServerOptions``, by its options.
 
-    They come before ``as_json`` in the help, or last.
+    In the help these options come before ``as_json``, or last.
     """
 
     @functools.wraps(command)
@@ -106,7 +107,7 @@ def with_server_options(command: Callable[..., None]) -> Callable[..., None]:
         Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=annotation)
         for name, annotation in _OPTIONS.items()
     ]
-    # typer reads both.
+    # typer reads both attributes.
     run.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
     run.__annotations__ = {one.name: one.annotation for one in own}
     return run

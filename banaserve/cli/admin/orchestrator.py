@@ -1,4 +1,4 @@
-"""``banaserve orchestrator``: pause the control loop of a running server, or let it go on."""
+"""``banaserve orchestrator``: pause or resume the control loop of a running server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ app = typer.Typer(
 @app.command()
 @with_server_options
 def pause(server: ServerOptions) -> None:
-    """Begin nothing more; what is under way comes to its end."""
+    """Begin no more steps; steps under way are completed."""
     typer.echo(controller_line(server.client().set_paused(True)))
 
 

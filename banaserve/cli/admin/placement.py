@@ -52,7 +52,7 @@ def placement(
 
 
 def overlap_words(found: Overlapping) -> str:
-    """Whether an instance and the guests of its layers compute at once."""
+    """Return words on whether an instance and the guests of its layers compute at once."""
     if found.max_microbatches == 1:
         return "waits for its guests"
     if found.blocker:
@@ -65,7 +65,7 @@ def overlap_words(found: Overlapping) -> str:
 
 
 def sharing_line(found: GuestSharing) -> str:
-    """What guests may take of an instance's device, take, and cost it."""
+    """Return a line on guests' allowed and used share of an instance's device, and their cost."""
     line = f"guests beside {found.instance} take at most {found.fraction:.0%} of its device"
     if not found.num_guests:
         return line
@@ -77,7 +77,7 @@ def sharing_line(found: GuestSharing) -> str:
 
 
 def rows(found: ClusterPlacement) -> list[tuple[str, ...]]:
-    """A heading, and for each instance what is at home and what is away."""
+    """Return a heading, and for each instance rows of its modules at home and away."""
     by_instance = [(instance.node, list(_rows(instance))) for instance in found.instances]
     nodes = [node for node, its in by_instance for _ in its]
     return with_nodes([_HEADING, *(row for _, its in by_instance for row in its)], nodes)

@@ -1,4 +1,4 @@
-"""``banaserve restart``: replace all engines one after the other, with other weights or options."""
+"""``banaserve restart``: replace all engines one by one, with other weights or options."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _under_way(restarts: list[RollingRestart]) -> RollingRestart:
 
 
 def _path(model: str) -> str:
-    """The server may have another working directory."""
+    """Return a folder as an absolute path: the server may have another working directory."""
     folder = Path(model).expanduser()
     return str(folder.absolute()) if model and folder.is_dir() else model
 

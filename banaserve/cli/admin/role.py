@@ -1,4 +1,4 @@
-"""``banaserve role``: prefill, decode or both, for an instance of a running server."""
+"""``banaserve role``: give an instance of a running server the role prefill, decode or both."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def role(
     ] = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Give a running instance another role once the requests that it has have ended."""
+    """Give a running instance another role once its requests have ended."""
     client = server.client()
     change = client.roles.begin(RoleRequest(instance, new_role, timeout_s, max_num_batched_tokens))
     change = followed(client.roles, change, _progress, is_silent=as_json)

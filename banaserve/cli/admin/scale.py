@@ -44,7 +44,7 @@ def scale(
     ] = True,
     as_json: JsonOption = False,
 ) -> None:
-    """Add instances, then drain and remove those that are too many; no request is lost."""
+    """Add instances, then drain and remove surplus ones; no request is lost."""
     prefill, decode = (None, None) if pd is None else _numbers(pd)
     client = server.client()
     scaling = client.scalings.begin(ScaleRequest(prefill, decode, colocated, instances, timeout_s))

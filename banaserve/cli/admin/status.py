@@ -113,7 +113,7 @@ def _screen(found: ServerStatus) -> Group:
 
 
 def controller_line(found: ControllerStatus) -> str:
-    """The orchestrator in one line."""
+    """Return the orchestrator's state in one line."""
     if found.mode == "off":
         return "orchestrator off"
     line = f"orchestrator {found.mode}, {found.state.value}: {found.policy}"
@@ -126,19 +126,19 @@ def controller_line(found: ControllerStatus) -> str:
 
 
 def routing_line(found: ServerStatus) -> str:
-    """The routing policy in one line."""
+    """Return the routing policy in one line."""
     package = f" of {found.routing_package}" if found.routing_package else ""
     return f"routing {found.routing_policy}{package}"
 
 
 def instance_rows(found: ServerStatus) -> list[tuple[str, ...]]:
-    """A heading, and a row for each instance."""
+    """Return a heading, and a row for each instance."""
     rows = [_HEADING, *(_row(instance) for instance in found.instances)]
     return with_nodes(rows, [one.node for one in found.instances])
 
 
 def move_rows(moves: list[MoveLine]) -> list[tuple[str, ...]]:
-    """A row for each move: those under way, then the last ones."""
+    """Return a row for each move: moves under way, then the last ended ones."""
     return [
         (move.id, move.state, f"{move.seconds:.1f} s", f"{move.what} {move.error}".strip())
         for move in moves

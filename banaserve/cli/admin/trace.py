@@ -1,6 +1,6 @@
 """``banaserve trace``: the path of one request through front door and engines.
 
-First the parts of its time, then every event.
+The output shows first the spans of the request's time, then every event.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _print_list(found: list[RequestSummary], as_json: bool) -> None:
 
 
 def list_rows(found: list[RequestSummary]) -> list[tuple[str, ...]]:
-    """A heading, and a row for each request."""
+    """Return a heading, and a row for each request."""
     return [_LIST_HEADING, *(_list_row(one) for one in found)]
 
 
@@ -111,7 +111,7 @@ def _list_row(one: RequestSummary) -> tuple[str, ...]:
 
 
 def heading(one: RequestSummary) -> str:
-    """The request in a line."""
+    """Return the request in one line."""
     at = time.strftime("%H:%M:%S", time.localtime(one.arrived_at_s))
     line = f"{one.id}: arrived at {at}, {_count(one.prompt_tokens, 'prompt token')}, "
     line += f"{_count(one.output_tokens, 'output token')}, "
@@ -123,7 +123,7 @@ def heading(one: RequestSummary) -> str:
 
 
 def trace_rows(found: RequestTrace) -> list[tuple[str, ...]]:
-    """A heading, and a row for each event."""
+    """Return a heading, and a row for each event."""
     width = max((len(_ms(line.at_s)) for line in found.lines), default=0)
     rows = [
         (f"{_ms(line.at_s):>{width}}", line.process, "; ".join(parts_of(line.event)))
@@ -133,7 +133,7 @@ def trace_rows(found: RequestTrace) -> list[tuple[str, ...]]:
 
 
 def parts_of(event: RequestEvent) -> Iterator[str]:
-    """What happened, in words."""
+    """Yield the phrases that describe an event."""
     match event:
         case Prepared():
             yield "body read, rendered and tokenised"

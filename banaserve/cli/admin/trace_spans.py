@@ -1,4 +1,4 @@
-"""Parts of a request's time as rows: the waterfall that ``banaserve trace ID`` prints."""
+"""Spans of a request's time as rows: the waterfall that ``banaserve trace ID`` prints."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from banaserve.engine.vllm.tracing.events import TraceSpan
 HEADING = ("PART", "FROM", "MS", "PROCESS", "TIMELINE", "ABOUT")
 _COLUMNS = 32
 _TOLD_MS = 0.05
-"""Shorter parts without parts of their own are left out."""
+"""Minimum length of a span without child spans, in milliseconds; shorter ones are left out."""
 
 
 def span_rows(spans: Sequence[TraceSpan]) -> list[tuple[str, ...]]:
-    """A heading, and a row for each part, each below the one that it belongs to; none of nothing.
+    """Return a heading, and a row for each span, below its parent; no rows without spans.
 
-    Bars are on one scale, from the first part's beginning to the last one's end.
+    Bars are on one scale, from the beginning of the first span to the end of the last.
     """
     if not spans:
         return []
@@ -41,7 +41,7 @@ def span_rows(spans: Sequence[TraceSpan]) -> list[tuple[str, ...]]:
 
 
 def _in_order(spans: Sequence[TraceSpan], parent: int = -1) -> list[int]:
-    """Indices by their beginning, each followed by its parts."""
+    """Return the indices of spans by their beginning, each followed by its child spans."""
     found: list[int] = []
     own = [index for index, one in enumerate(spans) if one.parent == parent]
     for index in sorted(own, key=lambda index: spans[index].start_s):

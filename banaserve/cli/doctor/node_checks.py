@@ -1,4 +1,4 @@
-"""Checks of ``banaserve doctor`` over several machines: reports in, findings out. Pure."""
+"""Checks of ``banaserve doctor`` on several machines, from reports to findings. Pure."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ SLOW_BYTES_PER_S = 1e9 / 8
 
 
 def check_nodes(nodes: Sequence[NodeReport], version: str, python: str) -> Iterator[Finding]:
-    """A finding for each node.
+    """Yield a finding for each node.
 
     Args:
-        version: Of banaserve and vLLM here.
-        python: Its release here.
+        version: Versions of banaserve and vLLM on this machine.
+        python: Python release on this machine.
     """
     for node in nodes:
         yield _check_node(node, version, python)
 
 
 def check_links(links: Sequence[LinkReport]) -> Iterator[Finding]:
-    """A finding for each way from one machine to another."""
+    """Yield a finding for each link from one machine to another."""
     for link in links:
         yield _check_link(link)
 

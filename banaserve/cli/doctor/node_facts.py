@@ -1,4 +1,4 @@
-"""Facts that ``banaserve doctor`` collects of other machines."""
+"""Facts that ``banaserve doctor`` collects about other machines."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ from banaserve.nodes.versions import own_version
 
 
 def examine_nodes(model: str, addresses: list[str], ray: str, key: str) -> Iterator[Finding]:
-    """A finding for each node and for each way between two machines; takes a second a pair.
+    """Yield findings for each node and each link between machines; takes a second per pair.
 
     Args:
-        addresses: ``HOST:PORT`` of agents.
-        ray: Address of a Ray cluster, whose nodes get agents for as long as this takes.
-        key: Of the cluster; Ray's agents get one of their own.
+        addresses: Agents' addresses as ``HOST:PORT``.
+        ray: Address of a Ray cluster, on whose nodes agents run for the time of this call; empty
+            for none.
+        key: Key of the cluster; if empty, Ray's agents get a random one.
 
     Raises:
-        UserError: Addresses or the key are unusable, or Ray has no room.
+        UserError: Addresses or the key cannot be used, or Ray has no room.
     """
     folder = Path(tempfile.mkdtemp(prefix="banaserve-doctor-"))
     try:
@@ -60,13 +61,13 @@ async def _surveyed(
 
 
 def _asked(model: str) -> Inspect:
-    """What a node is asked about the model, where it is on this machine."""
+    """Return the question to a node, about the model only if it is on this machine."""
     try:
         folder: Path | None = models.packaged_folder()
         if model != models.PACKAGED:
             folder = models.find_local(model) or hub.cached(models.HUB_IDS.get(model, model))
     except UserError:
-        return Inspect()  # the finding on this machine's model says so
+        return Inspect()  # the finding on this machine's model reports this
     if folder is None or not folder.is_dir():
         return Inspect()
     argv = ("--model", str(folder))

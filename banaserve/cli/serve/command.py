@@ -1,4 +1,4 @@
-"""``banaserve serve``: from the command line to a banner and a server behind it."""
+"""``banaserve serve``: from the command line to a running server and its banner."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def serve_command(argv: list[str]) -> int:
     """Serve until SIGINT or SIGTERM.
 
     Raises:
-        UserError: Something the user can mend; nothing is left running.
+        UserError: An error that the user can correct; nothing is left running.
     """
     found = use_plugins(
         PluginGroup.ROUTING_POLICIES, PluginGroup.MIGRATION_POLICIES, PluginGroup.STORE_TIERS
@@ -66,7 +66,7 @@ def serve_command(argv: list[str]) -> int:
         quiet(run.logs / "front.log") as terminal,
         leaving.insisting(),
     ):
-        # Standard error, where they have been said, is often not kept.
+        # Also logged, since standard error, where these lines were printed, is often not kept.
         for line in [*(str(plugin) for plugin in found if plugin.problem), *contested]:
             logger.warning("%s", line)
         say = timed(terminal)
@@ -76,10 +76,10 @@ def serve_command(argv: list[str]) -> int:
 
 
 def check_config(config: ServeConfig) -> None:
-    """Refuse at once what would otherwise be found out after vLLM has loaded.
+    """Check early what would otherwise fail only after vLLM has loaded.
 
     Raises:
-        UserError: Options do not go together, or something that they name is not there.
+        UserError: Options contradict each other, or name something that does not exist.
     """
     if not NodeOptions.of(config).are_used:
         needs.check_memory(config, 0, available_memory_bytes())
@@ -101,13 +101,13 @@ def check_config(config: ServeConfig) -> None:
 
 
 def _check_transport(name: str) -> None:
-    """Whether what it needs is installed: guests are started long after."""
+    """Check that a transport's requirements are installed: guests are started only much later."""
     options = TransportOptions(folder=tempfile.gettempdir(), secret=bytes(MIN_SECRET_BYTES))
     transports.create(name, options).close()
 
 
 def _asked(config: ServeConfig) -> Iterator[tuple[PluginGroup, str]]:
-    """Names that are in use and that packages can offer."""
+    """Yield the names in use that plugins can offer."""
     yield PluginGroup.ROUTING_POLICIES, config.routing_policy
     if config.orchestrator.mode != Mode.OFF:
         yield PluginGroup.MIGRATION_POLICIES, config.orchestrator.policy
@@ -127,7 +127,7 @@ def _serve(
 
     with launch.prepared(config, model, front, run) as parts:
         scheme = "https" if parts.args.ssl_certfile else "http"
-        served = parts.config  # a model that pools is served in another shape than was asked for
+        served = parts.config  # a pooling model is served with other instances than configured
         facts = {
             "dtype": launch.dtype_words(served, parts),
             "model": launch.model_words(served, parts),
@@ -187,10 +187,10 @@ def _banner(
 
 
 def _page(url: str, config: ServeConfig, run: RunDir, terminal: TextIO, code: str) -> str:
-    """The address of the page.
+    """Return the address of the page.
 
-    A terminal gets one that opens it; where output is collected others may read it, and are told
-    where the key is. The key itself is for neither.
+    On a terminal it is a link that opens the page once. Collected output may be read by others, so
+    it says only where the key is. The key itself is never printed.
     """
     if terminal.isatty():
         return f"{page_link(url, code)} (opens once; `banaserve ui` gives another)"
@@ -198,9 +198,9 @@ def _page(url: str, config: ServeConfig, run: RunDir, terminal: TextIO, code: st
 
 
 class Leaving:
-    """Within it SIGINT and SIGTERM raise SystemExit with 128 + the signal's number, once.
+    """Context in which SIGINT and SIGTERM raise SystemExit with 128 + the signal's number, once.
 
-    Later ones are ignored: what is under way then is the clean-up. Main thread only.
+    Later signals are ignored, so that they do not interrupt the clean-up. Main thread only.
     """
 
     def __init__(self) -> None:
@@ -222,10 +222,10 @@ class Leaving:
 
     @contextlib.contextmanager
     def insisting(self) -> Iterator[None]:
-        """Raise again every half second until the block is left.
+        """Raise again every half second after a signal, until the block is left.
 
-        One exception is not enough where others' code runs: an import may catch everything, and
-        Python drops what is raised in a destructor or a callback from C.
+        One exception is not enough while foreign code runs: an import may catch every exception,
+        and Python drops exceptions raised in a destructor or a callback from C.
         """
         self._insists = True
         try:

@@ -1,4 +1,4 @@
-"""Choice of whether engines on a CPU compile the model, as plain vLLM does, or run it by layers."""
+"""Choice between compiling the model in engines on a CPU, as plain vLLM does, and eager mode."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COMPILER = "g++"
 
 @dataclass(frozen=True, slots=True)
 class CompileChoice:
-    """Whether a model is compiled, and the reason in one phrase."""
+    """Decision whether a model is compiled, and the reason in one phrase."""
 
     is_compiled: bool
     reason: str
@@ -24,15 +24,15 @@ class CompileChoice:
 
 
 def choose_compiling(config: ServeConfig, compiler: str | None) -> CompileChoice:
-    """The faster way that keeps what was asked for.
+    """Return the faster choice that the configuration allows.
 
-    A compiled model takes a sixth less of the processor for a decoded token and a minute longer to
-    start. Its graphs hold all layers, so steps go without them while some are away. Under the
-    elastic policy none leaves unless that is asked for: engines on one processor would relieve
-    nobody.
+    A compiled model takes a sixth less processor time per decoded token and a minute longer to
+    start. Its graphs contain all layers, so steps run without graphs while layers are away. The
+    elastic policy moves no layers unless its options ask for it: engines on one processor would
+    not relieve each other.
 
     Args:
-        compiler: Of C++, for the graphs; None where there is none.
+        compiler: Path of a C++ compiler, for the graphs; None if there is none.
     """
     if config.pace or config.model == MINIATURE:
         return CompileChoice(False, "time is modelled")
@@ -45,5 +45,5 @@ def choose_compiling(config: ServeConfig, compiler: str | None) -> CompileChoice
 
 
 def find_compiler(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The C++ compiler that torch takes, its path; None where there is none."""
+    """Return the path of the C++ compiler that torch uses; None if there is none."""
     return shutil.which(environ.get("CXX", _COMPILER))

@@ -1,4 +1,4 @@
-"""``banaserve serve --pace``: the model that really runs, vLLM's options, words of the banner."""
+"""``banaserve serve --pace``: the model that really runs, vLLM's options, text of the banner."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from banaserve.errors import UserError
 from banaserve.sim.batch import EngineLimits
 
 BLOCK_TOKENS = 32
-"""The smallest that vLLM's attention on CPU takes; modelled memory is counted in 16."""
+"""Smallest block size of vLLM's attention on CPU, in tokens; modelled memory has blocks of 16."""
 
 
 def profile_of(config: ServeConfig) -> Profile | None:
-    """The modelled GPU and model, of the first instance; None where time is real.
+    """Return the modelled GPU and model of the first instance; None in real time.
 
     Raises:
-        UserError: There is no such profile, or a key of it is missing or absurd, or profiles are
-            of several models.
+        UserError: There is no such profile, a key of it is missing or not valid, or the profiles
+            are of several models.
     """
     if config.paces:
         usual = profiles.load(config.paces[0])
@@ -37,7 +37,7 @@ def profile_of(config: ServeConfig) -> Profile | None:
 
 
 def _devices(config: ServeConfig) -> dict[str, str]:
-    """Profiles of the instances that have another one than the first, by their ids."""
+    """Return the profiles of instances whose profile differs from the first, by instance id."""
     ids = [str(name) for name, _ in config.instances()]
     usual, *_ = config.paces
     return {
@@ -46,15 +46,15 @@ def _devices(config: ServeConfig) -> dict[str, str]:
 
 
 def _absolute(name: str) -> str:
-    """Engines may have another working directory."""
+    """Return a profile's file as an absolute path: engines may have another working directory."""
     return str(Path(name).resolve()) if name.endswith(".toml") else name
 
 
 def resolve(config: ServeConfig, say: Callable[[str], None]) -> models.ResolvedModel:
-    """The model that really runs. Blocking.
+    """Return the model that really runs. Blocking.
 
     Raises:
-        UserError: It cannot be had.
+        UserError: The model cannot be obtained.
     """
     profile = profile_of(config)
     if profile is None or config.model != MINIATURE:
@@ -63,10 +63,10 @@ def resolve(config: ServeConfig, say: Callable[[str], None]) -> models.ResolvedM
 
 
 def vllm_options(config: ServeConfig, logs: Path) -> list[str]:
-    """vLLM's options for paced engines; those of the user come after them.
+    """Return vLLM's options for paced engines; the user's options follow them.
 
-    A miniature has as many KV tokens as the modelled GPU holds of the modelled model, the smallest
-    one where they are not alike, and the limits of a simulated engine.
+    A miniature gets as many KV tokens as the modelled GPU (of several different ones, the smallest)
+    holds of the modelled model, and the limits of a simulated engine.
 
     Raises:
         UserError: The user gives a miniature another number type.
@@ -82,7 +82,7 @@ def vllm_options(config: ServeConfig, logs: Path) -> list[str]:
     settings = PacingSettings(_absolute(usual), str(logs), config.dilate, _devices(config))
     options = pacing_options(settings)
     if config.model == MINIATURE:
-        # Engines start with equal options: all have the room of the smallest.
+        # Engines start with equal options: all have the KV memory of the smallest.
         all_of_them = [profile, *(device_of(one, profile) for one in others)]
         num_blocks = min(one.memory.kv_tokens for one in all_of_them) // BLOCK_TOKENS
         kv_bytes = num_blocks * BLOCK_TOKENS * miniatures.of(profile).token_bytes
@@ -105,7 +105,7 @@ def _check_dtype(vllm_argv: tuple[str, ...]) -> None:
 
 
 def words(config: ServeConfig) -> str:
-    """What the banner says of time; empty where it is real."""
+    """Return the banner's text on modelled time; empty in real time."""
     profile = profile_of(config)
     if profile is None:
         return ""
@@ -116,10 +116,10 @@ def words(config: ServeConfig) -> str:
 
 
 def begin(config: ServeConfig, world_size: int, on_cpu: bool, logs: Path) -> None:
-    """Say on the metrics page that time is modelled, where it is.
+    """Report modelled time on the metrics page; do nothing in real time.
 
     Args:
-        world_size: Workers of an instance.
+        world_size: Number of workers of an instance.
 
     Raises:
         UserError: These engines cannot be paced.

@@ -1,4 +1,4 @@
-"""Part of ``banaserve serve`` that imports vLLM, and is therefore imported late."""
+"""Part of ``banaserve serve`` that imports vLLM and is therefore imported late."""
 
 from __future__ import annotations
 
@@ -42,11 +42,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _GARBAGE_AFTER = 3_000
-"""Objects, in place of Python's 700, after which the front door's process looks for cycles: with
-512 streams looking took a twelfth of its time. 20,000 gain as much and hold 13% more memory."""
+"""Number of objects after which the front door's process collects garbage, instead of Python's 700:
+with 512 streams collections took a twelfth of its time. 20,000 gain as much and take 13% more
+memory."""
 _HEAPS = 2
-"""Of malloc in the front door's process, whose threads are many and short: each engine that is
-started again would leave 45 MB in another one."""
+"""Number of malloc's heaps in the front door's process, whose threads are many and short-lived:
+each restart of an engine would leave 45 MB in another heap."""
 _EAGER = ("--enforce-eager", "--no-enforce-eager")
 _TOOL_OPTIONS = (
     "--enable-auto-tool-choice",
@@ -60,15 +61,15 @@ _PARALLEL = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp")
 def prepared(
     config: ServeConfig, model: ResolvedModel, front: FrontSocket, run: RunDir
 ) -> Iterator[Parts]:
-    """Everything that has to happen before the event loop and before any thread.
+    """Prepare everything that must precede the event loop and any thread; yield the parts.
 
     Raises:
-        UserError: vLLM refuses its options or the model, or memory is too small.
+        UserError: vLLM refuses its options or the model, or there is too little memory.
     """
     available_bytes = available_memory_bytes()
     threads = config.threads_per_instance or max(1, (os.cpu_count() or 1) // config.num_instances)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    # torch's own choice is a folder of a known name in the temporary folder, which all may write.
+    # torch's default is a folder of a known name in the temporary folder, which all may write.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.cache_root() / "torchinductor"))
     from banaserve.api.serving import Parts, scheme_of
     from banaserve.engine.vllm.compat.config import is_on_cpu
@@ -98,7 +99,7 @@ def prepared(
         check_first_come(engine_config)
     on_cpu = is_on_cpu()
     nodes = NodeOptions.of(config)
-    Budgets.of(config, engine_config)  # what cannot be stops here
+    Budgets.of(config, engine_config)  # raises if the budgets are not possible
     if config.kv_store:
         from banaserve.engine.vllm.kv_connector.block_hash import check_model, check_parallel
 
@@ -147,10 +148,10 @@ def prepared(
 def _for_vllm(
     config: ServeConfig, model: ResolvedModel, store_socket: str, logs: Path
 ) -> tuple[list[str], Namespace, VllmConfig]:
-    """vLLM's options, what it reads in them, and what it makes of that and the model.
+    """Return vLLM's options, the parsed options, and the configuration of options and model.
 
     Raises:
-        UserError: It refuses them, or banaserve would not obey one.
+        UserError: vLLM refuses the options, or banaserve does not support one.
     """
     from banaserve.engine.vllm.settings import engine_args
 
@@ -161,7 +162,7 @@ def _for_vllm(
 
 
 def _fork_launcher(argv: list[str], engine_config: VllmConfig) -> ForkLauncher:
-    """Launcher of engines that are forked; its first parent is forked here, before any thread."""
+    """Return a launcher that forks engines; fork its first parent now, before any thread."""
     from banaserve.engine.vllm.launch.forkserver import fork_engine_parent, pre_import
     from banaserve.engine.vllm.launch.launcher import ForkLauncher
     from banaserve.engine.vllm.launch.parent_link import ParentLink, start_parent
@@ -174,7 +175,7 @@ def _fork_launcher(argv: list[str], engine_config: VllmConfig) -> ForkLauncher:
 def _node_work(
     config: ServeConfig, argv: list[str], num_gpus: int, instance_bytes: int, *, forks: bool
 ) -> NodeWork:
-    """What this server wants of the nodes that its engines are to run on."""
+    """Return what this server requires of the nodes that its engines are to run on."""
     from banaserve.kvstore.daemon.options import StoreOptions
     from banaserve.nodes.assignment import InstanceNeed
     from banaserve.nodes.pool import NodeWork
@@ -199,7 +200,7 @@ def _nodes_launcher(options: NodeOptions, work: NodeWork, run: RunDir) -> NodesL
     server, key = f"{os.uname().nodename}:{run.logs}", options.key
     places: Places = GivenPlaces(options.addresses)
     if options.ray:
-        key = key or secrets.token_hex(32)  # Ray hands it to the agents
+        key = key or secrets.token_hex(32)  # Ray passes it to the agents
         name = run.logs.name
         log = run.logs / "ray.log"
         places = RayPlaces(options.ray, key, name, work.instances, work.need, log)
@@ -207,11 +208,11 @@ def _nodes_launcher(options: NodeOptions, work: NodeWork, run: RunDir) -> NodesL
 
 
 class SettingsMaker:
-    """Makes settings of engines for a server that runs, as ``prepared`` has made the first ones.
+    """Maker of engines' settings for a running server, as ``prepared`` makes the first ones.
 
     Args:
-        model: That the server was started with.
-        engine_config: Of the engines at the start, which the front door goes by.
+        model: Model that the server was started with.
+        engine_config: Configuration of the engines at the start, which the front door uses.
     """
 
     def __init__(
@@ -231,10 +232,10 @@ class SettingsMaker:
     def __call__(
         self, current: EngineSettings, model_name: str, options: Sequence[str]
     ) -> EngineSettings:
-        """Settings after ``current``; themselves where nothing has changed, files included.
+        """Return the settings after ``current``; ``current`` if no setting and no file has changed.
 
         Raises:
-            UserError: No engine could serve with them.
+            UserError: No engine could serve with the new settings.
         """
         from banaserve.engine.vllm.launch.engine_settings import EngineSettings, weights_of
         from banaserve.engine.vllm.restart.options import check_fits, check_options
@@ -269,10 +270,10 @@ class SettingsMaker:
         return dataclasses.replace(found, served_name=self._model.served_name)
 
     def _check_memory(self, before: VllmConfig, after: VllmConfig) -> None:
-        """Engines are ended before others take their place: what counts is by how much they grow.
+        """Check the growth of all engines: each engine ends before its replacement starts.
 
         Raises:
-            UserError: All together would grow by more than is available.
+            UserError: All engines together would grow by more than the available memory.
         """
         had, wants = (one.cache_config.kv_cache_memory_bytes or 0 for one in (before, after))
         grows, available = self._config.num_instances * (wants - had), available_memory_bytes()
@@ -284,7 +285,7 @@ class SettingsMaker:
 
 
 def dtype_words(config: ServeConfig, parts: Parts) -> str:
-    """What the banner says of the engines' number type; empty on GPUs, where the model says it."""
+    """Return the banner's text on the engines' number type; empty on GPUs: the model sets it."""
     from banaserve.engine.vllm.compat.config import is_on_cpu
 
     if not is_on_cpu():
@@ -298,7 +299,7 @@ def dtype_words(config: ServeConfig, parts: Parts) -> str:
 
 
 def model_words(config: ServeConfig, parts: Parts) -> str:
-    """What the banner says of how the engines run the model; on GPUs of what it keeps alone."""
+    """Return the banner's text on how engines run the model; on GPUs only on pooling and state."""
     from banaserve.engine.vllm.compat.config import is_on_cpu
     from banaserve.engine.vllm.settings.engine_args import goes_without_rotary_kernel, pools
 
@@ -320,10 +321,10 @@ def model_words(config: ServeConfig, parts: Parts) -> str:
 
 
 def give_tool_parser(config: ServeConfig, parts: Parts) -> str:
-    """Give vLLM's server the parser of tool calls that the model needs, where the user gave none.
+    """Give vLLM's server the parser of tool calls that the model needs, unless the user gave one.
 
     Returns:
-        What the banner says of it; empty for a model that knows no tools, and for a user's parser.
+        Text of the banner; empty for a model without tools, and for a parser given by the user.
     """
     from banaserve.engine.vllm.settings.tool_parsers import choose_tool_parser
 
@@ -336,20 +337,20 @@ def give_tool_parser(config: ServeConfig, parts: Parts) -> str:
 
 
 def pools(parts: Parts) -> bool:
-    """Whether the model answers with embeddings or scores in place of text."""
+    """Return whether the model answers with embeddings or scores instead of text."""
     from banaserve.engine.vllm.settings import engine_args
 
     return engine_args.pools(parts.engine_config)
 
 
 def migration_words(config: ServeConfig, parts: Parts) -> str:
-    """What the banner says of moves; empty where they can be made or are not wanted."""
+    """Return the banner's text on moves; empty if moves are possible, or migration is off."""
     blocker = _migration_blocker(parts.engine_config) if config.migration else ""
     return f"nothing can move: {blocker}" if blocker else ""
 
 
 def _migration_blocker(engine_config: VllmConfig) -> str:
-    """Why engines cannot migrate, as far as their configuration shows; empty where they can."""
+    """Return why engines cannot migrate, as far as their configuration shows; empty if they can."""
     from banaserve.engine.vllm.migration.checks import check_config
 
     try:
@@ -373,7 +374,7 @@ def run(parts: Parts, say: Callable[[str], None], on_open: Callable[[str], None]
 def _vllm_argv(
     config: ServeConfig, model: ResolvedModel, store_socket: str, logs: Path
 ) -> list[str]:
-    """vLLM's options: ours first, so that what the user gave wins."""
+    """Return vLLM's options: ours first, so that the user's options override them."""
     from banaserve.engine.vllm.compat.config import is_on_cpu
     from banaserve.engine.vllm.settings import engine_args
 
@@ -420,7 +421,7 @@ def _vllm_argv(
 def _by_role(
     config: ServeConfig, model: ResolvedModel, store_socket: str, logs: Path
 ) -> dict[Role, RoleEngine]:
-    """Engines that are made for a role, where that has a tensor-parallel degree of its own."""
+    """Return the engines of each role that has its own tensor-parallel degree."""
     from banaserve.engine.vllm.launch.engine_settings import RoleEngine
     from banaserve.engine.vllm.settings import engine_args
 
@@ -435,10 +436,10 @@ def _by_role(
 
 
 def _check_degrees(engine_config: VllmConfig, by_role: Mapping[Role, RoleEngine]) -> None:
-    """Return if engines of all degrees write blocks that the others can read.
+    """Check that engines of all degrees write blocks that the others can read.
 
     Raises:
-        UserError: They would not.
+        UserError: Engines of one degree could not read blocks of another.
     """
     from banaserve.engine.vllm.kv_connector.block_hash import check_degrees
 
@@ -452,7 +453,7 @@ def _check_degrees(engine_config: VllmConfig, by_role: Mapping[Role, RoleEngine]
 def _num_ranks(
     config: ServeConfig, engine_config: VllmConfig, by_role: Mapping[Role, RoleEngine]
 ) -> list[int]:
-    """Of each instance, in the order of their ids."""
+    """Return the number of ranks of each instance, in the order of ``config.instances()``."""
     made = {role: one.config for role, one in by_role.items()}
     every = [made.get(role, engine_config) for _, role in config.instances()]
     return [one.parallel_config.world_size for one in every]
@@ -472,7 +473,7 @@ def _gives(argv: tuple[str, ...], *names: str) -> bool:
 
 
 def _instance_bytes(model: ResolvedModel, engine_config: VllmConfig) -> int:
-    """Memory that one instance takes on a CPU."""
+    """Return the memory that one instance takes on a CPU."""
     cache_config = engine_config.cache_config
     weight_bytes = models.weight_bytes(model.name, Path(model.path_or_id))
     kv_bytes = cache_config.kv_cache_memory_bytes
@@ -480,7 +481,7 @@ def _instance_bytes(model: ResolvedModel, engine_config: VllmConfig) -> int:
 
 
 def _devices(config: ServeConfig, num_ranks: Sequence[int], on_cpu: bool) -> Devices:
-    """CUDA devices by instance: as given, or in order, as many as it has ranks."""
+    """Return the CUDA devices of each instance: as given, or in order, one for each rank."""
     from banaserve.engine.vllm.launch.devices import Devices
 
     ids = [str(instance_id) for instance_id, _ in config.instances()]

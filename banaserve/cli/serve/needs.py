@@ -1,4 +1,4 @@
-"""Memory that a server needs of this machine: one answer for ``serve`` and ``doctor``."""
+"""Memory that a server needs on this machine, computed alike for ``serve`` and ``doctor``."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from banaserve.errors import UserError
 from banaserve.kvstore.sizes import format_size, parse_size
 
 CPU_KV_BYTES = 1 << 30
-"""KV cache of one instance on a CPU where no option says another size."""
+"""KV cache of one instance on a CPU, unless an option sets another size."""
 _FRONT_BYTES = 450 * 2**20
-"""Memory of the front door's process, most of it imports of vLLM, which it shares with nobody."""
+"""Memory of the front door's process, most of it imports of vLLM, shared with no other process."""
 _ENGINE_BYTES = 700 * 2**20
-"""Memory of one engine process beside weights and KV cache, as seen on CPU."""
+"""Memory of one engine process besides weights and KV cache, as measured on a CPU."""
 _BESIDE = " (with --take-over, the running server has its own until this one serves)"
 
 
 def instance_bytes(
     weight_bytes: int, kv_bytes: int | None = CPU_KV_BYTES, fraction: float = 0.0
 ) -> int:
-    """Memory that one instance takes on a CPU.
+    """Return the memory that one instance takes on a CPU.
 
     Args:
-        kv_bytes: KV cache of one instance; None where it is what is left of ``fraction``.
-        fraction: Part of the machine's memory that one instance takes in all.
+        kv_bytes: KV cache of one instance; None if it takes the remainder of ``fraction``.
+        fraction: Fraction of the machine's memory that one instance takes in total.
     """
     each = _ENGINE_BYTES + weight_bytes + (kv_bytes or 0)
     if kv_bytes is None:
@@ -33,19 +33,19 @@ def instance_bytes(
 
 
 def server_bytes(config: ServeConfig, each_bytes: int) -> int:
-    """Memory of a whole server whose instances take ``each_bytes`` of this machine's memory."""
+    """Return the memory of a server whose instances take ``each_bytes`` each on this machine."""
     pool = parse_size(config.kv_store_size) if config.kv_store else 0
     return _FRONT_BYTES + config.num_instances * each_bytes + pool
 
 
 def check_memory(config: ServeConfig, each_bytes: int, available_bytes: int) -> None:
-    """Return if a server fits into the memory that was available before it loaded vLLM.
+    """Check that a server fits into the memory that was available before it loaded vLLM.
 
     Args:
-        each_bytes: Memory of one instance; 0 on GPUs, and where it is not known yet.
+        each_bytes: Memory of one instance; 0 on GPUs, and if not known yet.
 
     Raises:
-        UserError: It does not fit.
+        UserError: The server does not fit.
     """
     needed = server_bytes(config, each_bytes)
     if needed > available_bytes:

@@ -1,4 +1,4 @@
-"""Engine client over many instances: the object that vLLM's own API server talks to."""
+"""Engine client over many instances: the object that vLLM's own API server calls."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ from banaserve.types import NO_LIMITS, RequestLimits
 logger = logging.getLogger(__name__)
 
 tenant: ContextVar[str | None] = ContextVar("tenant", default=None)
-"""Name of the API key that the current task serves; set where there are several keys."""
+"""Name of the API key that the current task serves; set if there are several keys."""
 
 
 request_limits: ContextVar[RequestLimits] = ContextVar("request_limits", default=NO_LIMITS)
-"""Limits that the request of the current task names for itself."""
+"""Latency limits that the request of the current task specifies."""
 
 _WEIGHTS = (
     "weights stay as they are while banaserve serves, since its store holds KV of these: restart it"
@@ -85,21 +85,22 @@ def _refusing(words: str) -> Callable[..., Coroutine[Any, Any, NoReturn]]:
 
 
 class DisaggregatedClient(EngineClient):
-    """vLLM's ``EngineClient`` over all instances: vLLM's own API server calls it.
+    """vLLM's ``EngineClient`` over all instances, called by vLLM's own API server.
 
-    ``generate`` is two legs, ``encode`` goes to one instance; control methods go to every instance
-    that serves. Methods that would invalidate the store's KV, or that banaserve does itself, raise
-    NotImplementedError, which the API server answers with 501.
+    ``generate`` runs two legs, ``encode`` uses one instance; control methods go to every instance
+    that serves. Methods that would invalidate the store's KV, or whose work banaserve does itself,
+    raise NotImplementedError, which the API server answers with status 501.
 
     Args:
-        config: As the engines got it; a copy is kept, with the context length they settled on.
-        request_timeout_s: One time budget for all legs of a request.
-        lookup_above_tokens: Shorter prompts are not looked up in the store before routing.
-        has_store_peers: Flag: the store fetches blocks from stores that are not this server's.
+        config: Configuration of the engines; a copy is kept, with the engines' context length.
+        request_timeout_s: Time budget for all legs of a request together, in seconds.
+        lookup_above_tokens: Prompt length in tokens above which prompts are looked up in the store
+            before routing.
+        has_store_peers: True if the store fetches blocks from stores of other servers.
 
     Attributes:
         requests: Notes of the last requests, for ``banaserve trace``.
-        tracer: Makes OpenTelemetry spans of requests; None where that is not asked for.
+        tracer: Maker of the OpenTelemetry spans of requests; None if tracing is off.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class DisaggregatedClient(EngineClient):
         self.tracer: RequestTracer | None = None
 
     async def adopt_engine_facts(self) -> None:
-        """Take over what the engines decided at start: context length, cache size, tasks."""
+        """Adopt the values that the engines chose at start: context length, cache size, tasks."""
         engines = [i.llm.vllm_config for i in self._cluster.serving() if i.llm is not None]
         if not engines:
             raise compat.EngineDeadError
@@ -138,7 +139,7 @@ class DisaggregatedClient(EngineClient):
         (self._supported_tasks, *_) = await self._broadcast("get_supported_tasks")
 
     def grammar_vocabulary(self) -> str:
-        """The model's vocabulary as xgrammar writes it; empty where it has none. Blocking."""
+        """Return the model's vocabulary in xgrammar's format; empty if it has none. Blocks."""
         return xgrammar_vocabulary(self.vllm_config)
 
     # ---- generating
@@ -156,7 +157,7 @@ class DisaggregatedClient(EngineClient):
             arrived_s, arrived_at_s = self._clock.now(), time.time()
         else:
             arrived_s, arrived_at_s = call.received_s, call.arrived_at_s
-        options.pop("trace_headers", None)  # of no use to engines: their spans are made here
+        options.pop("trace_headers", None)  # engines do not use them: spans are made here
         options = self._adapters.resolve_lora(options)
         take_client_args(sampling_params)
         terms = tenant_terms.get()
@@ -198,7 +199,7 @@ class DisaggregatedClient(EngineClient):
     async def _processed(
         self, prompt: Any, params: SamplingParams, request_id: str, options: dict[str, Any]
     ) -> tuple[compat.EngineCoreRequest, str | None]:
-        """The request, tokenised and validated, and its prompt's text."""
+        """Return the request, tokenised and validated, and the text of its prompt."""
         given = dict(options)
         prompt_text = given.pop("prompt_text", None)
         reasoning_ended = given.pop("reasoning_ended", None)
@@ -241,7 +242,7 @@ class DisaggregatedClient(EngineClient):
     def _first_token_blocker(self, request: compat.EngineCoreRequest) -> str | None:
         assert request.sampling_params is not None
         if self.model_config.logits_processors:
-            return "logits_processors"  # they may count what they take for the output
+            return "logits_processors"  # they may count output tokens
         return _split_blocker(request) or first_token_blocker(request.sampling_params)
 
     def _salt(self, request: compat.EngineCoreRequest, prompt: Any) -> None:
@@ -263,7 +264,7 @@ class DisaggregatedClient(EngineClient):
     async def _streaming_input(
         self, prompt: Any, params: SamplingParams, request_id: str, options: dict[str, Any]
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Run a session whose prompt arrives in pieces, all of it on one instance."""
+        """Run a session whose prompt arrives in pieces, on one instance."""
         serving = await self._cluster.taking()
         if not serving:
             raise GracefulHTTPError("no instance serves", HTTPStatus.SERVICE_UNAVAILABLE)
@@ -399,7 +400,7 @@ class DisaggregatedClient(EngineClient):
         *,
         data_parallel_rank: int | None = None,
     ) -> None:
-        """Do nothing: leases end with their request."""
+        """Ignore the rejection: leases end with their request."""
 
     async def _broadcast(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         llms = [i.llm for i in self._cluster.serving() if i.llm is not None]
@@ -448,13 +449,14 @@ class DisaggregatedClient(EngineClient):
         return compat.EngineDeadError()
 
     async def check_health(self) -> None:
-        """Return where the server serves, or did a moment ago: ``/health`` asks.
+        """Return if the server serves, or did so recently; called for ``/health``.
 
-        Instances that are started again for a while are the business of ``/ready`` alone: whoever
-        restarts an unhealthy server would only make that take longer.
+        Instances that are being restarted make only ``/ready`` fail: an orchestrator that restarts
+        an unhealthy server would only prolong the outage.
 
         Raises:
-            EngineDeadError: Nothing serves, and has not for minutes.
+            EngineDeadError: All instances have been given up, or those of a leg have not served for
+                minutes.
         """
         if not self._cluster.is_healthy:
             raise compat.EngineDeadError
@@ -466,7 +468,7 @@ class DisaggregatedClient(EngineClient):
         return self._supported_tasks
 
     async def do_log_stats(self) -> None:
-        """Do nothing: statistics are in ``/metrics``."""
+        """Log nothing: statistics are in ``/metrics``."""
 
     def shutdown(self, timeout: float | None = None) -> None:
         self.renderer.shutdown()
@@ -475,13 +477,16 @@ class DisaggregatedClient(EngineClient):
 async def pool(
     cluster: Cluster, deadline: float, *request: Any, **options: Any
 ) -> AsyncGenerator[PoolingRequestOutput, None]:
-    """Compute a pooling request on the least busy instance, on another one where that dies.
+    """Compute a pooling request on the least busy instance, or on another if that one dies.
 
     Args:
-        request: As vLLM's ``encode`` takes it.
+        deadline: Deadline on the event loop's clock, in seconds.
+        request: Positional arguments of vLLM's ``encode``; the last one is the request's id.
+        options: Keyword arguments of vLLM's ``encode``.
 
     Raises:
-        GracefulHTTPError: No instance serves, the time is up, or instances die of it.
+        GracefulHTTPError: No instance serves, the deadline has passed, or ``MAX_DEATHS`` instances
+            died under the request.
     """
     num_deaths = 0
     while num_deaths < MAX_DEATHS:
@@ -510,10 +515,10 @@ async def pool(
 
 
 def check_weights_stay(method: str) -> None:
-    """Check that a method of vLLM's workers leaves the weights which the store's KV belongs to.
+    """Check that a method of vLLM's workers keeps the weights, to which the store's KV belongs.
 
     Raises:
-        NotImplementedError: It changes them, as ``reload_weights`` does.
+        NotImplementedError: The method changes the weights, as ``reload_weights`` does.
     """
     if "weight" in method or method in _CHANGE_WEIGHTS:
         raise NotImplementedError(f"{method}: {_WEIGHTS}")
@@ -523,14 +528,15 @@ def check_sleep(level: int) -> None:
     """Check that a sleep of this level keeps the weights.
 
     Raises:
-        NotImplementedError: After waking up it would compute without weights, into the store.
+        NotImplementedError: The weights would be lost; after waking up, the engine would compute
+            without them and put wrong KV into the store.
     """
     if level > _LIGHT_SLEEP:
         raise NotImplementedError(f"sleep level {level} throws weights away: use level 1")
 
 
 def _own(cache_salt: str | None) -> str | None:
-    """The current tenant's ``cache_salt``; the same again for a prompt that comes again."""
+    """Return ``cache_salt`` with the current tenant's prefix, unless it already has the prefix."""
     name, given = tenant.get(), cache_salt or ""
     if name is None:
         return cache_salt
@@ -538,7 +544,7 @@ def _own(cache_salt: str | None) -> str | None:
 
 
 async def _salted(pieces: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-    """Pieces of a session's prompt, apart from those of other API keys."""
+    """Yield the pieces of a session's prompt, each with the tenant's ``cache_salt``."""
     async with contextlib.aclosing(pieces):
         async for piece in pieces:
             given = piece.prompt
@@ -548,7 +554,7 @@ async def _salted(pieces: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None
 
 
 def _split_blocker(request: compat.EngineCoreRequest) -> str | None:
-    """Reason for which one instance must compute prompt and output; None where two may."""
+    """Return the reason why one instance must compute prompt and output; None if two may."""
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         return "prompt_embeds"
     if request.sampling_params is not None and request.sampling_params.skip_reading_prefix_cache:

@@ -1,4 +1,4 @@
-"""Cluster: the instances of a server, their start and end, and which of them serve."""
+"""Cluster: the instances of a server, their start and end, and the set of those that serve."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _BOTH = Role.COLOCATED.legs
 
 
 class Cluster:
-    """The instances of a server.
+    """All instances of a server.
 
     Attributes:
-        instances: All but those that have been removed.
-        supervisor: Starts instances again and replaces their engines.
+        instances: Instances by id; removed instances are not included.
+        supervisor: Supervisor, which restarts instances and replaces their engines.
     """
 
     def __init__(
@@ -38,10 +38,13 @@ class Cluster:
     # ---- start and end
 
     async def start(self, on_ready: Callable[[Instance], None]) -> None:
-        """Start all instances side by side, then keep them alive.
+        """Start all instances concurrently, then keep them alive.
+
+        Args:
+            on_ready: Function called with each instance when it is ready.
 
         Raises:
-            InstanceDeadError: One of them could not be started.
+            InstanceDeadError: An instance could not be started.
         """
 
         async def start_one(instance: Instance) -> None:
@@ -55,21 +58,21 @@ class Cluster:
             self.supervisor.watch(instance)
 
     def adopt(self, instance: Instance) -> None:
-        """Route to an instance that has started too, and keep it alive."""
+        """Add an instance that has started: route requests to it and keep it alive."""
         self.instances[instance.id] = instance
         self.supervisor.watch(instance)
 
     async def remove(self, instance_id: InstanceId) -> None:
-        """End an instance and forget it; what it still has fails, and goes on elsewhere."""
+        """End an instance and forget it; its remaining legs fail and continue elsewhere."""
         await self.supervisor.end_removed(self.instances.pop(instance_id))
 
     def refuse(self) -> None:
-        """Fail the requests under way, so that their connections can close."""
+        """Fail the running requests, so that their connections can close."""
         for instance in self.instances.values():
             instance.mark_dead(State.FAILED)
 
     async def stop(self) -> None:
-        """End all instances; requests under way fail."""
+        """End all instances; running requests fail."""
         await self.supervisor.stop()
         for instance in self.instances.values():
             instance.mark_dead()
@@ -78,17 +81,17 @@ class Cluster:
     # ---- one instance
 
     def instance(self, instance_id: InstanceId) -> Instance:
-        """The instance of that id.
+        """Return the instance with this id.
 
         Raises:
-            InstanceDeadError: It has been removed.
+            InstanceDeadError: The instance has been removed.
         """
         if (instance := self.instances.get(instance_id)) is None:
             raise InstanceDeadError(f"instance {instance_id} has been removed")
         return instance
 
     def has_left_decode(self, instance_id: InstanceId) -> bool:
-        """Whether an instance serves decode no more since a decode leg was routed there."""
+        """Return whether an instance has stopped serving decode legs, or has been removed."""
         if (instance := self.instances.get(instance_id)) is None:
             return True
         is_out = instance.is_draining or instance.is_held or instance.is_leaving
@@ -100,7 +103,7 @@ class Cluster:
         return [i for i in self.instances.values() if i.state is State.READY]
 
     def views(self) -> dict[InstanceId, InstanceView]:
-        """All instances as policies see them, with the ways between those on different machines."""
+        """Return views of all instances, with the distances between different machines."""
         by_node: dict[str, list[Instance]] = {}
         for one in self.instances.values():
             by_node.setdefault(one.node, []).append(one)
@@ -111,15 +114,15 @@ class Cluster:
     def _ways_from(
         node: str, by_node: Mapping[str, Sequence[Instance]]
     ) -> Mapping[InstanceId, Distance | None]:
-        """Of each instance on ``node``, to all that are on others."""
+        """Return the distances from ``node`` to all instances on other nodes."""
         [first, *_] = by_node[node]
         others = (one for other, its in by_node.items() if other != node for one in its)
         return {one.id: first.distance_to(one) for one in others}
 
     async def taking(self) -> list[Instance]:
-        """Those that are sent new requests; those that serve, where there are none.
+        """Return the instances that accept new requests, or else all ready ones.
 
-        Waits where the only one is being replaced.
+        Waits while no instance accepts requests because engines are being replaced.
         """
         while self.is_replacing and not any(i.takes_requests for i in self.instances.values()):
             await self._clock.sleep(_POLL_S)
@@ -127,36 +130,36 @@ class Cluster:
         return [i for i in serving if i.takes_requests] or serving
 
     def members(self) -> list[Member]:
-        """All instances as members of their generations."""
+        """Return all instances as members of their generations."""
         return [_member(instance) for instance in self.instances.values()]
 
     @property
     def newest_settings(self) -> EngineSettings:
-        """What a new engine is to be started with."""
+        """Settings for the start of a new engine: the newest ones of all instances."""
         return max((i.settings for i in self.instances.values()), key=lambda s: s.number)
 
     # ---- the whole
 
     @property
     def is_replacing(self) -> bool:
-        """Whether an engine is being replaced on purpose."""
+        """True if an engine is being replaced by a rolling restart."""
         return any(one.is_leaving for one in self.instances.values())
 
     @property
     def is_ready(self) -> bool:
-        """Every role has an instance that serves, but for one that is being replaced."""
+        """True if every role has an instance that serves; instances being replaced are ignored."""
         staying = [i for i in self.instances.values() if not i.is_leaving]
         serving = {i.role for i in staying if i.state is State.READY}
         return bool(serving) and serving == {i.role for i in staying}
 
     @property
     def has_failed(self) -> bool:
-        """Every instance has been given up."""
+        """True if every instance has been given up, and none waits for its machine."""
         return self.supervisor.has_failed
 
     @property
     def is_healthy(self) -> bool:
-        """Instances have served both legs a while ago, or do so now."""
+        """True if instances serve both legs, or did so within ``unserved_s``."""
         self._note_service()
         is_recent = self._clock.now() - self._served_s < self._timeouts.unserved_s
         return is_recent and not self.has_failed

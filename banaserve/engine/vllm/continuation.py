@@ -1,8 +1,8 @@
-"""Output that a request brings along to the engine where it goes on.
+"""Output so far of a request that continues at another engine.
 
-It travels in the request's sampling parameters, which the engine core and its workers both get. An
-engine then holds the request as one that it has computed itself so far: penalties, ``min_tokens``,
-stops, bad words, the grammar and the draws of a seed all stand where they stood.
+The output is sent in the request's sampling parameters, which reach the engine core and its
+workers. The engine then treats the output as computed by itself: the states of penalties,
+``min_tokens``, stops, bad words, the grammar and the seeded random draws are as they were.
 """
 
 from __future__ import annotations
@@ -12,36 +12,37 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 KEY = "banaserve_output"
-"""In ``extra_args``; a client that names it is refused."""
+"""Key of the output in ``extra_args``; a request whose client sets it is rejected."""
 _OURS = "banaserve_"
 _TRANSFER = "kv_transfer_params"
 
 
 class HasExtraArgs(Protocol):
-    """What is read of vLLM's sampling parameters."""
+    """The part of vLLM's sampling parameters that is read here."""
 
     extra_args: dict[str, Any] | None
 
 
 def with_output(extra_args: Mapping[str, Any] | None, tokens: Sequence[int]) -> dict[str, Any]:
-    """``extra_args`` with the output so far."""
+    """Return ``extra_args`` with the output so far added."""
     return {**(extra_args or {}), KEY: list(tokens)}
 
 
 def output_of(params: HasExtraArgs | None) -> Sequence[int]:
-    """The output that a request brings along; empty where it begins."""
+    """Return the output so far of a request; empty if the request is new."""
     found: Sequence[int] = ((params and params.extra_args) or {}).get(KEY, ())
     return found
 
 
 def take_client_args(params: HasExtraArgs) -> None:
-    """Leave in a client's parameters only what is a client's: legs get theirs from the server.
+    """Remove ``kv_transfer_params`` from a client's parameters, and reject banaserve's own keys.
 
-    What instances tell each other would let a client skip the cost gate, or count tokens as
-    cached that are not. ``kv_transfer_params`` are taken out: they are for other connectors.
+    With the keys that instances use among themselves, a client could skip the cost gate, or have
+    tokens counted as cached that are not. Legs get these keys from the server.
+    ``kv_transfer_params`` of clients are meant for other connectors.
 
     Raises:
-        ValueError: A name in them is one of ours.
+        ValueError: A key in the parameters is one of banaserve's own.
     """
     extra = params.extra_args or {}
     transfer = extra.get(_TRANSFER)
@@ -55,19 +56,20 @@ def take_client_args(params: HasExtraArgs) -> None:
 
 
 def logprob_rows(position: Mapping[int, Any], token_id: int) -> tuple[list[int], list[float], int]:
-    """Log probabilities of one position as an engine puts them out, from those that clients get.
+    """Convert one position's log probabilities from the clients' form to the engines' form.
 
     Args:
-        position: ``logprob`` and ``rank`` by token id: the sampled token's and the likeliest ones'.
-        token_id: The sampled token.
+        position: ``logprob`` and ``rank`` by token id, of the sampled and the likeliest tokens.
+        token_id: Id of the sampled token.
 
     Returns:
-        Token ids and their log probabilities, the sampled one first and then the likeliest in
-        order, and the sampled token's rank. Where it is one of the likeliest it comes twice.
+        Token ids and their log probabilities, the sampled token first and then the likeliest ones
+        in order, and the sampled token's rank. A sampled token that is one of the likeliest appears
+        twice.
     """
     sampled = position[token_id]
     ranked = sorted((one.rank, token) for token, one in position.items())
-    # Ranks of the likeliest are 1, 2, 3...; a sampled token that is none of them lies apart.
+    # The likeliest have ranks 1, 2, 3...; a sampled token not among them has a higher rank.
     likeliest = [
         token
         for (rank, token), place in zip(ranked, itertools.count(1), strict=False)

@@ -1,7 +1,8 @@
-"""Instances that may serve a request while a rolling restart replaces weights. Pure.
+"""Instances that may serve a request while a rolling restart replaces weights. Pure functions.
 
-A generation is all instances that compute with the same weights. A request stays in one from its
-first token on: neither its KV nor its tokens mix with those of other weights.
+A generation is the set of instances that compute with the same weights. A request stays in one
+generation from its first token on: its KV and its tokens are never mixed with those of other
+weights.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ class Member:
     """An instance as a member of its generation.
 
     Attributes:
-        weights: That it computes with, or will when it has started.
-        number: Of its settings; later ones are higher.
-        takes: It may be sent new requests.
-        serves: Its engine answers; where it does not take, it is about to be replaced.
-        lives: It serves, or will serve again by itself.
+        weights: Identity of the weights that the instance computes with, or will after its start.
+        number: Number of the instance's settings; newer settings have higher numbers.
+        takes: True if the instance may receive new requests.
+        serves: True if the instance's engine is ready, even if it receives no new requests.
+        lives: True if the instance serves, or will be restarted; False if it was given up.
     """
 
     id: InstanceId
@@ -36,15 +37,16 @@ class Member:
 
 
 def candidates(members: Iterable[Member], bound: str = "") -> frozenset[InstanceId]:
-    """Instances among which a request is routed, all of one generation; none where it has to wait.
+    """Return the instances that may serve a request, all of one generation; empty if it must wait.
 
-    A new request goes to the generation that serves both legs, then to that with more instances
-    that take requests, then to the newer one: so there is one moment in a restart at which all new
-    requests begin to go to the new weights. One instance alone does both legs.
+    For a new request, a generation that serves both legs is preferred, then the one with more
+    instances that accept requests, then the newer one. So all new requests switch to the new
+    weights at one moment of a restart. A single instance can do both legs.
 
     Args:
-        bound: Weights that the request has begun with; empty where it has not. It may then go to
-            an instance that is about to be replaced, where no other has its weights.
+        bound: Weights that the request began with; empty for a new request. A request with
+            ``bound`` may go to an instance that is about to be replaced if no other instance has
+            these weights.
     """
     known = list(members)
     if bound:
@@ -66,19 +68,19 @@ def _rank(group: Sequence[Member]) -> tuple[int, int, int]:
 
 
 def is_lost(members: Iterable[Member], bound: str) -> bool:
-    """Whether no instance computes with the weights ``bound`` any more, or will again."""
+    """Return whether no instance has the weights ``bound`` any more, or will have them again."""
     return not any(one.lives and one.weights == bound for one in members)
 
 
 def can_leave(leaving: Member, members: Iterable[Member]) -> bool:
-    """Whether others could take the streams of ``leaving`` at once."""
+    """Return whether another instance could take the streams of ``leaving`` at once."""
     return any(
         one.takes and one.weights == leaving.weights and one.id != leaving.id for one in members
     )
 
 
 def restart_order(members: Iterable[Member]) -> list[InstanceId]:
-    """One after the other, the roles in turn: each generation has both as long as it can."""
+    """Return all ids in restart order: roles alternate, so each generation keeps both for long."""
     places: dict[Role, int] = dict.fromkeys(_ROLES, 0)
     keys = []
     for one in sorted(members, key=lambda one: one.id):

@@ -1,7 +1,7 @@
-"""Instance: an engine core in a process of its own and the client that talks to it.
+"""Instance: an engine core in its own process, and the client connected to it.
 
-``startup_handshake`` waits for the engine core to start; ``InflightGuard`` counts one leg while it
-runs.
+``startup_handshake`` waits for the engine core to start; ``InflightGuard`` counts one leg while the
+leg runs.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ from banaserve.types import (
 
 logger = logging.getLogger(__name__)
 DRAINED, REBALANCED = "drained", "rebalanced"
-"""Reasons for which a leg goes on at another instance."""
+"""Reasons for which a leg continues at another instance."""
 _DEFAULT_PREFILL_TOKENS_PER_S = 1000.0
 _SPEED_SMOOTHING = 0.2
 
 
 class Inflight(NamedTuple):
-    """Legs that an instance has been sent and that have not ended; fields as in ``InstanceView``.
+    """Counts of the legs in flight at an instance: sent and not ended. See ``InstanceView``.
 
     Attributes:
-        tokens: That they had when they were sent.
+        tokens: Number of tokens that the legs had when they were sent.
     """
 
     requests: int = 0
@@ -71,7 +71,7 @@ class Inflight(NamedTuple):
     prefill_pairs: int = 0
 
     def with_leg(self, leg: Inflight, sign: int) -> Inflight:
-        """Returns this with ``leg`` added or, by a ``sign`` of -1, taken away."""
+        """Return these counts with ``leg`` added (``sign`` 1) or subtracted (``sign`` -1)."""
         return Inflight(*(own + sign * its for own, its in zip(self, leg, strict=True)))
 
 
@@ -82,13 +82,14 @@ class Counting(Protocol):
 
 
 class InflightGuard:
-    """Counts one leg of a request in its instance while it runs.
+    """Counter of one leg of a request at its instance, while the leg runs.
 
     Args:
-        prefill_tokens: Of its ``tokens``, those that are to be computed there.
+        prefill_tokens: Number of the leg's ``tokens`` that the instance has to compute.
+        tokens: Number of tokens that the leg has when it is sent.
 
     Attributes:
-        has_output: Flag: the engine has computed a token of the leg.
+        has_output: True if the engine has computed a token of the leg.
     """
 
     def __init__(self, instance: Counting, prefill_tokens: int, tokens: int) -> None:
@@ -102,7 +103,7 @@ class InflightGuard:
             instance.add_inflight(self._prompt, 1)
 
     def prefilled(self) -> None:
-        """Note that the prompt has been computed. Idempotent: called with each output."""
+        """Note that the prompt has been computed; idempotent, called with each output."""
         self.has_output = True
         if self._prompt is not None:
             self._instance.add_inflight(self._prompt, -1)
@@ -113,7 +114,7 @@ class InflightGuard:
 
     @property
     def is_prompt(self) -> bool:
-        """Flag: most of the leg's tokens are still to be computed here."""
+        """True if more than half of the leg's tokens are still to be computed here."""
         return self._prompt is not None and 2 * self._prompt.prefill_tokens > self._leg.tokens
 
     @property
@@ -123,11 +124,13 @@ class InflightGuard:
 
 
 class MovableLeg(NamedTuple):
-    """A leg that can go on at another instance.
+    """A leg that can continue at another instance.
 
     Attributes:
-        move: Lets it go on there, for a reason: see ``LegMovedError``.
-        moved_s: Time of its last move by the rebalancer, on the event loop's clock; None for none.
+        guard: Counter of the leg.
+        move: Function that moves the leg elsewhere; its argument is a reason of ``LegMovedError``.
+        moved_s: Time of the leg's last move by the rebalancer, on the event loop's clock, in
+            seconds; None if it was not moved.
     """
 
     guard: InflightGuard
@@ -136,7 +139,7 @@ class MovableLeg(NamedTuple):
 
 
 async def startup_handshake(socket: zmq.asyncio.Socket, addresses: dict[str, str]) -> None:
-    """vLLM's start-up handshake: HELLO, our addresses as the engine knows them, READY."""
+    """Run vLLM's start-up handshake: HELLO, the addresses as the engine sees them, READY."""
     metadata = compat.EngineHandshakeMetadata(
         addresses=compat.EngineZmqAddresses(
             inputs=[addresses["input"]], outputs=[addresses["output"]]
@@ -160,17 +163,19 @@ class State(enum.Enum):
 
 
 class Instance:
-    """Starts, watches and ends one engine core; counts what the router has sent it.
+    """Engine core with its client, and counts of the legs that the router has sent to it.
 
     Attributes:
-        role: What the router sends it; the engine does not know it.
-        is_draining: The router sends it nothing, what it has goes on.
-        is_held: The same, until somebody lets it serve again.
-        is_leaving: The same, since its engine is being replaced.
-        is_orphaned: Its last engine died with its parent or machine, and not of a request.
-        settings: That its engine was started with, or will be.
-        inflight: What it has been sent and has not ended.
-        step_tokens: Most tokens of its steps; 0 where they are those of its role.
+        role: Legs that the router sends to the instance; the engine does not know its role.
+        is_draining: True during a role switch: the instance receives no new requests, and running
+            ones continue.
+        is_held: True if drained by an operator; the instance receives no requests until released.
+        is_leaving: True while its engine is being replaced; it receives no new requests.
+        is_orphaned: True if its last engine died with the engine's parent or machine, so that no
+            request is to blame.
+        settings: Settings that its engine was started with, or will be started with.
+        inflight: Counts of the legs that were sent to the instance and have not ended.
+        step_tokens: Maximum number of tokens of a step; 0 for the default of the role.
     """
 
     def __init__(
@@ -208,7 +213,7 @@ class Instance:
         self._gpu = GpuMeter.open(launcher.devices_of(instance_id), clock)
         self._board = self._new_board()
         self.inflight = Inflight()
-        # A look-up of labels costs as much as passing on a token.
+        # Looking up labels costs as much as forwarding a token.
         self._inflight_gauge = metrics.IN_FLIGHT.labels(self.id)
         self._prefill_tokens_per_s = _DEFAULT_PREFILL_TOKENS_PER_S
         self.step_tokens = 0
@@ -226,8 +231,8 @@ class Instance:
         """Start the engine core and connect to it.
 
         Raises:
-            InstanceDeadError: It ended, was given up meanwhile, or was not ready within
-                ``timeout_s``.
+            InstanceDeadError: The engine core ended, the instance was given up meanwhile, or the
+                engine core was not ready within ``timeout_s`` seconds.
         """
         self.state = State.STARTING
         self.incarnation += 1
@@ -249,7 +254,7 @@ class Instance:
             handshake.close()
             context.term()
         self.llm = await self._connected(addresses)
-        # Files may have been replaced since an engine of the same settings was started.
+        # Files may have been replaced since an engine with the same settings was started.
         config = self.engine_config
         weights = await processes.in_daemon_thread(lambda: weights_of(config))
         self._check_is_wanted()
@@ -266,12 +271,12 @@ class Instance:
         metrics.UP.labels(self.id, self.role.value).set(1)
 
     def _check_is_wanted(self) -> None:
-        """Raises InstanceDeadError where it has been removed or given up while it started."""
+        """Raise InstanceDeadError if the instance was removed or given up while starting."""
         if self.llm is None:
             raise InstanceDeadError(f"instance {self.id} was ended while starting")
 
     def _addresses(self) -> dict[str, str]:
-        """Sockets of the engine that is to come; those of the ones before it go."""
+        """Return the socket addresses for the next engine; remove sockets of earlier engines."""
         for left in self._socket_dir.glob(f"{self.id}.*.[hio]"):
             left.unlink(missing_ok=True)
         stem = f"ipc://{self._socket_dir}/{self.id}.{self.incarnation}"
@@ -297,8 +302,8 @@ class Instance:
             await asyncio.gather(ended, ready, return_exceptions=True)
 
     async def _connected(self, addresses: dict[str, str]) -> compat.AsyncLLM:
-        """Its client. One that ends meanwhile would be waited for in vain."""
-        # vLLM waits ten minutes for an engine that has been ended meanwhile.
+        """Return the engine's client; raise InstanceDeadError if the engine ends meanwhile."""
+        # vLLM would wait ten minutes for an engine that has ended.
         connecting = processes.in_daemon_thread(lambda: self._connect(addresses))
         ended = asyncio.create_task(self.wait_ended())
         try:
@@ -312,19 +317,19 @@ class Instance:
             await asyncio.gather(ended, return_exceptions=True)
 
     def _connect(self, addresses: dict[str, str]) -> compat.AsyncLLM:
-        """Runs in a thread: loading a tokenizer must not stall the streams of others."""
+        """Make the engine's client; runs in a thread, since loading a tokenizer takes long."""
         logger_class = self._series.logger_class(self.id, self._board.record)
         client = connect(
             copy.deepcopy(self.engine_config), logger_class, addresses["input"], addresses["output"]
         )
-        if self.incarnation > 1:  # there was a client before it; what the start made is frozen
+        if self.incarnation > 1:  # collects the previous client; start-up objects are frozen
             gc.collect()
             linux.give_back_heaps()
         return client
 
     @property
     def num_ranks(self) -> int:
-        """Tensor-parallel workers of its engine."""
+        """Number of tensor-parallel workers of the engine."""
         return self.engine_config.parallel_config.tensor_parallel_size
 
     async def wait_dying(self) -> None:
@@ -336,11 +341,15 @@ class Instance:
         """Return when the engine core's process has ended."""
         if self.pid:
             await processes.wait_ended(self.pid)
-            self.pid = 0  # the system may give it to another process
+            self.pid = 0  # the system may reuse the process id
 
     @contextlib.contextmanager
     def giving_back(self) -> Iterator[None]:
-        """While it lasts, a process that has died still has its memory and its connections."""
+        """Mark a dead process's resources as not yet released, for the duration of the block.
+
+        The resources are its memory and its connections; ``wait_given_back`` waits for the end of
+        the block.
+        """
         self._given_back.clear()
         try:
             yield
@@ -348,11 +357,11 @@ class Instance:
             self._given_back.set()
 
     async def wait_given_back(self) -> None:
-        """Return when nothing is left of a process that has died: the store knows it, too."""
+        """Return when a dead process's resources are released, and the store knows of its end."""
         await self._given_back.wait()
 
     def mark_dead(self, state: State = State.DEAD) -> None:
-        """Fail every request it holds, now, and send it no more."""
+        """Fail every request of the instance now, and send it no more."""
         self.state = state
         self.is_orphaned = self._launcher.has_lost_parent(self.id)
         self.set_placements((), 0)
@@ -364,9 +373,9 @@ class Instance:
             llm.shutdown(timeout=0)
 
     def retire(self, settings: EngineSettings) -> None:
-        """Serve no more, so that an engine with ``settings`` can be started in place of this one.
+        """Stop serving, so that an engine with ``settings`` can be started in place of this one.
 
-        What it still has goes on elsewhere or ends; its process is still there.
+        The remaining legs move elsewhere or end here; the engine's process still runs.
         """
         self.state = State.STARTING
         self.settings = settings
@@ -381,13 +390,13 @@ class Instance:
                 os.kill(self.pid, signal.SIGKILL)
 
     def last_words(self) -> str:
-        """The last line of its log with an error, for the one line that the user gets."""
+        """Return the last line of the engine's log with an error, to show it to the user."""
         return last_error_in(self.log_path)
 
     # ---- what the router knows
 
     async def probe(self, timeout_s: float) -> None:
-        """Ask an engine that has said nothing for a while whether it still answers."""
+        """Ask an engine that has been silent for a while whether it still answers."""
         llm = self.llm
         if llm is None:
             return
@@ -406,12 +415,16 @@ class Instance:
         is_prompt: bool = False,
         moved_s: float | None = None,
     ) -> Iterator[InflightGuard]:
-        """Count a leg of ``tokens`` as in flight here, ``prefill_tokens`` still to be computed.
+        """Count a leg as in flight here for the duration of the block.
 
         Args:
-            move: Lets it go on elsewhere; None where it cannot.
-            is_prompt: It would begin anew there, so only the end of its engine moves it.
-            moved_s: Time of its last move by the rebalancer; None for none.
+            prefill_tokens: Number of the leg's tokens that are still to be computed.
+            tokens: Number of tokens of the leg.
+            move: Function that moves the leg elsewhere for a reason; None if it cannot move.
+            is_prompt: True if the leg would restart elsewhere from nothing; it moves only when its
+                engine is replaced.
+            moved_s: Time of the leg's last move by the rebalancer, on the event loop's clock, in
+                seconds; None if it was not moved.
         """
         guard = InflightGuard(self, prefill_tokens, max(tokens, prefill_tokens))
         if move is not None:
@@ -426,14 +439,14 @@ class Instance:
             guard.end()
 
     def move_streams(self) -> int:
-        """Let every stream that can go on elsewhere do so; returns how many."""
+        """Move every stream that can continue elsewhere; return their number."""
         legs = list(self._movable.values())
         for leg in legs:
             leg.move(DRAINED)
         return len(legs)
 
     def streams(self) -> list[Stream]:
-        """Return the legs that can go on elsewhere with what the store has, the oldest first."""
+        """Return the legs that can continue elsewhere with KV from the store, oldest first."""
         return [
             Stream(key, leg.guard.tokens, not leg.guard.has_output, leg.moved_s)
             for key, leg in self._movable.items()
@@ -442,25 +455,25 @@ class Instance:
 
     @property
     def num_streams(self) -> int:
-        """Number of its legs whose prompts are computed, here or elsewhere."""
+        """Number of the instance's legs whose prompts have been computed, here or elsewhere."""
         legs = itertools.chain(self._movable.values(), self._movable_prompts.values())
         return self.inflight_requests - sum(leg.guard.is_prompt for leg in legs)
 
     def move_stream(self, key: Hashable) -> None:
-        """Let one of ``streams`` go on elsewhere, if it has not ended meanwhile."""
+        """Move one of ``streams`` elsewhere, unless it has ended meanwhile."""
         if (leg := self._movable.get(key)) is not None:  # type: ignore[call-overload]
             leg.move(REBALANCED)
 
     @property
     def num_movable(self) -> int:
-        """Streams on it that can go on elsewhere."""
+        """Number of the instance's streams that can continue elsewhere."""
         return len(self._movable)
 
     def view(self, far: Mapping[InstanceId, Distance | None] = NO_WAYS) -> InstanceView:
-        """Returns the instance as policies see it.
+        """Return the instance as policies see it.
 
         Args:
-            far: Ways to instances on other machines.
+            far: Distances to the instances on other machines.
         """
         return InstanceView(
             id=self.id,
@@ -489,7 +502,7 @@ class Instance:
 
     @contextlib.contextmanager
     def expecting(self) -> Iterator[None]:
-        """Counts a request that will decode here while its prompt is computed elsewhere."""
+        """Count a request that will decode here, while its prompt is computed elsewhere."""
         self._num_coming += 1
         try:
             yield
@@ -497,11 +510,11 @@ class Instance:
             self._num_coming -= 1
 
     def set_guests(self, num_bytes: int, busy_fraction: float) -> None:
-        """Memory and time that guests beside this instance take."""
+        """Set the memory and the fraction of time that guests beside this instance take."""
         self._guests = (num_bytes, busy_fraction)
 
     def set_placements(self, placements: tuple[ModulePlacement, ...], epoch: int) -> None:
-        """Which modules of this instance run elsewhere, and in which epoch."""
+        """Set the modules of this instance that run elsewhere, and their epoch."""
         if placements != self._placements:
             self.has_changed()
             calls = sum(p.module.num_layers if p.module.heads else 1 for p in placements)
@@ -509,13 +522,13 @@ class Instance:
         self._placements, self._epoch = placements, epoch
 
     async def take_budget(self, role: Role, step_tokens: int = 0) -> None:
-        """Let the engine work with the budget of ``role`` from its next step on.
+        """Set the engine's budget to that of ``role``, from its next step on.
 
         Args:
-            step_tokens: Most tokens of a step; 0 is what the role has.
+            step_tokens: Maximum number of tokens of a step; 0 for the default of the role.
 
         Raises:
-            NoAnswerError: It does not answer; it may work with that budget or the old one.
+            NoAnswerError: The engine does not answer; it may have the new budget or the old one.
         """
         if self.llm is not None:
             is_changed = bool(step_tokens or self.step_tokens)
@@ -528,7 +541,7 @@ class Instance:
             self.has_changed()
 
     def set_role(self, role: Role) -> None:
-        """Let the router send it other legs from here on."""
+        """Change the role, and so the legs that the router sends from now on."""
         metrics.UP.remove(self.id, self.role.value)
         self.role = role
         self.has_changed()
@@ -536,75 +549,78 @@ class Instance:
 
     @property
     def board(self) -> ReportBoard:
-        """What it reports and what its steps take; another one after a restart."""
+        """Board with the engine's reports and step times; each start of an engine has its own."""
         return self._board
 
     def has_changed(self) -> None:
-        """Its role, its placements or its guests are others than before."""
+        """Record that its role, placements, guests or step size changed."""
         self._changed_s = self._clock.now()
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests may be sent: an engine that has failed is not, though it still ends."""
+        """True if requests may be sent; False once the engine failed, even if it still runs."""
         return self.state is State.READY and self.llm is not None and not self.llm.errored
 
     @property
     def is_local(self) -> bool:
-        """Whether its engine's process is this machine's, and not one that stands for it."""
+        """True if the engine's process runs on this machine; False if a shim stands for it."""
         return self._launcher.is_local(self.id)
 
     @property
     def node(self) -> str:
-        """Name of the machine that its engine runs on; empty for this one."""
+        """Name of the machine that the engine runs on; empty for this machine."""
         return self._launcher.node_of(self.id)
 
     @property
     def has_machine(self) -> bool:
-        """Whether the machine that its engine is to run on is there."""
+        """True if the machine that the engine is to run on is available."""
         return self._launcher.is_there(self.id)
 
     def distance_to(self, other: Instance) -> Distance | None:
-        """Way to the machine of another instance; None where it has not been measured."""
+        """Return the distance to another instance's machine; None if it was not measured."""
         return self._launcher.distance(self.id, other.id)
 
     @property
     def store(self) -> str:
-        """``HOST:PORT`` of the store on its machine; empty where that is the front door's."""
+        """``HOST:PORT`` of the store on the instance's machine; empty for the front door's."""
         return self._launcher.store_of(self.id)
 
     def store_beside(self, other: Instance) -> str:
-        """``HOST:PORT`` of another instance's store; empty where it is this one's too."""
+        """Return ``HOST:PORT`` of another instance's store; empty if it is this one's, too.
+
+        Also empty if this instance uses the front door's store.
+        """
         here, there = self.store, other.store
         return there if here and here != there else ""
 
     @property
     def weights(self) -> str:
-        """Of the model that its engine computes with, or will when it has started."""
+        """Identity of the weights that the engine computes with, or will after its start."""
         return self.settings.weights
 
     @property
     def vllm_argv(self) -> tuple[str, ...]:
-        """Options of its engine; empty where they are those that the launcher was made with."""
+        """vLLM's options of the engine; empty for those that the launcher was made with."""
         return self.settings.argv_for(self._made_for)
 
     @property
     def engine_config(self) -> VllmConfig:
-        """vLLM's, which its engine was made of or will be."""
+        """vLLM's configuration that the engine was made with, or will be."""
         return self.settings.config_for(self._made_for)
 
     def is_of(self, settings: EngineSettings) -> bool:
-        """Whether an engine with these settings would be one like its own."""
+        """Return whether an engine with these settings would equal the present one."""
         is_same = settings.argv_for(self._made_for) == self.vllm_argv
         return is_same and settings.weights == self.weights
 
     @property
     def takes_requests(self) -> bool:
-        """Whether it is sent new requests."""
+        """True if the instance receives new requests."""
         return self.is_ready and not (self.is_draining or self.is_held or self.is_leaving)
 
     @property
     def has_lost_client(self) -> bool:
-        """What reads its outputs has failed, though it computes on."""
+        """True if the client that reads the engine's outputs failed while the engine still runs."""
         return self.state is State.READY and self.llm is not None and self.llm.errored
 
     def add_inflight(self, leg: Inflight, sign: int) -> None:
@@ -612,14 +628,14 @@ class Instance:
         self._inflight_gauge.set(self.inflight.requests)
 
     def learn_prefill_speed(self, tokens: int, seconds: float) -> None:
-        """Take a prefill that ran alone as a sample of this instance's speed."""
+        """Use a prefill that ran alone as a sample of this instance's speed."""
         if tokens >= 64 and seconds > 0:
             sample = tokens / seconds
             self._prefill_tokens_per_s += _SPEED_SMOOTHING * (sample - self._prefill_tokens_per_s)
 
     @property
     def inflight_requests(self) -> int:
-        """Legs that it has been sent and that have not ended."""
+        """Number of legs that were sent to the instance and have not ended."""
         return self.inflight.requests
 
     @property

@@ -1,4 +1,4 @@
-"""Operations that take a while: numbered, carried out in tasks, kept after their ends, aborted."""
+"""Long operations: numbered, run in tasks, remembered after their end, and abortable."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class OperationState(Protocol):
     """State of one operation, as the admin API shows it.
 
     Attributes:
-        seconds: Time since it began, or that it took.
+        seconds: Time since the operation began, or its duration once it has ended, in seconds.
     """
 
     id: str
@@ -33,16 +33,16 @@ State = TypeVar("State", bound=OperationState)
 
 
 class OperationAbortedError(BanaServeError):
-    """Somebody has asked for the end of the operation."""
+    """Error that ends an operation whose abort was requested."""
 
 
 class Operations(Generic[State]):
     """Operations of one kind; a subclass begins them and carries them out.
 
     Args:
-        noun: Name of one in messages, such as ``scaling``.
-        prefix: First letter of their ids.
-        num_kept: Number of operations that are remembered, those that are open apart.
+        noun: Name of such an operation in messages, such as ``scaling``.
+        prefix: First letter of the operations' ids.
+        num_kept: Number of operations that are remembered; older ones stay only while open.
     """
 
     def __init__(self, noun: str, prefix: str, clock: Clock, num_kept: int = 200) -> None:
@@ -57,24 +57,24 @@ class Operations(Generic[State]):
         self._aborting: set[str] = set()
 
     def get(self, operation_id: str) -> State | None:
-        """Return the one with this id; None if it is unknown or forgotten."""
+        """Return the operation with this id; None if it is unknown or forgotten."""
         state = self._states.get(operation_id)
         return self._timed(state) if state is not None else None
 
     def recent(self) -> list[State]:
-        """Return all that are remembered, the oldest first."""
+        """Return all remembered operations, the oldest first."""
         return [self._timed(state) for state in self._states.values()]
 
     @property
     def under_way(self) -> State | None:
-        """The first one that has not ended; None if all have."""
+        """First operation that has not ended; None if all have."""
         return next((state for state in self._states.values() if state.is_open), None)
 
     def abort(self, operation_id: str) -> State:
         """Ask for the end of an operation, and return without waiting for it.
 
         Raises:
-            MigrationError: There is no such operation, or it has ended.
+            MigrationError: There is no such operation, or the operation has ended.
         """
         state = self._states.get(operation_id)
         if state is None:
@@ -91,7 +91,7 @@ class Operations(Generic[State]):
         return self._timed(self._states[operation_id])
 
     async def stop(self) -> None:
-        """End all that is under way, where it stands."""
+        """Cancel all running operations at once."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -103,7 +103,7 @@ class Operations(Generic[State]):
         return f"{self._prefix}{next(self._numbers)}"
 
     def _keep(self, state: State) -> None:
-        """Remember a new operation in place of the oldest."""
+        """Remember a new operation; forget the oldest ones that have ended."""
         self._states[state.id] = state
         self._began_s[state.id] = self._clock.now()
         for old in list(self._states)[: -self._num_kept]:
@@ -111,7 +111,7 @@ class Operations(Generic[State]):
                 del self._states[old], self._began_s[old]
 
     def _carry_out(self, state: State, work: Coroutine[Any, Any, None]) -> None:
-        """Begin with ``work``, which ends the operation."""
+        """Start ``work`` in a task; its end is the end of the operation."""
         task = self._tasks[state.id] = asyncio.create_task(work)
 
         def ended(_: asyncio.Task[None]) -> None:
@@ -121,25 +121,25 @@ class Operations(Generic[State]):
         task.add_done_callback(ended)
 
     def _abort(self, state: State) -> None:
-        """Let ``_is_aborting`` be true, which the one that carries it out looks at."""
+        """Make ``_is_aborting`` true, which the operation's task checks."""
         self._aborting.add(state.id)
 
     def _is_aborting(self, state: State) -> bool:
         return state.id in self._aborting
 
     def _check_wanted(self, state: State) -> None:
-        """Raises ``OperationAbortedError`` if the operation is to end."""
+        """Raise ``OperationAbortedError`` if the operation is to end."""
         if self._is_aborting(state):
             raise OperationAbortedError
 
     def _timed(self, state: State) -> State:
-        """Bring the time of an open operation up to date."""
+        """Update the time of an open operation, and return its state."""
         if state.is_open:
             state.seconds = self._clock.now() - self._began_s[state.id]
         return state
 
     async def _outcome(self, state: State, work: Coroutine[Any, Any, None]) -> tuple[str, str]:
-        """Carry out ``work``; returns the state that the operation ends in, and the reason."""
+        """Carry out ``work``; return the operation's final state and the reason for it."""
         try:
             await work
         except OperationAbortedError:

@@ -3,9 +3,9 @@
     banaserve serve --scheduler preble
     vllm serve MODEL --scheduler-cls banaserve.engine.vllm.preble_scheduler.PrebleScheduler
 
-Only the order in which waiting requests are taken differs from ``Scheduler``; what becomes of each
-is vLLM's. What counts as cached is the engine's own prefix cache: the store is asked when a
-request's turn has come.
+Only the order in which waiting requests are taken differs from ``Scheduler``; all else is vLLM's.
+Only the engine's own prefix cache counts as cached: the store is asked when a request's turn has
+come.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ from banaserve.engine.vllm.compat.scheduler import (
 from banaserve.orchestrator.replicas.preble.priority_groups import NUM_GROUPS, PriorityGroups
 
 LOOKS_A_STEP = 16
-"""Waiting requests whose cached part is measured again before a step: tens of microseconds each."""
+"""Number of waiting requests whose cached fraction is measured again before each step.
+
+Each measurement takes tens of microseconds.
+"""
 
 
 class PriorityGroupQueue(RequestQueue):
     """vLLM's queue of waiting requests, in Preble's order.
 
-    A request that vLLM takes out and puts back within one step keeps its place and its turn; one
-    that is preempted has had its turn and goes first.
+    A request that vLLM takes out and puts back within one step keeps its place and its turn. A
+    preempted request has had its turn, and goes before all others.
     """
 
     def __init__(self, cached_fraction: Callable[[Request], float], num_groups: int) -> None:
@@ -40,12 +43,12 @@ class PriorityGroupQueue(RequestQueue):
         self._groups: PriorityGroups[Request] = PriorityGroups(num_groups)
 
     def look_again(self) -> None:
-        """Raise requests of whose prompt more is cached than when they came."""
+        """Move requests up whose prompts are now cached to a larger part than at arrival."""
         for request in self._groups.to_look_at(LOOKS_A_STEP):
             self._groups.raise_to(request, self._cached_fraction(request))
 
     def settle(self) -> None:
-        """Say that a step is planned."""
+        """Note that a step has been planned: requests taken since the last step stay taken."""
         self._groups.settle()
 
     def add_request(self, request: Request) -> None:
@@ -71,7 +74,7 @@ class PriorityGroupQueue(RequestQueue):
         self._groups.remove(request)
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
-        # vLLM names requests of all its queues.
+        # vLLM passes requests of all its queues.
         for request in requests:
             if request in self._groups:
                 self._groups.remove(request)
@@ -87,7 +90,7 @@ class PriorityGroupQueue(RequestQueue):
 
 
 class PrebleScheduler(Scheduler):
-    """vLLM's scheduler, or its asynchronous one where the engine is set to that.
+    """vLLM's scheduler with Preble's order; asynchronous if the engine is configured so.
 
     Raises:
         UserError: The engine is configured to order requests by priority.
@@ -117,7 +120,7 @@ class PrebleScheduler(Scheduler):
 
 
 class PrebleAsyncScheduler(PrebleScheduler, AsyncScheduler):
-    """The same order while the next step is planned before the last has ended."""
+    """Preble's order for vLLM's asynchronous scheduler, which plans a step before the last ends."""
 
 
 def _age(request: Request) -> tuple[float, str]:

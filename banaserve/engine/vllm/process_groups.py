@@ -1,9 +1,9 @@
-"""One process group in place of many, in a process that is alone in all of them.
+"""One process group in place of many, in a process that is the only member of all of them.
 
-vLLM makes two groups for each way to share a model, tensors, stages, experts and so on, for an
-engine of one worker too. Each gloo group has threads that wake a hundred times a second whether
-anything is sent or not: 39 threads of an idle engine took 0.02 of a core, and interrupted the
-thread that computes a thousand times a second.
+vLLM makes two groups for each kind of parallelism (tensor, pipeline, expert and so on), even for an
+engine with one worker. Each gloo group has threads that wake a hundred times a second even if
+nothing is sent: 39 threads of an idle engine took 0.02 of a core, and interrupted the computing
+thread a thousand times a second.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ _makes, _destroys = dist.new_group, dist.destroy_process_group
 
 
 def share_group() -> None:
-    """Let each gloo group that this process makes alone be its group of the whole world.
+    """Replace each gloo group of this process alone by the process's world group.
 
-    It ends with the world. Groups of several processes, and others than gloo's, are as ever.
+    The replacement ends with the world group. Groups of several processes or of other backends are
+    made as usual.
     """
     dist.new_group = _new_group
     dist.destroy_process_group = _destroy_process_group

@@ -1,8 +1,8 @@
-"""Changes to every model runner of ours, in whichever process it is.
+"""Changes to vLLM's model runners, in each process that has one.
 
-An engine of one worker runs its model itself. With several each is a process that vLLM starts, by
-spawning it where engines compute on a CPU: nothing that the engine has changed is there, so each
-changes it anew before it makes its runner (``worker.py``, which vLLM imports there).
+An engine with one worker runs the model in its own process. With several workers, each is a process
+that vLLM starts, on CPU by spawning. A spawned process lacks the engine's changes, so each worker
+applies them before it makes its runner (``worker.py``, which vLLM imports there).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _prepared: list[type[Any]] = []
 
 
 def prepare_runners(config: VllmConfig) -> type[Any]:
-    """Let runners of this process take requests that bring output, and keep draws right.
+    """Let runners of this process accept requests with output so far, with correct random draws.
 
-    Once in a process, however often it is called; returns the class of runners.
+    Returns the class of runners. Idempotent: a process is prepared once.
     """
     runner_class = (
         runner_hooks.cpu_model_runner() if is_on_cpu() else runner_hooks.gpu_model_runner(config)
@@ -47,7 +47,7 @@ def prepare_runners(config: VllmConfig) -> type[Any]:
 
 
 def use_huge_pages(runner_class: type[Any]) -> None:
-    """Let an engine on a CPU have its weights and KV cache in huge pages, once all are there."""
+    """Put weights and KV cache of an engine on CPU in huge pages, once they are allocated."""
 
     def initialize(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         done = call(*args, **kwargs)
@@ -58,11 +58,11 @@ def use_huge_pages(runner_class: type[Any]) -> None:
 
 
 def compile_model_alone(runner_class: type[Any], is_eager: bool) -> None:
-    """Let no part of an engine compile but the model, and that only where it is to.
+    """Restrict compilation to the engine's model, and disable it entirely if ``is_eager``.
 
-    vLLM compiles parts of its sampler at their first use, with --enforce-eager too: all streams
-    would wait 10 s for the first request with logprobs, and the engine would die where no compiler
-    is. A model that is compiled ahead of time stays so, whatever the stance is.
+    vLLM compiles parts of its sampler at their first use, even with --enforce-eager: all streams
+    would wait 10 s for the first request with logprobs, and the engine would die if no compiler is
+    installed. A model compiled ahead of time stays compiled in spite of torch's eager stance.
     """
     if is_eager:
         torch.compiler.set_stance("force_eager")

@@ -1,6 +1,6 @@
 """Methods that banaserve adds to vLLM's worker, called between engine steps.
 
-vLLM imports this in the process of every worker: there it changes what runners do, too.
+vLLM imports this module in the process of every worker; the import also changes its model runners.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from banaserve.kvstore.fingerprint import Fingerprint
 
 
 def _prepare(config: VllmConfig) -> None:
-    atexit.register(gc.freeze)  # or it takes seconds to look through all that it was, at its end
+    atexit.register(gc.freeze)  # or a garbage collection at the process's end takes seconds
     install_worker(config, prepare_runners(config))
 
 
@@ -29,7 +29,7 @@ runner_hooks.around_runners(_prepare, unname_shared_memory)
 
 
 class WorkerExtension(MigrationMethods):
-    """Mixed into the worker by ``worker_extension_cls``."""
+    """Mixin for vLLM's worker, set by ``worker_extension_cls``."""
 
     @implements(WorkerApi.banaserve_fingerprint)
     def banaserve_fingerprint(self) -> Fingerprint | None:

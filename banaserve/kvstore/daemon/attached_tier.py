@@ -1,4 +1,4 @@
-"""One tier attached to the daemon: its queues and counters. A failing tier harms only itself."""
+"""Tier attached to the daemon: its queues and counters. A failing tier affects no other tier."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class TierLoad:
-    """One block on its way from a tier to its slot.
+    """Load of a block from a tier into its slot.
 
     Attributes:
-        entry: Of the block, pinned until the load has ended.
-        began_s: When it was queued.
-        queued_bytes: Queued in the tier at that moment, its own included.
-        predicted_s: Seconds it was predicted to take; 0.0 where nothing was known.
-        taken_s: When the tier took it.
+        entry: Index entry of the block, pinned until the load has ended.
+        began_s: Time at which the load was queued, in seconds.
+        queued_bytes: Bytes queued in the tier at that time, including those of this load.
+        predicted_s: Predicted duration in seconds; 0.0 if the tier's speed was not known.
+        taken_s: Time at which the tier accepted the load, in seconds.
     """
 
     entry: IndexEntry
@@ -49,7 +49,7 @@ class TierLoad:
 
 @dataclass(slots=True)
 class AttachedTierCounters:
-    """The counters of ``TierReport``."""
+    """Counters of ``TierReport``."""
 
     promoted: int = 0
     promotion_failures: int = 0
@@ -62,7 +62,7 @@ class AttachedTierCounters:
 
 
 def attach(spec: TierSpec) -> AttachedTier:
-    """Open a tier; where that fails it is attached out of service, with the reason."""
+    """Open and attach a tier; if opening fails, attach it out of service with the reason."""
     try:
         return AttachedTier(spec.name, open_tier(spec))
     except Exception as error:
@@ -72,7 +72,7 @@ def attach(spec: TierSpec) -> AttachedTier:
 
 
 def describe(error: Exception) -> str:
-    """An exception in one line."""
+    """Return a description of an exception in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
@@ -83,27 +83,27 @@ def _of_length(number: int, states: list[Lookup]) -> list[Lookup]:
 
 
 class AttachedTier:
-    """A tier with its queues, counters and state of service.
+    """Tier with its queues, counters and service state.
 
-    Whatever the tier raises takes it out of service at once: it says MISS to everything, and waits
-    as ``is_faulty`` to be closed.
+    Any exception of the tier takes it out of service at once: it then answers MISS to every key,
+    and is marked ``is_faulty`` until it is closed.
 
     Attributes:
-        waiting: Loads that the tier has not taken yet.
-        loading: Loads that it has taken, by ticket.
-        storing: Blocks that it is writing, by ticket; pinned.
-        backlog: Blocks that it has yet to write, by serial, oldest first; not pinned.
-        queued_bytes: Of ``waiting`` and ``loading``.
-        last_load_s: When a load last ended.
-        problem: Why it is out of service; empty while it serves.
-        fd: Readable when ``poll`` has something to return; -1 where there is no tier.
-        is_faulty: It has raised and is to be closed.
+        waiting: Loads that the tier has not accepted yet.
+        loading: Loads that the tier has accepted, by ticket.
+        storing: Blocks that the tier is writing, by ticket; pinned.
+        backlog: Blocks still to be written to the tier, by serial, oldest first; not pinned.
+        queued_bytes: Bytes of ``waiting`` and ``loading``.
+        last_load_s: Time at which a load last ended, in seconds.
+        problem: Reason why the tier is out of service; empty while it serves.
+        fd: File descriptor, readable when ``poll`` has something to return; -1 without a tier.
+        is_faulty: True if the tier has raised and is still to be closed.
 
     Args:
-        name: Labels metrics.
-        tier: None where it could not be opened.
-        problem: Why not.
-        takes_blocks: Whether blocks are to be written to it.
+        name: Name of the tier, the label of its metrics.
+        tier: Opened tier; None if it could not be opened.
+        problem: Reason why it could not be opened.
+        takes_blocks: True if blocks are to be written to the tier.
     """
 
     def __init__(
@@ -130,16 +130,16 @@ class AttachedTier:
 
     @property
     def is_open(self) -> bool:
-        """Whether it may be asked anything."""
+        """Return whether the tier may be called."""
         return self._tier is not None
 
     @property
     def is_busy(self) -> bool:
-        """Whether it reads or writes slots."""
+        """Return whether the tier is reading or writing slots."""
         return bool(self.loading or self.storing)
 
     def lookup(self, keys: Sequence[bytes]) -> list[Lookup]:
-        """What it knows of each key; MISS for all while out of service."""
+        """Return the tier's state of each key; MISS for all while out of service."""
         misses = [Lookup.MISS] * len(keys)
         tier = self._tier
         if tier is None or not keys:
@@ -147,7 +147,7 @@ class AttachedTier:
         return self._guarded(lambda: _of_length(len(keys), tier.lookup(keys)), misses)
 
     def submit_load(self, key: bytes, target: BlockBytes) -> int | None:
-        """As the tier's."""
+        """Submit a load to the tier, see ``StoreTier.submit_load``; None while out of service."""
         tier = self._tier
         if tier is None:
             return None
@@ -159,7 +159,7 @@ class AttachedTier:
         return self._guarded(submit, None)
 
     def submit_store(self, block: BlockName, source: BlockBytes) -> int | None:
-        """As the tier's."""
+        """Submit a store to the tier, see ``StoreTier.submit_store``; None while out of service."""
         tier = self._tier
         if tier is None:
             return None
@@ -171,23 +171,23 @@ class AttachedTier:
         return self._guarded(submit, None)
 
     def poll(self) -> list[Completion]:
-        """As the tier's."""
+        """Return the tier's completions, see ``StoreTier.poll``; none while out of service."""
         tier = self._tier
         return self._guarded(tier.poll, []) if tier is not None else []
 
     def clear(self) -> int:
-        """Forget the backlog and every block that is not being read or written."""
+        """Drop the backlog and every block in the tier that is not in use; return their number."""
         self.backlog.clear()
         tier = self._tier
         return self._guarded(tier.clear, 0) if tier is not None else 0
 
     def forget(self, serial: int) -> None:
-        """A block has left memory; if it was still to be written, it is lost to this tier."""
+        """Drop a block that has left memory from the backlog; if it was there, count it."""
         if self.backlog.pop(serial, None) is not None:
             self.counters.dropped_before_demotion += 1
 
     def report(self) -> TierReport:
-        """Counters and gauges of this moment."""
+        """Return the current counters and gauges."""
         tier = self._tier
         stats = self._guarded(tier.stats, None) if tier is not None else None
         return TierReport(
@@ -205,7 +205,7 @@ class AttachedTier:
         )
 
     def note_state(self) -> None:
-        """Log where the tier has gone out of service or come back since the last call."""
+        """Log if the tier has gone out of service or come back since the last call."""
         tier = self._tier
         stats = self._guarded(tier.stats, None) if tier is not None else None
         if stats is None or stats.available is self._was_available:
@@ -217,11 +217,11 @@ class AttachedTier:
             log.warning("going on without the %s tier: %s", self.name, stats.problem)
 
     def close_in_background(self, on_closed: Callable[[bool], None]) -> threading.Thread:
-        """Close it for good, which takes the time of its last work.
+        """Close the tier for good, which takes until its last transfers have ended.
 
         Args:
-            on_closed: Called from the closing thread with whether nothing of it touches memory
-                any more.
+            on_closed: Callback in the closing thread; its argument is True if the tier no longer
+                touches memory.
         """
         tier = self._tier or self._faulty
         assert tier is not None
@@ -242,11 +242,11 @@ class AttachedTier:
         return thread
 
     def oldest_load_s(self) -> float | None:
-        """When the tier took the oldest load that has not ended; None where there is none."""
+        """Return when the tier accepted the oldest unfinished load; None if there is none."""
         return min((load.taken_s for load in self.loading.values()), default=None)
 
     def give_up(self, problem: str) -> None:
-        """Take it out of service, as if it had raised."""
+        """Take the tier out of service, as if it had raised."""
         self.problem = problem
         self._faulty, self._tier = self._tier, None
         self.is_faulty = True

@@ -1,4 +1,4 @@
-"""Calls of other threads, carried out by the daemon's, which alone knows the index."""
+"""Calls of other threads, run in the daemon's thread, which alone accesses the index."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from banaserve.errors import StoreUnavailableError
 from banaserve.kvstore.mailbox import Mailbox
 
 ANSWER_S = 5.0
-"""Longest wait for the daemon's thread."""
+"""Maximum wait for the daemon's thread, in seconds."""
 T = TypeVar("T")
 
 
 class DaemonCalls:
-    """A queue of calls.
+    """Queue of calls to the daemon's thread.
 
     Args:
-        selector: Of the thread that carries them out.
+        selector: Selector of the thread that runs the calls.
     """
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
@@ -28,28 +28,28 @@ class DaemonCalls:
         selector.register(self._calls.fd, selectors.EVENT_READ, self._on_calls)
 
     def call(self, act: Callable[[], T]) -> T:
-        """The result of ``act``, which is raised where it raises.
+        """Run ``act`` in the daemon's thread and return its result, or raise its exception.
 
         Raises:
-            StoreUnavailableError: The daemon's thread has not come to it in time.
+            StoreUnavailableError: The daemon's thread has not begun the call in time.
         """
         future = self.submit(act)
         try:
             return future.result(ANSWER_S)
         except TimeoutError:
-            # What has begun meanwhile may have lent a block: its end is near.
+            # A call that has begun meanwhile may have lent a block; it ends soon.
             if not future.cancel():
                 return future.result()
             raise StoreUnavailableError("the store has not answered in time") from None
 
     def submit(self, act: Callable[[], T]) -> Future[T]:
-        """Have ``act`` done, without waiting."""
+        """Queue ``act`` to be run in the daemon's thread, without waiting."""
         future: Future[T] = Future()
         self._calls.put((act, future))
         return future
 
     def close(self) -> None:
-        """Answer nothing any more; whoever waits hears that the store has gone."""
+        """Stop running calls; cancel those that wait."""
         self._selector.unregister(self._calls.fd)
         for _, future in self._calls.take():
             future.cancel()

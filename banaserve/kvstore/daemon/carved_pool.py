@@ -19,5 +19,5 @@ class CarvedPool:
     slot_bytes: int
 
     def bytes_of(self, entry: IndexEntry) -> BlockBytes:
-        """The memory of the entry's slot, ``[slot_bytes]`` uint8."""
+        """Return the memory of the entry's slot, ``[slot_bytes]`` uint8."""
         return self.pool.part(entry.slot * self.slot_bytes, self.slot_bytes)

@@ -1,4 +1,4 @@
-"""Write-behind of blocks: each one that becomes readable goes to every tier that lacks it."""
+"""Write-behind of blocks: each block that becomes readable is written to every tier without it."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from banaserve.kvstore.records import IndexEntry
 from banaserve.kvstore.tiers.interface import BlockName, TierOutcome
 
 MAX_BACKLOG_BLOCKS = 65536
-"""Waiting to be written to one tier; the oldest are given up beyond that."""
+"""Maximum number of blocks waiting to be written to one tier; beyond it the oldest are dropped."""
 MAX_STORING_FRACTION = 0.125
-"""Of the slots, those that writes to one tier may keep from eviction at once."""
+"""Maximum fraction of the slots that writes to one tier may keep from eviction at a time."""
 MAX_STORING_BYTES = 64 * 2**20
-"""Of blocks that one tier writes at once."""
+"""Maximum total size of the blocks that one tier writes at a time."""
 
 
 class Demoter:
-    """Keeps each tier's backlog of blocks and writes them.
+    """Writer of blocks to the tiers, by each tier's backlog.
 
     Args:
-        tiers: That blocks are written to.
+        tiers: Tiers to which blocks are written.
     """
 
     def __init__(self, tiers: Sequence[AttachedTier]) -> None:
         self._tiers = tiers
 
     def carve(self, carved: CarvedPool) -> None:
-        """Work on another pool geometry. Nothing may be under way."""
+        """Switch to another pool geometry. No copy may be under way."""
         self._carved = carved
         most = int(carved.index.num_slots * MAX_STORING_FRACTION)
         self._max_storing = max(1, min(most, MAX_STORING_BYTES // carved.slot_bytes))
@@ -37,7 +37,7 @@ class Demoter:
             tier.backlog.clear()
 
     def became_ready(self, entry: IndexEntry, source: AttachedTier | None) -> None:
-        """Queue a block for every tier but its ``source``."""
+        """Queue a block for every tier except its ``source``."""
         for tier in self._tiers:
             if tier is source or not tier.is_open or not tier.takes_blocks:
                 continue
@@ -46,21 +46,21 @@ class Demoter:
                 tier.forget(next(iter(tier.backlog)))
 
     def left_memory(self, entry: IndexEntry) -> None:
-        """The bytes of a block are gone."""
+        """Remove a block whose bytes are gone from the backlogs."""
         for tier in self._tiers:
             tier.forget(entry.serial)
 
     def pump(self, tier: AttachedTier) -> None:
-        """Submit what ``tier`` takes now and promotions leave room for."""
+        """Submit the writes that ``tier`` accepts now, as far as promotions leave room for them."""
         while tier.backlog and not tier.waiting and len(tier.storing) < self._max_storing:
-            # While blocks are on their way up, one write at a time keeps the backlog moving.
+            # While blocks are being promoted, one write at a time keeps the backlog moving.
             if tier.loading and tier.storing:
                 return
             if not self._submit(tier, *next(iter(tier.backlog.items()))):
                 return
 
     def _submit(self, tier: AttachedTier, serial: int, entry: IndexEntry) -> bool:
-        """Whether to go on with the next block."""
+        """Submit a write; return whether to go on with the next block."""
         if not self._carved.index.verify(entry):
             return True
         ticket = tier.submit_store(BlockName(entry.key, entry.parent), self._carved.bytes_of(entry))
@@ -73,12 +73,12 @@ class Demoter:
             tier.backlog.pop(serial, None)
             return True
         if not tier.is_busy and serial in tier.backlog:
-            # It is not for want of a place in the queue: the next attempt begins with another.
+            # The tier is idle, so its queue is not full: begin with another block next time.
             tier.backlog[serial] = tier.backlog.pop(serial)
         return False
 
     def end(self, tier: AttachedTier, entry: IndexEntry, outcome: TierOutcome) -> None:
-        """A write has ended; it is no longer in ``tier.storing``."""
+        """Finish a write that has ended and was removed from ``tier.storing``."""
         if outcome is TierOutcome.DONE:
             tier.counters.demoted += 1
         else:

@@ -1,4 +1,4 @@
-"""Blocks of the pool for the threads that serve peers."""
+"""Access to the pool's blocks for the threads that serve peers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from banaserve.kvstore.tiers.interface import BlockBytes
 
 
 class Lending:
-    """Lends blocks to peers, and takes theirs; see ``BlockSource`` and ``BlockSink``.
+    """Lender of blocks to peers and receiver of theirs; see ``BlockSource`` and ``BlockSink``.
 
     Args:
-        service: Whose blocks. Its own thread alone calls it.
-        calls: Of that thread.
+        service: Service that owns the blocks. Only its own thread calls it.
+        calls: Queue of calls to that thread.
     """
 
     def __init__(self, service: StoreService, calls: DaemonCalls) -> None:
@@ -26,12 +26,12 @@ class Lending:
         self._calls = calls
 
     def states(self, keys: Sequence[bytes]) -> list[Lookup]:
-        """What is known of each key: hit, miss, or pending where it is being written."""
+        """Return the state of each key: hit, miss, or pending if its block is being written."""
         return self._calls.call(lambda: self._service.lendable(keys))
 
     @contextmanager
     def lent(self, key: bytes, num_bytes: int) -> Iterator[BlockBytes | None]:
-        """The bytes of a block, which stay while the context lasts; None where it is not there."""
+        """Lend the bytes of a block, which stay while the context lasts; None if it is absent."""
         loan = self._calls.call(lambda: self._service.lend(key, num_bytes))
         if loan is None:
             yield None
@@ -42,13 +42,13 @@ class Lending:
             self._calls.submit(lambda: self._service.take_back(loan))
 
     def accept(self, offer: OfferPush) -> Reception:
-        """Slots for those blocks of an offer that are not here and have room."""
+        """Give slots to those blocks of an offer that are not in the pool, if there is room."""
         return self._calls.call(lambda: self._service.receiving.accept(offer))
 
     def end(self, reception: Reception, done: Sequence[int], failed: Sequence[int]) -> None:
-        """Let blocks be read that have come, and give others up."""
+        """Make the received blocks readable, and drop the failed ones."""
         self._calls.submit(lambda: self._service.receiving.end(reception, done, failed))
 
     def end_hold(self, hold: int, reader: int | None) -> None:
-        """Keep blocks no longer for a decode leg that has read them; None for all."""
+        """End a hold for a decode leg that has read its blocks; None for all legs."""
         self._calls.submit(lambda: self._service.end_hold(hold, reader))

@@ -1,6 +1,6 @@
 """Unix socket of the daemon: its private listener and the connections of its clients.
 
-Only a dead daemon's socket file is taken over. No call on a connection blocks.
+Only the socket file of a dead daemon is replaced. No call on a connection blocks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from banaserve.kvstore import wire
 from banaserve.platform.linux import MAX_SOCKET_PATH_BYTES
 
 LOCK_WAIT_S = 5.0
-"""A store that starts holds the lock for a second at most."""
+"""Maximum wait for the lock, in seconds; a starting store holds it for a second at most."""
 _LOCK_POLL_S = 0.01
 _BACKLOG = 128
 _RECEIVE_BYTES = 64 * 1024
@@ -28,7 +28,7 @@ _MAX_UNSENT_BYTES = 2 * wire.MAX_MESSAGE_BYTES
 
 
 class StoreListener:
-    """Listens on ``path`` with mode 0600 until ``close``, which removes the socket file.
+    """Listener on ``path`` with mode 0600 until ``close``, which removes the socket file.
 
     Raises:
         UserError: The path cannot be used; one line says why.
@@ -41,8 +41,8 @@ class StoreListener:
         try:
             with _locked_folder(path.parent):
                 _remove_if_stale(path)
-                # The file takes its mode from the socket: there is no moment at which others
-                # could connect.
+                # The file takes its mode from the socket, so that at no time other users can
+                # connect.
                 os.fchmod(self.sock.fileno(), 0o600)
                 self.sock.bind(str(path))
                 self.sock.listen(_BACKLOG)
@@ -78,10 +78,10 @@ def make_way(path: Path) -> None:
 
 
 def check_socket_path(path: Path) -> None:
-    """Raise where ``path`` can never be a Unix socket.
+    """Check that ``path`` can be the path of a Unix socket.
 
     Raises:
-        UserError: It is longer than the kernel allows.
+        UserError: The path is longer than the kernel allows.
     """
     num_bytes = len(os.fsencode(path))
     if num_bytes > MAX_SOCKET_PATH_BYTES:
@@ -93,7 +93,7 @@ def check_socket_path(path: Path) -> None:
 
 @contextmanager
 def _locked_folder(folder: Path) -> Iterator[None]:
-    """Keep two daemons that start at once from each removing the other's socket as stale."""
+    """Lock the folder: two daemons that start at once could remove each other's socket as stale."""
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except FileNotFoundError:
@@ -140,13 +140,13 @@ def _remove_if_stale(path: Path) -> None:
 
 
 class Connection:
-    """A connected socket with what is not yet read as a message or not yet sent.
+    """Connected socket with its partly received messages and its unsent replies.
 
     Attributes:
-        id: Never used again within one daemon.
-        pidfd: Of the client's process. ``close`` leaves it open.
-        awaited_events: What the selector waits for on the socket.
-        closed: Events of this connection that are still under way must be ignored.
+        id: Number of the connection, never reused within one daemon.
+        pidfd: Pidfd of the client's process. ``close`` leaves it open.
+        awaited_events: Events for which the selector waits on the socket.
+        closed: True after ``close``: pending events of this connection must be ignored.
     """
 
     def __init__(self, connection_id: int, sock: socket.socket, pidfd: int) -> None:
@@ -161,7 +161,7 @@ class Connection:
 
     @property
     def wanted_events(self) -> int:
-        """What to wait for: until a client reads its replies, no more of its requests are read."""
+        """Events to wait for: until a client reads its replies, its next requests are not read."""
         return selectors.EVENT_WRITE if self._unsent else selectors.EVENT_READ
 
     def receive(self) -> Iterator[wire.Request]:
@@ -170,7 +170,7 @@ class Connection:
         Raises:
             EOFError: The client has closed its end.
             OSError: The connection is broken.
-            ProtocolError: The bytes are no messages.
+            ProtocolError: The bytes are not valid messages.
         """
         try:
             data = self.sock.recv(_RECEIVE_BYTES)
@@ -205,7 +205,7 @@ class Connection:
             raise ProtocolError(f"{len(self._unsent)} bytes of replies were not read")
 
     def flush(self) -> None:
-        """Send what the socket takes now.
+        """Send as many unsent bytes as the socket accepts now.
 
         Raises:
             OSError: The connection is broken.

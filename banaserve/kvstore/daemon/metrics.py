@@ -78,7 +78,7 @@ _TIER_GAUGES = {
 
 
 def prometheus_text(stats: StoreStats) -> str:
-    """``stats`` in Prometheus' text format."""
+    """Return ``stats`` in Prometheus' text format."""
     lines = []
     for name, meaning in _COUNTERS.items():
         lines += _series(f"{_PREFIX}{name}_total", "counter", meaning, stats, name)
@@ -92,12 +92,13 @@ def prometheus_text(stats: StoreStats) -> str:
 
 
 class MetricsServer:
-    """Answers ``GET /metrics`` on localhost with the numbers of the store on a socket.
+    """HTTP server of ``GET /metrics`` on localhost, for the store on a socket.
 
-    It asks over the socket like any operator, so that the store's own loop has one kind of peer.
+    It asks the store over the socket like an operator, so that the store's loop serves one kind of
+    client only.
 
     Raises:
-        UserError: The port cannot be had.
+        UserError: The port is not available.
     """
 
     def __init__(self, socket_path: Path, port: int) -> None:
@@ -106,7 +107,7 @@ class MetricsServer:
                 _answer(self, socket_path)
 
             def log_message(self, *_: object) -> None:
-                """Scrapes are not worth a line each."""
+                """Log nothing: a line for each scrape would be too much."""
 
         try:
             self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)

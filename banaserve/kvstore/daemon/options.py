@@ -1,4 +1,4 @@
-"""Options of the store in human units, and the daemon's configuration made of them."""
+"""Options of the store in human-readable units, and the daemon's configuration made of them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from banaserve.kvstore.tiers.registry import TierSpec, distributed_spec
 
 DEFAULT_SSD_SIZE = "20GiB"
 DISTRIBUTED_VARIABLE = "BANASERVE_KVSTORE_DISTRIBUTED"
-"""Holds the URL of the distributed tier where the daemon's command line has none."""
+"""Variable with the URL of the distributed tier, used if the daemon's command line has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """The same for ``banaserve kvstore``, ``banaserve serve`` and the daemon's own command line.
+    """Options common to ``banaserve kvstore``, ``banaserve serve`` and the daemon's command line.
 
     Attributes:
-        size: Memory for blocks.
-        ssd: Folder of the SSD tier; None for none.
-        ssd_size: Its budget.
-        distributed: URL of a distributed tier; empty for none.
+        size: Size of the memory for blocks, such as 2GiB.
+        ssd: Folder of the SSD tier; None for no such tier.
+        ssd_size: Budget of the SSD tier, such as 20GiB.
+        distributed: URL of a distributed tier; empty for no such tier.
         tenant_quota: Largest share of the memory's slots that one tenant may use; 1 sets no limit.
         verify_memory: See ``DaemonConfig``.
         poison_free_slots: See ``DaemonConfig``.
@@ -43,7 +43,7 @@ class StoreOptions:
 
     @classmethod
     def of(cls, config: ServeConfig) -> StoreOptions:
-        """Those that ``banaserve serve`` was given."""
+        """Return the options of ``banaserve serve``."""
         return cls(
             size=config.kv_store_size,
             ssd=config.kv_store_ssd,
@@ -57,10 +57,10 @@ class StoreOptions:
         )
 
     def tiers(self) -> tuple[TierSpec, ...]:
-        """The tiers below memory, fastest first.
+        """Return the tiers below memory, fastest first.
 
         Raises:
-            UserError: A size or a URL makes no sense.
+            UserError: A size or a URL is invalid.
         """
         ssd_bytes = parse_size(self.ssd_size)
         specs = [] if self.ssd is None else [TierSpec("ssd", str(self.ssd), ssd_bytes)]
@@ -71,10 +71,10 @@ class StoreOptions:
     def config(
         self, socket_path: Path, *, metrics_port: int = 0, die_with_parent: bool = False
     ) -> DaemonConfig:
-        """How to run a daemon with these options.
+        """Return the configuration of a daemon with these options.
 
         Raises:
-            UserError: An option makes no sense.
+            UserError: An option is invalid.
         """
         if not 0.0 < self.tenant_quota <= 1.0:
             raise UserError(
@@ -95,7 +95,7 @@ class StoreOptions:
         )
 
     def arguments(self) -> list[str]:
-        """The daemon's command line that means the same, together with ``environment``."""
+        """Return the daemon's command-line arguments, which ``environment`` completes."""
         words = ["--size", self.size, "--tenant-quota", str(self.tenant_quota)]
         if self.ssd is not None:
             words += [f"--ssd={self.ssd}", f"--ssd-size={self.ssd_size}"]
@@ -104,6 +104,6 @@ class StoreOptions:
         return words + self.peers.arguments()
 
     def environment(self) -> dict[str, str]:
-        """Variables of the daemon: a URL may hold a password, which no command line shows."""
+        """Return the daemon's variables: a URL may hold a password, which no command line shows."""
         url = {DISTRIBUTED_VARIABLE: self.distributed} if self.distributed else {}
         return {**url, **self.peers.environment()}

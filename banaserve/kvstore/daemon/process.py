@@ -32,13 +32,14 @@ def serve(config: DaemonConfig, on_ready: Callable[[], None] | None = None) -> N
     """Run the store in this process until SIGTERM or SIGINT. Call it from the main thread.
 
     Args:
-        config: How to run it.
-        on_ready: Called once clients can connect and the memory is filled.
+        config: Configuration of the store.
+        on_ready: Callback once clients can connect and the memory is filled.
 
     Raises:
-        UserError: The socket or the memory cannot be had; one line says why.
+        UserError: The socket or the memory is not available; one line says why.
     """
-    # Each connection takes two or more; the usual soft limit would do for some hundred.
+    # Each connection takes two file descriptors or more; the usual soft limit suffices only for
+    # some hundred connections.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with ExitStack() as stack:
@@ -55,14 +56,14 @@ def serve(config: DaemonConfig, on_ready: Callable[[], None] | None = None) -> N
 
 
 def _serve_metrics(config: DaemonConfig) -> MetricsServer:
-    # The HTTP server's import would make every other start slower.
+    # Imported only here: the HTTP server's import would slow down every start without metrics.
     from banaserve.kvstore.daemon.metrics import MetricsServer
 
     return MetricsServer(config.socket_path, config.metrics_port)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The process's command line; returns its exit code."""
+    """Run the process by its command line; return its exit code."""
     parser = argparse.ArgumentParser(prog="banaserve-kvstore", description=__doc__)
     parser.add_argument("--socket", type=Path, required=True, help="where clients connect")
     parser.add_argument("--size", required=True, help="memory for blocks, such as 2GiB")
@@ -105,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def announce_ready(ready_fd: int | None) -> None:
-    """Write one line to ``ready_fd`` and close it; does nothing without one.
+    """Write one line to ``ready_fd`` and close it; do nothing if it is None.
 
     Raises:
         UserError: Its other end is closed.

@@ -1,4 +1,4 @@
-"""Promotion of blocks from tiers into slots that their readers already lease."""
+"""Promotion of blocks from tiers into slots that their readers have already leased."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from banaserve.kvstore.records import Grant, IndexEntry
 from banaserve.kvstore.tiers.interface import TierOutcome
 
 MAX_PROMOTING_FRACTION = 0.5
-"""Of the slots, those that tiers may be filling at once: the rest is left to writers."""
+"""Maximum fraction of the slots that tiers may fill at a time: the rest is left to writers."""
 MAX_LOADING_BYTES = 256 * 2**20
-"""Of blocks that one tier reads at once."""
+"""Maximum total size of the blocks that one tier reads at a time."""
 PROBE_AFTER_S = 10.0
-"""A tier whose offers were declined for so long is measured again, by a block without a waiter."""
+"""Time in seconds since its last load after which a tier whose blocks are declined is measured
+again, by loading a block for which no client waits."""
 _SHORTEST_WAIT_S = 1e-4
 
 
@@ -27,11 +28,11 @@ class Wish:
     """Request of an exchange to acquire blocks.
 
     Attributes:
-        keys: In the order of their chain, in the index's form.
-        first_parent: Of the first key; None where that is not known.
-        owner: Of the lease.
-        tenant: Pays for slots.
-        compute_block_s: Of one block; 0.0 where it is not known.
+        keys: Keys in the order of their chain, with their namespace as in the index.
+        first_parent: Parent of the first key; None if it is not known.
+        owner: Owner of the lease.
+        tenant: Tenant to which the slots are charged.
+        compute_block_s: Time to compute one block, in seconds; 0.0 if it is not known.
     """
 
     keys: Sequence[bytes]
@@ -46,11 +47,12 @@ class Climb:
     """Outcome of a ``Wish``.
 
     Attributes:
-        grant: The lease; None where there is nothing to lease.
-        wait_s: Predicted seconds until all of it is readable.
-        undecided: A tier is still asking a peer about the next key.
-        num_declined: Blocks left in tiers because computing them is predicted to be cheaper.
-        num_unfetched: Blocks left in tiers because there was no slot for them.
+        grant: Lease; None if there is nothing to lease.
+        wait_s: Predicted time until all leased blocks are readable, in seconds.
+        undecided: True if a tier is still asking a peer about the next key.
+        num_declined: Number of blocks left in tiers because computing them is predicted to be
+            cheaper.
+        num_unfetched: Number of blocks left in tiers because there was no slot for them.
     """
 
     grant: Grant | None
@@ -61,11 +63,11 @@ class Climb:
 
 
 class Promoter:
-    """Decides on promotions and carries them out.
+    """Decisions on promotions, and their execution.
 
     Args:
-        tiers: Fastest first.
-        clock: Seconds, never going back.
+        tiers: Tiers, fastest first.
+        clock: Monotonic clock, in seconds.
     """
 
     def __init__(self, tiers: Sequence[AttachedTier], clock: Callable[[], float]) -> None:
@@ -76,21 +78,21 @@ class Promoter:
         self._expected: dict[int, Callable[[float], float]] = {}
 
     def carve(self, carved: CarvedPool) -> None:
-        """Work on another pool geometry. Nothing may be under way."""
+        """Switch to another pool geometry. No promotion may be under way."""
         assert not self._loads
         self._carved = carved
 
     @property
     def expects_any(self) -> bool:
-        """Whether blocks come that no tier was asked for."""
+        """Return whether blocks are arriving that no tier loads, such as pushed ones."""
         return bool(self._expected)
 
     def expect(self, entry: IndexEntry, left_s: Callable[[float], float] | None) -> None:
-        """Something else than a tier fills the slot of ``entry``.
+        """Note that the slot of ``entry`` is filled by a push, not by a tier.
 
         Args:
-            left_s: Predicts, at a time of the clock, how much longer that takes; None where it
-                has ended.
+            left_s: Function that predicts the remaining seconds at a time of the clock; None if
+                the filling has ended.
         """
         if left_s is None:
             self._expected.pop(entry.serial, None)
@@ -98,16 +100,16 @@ class Promoter:
             self._expected[entry.serial] = left_s
 
     def source_of(self, entry: IndexEntry) -> AttachedTier | None:
-        """The tier that fills the slot of ``entry``."""
+        """Return the tier that fills the slot of ``entry``; None if no tier does."""
         found = self._loads.get(entry.serial)
         return found and found[0]
 
     def climb(self, grant: Grant | None, wish: Wish) -> Climb:
-        """Extend a lease by the blocks that come after it and are in memory or worth fetching.
+        """Extend a lease by the blocks after it that are in memory or worth fetching.
 
         Args:
-            grant: Covers the prefix of the keys that is in memory; None where that is empty.
-            wish: What is wanted.
+            grant: Lease of the prefix of the keys that is in memory; None if that is empty.
+            wish: Keys to acquire and their conditions.
         """
         result = Climb(grant)
         at = 0
@@ -127,7 +129,7 @@ class Promoter:
         return result
 
     def lookup(self, keys: Sequence[bytes], states: list[Lookup]) -> None:
-        """Put what tiers know into ``states`` where the index says MISS."""
+        """Fill in the tiers' states of the keys whose state in ``states`` is MISS."""
         for tier in self._tiers:
             missing = [i for i, state in enumerate(states) if state is not Lookup.HIT]
             found = tier.lookup([keys[i] for i in missing])
@@ -136,7 +138,7 @@ class Promoter:
                     states[i] = Lookup.ASKED if state is Lookup.PENDING else state
 
     def pump(self, tier: AttachedTier) -> None:
-        """Submit what ``tier`` takes now."""
+        """Submit the loads that ``tier`` accepts now."""
         carved = self._carved
         while tier.waiting and not tier.is_faulty:
             if tier.loading and (len(tier.loading) + 1) * carved.slot_bytes > MAX_LOADING_BYTES:
@@ -148,13 +150,14 @@ class Promoter:
                 load.taken_s = self._clock()
                 tier.loading[ticket] = tier.waiting.popleft()
             elif tier.is_busy and tier.lookup([key]) != [Lookup.MISS]:
-                # Its queue is full, or what it knew is too old: this goes on when something ends.
+                # The tier's queue is full, or its knowledge of the key is out of date: the next
+                # call, after a transfer has ended, tries again.
                 return
             elif not tier.is_faulty:
                 self._fail(tier, tier.waiting.popleft())
 
     def end(self, tier: AttachedTier, load: TierLoad, outcome: TierOutcome) -> None:
-        """A load that ``tier`` had taken has ended; it is no longer in ``tier.loading``."""
+        """Finish a load of ``tier`` that has ended and was removed from ``tier.loading``."""
         tier.last_load_s = self._clock()
         if outcome is not TierOutcome.DONE:
             self._fail(tier, load)
@@ -170,7 +173,7 @@ class Promoter:
         del self._loads[load.entry.serial]
 
     def desert(self, tier: AttachedTier) -> None:
-        """Wait no longer for ``tier``, which may still be writing to slots it has taken."""
+        """Give up all loads of ``tier``, which may still be writing to slots of accepted loads."""
         while tier.waiting:
             self._fail(tier, tier.waiting.popleft())
         for load in tier.loading.values():
@@ -180,7 +183,7 @@ class Promoter:
         tier.queued_bytes = 0
 
     def cancel_waiting(self) -> None:
-        """Give up every promotion that no tier has taken yet."""
+        """Give up every promotion that no tier has accepted yet."""
         for tier in self._tiers:
             while tier.waiting:
                 load = tier.waiting.popleft()
@@ -209,7 +212,7 @@ class Promoter:
             self._carved.index.extend(result.grant, entries)
 
     def _promote_run(self, result: Climb, wish: Wish, at: int) -> int:
-        """Promote the next keys; how many where the walk may go on after them, else 0."""
+        """Promote the next keys; return their number if ``climb`` may go on after them, else 0."""
         index = self._carved.index
         absent = list(takewhile(lambda key: index.get(key) is None, wish.keys[at:]))
         sources, undecided = self._sources(absent)
@@ -232,7 +235,7 @@ class Promoter:
         return 0
 
     def _sources(self, keys: Sequence[bytes]) -> tuple[list[int], bool]:
-        """The tier of each key up to the first that none has; whether that one is undecided."""
+        """Return the tier of each key before the first absent one, and if that is undecided."""
         sources = [-1] * len(keys)
         undecided: set[int] = set()
         for number, tier in enumerate(self._tiers):
@@ -249,7 +252,7 @@ class Promoter:
     def _start(
         self, wish: Wish, at: int, sources: Sequence[int], result: Climb | None
     ) -> list[IndexEntry]:
-        """Begin to fetch the keys from ``at`` on, as long as slots can be had."""
+        """Begin to fetch the keys from ``at`` on, as long as slots are available."""
         index = self._carved.index
         max_promoting = max(1, int(index.num_slots * MAX_PROMOTING_FRACTION))
         started: list[IndexEntry] = []
@@ -281,7 +284,7 @@ class Promoter:
             self._start(wish, at, sources[:1], None)
 
     def _fail(self, tier: AttachedTier, load: TierLoad) -> None:
-        """Try the tiers below ``tier``, then give up."""
+        """Queue a failed load in a tier below ``tier`` that has its block, or give it up."""
         tier.counters.promotion_failures += 1
         tier.queued_bytes -= self._carved.slot_bytes
         entry = load.entry

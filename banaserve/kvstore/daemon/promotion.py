@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 _DECAY = 0.95
-"""Weight of what was learnt before one more sample: half of it is forgotten after 14."""
+"""Factor on the weight of older samples at each new sample: it is halved after 14 samples."""
 _LEAST_SPREAD = 0.05
-"""Below this relative spread of sizes, latency and bandwidth cannot be told apart."""
+"""Relative spread of sizes below which latency and bandwidth cannot be distinguished."""
 
 
 class TierSpeed:
-    """Speed of loads from one tier, learnt from those that ended.
+    """Speed of loads from one tier, learnt from loads that ended.
 
-    A load is taken to need a latency plus a time for each byte that was queued in the tier when it
-    began, its own included. Both come from a least squares fit in which samples fade away.
+    The model: a load takes a latency plus a time for each byte that was queued in the tier when
+    the load began, including its own bytes. Both come from a least squares fit in which the weight
+    of older samples decays.
     """
 
     def __init__(self) -> None:
@@ -27,11 +28,11 @@ class TierSpeed:
 
     @property
     def is_known(self) -> bool:
-        """Whether a load has ended yet."""
+        """Return whether any load has been learnt from."""
         return self._weight > 0
 
     def learn(self, queued_bytes: int, seconds: float) -> None:
-        """A load that began with ``queued_bytes`` to do, its own included, took ``seconds``."""
+        """Learn from a load: its duration, and the bytes queued at its start, its own included."""
         self._weight = _DECAY * self._weight + 1
         self._bytes = _DECAY * self._bytes + queued_bytes
         self._seconds = _DECAY * self._seconds + seconds
@@ -39,7 +40,7 @@ class TierSpeed:
         self._bytes_seconds = _DECAY * self._bytes_seconds + queued_bytes * seconds
 
     def predict_s(self, queued_bytes: int) -> float:
-        """Seconds until ``queued_bytes`` are loaded; 0.0 while nothing is known."""
+        """Return the seconds until ``queued_bytes`` are loaded; 0.0 before the first load."""
         latency_s, byte_s = self._fit()
         return latency_s + byte_s * queued_bytes
 
@@ -57,11 +58,11 @@ class TierSpeed:
 
 
 class TierOffer(NamedTuple):
-    """One tier at the moment of a decision.
+    """State of a tier at the moment of a decision.
 
     Attributes:
-        speed: Of its loads.
-        queued_bytes: Of loads that it has not finished.
+        speed: Speed of the tier's loads.
+        queued_bytes: Bytes of loads that the tier has not finished.
     """
 
     speed: TierSpeed
@@ -69,7 +70,7 @@ class TierOffer(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """How many blocks of a run to fetch, and when the last of them is predicted to be there."""
+    """Number of blocks of a run to fetch, and predicted seconds until the last has arrived."""
 
     num_blocks: int
     fetch_s: float
@@ -82,17 +83,17 @@ def choose(
     compute_block_s: float,
     wait_s: float = 0.0,
 ) -> Choice:
-    """The number of blocks from the front of a run whose fetching saves most time.
+    """Return the number of blocks from the front of a run whose fetching saves most time.
 
-    Fetching n blocks saves computing n blocks and costs waiting for the slowest tier among theirs;
-    tiers work side by side. All are fetched where ``compute_block_s`` is 0.0, which means unknown.
+    Fetching n blocks saves computing n blocks and costs waiting for the slowest of their tiers;
+    tiers work in parallel. All are fetched if ``compute_block_s`` is 0.0, which means unknown.
 
     Args:
-        sources: For each block of the run the index in ``offers`` of the tier it would come from.
-        offers: The tiers.
-        block_bytes: Of each block.
-        compute_block_s: Of each block.
-        wait_s: What the client waits for anyway, because of blocks before the run.
+        sources: Index in ``offers`` of the source tier of each block of the run.
+        offers: Tiers.
+        block_bytes: Size of each block.
+        compute_block_s: Time to compute one block, in seconds.
+        wait_s: Time that the client waits anyway for blocks before the run, in seconds.
     """
     queued = [offer.queued_bytes for offer in offers]
     best, best_saving_s = Choice(0, wait_s), 0.0

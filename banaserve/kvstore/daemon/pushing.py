@@ -25,7 +25,8 @@ class PushTerms(NamedTuple):
 
     Attributes:
         tenant: Tenant that pays for the slots at the peer.
-        hold: Number under which the peer keeps all of the blocks, or takes none; 0 keeps none.
+        hold: Number of a hold under which the peer keeps all of the blocks, or takes none of them;
+            0 holds none.
         num_readers: Number of decode legs that end the hold.
     """
 
@@ -36,12 +37,12 @@ class PushTerms(NamedTuple):
 
 @dataclass(eq=False)
 class _Block:
-    """A block of a push.
+    """Block of a push.
 
     Attributes:
-        written: Layers that each part has written.
-        told_bytes: What the link knows to be final.
-        is_by_layer: It was told of some layers before others were written.
+        written: Number of layers that each part has written.
+        told_bytes: Number of bytes, from the first on, that were reported to the link as final.
+        is_by_layer: True if some layers were reported before others were written.
     """
 
     entry: IndexEntry
@@ -52,13 +53,13 @@ class _Block:
 
 @dataclass(eq=False)
 class _UnderWay:
-    """A push.
+    """Push under way.
 
     Attributes:
-        index: Of the pool's geometry that its blocks lie in.
-        layer_bytes: Of a layer of a block, over all parts.
-        open: Blocks that are neither done nor failed, by their place in the offer.
-        entries: Of all blocks, pinned until it is over.
+        index: Index of the pool geometry to which the blocks belong.
+        layer_bytes: Size of a layer of a block, over all parts.
+        open: Blocks that are neither done nor failed, by their position in the offer.
+        entries: Index entries of all blocks, pinned until the push is over.
     """
 
     push: Push
@@ -70,19 +71,22 @@ class _UnderWay:
 
 
 class Pushing:
-    """Pushes under way. One thread calls everything, and none of it waits for a peer.
+    """Pushes under way. One thread calls all methods, and no method waits for a peer.
 
-    A block is pinned until its push is over, so that its slot is not written anew while it is read
-    for the peer. The peer is told that it may be read only once it is READY here.
+    A block is pinned until its push is over, so that its slot is not rewritten while the slot is
+    read for the peer. The peer may let a block be read only once the block is READY here.
 
     Args:
-        connect: A link to the store at a host and port, which tells ``over`` what is over.
-        over: As the links have it.
-        selector: Of the thread.
+        connect: Function that returns a link to the store at a host and port, which puts finished
+            pushes into ``over``.
+        over: Mailbox into which the links put pushes that are over.
+        selector: Selector of the calling thread.
 
     Attributes:
-        num_blocks: That have been pushed and committed, whether or not the peer wanted them.
-        num_by_layer: Of these, those of which some layers went before others were written.
+        num_blocks: Number of blocks offered to peers and then committed, whether or not the peer
+            wanted them.
+        num_by_layer: Number of these blocks of which some layers were reported before others were
+            written.
     """
 
     def __init__(
@@ -104,19 +108,19 @@ class Pushing:
 
     @property
     def is_busy(self) -> bool:
-        """Whether slots are being read."""
+        """Return whether slots are being read for pushes."""
         return bool(self._pushes)
 
     def set_peers(self, addresses: Sequence[tuple[str, int]]) -> None:
-        """Push to these stores from now on, and to no others; waits for none of them.
+        """Push to these stores from now on, and to no others, without waiting for any of them.
 
-        What is on its way to one that is left out fails.
+        Pushes that are under way to a store that is left out fail.
         """
         wanted = {written(*address): address for address in addresses}
         for name in [name for name in self._links if name not in wanted]:
             link = self._links.pop(name)
             pushes = [push for push, way in self._pushes.items() if way.link is link]
-            # Its thread may be waiting for a machine that is gone.
+            # Closed in another thread, since the link's thread may be waiting for a lost machine.
             self._closing = [one for one in self._closing if one.is_alive()]
             self._closing.append(
                 threading.Thread(target=self._leave, args=(link, pushes), name=f"close-push-{name}")
@@ -127,7 +131,7 @@ class Pushing:
                 self._links[name] = self._connect(address)
 
     def _leave(self, link: PushLink, pushes: Sequence[Push]) -> None:
-        """In a thread of its own: nothing reads the pushes' memory once the link is closed."""
+        """Close a link in a separate thread, then end its pushes, whose memory the link read."""
         link.close()
         for push in pushes:
             self._over.put(push)
@@ -140,15 +144,15 @@ class Pushing:
         carved: CarvedPool,
         fingerprint: Fingerprint,
     ) -> bool:
-        """Push the blocks of a prompt as they become final.
+        """Push the blocks of a prompt as their bytes become final.
 
         Args:
-            to: ``HOST:PORT`` of the store.
-            keys: In the order of their chain, the first without a parent. Those after the first
-                that is neither here nor being written are left out.
+            to: ``HOST:PORT`` of the peer.
+            keys: Keys in the order of their chain, the first without a parent. From the first key
+                that is not in the index on, keys are left out.
 
         Returns:
-            False where this store pushes nothing there.
+            False if the store at ``to`` is not a peer.
         """
         link = self._links.get(to)
         if link is None:
@@ -166,7 +170,7 @@ class Pushing:
         return True
 
     def end_hold(self, to: str, hold: int, reader: int | None) -> None:
-        """Tell a peer that a decode leg has the blocks which that peer keeps for it, too."""
+        """Tell a peer that a decode leg no longer needs the blocks that the peer holds for it."""
         if (link := self._links.get(to)) is not None:
             link.end_hold(hold, reader)
 
@@ -197,7 +201,7 @@ class Pushing:
         link.begin(push)
 
     def written(self, serials: Sequence[int], part: int, num_layers: int) -> None:
-        """A client has written the first ``num_layers`` layers of its part of these slots."""
+        """Note that ``part`` of the first ``num_layers`` layers of these slots is written."""
         ready: dict[_UnderWay, dict[tuple[int, int], list[int]]] = defaultdict(
             lambda: defaultdict(list)
         )
@@ -216,13 +220,13 @@ class Pushing:
             _tell(way, ranges)
 
     def look(self) -> None:
-        """See what has been committed or given up since; cheap where nothing is under way."""
+        """Report blocks committed or dropped since the last call; cheap if no push is under way."""
         for way in self._pushes.values():
             if way.open:
                 self._look(way)
 
     def close(self) -> None:
-        """Break everything off."""
+        """Abort all pushes and close the links."""
         self._selector.unregister(self._over.fd)
         for link in self._links.values():
             link.close()
@@ -231,7 +235,7 @@ class Pushing:
         self._over.close()
 
     def check(self) -> None:
-        """Assert what must hold between two calls."""
+        """Assert the invariants that hold between two calls."""
         for way in self._pushes.values():
             assert all(entry.num_pins for entry in way.entries)
         pushed = {id(way) for way in self._pushes.values()}
@@ -268,7 +272,7 @@ class Pushing:
         for push in self._over.take():
             way = self._pushes.pop(push, None)
             if way is None:
-                continue  # told by its link, and again by what closed that
+                continue  # reported by its link, and again by the thread that closed the link
             for number in list(way.open):
                 self._forget(way, number)
             for entry in way.entries:

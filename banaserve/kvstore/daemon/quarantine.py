@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 
 
 class Quarantine:
-    """Waits for processes to die.
+    """Watch over the processes of lost connections until they die.
 
     A connection can end while its process, or another process of the same client, is still copying
-    into the slots that it had reserved. Those slots go to no other client before every such
-    process is dead.
+    into the slots that it had reserved. Those slots are given to no other client before every
+    such process is dead.
 
     Args:
-        selector: Where the processes' pidfds are waited for.
-        on_over: Called with the session's id after the last of its processes has died.
+        selector: Selector that waits for the processes' pidfds.
+        on_over: Callback with the session's id after the last of its processes has died.
     """
 
     def __init__(self, selector: selectors.BaseSelector, on_over: Callable[[int], None]) -> None:

@@ -1,4 +1,4 @@
-"""Blocks that stores of other machines push into this one's slots, before anybody asks for them."""
+"""Reception of blocks that other machines' stores push into this one before a client asks."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from banaserve.kvstore.tiers.interface import BlockBytes
 
 
 class Receiving:
-    """Pushes under way. One thread calls everything.
+    """Pushes to this store under way. One thread calls all methods.
 
-    A pushed block is on its way up like one from a tier: it may be leased, and is readable only
-    once its sender has committed it and all of it has come.
+    A pushed block is treated like one that a tier loads: it may be leased, and is readable only
+    once its sender has committed it and all of its bytes have arrived.
 
     Args:
-        promoter: Tells readers how long to wait.
-        clock: Seconds, never going back.
+        promoter: Promoter, which predicts for readers how long to wait.
+        clock: Monotonic clock, in seconds.
 
     Attributes:
-        num_blocks: That have come.
+        num_blocks: Number of blocks received.
     """
 
     def __init__(self, promoter: Promoter, clock: Callable[[], float] = time.monotonic) -> None:
@@ -37,19 +37,19 @@ class Receiving:
 
     @property
     def is_busy(self) -> bool:
-        """Whether slots are being written to."""
+        """Return whether slots are being written by pushes."""
         return bool(self._entries)
 
     def carve(self, carved: CarvedPool) -> None:
-        """Work on another pool geometry. Nothing may be under way."""
+        """Switch to another pool geometry. No push may be under way."""
         assert not self._entries
         self._carved = carved
 
     def accept(self, offer: OfferPush) -> Reception:
-        """Give slots to blocks that are not here, as far as there are any.
+        """Give slots to those blocks of an offer that are not in the pool, if there is room.
 
-        To those that are to be held, to all or to none: of two prompts that each had a part of the
-        room neither would ever get the rest.
+        An offer with a hold gets slots for all of its blocks or for none: of two prompts that each
+        had a part of the room, neither would ever get the rest.
         """
         entries = dict(self._promoted(offer))
         if offer.hold and self._carved is not None and not self._hold(offer, self._carved.index):
@@ -84,7 +84,7 @@ class Receiving:
         return found
 
     def _hold(self, offer: OfferPush, index: BlockIndex) -> bool:
-        """Keep all blocks of ``offer``; False where one, or the one before, has found no room."""
+        """Hold all blocks of ``offer``; False if one or its first parent is not in the pool."""
         before = [] if offer.first_parent is None else [offer.first_parent]
         if any(index.get(key) is None for key in (*before, *offer.keys)):
             return False
@@ -94,7 +94,7 @@ class Receiving:
         return True
 
     def end(self, reception: Reception, done: Sequence[int], failed: Sequence[int]) -> None:
-        """Blocks of a push have come as a whole, or will not come."""
+        """Make the ``done`` blocks of a push readable, and drop the ``failed`` ones."""
         entries = self._entries.get(reception)
         if entries is None or self._carved is None:
             return

@@ -43,20 +43,22 @@ CLOSE_TIERS_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class DaemonConfig:
-    """How to run the store.
+    """Configuration of the store.
 
     Attributes:
-        socket_path: Where clients connect; its folder must exist.
-        pool_bytes: Memory for blocks, taken at start.
-        max_connections: More are turned away.
-        tiers: Below memory, fastest first. One that cannot be opened is gone without.
-        drain_s: At the end blocks are written to tiers for so long at most.
-        verify_memory: Keep a checksum of each readable slot and check it at each lease: about
-            130 us on the store's thread for each MiB committed, fetched from a tier, or leased.
+        socket_path: Path of the socket to which clients connect; its folder must exist.
+        pool_bytes: Size of the memory for blocks, allocated at start.
+        max_connections: Maximum number of connections; further ones are refused.
+        tiers: Tiers below memory, fastest first. The store runs without a tier that cannot be
+            opened.
+        drain_s: Maximum time to write blocks to tiers at the end, in seconds.
+        verify_memory: True to keep a checksum of each readable slot and check it at each lease:
+            about 130 us on the store's thread for each MiB committed, fetched from a tier, or
+            leased.
         tenant_quota: Largest share of the slots that one tenant may use; 1 sets no limit.
-        poison_free_slots: Overwrite freed slots, to find reads of freed memory. Slow.
-        die_with_parent: Stop when the process that started this one is gone.
-        metrics_port: Of localhost, for Prometheus; 0 serves none.
+        poison_free_slots: True to overwrite freed slots, to find reads of freed memory. Slow.
+        die_with_parent: True to stop when the process that started this one is gone.
+        metrics_port: Port on localhost for Prometheus metrics; 0 serves none.
         peers: Stores of other machines that share blocks with this one.
     """
 
@@ -74,13 +76,13 @@ class DaemonConfig:
 
 
 class StoreServer:
-    """Serves one pool on one socket. ``run`` blocks; ``stop`` may come from any thread."""
+    """Server of one pool on one socket. ``run`` blocks; ``stop`` may be called from any thread."""
 
     def __init__(self, config: DaemonConfig) -> None:
-        """Take the memory and listen; clients that connect are served once ``run`` runs.
+        """Allocate the memory and listen; clients that connect are served once ``run`` runs.
 
         Raises:
-            UserError: The socket or the memory cannot be had; one line says why.
+            UserError: The socket or the memory is not available; one line says why.
         """
         self._config = config
         make_way(config.socket_path)
@@ -115,8 +117,8 @@ class StoreServer:
             set_peers if peers is not None else None,
         )
         self._quarantine = Quarantine(self._selector, self._service.drop)
-        # Only here: filling the memory and reading the tiers' indexes take long, and who connects
-        # is to be answered at once.
+        # Listen only now: filling the memory and reading the tiers' indexes take long, and a client
+        # that connects is to be answered at once.
         self._calls = DaemonCalls(self._selector)
         self._door: PeerDoor | None = None
         try:
@@ -142,7 +144,7 @@ class StoreServer:
 
     @property
     def wake_fd(self) -> int:
-        """For ``signal.set_wakeup_fd``: a signal must end the wait for events."""
+        """File descriptor for ``signal.set_wakeup_fd``: a signal must end the wait for events."""
         return self._wake_writer.fileno()
 
     def run(self) -> None:
@@ -164,9 +166,9 @@ class StoreServer:
             self._wake_writer.send(b"\0")
 
     def close(self) -> None:
-        """Close every connection, write to tiers what is left, and let go of the memory.
+        """Close every connection, write the remaining blocks to tiers, and free the memory.
 
-        Blocks for ``drain_s`` and a few seconds more at most.
+        This blocks for ``drain_s`` and a few seconds more at most.
         """
         self._listener.close()
         self._close_peers()
@@ -189,7 +191,7 @@ class StoreServer:
 
     @property
     def peer_port(self) -> int:
-        """Where peers fetch blocks; 0 where they cannot."""
+        """Port where peers fetch blocks; 0 if they cannot."""
         return self._door.port if self._door is not None else 0
 
     def _close_peers(self) -> None:
@@ -225,7 +227,7 @@ class StoreServer:
         self._selector.register(pidfd, READ, lambda _: self._on_death(connection))
 
     def _turn_away(self, error: OSError) -> None:
-        """Close the connection that waits: it would wake the loop for ever."""
+        """Close the waiting connection, which would otherwise wake the loop for ever."""
         log.error("cannot accept a connection: %s", error.strerror)
         if self._spare_fd >= 0:
             os.close(self._spare_fd)
@@ -234,11 +236,11 @@ class StoreServer:
         self._spare_fd = _open_spare()
 
     def _examine(self, sock: socket.socket) -> tuple[str, int | None]:
-        """A pidfd of the peer, or the reason why the peer is not served."""
+        """Return a pidfd of the peer, or the reason why the peer is not served."""
         peer = peer_of(sock)
         if not is_own(peer):
             return f"it belongs to user {peer.uid}", None
-        # What is in quarantine counts too: it holds file descriptors like a connection.
+        # Sessions in quarantine count too: each holds file descriptors like a connection.
         if len(self._connections) + len(self._quarantine) >= self._config.max_connections:
             return f"{self._config.max_connections} connections are open", None
         try:
@@ -306,7 +308,7 @@ class StoreServer:
 
 
 def _open_spare() -> int:
-    """A file descriptor to give up where there is no other; -1 where there is none."""
+    """Open a file descriptor to close when no other is left; -1 if it cannot be opened."""
     try:
         return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -318,7 +320,7 @@ def _addresses(peers: Sequence[str]) -> list[tuple[str, int]]:
 
 
 def _attached_tiers(config: DaemonConfig, peers: PeersTier | None) -> list[AttachedTier]:
-    """Fastest first: a local disk, the memory of other machines, what they all share."""
+    """Return the tiers, fastest first: local disk, memory of other machines, shared storage."""
     found = [attach(spec) for spec in config.tiers]
     if peers is not None:
         num_local = sum(spec.name == "ssd" for spec in config.tiers)

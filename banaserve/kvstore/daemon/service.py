@@ -1,4 +1,4 @@
-"""Replies of the daemon to each message, apart from sockets and processes."""
+"""Replies of the daemon to each message, without sockets and processes."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from banaserve.kvstore.tiers.interface import BlockBytes
 log = logging.getLogger(__name__)
 
 SETTLE_S = 5.0
-"""Longest wait for copies under way before the pool is cut anew."""
+"""Maximum wait for copies under way before the pool is cut into other slots, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loan:
-    """A block that another machine's store is being sent; pinned in its slot until then.
+    """Block that is being sent to another machine's store; pinned in its slot meanwhile.
 
     Attributes:
-        index: Of the pool's geometry that it lies in.
-        memory: ``[num_bytes]``, its bytes.
+        index: Index of the pool geometry to which the block belongs.
+        memory: Bytes of the block, ``[num_bytes]``.
     """
 
     entry: IndexEntry
@@ -47,10 +47,10 @@ class Loan:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A connection that has said Hello. Its id owns leases and reservations in the index.
+    """Connection that has sent Hello. Its id owns leases and reservations in the index.
 
     Attributes:
-        num_writers: Processes that each write their share of the slots that it reserves.
+        num_writers: Number of processes that each write their share of the session's slots.
     """
 
     id: int
@@ -61,20 +61,20 @@ class Session:
 
 
 class StoreService:
-    """The index of the present pool and the clients that share it.
+    """Index of the current pool and the clients that share it.
 
     Args:
-        pool: The blocks' memory.
-        tiering: The tiers below it.
-        watcher: Carries what becomes of slots over to board, memory and tiers.
+        pool: Memory of the blocks.
+        tiering: Tiers below the pool.
+        watcher: Watcher that applies slot changes to board, memory and tiers.
         tenant_quota: Largest share of the slots that one tenant may use; 1 sets no limit.
-        pushing: Sends blocks to other machines' stores; None where there are none.
-        clock: Seconds, never going back.
+        pushing: Pushes to other machines' stores; None if there are no peers.
+        set_peers: Function that sets the addresses of the stores from which blocks are fetched;
+            raises UserError if an address is invalid. None if the store has no peers.
+        clock: Monotonic clock, in seconds.
 
     Attributes:
-        receiving: Takes blocks that those stores send.
-        set_peers: Lets blocks be fetched from the stores at these addresses; raises UserError where
-            it cannot.
+        receiving: Reception of the blocks that other machines' stores push.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class StoreService:
         self._num_lent = self._lent_bytes = 0
 
     def greet(self, session_id: int, hello: wire.ClientHello) -> wire.Welcome | wire.ClientRefused:
-        """Accept or refuse a connection; accepted ones have a session until ``leave``.
+        """Accept or refuse a connection; an accepted one has a session until ``leave``.
 
         Raises:
             ProtocolError: The connection has a session already.
@@ -140,10 +140,10 @@ class StoreService:
         return wire.Welcome(hello.seq, self._generation, self.pool_bytes, self._slot_bytes)
 
     def answer(self, session_id: int, request: wire.Request) -> wire.Reply | None:
-        """Carry a request out; None where it has no answer.
+        """Execute a request and return its reply; None if the request has no reply.
 
         Raises:
-            ProtocolError: The session may not ask this.
+            ProtocolError: The session may not send this request.
         """
         session = self._sessions.get(session_id)
         if session is None:
@@ -186,7 +186,7 @@ class StoreService:
         return None
 
     def _peers_problem(self, peers: Sequence[str]) -> str:
-        """Set the peers; one line where that cannot be."""
+        """Set the peers; return the reason in one line if that fails, else an empty text."""
         if self._set_peers is None:
             return "this store shares blocks with no other: it was started without a key of peers"
         try:
@@ -195,14 +195,14 @@ class StoreService:
             return str(error)
         return ""
 
-    # ---- stores of other machines, which know keys with their namespace
+    # ---- stores of other machines, whose keys include the namespace
 
     def lendable(self, keys: Sequence[bytes]) -> list[Lookup]:
-        """What of ``keys`` can be lent. Blocks in tiers are not: each store has its own."""
+        """Return which keys can be lent; not those in tiers, since each store has its own tiers."""
         return self._index.lookup(keys)
 
     def lend(self, key: bytes, num_bytes: int) -> Loan | None:
-        """Keep a block where it is until ``take_back``; None where it is not there so large."""
+        """Pin a block until ``take_back``; None if there is no such block of ``num_bytes``."""
         entry = self._index.get(key)
         if self._carved is None or num_bytes != self._slot_bytes:
             return None
@@ -213,21 +213,21 @@ class StoreService:
         return Loan(entry, self._index, self._carved.bytes_of(entry))
 
     def end_hold(self, hold: int, reader: int | None) -> None:
-        """A decode leg beside another store has the blocks; None for all that were to read them."""
+        """End a hold for a decode leg at another store that has its blocks; None for all legs."""
         self._index.end_hold(hold, reader)
 
     def take_back(self, loan: Loan) -> None:
-        """A loan is over."""
+        """End a loan."""
         self._num_loans -= 1
         self._num_lent += 1
         self._lent_bytes += loan.memory.size
         loan.index.unpin(loan.entry)
 
     def leave(self, session_id: int) -> str | None:
-        """The connection is gone. What it holds stays until ``drop``.
+        """Forget a connection that is gone. Its leases and reservations stay until ``drop``.
 
         Returns:
-            The client's name where it still holds a lease or a reservation.
+            Name of the client if the session still holds a lease or a reservation, else None.
         """
         session = self._sessions.pop(session_id, None)
         if session is None or not self._index.owns_any(session_id):
@@ -236,17 +236,17 @@ class StoreService:
         return session.client_name
 
     def drop(self, session_id: int) -> None:
-        """Take back what a session held: nothing of it reads or writes slots any more."""
+        """Take back a session's leases and reservations; its processes no longer use slots."""
         self._quarantined_ids.discard(session_id)
         self._index.drop_owner(session_id)
 
     def sessions_named(self, client_name: str) -> list[int]:
-        """Ids of the connected sessions of one client."""
+        """Return the ids of the connected sessions of one client."""
         sessions = self._sessions.values()
         return [session.id for session in sessions if session.client_name == client_name]
 
     def stats(self) -> StoreStats:
-        """Counters and gauges of this moment."""
+        """Return the current counters and gauges."""
         index = self._index
         quarantined = sum(index.num_writing_of(owner) for owner in self._quarantined_ids)
         return StoreStats(
@@ -324,7 +324,7 @@ class StoreService:
                 return
 
     def _carve(self, slot_bytes: int) -> bool:
-        """Cut the pool into slots of ``slot_bytes``; False where it is in use."""
+        """Cut the pool into slots of ``slot_bytes``; False if the pool is in use."""
         if slot_bytes == self._slot_bytes:
             return True
         is_copied = self._pushing is not None and self._pushing.is_busy
@@ -355,7 +355,7 @@ class StoreService:
         keys = [namespace + key for key in request.acquire]
         climb = self._acquire(keys, session, request)
         to_write = [namespace + key for key, _ in request.reserve]
-        # Once before, so that what is reserved does not push out blocks of the same prompt.
+        # Hold once before the reservations, so that these do not evict blocks of the same prompt.
         self._hold(request, (*keys, *to_write))
         reserved = [
             self._index.reserve(

@@ -24,20 +24,22 @@ log = logging.getLogger(__name__)
 FIRST_RESTART_S = 0.2
 LONGEST_RESTART_S = 10.0
 HEALTHY_S = 3600.0
-"""After so long a daemon that ends is started again as soon as the first one was."""
+"""Lifetime in seconds after which a daemon that ends is restarted after the first, short pause."""
 STOP_S = 6.0
-"""A little more than what the daemon takes for writing to tiers and closing them."""
+"""Maximum wait for the daemon to stop, in seconds; a little more than it takes to write to tiers
+and close them."""
 
 
 @dataclass(frozen=True, slots=True)
 class StorePatience:
-    """How long the daemon may say nothing before it is ended, in seconds.
+    """Time limits after which a daemon that does not answer is killed.
 
     Attributes:
-        probe_s: From one question to the next.
-        answer_s: For an answer.
-        stall_s: Of silence, for a daemon that uses no processor; also while it starts.
-        spin_s: Of silence, for one that does.
+        probe_s: Pause before each probe of the daemon, in seconds.
+        answer_s: Maximum wait for an answer, in seconds.
+        stall_s: Maximum silence of a daemon that uses no processor, also while it starts, in
+            seconds.
+        spin_s: Maximum silence of a daemon that uses a processor, in seconds.
     """
 
     probe_s: float = 2.0
@@ -47,15 +49,15 @@ class StorePatience:
 
 
 class SupervisedStore:
-    """Owns one daemon process.
+    """Supervisor of one daemon process.
 
     Args:
-        socket_path: Where it listens.
-        options: How to run it.
-        log_path: Gets its output.
-        on_restart: Called each time it has to be started again.
-        patience: With a daemon that does not answer.
-        now_s: Clock of what patience is measured by.
+        socket_path: Path of the socket on which the daemon listens.
+        options: Options of the daemon.
+        log_path: File to which the daemon's output is appended.
+        on_restart: Callback before each restart of the daemon.
+        patience: Time limits for a daemon that does not answer.
+        now_s: Clock for the silence that ``patience`` limits, in seconds.
     """
 
     def __init__(
@@ -81,13 +83,13 @@ class SupervisedStore:
         """Start the daemon, return when clients can connect, and keep it alive from then on.
 
         Raises:
-            UserError: It cannot run; the message is its own.
+            UserError: The daemon cannot run; the message is the daemon's own.
         """
         await self._launch()
         self._keeper = asyncio.create_task(self._keep_alive())
 
     async def problems(self) -> list[str]:
-        """One line for each tier that is out of service; none where the store does not answer."""
+        """Return a line for each tier out of service; none if the store does not answer."""
         try:
             stats = await in_daemon_thread(lambda: fetch_stats(self.socket_path))
         except StoreUnavailableError:
@@ -102,7 +104,7 @@ class SupervisedStore:
         """Let the store fetch blocks from these stores, and from no others; also after a restart.
 
         Raises:
-            UserError: An address is none, or the store was started without a key of peers.
+            UserError: An address is invalid, or the store was started without a key of peers.
         """
         options = replace(self._options, peers=replace(self._options.peers, peers=tuple(peers)))
         options.peers.check()
@@ -137,7 +139,7 @@ class SupervisedStore:
             await self._tell_peers()
 
     async def _until_written(self, readable: int, process: subprocess.Popen[bytes]) -> None:
-        """Return when a daemon that starts says that it is ready, or ends; ends one that hangs."""
+        """Wait until a starting daemon reports that it is ready, or ends; kill it if it hangs."""
         written = asyncio.create_task(wait_readable([readable]))
         watch = self._watch()
         try:
@@ -176,7 +178,7 @@ class SupervisedStore:
         while True:
             process = self._process
             assert process is not None
-            # The pid of one that was waited for may be another process's by now.
+            # A process that was already waited for: its pid may be another process's by now.
             began_s = time.monotonic()
             if process.returncode is None:
                 await self._until_ended(process)
@@ -200,12 +202,12 @@ class SupervisedStore:
             await asyncio.gather(probing, return_exceptions=True)
 
     async def _end_when_hung(self, process: subprocess.Popen[bytes]) -> None:
-        """Ask the daemon again and again; end it when it has not answered for too long."""
+        """Probe the daemon repeatedly; kill it when it has not answered for too long."""
         watch, heard_s = self._watch(), self._now_s()
         was_silent = is_silent = False
         while not (was_silent and is_silent):
             await asyncio.sleep(self._patience.probe_s)
-            # Looked at before and after a question: it may be this process that stood still.
+            # Checked before and after a probe: perhaps this process was stalled, not the daemon.
             was_silent = watch.has_stalled(process.pid, heard_s, self._now_s())
             if await self._answers():
                 heard_s = self._now_s()
@@ -223,7 +225,7 @@ class SupervisedStore:
         return True
 
     async def stop(self) -> None:
-        """End the daemon and wait until it has written to its tiers and its socket is gone."""
+        """Stop the daemon, wait until it has written to its tiers, and remove its socket."""
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)

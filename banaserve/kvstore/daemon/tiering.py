@@ -21,21 +21,23 @@ log = logging.getLogger(__name__)
 
 READ = selectors.EVENT_READ
 NOTE_EVERY_S = 5.0
-"""So long a tier may be out of service, for instance at its start, before the log says so."""
+"""Interval in seconds at which tiers are checked; a tier that is out of service for less, for
+instance at its start, may go unlogged."""
 HUNG_AFTER_S = 60.0
-"""A tier that has not ended a load within so long will not: far beyond its own timeouts."""
+"""Duration of a load in seconds after which a tier counts as hung: far beyond its own timeouts."""
 
 
 class Tiering:
-    """Promotions and demotions of one pool. One thread calls everything.
+    """Promotions and demotions of one pool. One thread calls all methods.
 
     Args:
-        tiers: Fastest first.
-        selector: Gets the tiers' file descriptors; its events' data take the event mask.
-        clock: Seconds, never going back.
+        tiers: Tiers, fastest first.
+        selector: Selector for the tiers' file descriptors; the data of its keys are functions that
+            take the event mask.
+        clock: Monotonic clock, in seconds.
 
     Attributes:
-        promoter: Brings blocks up.
+        promoter: Promoter of blocks into the pool.
     """
 
     def __init__(
@@ -61,33 +63,33 @@ class Tiering:
 
     @property
     def has_tiers(self) -> bool:
-        """Whether there is any tier, in service or not."""
+        """Return whether there is any tier, in service or not."""
         return bool(self._tiers)
 
     @property
     def num_pending(self) -> int:
-        """Copies under way or waiting."""
+        """Number of copies that are under way or waiting."""
         return sum(
             len(tier.waiting) + len(tier.loading) + len(tier.storing) + len(tier.backlog)
             for tier in self._tiers
         )
 
     def carve(self, carved: CarvedPool) -> None:
-        """Work on another pool geometry. ``settle`` must have said that nothing is under way."""
+        """Switch to another pool geometry. ``settle`` must have returned True before."""
         self._carved = carved
         self.promoter.carve(carved)
         self._demoter.carve(carved)
 
     def became_ready(self, entry: IndexEntry) -> None:
-        """A block may be read: the tiers that lack it are to get it."""
+        """Queue a block that has become readable for the tiers that lack it."""
         self._demoter.became_ready(entry, self.promoter.source_of(entry))
 
     def left_memory(self, entry: IndexEntry) -> None:
-        """The bytes of a block are gone."""
+        """Remove a block whose bytes are gone from the backlogs."""
         self._demoter.left_memory(entry)
 
     def pump(self) -> None:
-        """Give the tiers what they take now; cheap where there is nothing to do."""
+        """Submit the transfers that the tiers accept now; cheap if there is nothing to do."""
         for tier in self._tiers:
             if tier.is_faulty:
                 self._desert(tier)
@@ -104,27 +106,27 @@ class Tiering:
                 self._watch(tier, now_s)
 
     def settle(self, timeout_s: float) -> bool:
-        """Give up what no tier has taken and wait for the rest; whether nothing is under way."""
+        """Cancel copies that no tier has accepted, await the others; return whether all ended."""
         for tier in self._tiers:
             tier.backlog.clear()
         self.promoter.cancel_waiting()
         return self._wait(lambda: not any(tier.is_busy for tier in self._tiers), timeout_s)
 
     def drain(self, timeout_s: float) -> bool:
-        """Write what is still to be written; whether all of it was in time."""
+        """Write the backlogs to the tiers; return whether all was written in time."""
         self.promoter.cancel_waiting()
         return self._wait(lambda: not self.num_pending, timeout_s)
 
     def clear(self) -> int:
-        """Forget every block in the tiers that is not being read or written; how many went."""
+        """Drop all blocks in the tiers that are not being read or written; return their number."""
         return sum(tier.clear() for tier in self._tiers)
 
     def reports(self) -> tuple[TierReport, ...]:
-        """Each tier's counters and gauges of this moment."""
+        """Return the current counters and gauges of each tier."""
         return tuple(tier.report() for tier in self._tiers)
 
     def close(self, timeout_s: float) -> None:
-        """Close every tier; one that does not end in time is left behind."""
+        """Close every tier; do not wait longer than ``timeout_s`` for a tier that does not end."""
         self._selector.unregister(self._closed_fd)
         threads = []
         for tier in self._tiers:
@@ -180,13 +182,13 @@ class Tiering:
         tier.close_in_background(on_closed)
 
     def _on_closed(self, _events: int) -> None:
-        # ``settle`` may have read it in the middle of the round of events that this call is of.
+        # ``settle``, called by another event of the same round, may have read it already.
         with suppress(BlockingIOError):
             os.eventfd_read(self._closed_fd)
         while self._closed:
             tier, is_quiet = self._closed.pop()
             self._num_closing -= 1
-            # What may still be copying keeps its slots until the daemon ends.
+            # A tier that may still be copying keeps its slots until the daemon ends.
             if not is_quiet or self._carved is None:
                 continue
             for load in tier.loading.values():
@@ -199,5 +201,5 @@ class Tiering:
     def _unregister(self, tier: AttachedTier) -> None:
         if tier.fd >= 0:
             self._selector.unregister(tier.fd)
-            # Its number may soon be that of a new connection.
+            # The number of the file descriptor may soon be that of a new connection.
             tier.fd = -1

@@ -15,13 +15,13 @@ log = logging.getLogger(__name__)
 
 
 class PoolWatcher:
-    """Carries the index's decisions over to memory, clients and tiers.
+    """Watcher that applies the index's decisions to memory, clients and tiers.
 
     Args:
-        board: Tells clients which slots are readable.
-        tiering: Gets what becomes readable.
-        poisons: Whether freed slots are overwritten.
-        verifies: Whether slots get a checksum when they become readable.
+        board: Board that shows clients which slots are readable.
+        tiering: Tiers to which readable blocks are written.
+        poisons: True to overwrite freed slots.
+        verifies: True to compute a checksum of each slot that becomes readable.
     """
 
     def __init__(
@@ -34,30 +34,30 @@ class PoolWatcher:
         self._poisons = poisons
 
     def carve(self, carved: CarvedPool) -> None:
-        """The pool is cut into slots of another size; every slot is free."""
+        """Switch to a pool that was cut into slots of another size; every slot is free."""
         self._carved = carved
         self._board.clear()
         if self._poisons:
             carved.pool.poison(0, carved.pool.num_bytes)
 
     def became_pending(self, entry: IndexEntry) -> None:
-        """A tier is about to fill the slot."""
+        """Show that a tier or a peer is about to fill the slot."""
         self._board.show_pending(entry.slot, entry.serial)
 
     def became_ready(self, entry: IndexEntry) -> None:
-        """The slot may be leased."""
+        """Show that the slot may be leased, and queue its block for the tiers."""
         if self.verifies:
             entry.checksum = self._checksum(entry)
         self._board.show_ready(entry.slot, entry.serial)
         self._tiering.became_ready(entry)
 
     def failed(self, entry: IndexEntry) -> None:
-        """The block in the slot is lost to its leases."""
+        """Show that the block in the slot is lost to its leases."""
         self._board.show_failed(entry.slot, entry.serial)
         self._tiering.left_memory(entry)
 
     def became_free(self, entry: IndexEntry) -> None:
-        """The slot is not in use any more."""
+        """Show that the slot is free, and overwrite it if that is enabled."""
         self._board.show_free(entry.slot)
         self._tiering.left_memory(entry)
         if self._poisons:
@@ -65,7 +65,7 @@ class PoolWatcher:
             carved.pool.poison(entry.slot * carved.slot_bytes, carved.slot_bytes)
 
     def is_intact(self, entry: IndexEntry) -> bool:
-        """Whether a READY slot holds the bytes that it held when it became READY."""
+        """Return whether a READY slot still holds the bytes that it held when it became READY."""
         if self._checksum(entry) == entry.checksum:
             return True
         self.num_corrupt += 1

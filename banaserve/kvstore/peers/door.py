@@ -1,4 +1,4 @@
-"""Door of a store for its peers: those who prove that they know the key fetch and push blocks."""
+"""Server of a store for its peers: peers that prove to know the key fetch and push blocks."""
 
 from __future__ import annotations
 
@@ -46,44 +46,45 @@ from banaserve.transport.service import GREETING_S, MAX_STRANGERS, ConnectionPla
 log = logging.getLogger(__name__)
 
 SILENT_S = 30.0
-"""A peer asks at least once a second; one that says nothing for so long is gone."""
+"""Silence in seconds after which a peer is considered gone; it asks at least once a second."""
 PUSH_SILENT_S = 2.5
-"""The same of one that pushes blocks, which says that it is there when it has none to send: readers
-may be waiting for them."""
+"""``SILENT_S`` for a peer that is pushing blocks. Such a peer sends ``PeerAlive`` when it has no
+block to send; the limit is short because readers may be waiting for the blocks."""
 SEND_S = 30.0
 MAX_PUSHES = 256
-"""At once on one connection."""
+"""Maximum number of pushes under way on one connection."""
 _BACKLOG = 64
 _MOST_CONNECTIONS = 8192
-"""Of peers: each has about five, so those of 1,600 nodes. One is a thread that mostly waits."""
+"""Maximum number of connections of peers. A peer has about five, so it suffices for 1,600 nodes;
+each connection takes a thread that mostly waits."""
 _RESERVED_DESCRIPTORS = 512
-"""For clients, links to peers, and tiers."""
+"""Number of file descriptors kept for clients, links to peers, and tiers."""
 
 
 class BlockSource(Protocol):
-    """Blocks that may be given away. Any thread may call; both raise where the store is busy."""
+    """Source of blocks for peers. Any thread may call; both methods raise if the store is busy."""
 
     def states(self, keys: Sequence[bytes]) -> list[Lookup]:
-        """What is known of each key."""
+        """Return the state of each key."""
         ...
 
     def lent(self, key: bytes, num_bytes: int) -> AbstractContextManager[BlockBytes | None]:
-        """The bytes of a block, which stay while the context lasts; None where it is not there."""
+        """Lend the bytes of a block, which stay while the context lasts; None if it is absent."""
         ...
 
 
 class PeerDoor:
-    """Serves blocks to peers until ``close``.
+    """Server of blocks to peers until ``close``.
 
     Args:
         host: Address to listen on.
-        port: 0 takes a free one.
-        key: What peers have to know.
-        source: Of the blocks.
-        sink: Of blocks that peers push.
+        port: Port to listen on; 0 takes a free one.
+        key: Key that peers have to know.
+        source: Source of the blocks that peers fetch.
+        sink: Receiver of the blocks that peers push.
 
     Raises:
-        UserError: The address cannot be had.
+        UserError: The address is not available.
     """
 
     def __init__(
@@ -96,7 +97,8 @@ class PeerDoor:
         keep_alive(listener)
         self.port: int = listener.getsockname()[1]
         self._refusals = RefusalLog(log.warning)
-        # Peers are not listed: whoever knows the key may come, from however many nodes there are.
+        # There is no list of peers: any peer that knows the key may connect, from any number of
+        # nodes.
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         num_places = connections_within(limit, _MOST_CONNECTIONS, _RESERVED_DESCRIPTORS)
         self._places = ConnectionPlaces(num_places, num_strangers=MAX_STRANGERS)
@@ -124,7 +126,7 @@ class PeerDoor:
 
 
 class _Visit:
-    """One peer on one connection, until it goes."""
+    """Visit of a peer: one connection until its end."""
 
     def __init__(self, channel: StreamChannel, source: BlockSource, sink: BlockSink) -> None:
         self._channel = channel
@@ -140,7 +142,7 @@ class _Visit:
                 reach(FailPoint.PEER_REQUEST)
                 self._answer(message)
         finally:
-            # What has not ended will not come: its readers are told so.
+            # Blocks whose push has not ended will not arrive: notify their readers.
             for reception in self._pushes.values():
                 self._sink.end(reception, [], reception.open)
 
@@ -150,14 +152,14 @@ class _Visit:
             if not isinstance(request, PushRange) or request.push_id not in self._pushes:
                 return ()
             return self._pushes[request.push_id].targets(request, sizes)
-        except ProtocolError:  # said once the message has been checked
+        except ProtocolError:  # raised again once the message has been checked
             return ()
 
     def _answer(self, message: Message) -> None:
         request: PeerRequest = request_in(message.body)
         match request:
             case PeerHello(version):
-                # Whoever speaks another version hears which one is spoken here, and leaves.
+                # A peer of another version learns this store's version, and is disconnected.
                 self._reply(message, PeerWelcome(VERSION))
                 if version != VERSION:
                     raise ProtocolError(f"it speaks version {version}, this store {VERSION}")

@@ -1,4 +1,4 @@
-"""Connections to the store of one other machine, each with a thread of its own."""
+"""Connections to the store of one other machine, each with its own thread."""
 
 from __future__ import annotations
 
@@ -36,23 +36,24 @@ from banaserve.transport.errors import PeerGoneError, TransferTimeoutError, Tran
 from banaserve.transport.interface import Message
 
 HEARTBEAT_S = 0.5
-"""A peer that is asked nothing is asked whether it is there."""
+"""Time without a question, in seconds, after which a peer is asked whether it answers."""
 ANSWER_S = 2.0
-"""For a question; with the heartbeat a peer that stands still is gone within three seconds."""
+"""Maximum wait for an answer, in seconds; with the heartbeat, a peer that hangs is considered gone
+within three seconds."""
 CONNECT_S = 2.0
 RETRY_S = 1.0
 LOAD_S = 20.0
 NUM_STREAMS = 3
-"""Connections for blocks, so that one is checked and copied while others are on their way."""
+"""Number of connections for blocks, so that one block is checked and copied while others arrive."""
 
 
 @dataclass(eq=False, slots=True)
 class PeerLoad:
-    """A block on its way from a peer.
+    """Load of a block from a peer.
 
     Attributes:
-        memory: Received into; means something only once ``outcome`` is DONE.
-        outcome: Once it has ended.
+        memory: Memory into which the block is received; valid only once ``outcome`` is DONE.
+        outcome: Outcome of the load; None until it has ended.
     """
 
     ticket: int
@@ -64,7 +65,7 @@ class PeerLoad:
 
 
 class AskedPeer(NamedTuple):
-    """What a peer knows of ``keys``: a ``Lookup`` in each byte; None where it did not answer."""
+    """Peer's states of ``keys``: a ``Lookup`` in each byte; None if the peer did not answer."""
 
     link: PeerLink
     keys: list[bytes]
@@ -72,7 +73,7 @@ class AskedPeer(NamedTuple):
 
 
 class LinkChange(NamedTuple):
-    """Whether a peer answers from here on; ``problem`` says why not."""
+    """Change of a link: ``problem`` is why the peer does not answer, empty if it answers now."""
 
     link: PeerLink
     problem: str
@@ -82,18 +83,19 @@ PeerEvent = PeerLoad | AskedPeer | LinkChange
 
 
 class PeerLink:
-    """One other store: asked about blocks on one connection, sent them on others.
+    """Link to another store: one connection for questions about blocks, others for blocks.
 
     Args:
-        host: Of its door.
-        port: Of its door.
-        key: That both know.
-        events: Gets what happens.
+        host: Host of the peer's door.
+        port: Port of the peer's door.
+        key: Key that both sides know.
+        events: Mailbox for the link's events.
 
     Attributes:
-        queued_bytes: Of loads that have not ended; its owner counts.
-        problem: Why it is not asked; its owner sets it to what it was told.
-        address: Host and port of its door.
+        queued_bytes: Bytes of loads that have not ended; the link's owner counts them.
+        problem: Reason why the peer is not asked, empty if it is; the link's owner sets it from
+            ``LinkChange`` events.
+        address: Host and port of the peer's door.
     """
 
     def __init__(self, host: str, port: int, key: bytes, events: Mailbox[PeerEvent]) -> None:
@@ -118,15 +120,15 @@ class PeerLink:
             thread.start()
 
     def ask(self, keys: list[bytes]) -> None:
-        """Ask about keys, no more than ``MAX_KEYS``; the answer is an event."""
+        """Ask about at most ``MAX_KEYS`` keys; the answer is an event."""
         self._asks.put(keys)
 
     def load(self, load: PeerLoad) -> None:
-        """Fetch a block; its end is an event."""
+        """Fetch a block; the end of the load is an event."""
         self._loads.put(load)
 
     def close(self) -> None:
-        """Break everything off; returns when no thread touches memory any more."""
+        """Abort all transfers; return when no thread touches memory any more."""
         self._is_over.set()
         self._break_off()
         self._asks.put([])
@@ -135,7 +137,7 @@ class PeerLink:
         for thread in self._threads:
             thread.join()
 
-    # ---- asking, which also finds out whether the peer is there
+    # ---- asking, which also finds out whether the peer answers
 
     def _ask_for_ever(self) -> None:
         while not self._is_over.is_set():
@@ -152,7 +154,7 @@ class PeerLink:
             except (TransportError, ProtocolError) as error:
                 self._is_up.clear()
                 self._say(LinkChange(self, f"{self.name}: {error}"))
-                # Blocks that are on their way from a peer that stands still would never come.
+                # Blocks that are on their way from a peer that hangs would never arrive.
                 self._break_off()
             finally:
                 self._drop(channel)
@@ -167,7 +169,8 @@ class PeerLink:
             try:
                 states = _states(channel, keys)
             except TransferTimeoutError:
-                # Where blocks keep coming the answer is behind them: a slow link, no dead peer.
+                # If blocks keep arriving, the answer is behind them: the link is slow, but the
+                # peer is alive.
                 if not self._is_sending():
                     raise
             finally:
@@ -175,7 +178,7 @@ class PeerLink:
                     self._say(AskedPeer(self, keys, states))
 
     def _refuse_until(self, until_s: float) -> None:
-        """Answer questions to a peer that is not there."""
+        """Answer questions with None until ``until_s``, because the peer cannot be reached."""
         while not self._is_over.is_set() and (left_s := until_s - time.monotonic()) > 0:
             with suppress(queue.Empty):
                 keys = self._asks.get(timeout=left_s)
@@ -205,7 +208,7 @@ class PeerLink:
         return self._connected()
 
     def _is_sending(self) -> bool:
-        """Whether anything has come on a connection for blocks since a question was asked."""
+        """Return whether data has arrived on any connection within half of ``ANSWER_S``."""
         with self._lock:
             socks = list(self._channels.values())
         return any(_silent_s(sock) < ANSWER_S / 2 for sock in socks)
@@ -238,11 +241,11 @@ class PeerLink:
 
 
 def connect_to_peer(address: tuple[str, int], key: bytes) -> tuple[StreamChannel, socket.socket]:
-    """A connection whose other side knows the key and speaks this version, and its socket.
+    """Connect to a peer that knows the key and speaks this version; return channel and socket.
 
     Raises:
-        TransportError: Nobody is there who does.
-        ProtocolError: It speaks another version.
+        TransportError: The peer cannot be reached, does not answer, or does not know the key.
+        ProtocolError: The peer speaks another version.
     """
     deadline = time.monotonic() + CONNECT_S
     try:
@@ -268,14 +271,14 @@ def exchange(
     timeout_s: float,
     into: Sequence[BlockBytes] = (),
 ) -> tuple[PeerReply, Message]:
-    """A request and its answer.
+    """Send a request and return its answer.
 
     Args:
-        into: As of ``StreamChannel.call``.
+        into: Memory for the tensors of the answer, see ``StreamChannel.call``.
 
     Raises:
         TransportError: There is no answer.
-        ProtocolError: It is none.
+        ProtocolError: The answer is invalid.
     """
     message = channel.call(message_of(request), timeout_s, into)
     return reply_in(message), message

@@ -1,8 +1,8 @@
 """Messages between the stores of two machines.
 
 Every message is the body of a ``transport.interface.Message`` over a connection on which both
-sides have proved that they know the key; blocks travel beside it, as its tensors. A block is asked
-for (``FetchBlock``), or pushed while it is being written: offered, sent range by range, and ended.
+sides have proved that they know the key; blocks are sent as the message's tensors. A block is
+fetched (``FetchBlock``), or pushed while it is being written: offered, sent range by range, ended.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class PeerHello(_Said, frozen=True, tag="hello"):
 
 
 class AskBlocks(_Said, frozen=True, tag="ask"):
-    """Which of these blocks may be fetched; without keys, whether the peer answers."""
+    """Question which of these blocks may be fetched; without keys, whether the peer answers."""
 
     keys: Annotated[list[BlockKey], msgspec.Meta(max_length=MAX_KEYS)]
 
 
 class FetchBlock(_Said, frozen=True, tag="fetch"):
-    """The bytes of a block, which has this many."""
+    """Request for the bytes of a block of ``num_bytes`` bytes."""
 
     key: BlockKey
     num_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCK_BYTES)]
@@ -58,15 +58,16 @@ _Numbers = Annotated[
 
 
 class OfferPush(_Said, frozen=True, tag="offer"):
-    """Blocks of a prompt that are being computed, which are sent as they are written.
+    """Offer of a prompt's blocks that are being computed, which are sent as they are written.
 
     Attributes:
-        push_id: Of this connection, not used on it before.
-        keys: In the order of their chain; each is the parent of the next.
-        first_parent: Of the first key; None where it begins the chain.
-        num_bytes: Of each block.
-        tenant: Pays for the slots.
-        hold: Number under which all of the blocks are kept, or none is taken; 0 keeps none.
+        push_id: Number of the push, not used on this connection before.
+        keys: Keys in the order of their chain; each is the parent of the next.
+        first_parent: Parent of the first key; None if that key begins the chain.
+        num_bytes: Size of each block.
+        tenant: Tenant to which the slots are charged.
+        hold: Number of a hold under which all of the blocks are kept, or none is taken; 0 holds
+            none.
         num_readers: Number of decode legs that end the hold.
     """
 
@@ -80,9 +81,9 @@ class OfferPush(_Said, frozen=True, tag="offer"):
 
 
 class PushRange(_Said, frozen=True, tag="range"):
-    """The bytes from ``first_byte`` on of some wanted blocks, a tensor each; has no answer.
+    """Bytes from ``first_byte`` on of some wanted blocks, one tensor for each block; no answer.
 
-    Of each block the ranges come in order, without gaps.
+    The ranges of each block are sent in order, without gaps.
     """
 
     push_id: _PushId
@@ -91,7 +92,7 @@ class PushRange(_Said, frozen=True, tag="range"):
 
 
 class EndPush(_Said, frozen=True, tag="end"):
-    """These blocks may be read, all of them having been sent; those will not come. No answer."""
+    """End of blocks: ``done`` are sent and may be read, ``failed`` will not arrive. No answer."""
 
     push_id: _PushId
     done: _Numbers
@@ -99,18 +100,18 @@ class EndPush(_Said, frozen=True, tag="end"):
 
 
 class HoldRead(_Said, frozen=True, tag="read"):
-    """A decode leg has the blocks of a hold, or none of them will read it. No answer."""
+    """End of a hold for a decode leg, or for all legs if ``reader`` is None. No answer."""
 
     hold: _HoldId
     reader: Annotated[int, msgspec.Meta(ge=0, lt=MAX_READERS)] | None
 
 
 class PeerAlive(_Said, frozen=True, tag="alive"):
-    """Nothing is to be sent at the moment; has no answer."""
+    """Sign of life of a peer that has nothing to send at the moment; no answer."""
 
 
 class PushWanted(_Said, frozen=True, tag="wanted"):
-    """Places in ``OfferPush.keys`` of the blocks that are to be sent."""
+    """Positions in ``OfferPush.keys`` of the blocks that are to be sent."""
 
     numbers: _Numbers
 
@@ -120,17 +121,17 @@ class PeerWelcome(_Said, frozen=True, tag="welcome"):
 
 
 class BlockStates(_Said, frozen=True, tag="states"):
-    """A ``Lookup`` in each byte, in the order of the keys."""
+    """States of the keys, in their order: a ``Lookup`` in each byte."""
 
     states: Annotated[bytes, msgspec.Meta(max_length=MAX_KEYS)]
 
 
 class BlockSent(_Said, frozen=True, tag="sent"):
-    """It is the message's tensor."""
+    """Answer with the block as the message's tensor."""
 
 
 class BlockMissing(_Said, frozen=True, tag="missing"):
-    """It is not there any more, or has another size."""
+    """Answer that the block is gone, or has another size."""
 
 
 PeerRequest = (
@@ -144,16 +145,16 @@ _replies = msgspec.msgpack.Decoder(PeerReply)
 
 
 def message_of(said: PeerRequest | PeerReply, *blocks: BlockBytes) -> Message:
-    """What carries ``said``, and blocks or parts of them beside it."""
+    """Return the message with ``said`` as its body, and blocks or parts of them as its tensors."""
     tensors = tuple(Tensor("uint8", (block.size,), block) for block in blocks)
     return Message(_encoder.encode(said), tensors)
 
 
 def request_in(body: bytes) -> PeerRequest:
-    """What a peer asks.
+    """Decode a peer's request.
 
     Raises:
-        ProtocolError: It is no request.
+        ProtocolError: The body is not a request.
     """
     try:
         return _requests.decode(body)
@@ -162,10 +163,10 @@ def request_in(body: bytes) -> PeerRequest:
 
 
 def reply_in(message: Message) -> PeerReply:
-    """What a peer answers.
+    """Decode a peer's answer.
 
     Raises:
-        ProtocolError: It is no answer.
+        ProtocolError: The body is not an answer.
     """
     try:
         return _replies.decode(message.body)

@@ -10,7 +10,7 @@ from banaserve.net.addresses import host_and_port
 from banaserve.transport.interface import MIN_SECRET_BYTES
 
 KEY_VARIABLE = "BANASERVE_KV_STORE_PEER_KEY"
-"""Holds the key where no file is given, and for the daemon, whose command line is no secret."""
+"""Variable with the key if no file is given, and for the daemon, whose command line is public."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +18,9 @@ class PeerOptions:
     """Peers of a store.
 
     Attributes:
-        listen: ``HOST:PORT`` where peers fetch blocks; empty: they cannot.
-        peers: ``HOST:PORT`` of each store that blocks are fetched from.
-        key: Both sides know it.
+        listen: ``HOST:PORT`` where peers fetch blocks; empty if they cannot.
+        peers: ``HOST:PORT`` of each store from which blocks are fetched.
+        key: Key that both sides know.
     """
 
     listen: str = ""
@@ -29,7 +29,7 @@ class PeerOptions:
 
     @property
     def is_used(self) -> bool:
-        """Whether there is anything to share with."""
+        """Return whether blocks are shared with other stores."""
         return bool(self.listen or self.peers)
 
     @property
@@ -37,10 +37,10 @@ class PeerOptions:
         return self.key.encode()
 
     def check(self) -> None:
-        """Return if all of it makes sense.
+        """Check the options.
 
         Raises:
-            UserError: An address is none, or there is no key of 16 characters and more.
+            UserError: An address is invalid, or there is no key of 16 or more characters.
         """
         for option, address in (
             *((("--kv-store-listen", self.listen),) if self.listen else ()),
@@ -54,12 +54,12 @@ class PeerOptions:
             )
 
     def arguments(self) -> list[str]:
-        """Of the daemon's command line."""
+        """Return the arguments of the daemon's command line."""
         listening = [f"--listen={self.listen}"] if self.listen else []
         return [*listening, *(f"--peer={peer}" for peer in self.peers)]
 
     def environment(self) -> dict[str, str]:
-        """Of the daemon."""
+        """Return the environment variables of the daemon."""
         return {KEY_VARIABLE: self.key} if self.is_used else {}
 
 
@@ -67,5 +67,5 @@ NO_PEERS = PeerOptions()
 
 
 def key_from_environment() -> str:
-    """That of ``KEY_VARIABLE``; empty where it is not set."""
+    """Return the value of ``KEY_VARIABLE``; empty if it is not set."""
     return os.environ.get(KEY_VARIABLE, "")

@@ -33,20 +33,20 @@ from banaserve.transport.frames import MAX_TENSORS
 log = logging.getLogger(__name__)
 
 SEND_S = 5.0
-"""For one message: a peer that takes nothing in for so long is gone."""
+"""Maximum time to send one message, in seconds: a peer that reads nothing longer is gone."""
 IDLE_S = 10.0
-"""A connection on which nothing is pushed is closed, before the peer does."""
+"""Time in seconds after which a connection without pushes is closed, before the peer closes it."""
 _FRAME_BYTES = 4 << 20
 
 
 @dataclass(eq=False)
 class Push:
-    """Blocks of one prompt on their way to a peer. Their memory stays until it is over.
+    """Blocks of one prompt on their way to a peer. Their memory stays until the push is over.
 
     Attributes:
-        offer: Of them, with an id that no other push of this store has.
-        memory: Of each block.
-        wanted: Those that the peer takes; known to the link's thread alone.
+        offer: Offer of the blocks, with an id that no other push of this store has.
+        memory: Memory of each block.
+        wanted: Positions of the blocks that the peer wants; used only by the link's thread.
     """
 
     offer: OfferPush
@@ -62,7 +62,7 @@ class _Range:
     end_byte: int
 
     def follows(self, other: _Range) -> bool:
-        """Whether these are the next bytes of the same blocks."""
+        """Return whether this range is the next one of the same blocks."""
         is_same = other.push is self.push and other.numbers == self.numbers
         return is_same and other.end_byte == self.first_byte
 
@@ -80,20 +80,20 @@ _ALIVE = PeerAlive()
 
 
 class _Held(NamedTuple):
-    """What was taken from the queue too early."""
+    """Item taken from the queue that is to be handled next."""
 
     item: _Item | None
 
 
 class PushLink:
-    """Pushes blocks to one store, in the order in which they are told to be there.
+    """Link that pushes blocks to one store, in the order in which they are reported to be ready.
 
-    A peer that cannot be reached, or is lost, costs the pushes under way and nothing else.
+    If the peer cannot be reached, or is lost, only the pushes under way fail.
 
     Args:
         address: Host and port of the peer's door.
-        key: That both know.
-        over: Gets each push that is over: nothing reads its memory any more.
+        key: Key that both sides know.
+        over: Mailbox for each push that is over: its memory is no longer read.
     """
 
     def __init__(self, address: tuple[str, int], key: bytes, over: Mailbox[Push]) -> None:
@@ -113,23 +113,23 @@ class PushLink:
         self._thread.start()
 
     def begin(self, push: Push) -> None:
-        """Offer blocks; what becomes of them is told by ``ready`` and ``end``."""
+        """Offer blocks, whose progress the caller reports by ``ready`` and ``end``."""
         self._items.put(push)
 
     def ready(self, push: Push, numbers: Sequence[int], first_byte: int, end_byte: int) -> None:
-        """The bytes in this range of these blocks are final, if the block is ever done."""
+        """Report that the bytes in this range of these blocks are final, unless a block fails."""
         self._items.put(_Range(push, numbers, first_byte, end_byte))
 
     def end(self, push: Push, done: Sequence[int], failed: Sequence[int], *, is_last: bool) -> None:
-        """These blocks may be read, all their bytes being ready; those never will be."""
+        """Report that the ``done`` blocks, all ready, may be read, the ``failed`` ones never."""
         self._items.put(_End(push, done, failed, is_last))
 
     def end_hold(self, hold: int, reader: int | None) -> None:
-        """A decode leg has read what the peer holds; one that is lost lets it go by itself."""
+        """Report that a decode leg has read its hold; if the peer misses this, the hold expires."""
         self._items.put(HoldRead(hold, reader))
 
     def close(self) -> None:
-        """Break everything off; returns when the thread touches memory no more."""
+        """Abort all pushes; return when the thread no longer touches memory."""
         with self._lock:
             self._is_over = True
             channel = self._channel
@@ -151,10 +151,10 @@ class PushLink:
                 self._lose(error)
 
     def _with_next(self, item: _Range) -> _Range:
-        """``item`` and the layers of the same blocks that have become ready behind it.
+        """Return ``item`` extended by the next layers of the same blocks that are ready already.
 
-        A link that is behind sends runs of many layers: a message of small ones costs the peer more
-        time than 10 Gbit/s leave it.
+        A link that lags behind sends runs of many layers at once: at 10 Gbit/s, the peer could not
+        keep up with a message for each small layer.
         """
         while self._held is None:
             try:
@@ -266,7 +266,7 @@ class PushLink:
 
 
 def _frames(numbers: Sequence[int], first: int, end: int) -> Iterator[tuple[list[int], int, int]]:
-    """Ranges of some of the blocks at a time, each small enough for one frame."""
+    """Yield ranges of some of the blocks at a time, each small enough for one frame."""
     if end <= first:
         return
     for first_byte in range(first, end, _FRAME_BYTES):

@@ -1,4 +1,4 @@
-"""Blocks of one push at the store that gets them: where their bytes go, and how far they are."""
+"""Blocks of one push at the receiving store: the memory for their bytes, and their progress."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from banaserve.transport.interface import Tensor
 
 
 class Reception:
-    """One push. The connection's thread receives into it; nobody may read the blocks before.
+    """Reception of one push by the connection's thread; its blocks may not be read before it ends.
 
     Args:
-        offer: What was offered.
-        memory: Of each block that is wanted, by its place in the offer.
-        began_s: On the clock of the store's thread.
+        offer: Offer of the peer.
+        memory: Memory of each wanted block, by its position in the offer.
+        began_s: Time of the beginning on the clock of the store's thread, in seconds.
     """
 
     def __init__(self, offer: OfferPush, memory: dict[int, BlockBytes], began_s: float) -> None:
@@ -36,14 +36,14 @@ class Reception:
         return list(self._memory)
 
     def targets(self, message: PushRange, sizes: Sequence[int]) -> list[BlockBytes]:
-        """Where the bytes of a range go.
+        """Return the memory for the bytes of a range.
 
         Args:
-            sizes: Of its tensors.
+            sizes: Sizes of the message's tensors, in bytes.
 
         Raises:
-            ProtocolError: It has another number of tensors, a block is not wanted, or this is not
-                its next range.
+            ProtocolError: The number of tensors is wrong, a block is not wanted, or this is not
+                the block's next range.
         """
         first = message.first_byte
         if len(sizes) != len(message.numbers) or len(set(message.numbers)) != len(sizes):
@@ -55,10 +55,10 @@ class Reception:
         return [self._memory[number][first : first + size] for number, size in pairs]
 
     def received(self, message: PushRange, tensors: Sequence[Tensor]) -> None:
-        """A range has come, and is checked.
+        """Take in a range that has arrived and was checked.
 
         Raises:
-            ProtocolError: As for ``targets``.
+            ProtocolError: The range is invalid, see ``targets``.
         """
         sizes = [tensor.data.size for tensor in tensors]
         for target, tensor in zip(self.targets(message, sizes), tensors, strict=True):
@@ -69,10 +69,10 @@ class Reception:
             self._received_bytes += size
 
     def ended(self, done: Sequence[int], failed: Sequence[int]) -> None:
-        """These blocks are the store's again, whole or not.
+        """Remove blocks that have ended, complete (``done``) or not (``failed``).
 
         Raises:
-            ProtocolError: One is not wanted, has ended before, or has not come as a whole.
+            ProtocolError: A block is not wanted, has ended before, or is done but incomplete.
         """
         if any(self._filled.get(number) != self.num_bytes for number in done):
             raise ProtocolError("a block has ended that has not come")
@@ -83,7 +83,7 @@ class Reception:
             del self._memory[number], self._filled[number]
 
     def left_s(self, now_s: float) -> float:
-        """Seconds until all has come, if it goes on as it has until now."""
+        """Return the seconds until all bytes have arrived, at the average speed until now."""
         elapsed_s = now_s - self._began_s
         if not self._received_bytes:
             return elapsed_s
@@ -91,16 +91,16 @@ class Reception:
 
 
 class BlockSink(Protocol):
-    """Takes what peers push. Any thread may call; it raises where the store is busy."""
+    """Receiver of pushed blocks. Any thread may call; methods raise if the store is busy."""
 
     def accept(self, offer: OfferPush) -> Reception:
-        """Give slots to those blocks of an offer that are wanted."""
+        """Give slots to those blocks of an offer that the store wants."""
         ...
 
     def end(self, reception: Reception, done: Sequence[int], failed: Sequence[int]) -> None:
-        """Let blocks be read, and give others up."""
+        """Make the ``done`` blocks readable, and drop the ``failed`` ones."""
         ...
 
     def end_hold(self, hold: int, reader: int | None) -> None:
-        """Keep blocks no longer for a decode leg that has read them; None for all."""
+        """End a hold for a decode leg that has read its blocks; None for all legs."""
         ...

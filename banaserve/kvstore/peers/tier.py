@@ -1,4 +1,4 @@
-"""Blocks in the stores of other machines, as one tier of this one."""
+"""Blocks in the stores of other machines, as one tier of this store."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ from banaserve.kvstore.tiers.interface import (
 NAME = "peers"
 HIT_VALID_S = 2.0
 MISS_VALID_S = 0.2
-"""A block that another machine has just computed is found by the next request but one."""
+"""Time in seconds for which a miss is believed. It is short, so that a block that another machine
+has just computed is found soon."""
 _MAX_ANSWERS = 65536
 _MAX_ASKED = 16384
 _MAX_LOADS = 8 * NUM_STREAMS
-"""Under way from one peer."""
+"""Maximum number of loads under way from one peer."""
 
 
 class _Answer(NamedTuple):
@@ -46,10 +47,10 @@ class _Answer(NamedTuple):
 
 
 class _Question:
-    """What is known of a key while peers are asked.
+    """Answers about a key while peers are being asked.
 
     Attributes:
-        open: Peers that have not answered.
+        open: Peers that have not answered yet.
         holders: Peers that have the block.
     """
 
@@ -61,15 +62,15 @@ class _Question:
 
 
 class PeersTier:
-    """Reads what other stores hold in memory, and writes nothing: each keeps what it has computed.
+    """Tier that reads blocks in the memory of other stores, and writes none.
 
-    A peer is asked about every key that is wanted here and not known, and answers are believed for
-    a short while. A peer that does not answer has nothing: its blocks are computed again.
+    Each peer is asked about every key that is looked up and not known, and answers are valid for a
+    short time. A peer that does not answer counts as having no blocks: they are computed again.
 
     Args:
         addresses: Host and port of each peer's door.
-        key: That all of them know.
-        clock: Monotonic seconds.
+        key: Key that all stores know.
+        clock: Monotonic clock, in seconds.
     """
 
     name = NAME
@@ -96,13 +97,13 @@ class PeersTier:
 
     @property
     def fd(self) -> int:
-        """Readable when ``poll`` has something to return or ``lookup`` may say more."""
+        """File descriptor, readable when ``poll`` or ``lookup`` may have new results."""
         return self._events.fd
 
     def set_addresses(self, addresses: Sequence[tuple[str, int]]) -> None:
-        """Ask these peers from now on, and no others; returns before the new ones are reached.
+        """Ask these peers from now on, and no others; do not wait until new ones are connected.
 
-        What is on its way from one that is left out fails.
+        Loads under way from a peer that is left out fail.
         """
         if self._is_closed:
             return
@@ -123,13 +124,13 @@ class PeersTier:
         self._forget(link)
         for key in [key for key, question in self._questions.items() if link in question.open]:
             self._on_answer(link, key, is_there=False)
-        # Its threads may be waiting for a machine that is gone.
+        # Closed in another thread, since the link's threads may be waiting for a lost machine.
         self._closing = [one for one in self._closing if one.is_alive()]
         self._closing.append(threading.Thread(target=link.close, name=f"close-{link.name}"))
         self._closing[-1].start()
 
     def lookup(self, keys: Sequence[bytes]) -> list[Lookup]:
-        """What is known of each key, from the peers' answers of the last moments."""
+        """Return the state of each key by the peers' valid answers; ask about unknown keys."""
         self._take_events()
         up = [link for link in self._links if not link.problem]
         if not up:
@@ -154,11 +155,11 @@ class PeersTier:
         return found
 
     def submit_store(self, block: BlockName, source: BlockBytes) -> int | None:
-        """Peers fetch what they want themselves."""
+        """Return None: peers fetch the blocks that they need themselves."""
         return None
 
     def submit_load(self, key: bytes, target: BlockBytes) -> int | None:
-        """Begin to read a block from the peer that has least to send."""
+        """Begin to read a block from the peer with the fewest queued bytes; None if impossible."""
         self._take_events()
         holders = [one for one in self._holders(key) if not one.problem]
         if not holders or target.size > MAX_BLOCK_BYTES:
@@ -175,23 +176,23 @@ class PeersTier:
         return load.ticket
 
     def poll(self) -> list[Completion]:
-        """What has ended since the last call."""
+        """Return the loads that have ended since the last call."""
         self._events.calm()
         self._take_events()
         completions, self._completions = self._completions, []
         return completions
 
     def evict(self, key: bytes) -> bool:
-        """Blocks of peers are theirs to evict."""
+        """Return False: each peer evicts its own blocks."""
         return False
 
     def clear(self) -> int:
-        """Forget what peers have said; their blocks stay."""
+        """Forget the peers' answers; their blocks stay. Return 0."""
         self._answers.clear()
         return 0
 
     def stats(self) -> TierStats:
-        """Counters and gauges of this moment; out of service where no peer answers."""
+        """Return the current counters and gauges; not available if no peer answers."""
         self._take_events()
         problems = [link.problem for link in self._links if link.problem]
         is_alone = bool(problems) and len(problems) == len(self._links)
@@ -206,7 +207,7 @@ class PeersTier:
         return msgspec.structs.replace(stats, available=not is_alone)
 
     def check(self) -> None:
-        """Assert what must hold between two calls."""
+        """Assert the invariants that hold between two calls."""
         assert len(self._answers) <= _MAX_ANSWERS
         assert len(self._questions) <= _MAX_ASKED
         for link in self._links:
@@ -214,7 +215,7 @@ class PeersTier:
             assert link.queued_bytes == sum(queued)
 
     def close(self) -> None:
-        """Break off what is under way; returns when nothing touches memory any more."""
+        """Abort all loads; return when no thread touches memory any more."""
         self._is_closed = True
         for link in self._links:
             link.close()
@@ -253,7 +254,7 @@ class PeersTier:
             self._learn(key, tuple(question.holders))
 
     def _forget(self, link: PeerLink) -> None:
-        """Ask again about what ``link`` was known to have: it may come back without it."""
+        """Forget answers that name ``link``: the peer may restart without its blocks."""
         gone = [key for key, answer in self._answers.items() if link in answer.holders]
         for key in gone:
             del self._answers[key]

@@ -11,12 +11,12 @@ from banaserve.kvstore.eviction import Parents
 
 
 class ChainedBlock:
-    """One block as ``ChainedBlocks`` keeps it; subclass it to file more with it.
+    """Entry of a block in ``ChainedBlocks``; subclasses add further attributes.
 
     Attributes:
-        key: Of the block.
-        parent: Key of the block before it in its chain.
-        num_users: Reads and writes under way; nothing that is in use is ever a victim.
+        key: Key of the block.
+        parent: Key of the block before it in its chain; None for the first.
+        num_users: Number of reads and writes under way; a block in use is never a victim.
     """
 
     __slots__ = ("key", "last_used", "num_users", "parent", "queued", "serial")
@@ -34,13 +34,13 @@ BlockT = TypeVar("BlockT", bound=ChainedBlock)
 
 
 class ChainedBlocks(Generic[BlockT]):
-    """Blocks by key, and the order in which they go. Every operation costs O(log n)."""
+    """Blocks by key, and the order of their eviction. Every operation costs O(log n)."""
 
     def __init__(self) -> None:
         self._blocks: dict[bytes, BlockT] = {}
         self._parents = Parents(self._blocks)
-        # Every possible victim is in here exactly once. One that was used again, or has gone, is
-        # put right when it comes up.
+        # Every possible victim is queued exactly once. A block that was used again, or was removed,
+        # is corrected when it reaches the front.
         self._queue: list[tuple[int, int, BlockT]] = []
         self._tick = 0
         self._last_serial = 0
@@ -52,11 +52,11 @@ class ChainedBlocks(Generic[BlockT]):
         return iter(self._blocks.values())
 
     def get(self, key: bytes) -> BlockT | None:
-        """The block of this key."""
+        """Return the block of ``key``; None if there is none."""
         return self._blocks.get(key)
 
     def add(self, block: BlockT) -> None:
-        """Add a block, as the one that was used last. Its key must not be here yet."""
+        """Add a block as the most recently used one. Its key must be new."""
         assert block.key not in self._blocks
         if block.parent is not None and self._parents.closes_a_cycle(block.key, block.parent):
             block.parent = None
@@ -68,12 +68,12 @@ class ChainedBlocks(Generic[BlockT]):
         self._enqueue_if_evictable(block)
 
     def touch(self, block: BlockT) -> None:
-        """Make it the one that was used last."""
+        """Make a block the most recently used one."""
         self._tick += 1
         block.last_used = self._tick
 
     def begin_use(self, block: BlockT) -> None:
-        """Keep a block from being a victim until as many ``end_use``."""
+        """Keep a block from being a victim until the matching ``end_use``."""
         block.num_users += 1
 
     def end_use(self, block: BlockT) -> None:
@@ -83,13 +83,13 @@ class ChainedBlocks(Generic[BlockT]):
             self._enqueue_if_evictable(block)
 
     def remove(self, block: BlockT) -> None:
-        """Forget a block, whatever hangs on it."""
+        """Remove a block, even if it has children or is in use."""
         del self._blocks[block.key]
         if (parent := self._parents.unlink(block.parent)) is not None:
             self._enqueue_if_evictable(parent)
 
     def next_victim(self) -> BlockT | None:
-        """The next to go; None where all are in use or above one that is."""
+        """Return the next block to evict; None if each is in use or has a descendant in use."""
         while self._queue:
             last_used, _, block = self._queue[0]
             here = self._blocks.get(block.key) is block
@@ -102,7 +102,7 @@ class ChainedBlocks(Generic[BlockT]):
         return None
 
     def pop_victim(self) -> BlockT | None:
-        """Remove and return the next to go."""
+        """Remove and return the next block to evict; None as for ``next_victim``."""
         block = self.next_victim()
         if block is not None:
             heappop(self._queue)
@@ -111,7 +111,7 @@ class ChainedBlocks(Generic[BlockT]):
         return block
 
     def check(self) -> None:
-        """Assert what must hold between two operations."""
+        """Assert the invariants that hold between two operations."""
         blocks = self._blocks
         assert all(block.key == key for key, block in blocks.items())
         parents = [block.parent for block in blocks.values() if block.parent is not None]

@@ -1,4 +1,4 @@
-"""Counters and speeds that every tier keeps."""
+"""Counters and speeds that every tier measures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _WEIGHT_OF_THE_PAST = 0.95
 
 
 class Throughput:
-    """Bytes a second while at least one transfer is under way; the last few dozen count."""
+    """Bytes per second while at least one transfer is under way, over the last few dozen."""
 
     def __init__(self) -> None:
         self._num_under_way = 0
@@ -20,17 +20,17 @@ class Throughput:
 
     @property
     def bytes_per_s(self) -> float:
-        """0 until the first transfer has ended."""
+        """Speed in bytes per second; 0 until the first transfer has ended."""
         return self._bytes / self._seconds if self._seconds > 0 else 0.0
 
     def begin(self, now_s: float) -> None:
-        """A transfer starts."""
+        """Note that a transfer begins."""
         if not self._num_under_way:
             self._since_s = now_s
         self._num_under_way += 1
 
     def end(self, now_s: float, num_bytes: int) -> None:
-        """A transfer has ended; ``num_bytes`` is 0 where it failed."""
+        """Note that a transfer has ended; ``num_bytes`` is 0 if it failed."""
         self._num_under_way -= 1
         self._bytes = self._bytes * _WEIGHT_OF_THE_PAST + num_bytes
         self._seconds = self._seconds * _WEIGHT_OF_THE_PAST + now_s - self._since_s
@@ -39,7 +39,7 @@ class Throughput:
 
 @dataclass(slots=True)
 class TierCounters:
-    """A tier's counters since its start."""
+    """Counters of a tier since its start."""
 
     stores: int = 0
     stored_bytes: int = 0
@@ -62,7 +62,7 @@ class TierCounters:
         num_blocks: int,
         in_flight: int,
     ) -> TierStats:
-        """The counters with the gauges given."""
+        """Return the counters together with the given gauges."""
         return TierStats(
             name=name,
             problem=problem,

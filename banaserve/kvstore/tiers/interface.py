@@ -16,11 +16,11 @@ BlockBytes = npt.NDArray[np.uint8]
 
 
 class BlockName(NamedTuple):
-    """What a tier files a block under.
+    """Name under which a tier stores a block.
 
     Attributes:
         key: Namespace (16 bytes) and the client's key: 32 to 80 bytes.
-        parent: Of the block before it in its chain, in the same form; None for the first.
+        parent: Key of the block before it in its chain, in the same form; None for the first.
     """
 
     key: bytes
@@ -28,9 +28,9 @@ class BlockName(NamedTuple):
 
 
 class TierOutcome(Enum):
-    """How a load or a store ended.
+    """Outcome of a load or a store.
 
-    FAILED covers what may work another time (disk full, peer away). After CORRUPT the tier has
+    FAILED covers errors that may be temporary (disk full, peer away). After CORRUPT the tier has
     forgotten the block.
     """
 
@@ -41,13 +41,13 @@ class TierOutcome(Enum):
 
 
 class Completion(NamedTuple):
-    """The end of a load or a store.
+    """End of a load or a store.
 
     Attributes:
-        ticket: What ``submit_load`` or ``submit_store`` returned.
-        outcome: Bytes in a load's target mean something only after DONE.
-        num_bytes: Of the block.
-        seconds: From submission to completion.
+        ticket: Ticket that ``submit_load`` or ``submit_store`` returned.
+        outcome: Outcome; bytes in a load's target are valid only after DONE.
+        num_bytes: Size of the block.
+        seconds: Time from submission to completion.
     """
 
     ticket: int
@@ -57,26 +57,26 @@ class Completion(NamedTuple):
 
 
 class TierStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A tier's counters (since the daemon started) and gauges (now).
+    """Counters (since the daemon started) and gauges (now) of a tier.
 
     Attributes:
-        name: Of the tier.
-        available: False while it takes and gives nothing; ``problem`` says why in one line.
-        capacity_bytes: Its budget; 0 where it has none of its own.
-        used_bytes: Bytes taken up, headers and dead records included.
-        num_blocks: Blocks that a load could return.
-        stores: Blocks written.
-        stored_bytes: Of them.
-        loads: Blocks read.
-        loaded_bytes: Of them.
-        evictions: Blocks dropped to make room.
-        missing: Loads of blocks that were not there (any more).
-        corrupt: Records whose checksum or structure was wrong: skipped, never served.
-        failures: Loads and stores that failed otherwise.
-        in_flight: Loads and stores under way.
-        load_bytes_per_s: Measured lately; 0 until the first load.
-        store_bytes_per_s: Measured lately; 0 until the first store.
-        keeps: Blocks that ``clear`` leaves for later loads, in words; empty for none.
+        name: Name of the tier.
+        available: False while the tier is out of service; ``problem`` says why in one line.
+        capacity_bytes: Budget of the tier; 0 if it has no budget of its own.
+        used_bytes: Number of bytes used, including headers and dead records.
+        num_blocks: Number of blocks that a load could return.
+        stores: Number of blocks written.
+        stored_bytes: Total size of the blocks written.
+        loads: Number of blocks read.
+        loaded_bytes: Total size of the blocks read.
+        evictions: Number of blocks dropped to make room.
+        missing: Number of loads of blocks that were not in the tier (any more).
+        corrupt: Number of records with a wrong checksum or structure: skipped, never served.
+        failures: Number of loads and stores that failed otherwise.
+        in_flight: Number of loads and stores under way.
+        load_bytes_per_s: Recently measured speed of loads; 0 until the first load.
+        store_bytes_per_s: Recently measured speed of stores; 0 until the first store.
+        keeps: Description of blocks that ``clear`` leaves for later loads; empty for none.
     """
 
     name: str
@@ -100,36 +100,37 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoreTier(Protocol):
-    """Blocks by key. One thread calls all methods, and none of them waits for a device or a peer.
+    """Storage of blocks by key. One thread calls all methods; none waits for a device or a peer.
 
-    A block is immutable: the same key always means the same bytes, so storing what is there
-    already changes nothing. Blocks of different sizes lie side by side.
+    A block is immutable: the same key always means the same bytes, so storing a block again
+    changes nothing. A tier may hold blocks of different sizes.
     """
 
     @property
     def name(self) -> str:
-        """Short and stable: labels metrics."""
+        """Name of the tier, short and stable: the label of its metrics."""
         ...
 
     @property
     def fd(self) -> int:
-        """Readable when ``poll`` has something to return."""
+        """File descriptor, readable when ``poll`` has something to return."""
         ...
 
     def lookup(self, keys: Sequence[bytes]) -> list[Lookup]:
-        """What is known of each key. PENDING: a peer is being asked, look again soon."""
+        """Return the state of each key. PENDING: a peer is being asked, look up again soon."""
         ...
 
     def submit_store(self, block: BlockName, source: BlockBytes) -> int | None:
-        """Begin to write a block, evicting others where the tier is full.
+        """Begin to write a block, evicting others if the tier is full.
 
         Args:
-            block: What to file it under.
-            source: ``[num_bytes]``, page aligned, unchanged until the completion.
+            block: Name under which to store the block.
+            source: Bytes of the block, ``[num_bytes]``, page aligned, unchanged until the
+                completion.
 
         Returns:
-            A ticket; None where the tier takes nothing now (queue full, unavailable) or has the
-            block already (then ``lookup`` says HIT).
+            A ticket; None if the tier accepts nothing now (queue full, unavailable) or has the
+            block already (then ``lookup`` returns HIT).
         """
         ...
 
@@ -137,59 +138,59 @@ class StoreTier(Protocol):
         """Begin to read a block.
 
         Args:
-            key: As it was stored.
-            target: ``[num_bytes]``, page aligned, of the block's exact size; written to until the
-                completion.
+            key: Key under which the block was stored.
+            target: Memory for the block, ``[num_bytes]``, page aligned, of the block's exact size;
+                written to until the completion.
 
         Returns:
-            A ticket; None where the tier has no such block of this size or its queue is full.
+            A ticket; None if the tier has no such block of this size or its queue is full.
         """
         ...
 
     def poll(self) -> list[Completion]:
-        """What has ended since the last call; each ticket comes up exactly once."""
+        """Return the transfers that have ended since the last call, each exactly once."""
         ...
 
     def evict(self, key: bytes) -> bool:
-        """Forget a block. False where it is not there or is being read or written."""
+        """Forget a block; return False if it is absent or is being read or written."""
         ...
 
     def clear(self) -> int:
-        """Forget every block that is not being read or written; how many went."""
+        """Forget all blocks that are not being read or written; return their number."""
         ...
 
     def stats(self) -> TierStats:
-        """Counters and gauges of this moment."""
+        """Return the current counters and gauges."""
         ...
 
     def check(self) -> None:
-        """Assert what must hold between two calls."""
+        """Assert the invariants that hold between two calls."""
         ...
 
     def close(self) -> None:
-        """Finish what is under way, then let go of everything. Not callable twice."""
+        """Finish the transfers under way, then free all resources. Not callable twice."""
         ...
 
 
 class UrlTier(StoreTier, Protocol):
-    """A tier that users ask for by URL: ``--kv-store-distributed NAME://...``.
+    """Tier that users choose by URL: ``--kv-store-distributed NAME://...``.
 
-    The class of another package's tier is one; it is offered as the entry point NAME of the group
-    ``banaserve.store_tiers``, and NAME is the scheme of its URLs. What the tier needs beyond the
-    URL's host and path are parameters of its query. The front door imports the module and checks
-    the URL; the store's daemon imports it too and opens the tier.
+    The tier of another package implements this protocol. The package offers the class as the entry
+    point NAME of the group ``banaserve.store_tiers``, and NAME is the scheme of the tier's URLs.
+    Settings beyond the URL's host and path are parameters of its query. The front door imports the
+    module and checks the URL; the store's daemon imports the module too and opens the tier.
     """
 
     @classmethod
     def check_url(cls, url: str) -> None:
-        """Returns if ``url`` makes sense; opens and reaches for nothing.
+        """Check ``url`` without opening or connecting to anything.
 
         Raises:
-            UserError: It does not: one line says what to write.
+            UserError: The URL is invalid: one line says what to write.
         """
         ...
 
     @classmethod
     def from_url(cls, url: str) -> UrlTier:
-        """Returns the open tier. Where it raises, the store goes on without the tier."""
+        """Return the open tier. If this raises, the store goes on without the tier."""
         ...

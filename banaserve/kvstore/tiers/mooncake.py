@@ -37,15 +37,16 @@ class _Answer(NamedTuple):
 
 
 class MooncakeTier:
-    """The store as one tier. All clients of one master share its blocks.
+    """Mooncake Store as one tier. All clients of one master share its blocks.
 
-    Other stores come and go with their blocks, so a HIT is a hint: the load may say MISSING or
-    FAILED. ``num_blocks`` and ``used_bytes`` count what this tier has stored or loaded itself and
-    has not seen missing since. ``evict`` and ``clear`` remove blocks for everybody.
+    Other members may join and leave with their blocks, so a HIT is a hint: the load may end as
+    MISSING or FAILED. ``num_blocks`` and ``used_bytes`` count the blocks that this tier has stored
+    or loaded itself and has not found missing since. ``evict`` and ``clear`` remove blocks for all
+    clients.
 
     Args:
-        config: How to join the store.
-        clock: Monotonic seconds; how old an answer is.
+        config: Configuration with which to join the store.
+        clock: Monotonic clock for the age of answers, in seconds.
 
     Raises:
         UserError: Mooncake is not installed.
@@ -73,28 +74,28 @@ class MooncakeTier:
 
     @classmethod
     def from_url(cls, url: str) -> MooncakeTier:
-        """Join the store that ``url`` names; returns before it has been reached.
+        """Join the store that ``url`` names; return before it has been reached.
 
         Args:
             url: ``mooncake://HOST:PORT?segment=1GiB&...``, see ``parse_url``.
 
         Raises:
-            UserError: Not such a URL, or Mooncake is not installed.
+            UserError: The URL is invalid, or Mooncake is not installed.
         """
         return cls(parse_url(url))
 
     @property
     def fd(self) -> int:
-        """Readable when ``poll`` has something to return or ``lookup`` may say more."""
+        """File descriptor, readable when ``poll`` or ``lookup`` may have new results."""
         return self._link.events.fd
 
     @property
     def pid(self) -> int | None:
-        """Of the process that runs Mooncake's client, while there is one."""
+        """Pid of the process that runs Mooncake's client; None if there is none."""
         return self._link.pid
 
     def lookup(self, keys: Sequence[bytes]) -> list[Lookup]:
-        """What is known of each key, from the master's answers of the last seconds."""
+        """Return the state of each key by the master's valid answers; ask about unknown keys."""
         self._take_events()
         if not self._health.available:
             return [Lookup.MISS] * len(keys)
@@ -120,7 +121,7 @@ class MooncakeTier:
         return found
 
     def submit_store(self, block: BlockName, source: BlockBytes) -> int | None:
-        """Begin to write a block; the store evicts others where it is full."""
+        """Begin to write a block; the store evicts others if it is full."""
         self._take_events()
         is_too_large = source.size > self._config.max_block_bytes
         if is_too_large or block.key in self._busy or self._knows(block.key, is_there=True):
@@ -128,7 +129,7 @@ class MooncakeTier:
         return self._submit(block.key, source, is_store=True)
 
     def submit_load(self, key: bytes, target: BlockBytes) -> int | None:
-        """Begin to read a block that ``lookup`` has found, or that was stored from here."""
+        """Begin to read a block that ``lookup`` has found, or that this tier has stored."""
         self._take_events()
         answer = self._answers.get(key)
         is_there = key in self._own if answer is None else answer.is_there
@@ -138,14 +139,14 @@ class MooncakeTier:
         return self._submit(key, target, is_store=False)
 
     def poll(self) -> list[Completion]:
-        """What has ended since the last call."""
+        """Return the transfers that have ended since the last call."""
         self._link.events.calm()
         self._take_events()
         completions, self._completions = self._completions, []
         return completions
 
     def evict(self, key: bytes) -> bool:
-        """Forget a block that this tier knows of."""
+        """Remove a block known to this tier from the store; return whether it was removed."""
         self._take_events()
         if key in self._busy or not self._is_known(key):
             return False
@@ -153,7 +154,7 @@ class MooncakeTier:
         return True
 
     def clear(self) -> int:
-        """Forget every block that this tier knows of and that it is not reading or writing."""
+        """Remove every block that is known to this tier and not in use; return their number."""
         self._take_events()
         known = {*self._own, *self._answers} - self._busy.keys()
         keys = [key for key in known if self._is_known(key)]
@@ -162,7 +163,7 @@ class MooncakeTier:
         return len(keys)
 
     def stats(self) -> TierStats:
-        """Counters and gauges of this moment."""
+        """Return the current counters and gauges."""
         self._take_events()
         stats = self._counters.stats(
             self.name,
@@ -176,7 +177,7 @@ class MooncakeTier:
         return msgspec.structs.replace(stats, available=self._health.available, keeps=keeps)
 
     def check(self) -> None:
-        """Assert what must hold between two calls."""
+        """Assert the invariants that hold between two calls."""
         assert len(self._jobs) <= self._config.depth
         assert sum(self._busy.values()) == len(self._jobs)
         assert all(number > 0 for number in self._busy.values())
@@ -187,7 +188,7 @@ class MooncakeTier:
         assert self._health.available == (not self._health.problem)
 
     def close(self) -> None:
-        """Finish or fail what is under way, within the timeout and two seconds, and leave."""
+        """End all transfers within the timeout and two seconds, then leave the store."""
         self._link.close()
 
     def _submit(self, key: bytes, memory: BlockBytes, *, is_store: bool) -> int | None:
@@ -212,7 +213,7 @@ class MooncakeTier:
                 self._on_ended(event)
             case AskedKeys(keys, codes):
                 for key, code in zip(keys, codes or [0] * len(keys), strict=True):
-                    # What has been learned since the question was asked is newer.
+                    # A key that is no longer in ``_asked`` has a newer answer.
                     if key in self._asked:
                         self._learn(key, is_there=bool(code))
             case Health():
@@ -254,7 +255,7 @@ class MooncakeTier:
             case TierOutcome.FAILED:
                 counters.failures += 1
                 if not job.is_store:
-                    # Its place may be gone with a peer: not to be tried again at once.
+                    # The block may be gone with its peer: do not try it again at once.
                     self._learn(job.key, is_there=False)
 
     def _speed(self, is_store: bool) -> Throughput:

@@ -1,4 +1,4 @@
-"""Mooncake's process as the daemon sees it, and the memory that both share."""
+"""Daemon's side of Mooncake's process, and the memory that both share."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ _RECEIVE_BYTES = 65536
 _KEPT_LOG_BYTES = 4096
 _EXIT_TIMEOUT_S = 0.5
 _FIRST = np.zeros(1, np.int64)
-# What follows a block's bytes: magic and version, their number, checksum of their XXH3-64 and key.
+# Trailer after a block's bytes: magic and version, number of the bytes, digest of their XXH3-64 and
+# the key.
 _TRAILER = struct.Struct("<8sQ16s")
 _MAGIC = b"bnsv-mc2"
 TRAILER_BYTES = _TRAILER.size
 
 
 class Staging:
-    """Slots of shared memory; each holds one block and its trailer.
+    """Slots of shared memory, each for one block and its trailer.
 
-    The process on the other side may write here at any time, whatever it was asked. So a block is
-    checked where it has been copied to.
+    Mooncake's process may write to the slots at any time, whether asked to or not. Therefore a
+    block is checked after it has been copied out.
     """
 
     def __init__(self, num_slots: int, max_block_bytes: int) -> None:
@@ -53,19 +54,19 @@ class Staging:
 
     @property
     def num_free(self) -> int:
-        """Slots that are free."""
+        """Number of free slots."""
         return len(self._free)
 
     def take(self) -> int:
-        """A free slot."""
+        """Take a free slot."""
         return self._free.pop()
 
     def give_back(self, slot: int) -> None:
-        """Give ``slot`` back: it is not read or written any more."""
+        """Give back a slot that is no longer read or written."""
         self._free.append(slot)
 
     def first_byte(self, slot: int) -> int:
-        """Where ``slot`` begins."""
+        """Return the offset of ``slot``."""
         return slot * self._slot_bytes
 
     def fill(self, slot: int, key: bytes, block: BlockBytes) -> None:
@@ -76,31 +77,33 @@ class Staging:
         self._memory[end : end + TRAILER_BYTES] = np.frombuffer(trailer, np.uint8)
 
     def copy_out(self, slot: int, key: bytes, target: BlockBytes) -> bool:
-        """Copy a block of the target's size to ``target``; whether it is the one stored there."""
+        """Copy a block of the target's size to ``target``; return whether its trailer is right."""
         start, end = self.first_byte(slot), self.first_byte(slot) + target.size
         trailer = self._memory[end : end + TRAILER_BYTES].tobytes()
         checksum = _copy(target, self._memory[start:end], streaming=False)
         return trailer == _TRAILER.pack(_MAGIC, target.size, _named(checksum, key))
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         del self._memory
         os.close(self.fd)
 
 
 class MooncakeChild:
-    """One life of the process. Nothing here waits for it, except ``end`` for a moment.
+    """Process of Mooncake's client, from one start to its end.
+
+    No method waits for the process, except ``end`` and ``epitaph`` for a moment.
 
     Attributes:
-        is_ready: Whether it has joined the store.
-        last_line: Of what it wrote to its log.
+        is_ready: True once the process has joined the store.
+        last_line: Last line that the process wrote to its log.
     """
 
     def __init__(self, config: MooncakeConfig, staging_fd: int) -> None:
-        """Start it.
+        """Start the process.
 
         Raises:
-            OSError: No process can be had.
+            OSError: The process cannot be started.
         """
         self.is_ready = False
         self.last_line = ""
@@ -129,26 +132,26 @@ class MooncakeChild:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Pid of the process."""
         return self._process.pid
 
     def send(self, order: Order) -> None:
-        """Tell it what to do.
+        """Send an order to the process.
 
         Raises:
-            OSError: It is gone or does not read.
+            OSError: The process is gone or does not read.
         """
         data = frame(order)
         if self.sock.send(data) < len(data):
             raise ConnectionAbortedError("it does not read")
 
     def receive(self) -> Iterator[Report]:
-        """Yield what it has said.
+        """Yield the reports of the process.
 
         Raises:
-            EOFError: It has ended.
-            OSError: It is gone.
-            ValueError: It talks nonsense.
+            EOFError: The process has closed its socket.
+            OSError: The process is gone.
+            ValueError: The bytes are not valid reports.
         """
         with contextlib.suppress(BlockingIOError):
             data = self.sock.recv(_RECEIVE_BYTES)
@@ -157,7 +160,7 @@ class MooncakeChild:
             yield from self._frames.feed(data)
 
     def read_log(self) -> bool:
-        """Take in what it has logged; False where there is nothing more, at least for now."""
+        """Read some output of the process; return False if there is none, at least for now."""
         try:
             data = os.read(self.log_fd, _KEPT_LOG_BYTES)
         except BlockingIOError:
@@ -167,7 +170,7 @@ class MooncakeChild:
         return bool(data)
 
     def end(self, grace_s: float = 0.0) -> None:
-        """Kill it unless it ends within ``grace_s``; it touches no memory after that."""
+        """Kill the process unless it ends within ``grace_s``; then it touches no memory."""
         try:
             self._process.wait(grace_s)
         except subprocess.TimeoutExpired:
@@ -176,7 +179,7 @@ class MooncakeChild:
         self._close_fds()
 
     def epitaph(self) -> str:
-        """Why it has ended, in words, once its socket is closed."""
+        """Describe why the process has ended, once its socket is closed."""
         try:
             code = self._process.wait(_EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -184,7 +187,7 @@ class MooncakeChild:
         while self.read_log():
             pass
         status = f"signal {-code}" if code < 0 else f"exit code {code}"
-        # Once it has joined, its last line is of some earlier trouble.
+        # After the process has joined, its last line is about an earlier problem.
         return status if self.is_ready or not self.last_line else f"{status}: {self.last_line}"
 
     def _close_fds(self) -> None:
@@ -193,7 +196,7 @@ class MooncakeChild:
 
 
 def _copy(target: BlockBytes, source: BlockBytes, *, streaming: bool) -> int:
-    """Copy bytes; the XXH3-64 of what ``target`` then holds."""
+    """Copy bytes; return the XXH3-64 of the bytes that ``target`` then holds."""
     return _native.copy_regions_checksummed(
         target.ctypes.data, source.ctypes.data, _FIRST, _FIRST, target.size, target.size,
         source.size, streaming=streaming,
@@ -201,5 +204,5 @@ def _copy(target: BlockBytes, source: BlockBytes, *, streaming: bool) -> int:
 
 
 def _named(checksum: int, key: bytes) -> bytes:
-    # With the key, a block filed under another's name is caught too.
+    # With the key in the digest, a block stored under another block's name is detected too.
     return xxhash.xxh3_128_digest(checksum.to_bytes(8, "little") + key)

@@ -21,19 +21,21 @@ _OPTIONS = (
 
 
 class MooncakeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How to join a Mooncake Store.
+    """Configuration with which to join a Mooncake Store.
 
     Attributes:
         master: ``HOST:PORT`` of mooncake_master.
-        metadata: Where Mooncake keeps addresses of peers; ``P2PHANDSHAKE`` needs no server.
+        metadata: Server where Mooncake keeps addresses of peers; ``P2PHANDSHAKE`` needs none.
         protocol: ``tcp`` or ``rdma``.
         devices: RDMA devices, separated by commas.
-        host: Address under which peers reach this machine; empty for the one that routes to the
-            master.
-        segment_bytes: Memory that this process lends to the store; 0 lends none.
-        max_block_bytes: Larger blocks are not taken. A multiple of the page size.
-        depth: Loads and stores under way at once; each has ``max_block_bytes`` of address space.
-        timeout_s: Longest wait for a load, a store or the master.
+        host: Address under which peers reach this machine; empty for its address on the route to
+            the master.
+        segment_bytes: Size of the memory that this process lends to the store; 0 lends none.
+        max_block_bytes: Maximum size of a block, a multiple of the page size; larger blocks are
+            not stored.
+        depth: Maximum number of loads and stores under way; each has ``max_block_bytes`` of
+            address space.
+        timeout_s: Maximum wait for a load, a store or the master, in seconds.
     """
 
     master: str
@@ -48,12 +50,12 @@ class MooncakeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_url(url: str) -> MooncakeConfig:
-    """The configuration that ``mooncake://HOST:PORT?option=value&...`` means.
+    """Parse ``mooncake://HOST:PORT?option=value&...`` into a configuration.
 
     Options: metadata, protocol, devices, host, segment, block, depth, timeout (s).
 
     Raises:
-        UserError: Not such a URL, or an unknown option or value; one line says which.
+        UserError: The URL is invalid, or an option or value is unknown; one line says which.
     """
     try:
         parts = urlsplit(url)
@@ -86,15 +88,15 @@ def parse_url(url: str) -> MooncakeConfig:
 
 
 def check_installed() -> None:
-    """Return if Mooncake's client can be loaded.
+    """Check that Mooncake's client can be loaded.
 
     Raises:
-        UserError: Something is missing; names what to install.
+        UserError: A package or library is missing; the message says what to install.
     """
     if find_spec("mooncake") is None:
         raise UserError("the mooncake tier needs Mooncake: pip install 'banaserve[mooncake]'")
     try:
-        # Mooncake links to it for every protocol, tcp included.
+        # Mooncake links to this library for every protocol, tcp included.
         ctypes.CDLL("libibverbs.so.1")
     except OSError as error:
         raise UserError(

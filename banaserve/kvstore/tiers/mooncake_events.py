@@ -10,13 +10,14 @@ from banaserve.kvstore.tiers.interface import BlockBytes, TierOutcome
 
 @dataclass(eq=False, slots=True)
 class MooncakeJob:
-    """A load or a store on its way.
+    """Load or store under way.
 
     Attributes:
-        is_store: Whether bytes go from ``memory`` to Mooncake.
-        deadline_s: On the monotonic clock: when it fails if it has not ended.
-        slot: In the staging, once it has one.
-        outcome: Once it has ended for its caller; the slot may still be in use.
+        is_store: True if bytes go from ``memory`` to Mooncake, False for a load.
+        deadline_s: Time on the monotonic clock at which the job fails if it has not ended.
+        slot: Slot in the staging memory; None until one is assigned.
+        outcome: Outcome; None until the job has ended for its caller. The slot may still be in use
+            after that.
     """
 
     ticket: int
@@ -30,20 +31,20 @@ class MooncakeJob:
 
 
 class AskedKeys(NamedTuple):
-    """Which of ``keys`` are there; ``codes`` is None until answered and where that failed."""
+    """Question which ``keys`` the store has; ``codes`` is None until the answer and on failure."""
 
     keys: list[bytes]
     codes: list[int] | None
 
 
 class Removed(NamedTuple):
-    """The store is to forget ``keys``, or was asked to."""
+    """Order to remove ``keys`` from the store, and the event that this was done."""
 
     keys: list[bytes]
 
 
 class Health(NamedTuple):
-    """Whether the store can be used from here on; ``problem`` says why not."""
+    """Health of the store from now on; ``problem`` says why it is not available."""
 
     available: bool
     problem: str

@@ -1,4 +1,4 @@
-"""Keeps Mooncake's process alive and finds out whether the store can be used."""
+"""Keeper of Mooncake's process, which also finds out whether the store can be used."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from banaserve.kvstore.tiers.mooncake_process import (
 log = logging.getLogger(__name__)
 
 PAUSE_S = 1.0
-"""Longest time without a look at whether something is due."""
+"""Interval between two questions to the master, and maximum wait before a check, in seconds."""
 _PING_KEY = b"\0" * 16
 _FIRST_RESTART_S = 0.2
 _LONGEST_RESTART_S = 5.0
@@ -32,15 +32,17 @@ _LEAVE_TIMEOUT_S = 2.0
 
 
 class Keeper:
-    """Starts the process again with growing pauses; asks the master every second. One thread.
+    """Keeper that restarts the process with growing pauses and asks the master every second.
+
+    One thread calls all methods.
 
     Args:
-        config: How to join the store.
-        staging_fd: Memory that the process shares.
-        selector: Calls the function that is registered with a file descriptor.
-        on_done: Called with the number and the codes of each call that has been answered.
-        on_lost: Called when the process is dead: no call that was sent will be answered.
-        on_health: Called when the store goes and when it comes back.
+        config: Configuration with which to join the store.
+        staging_fd: File descriptor of the memory shared with the process.
+        selector: Selector; the data of its keys are functions to call.
+        on_done: Callback with the number and the codes of each call that has been answered.
+        on_lost: Callback when the process is dead: no call that was sent will be answered.
+        on_health: Callback when the store becomes unavailable or available again.
     """
 
     def __init__(
@@ -71,16 +73,16 @@ class Keeper:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, while there is one."""
+        """Pid of the process; None if there is none."""
         return None if self._child is None else self._child.pid
 
     def next_seq(self) -> int:
-        """A number for the next call."""
+        """Return the number of the next call."""
         self._last_seq += 1
         return self._last_seq
 
     def send(self, call: Call) -> None:
-        """Give the process a call. Where it is gone, ``on_lost`` comes before the return."""
+        """Send a call to the process. If it is gone, ``on_lost`` is called before the return."""
         child = self._child
         if child is None:
             self.lose("Mooncake's client is gone: it has ended")
@@ -93,7 +95,7 @@ class Keeper:
             self.lose(f"Mooncake's client is gone: {error}")
 
     def due_s(self) -> float:
-        """When ``look_after`` has something to do."""
+        """Return the time at which ``look_after`` must be called, on the monotonic clock."""
         soon_s = time.monotonic() + PAUSE_S
         if self._child is None:
             return min(soon_s, self._restart_at_s)
@@ -101,7 +103,7 @@ class Keeper:
         return min(soon_s, self._ping_at_s) if is_due else soon_s
 
     def look_after(self) -> None:
-        """Start the process, ask the master, or give up waiting, whatever is due."""
+        """Start the process, ask the master, or give up waiting, depending on what is due."""
         now_s = time.monotonic()
         if self._child is None:
             if now_s >= self._restart_at_s:
@@ -117,7 +119,7 @@ class Keeper:
             self._note(Health(False, self._away))
 
     def doubt(self) -> None:
-        """A call has failed: ask the master soon."""
+        """Ask the master soon, because a call has failed."""
         if self._ping_seq is None:
             self._ping_at_s = min(self._ping_at_s, time.monotonic())
 
@@ -136,7 +138,7 @@ class Keeper:
         self._on_lost()
 
     def leave(self) -> None:
-        """Let the process say goodbye to the master, for two seconds at most, and end it."""
+        """Let the process leave the master, within two seconds, and end it."""
         if self._child is None:
             return
         if self.health.available:

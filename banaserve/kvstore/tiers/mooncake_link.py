@@ -34,7 +34,7 @@ from banaserve.kvstore.tiers.mooncake_process import (
 
 log = logging.getLogger(__name__)
 
-# A call that has not ended after this many timeouts never will: it is two of Mooncake's own steps.
+# A call counts as hung after this many timeouts: it consists of two of Mooncake's own steps.
 _PATIENCE = 4
 
 
@@ -45,9 +45,9 @@ class _Sent(NamedTuple):
 
 
 class MooncakeLink:
-    """Carries out every order that is put into ``orders``, with one event in ``events`` for each.
+    """Thread that executes each order put into ``orders``, with one event in ``events`` for each.
 
-    Only ``close`` waits, and no longer than the timeout and two seconds.
+    Only ``close`` waits, no longer than the timeout and two seconds.
     """
 
     def __init__(self, config: MooncakeConfig) -> None:
@@ -74,16 +74,16 @@ class MooncakeLink:
 
     @property
     def health(self) -> Health:
-        """Of the store, as last found."""
+        """Last known health of the store."""
         return self._keeper.health
 
     @property
     def pid(self) -> int | None:
-        """Of Mooncake's process, while there is one."""
+        """Pid of Mooncake's process; None if there is none."""
         return self._keeper.pid
 
     def close(self) -> None:
-        """Finish or fail what is under way, then leave the store."""
+        """Finish or fail the transfers under way, then leave the store."""
         self._closing = True
         self.orders.knock()
         self._thread.join()
@@ -133,7 +133,7 @@ class MooncakeLink:
                     self.events.put(order)
 
     def _give_out(self) -> None:
-        """Send what has a slot and whose key is not being removed, in the order of arrival."""
+        """Send waiting jobs in order while slots are free; skip those with a key being removed."""
         held: list[MooncakeJob] = []
         while self._waiting and (self._staging.num_free or not self.health.available):
             job = self._waiting.popleft()
@@ -170,7 +170,7 @@ class MooncakeLink:
             self._end(job, TierOutcome.FAILED)
         for sent in self._sent.values():
             if sent.job and sent.job.deadline_s <= now_s:
-                # The slot stays taken: the call may still write there.
+                # The slot stays taken: the call may still write to it.
                 self._end(sent.job, TierOutcome.FAILED)
         oldest_s = min((sent.at_s for sent in self._sent.values()), default=now_s)
         if now_s - oldest_s > _PATIENCE * max(1.0, self._timeout_s):
@@ -210,7 +210,7 @@ class MooncakeLink:
         return TierOutcome.CORRUPT if code >= 0 or code == TOO_LARGE else TierOutcome.FAILED
 
     def _on_lost(self) -> None:
-        """End of the last call: nothing writes to the staging any more."""
+        """End every call: the process is dead and no longer writes to the staging memory."""
         lost, self._sent = self._sent, {}
         self._removing.clear()
         for call, job, _ in lost.values():

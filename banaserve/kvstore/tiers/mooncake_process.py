@@ -1,8 +1,8 @@
-"""Mooncake's client in a process of its own.
+"""Mooncake's client in a separate process.
 
-Setting it up and closing it hold the GIL for seconds, and its TCP transport reads and writes any
-address that a peer names. So neither the daemon nor its pool share a process with it: what they
-share is the staging, whose bytes are checked after they have been copied out of it.
+Setting up and closing the client hold the GIL for seconds, and its TCP transport reads and writes
+any address that a peer names. Therefore neither the daemon nor its pool share a process with the
+client: they share only the staging memory, whose bytes are checked after they were copied out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from banaserve.kvstore.tiers.mooncake_config import MooncakeConfig
 KEY_PREFIX = "banaserve-"
 NOT_FOUND = -704
 TOO_LARGE = -600
-"""The object is longer than the buffer."""
+"""Code for an object that is longer than the buffer."""
 BROKEN_CALL = -1
 _LOCAL_BUFFER_BYTES = 2**20
 _NUM_CONTROL_THREADS = 2
@@ -41,7 +41,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class AskPresent(_Message, frozen=True, tag="ask"):
-    """Answered with 1 for each key that is there, 0 for each that is not, or an error code."""
+    """Question about keys, answered for each with 1 if present, 0 if not, or an error code."""
 
     seq: int
     keys: list[bytes]
@@ -53,7 +53,7 @@ class Remove(_Message, frozen=True, tag="remove"):
 
 
 class Put(_Message, frozen=True, tag="put"):
-    """From the staging; answered with 0 or an error code."""
+    """Store of a block from the staging memory; answered with 0 or an error code."""
 
     seq: int
     key: bytes
@@ -62,7 +62,7 @@ class Put(_Message, frozen=True, tag="put"):
 
 
 class Get(_Message, frozen=True, tag="get"):
-    """Into the staging; answered with the object's length or an error code."""
+    """Load of a block into the staging memory; answered with its length or an error code."""
 
     seq: int
     key: bytes
@@ -71,15 +71,15 @@ class Get(_Message, frozen=True, tag="get"):
 
 
 class Leave(_Message, frozen=True, tag="leave"):
-    """Unmount the segment, so that the master forgets its blocks at once, and end."""
+    """Order to unmount the segment, so that the master forgets its blocks at once, and to end."""
 
 
 class ProcessReady(_Message, frozen=True, tag="ready"):
-    """The first message where joining the store worked."""
+    """First message of the process if it has joined the store."""
 
 
 class OperationRefused(_Message, frozen=True, tag="refused"):
-    """The first message where it did not; the process ends with it."""
+    """First message of the process if it could not join the store; the process ends after it."""
 
     reason: str
 
@@ -97,13 +97,13 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def frame(message: Order | Report) -> bytes:
-    """``message`` behind its length."""
+    """Encode ``message``, preceded by its length."""
     payload = _encoder.encode(message)
     return _LENGTH.pack(len(payload)) + payload
 
 
 class Frames(Generic[T]):
-    """Turns received bytes into messages of one kind."""
+    """Decoder of received bytes into messages of one kind."""
 
     def __init__(self, kind: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
@@ -113,7 +113,7 @@ class Frames(Generic[T]):
         """Yield each message that ``data`` completes.
 
         Raises:
-            ValueError: The bytes are no such message.
+            ValueError: The bytes are not a valid message.
         """
         self._buffer += data
         while len(self._buffer) >= _LENGTH.size:
@@ -128,14 +128,14 @@ class Frames(Generic[T]):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Join the store, serve the orders that come over the socket, leave at its end."""
+    """Join the store, execute the orders from the socket, and leave when they end."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--socket-fd", type=int, required=True)
     parser.add_argument("--staging-fd", type=int, required=True)
     parser.add_argument("--config", required=True)
     given = parser.parse_args(argv)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # Ctrl-C reaches the whole group; the daemon says when this process is to leave.
+    # Ctrl-C reaches the whole process group, but only the daemon decides when this process leaves.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     config = msgspec.json.decode(given.config, type=MooncakeConfig)
     sock = socket.socket(fileno=given.socket_fd)
@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     sock.sendall(frame(ProcessReady()))
     _Servant(store, replication, staging, sock, config.depth).serve()
     store.close()
-    # Not by way of the interpreter's end, which waits for calls that hang.
+    # Not through the interpreter's normal exit, which waits for calls that hang.
     os._exit(0)
 
 
@@ -162,7 +162,7 @@ def _join(config: MooncakeConfig, staging: mmap.mmap) -> tuple[Any, Any]:
         "MC_STORE_CLIENT_METRIC": "0",
         "MC_LOG_LEVEL": "ERROR",
     }
-    # Read when the library is loaded.
+    # The library reads these variables when it is loaded.
     os.environ.update({k: v for k, v in environment.items() if k not in os.environ})
     from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
@@ -183,13 +183,13 @@ def _join(config: MooncakeConfig, staging: mmap.mmap) -> tuple[Any, Any]:
         raise RuntimeError(f"Mooncake cannot register memory (code {code})")
     replication = ReplicateConfig()
     if config.segment_bytes:
-        # A store into memory of this machine takes no network; who wants the block fetches it.
+        # A store into memory of this machine uses no network; other machines fetch the block.
         replication.preferred_segment = store.get_hostname()
     return store, replication
 
 
 def _own_address(master: str) -> str:
-    """The address from which this machine reaches the master; sends nothing."""
+    """Return the address from which this machine reaches the master; sends nothing."""
     host, _, port = master.rpartition(":")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, int(port)))
@@ -205,7 +205,7 @@ def _name(key: bytes) -> str:
 
 
 class _Servant:
-    """Runs each call in a thread, so that one that hangs holds up no other."""
+    """Executor of each call in a thread, so that a call that hangs does not delay the others."""
 
     def __init__(
         self, store: Any, replication: Any, staging: mmap.mmap, sock: socket.socket, depth: int
@@ -220,7 +220,7 @@ class _Servant:
         self._control = ThreadPoolExecutor(_NUM_CONTROL_THREADS, "control")
 
     def serve(self) -> None:
-        """Return when the daemon says so or is gone."""
+        """Serve until the daemon sends Leave or is gone."""
         frames: Frames[Order] = Frames(Order)
         while data := self._sock.recv(65536):
             for order in frames.feed(data):
@@ -246,8 +246,8 @@ class _Servant:
             case AskPresent():
                 return list(store.batch_is_exist([_name(key) for key in call.keys]))
             case Remove():
-                # By force: our own question a moment ago has leased the object for seconds. A
-                # reader that this takes the bytes from sees a wrong checksum.
+                # Forced, since a recent question of this client has leased the object for seconds.
+                # A reader that loses the bytes by this notices a wrong checksum.
                 return list(store.batch_remove([_name(key) for key in call.keys], True))
             case Put():
                 address = self._base + call.first_byte

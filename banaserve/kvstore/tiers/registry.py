@@ -1,4 +1,4 @@
-"""Registry of store tiers. Each of banaserve's own is imported only when it is opened."""
+"""Registry of store tiers. Each tier of banaserve is imported only when it is opened."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from banaserve.registry import Registry, check_call, check_class
 
 
 class TierSpec(NamedTuple):
-    """Which tier to open.
+    """Specification of a tier to open.
 
     Attributes:
-        name: In the registry.
-        place: A folder or a URL; empty where the tier needs none.
-        capacity_bytes: Its budget; 0 where it has none of its own.
+        name: Name of the tier in the registry.
+        place: Folder or URL of the tier; empty if it needs none.
+        capacity_bytes: Budget of the tier; 0 if it has no budget of its own.
     """
 
     name: str
@@ -29,11 +29,12 @@ class TierSpec(NamedTuple):
 
 
 class TierEntry(NamedTuple):
-    """How a tier is opened.
+    """Functions that open a tier and check its URL.
 
     Attributes:
-        open: May raise anything.
-        check_url: For a tier that users ask for as ``name://...``; see ``UrlTier``.
+        open: Function that opens the tier; may raise any exception.
+        check_url: Check of a URL, for a tier that users choose as ``name://...``, see ``UrlTier``;
+            None for others.
     """
 
     open: Callable[[TierSpec], StoreTier]
@@ -58,13 +59,13 @@ def register(
     *,
     check_url: Callable[[str], object] | None = None,
 ) -> None:
-    """Make a tier known.
+    """Register a tier.
 
     Args:
-        name: Short and stable.
-        factory: Opens it; may raise anything.
-        check_url: Where ``name://...`` is how users ask for it: raises ``UserError`` for a URL
-            that makes no sense, and reaches for nothing.
+        name: Name of the tier, short and stable.
+        factory: Function that opens the tier; may raise any exception.
+        check_url: Check of a URL, for a tier that users choose as ``name://...``: raises
+            ``UserError`` for an invalid URL, and connects to nothing. None for others.
 
     Raises:
         ValueError: The name is taken.
@@ -73,19 +74,19 @@ def register(
 
 
 def open_tier(spec: TierSpec) -> StoreTier:
-    """The tier that ``spec`` describes. Raises what its factory raises.
+    """Open the tier that ``spec`` describes; raise any exception of its factory.
 
     Raises:
-        UserError: There is none of this name; lists those there are.
+        UserError: There is no tier of this name; the message lists the known ones.
     """
     return TIERS.get(spec.name).open(spec)
 
 
 def distributed_spec(url: str) -> TierSpec:
-    """The tier that a URL stands for, chosen by its scheme.
+    """Return the specification of the tier that a URL selects by its scheme.
 
     Raises:
-        UserError: No tier has this scheme (lists those that have one), or an option is wrong.
+        UserError: No tier has this scheme (the message lists known ones), or an option is wrong.
     """
     schemes = {name: check for name in TIERS.names() if (check := TIERS.get(name).check_url)}
     scheme = urlsplit(url).scheme

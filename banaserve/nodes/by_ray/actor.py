@@ -1,6 +1,7 @@
-"""Ray actor that keeps a node's agent alive: the agent is a process of its own.
+"""Ray actor that keeps a node's agent alive: the agent is a separate process.
 
-Engines inside an actor would lose its placement group, and Ray sets variables for its own tasks.
+Engines inside an actor would lose its placement group, and would get the environment variables that
+Ray sets for its own tasks.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ import sys
 from banaserve.nodes.options import KEY_VARIABLE
 
 _START_S = 60.0
-# Ray's own for tasks; the number of threads is the server's to say.
+# Set by Ray for its own tasks; here the server decides the number of threads.
 _TAKEN_OUT = ("OMP_NUM_THREADS",)
 
 
 class AgentActor:
-    """Runs ``banaserve node`` beside itself.
+    """Actor that runs ``banaserve node`` as a process beside itself.
 
     Args:
-        key: Of the cluster.
+        key: Key of the cluster.
     """
 
     def __init__(self, key: str) -> None:
@@ -32,10 +33,10 @@ class AgentActor:
         self._port = 0
 
     def address(self) -> tuple[str, int]:
-        """Where the agent listens; starts one where none runs.
+        """Return the address of the agent; start an agent if none runs.
 
         Raises:
-            RuntimeError: It does not start.
+            RuntimeError: The agent does not start.
         """
         if self._agent is None or self._agent.poll() is not None:
             self._port = self._start()

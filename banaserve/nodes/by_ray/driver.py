@@ -1,7 +1,7 @@
 """Process that asks Ray for nodes and keeps an agent on each.
 
-``python -m banaserve.nodes.by_ray.driver PARENT_PID`` reads one request, then orders, a line each,
-and answers each with a line. What it has placed ends with it.
+``python -m banaserve.nodes.by_ray.driver PARENT_PID`` reads one request, then orders, one per line,
+and answers each with a line. All agents that it has placed end with it.
 """
 
 from __future__ import annotations
@@ -39,17 +39,18 @@ _CONNECT_S = 5.0
 _INIT_S = 45.0
 _MAX_WORDS = 300
 _PIN, _PINCH = "node:", 0.001
-"""Of the resource that Ray gives each node by its address: who asks for some is placed there."""
+"""Prefix and amount of the resource that Ray names after a node's address: asking for it pins an
+actor to that node."""
 
 
 class RayAgents:
-    """Agents that Ray runs as actors, in a placement group of one bundle a node.
+    """Agents that Ray runs as actors, in a placement group with one bundle per node.
 
     Args:
-        ray: The module.
+        ray: The module ``ray``.
 
     Attributes:
-        bundles: Resources of each agent.
+        bundles: Resources of each agent of the start.
     """
 
     def __init__(self, ray: Any, request: RayRequest) -> None:
@@ -67,7 +68,7 @@ class RayAgents:
         """Join the cluster.
 
         Raises:
-            UserError: It cannot be reached, or is of another version.
+            UserError: The cluster cannot be reached, or has another version of Ray.
         """
         ray, request = self._ray, self._request
         _check_answers(request.address)
@@ -82,10 +83,11 @@ class RayAgents:
             raise UserError(f"--cluster {request.address}: {_one_line(error)}") from error
 
     def place(self) -> list[AgentPlace | None]:
-        """Start them.
+        """Start the agents.
 
         Returns:
-            Where they are; None for one whose node has joined later and is not there now.
+            Places of the agents; None for an agent that was dropped, or whose node has joined later
+            and is not there now.
 
         Raises:
             UserError: The nodes have no room.
@@ -103,7 +105,7 @@ class RayAgents:
         return first + [self._placed_again(bundle) for bundle in request.added]
 
     def _placed_again(self, bundle: dict[str, float]) -> AgentPlace | None:
-        """Start the agent of a node that has joined; another one is not taken in its place."""
+        """Start the agent of a node that has joined; no other node replaces that node."""
         number = len(self._actors)
         self._actors.append(None)
         if number in self._request.dropped:
@@ -133,12 +135,12 @@ class RayAgents:
         return made.remote(self._request.key)
 
     def add(self, address: str) -> RayAnswer:
-        """Start one more agent, with all that one of Ray's nodes has for instances.
+        """Start one more agent, with all resources that one of Ray's nodes has for instances.
 
-        One of the start that was dropped has its lease still, and gets what that has.
+        A node of the start that was dropped still has its lease, and its agent gets that lease.
 
         Raises:
-            UserError: There is no such node, or it has an agent, or no room.
+            UserError: There is no such node, or the node has an agent already, or has no room.
         """
         alive = {node["NodeManagerAddress"]: node for node in self._alive()}
         host = address if address in alive else address.rpartition(":")[0]
@@ -174,7 +176,7 @@ class RayAgents:
             raise
 
     def drop(self, number: int) -> None:
-        """End an agent for good; what a node of the start has lent is Ray's again at the end."""
+        """End an agent for good; a node of the start stays leased until the driver ends."""
         actor, self._actors[number] = self._actors[number], None
         host = self._hosts.pop(number, "")
         if host and number < len(self.bundles):
@@ -185,7 +187,7 @@ class RayAgents:
             _remove(group)
 
     def gained(self) -> list[str]:
-        """Addresses of nodes that have come since this was asked last, and can lend something."""
+        """Return the addresses of nodes with CPUs that have appeared since the last call."""
         here = {n["NodeManagerAddress"] for n in self._alive() if _facts(n).max_instances}
         new = sorted(here - self._known)
         self._known |= here
@@ -195,10 +197,10 @@ class RayAgents:
         return [node for node in self._ray.nodes() if node["Alive"]]
 
     def find(self, number: int, timeout_s: float = _FIND_S) -> AgentPlace:
-        """Where an agent is now: Ray starts one that is lost again, maybe on another node.
+        """Return an agent's present place: Ray restarts a lost agent, maybe on another node.
 
         Raises:
-            UserError: It has not come yet.
+            UserError: The agent has not been started yet, or Ray has no room for it.
         """
         if (actor := self._actors[number]) is None:
             raise UserError("Ray has no room for its agent any more")
@@ -210,20 +212,20 @@ class RayAgents:
         return AgentPlace(host, port)
 
     def is_known(self) -> bool:
-        """Whether Ray knows what it has placed here: a head that was started anew does not."""
+        """Return whether Ray still knows the placement group: a restarted head does not."""
         from ray.util.placement_group import placement_group_table
 
         return placement_group_table(self._group).get("state") in _HELD
 
     def _bundles(self) -> list[dict[str, float]]:
-        """Resources of one node each, for as many instances as are planned there."""
+        """Return the resources of each agent, for the instances planned on its node."""
         need = self._request.need
         facts = [_facts(node) for node in self._alive()]
         if not self._request.instances:
             return [{"CPU": 1.0} for node in facts if node.max_instances]
         instances = [(InstanceId(name), Role(role)) for name, role in self._request.instances]
         assigned = [one for one in assign(facts, instances, need) if one.instances]
-        # Ray chooses the nodes: one that is lost may be replaced by another.
+        # Ray chooses the nodes: a lost node may be replaced by another.
         return [
             {"CPU": float(len(one.instances)), **_gpus(len(one.instances) * need.num_gpus)}
             for one in assigned
@@ -253,7 +255,7 @@ def _remove(group: Any) -> None:
 
 
 def _check_answers(address: str) -> None:
-    """Raises UserError where nothing listens: Ray itself asks for minutes."""
+    """Raise UserError if nothing listens at the address: Ray itself would retry for minutes."""
     if address == "auto":
         return
     host, port = host_and_port("--cluster", address)
@@ -280,15 +282,15 @@ def _resources(bundle: dict[str, float]) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-    # A task's error begins with a traceback, and ends with what the task has raised.
+    # A task's error begins with a traceback, and ends with the exception that the task raised.
     words = str(getattr(error, "cause", None) or error)
     return " ".join(words.split())[:_MAX_WORDS] or type(error).__name__
 
 
 def main() -> int:
-    """Obey until standard input ends, nothing can be placed, or Ray has forgotten it."""
+    """Obey orders until standard input ends, no agent can be placed, or Ray has lost the agents."""
     die_with_parent(int(sys.argv[1]))
-    # Ray prints to where it likes: answers have a descriptor of their own.
+    # Ray prints to standard output: answers have a file descriptor of their own.
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
 
@@ -337,7 +339,7 @@ def _obeyed(agents: RayAgents, order: RayOrder) -> RayAnswer:
 
 
 def _import_ray() -> Any:
-    # Its own checks of memory end engines that start, and nobody here is to be counted.
+    # Usage statistics are off: users of banaserve are not to be counted by Ray.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray

@@ -1,4 +1,4 @@
-"""Places of agents that Ray has started: asked of a process of their own, ``driver``."""
+"""Places of agents that Ray has started, as reported by a separate process, ``driver``."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from banaserve.nodes.places import AgentPlace, NumberedPlace
 from banaserve.types import InstanceId, Role
 
 logger = logging.getLogger(__name__)
-# Longer than the driver's own, and than Ray's processes wait for a head that is away: to end the
-# driver ends all agents.
+# Longer than the driver's own timeouts, and than Ray's processes wait for a lost head: a timeout
+# here ends the driver, and with it all agents.
 _PLACE_S = 150.0
 _FIND_S = 90.0
 _MAX_LINE_BYTES = 1 << 20
 
 
 class RayRequest(msgspec.Struct, frozen=True):
-    """What the process that speaks with Ray is told first.
+    """First line of the driver's input.
 
     Attributes:
-        address: Of the Ray cluster; ``auto`` for the one of this machine.
-        key: Of ours, for the agents.
-        name: Of the server, for Ray's tables.
-        instances: Ids and values of roles; empty for an agent on every node that has a CPU.
-        need: Of each instance.
-        bundles: Resources of each agent, where they were placed before; empty lets it plan them.
-        added: Resources of agents of nodes that have joined since, numbered after those.
-        dropped: Numbers of agents that are needed no more.
+        address: Address of the Ray cluster; ``auto`` for the cluster of this machine.
+        key: Key of the banaserve cluster, for the agents.
+        name: Name of the server, for Ray's tables.
+        instances: Ids and role values of instances; empty for an agent on every node with a CPU.
+        need: Resources that each instance needs.
+        bundles: Resources of each agent placed before; empty lets the driver plan them.
+        added: Resources of the agents of nodes that joined later, numbered after ``bundles``.
+        dropped: Numbers of agents that are no longer needed.
     """
 
     address: str
@@ -50,40 +50,40 @@ class RayRequest(msgspec.Struct, frozen=True):
 
 
 class FindAgent(msgspec.Struct, frozen=True, tag=True):
-    """Where is the agent of that number?"""
+    """Query for the place of the agent with this number."""
 
     number: int
 
 
 class AddAgent(msgspec.Struct, frozen=True, tag=True):
-    """Start one more, on Ray's node of that address."""
+    """Order to start one more agent, on Ray's node with this address."""
 
     address: str
 
 
 class DropAgent(msgspec.Struct, frozen=True, tag=True):
-    """End the agent of that number for good."""
+    """Order to end the agent with this number for good."""
 
     number: int
 
 
 class LookForNodes(msgspec.Struct, frozen=True, tag=True):
-    """Which nodes has Ray gained since it was asked last?"""
+    """Query for the nodes that Ray has gained since the last query."""
 
 
 RayOrder = FindAgent | AddAgent | DropAgent | LookForNodes
 
 
 class RayAnswer(msgspec.Struct, frozen=True):
-    """One line of its output.
+    """One line of the driver's output.
 
     Attributes:
-        places: Of all agents, in the order of their numbers, or of the one that was asked about;
-            None for one that is needed no more, or whose node is not there.
-        bundles: With which they were placed; none where an agent has an earlier one's.
-        number: Of that agent, which it has again.
-        gained: Addresses of nodes.
-        problem: Why it cannot do what it was asked; empty where it could.
+        places: Places of all agents, in the order of their numbers, or of the one agent of the
+            order; None for an agent that is no longer needed, or whose node is not there.
+        bundles: Resources with which agents were placed; empty if an agent reuses a dropped lease.
+        number: Number of the dropped agent whose lease is reused; -1 if there is none.
+        gained: Addresses of nodes that Ray has gained.
+        problem: Reason why the order failed; empty if it succeeded.
     """
 
     places: list[AgentPlace | None] = []
@@ -94,15 +94,15 @@ class RayAnswer(msgspec.Struct, frozen=True):
 
 
 class RayPlaces:
-    """Agents that Ray places, one a node, and starts again.
+    """Agents that Ray places, one per node, and restarts.
 
-    Ray's driver is a process of its own: it brings a hundred threads and signal handlers. What Ray
-    has placed ends with it, and it ends with this process. Where it is lost, as with the cluster's
-    head, another one places as many agents anew.
+    Ray's driver is a separate process, since it brings a hundred threads and signal handlers. All
+    agents end with the driver, and the driver ends with this process. If the driver is lost, as
+    with the cluster's head, another driver places as many agents anew.
 
     Args:
-        address: Of the Ray cluster, or ``auto``.
-        log_path: Gets what Ray prints.
+        address: Address of the Ray cluster, or ``auto``.
+        log_path: File that receives Ray's output.
     """
 
     def __init__(
@@ -200,16 +200,16 @@ class RayPlaces:
         try:
             answer = await self._ask(msgspec.json.encode(self._request), _PLACE_S)
         except UserError:
-            await self.close()  # it has placed nothing
+            await self.close()  # the driver has placed nothing
             raise
         self._request = msgspec.structs.replace(self._request, bundles=answer.bundles)
         return answer.places
 
     async def _ask(self, line: bytes, timeout_s: float) -> RayAnswer:
-        """What the driver answers.
+        """Send the driver a line, and return its answer.
 
         Raises:
-            UserError: Ray cannot do it; a driver that says nothing has ended.
+            UserError: Ray cannot obey, or the driver does not answer and has been ended.
         """
         driver = self._driver
         assert driver is not None

@@ -1,4 +1,4 @@
-"""Inspection of a node: what it has, and whether it has the model."""
+"""Inspection of a node: its resources, and whether it has the model."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from banaserve.platform.linux import available_memory_bytes, visible_gpus
 
 
 def inspect_node(asked: Inspect, server: str) -> Inspected:
-    """Look at this machine; blocking.
+    """Inspect this machine; blocking.
 
     Args:
-        server: That uses this node; empty for none.
+        server: Name of the server that uses this node; empty for none.
     """
     problem = ""
     try:

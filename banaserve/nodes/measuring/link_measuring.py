@@ -1,7 +1,7 @@
-"""Measuring of a link between two machines: a round trip, and bytes a second in one direction.
+"""Measurement of a link between two machines: a round trip, and bytes per second in one direction.
 
 The round trip is that of a message between a server and its nodes, inside TLS. The bytes cross a
-plain TCP connection, as KV blocks and migrations do; their count comes back behind them.
+plain TCP connection, as KV blocks and migrations do; the receiver sends back their count.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _COUNT_BYTES = 8
 
 
 async def echo(link: NodeLink, host: str) -> None:
-    """Serve one that measures until it leaves.
+    """Serve a peer that measures the link, until the peer leaves.
 
     Args:
         host: Address to listen on for the bytes.
 
     Raises:
-        NodeLostError: It has left.
-        ProtocolError: It says what makes no sense.
+        NodeLostError: The peer has left.
+        ProtocolError: The peer has sent an unexpected message.
     """
     token = secrets.token_bytes(_TOKEN_BYTES)
     with socket.create_server((host, 0), backlog=1) as listening:
@@ -52,12 +52,12 @@ async def echo(link: NodeLink, host: str) -> None:
                         raise ProtocolError(f"{link.peer} says {type(said).__name__} to an echo")
         finally:
             with suppress(OSError):
-                listening.shutdown(socket.SHUT_RDWR)  # wakes who waits for a connection
+                listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept()
             await asyncio.gather(counting, return_exceptions=True)
 
 
 async def measure_link(host: str, port: int, credentials: ClusterCredentials) -> LinkMeasured:
-    """Measure the way to a node whose agent listens at ``host:port``."""
+    """Measure the link to a node whose agent listens at ``host:port``."""
     try:
         link = await connect(host, port, credentials)
     except NodeLostError as error:
@@ -87,10 +87,10 @@ async def _round_trip_s(link: NodeLink) -> float:
 
 
 def _filled(host: str, opened: EchoOpened) -> float:
-    """Bytes a second that get through; blocking.
+    """Return the measured throughput, in bytes per second; blocking.
 
     Raises:
-        OSError: They do not.
+        OSError: The bytes do not get through.
     """
     chunk = bytes(_CHUNK_BYTES)
     with socket.create_connection((host, opened.port), _SOCKET_S) as sock:
@@ -105,7 +105,7 @@ def _filled(host: str, opened: EchoOpened) -> float:
 
 
 def _count(listening: socket.socket, token: bytes) -> None:
-    """Throw away what one with the token sends, and tell him how much it was; blocking."""
+    """Discard the bytes of a peer that knows the token, and send their count back; blocking."""
     with suppress(OSError):
         sock, _ = listening.accept()
         with sock:

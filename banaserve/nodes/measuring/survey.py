@@ -1,4 +1,4 @@
-"""Survey of nodes before a server uses them: what each has, and how far they are apart."""
+"""Survey of nodes before a server uses them: their resources, and the distances between them."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from banaserve.nodes.places import AgentPlace
 
 HERE = "this machine"
 _ANSWER_S = 60.0
-"""For pages of a large model's files on a slow disk."""
+"""Maximum time for an answer, in seconds: reading a large model from a slow disk takes long."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """What is known of a node.
+    """Report on a node.
 
     Attributes:
-        name: ``HOST:PORT``.
-        found: None where it does not answer.
-        ahead_s: How far its clock is ahead of this machine's.
-        problem: Why it does not answer; empty where it does.
+        name: ``HOST:PORT`` of the node.
+        found: Resources of the node; None if it does not answer.
+        ahead_s: Lead of the node's clock over this machine's clock, in seconds.
+        problem: Reason why the node does not answer; empty if it does.
     """
 
     name: str
@@ -45,7 +45,7 @@ class NodeReport:
 
 @dataclass(frozen=True, slots=True)
 class LinkReport:
-    """The way from one node, or this machine, to a node."""
+    """Report on the link from one node, or from this machine, to another node."""
 
     source: str
     target: str
@@ -55,10 +55,10 @@ class LinkReport:
 async def survey_nodes(
     places: Sequence[AgentPlace], credentials: ClusterCredentials, asked: Inspect
 ) -> tuple[list[NodeReport], list[LinkReport]]:
-    """Look at each node, then measure the link of each pair, one after the other.
+    """Inspect all nodes, then measure the links of all pairs sequentially.
 
     Returns:
-        The nodes in their order; links from here to each, then between all that answer.
+        The nodes in their order; links from here to each node, then between all that answer.
     """
     nodes = await asyncio.gather(*(inspected(place, credentials, asked) for place in places))
     there = [place for place, node in zip(places, nodes, strict=True) if node.found is not None]
@@ -77,7 +77,7 @@ async def survey_nodes(
 async def inspected(
     place: AgentPlace, credentials: ClusterCredentials, asked: Inspect
 ) -> NodeReport:
-    """What is known of the node at ``place``; it is not taken."""
+    """Return a report on the node at ``place``, without taking the node."""
     try:
         answer = await _asked(place, credentials, asked)
         now_s = time.time()
@@ -91,7 +91,7 @@ async def inspected(
 async def measured_from(
     source: AgentPlace, target: AgentPlace, credentials: ClusterCredentials
 ) -> LinkMeasured:
-    """Let one node measure the way to another."""
+    """Let one node measure the link to another."""
     try:
         answer = await _asked(source, credentials, MeasureLink(target.host, target.port))
         if not isinstance(answer, LinkMeasured):

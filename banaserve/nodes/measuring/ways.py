@@ -1,4 +1,4 @@
-"""Ways between the nodes of a server, measured and kept up to date."""
+"""Distances between the nodes of a server, measured and kept up to date."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from banaserve.types import Distance
 
 logger = logging.getLogger(__name__)
 AGAIN_S = 300.0
-"""Each way takes a third of a second of its bandwidth."""
+"""Age at which a link is measured again, in seconds; that takes 0.3 s of the link's bandwidth."""
 _LOOK_S = 2.0
 _GAUGES = (metrics.NODE_ROUND_TRIP, metrics.NODE_BYTES)
 
@@ -24,10 +24,10 @@ Pair = tuple[str, str]
 
 
 class NodeWays:
-    """How far nodes are from each other, by their names.
+    """Distances between nodes, by the names of the nodes.
 
-    A way that cannot be measured is not known, and nothing is to be moved over it; one to a node
-    that has come back elsewhere is another one.
+    The distance of a link that cannot be measured is unknown, and nothing may be moved over that
+    link. A node that has come back at another address has new links.
     """
 
     def __init__(self, credentials: ClusterCredentials) -> None:
@@ -36,15 +36,15 @@ class NodeWays:
         self._measuring = asyncio.Lock()
 
     def distance(self, source: str, target: str) -> Distance | None:
-        """Of one ordered pair; None where it is not known."""
+        """Return the distance of one ordered pair of nodes; None if it is unknown."""
         found, _ = self._measured.get((source, target), (None, 0.0))
         return found
 
     async def measure_to(self, client: NodeClient, others: Sequence[NodeClient]) -> list[str]:
-        """Measure the ways between a node that joins and others.
+        """Measure the links between a node that joins and others, in both directions.
 
         Returns:
-            A line for each way that could not be measured.
+            A line for each link that could not be measured.
         """
         problems = []
         for pair in [(client, one) for one in others] + [(one, client) for one in others]:
@@ -58,10 +58,10 @@ class NodeWays:
         return problems
 
     async def keep_measuring(self, nodes: Callable[[], Sequence[NodeClient]]) -> None:
-        """Measure what is new, and all again every few minutes; one way at a time.
+        """Measure new links, and all links again every few minutes; one link at a time.
 
         Args:
-            nodes: Returns those that there are.
+            nodes: Function that returns the present nodes.
         """
         while True:
             clients = nodes()
@@ -84,7 +84,7 @@ class NodeWays:
         return time.monotonic() - at_s >= AGAIN_S
 
     async def _measure(self, pair: Pair, source: NodeClient, target: NodeClient) -> str:
-        """Measure a way; returns why that cannot be, or nothing."""
+        """Measure a link; return the reason why it cannot be measured, or an empty string."""
         way = await measured_from(source.place, target.place, self._credentials)
         if way.problem:
             logger.warning("way from node %s to %s: %s", *pair, way.problem)

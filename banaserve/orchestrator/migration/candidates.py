@@ -1,4 +1,4 @@
-"""Search for candidates: the fullest and the emptiest instances of each resource."""
+"""Search for candidates: the fullest and the emptiest instances for each resource."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from banaserve.orchestrator.migration.projection import Projected, Projection
 from banaserve.types import Attempt, Module
 
 BREADTH = 2
-"""Hosts, and guests for each of them, that are looked at for one resource."""
+"""Number of hosts, and of guests for each host, that are considered for one resource."""
 
 _SORTED = 256
-"""Up to so many, sorting all takes less time than looking for both ends."""
+"""Number of instances up to which sorting all is faster than searching for both ends."""
 
 
 class Pair(NamedTuple):
-    """A host, a guest and the load that lies between them."""
+    """A host, a guest and the difference of their loads."""
 
     host: Projected
     guest: Projected
@@ -28,7 +28,7 @@ class Pair(NamedTuple):
 
 
 def sizes(limit: int) -> Iterator[int]:
-    """Yields 1, 2, 4 and so on up to ``limit``."""
+    """Yield 1, 2, 4 and so on up to ``limit``."""
     size = 1
     while size <= limit:
         yield size
@@ -38,17 +38,24 @@ def sizes(limit: int) -> Iterator[int]:
 def memory_pairs(
     projection: Projection, now_s: float, options: RepairedOptions, refused: list[Rejected]
 ) -> list[Pair]:
-    """Returns pairs between which memory could be evened out."""
+    """Return pairs between which memory load could be balanced.
+
+    Args:
+        refused: List to which rejected instances are appended.
+    """
     return _pairs(projection, _memory_load, now_s, options, refused)
 
 
 def compute_pairs(
     projection: Projection, now_s: float, options: RepairedOptions, refused: list[Rejected]
 ) -> list[Pair]:
-    """Returns pairs between which compute could be evened out.
+    """Return pairs between which compute load could be balanced.
 
-    None of hosts that take turns with their guests: a remote layer then takes its host as long as
-    one of its own.
+    Hosts that take turns with their guests are left out: for them, a remote layer takes as long as
+    a layer of their own.
+
+    Args:
+        refused: List to which rejected instances are appended.
     """
     pairs = _pairs(projection, _compute_load, now_s, options, refused)
     able = [pair for pair in pairs if effects.overlap_of(pair.host, options) > 0]
@@ -61,7 +68,7 @@ def compute_pairs(
 
 
 def _memory_load(instance: Projected) -> float:
-    return instance.wanted_blocks / instance.kv_blocks  # a property takes twice as long
+    return instance.wanted_blocks / instance.kv_blocks  # the property takes twice as long
 
 
 def _compute_load(instance: Projected) -> float:
@@ -87,7 +94,7 @@ def _pairs(
                 able.append(instance)
         return able[:BREADTH]
 
-    # Some more than needed, since the very fullest and emptiest may not change at present.
+    # More than needed, since the fullest and emptiest instances may not change at present.
     look = 4 * BREADTH
     everyone = projection.values()
     loaded = [(load(instance), instance.id, instance) for instance in everyone]
@@ -115,10 +122,12 @@ def modules(
     refused: list[Rejected],
     failed: Container[Attempt] = (),
 ) -> Iterator[Module]:
-    """Yields the layers, or the heads of all layers, that could move, smallest first.
+    """Yield the layers, or the heads of all layers, that could move, smallest first.
 
     Args:
-        failed: What is not to be tried again yet.
+        heads: True for heads, False for layers.
+        refused: List to which rejected candidates are appended.
+        failed: Attempts that must not be repeated yet.
     """
     facts = pair.host.facts
     kind = f"move {'heads' if heads else 'layers'} from {pair.host.id} to {pair.guest.id}"

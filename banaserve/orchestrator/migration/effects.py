@@ -1,4 +1,4 @@
-"""Effects of a move: KV blocks, compute, step times. Nothing here judges."""
+"""Effects of a move on KV blocks, compute and step times, without judging them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class MemoryEffect(NamedTuple):
     """Change of memory when a module goes to its guest or returns to its host.
 
     Attributes:
-        host_blocks: Added to the host's KV blocks; negative when a module comes home.
-        guest_blocks: Added to the guest's.
-        guest_bytes: Added to what the guest holds.
-        moved_bytes: What travels.
+        host_blocks: Change of the host's KV blocks; negative when a module comes home.
+        guest_blocks: Change of the KV blocks of the guest's instance.
+        guest_bytes: Change of the memory that guests hold there.
+        moved_bytes: Bytes to transfer.
     """
 
     host_blocks: int
@@ -31,7 +31,7 @@ class MemoryEffect(NamedTuple):
 def leaving(
     host: Projected, guest: Projected, module: Module, options: MoveOptions
 ) -> MemoryEffect:
-    """Returns what happens to memory when ``module`` goes from ``host`` to ``guest``."""
+    """Return the change of memory when ``module`` moves from ``host`` to ``guest``."""
     shared = options.weights_are_shared
     host_after = host.blocks_with(host.home.without(host.facts, module), host.guest_bytes)
     held = slabs.guest_bytes(host.facts, module, host_after, shared)
@@ -48,7 +48,7 @@ def leaving(
 def returning(
     host: Projected, guest: Projected, module: Module, options: MoveOptions
 ) -> MemoryEffect:
-    """Returns what happens to memory when ``module`` comes home to ``host``."""
+    """Return the change of memory when ``module`` comes home to ``host``."""
     host_after = host.blocks_with(host.home.with_back(host.facts, module), host.guest_bytes)
     held = host.away[module].guest_bytes
     guest_after = guest.blocks_with(guest.home, max(0, guest.guest_bytes - held))
@@ -62,20 +62,20 @@ def returning(
 
 
 def module_share(host: Projected, module: Module, attention_fraction: float) -> float:
-    """Share of the host's compute that runs where ``module`` is."""
+    """Return the share of the host's compute that ``module`` takes."""
     facts = host.facts
     share = slabs.num_slabs(facts, module) / (facts.num_layers * facts.num_kv_heads)
     return share * attention_fraction if module.heads else share
 
 
 def way(link: Link, host: Projected, guest: Projected) -> Link:
-    """``link`` as it is between these two, which may be on two machines."""
+    """Return ``link`` between these two instances, which may be on different machines."""
     distance = host.far.get(guest.id)
     return link if distance is None else link.over(distance)
 
 
 def hop_step_s(host: Projected, guest: Projected, module: Module, options: MoveOptions) -> float:
-    """Seconds that a module at ``guest`` adds to each step of its host."""
+    """Return the seconds that a module at ``guest`` adds to each step of its host."""
     facts, link = host.facts, way(options.hop, host, guest)
     if not module.heads:
         return moving.layers_step_s(host.batch_tokens, facts.hidden_bytes, 1, link)
@@ -92,7 +92,10 @@ def hop_step_s(host: Projected, guest: Projected, module: Module, options: MoveO
 
 
 def overlap_of(host: Projected, options: RepairedOptions) -> float:
-    """How much of a guest's work ``host`` would not wait for: as it says, else as the option."""
+    """Return the share of a guest's work that ``host`` does not wait for.
+
+    It is the host's reported value, else the option.
+    """
     said = host.overlap_fraction
     return options.overlap_fraction if said is None else said
 
@@ -104,13 +107,12 @@ def influences(
     effect: MemoryEffect,
     options: RepairedOptions,
 ) -> tuple[Influence, Influence]:
-    """Returns what host and guest will feel of a module that leaves, or comes home.
+    """Return the influences on host and guest of a module that leaves, or comes home.
 
-    The work of the module, ``share`` of what the host does in all, loads the guest in full. It
-    relieves the host only by ``overlap_of`` it: for the rest host and guest take turns, and
-    the host's step lasts as long as before, or longer beside a guest that computes more slowly.
-    Each hop lengthens the step, which costs the host compute too. A module that is away already is
-    taken to come home.
+    The work of the module, a ``share`` of all the host's work, loads the guest in full. It relieves
+    the host only by the share ``overlap_of``: for the rest, host and guest take turns, and the
+    host's step takes as long as before, or longer with a slower guest. Each hop lengthens the step,
+    which costs compute of the host, too. A module that is away already is taken to come home.
     """
     share = module_share(host, module, options.attention_fraction)
     overlap = overlap_of(host, options)

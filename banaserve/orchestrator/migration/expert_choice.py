@@ -1,7 +1,7 @@
-"""Choice of experts that take a wanted share of a layer's work along, as few as will do.
+"""Choice of the fewest experts that move a wanted share of a layer's work.
 
-How much work an expert is depends on how often the model's router chooses it: half of the experts
-need not be half of the work.
+The work of an expert depends on how often the model's router chooses it: half of the experts need
+not be half of the work.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from collections.abc import Iterator, Sequence
 
 
 def experts_for(chosen: Sequence[int], share: float) -> tuple[int, ...]:
-    """Experts whose part of all choices comes close to ``share``, ascending.
+    """Return the experts whose part of all choices is close to ``share``, ascending.
 
-    From each expert on, the most chosen before the less chosen, two sets are looked at: those that
-    together just reach the share, and those that fit into it, with and without one more. The
-    nearest is taken, and of two as near the one with fewer experts.
+    Experts are ordered from most to least chosen. From each place in this order, two sets are
+    considered: the experts that together just reach the share, and those that fit into it, with and
+    without one more. The set nearest to the share is taken; among equals, that with fewer experts.
 
     Args:
-        chosen: How often each expert was chosen.
-        share: In (0, 1].
+        chosen: Number of choices of each expert.
+        share: Wanted share of all choices, in (0, 1].
 
     Returns:
-        At least one expert; none where nothing was chosen.
+        At least one expert; none if nothing was chosen.
     """
     wanted = share * sum(chosen)
     by_load = sorted(
@@ -37,7 +37,7 @@ def experts_for(chosen: Sequence[int], share: float) -> tuple[int, ...]:
 
 
 def _from(by_load: Sequence[int], chosen: Sequence[int], wanted: float) -> Iterator[list[int]]:
-    """Sets of these experts that are not empty."""
+    """Yield the candidate sets of these experts, none of them empty."""
     reaching: list[int] = []
     fitting: list[int] = []
     num_reaching = num_fitting = 0

@@ -12,7 +12,7 @@ from banaserve.types import ClusterView, InstanceId, Step
 
 
 class RejectReason(StrEnum):
-    """Reason that a candidate was not taken: shown to people, and a metric's label."""
+    """Reason that a candidate was rejected: shown to users, and a metric's label."""
 
     NOT_SUPPORTED = "the instance does not support it"
     OTHER_MODEL = "host and guest run different models"
@@ -40,11 +40,11 @@ class RejectReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A candidate that was considered.
+    """A candidate that was considered and rejected.
 
     Attributes:
-        candidate: In words: what, from where, to where.
-        value: The number that decided (efficiency, seconds, load), where there is one.
+        candidate: Description of the candidate: module or role, source and target.
+        value: Number that decided (efficiency, seconds, load); None without one.
     """
 
     candidate: str
@@ -57,13 +57,13 @@ class MigrationPlan:
     """Steps to take, in this order, and the rejected candidates with their reasons.
 
     Attributes:
-        left_out: Instances that took no part in the decision.
+        left_out: Instances left out of the decision, each with the reason.
         gap: Greatest difference of load between two instances, as the policy measures it.
-        is_balancing: To be handed back in the next ``ClusterView``.
-        memory: The same: what the policy wants to know again, immutable.
-        reason: Why there are no more steps than these.
-        is_ordered: A step begins when the one before it is done; after one that has come to
-            another end, none does.
+        is_balancing: State of balancing, handed back in the next ``ClusterView``.
+        memory: Immutable state of the policy, handed back in the next ``ClusterView``.
+        reason: Reason why there are no more steps than these.
+        is_ordered: True if each step begins only after the previous one is done; if one is not
+            done, no later step begins.
     """
 
     steps: tuple[Step, ...] = ()
@@ -77,18 +77,18 @@ class MigrationPlan:
 
 
 class MigrationPolicy(Protocol):
-    """Chooses what should run elsewhere.
+    """Policy that chooses the modules to move, and the roles to change.
 
-    A policy moves nothing, reads no clock, draws no random number and keeps nothing from one
-    call to the next: equal views give equal plans.
+    A policy moves nothing, reads no clock, draws no random number and keeps no state between calls:
+    equal views give equal plans.
 
     The class of a policy is in the registry, or an entry point of the group
     ``banaserve.migration_policies``. It is built as ``policy(options)`` and has an attribute
     ``Options``: a frozen dataclass of its own options, each with a default, that raises
-    ``UserError`` for a value out of range. Names of options end in their unit: where a server runs
-    in stretched time, those in ``_s`` and ``_per_s`` are stretched too.
+    ``UserError`` for a value out of range. Names of options end in their unit: with time dilation,
+    options that end in ``_s`` and ``_per_s`` are scaled, too.
     """
 
     def plan(self, cluster: ClusterView) -> MigrationPlan:
-        """Returns the next steps for ``cluster``, which it does not change."""
+        """Return the next steps for ``cluster``; must not change ``cluster``."""
         ...

@@ -1,4 +1,4 @@
-"""Migration policy under the name that it is registered by, so that its mistakes name it."""
+"""Migration policy with its registered name, so that messages about its errors name it."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from banaserve.types import ClusterView
 
 @dataclass(frozen=True, slots=True)
 class NamedMigrationPolicy:
-    """A migration policy that answers with a plan, or says why not.
+    """A migration policy whose answers are checked: a plan, or an error.
 
     Attributes:
-        label: Its name in the registry, with the package of one that is not banaserve's own.
+        label: Name of the policy in the registry, with its package if that is not banaserve.
     """
 
     policy: MigrationPolicy
     label: str
 
     def plan(self, cluster: ClusterView) -> MigrationPlan:
-        """Returns the plan of the policy.
+        """Return the plan of the policy.
 
         Raises:
-            PolicyError: The policy fails, or its answer is no plan.
+            UserError: The policy has raised it.
+            PolicyError: The policy has raised another exception, or its answer is not a plan.
         """
         try:
             plan = self.policy.plan(cluster)
         except UserError:
             raise
-        # It may be another package's code: sys.exit in it would end the server.
+        # The code may be another package's: sys.exit in it would end the server.
         except (Exception, SystemExit) as error:
             raise PolicyError(f"migration policy {self.label}: {one_line(error)}") from error
         if not isinstance(plan, MigrationPlan):

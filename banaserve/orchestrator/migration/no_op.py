@@ -15,7 +15,7 @@ class StillOptions:
 
 
 class Still:
-    """Leaves everything where it is."""
+    """Policy that moves nothing."""
 
     Options: ClassVar = StillOptions
 

@@ -1,4 +1,4 @@
-"""Options of the migration policies. The paper gives no value of any of them."""
+"""Options of the migration policies. The paper gives no values for them."""
 
 from __future__ import annotations
 
@@ -48,14 +48,15 @@ _RANGES = {
 
 
 _link = lru_cache(maxsize=64)(Link)
-"""Asked for with every candidate, and checks its arguments; what is learnt of a link changes."""
+"""Cached constructor of ``Link``, which checks its arguments and is called for every candidate;
+several are kept, since learnt link properties change."""
 
 
 def check_ranges(options: object) -> None:
-    """Returns if every option is a finite number in its range, or None where that is allowed.
+    """Check that every option is a finite number in its range, or None.
 
     Raises:
-        UserError: One is not; names it and the range.
+        UserError: An option is something else; the message names it and its range.
     """
     for name, (low, high) in _RANGES.items():
         value = getattr(options, name, None)
@@ -72,21 +73,21 @@ class MoveOptions:
     """Options that both presets need to predict a move.
 
     Attributes:
-        stale_after_s: An instance with an older report is left out.
-        link_bytes_per_s: Bandwidth between two instances, one direction.
-        link_sync_s: Synchronisation of one migration.
+        stale_after_s: Age of a report, in seconds, above which its instance is left out.
+        link_bytes_per_s: Bandwidth between two instances, in one direction.
+        link_sync_s: Synchronisation time of one migration.
         link_hop_s: Latency of one message.
-        hop_bytes_per_s: Bandwidth for what the steps of remote modules send; 0 is that of the link,
-            which is lower where migrations wait for disks and processes.
-        weights_are_shared: A guest reads the weights that its instance holds already, so none
-            travel and none take memory there.
-        memory_limit_fraction: Share of its KV blocks that an instance may have in use after it
-            took in a guest or a module of its own.
-        min_blocks_fraction: Share of the KV blocks that it would have with nothing moved that an
-            instance always keeps, however few it uses: else the next long prompt fits nowhere.
-        max_away_fraction: Share of a host's layers, and of a layer's KV heads, that may be away.
-        timeout_factor: A step's timeout in units of its predicted time.
-        min_timeout_s: No timeout is shorter.
+        hop_bytes_per_s: Bandwidth of the messages of remote modules in a step; 0 is that of the
+            link, which is lower if migrations wait for disks and processes.
+        weights_are_shared: True if a guest reads the weights of its own instance, so that none are
+            transferred and none take memory there.
+        memory_limit_fraction: Maximum share of an instance's KV blocks in use after it has taken a
+            guest or a module of its own.
+        min_blocks_fraction: Minimum number of KV blocks of an instance, however few it uses, as a
+            share of those with nothing moved: else the next long prompt would not fit.
+        max_away_fraction: Maximum share of a host's layers, and of a layer's KV heads, away.
+        timeout_factor: Timeout of a step in units of its predicted time.
+        min_timeout_s: Minimum timeout of a step, in seconds.
     """
 
     stale_after_s: float = STALE_AFTER_S
@@ -107,7 +108,7 @@ class MoveOptions:
 
     @property
     def hop(self) -> Link:
-        """The way of messages between steps."""
+        """Link for the messages of remote modules within steps."""
         return _link(self.hop_bytes_per_s or self.link_bytes_per_s, 0.0, self.link_hop_s)
 
     def timeout_s(self, cost_s: float) -> float:
@@ -119,11 +120,13 @@ class PublishedOptions(MoveOptions):
     """Options of the preset ``published``.
 
     Attributes:
-        delta: The imbalance threshold of Algorithm 1, on the scale of the scalar.
-        rho_per_s: Eq. 35's efficiency ratio; its benefit has no unit and its cost is in seconds.
-        layers_a_move: Layers of one MigrateLayer.
-        heads_a_move: KV heads of one MigrateKVHeads, in all layers.
-        scalar: How a load becomes a number; Eq. 32 adds.
+        delta: Imbalance threshold of Algorithm 1, on the scale of the scalar.
+        rho_per_s: Efficiency ratio of Eq. 35, whose benefit has no unit and whose cost is in
+            seconds.
+        layers_a_move: Number of layers of one MigrateLayer.
+        heads_a_move: Number of KV heads of one MigrateKVHeads, in all layers.
+        scalar: Conversion of a load to a number; Eq. 32 is the sum.
+        compute_weight: Weight of compute for ``weighted``, in [0, 1].
     """
 
     delta: float = 0.2
@@ -143,29 +146,31 @@ class RepairedOptions(MoveOptions):
     """Options of the preset ``repaired``.
 
     Attributes:
-        delta_up: A gap above it starts balancing.
-        delta_down: A gap at or below it ends balancing.
-        delta_layers: Gap from which on layers may move; above ``delta_heads``.
-        delta_heads: Gap from which on KV heads may move.
-        rho: Least benefit over cost, both in seconds.
-        horizon_s: How long the load is expected to stay as it is.
-        migration_budget_s: T_budget of Eq. 2: migration time that one plan may take, together
-            with what is under way.
-        ttft_budget_s: Of Eq. 29; None is no budget.
-        tpot_budget_s: Of Eq. 29; None is no budget.
-        dwell_s: An instance whose placements or role changed stays as it is for so long.
-        max_moves: Steps of one plan.
-        max_moves_per_instance: Steps that one instance takes part in at once.
-        overlap_fraction: How much of a guest's work its host does not wait for: 0 where host and
-            guest take turns, 1 where both always compute; of hosts that do not say it themselves.
-        attention_fraction: Share of a layer's time that is attention, what moved heads take along.
-        remote_cost: Load that a model wholly away would count as: brings modules home in the end.
-        role_switch_s: Cost of a role switch: draining what the instance runs.
+        delta_up: Gap above which balancing starts.
+        delta_down: Gap at or below which balancing ends.
+        delta_layers: Least gap at which layers may move; not below ``delta_heads``.
+        delta_heads: Least gap at which KV heads may move.
+        rho: Minimum ratio of benefit to cost, both in seconds.
+        horizon_s: Expected duration of the present load, in seconds.
+        migration_budget_s: T_budget of Eq. 2: maximum migration time of one plan, including steps
+            under way, in seconds.
+        ttft_budget_s: TTFT budget of Eq. 29, in seconds; None is no budget.
+        tpot_budget_s: TPOT budget of Eq. 29, in seconds; None is no budget.
+        dwell_s: Time after a change of an instance's placements or role in which it does not change
+            again, in seconds.
+        max_moves: Maximum number of steps of one plan.
+        max_moves_per_instance: Maximum number of steps that one instance takes part in at once.
+        overlap_fraction: Share of a guest's work that its host does not wait for, for hosts that do
+            not report it: 0 if host and guest take turns, 1 if both always compute.
+        attention_fraction: Share of a layer's time that is attention, which moves with its heads.
+        remote_cost: Load that a model entirely away counts as, which brings modules home in time.
+        role_switch_s: Cost of a role switch, in seconds: draining the running requests.
         switch_fraction: Share of the instances of both roles that may change roles within a dwell
-            time, but always two: the work of prefill comes to decode only later.
-        min_per_role: Instances that a role keeps.
-        scalar: ``maximum`` takes the greatest gap of any resource; ``sum`` and ``weighted`` that
-            of the scalar.
+            time, but at least two instances: the work of prefill reaches decode only later.
+        min_per_role: Minimum number of instances of a role.
+        scalar: Measure of the gap: ``maximum`` takes the greatest gap of any resource; ``sum`` and
+            ``weighted`` take the gap of that number.
+        compute_weight: Weight of compute for ``weighted``, in [0, 1].
     """
 
     delta_up: float = 0.2

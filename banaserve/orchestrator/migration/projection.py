@@ -1,4 +1,4 @@
-"""Instances as they will be once the steps under way, and those planned so far, are done."""
+"""Projected state of instances after the steps under way, and those planned so far, are done."""
 
 from __future__ import annotations
 
@@ -25,29 +25,30 @@ from banaserve.types import (
 )
 
 MAX_WAITING_SHARE = 4.0
-"""Waiting work beyond this many horizons says nothing more."""
+"""Number of horizons to which waiting work is limited: more makes no difference."""
 
 
 @dataclass(slots=True)
 class Projected:
-    """One instance; mutable while a plan is made.
+    """Projected state of one instance; mutable while a plan is made.
 
     Attributes:
-        compute: Share of compute that running work takes; not cut at 1.
-        waiting: Work that waits, as a share of what can be done within the horizon.
-        wanted_blocks: KV blocks in use and those that waiting requests would take.
-        kv_blocks: KV blocks that it has; at least one, so that shares of them mean something.
-        step_s: Time of a step; 0 where it is not measured.
-        batch_tokens: Tokens of a step.
-        overlap_fraction: What it would not wait for of a guest's work; None where unknown.
-        far: Ways to instances on other machines.
-        away: Modules that run elsewhere.
-        moving: Modules that a step under way is about.
-        num_guests: Modules of others that it holds.
-        num_moves: Steps that it takes part in.
-        known_home: ``home``; None until asked for since the last change.
-        known_own_blocks: ``own_blocks``; None until asked for.
-        model_blocks: KV blocks by ``slabs.blocks``; None until asked for since the last change.
+        compute: Share of compute that running work takes; not limited to 1.
+        waiting: Work that waits, as a share of the work possible within the horizon.
+        wanted_blocks: KV blocks in use plus those that waiting requests would take.
+        kv_blocks: Number of its KV blocks; at least one, so that shares of them are defined.
+        step_s: Time of a step, in seconds; 0 if not measured.
+        batch_tokens: Number of tokens of a step.
+        overlap_fraction: Share of a guest's work that it would not wait for; None if unknown.
+        far: Network paths to instances on other machines.
+        away: Placements of its modules that run elsewhere.
+        moving: Modules that a step under way moves.
+        num_guests: Number of modules of other instances that it holds.
+        num_moves: Number of steps that it takes part in.
+        known_home: Cache of ``home``; None until computed after the last change.
+        known_own_blocks: Cache of ``own_blocks``; None until computed.
+        model_blocks: Cache of its KV blocks by ``slabs.blocks``; None until computed after the last
+            change.
     """
 
     id: InstanceId
@@ -81,43 +82,46 @@ class Projected:
 
     @property
     def load(self) -> Load:
-        """Both loads cut to [0, 1]."""
+        """Loads of compute and memory, both clipped to [0, 1]."""
         return Load(min(1.0, max(0.0, self.compute_load)), min(1.0, max(0.0, self.memory_load)))
 
     @property
     def away_share(self) -> float:
-        """Share of the model's slabs that is elsewhere."""
+        """Share of the model's slabs that is away."""
         facts = self.facts
         return 1 - self.home.slabs / (facts.num_layers * facts.num_kv_heads)
 
     @property
     def taken(self) -> list[Module]:
-        """Modules that cannot move: those away and those on their way."""
+        """Modules that cannot move: those away and those that are moving."""
         return [*self.away, *self.moving]
 
     @property
     def own_blocks(self) -> int:
-        """KV blocks that it would have with nothing moved."""
+        """Number of KV blocks that the instance would have with nothing moved."""
         if self.known_own_blocks is None:
             self.known_own_blocks = slabs.blocks(self.facts, (), 0)
         return self.known_own_blocks
 
     @property
     def home(self) -> slabs.Home:
-        """What is left at home."""
+        """Part of the instance that is at home."""
         if self.known_home is None:
             self.known_home = slabs.Home.of(self.facts, self.away)
         return self.known_home
 
     def blocks_with(self, home: slabs.Home, guest_bytes: int) -> int:
-        """KV blocks that it would have, told from the blocks that it says it has."""
+        """Return the KV blocks that it would have with ``home`` and ``guest_bytes``.
+
+        The number is its reported number plus the change by the model of ``slabs``.
+        """
         if self.model_blocks is None:
             self.model_blocks = self.home.blocks(self.facts, self.guest_bytes)
         after = home.blocks(self.facts, guest_bytes)
         return max(0, self.kv_blocks + after - self.model_blocks)
 
     def resize(self, influence: Influence) -> None:
-        """Add what a step is predicted to change of its memory and of its steps' time."""
+        """Add the predicted changes of memory and of step time by a step of a plan."""
         self.model_blocks = None
         self.kv_blocks = max(1, self.kv_blocks + influence.kv_blocks)
         self.guest_bytes = max(0, self.guest_bytes + influence.guest_bytes)
@@ -128,7 +132,7 @@ Projection = dict[InstanceId, Projected]
 
 
 def project(cluster: ClusterView, views: Sequence[InstanceView], horizon_s: float) -> Projection:
-    """Returns ``views``, which have facts and reports, with all steps under way done."""
+    """Return ``views``, which have facts and reports, projected to the end of steps under way."""
     own_blocks: dict[int, int] = {}
     projection = {view.id: _projected(view, horizon_s, own_blocks) for view in views}
     for view in cluster.instances.values():
@@ -141,8 +145,12 @@ def project(cluster: ClusterView, views: Sequence[InstanceView], horizon_s: floa
 
 
 def _projected(view: InstanceView, horizon_s: float, own_blocks: dict[int, int]) -> Projected:
-    """Returns ``view`` as it is; ``own_blocks`` are those of facts by identity, found so far."""
-    # Most of a plan over thousands of instances that has nothing to do: no call that can be saved.
+    """Return the present state of ``view``.
+
+    Args:
+        own_blocks: Cache of ``Projected.own_blocks`` by the identity of the facts.
+    """
+    # Takes most of the time of an empty plan over thousands of instances: no avoidable calls.
     report, facts = view.report, view.facts
     assert report is not None
     assert facts is not None
@@ -161,7 +169,7 @@ def _projected(view: InstanceView, horizon_s: float, own_blocks: dict[int, int])
     if kv_blocks < 1:
         kv_blocks = 1
     waiting = view.computable_prefill_tokens / speed / horizon_s if speed > 0 else 0.0
-    # What waits at a decode instance waits for blocks; elsewhere it waits for compute.
+    # A waiting request waits for blocks at a decode instance, and for compute elsewhere.
     waiting_blocks = 0.0
     if role is Role.DECODE:
         batch_tokens: float = running
@@ -189,13 +197,13 @@ def _projected(view: InstanceView, horizon_s: float, own_blocks: dict[int, int])
 
 
 def take(projection: Projection, step: Step, horizon_s: float, now_s: float) -> None:
-    """Change ``projection`` to what it is once ``step`` is done."""
+    """Change ``projection`` to the state after ``step`` is done."""
     action = step.action
     for instance_id, influence in step.influence:
         instance = projection.get(instance_id)
         if instance is None:
             continue
-        # No max() and no call: a role switch is felt by all instances, which is much of a plan.
+        # No max() and no call, for speed: a role switch influences all instances.
         compute = instance.compute + influence.compute
         instance.compute = compute if compute > 0 else 0.0
         waiting = instance.waiting + influence.waiting_s / horizon_s
@@ -229,15 +237,15 @@ def take(projection: Projection, step: Step, horizon_s: float, now_s: float) -> 
 
 
 def gap_of(projection: Projection, scalar: ScalarLoad) -> float:
-    """Returns the greatest difference between two instances.
+    """Return the greatest difference of load between two instances.
 
-    Under ``maximum`` the greatest of any one resource: the maxima of two vectors can be equal
-    while each is full where the other is empty.
+    With ``maximum`` it is the greatest difference of any one resource: the maxima of two vectors
+    can be equal though each is full in the resource in which the other is empty.
     """
     if len(projection) < 2:
         return 0.0
     if scalar.how == "maximum":
-        # Written out: two properties of each instance take twice as long.
+        # Written out for speed: two properties of each instance take twice as long.
         compute = [instance.compute + instance.waiting for instance in projection.values()]
         memory = [instance.wanted_blocks / instance.kv_blocks for instance in projection.values()]
         return max(_cut_gap(compute), _cut_gap(memory))
@@ -246,5 +254,5 @@ def gap_of(projection: Projection, scalar: ScalarLoad) -> float:
 
 
 def _cut_gap(loads: Sequence[float]) -> float:
-    """The greatest difference of two loads, both cut to [0, 1]."""
+    """Return the greatest difference of two loads, both clipped to [0, 1]."""
     return min(1.0, max(0.0, max(loads))) - min(1.0, max(0.0, min(loads)))

@@ -1,17 +1,17 @@
-"""BanaServe Algorithm 1 as published, made to end.
+"""BanaServe Algorithm 1 as published, made to terminate.
 
-To the letter the sets of Eq. 33 are computed before the loop and nothing in it changes them, so a
-loop once entered never ends. The text under stage 4 says "repeat until no device simultaneously
-meets overload and underload criteria"; taken at its word, the sets are computed again from the
-updated loads in every pass. Two endings are added: a pass that may change nothing (neither branch
-applies, Eq. 35 forbids the move, or it cannot be carried out) ends the loop, since all later
-passes would be the same; and an instance gives away no more modules than it has.
+As printed, the sets of Eq. 33 are computed before the loop, which never changes them, so that the
+loop never ends once entered. The text under stage 4 says "repeat until no device simultaneously
+meets overload and underload criteria"; accordingly, the sets are computed again from the updated
+loads in every pass. Two termination conditions are added: a pass that cannot change anything
+(neither branch applies, Eq. 35 forbids the move, or it cannot be carried out) ends the loop, since
+all later passes would be equal; and an instance gives away no more modules than it has.
 
-Everything else is kept: the load is the sum of Eq. 32, so figure 2(b) moves nothing; both branches
-have the same condition, so heads move only where layers cannot; a moved part takes the same part
-of compute and memory along; the benefit of Eq. 35 is the fall of the signed gap, so a move that
-overshoots counts as better; budgets, dwell and limits do not exist. Loads may go back and forth
-from one plan to the next.
+Everything else is unchanged: the load is the sum of Eq. 32, so that figure 2(b) causes no move;
+both branches have the same condition, so that heads move only if layers cannot; a moved part takes
+the same part of compute and memory with it; the benefit of Eq. 35 is the fall of the signed gap, so
+that a move that overshoots counts as better; there are no budgets, dwell times or limits. Loads may
+oscillate from one plan to the next.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from banaserve.types import (
 )
 
 _HORIZON_S = 1.0
-"""Unit of waiting work in a projection; the published load knows no waiting work."""
+"""Unit of waiting work in a projection, in seconds; the published load has no waiting work."""
 
 
 class Published:
-    """Moves layers, or else heads, from the fullest instance to the emptiest, by the sum."""
+    """Policy that moves layers, or else heads, from the fullest to the emptiest instance."""
 
     Options: ClassVar = PublishedOptions
 
@@ -79,7 +79,7 @@ class Published:
 
 
 class _Extremes:
-    """The greatest and the least of changing numbers, in O(log n) a change."""
+    """Maximum and minimum of changing loads, in O(log n) for each change."""
 
     def __init__(self, loads: dict[InstanceId, float]) -> None:
         self._loads = dict(loads)
@@ -104,7 +104,7 @@ class _Extremes:
         return self._greatest[0][1]
 
     def gap(self) -> float:
-        """Eq. 34 of the two extremes; above delta exactly when both sets of Eq. 33 have members."""
+        """Return Eq. 34 of the extremes; above delta exactly if neither set of Eq. 33 is empty."""
         if not self._loads:
             return 0.0
         return self._loads[self.greatest()] - self._loads[self.least()]
@@ -133,7 +133,7 @@ class _Loop:
         return "no instance is overloaded while another is underloaded"
 
     def _migrate(self, host: Projected, guest: Projected, gap: float) -> bool:
-        """MigrateLayer or MigrateKVHeads; false where neither can be done."""
+        """Plan MigrateLayer or MigrateKVHeads; return whether one of them is possible."""
         heads = not host.facts.can_move_layers
         refusal = (
             refusals.may_pair(host, guest, heads)

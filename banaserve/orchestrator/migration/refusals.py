@@ -1,4 +1,4 @@
-"""Conditions that forbid a move, whatever it would bring."""
+"""Conditions that forbid a move, whatever its benefit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from banaserve.orchestrator.migration.projection import Projected
 def may_change(
     instance: Projected, now_s: float, dwell_s: float, max_moves: float
 ) -> RejectReason | None:
-    """Returns why ``instance`` must stay as it is at present, or None."""
+    """Return why ``instance`` must not change at present, or None."""
     if instance.num_moves >= max_moves:
         return RejectReason.BUSY
     if instance.changed_s is not None and now_s - instance.changed_s < dwell_s:
@@ -18,21 +18,21 @@ def may_change(
 
 
 def may_host(host: Projected) -> RejectReason | None:
-    """Returns why ``host`` may not give modules away, or None.
+    """Return why ``host`` may not give modules away, or None.
 
-    One that holds modules of others sends those home first: else loads go round in circles, and
-    a request's step would wait for a chain of instances.
+    An instance that holds modules of others sends those home first: else loads would move in
+    circles, and a request's step would wait for a chain of instances.
     """
     return RejectReason.HOST_IS_GUEST if host.num_guests else None
 
 
 def may_guest(guest: Projected) -> RejectReason | None:
-    """Returns why ``guest`` may not take modules in, or None."""
+    """Return why ``guest`` may not take modules, or None."""
     return RejectReason.GUEST_SHEDS if guest.away else None
 
 
 def may_pair(host: Projected, guest: Projected, heads: bool) -> RejectReason | None:
-    """Returns why nothing of this kind may go from ``host`` to ``guest``, or None."""
+    """Return why no heads, or no layers, may move from ``host`` to ``guest``, or None."""
     if guest.id in host.far and host.far[guest.id] is None:
         return RejectReason.NOT_MEASURED
     ours, theirs = host.facts, guest.facts

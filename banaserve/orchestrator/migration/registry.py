@@ -19,7 +19,7 @@ from banaserve.registry import (
 
 
 class MigrationPolicyClass(Protocol):
-    """A policy's class: its options' dataclass and how it is built from them."""
+    """Class of a policy: the dataclass of its options, and its constructor."""
 
     Options: type[Any]
 
@@ -43,10 +43,10 @@ names = POLICIES.names
 
 
 def make(name: str, /, **section: Any) -> MigrationPolicy:
-    """Builds the policy ``name`` from its section of the configuration.
+    """Build the policy ``name`` from its section of the configuration.
 
     Raises:
-        UserError: An unknown policy, an unknown option or a value out of range.
+        UserError: The policy or an option is unknown, or a value is out of range.
     """
     policy, package, owner = POLICIES.get(name), POLICIES.owner(name), f"migration policy {name}"
     options = build_options(owner, policy.Options, policy.Options, section, package)
@@ -54,9 +54,9 @@ def make(name: str, /, **section: Any) -> MigrationPolicy:
 
 
 def make_named(name: str, /, **section: Any) -> NamedMigrationPolicy:
-    """Builds the policy ``name`` as ``make`` does; its mistakes are told under its name.
+    """Build the policy ``name`` as ``make`` does; messages about its errors name it.
 
     Raises:
-        UserError: As ``make``.
+        UserError: The policy or an option is unknown, or a value is out of range.
     """
     return NamedMigrationPolicy(make(name, **section), POLICIES.label(name))

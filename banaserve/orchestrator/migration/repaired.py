@@ -1,16 +1,16 @@
 """BanaServe Algorithm 1, repaired.
 
-What was wrong with it, and what is done instead:
-  - The sets of Eq. 33 are computed once, so the loop never ends. Here every step that is taken
-    lowers the pressure (a convex sum over all instances and both resources) by a least amount,
-    in the same projection in which the next one is weighed; and steps of a plan are limited.
-  - One number for a load hides figure 2(b). Gaps are taken for each resource on its own.
-  - Layers and heads have the same condition. Layers have a higher threshold, both are weighed
-    wherever they apply, role switches and returns too, and the greatest benefit after cost wins.
-  - A coarse move can overshoot and come back for ever. One that does not lower the pressure is
-    no candidate, so under constant load no state comes back.
-  - Eq. 35, the budgets of Eqs. 2 and 29 and the two thresholds stand in the text alone. They are
-    part of the loop here.
+Faults and repairs:
+  - The sets of Eq. 33 are computed once, so that the loop never ends. Here every step lowers the
+    pressure (a convex sum over all instances and both resources) by a least amount, in the same
+    projection in which the next step is weighed; and the number of steps of a plan is limited.
+  - One number for a load hides figure 2(b). Here gaps are taken for each resource separately.
+  - Layers and heads have the same condition. Here layers have a higher threshold, both are weighed
+    wherever they apply, as are role switches and returns, and the greatest net benefit wins.
+  - A coarse move can overshoot and be reversed forever. Here a move that does not lower the
+    pressure is no candidate, so that no state recurs under constant load.
+  - Eq. 35, the budgets of Eqs. 2 and 29 and the two thresholds are only in the paper's text. Here
+    they are part of the loop.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from banaserve.orchestrator.migration.scoring import Weighed
 from banaserve.types import Attempt, ClusterView, InstanceId, Module, Role, Step, SwitchRole
 
 _RETURNS_KEPT = 8
-"""Returns that are weighed again after each step of a plan; all are weighed before the first."""
+"""Number of returns weighed again after each step of a plan; before the first, all are weighed."""
 
 
 _LEAST_SWITCHES = 2
-"""Role switches within a dwell time that even a small cluster may have."""
+"""Number of role switches within a dwell time that even a small cluster may have."""
 
 
 class Repaired:
-    """Weighs moves of layers and heads, role switches and returns, and takes the best."""
+    """Policy that takes the best of moves of layers and heads, role switches and returns."""
 
     Options: ClassVar = RepairedOptions
 
@@ -69,7 +69,7 @@ class Repaired:
 
 @dataclass
 class _Search:
-    """One plan in the making."""
+    """Construction of one plan."""
 
     projection: Projection
     cluster: ClusterView
@@ -82,14 +82,14 @@ class _Search:
 
     @cached_property
     def overlaps(self) -> bool:
-        """Whether any host would not wait for all of a guest's work; no step changes that."""
+        """True if any host does not wait for all of a guest's work; no step changes that."""
         return any(effects.overlap_of(one, self.options) > 0 for one in self.projection.values())
 
     @cached_property
     def num_switching(self) -> int:
-        """How many instances may change roles within a dwell time, less those that just have.
+        """Number of instances that may change roles within a dwell time, less those that just have.
 
-        No step changes that: one that changes its role has another one of the two afterwards.
+        No step changes the number: a role switch exchanges prefill and decode, which both count.
         """
         options, now_s = self.options, self.cluster.now_s
         both = [p for p in self.projection.values() if p.role is not Role.COLOCATED]
@@ -99,7 +99,7 @@ class _Search:
         return max(_LEAST_SWITCHES, int(options.switch_fraction * len(both))) - recent
 
     def run(self) -> str:
-        """Takes steps until none is worth it; returns why there are no more."""
+        """Add steps until no candidate is worth it; return why there are no more."""
         while len(self.steps) < self.options.max_moves:
             best = self._best()
             if best is None:
@@ -110,7 +110,7 @@ class _Search:
         return "as many steps as one plan may have"
 
     def _best(self) -> Weighed | None:
-        """The candidate that brings most after its cost; the first by name among equals."""
+        """Return the candidate with the greatest net benefit; among equals, the first by name."""
         weighed = []
         left_s, self.leading_s = self._left_s(), float("-inf")
         for candidate in self._candidates():
@@ -135,12 +135,12 @@ class _Search:
         return best
 
     def _left_s(self) -> float:
-        """What is left of T_budget (Eq. 2), steps under way counted in."""
+        """Return the rest of T_budget (Eq. 2), after steps under way and planned."""
         spent_s = sum(step.cost_s for step in (*self.cluster.under_way, *self.steps))
         return self.options.migration_budget_s - spent_s
 
     def _candidates(self) -> Iterator[Weighed | Rejected]:
-        # Moves last: they are many, and those that cannot lead any more are not weighed.
+        # Moves last: they are many, and moves that cannot be the best any more are not weighed.
         if self.is_active:
             yield from self._switches()
         yield from self._returns()
@@ -148,12 +148,12 @@ class _Search:
             yield from self._moves()
 
     def _moves(self) -> Iterator[Weighed | Rejected]:
-        """For each resource, from the fullest host that can give anything worth it."""
+        """Yield moves for each resource, from the fullest host with a worthwhile move."""
         seeks = [migration_candidates.memory_pairs]
         if not self.steps or self.overlaps:
             seeks.append(
                 migration_candidates.compute_pairs
-            )  # else it only says why there is none: once a plan
+            )  # without overlap, it only gives the reason for no pair: once per plan is enough
         for seek in seeks:
             helped: InstanceId | None = None
             for pair in seek(self.projection, self.cluster.now_s, self.options, self.rejected):
@@ -170,7 +170,7 @@ class _Search:
                             helped = pair.host.id
 
     def _sizes(self, pair: Pair, heads: bool) -> Iterator[Weighed | Rejected]:
-        """Weighs modules of growing size while a larger one can still be better."""
+        """Yield modules of growing size, weighed, while a larger one can still be better."""
         most_s = float("-inf")
         failed = self.cluster.failed
         for module in migration_candidates.modules(
@@ -214,14 +214,14 @@ class _Search:
         return self._refusal(instance)
 
     def _switches_left(self) -> int:
-        """How many more instances may change roles, those that have just changed counted in."""
+        """Return how many more instances may change roles, after recent and planned switches."""
         planned = sum(
             isinstance(step.action, SwitchRole) for step in (*self.cluster.under_way, *self.steps)
         )
         return self.num_switching - planned
 
     def _returns(self) -> Iterator[Weighed | Rejected]:
-        """Weighs every return before the first step, then only the best of them again."""
+        """Yield every return, weighed, before the first step, and later only the best of them."""
         promising = []
         for host, module in self._away():
             guest = self.projection.get(host.away[module].guest)
@@ -244,7 +244,7 @@ class _Search:
         return self._refusal(host) or self._refusal(guest)
 
     def _away(self) -> list[tuple[Projected, Module]]:
-        """Modules that may come home: away, and no step is about them."""
+        """Return the modules that may come home: they are away, and no step moves them."""
         if self.returns is not None:
             kept = [(self.projection[host], module) for host, module in self.returns]
         else:

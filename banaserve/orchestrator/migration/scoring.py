@@ -29,7 +29,7 @@ from banaserve.types import (
 )
 
 LEAST_FALL = 1e-6
-"""A smaller fall of the pressure is rounding; without a least one, plans could follow for ever."""
+"""Least fall of the pressure that is not rounding; without it, plans might never end."""
 
 
 Influences = tuple[tuple[InstanceId, Influence], ...]
@@ -39,10 +39,11 @@ class Weighed(NamedTuple):
     """A candidate that may be taken.
 
     Attributes:
-        felt: Returns its influence, by instance in the order of ids; asked of the best alone.
-        efficiency: Its benefit over its cost, at least rho.
-        net_s: Its benefit less rho times its cost: what candidates are compared by. Efficiency
-            alone would always take the smallest module, since relief has falling returns.
+        felt: Function that returns its influences by instance, in the order of ids; called only for
+            the best candidate.
+        efficiency: Ratio of benefit to cost, at least rho.
+        net_s: Benefit minus rho times cost, by which candidates are compared. Efficiency alone
+            would always favour the smallest module, since relief has diminishing returns.
     """
 
     words: str
@@ -55,17 +56,17 @@ class Weighed(NamedTuple):
     net_s: float
 
     def step(self) -> Step:
-        """Returns it as a step of a plan, over the projection that it was weighed in."""
+        """Return the candidate as a step of a plan, for the projection in which it was weighed."""
         return Step(self.action, self.felt(), self.cost_s, self.benefit_s, self.timeout_s)
 
 
 def words_of(kind: str, module: Module, source: InstanceId, target: InstanceId) -> str:
-    """Names a move for people."""
+    """Return a human-readable description of a move."""
     return f"{kind} {module_words(module)} from {source} to {target}"
 
 
 def module_words(module: Module) -> str:
-    """Names a module for people."""
+    """Return a human-readable description of a module."""
     layers = f"layers {module.first_layer}:{module.end_layer}"
     return f"heads {','.join(map(str, module.heads))} of {layers}" if module.heads else layers
 
@@ -73,9 +74,9 @@ def module_words(module: Module) -> str:
 def room_refusal(
     instance: Projected, added_blocks: int, options: MoveOptions
 ) -> RejectReason | None:
-    """Returns whether ``instance`` would keep room for what it uses, and for what may come.
+    """Return ``NO_ROOM`` if ``instance`` would lack blocks for its use and its reserve, else None.
 
-    One that gains blocks is always better off, full or not.
+    A gain of blocks is always allowed, even for a full instance.
     """
     if added_blocks >= 0:
         return None
@@ -89,7 +90,7 @@ def room_refusal(
 def weigh_move(
     host: Projected, guest: Projected, module: Module, options: RepairedOptions
 ) -> Weighed | Rejected:
-    """Returns what moving ``module`` to ``guest`` is worth, or why it may not be done."""
+    """Return the move of ``module`` to ``guest`` with its benefit, or why it is rejected."""
     words = words_of("move", module, host.id, guest.id)
     size = slabs.num_slabs(host.facts, module)
     share = size / (host.facts.num_layers * host.facts.num_kv_heads)
@@ -110,11 +111,11 @@ def weigh_move(
 
 
 def most_net_s(host: Projected, options: RepairedOptions) -> float:
-    """Returns what no module of ``host`` can bring more than, after its cost.
+    """Return an upper bound of the net benefit of moving any module of ``host``.
 
-    A move relieves its host alone: at most of all that its memory is pressed by, where host and
-    guest take turns. Where they overlap nothing is said, since the fullest in memory need not be
-    the one that can be relieved most.
+    A move relieves only its host. If host and guest take turns, it relieves at most all of the
+    host's memory pressure. If they overlap, the bound is infinite, since the host with the fullest
+    memory need not be the one with the greatest relief.
     """
     if effects.overlap_of(host, options) > 0:
         return inf
@@ -124,7 +125,7 @@ def most_net_s(host: Projected, options: RepairedOptions) -> float:
 def weigh_return(
     host: Projected, guest: Projected, module: Module, options: RepairedOptions
 ) -> Weighed | Rejected:
-    """Returns what taking ``module`` home is worth, or why it may not be done."""
+    """Return the return of ``module`` to its host with its benefit, or why it is rejected."""
     words = words_of("return", module, guest.id, host.id)
     effect = effects.returning(host, guest, module, options)
     action = ReturnModule(host.id, guest.id, module, effect.moved_bytes)
@@ -159,7 +160,7 @@ def _weigh_module(
 def weigh_switch(
     projection: Projection, switch: Switch, options: RepairedOptions
 ) -> Weighed | Rejected:
-    """Returns what a role switch is worth, or why it may not be done."""
+    """Return a role switch with its benefit, or why it is rejected."""
     words = f"switch {switch.words}"
     if switch.fall <= LEAST_FALL:
         return Rejected(words, RejectReason.NO_BENEFIT, switch.fall)
@@ -190,7 +191,10 @@ def _judged(
 def _over_budget(
     instance: Projected, influence: Influence, options: RepairedOptions
 ) -> RejectReason | None:
-    """Eq. 29: a step is a decode instance's TPOT; queue and step are a prefill instance's TTFT."""
+    """Return which budget of Eq. 29 ``influence`` violates, or None.
+
+    The step is a decode instance's TPOT; queue and step are a prefill instance's TTFT.
+    """
     after_s = instance.step_s + influence.step_s
     if instance.role is not Role.PREFILL and not within_budget(
         instance.step_s, after_s, options.tpot_budget_s
@@ -205,7 +209,7 @@ def _over_budget(
 
 
 def _fall(instance: Projected, influence: Influence) -> float:
-    """How much the pressure of one instance falls."""
+    """Return by how much the pressure of one instance falls."""
     compute = max(0.0, instance.compute + influence.compute) + instance.waiting
     memory = instance.wanted_blocks / max(1, instance.kv_blocks + influence.kv_blocks)
     before = pressure(instance.compute_load) + pressure(instance.memory_load)

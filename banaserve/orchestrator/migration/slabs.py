@@ -1,8 +1,8 @@
 """Number of KV blocks that fit once modules are away.
 
-The KV of one layer and one KV head lies in a slab of its own, which grows and shrinks by granules.
-A block needs its part of every slab that is at home, so bytes that one slab gives up are worth
-something only once they have made every other one longer by a block.
+The KV of one layer and one KV head has a slab of its own, which grows and shrinks by granules. A
+block needs its part of every slab at home, so that bytes freed by one slab are useful only once
+they have made every other slab longer by a block.
 """
 
 from __future__ import annotations
@@ -14,18 +14,23 @@ from banaserve.types import InstanceFacts, Module
 
 
 def slab_block_bytes(facts: InstanceFacts) -> int:
-    """Bytes of one block in one slab."""
+    """Return the bytes of one block in one slab."""
     return facts.layer_token_bytes * facts.block_tokens // facts.num_kv_heads
 
 
 def num_slabs(facts: InstanceFacts, module: Module) -> int:
-    """Slabs of ``module``."""
-    # The number of layers is written out: several times for each candidate of a plan.
+    """Return the number of slabs of ``module``."""
+    # ``num_layers`` is written out for speed: called several times for each candidate of a plan.
     return (module.end_layer - module.first_layer) * (len(module.heads) or facts.num_kv_heads)
 
 
 class Home(NamedTuple):
-    """Part of an instance that has not moved: the inputs of ``blocks`` that placements decide."""
+    """Part of an instance that is at home: the inputs of ``blocks`` that placements determine.
+
+    Attributes:
+        layers: Number of whole layers at home.
+        slabs: Number of slabs at home.
+    """
 
     layers: int
     slabs: int
@@ -48,7 +53,7 @@ class Home(NamedTuple):
         return Home(layers, self.slabs + num_slabs(facts, module))
 
     def blocks(self, facts: InstanceFacts, guest_bytes: int) -> int:
-        """Returns how many KV blocks fit beside guests, weights and what cannot move."""
+        """Return how many KV blocks fit besides guests, weights and immovable memory."""
         pool_bytes = facts.kv_bytes
         if not pool_bytes:
             pool_bytes = facts.memory_bytes - facts.fixed_bytes - guest_bytes
@@ -61,14 +66,19 @@ class Home(NamedTuple):
 
 
 def blocks(facts: InstanceFacts, away: Iterable[Module], guest_bytes: int) -> int:
-    """Returns how many KV blocks fit while the modules of ``away``, none overlapping, are away."""
+    """Return how many KV blocks fit while the modules of ``away`` are away; none may overlap."""
     return Home.of(facts, away).blocks(facts, guest_bytes)
 
 
 def guest_bytes(
     facts: InstanceFacts, module: Module, num_blocks: int, weights_are_shared: bool
 ) -> int:
-    """Memory that ``module`` takes at its guest: slabs for all blocks of the host, and weights."""
+    """Return the bytes of ``module`` at its guest: slabs for all blocks of the host, and weights.
+
+    Args:
+        num_blocks: Number of KV blocks of the host.
+        weights_are_shared: True if the guest reads the weights of its own instance.
+    """
     granule = facts.granule_bytes
     slab_bytes = -(-num_blocks * slab_block_bytes(facts) // granule) * granule
     return num_slabs(facts, module) * slab_bytes + _weights(facts, module, weights_are_shared)
@@ -77,7 +87,7 @@ def guest_bytes(
 def moved_bytes(
     facts: InstanceFacts, module: Module, used_blocks: float, weights_are_shared: bool
 ) -> int:
-    """What travels: the KV in use, and weights (BanaServe Eqs. 3 and 11)."""
+    """Return the bytes to transfer: the KV in use, and weights (BanaServe Eqs. 3 and 11)."""
     kv_bytes = round(used_blocks * num_slabs(facts, module) * slab_block_bytes(facts))
     return kv_bytes + _weights(facts, module, weights_are_shared)
 
@@ -91,10 +101,10 @@ def _weights(facts: InstanceFacts, module: Module, are_shared: bool) -> int:
 def free_layers(
     facts: InstanceFacts, taken: Iterable[Module], num_layers: int, heads: tuple[int, ...] = ()
 ) -> Module | None:
-    """Returns the last ``num_layers`` contiguous layers of which nothing is ``taken``, or None.
+    """Return the last ``num_layers`` contiguous layers without any ``taken`` module, or None.
 
     Args:
-        heads: Look at these KV heads only; empty looks at whole layers.
+        heads: KV heads to which the search is limited; empty for whole layers.
     """
     gone = tuple(taken)
     first = facts.num_layers - num_layers
@@ -108,7 +118,7 @@ def free_layers(
 
 
 def free_heads(facts: InstanceFacts, taken: Iterable[Module], num_heads: int) -> Module | None:
-    """Returns the last ``num_heads`` KV heads that are at home in all home layers, or None.
+    """Return the last ``num_heads`` KV heads that are at home in all home layers, or None.
 
     The layers are the last contiguous range in which no whole layer is away.
     """

@@ -1,4 +1,4 @@
-"""Role switches: a whole instance goes over to the other side of prefill and decode."""
+"""Role switches: a whole instance changes from prefill to decode, or from decode to prefill."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from banaserve.types import Influence, InstanceId, Role
 class PowerSums(NamedTuple):
     """Number of loads and the sums of their first to fourth powers.
 
-    With them the pressure after every load has grown by the same amount is known without a look
-    at each: switching one of n instances changes the load of all others.
+    They give the pressure after all loads have grown by the same amount without a loop over the
+    loads: switching one of n instances changes the load of all others.
     """
 
     n: int
@@ -41,15 +41,20 @@ class PowerSums(NamedTuple):
         )
 
     def fourth_powers_plus(self, c: float) -> float:
-        """The sum of (load + c)^4."""
+        """Return the sum of (load + c)^4."""
         return self.s4 + 4 * c * self.s3 + 6 * c**2 * self.s2 + 4 * c**3 * self.s1 + self.n * c**4
 
 
 def pressure_fall(old: PowerSums, new: PowerSums, load: float) -> float:
-    """How much pressure falls when an instance of ``load`` goes from one role to the other.
+    """Return by how much the pressure of one resource falls if an instance changes its role.
 
-    Routing spreads what it leaves evenly over the others of its old role, and gives it an even
-    share of its new one. One resource; the work of a role is what it was.
+    Routing spreads its work evenly over the other instances of its old role, and gives it an equal
+    share of the work of its new role. The total work of a role does not change.
+
+    Args:
+        old: Power sums of the loads of its old role.
+        new: Power sums of the loads of its new role.
+        load: Load of the instance.
     """
     rest = old.without(load)
     ratio = new.n / (new.n + 1)
@@ -59,7 +64,7 @@ def pressure_fall(old: PowerSums, new: PowerSums, load: float) -> float:
 
 
 class Switch(NamedTuple):
-    """A candidate: ``instance`` goes from ``old`` to ``new``."""
+    """A candidate: ``instance`` changes from ``old`` to ``new``; pressure falls by ``fall``."""
 
     instance: Projected
     old: Role
@@ -74,9 +79,9 @@ class Switch(NamedTuple):
 def switches(
     projection: Projection, min_per_role: int, may_change: Callable[[Projected, Role], bool]
 ) -> list[Switch]:
-    """Returns the best candidate of each direction, the one that leaves the least work behind.
+    """Return the best candidate of each direction: the instance with the least work.
 
-    One that may not change is returned only where none may.
+    An instance that may not change is returned only if none may.
     """
     sides = [_Side.of(projection, role) for role in (Role.PREFILL, Role.DECODE)]
     found = []
@@ -111,18 +116,18 @@ class _Side(NamedTuple):
     @classmethod
     def of(cls, projection: Projection, role: Role) -> _Side:
         members = [p for p in projection.values() if p.role is role]
-        # Written out: properties of thousands of instances take most of the time otherwise.
+        # Written out for speed: properties of thousands of instances would take most of the time.
         computes = [p.compute + p.waiting for p in members]
         memories = [p.wanted_blocks / p.kv_blocks for p in members]
         sums = PowerSums.of(computes), PowerSums.of(memories)
         return cls(role, members, computes, memories, *sums)
 
     def least_loaded(self, may: Callable[[Projected], bool] | None = None) -> Projected | None:
-        """Returns the free one with least to do, the first by name among equals, or None."""
+        """Return the free instance with the least work, the first by name among equals, or None."""
         least, least_load = None, inf
         for p, compute, memory in zip(self.members, self.computes, self.memories, strict=True):
             load = compute + memory
-            # A loop of its own: tuples of thousands of instances wake the garbage collector.
+            # Not min() with tuples: thousands of tuples would start the garbage collector.
             if load > least_load or (load == least_load and least is not None and p.id > least.id):
                 continue
             is_free = not p.away and not p.num_guests and not p.num_moves
@@ -134,7 +139,7 @@ class _Side(NamedTuple):
 def influence(
     projection: Projection, switch: Switch, horizon_s: float
 ) -> tuple[tuple[InstanceId, Influence], ...]:
-    """Returns what every instance of both roles will feel of ``switch``."""
+    """Return the influence of ``switch`` on every instance of both roles."""
     leaver = switch.instance
     old, new = switch.old, switch.new
     stays = [p.id for p in projection.values() if p.role is old and p is not leaver]
@@ -160,7 +165,7 @@ def influence(
 
 
 def _part(source: Projected, factor: float, horizon_s: float) -> Influence:
-    """``factor`` of what ``source`` does, as an influence."""
+    """Return the share ``factor`` of the work of ``source``, as an influence."""
     return Influence(
         compute=source.compute * factor,
         waiting_s=source.waiting * factor * horizon_s,

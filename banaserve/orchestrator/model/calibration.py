@@ -13,12 +13,12 @@ class StepWork:
     """Work of one step of an engine, or the mean of several.
 
     Attributes:
-        prefill_tokens: Prompt tokens that it computes.
-        prefill_pairs: Pairs of a computed prompt token and a token it looks at, roughly the sum
-            of squares of whole prompts; a chunk of c tokens after h has c (c + 2 h) of them.
+        prefill_tokens: Prompt tokens that the step computes.
+        prefill_pairs: Pairs of a computed prompt token and a token that it attends to, roughly the
+            sum of squares of whole prompts; a chunk of c tokens after h has c (c + 2 h) pairs.
         decode_requests: Requests that get one token.
-        context_tokens: Their tokens so far, together.
-        remote_calls: Round trips to guests: one for a range of layers, one a layer for heads.
+        context_tokens: Tokens of these requests so far, together.
+        remote_calls: Round trips to guests: one for a range of layers, one per layer for heads.
     """
 
     prefill_tokens: float = 0
@@ -29,7 +29,7 @@ class StepWork:
 
     @property
     def features(self) -> tuple[float, ...]:
-        """One for the step itself, then its four kinds of work, then the round trips."""
+        """Features of the fit: 1 for the step itself, four kinds of work, and the round trips."""
         return (
             1.0,
             float(self.prefill_tokens),
@@ -44,7 +44,7 @@ class StepWork:
 class StepTime:
     """Time of a step: a + b n + c n^2 + d context + e batch, as in DistServe's fits, + f calls.
 
-    Immutable: each measurement returns another one.
+    Immutable: each measurement returns a new object.
     """
 
     fit: LinearFit
@@ -60,7 +60,12 @@ class StepTime:
         doubt: float = 1.0,
         call_s: float = 4e-4,
     ) -> StepTime:
-        """Returns the model with these first coefficients, for example those of a profile."""
+        """Return the model with these initial coefficients, for example those of a profile.
+
+        Args:
+            doubt: Relative standard error of the coefficients.
+            call_s: Time of one round trip to a guest, in seconds.
+        """
         first = (fixed_s, prefill_token_s, prefill_pair_s, context_token_s, request_s, call_s)
         return cls(LinearFit.of(first, doubt))
 
@@ -68,14 +73,14 @@ class StepTime:
         return self.fit.predict(work.features)
 
     def fill_fraction(self, work: StepWork, full: StepWork | None = None) -> float:
-        """How full a step of ``work`` is, in [0, 1]: what a report's ``step_fill_fraction`` is.
+        """Return the fill of a step of ``work``, in [0, 1]: ``step_fill_fraction`` of a report.
 
-        The share of its time that grows with its work, the rest being the fixed part, for which
-        more requests would cost nothing.
+        The fill is the share of the step's time that grows with its work; the rest is the fixed
+        part, which more requests do not increase.
 
         Args:
-            full: The largest step of its kind. Even that has a fixed part, so shares are taken
-                against its share; without it they stay a little below 1.
+            full: Largest step of its kind. It has a fixed part, too, so the fill is relative to its
+                share; without ``full``, the fill stays a little below 1.
         """
         share = self._work_share(work)
         most = 1.0 if full is None else self._work_share(full)
@@ -93,7 +98,7 @@ class StepTime:
         return max(0.0, self.fit.coefficients[5])
 
     def observed(self, work: StepWork, measured_s: float) -> StepTime:
-        """Returns the model after a step of ``work`` took ``measured_s``."""
+        """Return the model after a step of ``work`` took ``measured_s``."""
         return StepTime(self.fit.observed(work.features, measured_s))
 
     @property
@@ -103,16 +108,17 @@ class StepTime:
 
 
 EASED_AFTER_S = 120.0
-"""In which half of what a link was learnt to cost beyond the first guess is forgotten."""
+"""Half-life of the learnt cost of a link beyond the initial estimate, in seconds."""
 
 
 def eased(learnt: Link, first: Link, age_s: float) -> Link:
-    """Returns ``learnt``, of which what it costs more than ``first`` fades with its age.
+    """Return ``learnt`` with its cost beyond the initial estimate ``first`` decayed by its age.
 
-    Nothing is learnt while nothing moves: one slow transfer could forbid all others for ever.
+    Nothing is learnt while nothing moves: without decay, one slow transfer could prevent all others
+    forever.
 
     Args:
-        age_s: Since the last measurement.
+        age_s: Time since the last measurement, in seconds.
     """
     kept = 0.5 ** (max(0.0, age_s) / EASED_AFTER_S)
 
@@ -127,25 +133,25 @@ def eased(learnt: Link, first: Link, age_s: float) -> Link:
 class TransferTime:
     """Time of a transfer: T_sync + S / B (BanaServe Eq. 4), learnt from transfers.
 
-    Immutable: each measurement returns another one.
+    Immutable: each measurement returns a new object.
     """
 
     fit: LinearFit
 
     @classmethod
     def of(cls, link: Link, doubt: float = 1.0) -> TransferTime:
-        """Returns the model that begins at ``link``, whose ``sync_s`` is at least 1 us here."""
+        """Return the model with ``link`` as its initial estimate, its ``sync_s`` at least 1 us."""
         return cls(LinearFit.of((max(link.sync_s, 1e-6), 1 / link.bytes_per_s), doubt))
 
     def predict_s(self, num_bytes: float) -> float:
         return self.fit.predict((1.0, num_bytes))
 
     def observed(self, num_bytes: float, measured_s: float) -> TransferTime:
-        """Returns the model after ``num_bytes`` took ``measured_s``."""
+        """Return the model after ``num_bytes`` took ``measured_s``."""
         return TransferTime(self.fit.observed((1.0, num_bytes), measured_s))
 
     def link(self, hop_s: float) -> Link:
-        """Returns the link as measured; a bandwidth beyond 1 PB/s is a fit gone wrong and cut."""
+        """Return the measured link; a bandwidth beyond 1 PB/s is a wrong fit and is limited."""
         sync_s, byte_s = self.fit.coefficients
         return Link(1 / max(byte_s, 1e-15), max(0.0, sync_s), hop_s)
 

@@ -1,4 +1,4 @@
-"""Line fitted to measurements as they come. Pure: a fit is a value, a sample makes another."""
+"""Linear fit updated with each measurement. Pure: a fit is a value; a sample gives a new one."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _ERROR_WEIGHT = 0.1
-"""Of one sample in the smoothed prediction error: about the last twenty count."""
+"""Weight of one sample in the smoothed prediction error: about the last twenty samples count."""
 
 _NOISE = 0.05
-"""Relative standard deviation of a measurement: how far one sample may pull."""
+"""Relative standard deviation of a measurement, which limits the influence of one sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +17,12 @@ class LinearFit:
     """y = sum c_i x_i, a Kalman filter whose coefficients drift slowly.
 
     Attributes:
-        coefficients: c_i, in seconds for one unit of x_i.
-        covariance: Row by row; how little is known of the coefficients.
-        ceiling: Standard errors that are never exceeded, however long a kind of work is not seen.
-        num_samples: Measurements taken so far.
-        error_fraction: Mean of |predicted - measured| / measured, smoothed, each prediction made
-            before its measurement was taken.
+        coefficients: Coefficients c_i, in seconds for one unit of x_i.
+        covariance: Covariance matrix of the coefficients, row by row.
+        ceiling: Maximum standard errors, however long a kind of work is not observed.
+        num_samples: Number of measurements so far.
+        error_fraction: Smoothed mean of |predicted - measured| / measured, with predictions made
+            before their measurement.
     """
 
     coefficients: tuple[float, ...]
@@ -33,13 +33,13 @@ class LinearFit:
 
     @classmethod
     def of(cls, coefficients: Sequence[float], doubt: float = 1.0) -> LinearFit:
-        """Returns a fit that begins at ``coefficients``.
+        """Return a fit with the initial estimate ``coefficients``.
 
         Args:
-            doubt: Their relative standard error; 1 says they may be off by their own size.
+            doubt: Relative standard error of the estimate; 1 is an error of its own size.
 
         Raises:
-            ValueError: A coefficient is zero: say how large it may be, however small.
+            ValueError: A coefficient is zero: give its possible size, even a small one.
         """
         if not all(coefficients):
             raise ValueError("a first coefficient of zero never moves: give its size")
@@ -51,21 +51,21 @@ class LinearFit:
         return cls(tuple(coefficients), tuple(rows), errors)
 
     def predict(self, features: Sequence[float]) -> float:
-        """Returns the predicted value, never below 0."""
+        """Return the predicted value, never below 0."""
         return max(0.0, _dot(self.coefficients, features))
 
     def observed(self, features: Sequence[float], value: float, drift: float = 0.01) -> LinearFit:
-        """Returns the fit after one measurement.
+        """Return the fit after one measurement.
 
-        Errors count relative to ``value``, so that a hundred short steps do not lose against one
-        long one.
+        Errors are relative to ``value``, so that one long step does not outweigh a hundred short
+        ones.
 
         Args:
-            drift: How far a coefficient may wander from one sample to the next, relative to it;
-                0 never forgets.
+            drift: Relative change of a coefficient from one sample to the next, as a standard
+                deviation; 0 never forgets.
 
         Raises:
-            ValueError: A value that is not above 0, or another number of features.
+            ValueError: The value is not above 0, or the number of features differs.
         """
         if value <= 0:
             raise ValueError(f"a measurement of {value} is not above 0")
@@ -89,7 +89,7 @@ class LinearFit:
         return LinearFit(coefficients, covariance, self.ceiling, samples, smoothed)
 
     def _drifted(self, drift: float) -> list[list[float]]:
-        """The covariance one sample later, its standard errors cut to the ceiling."""
+        """Return the covariance one sample later, its standard errors limited to the ceiling."""
         rows = [list(row) for row in self.covariance]
         scales = []
         for i, ceiling in enumerate(self.ceiling):

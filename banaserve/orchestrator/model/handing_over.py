@@ -1,18 +1,18 @@
-"""Time that the KV of a prompt takes from the machine of one instance to that of another. Pure."""
+"""Transfer time of a prompt's KV between the machines of two instances. Pure."""
 
 from __future__ import annotations
 
 from banaserve.types import Distance, InstanceView
 
 UNMEASURED = Distance(round_trip_s=1e-3, bytes_per_s=125e6)
-"""A way that nobody has measured, or that could not be, is taken for a slow one: 1 Gbit/s."""
+"""Assumed network path if none has been, or could be, measured: a slow one of 1 Gbit/s."""
 
 
 def way_s(source: InstanceView, target: InstanceView, tokens: int) -> float:
-    """Returns the seconds that the KV of ``tokens`` takes over the way between two instances.
+    """Return the transfer time of the KV of ``tokens`` tokens between two instances, in seconds.
 
-    0 where both are on one machine. Where it is not known how much KV a token has, only a round
-    trip is counted, and among the ways to several others the slower ones look alike.
+    The time is 0 if both are on one machine. If the KV size of a token is unknown, only a round
+    trip counts, so that paths of different bandwidth look alike.
     """
     if target.id not in source.far:
         return 0.0

@@ -1,4 +1,4 @@
-"""Cost of a migration, once and at every step: BanaServe Eqs. 4, 5, 11, 28 and 29."""
+"""Cost of a migration, once and in every step: BanaServe Eqs. 4, 5, 11, 28 and 29."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class Link:
     """Network path between two instances.
 
     Attributes:
-        bytes_per_s: B_net, for one direction.
-        sync_s: T_sync, once for each migration.
-        hop_s: Latency of one message one way.
+        bytes_per_s: Bandwidth B_net, for one direction.
+        sync_s: Synchronisation time T_sync, once for each migration.
+        hop_s: Latency of a message in one direction.
     """
 
     bytes_per_s: float
@@ -26,29 +26,29 @@ class Link:
             raise ValueError(f"{self}: bytes_per_s is above 0, the rest 0 or more")
 
     def over(self, distance: Distance) -> Link:
-        """The same where it is this far: no faster than what was measured between the machines."""
+        """Return this link over ``distance``: no faster than measured between the machines."""
         bytes_per_s = min(self.bytes_per_s, distance.bytes_per_s)
         return Link(bytes_per_s, self.sync_s, max(self.hop_s, distance.round_trip_s / 2))
 
     def transfer_s(self, num_bytes: float) -> float:
-        """Seconds that ``num_bytes`` travel, without synchronisation."""
+        """Return the transfer time of ``num_bytes`` without synchronisation, in seconds."""
         return num_bytes / self.bytes_per_s
 
 
 def migration_s(num_bytes: float, link: Link, realloc_s: float = 0.0) -> float:
-    """Seconds of one migration: S / B + T_sync (BanaServe Eqs. 4 and 11).
+    """Return the time of one migration, in seconds: S / B + T_sync (BanaServe Eqs. 4 and 11).
 
-    With ``realloc_s`` it is Eq. 28, corrected. That is printed as k (T_x + T_sync + T_realloc)
-    for k modules, one after the other; contiguous modules share one synchronisation and one
-    reallocation: sum of bytes / B + T_sync + T_realloc.
+    With ``realloc_s`` it is Eq. 28, corrected. The paper has k (T_x + T_sync + T_realloc) for k
+    modules in sequence; contiguous modules share one synchronisation and one reallocation: sum of
+    bytes / B + T_sync + T_realloc.
     """
     return link.transfer_s(num_bytes) + link.sync_s + realloc_s
 
 
 def layers_step_s(batch_tokens: float, hidden_size: int, element_bytes: int, link: Link) -> float:
-    """Added seconds of each step with one remote range of layers (missing from BanaServe Eq. 5).
+    """Return the seconds that a remote range of layers adds to each step (not in BanaServe Eq. 5).
 
-    The hidden states of every token of the step go to the guest and come back.
+    The hidden states of every token of the step are sent to the guest and back.
     """
     num_bytes = 2 * batch_tokens * hidden_size * element_bytes
     return 2 * link.hop_s + link.transfer_s(num_bytes)
@@ -63,20 +63,20 @@ def heads_step_s(
     link: Link,
     queries_a_head: int = 1,
 ) -> float:
-    """Added seconds of each step with remote KV heads (missing from BanaServe Eq. 11).
+    """Return the seconds that remote KV heads add to each step (not in BanaServe Eq. 11).
 
-    In every layer q, k and v go and o comes back for each moved head:
-    layers x (2 hops + (3 + 1) heads d bytes / B). Under GQA a KV head takes its
-    ``queries_a_head`` query heads along, so q and o count that often: 2 + 2 ``queries_a_head``.
+    In every layer, q, k and v are sent and o returns for each moved head:
+    layers x (2 hops + (3 + 1) heads d bytes / B). Under GQA, a KV head moves with its
+    ``queries_a_head`` query heads, so q and o count that many times: 2 + 2 ``queries_a_head``.
     """
     token_bytes = (2 + 2 * queries_a_head) * num_heads * head_dim * element_bytes
     return num_layers * (2 * link.hop_s + link.transfer_s(batch_tokens * token_bytes))
 
 
 def within_budget(before_s: float, after_s: float, budget_s: float | None) -> bool:
-    """Whether a latency keeps its budget (BanaServe Eq. 29: T(M) <= T^budget).
+    """Return whether a latency keeps its budget (BanaServe Eq. 29: T(M) <= T^budget).
 
-    One that is over budget already may not get worse: else an overloaded instance could never be
-    helped. None is no budget.
+    A latency that already exceeds its budget must only not get worse: else an overloaded instance
+    could never be relieved. None is no budget.
     """
     return budget_s is None or after_s <= max(budget_s, before_s)

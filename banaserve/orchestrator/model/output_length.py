@@ -1,4 +1,4 @@
-"""Output lengths of the requests that have ended lately, for predicting those to come."""
+"""Output lengths of recently ended requests, for predicting those of coming requests."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _SHARES = (0.125, 0.375, 0.625, 0.875)
 
 
 class OutputLengthWindow:
-    """The last lengths; what is told of them is renewed every few requests.
+    """Window of the last output lengths; their summary is renewed every few requests.
 
     Attributes:
-        lengths: None before the first request has ended.
+        lengths: Summary of the lengths; None before the first request has ended.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class OutputLengthWindow:
         self._num_new = 0
 
     def ended(self, tokens: int) -> None:
-        """A request has ended with so many output tokens."""
+        """Record that a request has ended with this number of output tokens."""
         if tokens < 1:
             return
         self._last.append(tokens)

@@ -1,8 +1,8 @@
-"""Gain of a step in parts where some of its layers run elsewhere. Pure.
+"""Gain of cutting a step into parts while some of its layers run elsewhere. Pure.
 
-A step of m parts flows through stages, a host and its guests, of which each works on one part at a
-time: sum of t_i(m) + (m - 1) max of t_i(m), where t_i(m) is what stage i takes for one part. That
-is the makespan of a pipeline; m = 1 is the proxy that waits.
+A step of m parts flows through stages, a host and its guests, each of which works on one part at a
+time. It takes the makespan of a pipeline, sum of t_i(m) + (m - 1) max of t_i(m), where t_i(m) is
+the time of stage i for one part; with m = 1 the host waits for its guests.
 """
 
 from __future__ import annotations
@@ -12,27 +12,28 @@ from collections.abc import Sequence
 from banaserve.orchestrator.model.calibration import StepTime, StepWork
 
 LEAST_PART_TOKENS = 16
-"""Of a part: what the kernels of matrix products work on at a time."""
+"""Minimum number of tokens of a part: the tile size of matrix product kernels."""
 
 WORTH = 0.97
-"""Of the waiting step's time; what gains less is within what such predictions are wrong by."""
+"""Maximum time of a step in parts, as a share of the time of the waiting step, at which the parts
+are worthwhile: a smaller gain is within the error of such predictions."""
 
 
 def makespan_s(each_s: Sequence[float], num_parts: int) -> float:
-    """Time of a step whose stages take ``each_s`` for one of so many parts."""
+    """Return the time of a step of ``num_parts`` parts; its stages take ``each_s`` for one part."""
     return sum(each_s) + (num_parts - 1) * max(each_s, default=0.0)
 
 
 def overlap_fraction(model: StepTime, work: StepWork, max_microbatches: int) -> float:
-    """How much of a guest's work its host would not wait for, in [0, 1].
+    """Return the share of a guest's work that its host would not wait for, in [0, 1].
 
-    Of a guest with half of the layers. Every part costs the fixed part of a step once more, so
+    The guest is taken to have half of the layers. Every part repeats the fixed time of a step, so
     small batches, which are bound by reading weights, gain nothing.
 
     Args:
-        model: Of the host's steps.
-        work: Of one of them.
-        max_microbatches: That a step may be cut into; 1: the host waits.
+        model: Model of the host's step times.
+        work: Work of one of its steps.
+        max_microbatches: Maximum number of parts of a step; 1: the host waits.
     """
     tokens = work.prefill_tokens + work.decode_requests
     at_most = max(1, min(max_microbatches, int(tokens) // LEAST_PART_TOKENS))

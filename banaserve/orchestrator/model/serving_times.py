@@ -1,8 +1,8 @@
-"""Predicted times of a request at one instance, and what it costs those who are there. Pure.
+"""Predicted times of a request at one instance, and its cost for the other requests there. Pure.
 
-A step costs a + b n + c n^2 + d context + e batch (``calibration.py:StepTime``). Prompts are
-computed in steps of a bounded size, in the order of their arrivals, beside one token for each
-request that decodes.
+A step takes a + b n + c n^2 + d context + e batch (``calibration.py:StepTime``). Prompts are
+computed in steps of limited size, in the order of arrival, together with one token for each request
+that decodes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from banaserve.types import InstanceView
 
 _LEAST_CHUNK_TOKENS = 64
 _MOST_PREFILL_SHARE = 0.9
-"""Of an instance's time: with more, tokens would take for ever by the formula alone."""
+"""Maximum share of an instance's time for prefill: near 1, the formula gives infinite times."""
 _KV_KEPT_FREE_FRACTION = 0.02
 
 
@@ -23,10 +23,10 @@ class LegLoad(NamedTuple):
     """Tokens of a request at the instance that computes its prompt.
 
     Attributes:
-        to_compute: Of the prompt, at least one.
-        fetched: Of the prompt, those whose KV comes from the store.
-        output: That will be generated, as expected.
-        resident: Of the prompt, those whose KV lies there already.
+        to_compute: Prompt tokens to compute, at least one.
+        fetched: Prompt tokens whose KV is fetched from the store.
+        output: Expected number of output tokens.
+        resident: Prompt tokens whose KV is already in the instance's own cache.
     """
 
     to_compute: int
@@ -43,9 +43,9 @@ class LegLoad(NamedTuple):
         return self.to_compute * (self.to_compute + 2 * (self.fetched + self.resident))
 
     def where(self, resident: int) -> LegLoad:
-        """Returns the leg at an instance that has the KV of so many tokens of its prompt.
+        """Return the leg at an instance that has the KV of ``resident`` tokens of its prompt.
 
-        What lies there is neither fetched nor computed; one token is always computed.
+        Resident tokens are neither fetched nor computed; one token is always computed.
         """
         resident = min(resident, self.prompt - 1)
         known = max(self.fetched, resident)
@@ -53,9 +53,9 @@ class LegLoad(NamedTuple):
 
 
 class RecentPrompts(NamedTuple):
-    """Prompts as they come lately: what is computed of them, and how many there are, a second.
+    """Recent rates of prompts: computed tokens, attention pairs and prompts per second.
 
-    In tokens and not in time: what they cost is often learnt only after they have come.
+    The rates are of tokens, not of time, since the cost of a token is often learnt only later.
     """
 
     tokens_per_s: float = 0.0
@@ -63,12 +63,12 @@ class RecentPrompts(NamedTuple):
     prompts_per_s: float = 0.0
 
     def after(self, age_s: float, window_s: float) -> RecentPrompts:
-        """Returns what is left of it when none has come for so long; smoothed over ``window_s``."""
+        """Return the rates after ``age_s`` without a prompt, smoothed over ``window_s``."""
         kept = exp(-age_s / window_s)
         return RecentPrompts(*(value * kept for value in self))
 
     def and_one(self, leg: LegLoad, window_s: float) -> RecentPrompts:
-        """Returns it with the prompt of ``leg`` just come."""
+        """Return the rates after the arrival of the prompt of ``leg``."""
         one = (leg.to_compute, leg.pairs, 1)
         return RecentPrompts(
             *(value + more / window_s for value, more in zip(self, one, strict=True))
@@ -84,14 +84,16 @@ class InstanceTimes(NamedTuple):
     Attributes:
         fixed_s, token_s, pair_s, context_s, request_s: Coefficients of a step.
         fetch_token_s: Time to fetch the KV of one token.
-        batch: Requests that decode now; ``context_tokens`` are theirs.
-        all_requests: Those, prompts that are still to be computed, and what is computed elsewhere
-            and will decode here; ``all_tokens`` are theirs.
-        ahead_tokens, ahead_pairs: Of the prompts that are still to be computed.
-        chunk_tokens: Most prompt tokens of a step.
-        prefill_share: Of its time, that prompts take as they come lately.
-        prompts_per_s: So many come lately.
-        kv_tokens: Room for KV; 0 where it is not known.
+        batch: Number of requests that decode now.
+        context_tokens: Tokens of these requests, together.
+        all_requests: Number of these requests, of requests whose prompts are still to be computed,
+            and of requests that are computed elsewhere and will decode here.
+        all_tokens: Tokens of all these requests, together.
+        ahead_tokens, ahead_pairs: Tokens and pairs of the prompts that are still to be computed.
+        chunk_tokens: Maximum number of prompt tokens of a step.
+        prefill_share: Share of the instance's time that prompts take at their recent rate.
+        prompts_per_s: Recent rate of prompts.
+        kv_tokens: Number of tokens whose KV the instance has room for; 0 if unknown.
     """
 
     fixed_s: float
@@ -112,21 +114,21 @@ class InstanceTimes(NamedTuple):
     kv_tokens: int
 
     def compute_s(self, tokens: int, pairs: int) -> float:
-        """What prompt tokens add to the steps that compute them."""
+        """Return the time that prompt tokens add to the steps that compute them."""
         return self.token_s * tokens + self.pair_s * pairs
 
     def leg_s(self, leg: LegLoad) -> float:
-        """What the prompt of ``leg`` adds to the steps that compute it."""
+        """Return the time that the prompt of ``leg`` adds to the steps that compute it."""
         return self.compute_s(leg.to_compute, leg.pairs)
 
     @property
     def ahead_s(self) -> float:
-        """What the prompts that are still to be computed add to steps."""
+        """Time that the prompts that are still to be computed add to steps."""
         return self.compute_s(self.ahead_tokens, self.ahead_pairs)
 
     @property
     def under_way_s(self) -> float:
-        """What is left of the step under way: half of it on average."""
+        """Remaining time of the step under way: half of the step on average."""
         step_s = self._beside_s if self.ahead_tokens or self.batch else 0.0
         if self.ahead_tokens:
             share = min(1.0, self.chunk_tokens / self.ahead_tokens)
@@ -134,56 +136,60 @@ class InstanceTimes(NamedTuple):
         return step_s / 2
 
     def first_token_s(self, leg: LegLoad) -> float:
-        """Time until the prompt of ``leg`` is computed, behind those that came before it."""
+        """Return the time until the prompt of ``leg`` is computed, after the prompts before it."""
         steps = ceil((self.ahead_tokens + leg.to_compute) / self.chunk_tokens)
         own_s = self.leg_s(leg)
         own_s = max(own_s, leg.fetched * self.fetch_token_s - self.fixed_s)
         return self.under_way_s + steps * self._beside_s + self.ahead_s + own_s
 
     def handover_s(self, prompt_tokens: int, way_s: float = 0.0) -> float:
-        """Time from the end of a prompt computed elsewhere to the step that goes on from it.
+        """Return the time from the end of a prefill leg elsewhere to the step that continues it.
 
         Args:
-            way_s: That its KV takes from another machine. It is fetched while it comes, layer by
-                layer, so that the slower of both counts.
+            way_s: Transfer time of its KV from another machine. The fetch overlaps with the
+                transfer, layer by layer, so that the slower of both counts.
         """
         return max(prompt_tokens * self.fetch_token_s, way_s) + self.under_way_s
 
     def step_s_with(self, more_requests: int = 0, more_tokens: float = 0.0) -> float:
-        """Time of a step that only decodes, when all that is to come has come, and so much more."""
+        """Return the time of a step that only decodes all requests, and ``more_requests`` more."""
         step_s = self.fixed_s + self.request_s * (self.all_requests + more_requests)
         return step_s + self.context_s * (self.all_tokens + more_tokens)
 
     def token_s_with(self, more_requests: int = 0, more_tokens: float = 0.0) -> float:
-        """Time of an output token then, with the prompts that are computed between them."""
+        """Return the time of an output token: that of ``step_s_with`` and of prompts in between."""
         return self.step_s_with(more_requests, more_tokens) / (1 - self.prefill_share)
 
     def interrupted(self, step_s: float) -> tuple[float, float]:
-        """Returns what prompts add to each token on average, and the time of a token with that.
+        """Return the mean time that prompts add to each token, and the time of a token with it.
 
         Args:
-            step_s: Of a step that only decodes.
+            step_s: Time of a step that only decodes.
         """
         mean_s = step_s * self.prefill_share / (1 - self.prefill_share)
         return mean_s, step_s + mean_s
 
     def token_s_behind(self, more_requests: int, more_tokens: float, output: float) -> float:
-        """The same for one of ``output`` tokens that comes with its prompt computed elsewhere.
+        """Return the time of an output token of a request whose prompt is computed elsewhere.
 
-        Prompts that wait here are computed between its tokens, however few come after them.
+        Prompts that wait here are computed between its tokens, even if few prompts follow them.
+
+        Args:
+            output: Number of output tokens of the request.
         """
         token_s = self.token_s_with(more_requests, more_tokens)
         return max(token_s, token_s * (1 - self.prefill_share) + self.ahead_s / max(1.0, output))
 
     def added_token_s(self, tokens: float) -> float:
-        """By how much a step of the others takes longer beside a request of ``tokens``."""
+        """Return the time that a request of ``tokens`` tokens adds to each step of the others."""
         return self.request_s + self.context_s * tokens
 
     def room_s(self, tokens: float, output_tokens: float) -> float:
-        """Time until requests that end have left room for the KV of so many ``tokens``.
+        """Return the time until ended requests have left room for the KV of ``tokens`` tokens.
 
         Args:
-            output_tokens: Of a request there: how long it stays.
+            output_tokens: Mean output length of the requests there, which decides how long they
+                stay.
         """
         missing = self.all_tokens + tokens - self.kv_tokens * (1 - _KV_KEPT_FREE_FRACTION)
         if not self.kv_tokens or missing <= 0 or not self.all_requests:
@@ -192,14 +198,14 @@ class InstanceTimes(NamedTuple):
 
     @property
     def _beside_s(self) -> float:
-        """Time of a step without the prompt tokens in it."""
+        """Time of a step without its prompt tokens."""
         return self.fixed_s + self.request_s * self.batch + self.context_s * self.context_tokens
 
 
 def assumed_coefficients(views: Iterable[InstanceView]) -> tuple[float, ...]:
-    """Returns the means of what ``views`` have learnt, for those that have not; 0 where none has.
+    """Return the mean learnt coefficients of ``views``, for instances without; 0 if none has one.
 
-    One that has never prefilled cannot know what a prompt costs it; its peers can.
+    An instance that has never prefilled cannot know the cost of a prompt; its peers can.
     """
     known = [view.report.step_coefficients for view in views if view.report is not None]
     columns = zip(*(one for one in known if one), strict=True)
@@ -218,13 +224,16 @@ def times_of(
     coming_requests: int = 0,
     coming_tokens: int = 0,
 ) -> InstanceTimes:
-    """Returns the times at ``view``; steps that have not been learnt yet are taken as one speed.
+    """Return the times at ``view``; without learnt step times, all tokens have the prefill speed.
 
     Args:
-        output_tokens: Expected of any request; those under way have half of them on average.
-        assumed: Coefficients that it has not learnt; see ``assumed_coefficients``.
-        recent: Prompts that it was sent.
-        coming_requests, coming_tokens: That will decode here and are computed elsewhere as yet.
+        output_tokens: Expected output tokens of any request; requests under way have generated half
+            of them on average.
+        assumed: Coefficients in place of those that it has not learnt; see
+            ``assumed_coefficients``.
+        recent: Recent prompts that it was sent.
+        coming_requests, coming_tokens: Number and tokens of requests that will decode here and are
+            still computed elsewhere.
     """
     fixed_s, token_s, pair_s, context_s, request_s = _step(view, assumed)
     batch = max(0, view.inflight_requests - view.inflight_prefill_requests)
@@ -253,14 +262,14 @@ def times_of(
 def _step(
     view: InstanceView, assumed: tuple[float, ...]
 ) -> tuple[float, float, float, float, float]:
-    """Coefficients of a step: fixed, of a prompt token, a pair, a context token and a request."""
+    """Return the coefficients of a step: fixed, prompt token, pair, context token and request."""
     report = view.report
     learnt = report.step_coefficients if report is not None else ()
     coefficients = learnt or assumed
     if not coefficients:
         token_s = 1 / view.prefill_tokens_per_s if view.prefill_tokens_per_s > 0 else 1.0
         return (report.step_s if report is not None else 0.0), token_s, 0.0, 0.0, token_s
-    # A fit may err below 0 where a kind of work has hardly been seen.
+    # A fitted coefficient may be below 0 if its kind of work has been rare.
     fixed_s, token_s, pair_s, context_s, request_s, call_s = (
         own if own > 0 else other
         for own, other in zip(coefficients, assumed or (0.0,) * len(coefficients), strict=True)

@@ -11,11 +11,11 @@ class ModelShape:
 
     Attributes:
         hidden_size: Width of the residual stream, d_model.
-        num_heads: Query heads.
-        num_kv_heads: Key and value heads; equal to ``num_heads`` without GQA.
-        layer_weights: Parameters of one decoder layer.
-        element_bytes: Of a weight and of a K or V element: 2 for bf16 and fp16.
-        head_size: d_head; 0 means ``hidden_size / num_heads`` (Eq. 14).
+        num_heads: Number of query heads.
+        num_kv_heads: Number of key and value heads; equal to ``num_heads`` without GQA.
+        layer_weights: Number of parameters of one decoder layer.
+        element_bytes: Size of a weight and of a K or V element: 2 for bf16 and fp16.
+        head_size: Elements of one head, d_head; 0 means ``hidden_size / num_heads`` (Eq. 14).
     """
 
     num_layers: int
@@ -39,23 +39,23 @@ class ModelShape:
 
     @property
     def head_dim(self) -> int:
-        """Elements of one head: d_model / h_total (BanaServe Eq. 14)."""
+        """Number of elements of one head: d_model / h_total (BanaServe Eq. 14)."""
         return self.head_size or self.hidden_size // self.num_heads
 
     @property
     def layer_token_bytes(self) -> int:
-        """K and V of one token in one layer: h_kv d_head 2 bytes (BanaServe Eq. 15).
+        """Size of K and V of one token in one layer: h_kv d_head 2 bytes (BanaServe Eq. 15).
 
-        The paper's 4 KB is Llama-3.1-8B; a 13B model without GQA has 20,480 bytes.
+        The paper's 4 KB is the size for Llama-3.1-8B; a 13B model without GQA has 20,480 bytes.
         """
         return 2 * self.num_kv_heads * self.head_dim * self.element_bytes
 
     @property
     def token_bytes(self) -> int:
-        """K and V of one token in all layers: N S_kv (BanaServe Eq. 16)."""
+        """Size of K and V of one token in all layers: N S_kv (BanaServe Eq. 16)."""
         return self.num_layers * self.layer_token_bytes
 
     @property
     def layer_weight_bytes(self) -> int:
-        """S_w of BanaServe Eq. 3."""
+        """Size of the weights of one layer: S_w of BanaServe Eq. 3."""
         return self.layer_weights * self.element_bytes

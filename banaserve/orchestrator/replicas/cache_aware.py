@@ -1,4 +1,4 @@
-"""Cache-aware routing in the form of SGLang's router, whose defaults differ from place to place."""
+"""Cache-aware routing as in SGLang's router, whose versions have different defaults."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ class CacheAwareOptions(TreeOptions):
     """Options of ``cache_aware``.
 
     Attributes:
-        cache_threshold: A hit on more than this share of the prompt decides.
-        balance_abs: Replicas are out of balance where the outstanding requests of the most and
-            the least loaded differ by more than this,
-        balance_rel: and by more than this factor: then the least loaded one is taken.
-        fills_smallest_tree: Without a hit, the replica of which least is remembered; else the
-            least loaded one.
+        cache_threshold: Share of the prompt above which a hit decides.
+        balance_abs: Difference of outstanding requests between the most and the least loaded
+            replica above which replicas may be out of balance.
+        balance_rel: Ratio of these requests above which, together with ``balance_abs``, they are
+            out of balance: then the least loaded replica is taken.
+        fills_smallest_tree: True to take the replica with the smallest tree if there is no hit,
+            False for the least loaded one.
     """
 
     cache_threshold: float = 0.3
@@ -45,10 +46,10 @@ class CacheAwareOptions(TreeOptions):
 
 @register("cache_aware")
 class CacheAware(TreePolicy):
-    """Prefixes while the replicas are in balance, the least loaded replica while not.
+    """Policy by prefixes while the replicas are in balance, and by least load while they are not.
 
-    Among replicas that hold equally much of the prompt the least loaded one is taken; SGLang takes
-    the one seen last, which keeps a hot prefix where it is.
+    Among replicas with equal hits, the least loaded one is taken; SGLang takes the one seen last,
+    which keeps a hot prefix at one replica.
     """
 
     PRESETS: ClassVar[Mapping[str, Any]] = {

@@ -1,4 +1,4 @@
-"""Consistent hashing: a session stays with one replica while the set of replicas stays."""
+"""Consistent hashing: a session stays with one replica while the set of replicas is the same."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class ConsistentHashOptions:
     """Options of ``consistent_hash``.
 
     Attributes:
-        virtual_nodes: Points of each replica on the ring.
-        max_load_factor: A replica with more than this many times the mean of outstanding
-            requests is passed over; 0 switches that off.
-        needs_session: A request without a session goes where least is outstanding; else the
-            start of its prompt stands for the session.
+        virtual_nodes: Number of points of each replica on the ring.
+        max_load_factor: Multiple of the mean of outstanding requests above which a replica is
+            skipped; 0 disables skipping.
+        needs_session: True to send a request without a session to the replica with the fewest
+            outstanding requests; else the start of its prompt serves as session key.
     """
 
     virtual_nodes: int = 64
@@ -42,10 +42,10 @@ class ConsistentHashOptions:
 
 @register("consistent_hash")
 class ConsistentHash(Policy):
-    """Envoy's ring; unavailable replicas are skipped, and their keys come back with them.
+    """Policy with Envoy's ring; unavailable replicas are skipped, and regain their keys later.
 
-    The default also passes over replicas that are full (Mirrokni, Thorup, Zadimoghaddam 2018):
-    a popular key then spills to the next replica on the ring, always the same one.
+    By default, full replicas are skipped, too (Mirrokni, Thorup, Zadimoghaddam 2018): a popular key
+    then goes to the next replica on the ring, always the same one.
     """
 
     PRESETS: ClassVar[Mapping[str, Any]] = {
@@ -63,7 +63,7 @@ class ConsistentHash(Policy):
         if self.options.needs_session and not request.session:
             place = self.least([view.outstanding for view in candidates])
             return RoutingDecision(candidates[place].id, RoutingReason.LEAST_LOADED)
-        # Over all replicas, the unavailable ones too: skipping moves no other key.
+        # The ring includes unavailable replicas: skipping one moves no other key.
         ring = self._ring.over([view.id for view in fleet.replicas])
         among = self._with_room(candidates)
         key = session_key(request, self.unit_bytes)
@@ -74,7 +74,7 @@ class ConsistentHash(Policy):
         factor = self.options.max_load_factor
         if not factor:
             return candidates
-        # The request itself counts, so that one target always has room.
+        # The mean includes the request itself, so that at least one target has room.
         mean = (sum(view.outstanding for view in candidates) + 1) / len(candidates)
         return [view for view in candidates if view.outstanding + 1 <= max(1.0, factor * mean)] or (
             candidates

@@ -1,7 +1,7 @@
-"""Live counters of one balancer, kept in step with its policy.
+"""Live counters of one balancer, kept consistent with its policy.
 
-The data plane tells what happens, in its own order and with its own times, and asks for decisions;
-the simulator drives the same code in virtual time.
+The data plane reports events, in its own order and with its own times, and asks for decisions; the
+simulator drives the same code in virtual time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from banaserve.orchestrator.replicas.interface import (
 )
 
 ROUND_TRIP_WEIGHT = 0.3
-"""Of the latest measurement in the smoothed round trip; GORGO's."""
+"""Weight of the latest measurement in the smoothed round-trip time, as in GORGO."""
 
 View = TypeVar("View", bound=ReplicaView)
 
@@ -34,8 +34,8 @@ class Report:
     """Load that a replica reports, or that a peer reports as the sum over its replicas.
 
     Attributes:
-        queue_length: Of a peer's own queue.
-        num_available: A peer's replicas that may be sent a request at once.
+        queue_length: Length of a peer's own queue.
+        num_available: Number of a peer's replicas that can start a request at once.
     """
 
     at_s: float
@@ -49,14 +49,16 @@ class Report:
 class Fleet:
     """Replicas and peers of one balancer, and its policy.
 
-    Every send is followed by ``finished`` or ``failed``, once. All times are of one clock that
-    does not go back; reports from before the one in hand are dropped.
+    Every ``sent`` is followed by one ``finished`` or ``failed``. All times are of one monotonic
+    clock; reports older than the last one are dropped.
     """
 
     def __init__(self, policy: ReplicaPolicy, region: str = "", staleness_s: float = 0.0) -> None:
-        """``staleness_s``: how old the counters that the policy sees may get; 0 is live.
+        """Create a fleet without replicas.
 
-        Positive values copy what balancers do that scrape metrics: for comparison.
+        Args:
+            staleness_s: Maximum age of the counters that the policy sees, in seconds; 0 is live.
+                Positive values imitate balancers that scrape metrics, for comparison.
         """
         if not 0 <= staleness_s < float("inf"):
             raise UserError(f"staleness_s is {staleness_s}: give 0 or more")
@@ -71,10 +73,10 @@ class Fleet:
         self._flights: dict[int, tuple[Flight, ReplicaView | None]] = {}
 
     def add(self, view: ReplicaView) -> None:
-        """Takes in a replica, or a peer where ``view`` is a ``PeerView``.
+        """Add a replica, or a peer if ``view`` is a ``PeerView``.
 
         Raises:
-            UserError: Its id is taken.
+            UserError: The id is already in use.
         """
         if view.id in self._replicas or view.id in self._peers:
             raise UserError(f"two replicas are called {view.id}: give each its own id")
@@ -85,28 +87,28 @@ class Fleet:
         self._sorted = self._seen = None
 
     def remove(self, target: ReplicaId) -> None:
-        """Forgets a replica or peer; its flights still end one by one."""
+        """Remove a replica or peer; its flights still end individually."""
         self._replicas.pop(target, None)
         self._peers.pop(target, None)
         self._sorted = self._seen = None
         self.policy.on_replica_gone(target)
 
     def get(self, target: ReplicaId) -> ReplicaView | None:
-        """Returns the live view of a replica or peer, or None where it has left."""
+        """Return the live view of a replica or peer; None if it has left."""
         return self._replicas.get(target) or self._peers.get(target)
 
     def set_available(self, target: ReplicaId, is_available: bool) -> None:
-        """Says whether a replica or peer may be sent requests. Its cache stays known."""
+        """Set whether a replica or peer may get requests. Its cache stays known."""
         view = self.get(target)
         if view is not None:
             view.is_available = is_available
 
     def restarted(self, target: ReplicaId) -> None:
-        """Says that a replica has come back with an empty cache."""
+        """Record that a replica has restarted with an empty cache."""
         self.policy.on_replica_gone(target)
 
     def reported(self, target: ReplicaId, report: Report) -> None:
-        """Takes in a report; one that is older than the last is dropped."""
+        """Record a report; a report older than the last one is dropped."""
         view = self.get(target)
         if view is None or (view.reported_at_s is not None and report.at_s < view.reported_at_s):
             return
@@ -118,7 +120,7 @@ class Fleet:
             view.queue_length, view.num_available = report.queue_length, report.num_available
 
     def measured_round_trip(self, target: ReplicaId, milliseconds: float) -> None:
-        """Takes in a measured round trip; smoothed, the first one as it is."""
+        """Record a measured round-trip time; all but the first are smoothed."""
         view = self.get(target)
         if view is None or not 0 <= milliseconds < float("inf"):
             return
@@ -127,7 +129,7 @@ class Fleet:
         view.round_trip_ms = known + step if known else milliseconds
 
     def view(self, now_s: float) -> FleetView:
-        """Returns what the policy sees at ``now_s``."""
+        """Return the view of the policy at ``now_s``."""
         if self._sorted is None:
             self._sorted = (_by_id(self._replicas.values()), _by_id(self._peers.values()))
         replicas, peers = self._sorted
@@ -138,11 +140,11 @@ class Fleet:
         return FleetView(now_s, self.region, self.queue_length, replicas, peers, by_id)
 
     def choose(self, request: Request, now_s: float) -> RoutingDecision:
-        """Asks the policy about ``request``."""
+        """Return the policy's decision for ``request``."""
         return self.policy.choose(request, self.view(now_s))
 
     def sent(self, request: Request, decision: RoutingDecision, now_s: float) -> Flight:
-        """Counts ``request`` as sent to the decision's target; returns the flight to follow.
+        """Count ``request`` as sent to the decision's target; return its flight.
 
         Raises:
             ValueError: The decision has no target.
@@ -165,7 +167,7 @@ class Fleet:
         return flight
 
     def first_token(self, flight: Flight, now_s: float) -> None:
-        """Says that the answer has begun; only the first call counts."""
+        """Record that the answer has begun; only the first call counts."""
         if flight.first_token_s is not None or flight.ended_s is not None:
             return
         flight.first_token_s = now_s
@@ -175,17 +177,17 @@ class Fleet:
     def finished(
         self, flight: Flight, now_s: float, output_tokens: int, cached_tokens: int | None = None
     ) -> None:
-        """Says that the answer is complete. An answer without a first token had it now."""
+        """Record that the answer is complete; without a first token before, that is now, too."""
         self.first_token(flight, now_s)
         if self._end(flight, now_s):
             flight.output_tokens, flight.cached_tokens = output_tokens, cached_tokens
             self.policy.on_finished(flight)
 
     def failed(self, flight: Flight, now_s: float, is_fault: bool = True) -> None:
-        """Says that the attempt ended without an answer: refused, broken off or cancelled.
+        """Record that the attempt ended without an answer: refused, interrupted or cancelled.
 
         Args:
-            is_fault: See ``Flight``.
+            is_fault: True if the failure is the target's fault, see ``Flight``.
         """
         if flight.first_token_s is None and flight.ended_s is None:
             self._uncount(flight, self._count_prefill)
@@ -194,7 +196,7 @@ class Fleet:
             self.policy.on_failed(flight)
 
     def check(self) -> None:
-        """Asserts that every counter is the sum over the flights under way."""
+        """Assert that every counter is the sum over the flights under way."""
         for view in (*self._replicas.values(), *self._peers.values()):
             flights = [one for one, counted in self._flights.values() if counted is view]
             waiting = [one for one in flights if one.first_token_s is None]
@@ -214,7 +216,7 @@ class Fleet:
         return True
 
     def _uncount(self, flight: Flight, count: Callable[[ReplicaView, Flight, int], None]) -> None:
-        # The view that counted it: another may have joined under the same id since.
+        # The view that counted the flight: another one may have joined under the same id since.
         _, view = self._flights.get(id(flight), (flight, None))
         if view is not None:
             count(view, flight, -1)

@@ -1,9 +1,9 @@
 """GORGO v2: round trip, missed prompt tokens and backlog as one cost, its weights tuned online.
 
-Printed (eq. 3): w_rtt x RTT + uncached + w_queue x queued, milliseconds and tokens added up. Only
-ratios matter, and physically w_rtt is one over the prefill time of a token, about 10; the range
-that the paper tunes in ends at 2. Repaired, everything is in milliseconds, with measured rates,
-and the weights are multipliers around 1 within bounds that contain the physical values.
+The paper (eq. 3) has w_rtt x RTT + uncached + w_queue x queued, a sum of milliseconds and tokens.
+Only ratios matter, and physically w_rtt is one over the prefill time of a token, about 10; the
+paper's tuning range ends at 2. In the repaired form, everything is in milliseconds, with measured
+rates, and the weights are multipliers around 1 within bounds that contain the physical values.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from banaserve.orchestrator.replicas.tuner import Tuner, TunerOptions, numbers
 
 FIXED, REPAIRED, CODED = "fixed", "repaired", "as-coded"
 _OUTPUT_TOKENS = 128
-"""Of an answer of which nothing is said."""
+"""Assumed number of output tokens of an answer of unknown length."""
 
 FIRST_TOKEN, END = "first_token", "end"
 
@@ -44,20 +44,21 @@ class GorgoOptions(TreeOptions):
     """Options of ``gorgo``.
 
     Attributes:
-        tuning: ``fixed`` weights, tuned as ``repaired`` or as ``as-coded``.
-        w_rtt: Of the round trip; where to start and what to return to.
-        w_queue: Of the backlog, likewise.
-        is_in_ms: Tokens are turned into time; else they are added to milliseconds as printed.
-        prefill_ms_per_token: Assumed until it is measured; likewise
-        queue_ms_per_token: of a token of the backlog.
-        measures_rates: Learn both from times to first token.
-        released_at: What the backlog is: uncached tokens until the ``first_token``, or all prompt
-            tokens until the ``end``.
-        batch_ms: What each outstanding request adds to the time of an output token; 0 as published.
-            Without it nothing but the first token counts against a crowded replica.
-        noise_ms: Costs that differ by less are equal, and equals are drawn: an exact minimum
-            sends bursts to one replica.
-        tuner: Of the repaired tuning.
+        tuning: Tuning of the weights: ``fixed`` (none), ``repaired`` or ``as-coded``.
+        w_rtt: Weight of the round trip, from which tuning starts and to which it returns.
+        w_queue: Weight of the backlog, from which tuning starts and to which it returns.
+        is_in_ms: True if tokens are converted to time; else they are added to milliseconds as in
+            the paper.
+        prefill_ms_per_token: Prefill time of a token, assumed until it is measured.
+        queue_ms_per_token: Time of a token of the backlog, assumed until it is measured.
+        measures_rates: True to learn both times from times to first token.
+        released_at: End of a request's backlog: ``first_token`` counts uncached tokens until then,
+            ``end`` all prompt tokens.
+        batch_ms: Time that each outstanding request adds to an output token; 0 as published.
+            Without it, only the time to first token counts against a crowded replica.
+        noise_ms: Difference up to which costs are equal, in milliseconds; one of equals is drawn,
+            since an exact minimum would send bursts to one replica.
+        tuner: Options of the repaired tuning.
     """
 
     tuning: str = REPAIRED
@@ -106,7 +107,7 @@ _PRINTED: Mapping[str, Any] = {
 
 @register("gorgo")
 class Gorgo(TreePolicy):
-    """One balancer for all regions; every replica and peer competes."""
+    """Policy of one balancer for all regions; every replica and peer is a candidate."""
 
     PRESETS: ClassVar[Mapping[str, Any]] = {
         "repaired": GorgoOptions(),
@@ -130,7 +131,7 @@ class Gorgo(TreePolicy):
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """Of round trip and backlog, as in use."""
+        """Weights of round trip and backlog in use."""
         if self.tuner is None:
             return (self.options.w_rtt, self.options.w_queue)
         return self.tuner.weights

@@ -1,11 +1,11 @@
 """Interface of replica policies, which choose a replica or a region for a request.
 
-A balancer fills in the views and the requests, asks, and tells the policy what became of each
-request. Instances of one server are routed over by another interface, ``orchestrator/routing``;
-docs/adr/0014-two-kinds-of-routing.md says why.
+A balancer fills in views and requests, asks for decisions, and reports the outcome of each request
+to the policy. Routing among the instances of one server has another interface,
+``orchestrator/routing``; docs/adr/0014-two-kinds-of-routing.md gives the reason.
 
-A replica is one OpenAI-compatible server behind a balancer, a peer the balancer of another region.
-Nothing here reads a clock: every time is an argument, in seconds of one monotonic clock.
+A replica is one OpenAI-compatible server behind a balancer; a peer is the balancer of another
+region. Nothing here reads a clock: every time is an argument, in seconds of one monotonic clock.
 """
 
 from __future__ import annotations
@@ -24,28 +24,29 @@ class Generator(Protocol):
     """A seeded source of random numbers; ``random.Random`` is one."""
 
     def random(self) -> float:
-        """Returns a number in [0, 1)."""
+        """Return a number in [0, 1)."""
         ...
 
     def gauss(self, mu: float = 0.0, sigma: float = 1.0) -> float:
-        """Returns a normally distributed number."""
+        """Return a normally distributed number."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One attempt's request, as far as routing may know it.
+    """Request of one attempt, as routing may know it.
 
     Attributes:
-        prompt: What prefixes are compared on, in units of the policy's ``unit_bytes``: UTF-8 text
-            (1), little-endian int32 tokens (4) or digests of token blocks (8). May be empty.
-        num_tokens: Prompt tokens, counted or estimated; at least 1.
-        expected_output_tokens: Of this request; ``max_tokens`` where nothing better is known.
-        session: The user or the conversation that asks. Empty where it is not known.
-        model: Empty where any will do.
-        allowed_regions: Where the request may be served, or None for everywhere.
-        was_forwarded: It came from another balancer and is served in this region.
-        arrived_s: At this balancer.
+        prompt: Prompt for the comparison of prefixes, in units of the policy's ``unit_bytes``:
+            UTF-8 text (1), little-endian int32 tokens (4) or digests of token blocks (8). May be
+            empty.
+        num_tokens: Number of prompt tokens, counted or estimated; at least 1.
+        expected_output_tokens: Expected output tokens; ``max_tokens`` without a better estimate.
+        session: User or conversation of the request; empty if unknown.
+        model: Requested model; empty for any model.
+        allowed_regions: Regions in which the request may be served; None for all.
+        was_forwarded: True if another balancer forwarded the request, to be served in this region.
+        arrived_s: Time of arrival at this balancer.
     """
 
     id: RequestId
@@ -61,27 +62,28 @@ class Request:
 
 @dataclass(slots=True)
 class ReplicaView:
-    """A replica as its balancer sees it. Policies read it and never write.
+    """A replica as its balancer sees it. Policies only read it.
 
-    The first group is fixed, the second is counted by this balancer and live, the third is what
-    the replica last reported of itself, at ``reported_at_s``.
+    The first group of fields is fixed, the second is counted by this balancer and live, the third
+    is the replica's last report, made at ``reported_at_s``.
 
     Attributes:
-        models: Those it serves; empty: any.
-        max_prompt_tokens: Longer prompts it refuses; 0: unknown.
-        is_available: Healthy, its circuit closed, not draining: it may be sent requests.
-        outstanding: Requests sent and not ended.
-        prefilling: Of these, without a first token.
+        models: Models that the replica serves; empty for any.
+        max_prompt_tokens: Length above which the replica refuses prompts; 0: unknown.
+        is_available: True if the replica may get requests: it is healthy, its circuit is closed,
+            and it is not draining.
+        outstanding: Number of requests sent and not ended.
+        prefilling: Number of outstanding requests without a first token.
         outstanding_tokens: Prompt tokens of the outstanding requests.
-        uncached_tokens: Prompt tokens not expected in its cache, of the prefilling requests.
+        uncached_tokens: Prompt tokens of the prefilling requests not expected in its cache.
         output_tokens: Expected output tokens of the outstanding requests.
-        num_sent: Requests ever sent.
-        sent_since_report: Requests sent since ``reported_at_s``.
-        round_trip_ms: Smoothed.
-        pending: Reported: requests not yet in a batch (vLLM's ``num_requests_waiting``).
-        running: Reported: requests in the batch.
-        kv_used_fraction: Reported.
-        reported_at_s: None before the first report.
+        num_sent: Number of requests ever sent.
+        sent_since_report: Number of requests sent since ``reported_at_s``.
+        round_trip_ms: Smoothed round-trip time, in milliseconds.
+        pending: Reported number of requests not yet in a batch (vLLM's ``num_requests_waiting``).
+        running: Reported number of requests in the batch.
+        kv_used_fraction: Reported share of KV memory in use, in [0, 1].
+        reported_at_s: Time of the last report; None before the first.
     """
 
     id: ReplicaId
@@ -109,11 +111,11 @@ class ReplicaView:
 class PeerView(ReplicaView):
     """The balancer of another region, which chooses among its own replicas.
 
-    ``pending`` and ``running`` are sums over them.
+    ``pending`` and ``running`` are sums over its replicas.
 
     Attributes:
-        queue_length: Reported: requests held in its queue.
-        num_available: Reported: its replicas that may be sent a request at once.
+        queue_length: Reported number of requests held in its queue.
+        num_available: Reported number of its replicas that can start a request at once.
     """
 
     queue_length: int = 0
@@ -122,14 +124,14 @@ class PeerView(ReplicaView):
 
 @dataclass(frozen=True, slots=True)
 class FleetView:
-    """Everything a policy may look at, at one moment.
+    """All that a policy may read, at one moment.
 
     Attributes:
-        region: Of this balancer.
-        queue_length: Requests held by this balancer, the one asked about not counted.
-        replicas: In the order of their ids; views may be stale on purpose (``Fleet``).
-        peers: In the order of their ids.
-        by_id: The replicas once more.
+        region: Region of this balancer.
+        queue_length: Number of requests held by this balancer, without the present one.
+        replicas: Replicas in the order of their ids; views may be stale on purpose (``Fleet``).
+        peers: Peers in the order of their ids.
+        by_id: Replicas by id.
     """
 
     now_s: float
@@ -141,7 +143,7 @@ class FleetView:
 
 
 class RoutingReason(StrEnum):
-    """Reason of a decision: for the log and as a metric's label."""
+    """Reason of a decision, for the log and as a metric's label."""
 
     ONLY_CHOICE = "only_choice"
     TURN = "turn"
@@ -168,11 +170,11 @@ class RoutingDecision:
     """Target of a request, or the decision that it waits.
 
     Attributes:
-        target: A replica or a peer, or None: the request stays in the balancer's queue and is
-            asked about again when something changes. ``NONE_MAY`` will not change by waiting: no
-            replica known here may ever serve it.
+        target: Replica or peer; None if the request stays in the balancer's queue, to be decided
+            again when something changes. With ``NONE_MAY``, waiting is useless: no replica known
+            here may ever serve the request.
         hit_tokens: Prompt tokens that the target is expected to have in its cache.
-        scores_ms: Predicted cost of each candidate, where the policy predicts one; less is better.
+        scores_ms: Predicted cost of each candidate, less is better; empty without predictions.
     """
 
     target: ReplicaId | None
@@ -187,11 +189,11 @@ class Flight:
 
     Attributes:
         backlog_tokens: ``uncached_tokens`` of the target before this request was added.
-        outstanding_tokens: The target's, likewise.
-        round_trip_ms: The target's when the request was sent.
-        cached_tokens: What the replica says it found in its cache; None where it does not say.
-        is_fault: A failure says something of the target: not a client that went away, nor a
-            request that was wrong.
+        outstanding_tokens: ``outstanding_tokens`` of the target before this request was added.
+        round_trip_ms: Round-trip time of the target when the request was sent.
+        cached_tokens: Cached prompt tokens that the replica reports; None without a report.
+        is_fault: True if a failure is the target's fault: not that of a client that disconnected,
+            nor of an invalid request.
     """
 
     request: Request
@@ -209,11 +211,11 @@ class Flight:
 
 
 State: TypeAlias = dict[str, float | int | str | list[float]]
-"""What a policy remembers over a restart: plain values, for any format."""
+"""State of a policy that survives a restart: plain values, for any format."""
 
 
 class Need(StrEnum):
-    """Input of a policy that a balancer provides only where the policy declares to need it."""
+    """Input that a balancer provides only to a policy that declares the need."""
 
     REQUEST = "request"
     """Prompt, lengths, session and model: the body of each request is parsed."""
@@ -222,64 +224,64 @@ class Need(StrEnum):
     PEERS = "peers"
     """Balancers of other regions are among the candidates."""
     PEER_PREFIXES = "peer_prefixes"
-    """Balancers tell each other which prefixes their replicas hold (``SharesPrefixes``)."""
+    """Balancers exchange the prefixes that their replicas hold (``SharesPrefixes``)."""
 
 
 class ReplicaPolicy(Protocol):
-    """Chooses a replica for each request, and learns from what becomes of it.
+    """Policy that chooses a replica for each request, and learns from the outcome.
 
-    Policies that are built alike and told alike answer alike. What they remember is bounded,
-    whatever is asked of them.
+    Policies with equal arguments and equal calls give equal answers. Their memory is bounded,
+    whatever the requests.
 
     Attributes:
-        needs: Declared by the class; an instance may declare less, where its options switch
-            something off. What is not declared may be missing from requests and views.
-        unit_bytes: See ``Request.prompt``.
+        needs: Needs declared by the class; an instance may declare fewer if its options disable
+            something. Input that is not declared may be missing from requests and views.
+        unit_bytes: Size of a unit of prompts, see ``Request.prompt``.
     """
 
     needs: frozenset[Need]
     unit_bytes: int
 
     def choose(self, request: Request, fleet: FleetView) -> RoutingDecision:
-        """Returns where ``request`` goes. Counts nothing as sent: ``on_sent`` does."""
+        """Return the decision for ``request``. Counts nothing as sent: ``on_sent`` does."""
         ...
 
     def on_sent(self, flight: Flight) -> None:
-        """The request has been sent to ``flight.target``."""
+        """Record that the request has been sent to ``flight.target``."""
         ...
 
     def on_first_token(self, flight: Flight) -> None:
-        """The first byte of the answer has come."""
+        """Record that the first byte of the answer has arrived."""
         ...
 
     def on_finished(self, flight: Flight) -> None:
-        """The answer is complete."""
+        """Record that the answer is complete."""
         ...
 
     def on_failed(self, flight: Flight) -> None:
-        """The attempt ended without an answer: refused, broken off or cancelled."""
+        """Record that the attempt ended without an answer: refused, interrupted or cancelled."""
         ...
 
     def on_replica_gone(self, target: ReplicaId) -> None:
-        """The replica or peer has left, or lost its cache: forget what it held."""
+        """Forget the cache of a replica or peer that has left, or lost its cache."""
         ...
 
     def tick(self, now_s: float) -> None:
-        """Does periodic work; called about once a second."""
+        """Do periodic work; called about once a second."""
         ...
 
     def hold_safe(self, is_held: bool) -> None:
-        """Goes back to what tuning started from and stays there; False: tuning may go on."""
+        """Return to the weights from before tuning and stop tuning; False lets tuning continue."""
         ...
 
     def state(self) -> State:
-        """Returns what should survive a restart; empty where nothing should."""
+        """Return the state that should survive a restart; empty if none should."""
         ...
 
     def restore(self, state: State) -> None:
-        """Takes up what ``state`` of the same policy returned.
+        """Restore what ``state`` of the same policy returned.
 
         Raises:
-            UserError: It is not such a state.
+            UserError: The value is not such a state.
         """
         ...

@@ -23,11 +23,11 @@ class LeastLoadOptions:
     """Options of ``least_load``.
 
     Attributes:
-        prefill_ms_per_token: Of a prompt token that is not cached.
-        output_ms_per_token: An output token's share of the steps that it takes part in.
-        adds_units: GORGO's code: requests, KV tokens and queued tokens added as they are, so that
-            the KV tokens decide.
-        kv_capacity_tokens: What ``kv_used_fraction`` is a fraction of, for ``adds_units``.
+        prefill_ms_per_token: Time of a prompt token that is not cached.
+        output_ms_per_token: Time of an output token: its share of the steps that it takes part in.
+        adds_units: True to add requests, KV tokens and queued tokens without conversion, as GORGO's
+            code does, so that the KV tokens decide.
+        kv_capacity_tokens: KV capacity of a replica for ``adds_units``, in tokens.
     """
 
     prefill_ms_per_token: float = 0.094
@@ -48,7 +48,7 @@ class LeastLoadOptions:
 
 @register("least_load")
 class LeastLoad(Policy):
-    """Adds what is left to prefill and the output still expected, both as time."""
+    """Policy by the time of the remaining prefill plus the expected output of each replica."""
 
     PRESETS: ClassVar[Mapping[str, Any]] = {
         "repaired": LeastLoadOptions(),

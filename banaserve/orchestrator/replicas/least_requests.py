@@ -1,4 +1,4 @@
-"""Least requests: the replica with the fewest requests on it."""
+"""Least requests: the replica with the fewest requests."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class ReplicaLeastRequestsOptions:
     """Options of ``least_requests``.
 
     Attributes:
-        counts_reported: Where a replica reports more running requests than this balancer has
-            sent, those count: others send there too.
+        counts_reported: True to count the running requests that a replica reports if they are more
+            than this balancer's outstanding ones: other balancers send there, too.
     """
 
     counts_reported: bool = False
@@ -32,7 +32,7 @@ class ReplicaLeastRequestsOptions:
 
 @register("least_requests")
 class ReplicaLeastRequests(Policy):
-    """Counts this balancer's outstanding requests, a long one like a short one."""
+    """Policy that counts this balancer's outstanding requests, whatever their length."""
 
     PRESETS: ClassVar[Mapping[str, Any]] = {
         "repaired": ReplicaLeastRequestsOptions(),

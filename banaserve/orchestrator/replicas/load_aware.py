@@ -1,8 +1,8 @@
 """Load-aware routing over replicas: BanaServe Algorithm 2, one request at a time.
 
 The paper's argument is that with a global store every prefix can be read everywhere, so that the
-choice looks at load alone. Between clusters that share no store that does not hold; this policy is
-then the load-only end of the comparison.
+choice depends on load only. This does not hold for clusters without a shared store; for them, this
+policy is the load-only baseline.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class ReplicaLoadAwareOptions:
     """Options of ``load_aware``.
 
     Attributes:
-        delta_l: The published load threshold, in (0, 2]; 0 for the repaired form, which needs
+        delta_l: Load threshold of ``published``, in (0, 2]; 0 for the repaired form, which needs
             none.
-        prefill_ms_per_token: Of the prompts ahead.
-        max_running: Requests in a replica's batch, vLLM's ``max_num_seqs``.
-        full_load_ms: Prefill work ahead that counts as a load of 1.
-        counts_round_trip: Distance is added as time, as prefill work is.
+        prefill_ms_per_token: Prefill time of a token of the prompts ahead.
+        max_running: Maximum number of requests in a replica's batch, vLLM's ``max_num_seqs``.
+        full_load_ms: Prefill work ahead that counts as a load of 1, in milliseconds.
+        counts_round_trip: True if the round-trip time is added to the prefill work ahead.
     """
 
     delta_l: float = 0.0
@@ -56,10 +56,10 @@ class ReplicaLoadAwareOptions:
 
 @register("load_aware")
 class ReplicaLoadAware(Policy):
-    """Sends each request where the greatest of three shares is least.
+    """Policy that minimises the greatest of three shares of a replica.
 
-    KV memory, places in the batch and prefill work ahead are a vector judged by its maximum.
-    ``published`` adds memory and batch (Eq. 37) and, past ``delta_l``, looks at queues only.
+    The shares are KV memory, places in the batch and prefill work ahead. ``published`` adds memory
+    and batch (Eq. 37) and, above ``delta_l``, compares queues only.
     """
 
     PRESETS: ClassVar[Mapping[str, Any]] = {
@@ -81,7 +81,7 @@ class ReplicaLoadAware(Policy):
         ahead_ms = options.prefill_ms_per_token * view.uncached_tokens
         if options.counts_round_trip:
             ahead_ms += view.round_trip_ms
-        # What was sent since the last report is in no reported share of the memory yet.
+        # Requests sent since the last report are not in its share of the memory yet.
         share = view.kv_used_fraction / view.running if view.running else 0.0
         coming = max(0, view.outstanding - view.running)
         return max(

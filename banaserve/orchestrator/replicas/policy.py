@@ -1,4 +1,4 @@
-"""Base class of replica policies: filters candidates, and has callbacks that do nothing."""
+"""Base class of replica policies, with a filter of candidates and callbacks that do nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class NoOptions:
 
 
 class NoCallbacks:
-    """Callbacks of a policy that learns nothing and keeps nothing."""
+    """Callbacks of a policy that neither learns nor keeps state."""
 
     def on_sent(self, flight: Flight) -> None: ...
 
@@ -53,7 +53,7 @@ class NoCallbacks:
 
 
 class Policy(NoCallbacks, ABC):
-    """A policy that a subclass completes with one choice among the replicas that are left.
+    """A policy that a subclass completes with one choice among the filtered replicas.
 
     The subclass is registered, by ``registry.register`` or as an entry point of the group
     ``banaserve.replica_policies``. It is built with the chosen preset, changed by the user's
@@ -62,9 +62,9 @@ class Policy(NoCallbacks, ABC):
     clock, and ``generator`` is its only source of random numbers.
 
     Attributes:
-        PRESETS: Named options, the first one the default.
-        needs: What the policy reads; see ``Need``. Without ``PEERS`` a request is served in its
-            own region.
+        PRESETS: Options by preset name; the first preset is the default.
+        needs: Input that the policy reads; see ``Need``. Without ``PEERS``, a request is served in
+            its own region.
     """
 
     PRESETS: ClassVar[Mapping[str, Any]]
@@ -78,7 +78,7 @@ class Policy(NoCallbacks, ABC):
     def choose(self, request: Request, fleet: FleetView) -> RoutingDecision:
         known = self._known(request, fleet)
         regions, model, tokens = request.allowed_regions, request.model, request.num_tokens
-        # ``may_serve`` written out: this is most of a decision over hundreds of replicas.
+        # ``may_serve`` written out: it takes most of a decision's time with hundreds of replicas.
         candidates = [
             view
             for view in known
@@ -98,7 +98,7 @@ class Policy(NoCallbacks, ABC):
     def pick(
         self, request: Request, candidates: Sequence[ReplicaView], fleet: FleetView
     ) -> RoutingDecision:
-        """Returns the decision; ``candidates`` are allowed, available and at least one."""
+        """Return the decision; there is at least one candidate, all are allowed and available."""
 
     def _known(self, request: Request, fleet: FleetView) -> Sequence[ReplicaView]:
         if not fleet.peers or request.was_forwarded or Need.PEERS not in self.needs:
@@ -106,13 +106,13 @@ class Policy(NoCallbacks, ABC):
         return [*fleet.replicas, *fleet.peers]
 
     def any_of(self, views: Sequence[ReplicaView]) -> ReplicaView:
-        """Returns one of ``views`` at random; draws only where there is a choice."""
+        """Return one of ``views`` at random; draws a number only if there are several."""
         if len(views) == 1:
             return views[0]
         return views[int(self.generator.random() * len(views))]
 
     def least(self, costs: Sequence[float], within: float = 0.0) -> int:
-        """Returns the place of the least cost, at random among those at most ``within`` above."""
+        """Return the index of the least cost, at random among costs at most ``within`` above it."""
         limit = min(costs) + within
         places = [place for place, cost in enumerate(costs) if cost <= limit]
         if len(places) == 1:
@@ -121,7 +121,7 @@ class Policy(NoCallbacks, ABC):
 
 
 def may_serve(view: ReplicaView, request: Request) -> bool:
-    """Whether ``view`` may ever be sent ``request``: region, model and length of the prompt."""
+    """Return whether ``view`` may ever get ``request``, by region, model and prompt length."""
     return (
         (request.allowed_regions is None or view.region in request.allowed_regions)
         and (not request.model or not view.models or request.model in view.models)
@@ -130,10 +130,10 @@ def may_serve(view: ReplicaView, request: Request) -> bool:
 
 
 def check_range(options: object, ranges: Mapping[str, tuple[float, float]]) -> None:
-    """Returns if each option named in ``ranges`` lies within its bounds.
+    """Check that each option named in ``ranges`` is within its bounds.
 
     Raises:
-        UserError: One does not, or is no number; names it and the range.
+        UserError: An option is out of range or not a number; the message names option and range.
     """
     for name, (low, high) in ranges.items():
         value = getattr(options, name)
@@ -144,10 +144,10 @@ def check_range(options: object, ranges: Mapping[str, tuple[float, float]]) -> N
 
 
 def check_choice(name: str, value: str, known: Iterable[str]) -> None:
-    """Returns if ``value`` is one of ``known``.
+    """Check that ``value`` is one of ``known``.
 
     Raises:
-        UserError: It is not.
+        UserError: ``value`` is unknown.
     """
     if value not in known:
         raise UserError(f"{name} is {value!r}: give {' or '.join(known)}")

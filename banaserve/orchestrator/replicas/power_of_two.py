@@ -19,10 +19,10 @@ from banaserve.orchestrator.replicas.registry import register
 
 @register("power_of_two")
 class PowerOfTwo(Policy):
-    """Two different replicas, then the one with fewer outstanding requests.
+    """Policy that draws two different replicas and takes the one with fewer outstanding requests.
 
-    Mitzenmacher 2001: the second choice brings most of the balance that looking at all would,
-    and counters that are a little old do no harm, since the requests do not all go to one minimum.
+    Mitzenmacher 2001: two choices give most of the balance of examining all replicas, and slightly
+    stale counters do no harm, since not all requests go to one minimum.
     """
 
     PRESETS: ClassVar[Mapping[str, Any]] = {"plain": NoOptions()}

@@ -1,4 +1,4 @@
-"""Prefix-cache routing in AIBrix's form: a table of hashed blocks, and a bound by deviation."""
+"""Prefix-cache routing as in AIBrix: a table of hashed blocks, and a load limit by deviation."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ class PrefixCacheOptions:
     """Options of ``prefix_cache``.
 
     Attributes:
-        block_units: Of a block; the part of a prompt after the last whole block is not looked at.
-        max_blocks: In the table; beyond, the one used longest ago goes.
-        lifetime_s: A replica's block that was not used for so long counts as evicted.
-        imbalance: Where outstanding requests differ by more, only the least loaded compete.
-        deviations: A replica with more than the mean plus so many standard deviations of
-            outstanding requests is passed over.
+        block_units: Number of units of a block; the prompt after the last whole block is ignored.
+        max_blocks: Maximum number of blocks in the table; beyond it, the least recently used block
+            is evicted.
+        lifetime_s: Time without use after which a replica's block counts as evicted, in seconds.
+        imbalance: Difference of outstanding requests above which only the least loaded replicas are
+            candidates.
+        deviations: Number of standard deviations of outstanding requests above the mean beyond
+            which a replica is skipped.
     """
 
     block_units: int = 64
@@ -56,10 +58,10 @@ class PrefixCacheOptions:
 
 @register("prefix_cache")
 class PrefixCache(Policy):
-    """The longest match whose replica is not much busier than the others.
+    """Policy that takes the longest match of a replica that is not much busier than the others.
 
-    The defaults of AIBrix's code and of the README beside it differ: ``aibrix-code`` and
-    ``aibrix-readme``. Counts are this balancer's own and live, as they are there.
+    The defaults of AIBrix's code and of its README differ: ``aibrix-code`` and ``aibrix-readme``.
+    As in AIBrix, counts are this balancer's own and live.
     """
 
     PRESETS: ClassVar[Mapping[str, Any]] = {
@@ -105,7 +107,7 @@ class PrefixCache(Policy):
                 del self._blocks[digest]
 
     def tick(self, now_s: float) -> None:
-        # The front is what was used longest ago: nothing behind a fresh block has expired whole.
+        # The first block is the least recently used: after a fresh one, no block has expired.
         while self._blocks:
             digest, held = next(iter(self._blocks.items()))
             if max(held.values()) + self.options.lifetime_s > now_s:
@@ -113,7 +115,7 @@ class PrefixCache(Policy):
             del self._blocks[digest]
 
     def _hits(self, request: Request, now_s: float) -> dict[ReplicaId, int]:
-        """Returns the prompt tokens in leading blocks that each replica has."""
+        """Return the number of prompt tokens in leading blocks that each replica has."""
         matched: dict[ReplicaId, int] = {}
         since_s = now_s - self.options.lifetime_s
         for number, digest in enumerate(self._digests(request.prompt)):
@@ -130,7 +132,7 @@ class PrefixCache(Policy):
         return {target: int(count * tokens_per_block) for target, count in matched.items()}
 
     def _digests(self, prompt: bytes) -> Iterator[bytes]:
-        """Yields the chained digests of the whole blocks: equal digests, equal prompts so far."""
+        """Yield the chained digests of the whole blocks: equal digests mean equal prefixes."""
         block_bytes = self.options.block_units * self.unit_bytes
         parent = b""
         for start in range(0, len(prompt) - block_bytes + 1, block_bytes):

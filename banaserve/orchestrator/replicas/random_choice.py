@@ -1,4 +1,4 @@
-"""Random: any replica, each with the same probability."""
+"""Random choice: any replica, each with the same probability."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from banaserve.orchestrator.replicas.registry import register
 
 @register("random")
 class RandomChoice(Policy):
-    """Draws one replica a request."""
+    """Policy that draws one replica for each request."""
 
     PRESETS: ClassVar[Mapping[str, Any]] = {"plain": NoOptions()}
     needs: frozenset[Need] = frozenset()

@@ -1,4 +1,4 @@
-"""Cost of a token, learned from times to first token."""
+"""Cost of a token, learnt from times to first token."""
 
 from __future__ import annotations
 
@@ -6,32 +6,33 @@ from collections.abc import Sequence
 from itertools import chain
 
 _EVERY = 16
-"""Samples from one fit to the next: a fit costs as much as a decision."""
+"""Number of samples between two fits: a fit costs as much as a decision."""
 
 
 class Rates:
-    """Fits first token time = base + p x uncached + q x backlog, in milliseconds, while it runs.
+    """Online fit of time to first token = base + p x uncached + q x backlog, in milliseconds.
 
-    Weighted least squares: an old sample counts less by ``memory`` a sample, so that the fit
-    follows. It starts from assumed rates that weigh as ``prior`` samples would, less with every
-    measured one, and no rate is ever negative: a backlog that grows with nothing says nothing.
+    Weighted least squares: the weight of a sample falls by the factor ``memory`` with each later
+    sample, so that the fit adapts. It starts from assumed rates with the weight of ``prior``
+    samples, which falls with every measured one. No rate is ever negative: terms whose rate would
+    be negative are left out of the fit.
     """
 
     def __init__(
         self, prefill_ms: float, queue_ms: float, memory: float = 0.998, prior: float = 20.0
     ) -> None:
-        """Starts from ``prefill_ms`` and ``queue_ms`` a token and no base."""
+        """Start from ``prefill_ms`` and ``queue_ms`` per token, and a base of 0."""
         self.prefill_ms, self.queue_ms, self.base_ms = prefill_ms, queue_ms, 0.0
         self.num_samples = 0
         self._memory = memory
-        # The prior: samples of a thousand tokens each way, at the assumed rates.
+        # The prior: samples of 1000 uncached and 1000 backlog tokens, at the assumed rates.
         self._assumed = (prefill_ms, queue_ms)
         self._prior = prior * 1e6
         self._squares = [[0.0] * 3 for _ in range(3)]
         self._products = [0.0] * 3
 
     def learn(self, uncached: float, backlog: float, milliseconds: float) -> None:
-        """Takes in one measured time to first token, without the round trip."""
+        """Add one measured time to first token, without the round trip."""
         row = (1.0, uncached, backlog)
         for i in range(3):
             for j in range(3):
@@ -42,11 +43,11 @@ class Rates:
             self._fit()
 
     def state(self) -> list[float]:
-        """Returns all that is known, as 13 numbers."""
+        """Return the state of the fit, as 13 numbers."""
         return [float(self.num_samples), *chain(*self._squares), *self._products]
 
     def restore(self, numbers: Sequence[float]) -> None:
-        """Takes up what ``state`` returned."""
+        """Restore the state that ``state`` returned."""
         self.num_samples = int(numbers[0])
         self._squares = [list(numbers[1 + 3 * i : 4 + 3 * i]) for i in range(3)]
         self._products = list(numbers[10:13])
@@ -65,7 +66,7 @@ class Rates:
         self.prefill_ms, self.queue_ms = found.get(1, 0.0), found.get(2, 0.0)
 
     def _solve(self, kept: Sequence[int]) -> dict[int, float]:
-        """Returns the coefficients of the terms in ``kept`` by elimination."""
+        """Return the coefficients of the terms in ``kept``, by Gaussian elimination."""
         prior = self._prior * max(0.01, 0.99**self.num_samples)
         rows = [[self._squares[i][j] for j in kept] + [self._products[i]] for i in kept]
         for place, name in enumerate(kept):

@@ -35,10 +35,10 @@ BUILT_IN = (
     "session_affinity",
     "skywalker",
 )
-"""Modules below this folder; one may hold several policies."""
+"""Modules with policies below this folder; a module may have several policies."""
 
 UNIT_BYTES = (1, 4, 8)
-"""Of text, tokens and digests of blocks."""
+"""Unit sizes of text, of tokens and of digests of blocks."""
 
 
 def _check(name: str, found: object) -> type[Policy]:
@@ -57,10 +57,10 @@ def _check(name: str, found: object) -> type[Policy]:
 
 
 def check_needs(policy: type[Policy]) -> None:
-    """Returns if what ``policy`` declares to need is known, and it can take it.
+    """Check that the needs that ``policy`` declares are known, and that it can take their input.
 
     Raises:
-        UserError: It is not, or it cannot.
+        UserError: A need is unknown, or the policy lacks the method for it.
     """
     for need in policy.needs:
         check_known(f"need of {policy.__name__}", need, list(Need))
@@ -76,10 +76,10 @@ names = POLICIES.names
 
 
 def presets(name: str) -> list[str]:
-    """Returns the presets of policy ``name``, its default first.
+    """Return the presets of policy ``name``, its default first.
 
     Raises:
-        UserError: An unknown policy.
+        UserError: The policy is unknown.
     """
     return list(POLICIES.get(name).PRESETS)
 
@@ -93,16 +93,16 @@ def make(
     unit_bytes: int = 1,
     **section: Any,
 ) -> ReplicaPolicy:
-    """Builds the policy ``name`` from its section of the configuration.
+    """Build the policy ``name`` from its section of the configuration.
 
     Args:
-        generator: Seeded, of this policy alone.
-        preset: The options to start from; None for the policy's default.
-        unit_bytes: Of the prompts that it will be asked about; see ``Request.prompt``.
+        generator: Seeded random generator for this policy only.
+        preset: Name of the options to start from; None for the policy's default.
+        unit_bytes: Size of a unit of the prompts, see ``Request.prompt``.
         section: Options that differ from the preset.
 
     Raises:
-        UserError: An unknown policy, preset or option, or a value out of range.
+        UserError: The policy, preset or an option is unknown, or a value is out of range.
     """
     policy, package, owner = POLICIES.get(name), POLICIES.owner(name), f"policy {name}"
     preset = preset or next(iter(policy.PRESETS))

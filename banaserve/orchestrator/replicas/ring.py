@@ -1,4 +1,4 @@
-"""Consistent hash ring: each target owns many points, a key belongs to the next one."""
+"""Consistent hash ring: each target owns many points; a key belongs to the next point's target."""
 
 from __future__ import annotations
 
@@ -9,39 +9,43 @@ from hashlib import blake2b
 from banaserve.orchestrator.replicas.interface import ReplicaId, Request
 
 MIN_ENTRIES = 1024
-"""Envoy's smallest ring, over all targets together."""
+"""Minimum number of points of all targets together, Envoy's smallest ring."""
 
 PREFIX_UNITS = 256
-"""Of a prompt, that stand for a session without a name; GORGO's."""
+"""Number of leading units of a prompt that identify a session without a name, as in GORGO."""
 
 
 def hash_of(data: bytes) -> int:
-    """Returns 64 bits that are the same in every process."""
+    """Return a 64-bit hash that is the same in every process."""
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
 
 
 def session_key(request: Request, unit_bytes: int) -> bytes:
-    """Returns what requests of one session have in common: its name, else the prompt's start."""
+    """Return the common key of a session's requests: its name, else the prompt's start."""
     if request.session:
         return request.session.encode()
     return request.prompt[: PREFIX_UNITS * unit_bytes]
 
 
 class Ring:
-    """The ring of one set of targets; ``over`` gives the ring of another set.
+    """The ring of one set of targets; ``over`` rebuilds it for another set.
 
-    A target that joins or leaves moves only the keys that it gains or had.
+    If a target joins or leaves, only the keys that it gains or loses move.
     """
 
     def __init__(self, virtual_nodes: int) -> None:
-        """``virtual_nodes``: points of each target; more where ``MIN_ENTRIES`` asks for more."""
+        """Create an empty ring.
+
+        Args:
+            virtual_nodes: Number of points of each target; more if ``MIN_ENTRIES`` requires it.
+        """
         self._virtual_nodes = virtual_nodes
         self._targets: tuple[ReplicaId, ...] = ()
         self._points: list[int] = []
         self._owners: list[ReplicaId] = []
 
     def over(self, targets: Sequence[ReplicaId]) -> Ring:
-        """Returns this ring, built again where it is not that of ``targets``."""
+        """Return this ring, rebuilt if it is not that of ``targets``."""
         wanted = tuple(targets)
         if wanted != self._targets:
             each = max(self._virtual_nodes, -(-MIN_ENTRIES // max(1, len(wanted))))
@@ -56,7 +60,7 @@ class Ring:
         return self
 
     def find(self, key: bytes, among: Container[ReplicaId]) -> ReplicaId | None:
-        """Returns the first target at or after ``key`` that is in ``among``, or None."""
+        """Return the first target at or after ``key`` that is in ``among``, or None."""
         start = bisect_left(self._points, hash_of(key))
         tried: set[ReplicaId] = set()
         for place in range(len(self._owners)):

@@ -21,7 +21,7 @@ from banaserve.orchestrator.replicas.registry import register
 
 @register("round_robin")
 class ReplicaRoundRobin(Policy):
-    """Takes turns. A replica that comes back has its turn at once; one that is away loses none."""
+    """Policy that takes turns; a replica that was unavailable has its turn once it returns."""
 
     PRESETS: ClassVar[Mapping[str, Any]] = {"plain": NoOptions()}
     needs: frozenset[Need] = frozenset()

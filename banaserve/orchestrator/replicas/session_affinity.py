@@ -26,9 +26,11 @@ class SessionAffinityOptions:
     """Options of ``session_affinity``.
 
     Attributes:
-        max_sessions: Remembered; beyond, the one not seen for longest is forgotten.
-        modulo: GORGO's baseline: the hash of the prompt's first 256 tokens, modulo the number of
-            replicas. No table, and nearly every session moves when a replica joins or dies.
+        max_sessions: Maximum number of sessions in the table; beyond it, the least recently used
+            session is forgotten.
+        modulo: True for GORGO's baseline: the hash of the session's key (without a session, of the
+            prompt's first 256 tokens), modulo the number of replicas. It has no table, and nearly
+            every session moves when a replica joins or dies.
     """
 
     max_sessions: int = 100_000
@@ -40,7 +42,7 @@ class SessionAffinityOptions:
 
 @register("session_affinity")
 class SessionAffinity(Policy):
-    """A session that is not known goes where least is outstanding, and stays there."""
+    """Policy that sends a new session to the least loaded replica, where the session stays."""
 
     PRESETS: ClassVar[Mapping[str, Any]] = {
         "repaired": SessionAffinityOptions(),

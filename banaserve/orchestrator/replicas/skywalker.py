@@ -1,7 +1,8 @@
 """SkyWalker (EuroSys'26): two layers, selective pushing, prefixes or a hash ring.
 
 A request goes to a replica of this region that can start it at once, else to the balancer of a
-region that has such replicas, else it stays in the queue (the listing leaves that case open).
+region with such replicas, else it stays in the queue (the paper's listing does not cover this
+case).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from banaserve.orchestrator.replicas.ring import Ring, session_key
 PENDING, OUTSTANDING, BLIND = "pending", "outstanding", "blind"
 
 Filter = Callable[[Sequence[ReplicaView], FleetView], Iterator[ReplicaView]]
-"""Yields those of a layer that take more."""
+"""Function that yields the targets of a layer that accept more requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,20 +40,22 @@ class SkyWalkerOptions(TreeOptions):
     """Options of ``skywalker``.
 
     Attributes:
-        push: When a replica takes more: ``pending`` (SP-P: it reports no pending request),
-            ``outstanding`` (SP-O: fewer than ``max_outstanding``) or ``blind`` (always).
-        max_outstanding: Of SP-O, and of SP-P while a replica has not reported for
+        push: Condition on which a replica accepts more requests: ``pending`` (SP-P: it reports no
+            pending request), ``outstanding`` (SP-O: it has fewer than ``max_outstanding``) or
+            ``blind`` (always).
+        max_outstanding: Limit of SP-O, and of SP-P while a replica has not reported for
             ``stale_after_s``.
-        credit: Requests sent to a replica between two of its reports at most; 0: no bound. A
-            probe says nothing of what was sent since, but a small bound also sends requests away
-            from their prefix: simulated trees lose a fifth of their throughput at 2 to 4.
-        tau: A peer with a longer queue gets nothing.
-        compares_queues: Nor does one whose queue is longer than this balancer's own.
-        prefix_threshold: A hit on more than this share of the prompt decides; else the fewest
-            outstanding requests do.
-        peer_snapshots: Peers tell each other what their replicas were sent (``PeerPrefixes``). The
-            paper's balancer knows of a peer only what it has forwarded there itself.
-        virtual_nodes: Points of each target on the ring of ``skywalker_ch``.
+        credit: Maximum number of requests sent to a replica between two of its reports; 0: no
+            limit. A report does not include later requests, but a small limit also sends requests
+            away from their prefix: simulated trees lose a fifth of their throughput at 2 to 4.
+        stale_after_s: Age of a report, in seconds, above which it is ignored.
+        tau: Maximum queue length of a peer that gets requests.
+        compares_queues: True if a peer with a longer queue than this balancer's gets no requests.
+        prefix_threshold: Share of the prompt above which a hit decides; else the fewest outstanding
+            requests decide.
+        peer_snapshots: True if peers exchange the prefixes sent to their replicas
+            (``PeerPrefixes``). The paper's balancer only knows the prefixes that it forwarded.
+        virtual_nodes: Number of points of each target on the ring of ``skywalker_ch``.
     """
 
     push: str = PENDING
@@ -98,7 +101,7 @@ PRESETS = {
 
 @register("skywalker")
 class SkyWalker(TreePolicy):
-    """The prefix variant; peers are targets in the same tree, from what was forwarded to them."""
+    """Variant with prefixes; peers are targets in the same tree, by requests forwarded to them."""
 
     PRESETS: ClassVar[Mapping[str, Any]] = PRESETS
     needs: frozenset[Need] = frozenset({Need.REQUEST, Need.REPORTS, Need.PEERS, Need.PEER_PREFIXES})
@@ -111,13 +114,13 @@ class SkyWalker(TreePolicy):
         self._hits: dict[ReplicaId, int] | None = None
 
     def share_prefixes(self, prefixes: PeerPrefixes) -> None:
-        """Tells peers through ``prefixes`` what is sent here, and reads what they tell."""
+        """Set ``prefixes``, which records requests sent here for peers and holds the peers' own."""
         self._peer_prefixes = prefixes
 
     def choose(self, request: Request, fleet: FleetView) -> RoutingDecision:
-        # Few have enough of the prompt, and one of them decides most requests: they are asked
-        # first, and all the others only where they do not. Long prompts that wait are not matched
-        # again and again while no target is free.
+        # Few replicas have enough of the prompt, and one of them gets most requests: they are
+        # tried first, and the others only if none of them is free. Long prompts that wait are not
+        # matched repeatedly while no target is free.
         self._hits = None
         if not fleet.queue_length or any(
             view.is_available for view in self._free(fleet.replicas, fleet)
@@ -158,7 +161,7 @@ class SkyWalker(TreePolicy):
     def among(
         self, request: Request, layer: Sequence[ReplicaView], fleet: FleetView, takes_more: Filter
     ) -> RoutingDecision | None:
-        """Returns the choice in one layer, or None where no target takes more."""
+        """Return the choice in one layer; None if no target accepts more requests."""
         free = list(takes_more(layer, fleet))
         if not free:
             return None
@@ -174,12 +177,12 @@ class SkyWalker(TreePolicy):
         return RoutingDecision(target, RoutingReason.EXPLORE, hits.get(target, 0))
 
     def _enough(self, request: Request, hits: dict[ReplicaId, int]) -> dict[ReplicaId, int]:
-        """Returns those of ``hits`` that decide."""
+        """Return the ``hits`` above the threshold, which decide."""
         limit = self.options.prefix_threshold * request.num_tokens
         return {one: hit for one, hit in hits.items() if hit > limit}
 
     def _free(self, views: Sequence[ReplicaView], fleet: FleetView) -> Iterator[ReplicaView]:
-        """Yields those of ``views``, replicas of this region, that take more."""
+        """Yield the ``views``, replicas of this region, that accept more requests."""
         options = self.options
         since_s = fleet.now_s - options.stale_after_s
         credit, most = options.credit or float("inf"), options.max_outstanding
@@ -198,7 +201,7 @@ class SkyWalker(TreePolicy):
         )
 
     def _open(self, peers: Sequence[ReplicaView], fleet: FleetView) -> Iterator[ReplicaView]:
-        """Yields the peers that take more."""
+        """Yield the peers that accept more requests."""
         return (one for one in peers if isinstance(one, PeerView) and self._is_open(one, fleet))
 
     def _is_open(self, peer: PeerView, fleet: FleetView) -> bool:
@@ -214,7 +217,7 @@ class SkyWalker(TreePolicy):
 
 @register("skywalker_ch")
 class SkyWalkerCH(SkyWalker):
-    """The variant with a hash ring in each layer; unavailable targets are skipped."""
+    """Variant with a hash ring in each layer; unavailable targets are skipped."""
 
     needs: frozenset[Need] = SkyWalker.needs - {Need.PEER_PREFIXES}
 
@@ -241,7 +244,7 @@ class SkyWalkerCH(SkyWalker):
         return RoutingDecision(ring.find(key, {view.id for view in free}), RoutingReason.SESSION)
 
     def on_sent(self, flight: Any) -> None:
-        """Nothing: the ring needs no memory of prompts."""
+        """Do nothing: the ring needs no record of prompts."""
 
     def on_finished(self, flight: Any) -> None:
-        """Nothing to correct."""
+        """Do nothing: there is no record to correct."""

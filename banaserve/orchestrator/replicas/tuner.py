@@ -1,14 +1,15 @@
-"""Online tuning of weights: a (1+1) evolution strategy that resists luck and a gamed goal.
+"""Online tuning of weights: a (1+1) evolution strategy, robust to chance and to a gamed objective.
 
-GORGO's, with what is wrong there put right:
-  - A candidate is judged by requests that were sent under it alone, and against the incumbent
-    measured again right before it. GORGO's windows overlap, so that three quarters of a score came
-    from earlier candidates, and the incumbent's score is never measured again.
-  - Scores are costs above 0 and less is better. GORGO's are negative, which turns its demand for
-    0.5 % more into leave for 0.5 % less.
-  - The goal is the product of both p95, first token and end to end, and a candidate that lets end
-    to end grow is refused: all to one near replica gives the best first tokens of all.
-  - A small step size is no proof of an optimum; the search rests and starts again.
+It is GORGO's strategy with these repairs:
+  - A candidate is judged only by requests sent under it, relative to the incumbent measured right
+    before it. GORGO's windows overlap, so that three quarters of a score come from earlier
+    candidates, and the incumbent's score is never measured again.
+  - Scores are costs above 0, and less is better. GORGO's are negative, so that its condition of
+    0.5 % more accepts 0.5 % less.
+  - The objective is the product of both p95, time to first token and end-to-end time, and a
+    candidate with a longer end-to-end time is rejected: sending all requests to one near replica
+    would give the best times to first token.
+  - A small step size does not prove an optimum; the search pauses and starts again.
 """
 
 from __future__ import annotations
@@ -29,19 +30,20 @@ class TunerOptions:
     """Options of the evolution strategy.
 
     Attributes:
-        window: Requests that a measurement takes.
-        low: No weight is tried below,
-        high: nor above.
-        sigma: First step size, of the logarithm.
-        sigma_floor: Below, the search rests.
-        sigma_factor: The step size shrinks by it, and grows by its inverse.
-        success_window: Evaluations that the success rate is taken over.
-        success_target: The 1/5 rule's.
-        tolerance: A candidate must be better by this share.
-        max_e2e_ratio: And its end-to-end p95 at most this many times the incumbent's.
-        failure_ms: What a failed request counts as, for both times.
-        safe_every: Every so many evaluations the candidate is the safe weights.
-        rest_windows: Windows without a candidate once the step size is at its floor.
+        window: Number of requests of a measurement.
+        low: Minimum of a weight.
+        high: Maximum of a weight.
+        sigma: Initial step size of a weight's logarithm.
+        sigma_floor: Step size below which the search pauses.
+        sigma_factor: Factor by which the step size shrinks; it grows by the inverse.
+        success_window: Number of evaluations over which the success rate is computed.
+        success_target: Target of the success rate, from the 1/5 rule.
+        tolerance: Relative improvement that a candidate must exceed.
+        max_e2e_ratio: Maximum ratio of a candidate's end-to-end p95 to the incumbent's.
+        failure_ms: Time that a failed request counts as, for both times, in milliseconds.
+        safe_every: Number of evaluations of which one is of the safe weights.
+        rest_windows: Number of windows without a candidate after the step size has reached its
+            floor.
     """
 
     window: int = 64
@@ -80,7 +82,7 @@ class TunerOptions:
 
 
 def p95(values: list[float]) -> float:
-    """Returns the 95th percentile by nearest rank."""
+    """Return the 95th percentile by nearest rank."""
     ranked = sorted(values)
     return ranked[ceil(0.95 * len(ranked)) - 1]
 
@@ -89,17 +91,17 @@ class Tuner:
     """Weights in use, and the times that were measured with them.
 
     Attributes:
-        phase: Counts measurements. A sample belongs to the phase that its request was sent in;
-            samples of other phases are dropped.
-        weights: To use in this phase.
-        num_bound_hits: Candidates that had to be cut to ``low`` or ``high``; many say that the
-            bounds, not the traffic, decide.
+        phase: Number of the measurement. A sample belongs to the phase in which its request was
+            sent; samples of other phases are dropped.
+        weights: Weights to use in this phase.
+        num_bound_hits: Number of candidates clipped to ``low`` or ``high``; many of them show that
+            the bounds, not the traffic, decide.
     """
 
     def __init__(
         self, safe: tuple[float, ...], options: TunerOptions, generator: Generator
     ) -> None:
-        """``safe``: weights to start from and to return to; all 1 is the unweighted cost."""
+        """Start from the weights ``safe``, also used for returns; all 1 is the unweighted cost."""
         self.safe = safe
         self.options = options
         self.phase = 0
@@ -117,7 +119,7 @@ class Tuner:
         self._measured: tuple[float, float] | None = None
 
     def sample(self, phase: int, ttft_ms: float, e2e_ms: float) -> None:
-        """Takes in a finished request that was sent in ``phase``."""
+        """Add a finished request that was sent in ``phase``."""
         if phase != self.phase or not (isfinite(ttft_ms) and isfinite(e2e_ms)):
             return
         self._ttft_ms.append(max(ttft_ms, 1e-3))
@@ -126,17 +128,17 @@ class Tuner:
             self._conclude(p95(self._ttft_ms), p95(self._e2e_ms))
 
     def failed(self, phase: int) -> None:
-        """Takes in a request of ``phase`` that got no answer: never a way to score well."""
+        """Add a request of ``phase`` that got no answer, with a time that never scores well."""
         self.sample(phase, self.options.failure_ms, self.options.failure_ms)
 
     def return_to_safe(self) -> None:
-        """Goes back to the safe weights at once; the search goes on from there."""
+        """Return to the safe weights at once; the search continues from them."""
         self.incumbent = self.safe
         self.num_returns += 1
         self._begin(INCUMBENT, self.safe)
 
     def _is_hopeless(self) -> bool:
-        """Whether half a window shows already what the whole would."""
+        """Return whether over half a window of a candidate already exceeds the end-to-end limit."""
         if self._kind != CANDIDATE or self._measured is None:
             return False
         limit = self._measured[1] * self.options.max_e2e_ratio
@@ -208,7 +210,7 @@ class Tuner:
         self._ttft_ms, self._e2e_ms = [], []
 
     def state(self) -> State:
-        """Returns what survives a restart: the incumbent and how far the search is."""
+        """Return the state that survives a restart: the incumbent and progress of the search."""
         return {
             "incumbent": list(self.incumbent),
             "sigma": self.sigma,
@@ -221,10 +223,10 @@ class Tuner:
         }
 
     def restore(self, state: State) -> None:
-        """Takes up what ``state`` returned; begins by measuring the incumbent.
+        """Restore what ``state`` returned; the search begins by measuring the incumbent.
 
         Raises:
-            UserError: Something is missing or out of its range; nothing has changed.
+            UserError: A value is missing or out of range; nothing has changed.
         """
         incumbent = tuple(numbers(state, "incumbent", len(self.safe)))
         if not all(self.options.low <= weight <= self.options.high for weight in incumbent):
@@ -246,10 +248,10 @@ COUNTS = ("num_evaluations", "num_accepted", "num_bound_hits", "num_returns", "n
 
 
 def numbers(state: object, name: str, length: int | None) -> list[float]:
-    """Returns the list of finite numbers that ``state`` has under ``name``.
+    """Return the list of finite numbers that ``state`` has under ``name``.
 
     Raises:
-        UserError: It is no such list, or not ``length`` long.
+        UserError: The value is no such list, or does not have ``length`` numbers.
     """
     values = state.get(name) if isinstance(state, dict) else None
     if (
@@ -262,10 +264,10 @@ def numbers(state: object, name: str, length: int | None) -> list[float]:
 
 
 def count(state: State, name: str) -> int:
-    """Returns the count that ``state`` has under ``name``.
+    """Return the count that ``state`` has under ``name``.
 
     Raises:
-        UserError: It is none.
+        UserError: The value is not a count.
     """
     value = state.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:

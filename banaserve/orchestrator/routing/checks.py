@@ -1,4 +1,4 @@
-"""Checks of routing policies' options, which come from the command line as words or numbers."""
+"""Checks of routing policies' options, which the command line gives as text or numbers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from banaserve.errors import UserError
 
 
 def check_number(name: str, value: object, at_most: float = inf) -> None:
-    """Returns if ``value`` is a number above 0.
+    """Check that ``value`` is a number above 0 and at most ``at_most``.
 
     Raises:
-        UserError: It is not, or is more than ``at_most``.
+        UserError: ``value`` is something else.
     """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 < value <= at_most:  # type: ignore[operator]  # nan fails too

@@ -1,4 +1,4 @@
-"""Least requests: each leg takes the instance with the fewest requests on it."""
+"""Least requests: each leg goes to the instance with the fewest requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LeastRequestsOptions:
     """Options of ``least_requests``.
 
     Attributes:
-        stale_after_s: An older report is not read.
+        stale_after_s: Age of a report, in seconds, above which it is ignored.
     """
 
     stale_after_s: float = STALE_AFTER_S
@@ -30,10 +30,10 @@ class LeastRequestsOptions:
 
 @register("least_requests")
 class LeastRequests(LegByLeg):
-    """Counts requests, a long one like a short one; the usual baseline of load balancers.
+    """Policy that counts requests, whatever their length; the usual baseline of load balancers.
 
-    The count is the router's own, or what a fresh report says where that is more. Among equals
-    an instance with a fresh report goes first, then the one chosen longest ago.
+    The count is the larger of the router's own and that of a fresh report. Among equals, an
+    instance with a fresh report comes first, then the one chosen longest ago.
     """
 
     Options: ClassVar = LeastRequestsOptions
@@ -59,13 +59,13 @@ class LeastRequests(LegByLeg):
         views: Sequence[InstanceView],
         now_s: float,
     ) -> Sequence[InstanceView]:
-        """Those with as many requests."""
+        """Return the instances of the same role with as many requests as ``chosen``."""
         return [one for one in self.as_good_decode(chosen, views, now_s) if one.role is chosen.role]
 
     def as_good_decode(
         self, chosen: InstanceView, views: Sequence[InstanceView], now_s: float
     ) -> Sequence[InstanceView]:
-        """Those with as many requests."""
+        """Return the instances with as many requests as ``chosen``."""
         model = LoadModel.of(views, now_s, stale_after_s=self._options.stale_after_s)
         least = _rank(chosen, model)
         return (

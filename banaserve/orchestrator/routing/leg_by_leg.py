@@ -1,4 +1,4 @@
-"""Base class of the policies that choose each leg's instance on its own."""
+"""Base class of the policies that choose the instance of each leg separately."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from banaserve.types import ClusterView, InstanceView, RequestView, Role, Route
 class LegByLeg(ABC):
     """A routing policy that a subclass completes with one choice for each kind of leg.
 
-    Choices get their candidates, at least one, with the one chosen longest ago first; they take
-    the earlier one among equals, and with that the equals take turns. Where a hand-over would leave
-    the machine, those that a subclass calls as good as its choice are looked at too, and it goes
-    the shortest way: within a machine where it can.
+    Choices get at least one candidate, the one chosen longest ago first, and must take the first of
+    equals, so that equals take turns. If the hand-over would leave the machine, instances that the
+    subclass calls as good as its choice are considered too, and the pair with the fastest path is
+    taken, within one machine if possible.
     """
 
     def __init__(self, legs: LegOptions, start: int) -> None:
@@ -53,16 +53,16 @@ class LegByLeg(ABC):
     def choose_prefill(
         self, request: RequestView, views: Sequence[InstanceView], now_s: float
     ) -> InstanceView:
-        """Returns the one of ``views`` that computes the prompt."""
+        """Return the instance of ``views`` that computes the prompt."""
 
     @abstractmethod
     def choose_decode(self, views: Sequence[InstanceView], now_s: float) -> InstanceView:
-        """Returns the one of ``views`` that goes on from a prompt computed elsewhere."""
+        """Return the instance of ``views`` that decodes after a prefill leg elsewhere."""
 
     def choose_both(
         self, request: RequestView, views: Sequence[InstanceView], now_s: float
     ) -> InstanceView:
-        """Returns the one of ``views`` that serves the whole request."""
+        """Return the instance of ``views`` that serves both legs of the request."""
         return self.choose_decode(views, now_s)
 
     def as_good_prefill(
@@ -72,25 +72,25 @@ class LegByLeg(ABC):
         views: Sequence[InstanceView],
         now_s: float,
     ) -> Sequence[InstanceView]:
-        """Returns those of ``views`` that would serve as well as ``chosen``, itself first.
+        """Return the instances of ``views`` as good as ``chosen`` for prefill, ``chosen`` first.
 
-        None of them does both legs. Asked only where the hand-over would leave the machine.
+        None of them may serve both legs. Called only if the hand-over would leave the machine.
         """
         return (chosen,)
 
     def as_good_decode(
         self, chosen: InstanceView, views: Sequence[InstanceView], now_s: float
     ) -> Sequence[InstanceView]:
-        """Returns those of ``views`` that would go on as well as ``chosen``, itself first."""
+        """Return the instances of ``views`` as good as ``chosen`` for decode, ``chosen`` first."""
         return (chosen,)
 
 
 def nearest(
     firsts: Sequence[InstanceView], seconds: Sequence[InstanceView], tokens: int
 ) -> tuple[InstanceView, InstanceView]:
-    """Returns the pair between which the KV of ``tokens`` takes the least time.
+    """Return the pair with the shortest transfer time for the KV of ``tokens`` tokens.
 
-    Pure. Among equals the earlier one of ``firsts``, then of ``seconds``.
+    Pure. Among equals, the earlier one of ``firsts`` is taken, then of ``seconds``.
     """
     best, best_s = (firsts[0], seconds[0]), inf
     for first in firsts:
@@ -104,10 +104,10 @@ def nearest(
 
 
 def checked(chosen: InstanceView, method: str) -> InstanceView:
-    """Returns ``chosen``, the answer of ``method``.
+    """Return ``chosen``, the answer of ``method``.
 
     Raises:
-        TypeError: It is no view.
+        TypeError: ``chosen`` is not an ``InstanceView``.
     """
     if not isinstance(chosen, InstanceView):
         what = type(chosen).__name__

@@ -14,7 +14,7 @@ _ID = attrgetter("id")
 
 
 class LegReason(StrEnum):
-    """Reason for the legs of a request: the ``reason`` of a route, and a metric's label."""
+    """Reason for a request's number of legs: the ``reason`` of a route, and a metric's label."""
 
     TWO_LEGS = "two_legs"
     COLOCATED = "colocated"
@@ -29,10 +29,10 @@ class LegOptions:
     """Options of splitting a request into legs.
 
     Attributes:
-        skip_prefill_below_tokens: A prompt with at most this many uncached tokens has no prefill
-            leg: the decode instance computes them. At 0 only a wholly cached prompt skips it.
-        fallback: Where one role has no ready instance, let the other role serve both legs.
-            Engines know no role, so that is slower and never wrong; off, the request fails.
+        skip_prefill_below_tokens: Maximum number of uncached tokens of a prompt that has no prefill
+            leg: the decode instance computes them. At 0, only a fully cached prompt has none.
+        fallback: True if, while one role has no ready instance, the other role serves both legs:
+            engines know no role, so that this is slower but correct. False: the request fails.
     """
 
     skip_prefill_below_tokens: int = 0
@@ -49,8 +49,8 @@ class Legs(NamedTuple):
     """The candidates of each leg, in the order of their ids.
 
     Attributes:
-        prefill: Empty where one instance serves both legs.
-        decode: Never empty; candidates for both legs where ``prefill`` is empty.
+        prefill: Candidates of the prefill leg; empty if one instance serves both legs.
+        decode: Candidates of the decode leg, or of both legs if ``prefill`` is empty; never empty.
     """
 
     prefill: tuple[InstanceView, ...]
@@ -59,13 +59,13 @@ class Legs(NamedTuple):
 
 
 def plan_legs(request: RequestView, cluster: ClusterView, options: LegOptions) -> Legs:
-    """Returns the legs of ``request`` and who may serve them.
+    """Return the legs of ``request`` and the instances that may serve them.
 
-    Colocated instances may serve either leg. Beside prefill or decode instances they compete in
-    both; alone they leave nothing to hand over.
+    Colocated instances may serve either leg. Together with prefill or decode instances, they are
+    candidates of both legs; if all instances are colocated, there is no hand-over.
 
     Raises:
-        NoInstanceError: A leg has no candidate and no fallback; names the missing role.
+        NoInstanceError: A leg has no candidate and no fallback; the message names the missing role.
     """
     prefill, decode, num_colocated = _ready(cluster)
     if not prefill and not decode:
@@ -82,7 +82,7 @@ def plan_legs(request: RequestView, cluster: ClusterView, options: LegOptions) -
 
 
 def _is_short(request: RequestView, options: LegOptions) -> bool:
-    """Whether ``request`` has one leg, because it must or there is so little to compute."""
+    """Return whether ``request`` has one leg, because it cannot be split or its prompt is short."""
     return not request.is_splittable or (
         request.uncached_tokens <= options.skip_prefill_below_tokens
     )
@@ -91,7 +91,7 @@ def _is_short(request: RequestView, options: LegOptions) -> bool:
 def _ready(
     cluster: ClusterView,
 ) -> tuple[tuple[InstanceView, ...], tuple[InstanceView, ...], int]:
-    """Returns those that may prefill, those that may decode, and how many are among both."""
+    """Return the ready instances that may prefill, those that may decode, and how many are both."""
     prefill, decode, num_colocated = [], [], 0
     for view in cluster.instances.values():
         if not view.ready:

@@ -1,16 +1,16 @@
 """Load-aware routing: BanaServe Algorithm 2, as published and repaired.
 
-With a global KV cache store every prefix can be read from every instance, so the choice looks
-at load alone. Symbols of the paper: Q the requests, P the prefill instances, load[p] their load
-U (Eq. 37), q_len[p] their queue length, delta_L the load threshold.
+With a global KV cache store, every instance can read every prefix, so the choice depends on load
+only. Symbols of the paper: Q the requests, P the prefill instances, load[p] their load U (Eq. 37),
+q_len[p] their queue length, delta_L the load threshold.
 
-Repaired, and why:
-  - Line 9 sorts once while line 15 changes the loads, so line 12 goes on selecting the same
-    instance until it passes delta_L. A heap selects the least loaded one at each request.
-  - q_len is never updated, so past delta_L the rest of the batch joins one queue. It grows with
-    each assignment here; with that, the order (load, queue length) needs no threshold.
+Faults and repairs:
+  - Line 9 sorts once while line 15 changes the loads, so line 12 selects the same instance until it
+    exceeds delta_L. Here a heap selects the least loaded instance for each request.
+  - q_len is never updated, so above delta_L the rest of the batch joins one queue. Here it grows
+    with each assignment; then the order (load, queue length) needs no threshold.
   - Load is compute plus memory, but the KV of a prefill instance leaves at once, and the measured
-    load and EstimateLoad have no common unit. Both are seconds of work on missed tokens here.
+    load and EstimateLoad have no common unit. Here both are seconds of work on missed tokens.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ PUBLISHED = "published"
 REPAIRED = "repaired"
 
 PUBLISHED_DELTA_L = 1.3
-"""The paper gives no delta_L. This is the only load of a busy prefill instance that it does give:
-95% compute and 35% memory (Fig. 2b), added up as in Eq. 37."""
+"""Default of delta_L, which the paper does not give: the paper's only load of a busy prefill
+instance, 95% compute and 35% memory (Fig. 2b), added as in Eq. 37."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +47,11 @@ class LoadAwareOptions:
     """Options of ``load_aware``.
 
     Attributes:
-        preset: ``repaired``, or ``published`` for Algorithm 2 to the letter.
-        delta_l: The published load threshold, in (0, 2]; the repaired form has none.
-        stale_after_s: An older report is not read.
-        max_running_requests: Places in an instance's batch, vLLM's ``max_num_seqs``.
-        full_load_s: Seconds of prefill work that count as a load of 1.
+        preset: Form of the algorithm: ``repaired``, or ``published`` for Algorithm 2 literally.
+        delta_l: Load threshold of ``published``, in (0, 2]; ``repaired`` has none.
+        stale_after_s: Age of a report, in seconds, above which it is ignored.
+        max_running_requests: Number of places in an instance's batch, vLLM's ``max_num_seqs``.
+        full_load_s: Prefill work that counts as a load of 1, in seconds.
     """
 
     preset: str = REPAIRED
@@ -71,7 +71,7 @@ class LoadAwareOptions:
             check_number(name, getattr(self, name))
 
     def model(self, views: Sequence[InstanceView], now_s: float) -> LoadModel:
-        """Returns the load estimates over ``views`` under these options."""
+        """Return the load estimates of ``views`` with these options."""
         return LoadModel.of(
             views,
             now_s,
@@ -94,9 +94,9 @@ def dispatch(
     now_s: float,
     options: LoadAwareOptions,
 ) -> list[Assignment]:
-    """Places a batch of requests; BanaServe Alg. 2 in the preset of ``options``.
+    """Assign a batch of requests to instances: BanaServe Alg. 2 in the preset of ``options``.
 
-    Pure. Among equals the earlier of ``views``, which must not be empty, is taken.
+    Pure. Among equals, the earlier of ``views`` is taken; ``views`` must not be empty.
     """
     place = _dispatch_published if options.preset == PUBLISHED else _dispatch_repaired
     return place(requests, views, options.model(views, now_s), options)
@@ -108,12 +108,12 @@ def _dispatch_published(
     model: LoadModel,
     options: LoadAwareOptions,
 ) -> list[Assignment]:
-    """BanaServe Alg. 2, lines 3 to 23, its defects kept.
+    """Return the assignments of BanaServe Alg. 2, lines 3 to 23, with its defects.
 
     Select(least-loaded) is the head of the list sorted once: the stated cost O(|P| log |P| + |Q|)
-    leaves no room for a search. EstimateLoad, not defined there, is the share of ``full_load_s``
-    that the whole prompt takes. An instance without a fresh report cannot be measured; it is a
-    candidate only where none can be, with load 0 and the router's own count as its queue.
+    does not allow a search. EstimateLoad, which the paper does not define, is the time of the whole
+    prompt as a share of ``full_load_s``. An instance without a fresh report cannot be measured; it
+    is a candidate only if no instance can be, with load 0 and the router's own count as its queue.
     """
     delta_l = PUBLISHED_DELTA_L if options.delta_l is None else options.delta_l
     measured = [(view, report) for view in views if (report := model.report(view)) is not None]
@@ -143,10 +143,11 @@ def _dispatch_repaired(
     model: LoadModel,
     options: LoadAwareOptions,
 ) -> list[Assignment]:
-    """BanaServe Alg. 2 with a heap over (load, queue length, outstanding prefill tokens).
+    """Return the assignments of BanaServe Alg. 2, repaired.
 
-    All three grow with each assignment: O((|P| + |Q|) log |P|). A waiting request of somebody
-    else is charged the mean of the batch.
+    A heap holds (load, queue length, outstanding prefill tokens), which all grow with each
+    assignment: O((|P| + |Q|) log |P|). A waiting request of another front door counts with the mean
+    tokens of the batch.
     """
     if not requests:
         return []
@@ -166,7 +167,7 @@ def _dispatch_repaired(
 def _prefill_rank(
     place: int, view: InstanceView, model: LoadModel, mean_tokens: float
 ) -> tuple[float, int, int, bool, int]:
-    """Returns seconds ahead, queue, outstanding tokens, whether the report is stale, and place."""
+    """Return seconds ahead, queue, outstanding tokens, whether the report is stale, and place."""
     queue = model.queue_requests(view)
     tokens = view.inflight_prefill_tokens
     ahead_tokens = tokens + (queue - view.inflight_requests) * mean_tokens
@@ -175,18 +176,18 @@ def _prefill_rank(
 
 
 def least_loaded(views: Sequence[InstanceView], model: LoadModel) -> InstanceView:
-    """Returns the instance that has most room to decode; among equals the earlier of ``views``."""
+    """Return the instance with the most room to decode; among equals, the earlier of ``views``."""
     return min(views, key=model.decode_rank)
 
 
 @register("load_aware")
 class LoadAware(LegByLeg):
-    """Sends each request where the least work lies ahead; BanaServe Alg. 2, a batch of one.
+    """Policy that sends each request to the instance with the least work ahead.
 
-    The router's counts rise with each request that it sends, so from one request to the next the
-    repaired form sees what it has just assigned; the published form sees reports only. The paper
-    leaves the decode leg open: both presets take the instance of least ``decode_load``. Where one
-    instance serves both legs, the published form applies Alg. 2 to it all the same.
+    It is BanaServe Alg. 2 with batches of one request. The router's counts rise with each request
+    that it sends, so that the repaired form sees its last assignments; the published form sees
+    reports only. The paper does not specify the decode leg: both presets take the instance of least
+    ``decode_load``. If one instance serves both legs, the published form applies Alg. 2 to it, too.
     """
 
     Options: ClassVar = LoadAwareOptions
@@ -211,7 +212,7 @@ class LoadAware(LegByLeg):
         views: Sequence[InstanceView],
         now_s: float,
     ) -> Sequence[InstanceView]:
-        """Those with exactly as much ahead; the published form takes the head of its list."""
+        """Return the instances with exactly as much work ahead; only ``chosen`` if published."""
         if self._options.preset == PUBLISHED:
             return (chosen,)
         model, tokens = self._options.model(views, now_s), request.uncached_tokens
@@ -222,9 +223,9 @@ class LoadAware(LegByLeg):
     def as_good_decode(
         self, chosen: InstanceView, views: Sequence[InstanceView], now_s: float
     ) -> Sequence[InstanceView]:
-        """Those that are no fuller yet than ``chosen`` would be with this request.
+        """Return the instances that are no fuller now than ``chosen`` would be with this request.
 
-        So the load that any request finds is at most its own above the least one.
+        So an instance's load exceeds the least one by at most the share of one request.
         """
         model = self._options.model(views, now_s)
         most = model.decode_load(chosen) + model.request_share(chosen)

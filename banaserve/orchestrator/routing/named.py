@@ -1,4 +1,4 @@
-"""Routing policy under the name that it is registered by, so that its mistakes name it."""
+"""Routing policy with its registered name, so that messages about its errors name it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from banaserve.types import ClusterView, RequestView, Route
 
 @dataclass(frozen=True, slots=True)
 class NamedPolicy:
-    """A routing policy that answers with a route over instances that there are, or says why not.
+    """A routing policy whose answers are checked: a route over existing instances, or an error.
 
     Attributes:
-        name: In the registry.
-        package: Name and version of the package that it is from; empty for banaserve's own.
+        name: Name of the policy in the registry.
+        package: Name and version of the policy's package; empty for banaserve's own.
     """
 
     policy: RoutingPolicy
@@ -25,30 +25,31 @@ class NamedPolicy:
 
     @property
     def label(self) -> str:
-        """The name, with the package of one that is not banaserve's own."""
+        """Name of the policy, with its package if that is not banaserve."""
         return f"{self.name} ({self.package})" if self.package else self.name
 
     @property
     def reads_resident_tokens(self) -> bool:
-        """Whether it wants to know where KV of a prompt lies; looking costs some microseconds."""
+        """True if the policy uses ``resident_tokens``, whose lookup takes some microseconds."""
         return bool(getattr(self.policy, "reads_resident_tokens", False))
 
     def __str__(self) -> str:
-        """Returns what messages call it."""
+        """Return the name of the policy in messages."""
         return f"routing policy {self.name}" + (f" of {self.package}" if self.package else "")
 
     def route(self, request: RequestView, cluster: ClusterView) -> Route:
-        """Returns the choice of the policy.
+        """Return the choice of the policy.
 
         Raises:
-            NoInstanceError, UserError: As the policy raises them.
-            PolicyError: The policy raises anything else, or its answer is no route.
+            NoInstanceError, UserError: The policy has raised it.
+            PolicyError: The policy has raised another exception, or its answer is not a valid
+                route.
         """
         try:
             route = self.policy.route(request, cluster)
         except (NoInstanceError, UserError):
             raise
-        # It may be another package's code: sys.exit in it would end the server.
+        # The code may be another package's: sys.exit in it would end the server.
         except (Exception, SystemExit) as error:
             raise PolicyError(f"{self}: {one_line(error)}") from error
         if not isinstance(route, Route):

@@ -18,7 +18,7 @@ from banaserve.registry import (
 
 
 class PolicyClass(Protocol):
-    """A policy's class: its options' dataclass and how it is built from them."""
+    """Class of a policy: the dataclass of its options, and its constructor."""
 
     Options: type[Any]
 
@@ -32,7 +32,7 @@ def _check(name: str, found: object) -> PolicyClass:
 
 
 BUILT_IN = ("least_requests", "load_aware", "round_robin", "slo_aware")
-"""Each is the name of a policy and of its file in this folder."""
+"""Names of the built-in policies, and of their files in this folder."""
 
 POLICIES: Registry[PolicyClass] = Registry(
     "routing policy", _check, [f"banaserve.orchestrator.routing.{name}" for name in BUILT_IN]
@@ -44,15 +44,15 @@ names = POLICIES.names
 def make(
     name: str, /, *, legs: LegOptions | None = None, start: int = 0, **section: Any
 ) -> RoutingPolicy:
-    """Builds the policy ``name`` from its section of the configuration.
+    """Build the policy ``name`` from its section of the configuration.
 
     Args:
-        legs: How requests are split into legs.
-        start: Where rotation among equals begins; give each front door its own.
-        section: The policy's own options.
+        legs: Options of splitting requests into legs.
+        start: Place where rotation among equals begins; give each front door its own.
+        section: Options of the policy.
 
     Raises:
-        UserError: An unknown policy, an unknown option or a value out of range.
+        UserError: The policy or an option is unknown, or a value is out of range.
     """
     policy, package, owner = POLICIES.get(name), POLICIES.owner(name), f"routing policy {name}"
     options = build_options(owner, policy.Options, policy.Options, section, package)
@@ -62,10 +62,10 @@ def make(
 def make_named(
     name: str, /, *, legs: LegOptions | None = None, start: int = 0, **section: Any
 ) -> NamedPolicy:
-    """Builds the policy ``name`` as ``make`` does; its mistakes are told under its name.
+    """Build the policy ``name`` as ``make`` does; messages about its errors name it.
 
     Raises:
-        UserError: As ``make``.
+        UserError: The policy or an option is unknown, or a value is out of range.
     """
     policy = make(name, legs=legs, start=start, **section)
     package = POLICIES.owner(name)

@@ -1,4 +1,4 @@
-"""Prompts whose KV lies in an instance's own cache, as far as a router can tell. Pure."""
+"""Prefixes whose KV is in an instance's own cache, as far as a router can know. Pure."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from banaserve.types import InstanceId
 
 
 class ResidentPrefixes:
-    """Blocks of tokens by instance, least recently used out first.
+    """Blocks of tokens by instance; the least recently used block is evicted first.
 
-    A block is known by all tokens before it, too, so a prefix lies somewhere as far as its blocks
-    are found there. It is a guess: engines throw away what they need room for and do not say so.
+    A block is identified by its tokens and all tokens before it, so that the blocks found at an
+    instance show how much of a prefix it has. This is an estimate: engines evict blocks without
+    reporting it.
 
     Args:
-        block_tokens: Of the engines' KV blocks.
+        block_tokens: Number of tokens of the engines' KV blocks.
     """
 
     def __init__(self, block_tokens: int) -> None:
@@ -25,21 +26,21 @@ class ResidentPrefixes:
     def add(
         self, instance: InstanceId, root: Hashable, tokens: Sequence[int], capacity_tokens: int
     ) -> None:
-        """The KV of ``tokens`` has been computed, or brought, to ``instance``.
+        """Record that the KV of ``tokens`` has been computed at, or fetched to, ``instance``.
 
         Args:
-            root: What sets equal tokens apart: a tenant's salt, an adapter.
-            capacity_tokens: Of the instance's cache.
+            root: Key that separates equal tokens: a tenant's salt, an adapter.
+            capacity_tokens: Capacity of the instance's cache in tokens.
         """
         held = self._blocks.setdefault(instance, OrderedDict())
-        for block in reversed([*self._chain(root, tokens)]):  # children go before their parents
+        for block in reversed([*self._chain(root, tokens)]):  # children are evicted before parents
             held[block] = None
             held.move_to_end(block)
         while len(held) > capacity_tokens // self._block_tokens:
             held.popitem(last=False)
 
     def found(self, root: Hashable, tokens: Sequence[int]) -> dict[InstanceId, int]:
-        """Returns how many of ``tokens`` lie where; whoever has none is left out."""
+        """Return the number of ``tokens`` in the cache of each instance that has any."""
         held = {instance: blocks for instance, blocks in self._blocks.items() if blocks}
         found: dict[InstanceId, int] = {}
         if not held:
@@ -53,16 +54,16 @@ class ResidentPrefixes:
         return found
 
     def forget(self, instance: InstanceId | None = None) -> None:
-        """What lay in ``instance`` is lost; without one, everywhere."""
+        """Forget the blocks of ``instance``, or of all instances if it is None."""
         if instance is None:
             self._blocks.clear()
         else:
             self._blocks.pop(instance, None)
 
     def _chain(self, root: Hashable, tokens: Sequence[int]) -> Iterator[int]:
-        """Returns a number for each whole block of ``tokens`` with all that is before it.
+        """Yield a hash for each whole block of ``tokens`` and all tokens before it.
 
-        Equal numbers for others would cost time and no correctness: engines compare for themselves.
+        A collision would cost time but not correctness: engines compare tokens themselves.
         """
         size = self._block_tokens
         key = hash(root)

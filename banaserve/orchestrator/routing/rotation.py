@@ -9,27 +9,27 @@ from banaserve.types import InstanceId, InstanceView
 
 
 class Rotation:
-    """Orders instances so that the one chosen longest ago comes first.
+    """Order of instances in which the one chosen longest ago comes first.
 
-    A counter modulo the number of candidates would shift everybody's turn when an instance joins
-    or dies, and can pass over the same instance for ever when the candidates alternate. The
-    order kept here does neither, and over a fixed set it is plain round robin.
+    A counter modulo the number of candidates would shift all turns when an instance joins or dies,
+    and could skip the same instance forever when the candidates alternate. This order does neither,
+    and over a fixed set it is plain round robin.
 
-    One rotation serves one leg: with a shared one, requests that alternate between one and two
-    legs would always meet the same instance.
+    Each leg has its own rotation: with a shared one, requests that alternate between one and two
+    legs would always get the same instance.
     """
 
     def __init__(self, start: int = 0) -> None:
-        """``start`` is the first one's place in the order of ids.
+        """Start the rotation at place ``start`` in the order of ids.
 
-        Several front doors start apart, else all of them open with the same instance.
+        Front doors have different starts: else all of them would begin with the same instance.
         """
         self._start = start
         self._turn = 0
         self._chosen_at: dict[InstanceId, int] = {}
 
     def order(self, views: Sequence[InstanceView]) -> list[InstanceView]:
-        """Returns ``views``: never chosen first, then by the turn of the last choice."""
+        """Return ``views``: instances never chosen first, then by the turn of the last choice."""
         by_place = sorted(views, key=attrgetter("id"))
         if by_place and (shift := self._start % len(by_place)):
             by_place = by_place[shift:] + by_place[:shift]
@@ -38,7 +38,7 @@ class Rotation:
         return by_place
 
     def take(self, chosen: InstanceView) -> InstanceView:
-        """Sends ``chosen`` to the end of the order and returns it."""
+        """Move ``chosen`` to the end of the order and return it."""
         self._turn += 1
         self._chosen_at[chosen.id] = self._turn
         return chosen

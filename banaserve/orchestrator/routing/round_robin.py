@@ -1,4 +1,4 @@
-"""Round robin: each leg takes the instance that was chosen longest ago."""
+"""Round robin: each leg goes to the instance that was chosen longest ago."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RoundRobinOptions:
 
 @register("round_robin")
 class RoundRobin(LegByLeg):
-    """Takes the instances in turn and looks at no load; the plainest baseline."""
+    """Policy that takes the instances in turn and ignores load; the simplest baseline."""
 
     Options: ClassVar = RoundRobinOptions
 

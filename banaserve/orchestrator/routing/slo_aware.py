@@ -1,10 +1,10 @@
 """SLO-aware routing: one instance or two for each request, by predicted times and limits.
 
-For each request all instances are compared as the one that serves both legs, and all pairs of one
-that prefills and one that decodes, each with what it has of the prompt's KV: the next turn of a
-chat goes on where the last one lies, one that decodes included, if that is predicted to be faster.
-Roles say who mostly does what: an instance serves a leg that is not its own where that is predicted
-to be clearly better, since engines know no role.
+Each request compares all single instances for both legs, and all pairs of a prefill and a decode
+instance, each with the prompt's KV in its own cache: the next turn of a chat goes to the instance
+that has the KV of the last one, also to a decode instance, if that is predicted to be faster. Roles
+are defaults: an instance serves a leg of another role if that is predicted to be clearly better,
+since engines know no role.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class SloAwareOptions:
     """Options of ``slo_aware``.
 
     Attributes:
-        ttft_s, tpot_s: Limits of a request that names none; 0 is none, and with neither latency
-            decides alone.
-        rate_window_s: Over which the prompts that an instance is sent are smoothed.
-        tolerance: Excess by which candidates may differ and latency decides between them.
-        late_weight: What a request that misses a limit anyway still counts for each further
-            multiple of the limit; at 0 it would be queued where it harms least, for ever.
-        off_role_factor: By which a candidate that does not keep to the roles counts as slower; for
-            one that decodes by the share of the prompt that it would have to compute.
+        ttft_s, tpot_s: Limits of a request without limits of its own, in seconds; 0 is no limit.
+            With neither limit, only latency decides.
+        rate_window_s: Smoothing time of the rate of prompts sent to an instance, in seconds.
+        tolerance: Maximum difference in excess of candidates between which latency decides.
+        late_weight: Excess that a request which misses a limit adds for each further multiple of
+            the limit; at 0, it would be queued where it harms others least, forever.
+        off_role_factor: Factor by which a candidate with a leg of another role counts as slower; on
+            a decode instance, only for the share of the prompt that it would have to compute.
     """
 
     ttft_s: float = 0.0
@@ -75,7 +75,7 @@ class SloAwareOptions:
 
 
 class Limits(NamedTuple):
-    """Limits of a request; 0 is none."""
+    """Limits of a request, in seconds; 0 is no limit."""
 
     ttft_s: float
     tpot_s: float
@@ -85,10 +85,10 @@ class LegCandidate(NamedTuple):
     """A way to serve a request.
 
     Attributes:
-        prefill: None where ``decode`` serves both legs.
-        ttft_s, tpot_s: Predicted of the request.
-        excess: Requests that miss a limit for it, itself among them, as expected.
-        latency_s: Time until its last token, and what others take longer for it, together.
+        prefill: Instance of the prefill leg; None if ``decode`` serves both legs.
+        ttft_s, tpot_s: Predicted latencies of the request.
+        excess: Expected number of requests that miss a limit because of it, including itself.
+        latency_s: Time until its last token, plus the delay of other requests because of it.
     """
 
     prefill: InstanceId | None
@@ -100,26 +100,35 @@ class LegCandidate(NamedTuple):
 
 
 class Harm(NamedTuple):
-    """What a leg costs the others at its instance: limits missed, and seconds, together."""
+    """Cost of a leg for the other requests at its instance.
+
+    Attributes:
+        excess: Expected number of requests that additionally miss a limit.
+        delay_s: Sum of the delays, in seconds.
+    """
 
     excess: float
     delay_s: float
 
 
 class RouteSituation(NamedTuple):
-    """What a choice is made from.
+    """Input of a choice.
 
     Attributes:
-        views: Of instances that are ready, first the one to be preferred among equals.
-        own_lengths: Outputs that the request may have.
-        resident: Tokens of the prompt that lie in an instance's own cache, by instance.
-        limits: Of the request.
-        others_tpot_s: Limit of those that decode; 0 is none.
-        others_missed: Chance that one of them misses it as it is, by instance; empty without one.
-        whole: Instances whose role it is to serve both legs of this request where it has but one.
-        is_whole: It has but one.
-        first_token_waits: As in ``RequestView``.
-        may_leave_role: Instances may serve legs that are not those of their role.
+        views: Ready instances; among equals, the first is preferred.
+        times: Predicted times, by instance.
+        leg: Tokens of the request, without tokens in instances' own caches.
+        resident: Tokens of the prompt in an instance's own cache, by instance.
+        lengths: Output lengths of recent requests.
+        own_lengths: Output lengths that the request may have.
+        limits: Limits of the request.
+        others_tpot_s: TPOT limit of the requests that decode; 0 is no limit.
+        others_missed: Probability that such a request misses this limit anyway, by instance; empty
+            without a limit.
+        whole: Instances whose role is to serve the whole request, if it has one leg only.
+        is_whole: True if the request has one leg only.
+        first_token_waits: Flag ``first_token_waits`` of the ``RequestView``.
+        may_leave_role: True if instances may serve legs of another role.
     """
 
     views: Sequence[InstanceView]
@@ -137,23 +146,26 @@ class RouteSituation(NamedTuple):
     may_leave_role: bool
 
     def leg_at(self, instance: InstanceId) -> LegLoad:
-        """The request's leg where some of its prompt's KV may lie already."""
+        """Return the request's leg at ``instance``, which may have KV of its prompt already."""
         resident = self.resident.get(instance, 0)
         return self.leg.where(resident) if resident else self.leg
 
 
 def missed(ratio: float) -> float:
-    """Chance that a limit is missed of which ``ratio`` is predicted to be taken, in [0, 1].
+    """Return the probability that a request misses a limit, in [0, 1].
 
-    A prediction errs, so one just at the limit counts for a half.
+    A prediction errs, so that a predicted time equal to the limit gives one half.
+
+    Args:
+        ratio: Predicted time as a multiple of the limit.
     """
     return 1 - 1 / (1 + min(ratio, _MOST_RATIO) ** _STEEPNESS)
 
 
 def choose(situation: RouteSituation, options: SloAwareOptions) -> LegCandidate:
-    """Returns the candidate of least excess, and among those of about the least, of latency.
+    """Return the candidate of least latency among those of about the least excess.
 
-    Pure. There is at least one: ``plan_legs`` has found somebody for each leg.
+    Pure. There is at least one candidate: ``plan_legs`` has found an instance for each leg.
     """
     found = [*_whole(situation, options), *_apart(situation, options)]
     least = min(one.excess for one in found) + options.tolerance
@@ -161,7 +173,7 @@ def choose(situation: RouteSituation, options: SloAwareOptions) -> LegCandidate:
 
 
 def _whole(s: RouteSituation, options: SloAwareOptions) -> Iterator[LegCandidate]:
-    """One instance for both legs; that is the role of those that do both."""
+    """Yield the candidates with one instance for both legs, the role of colocated instances."""
     mean = s.lengths.mean_tokens
     for view in s.views:
         is_own = view.role is Role.COLOCATED or (s.is_whole and view in s.whole)
@@ -177,19 +189,19 @@ def _whole(s: RouteSituation, options: SloAwareOptions) -> Iterator[LegCandidate
 
 
 def _off_role_factor(view: InstanceView, leg: LegLoad, options: SloAwareOptions) -> float:
-    """By how much serving both legs counts as slower at an instance of one role.
+    """Return the factor by which both legs at an instance of one role count as slower.
 
-    To one that decodes only what it has to compute of the prompt is work of another role.
+    For a decode instance, only the computed part of the prompt is work of another role.
     """
     share = leg.to_compute / leg.prompt if view.role is Role.DECODE else 1.0
     return 1 + (options.off_role_factor - 1) * share
 
 
 def _apart(s: RouteSituation, options: SloAwareOptions) -> Iterator[LegCandidate]:
-    """One instance for the prompt and another one to go on from it.
+    """Yield the candidates with one instance for prefill and another one for decode.
 
-    Two that do both are left out: what one could gain by handing over it loses by computing
-    prompts of the other.
+    Pairs of colocated instances are left out: the gain of one from handing over is lost by
+    computing prompts of the other.
     """
     roles = {view.role for view in s.views}
     if s.is_whole or len(roles) < 2:
@@ -226,7 +238,8 @@ def _apart(s: RouteSituation, options: SloAwareOptions) -> Iterator[LegCandidate
 
 
 class _Tokens(NamedTuple):
-    """Tokens of the request after the first: their time, and the chance to miss its limit."""
+    """Tokens of the request after the first: their mean time, and the probability that their limit
+    is missed."""
 
     tpot_s: float
     missed: float
@@ -235,11 +248,12 @@ class _Tokens(NamedTuple):
 def _tokens(
     s: RouteSituation, times: InstanceTimes, token_s: float, tokens: float, begins_s: float
 ) -> _Tokens:
-    """Returns how the tokens of a request of so many ``tokens`` will come.
+    """Return the predicted times of the output tokens of a request.
 
     Args:
-        token_s: Time of each on average.
-        begins_s: Between the first and the second, beside that.
+        token_s: Mean time of an output token.
+        tokens: Mean number of tokens of the request while it decodes.
+        begins_s: Additional time between the first and the second output token.
     """
     tpot_s = token_s + begins_s / max(1.0, s.leg.output - 1)
     if not s.limits.tpot_s:
@@ -268,17 +282,17 @@ def _candidate(
 
 
 def _harm(s: RouteSituation, instance: InstanceId, once_s: float, token_s: float) -> Harm:
-    """What a leg costs those who decode at its instance, or will before it does.
+    """Return the cost of a leg for the requests that decode at its instance, or will before it.
 
     Args:
-        once_s: That each of them waits once, for a prompt.
-        token_s: That each of their steps takes longer.
+        once_s: Time that each of these requests waits once, for a prompt.
+        token_s: Time by which each of their steps becomes longer.
     """
     times = s.times[instance]
     count = times.all_requests
     if not count:
         return Harm(0.0, 0.0)
-    # They have half of their tokens to come, on average.
+    # On average, half of their tokens are still to be generated.
     delay_s = count * (once_s + token_s * s.lengths.mean_tokens / 2)
     if not s.others_tpot_s:
         return Harm(0.0, delay_s)
@@ -294,15 +308,17 @@ def missed_by(
     step_s: float,
     once_s: float = 0.0,
 ) -> float:
-    """Chance that a request of one of ``lengths`` misses its limit of time per token.
+    """Return the probability that a request of one of ``lengths`` misses its limit per token.
 
-    Few tokens are done before the next prompt comes, or are stopped by it for long: their mean,
-    which a long output comes near, says nothing of either. So both are looked at, each with its
-    chance. Called for every request and instance a few times, so it calls little itself.
+    A short output either ends before the next prompt arrives or is delayed by it for long; the mean
+    delay, which a long output has, describes neither case. So both cases are computed, each with
+    its probability. Called several times for every request and instance, hence few calls inside.
 
     Args:
-        step_s: Of the steps that decode it.
-        once_s: That it waits once.
+        lengths: Possible output lengths, with equal probability.
+        limit_s: Limit of the time per token, in seconds.
+        step_s: Time of a step that decodes the request.
+        once_s: Time that the request waits once.
     """
     mean_s, token_s = times.interrupted(step_s)
     rate, chance = -times.prompts_per_s, 0.0
@@ -321,7 +337,7 @@ def missed_by(
 
 
 class _Promise(NamedTuple):
-    """A request that will decode at an instance and is computed at another one as yet."""
+    """A request that will decode at an instance and is still computed at another one."""
 
     until_s: float
     instance: InstanceId
@@ -330,10 +346,10 @@ class _Promise(NamedTuple):
 
 @register("slo_aware")
 class SloAware:
-    """Serves each request where the fewest limits are missed for it, its own and others'.
+    """Policy that minimises the missed limits of each request and of those that it delays.
 
-    It remembers what it has sent: prompts for a while, since those to come will be like them, and
-    decode legs until they begin. Among equals the instance chosen longest ago is taken.
+    It remembers sent prompts for a while, since coming prompts will resemble them, and decode legs
+    until they begin. Among equals, the instance chosen longest ago is taken.
     """
 
     Options: ClassVar = SloAwareOptions

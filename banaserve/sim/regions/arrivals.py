@@ -12,10 +12,10 @@ from banaserve.sim.regions.replica import BLOCK_TOKENS, UNIT_BYTES
 from banaserve.sim.trace import Arrival, cut
 
 Arrivals = Sequence[tuple[float, MakeProgram]]
-"""Time of each arrival, in seconds, and its program; none waits for another."""
+"""Time of each arrival, in seconds, and its program; no arrival waits for another."""
 
 HASH_TOKENS = 512
-"""Of a block that ``hash_ids`` of Mooncake's traces stand for; 256 in ART-Chat's."""
+"""Tokens of the block that a hash id of Mooncake's traces stands for; 256 in ART-Chat's."""
 
 
 def diurnal(
@@ -27,14 +27,15 @@ def diurnal(
     duration_s: float,
     seed: int,
 ) -> Arrivals:
-    """Returns Poisson arrivals whose rate follows a cosine.
+    """Return Poisson arrivals whose rate follows a cosine.
 
     Args:
-        program: Of each who comes.
-        per_s: The mean rate.
-        swing_fraction: Of the rate: 0 for none, 1 for nights without anybody.
-        period_s: Of a day.
-        peak_s: When the rate is highest; regions far apart differ in it.
+        program: Program of each arriving client.
+        per_s: Mean rate, in arrivals per second.
+        swing_fraction: Swing of the rate as a share of its mean: 0 for none, 1 for no arrivals at
+            night.
+        period_s: Length of a day, in seconds.
+        peak_s: Time of the highest rate, in seconds; regions far apart differ in it.
 
     Raises:
         UserError: ``swing_fraction`` is not in [0, 1].
@@ -57,11 +58,12 @@ def replay(
     max_tokens: int | None = None,
     hash_tokens: int = HASH_TOKENS,
 ) -> Arrivals:
-    """Returns the requests of a trace in Mooncake's format; equal ids are equal prefixes.
+    """Return the requests of a trace in Mooncake's format; equal ids are equal prefixes.
 
     Args:
-        time_scale: What lies between arrivals, times this: 2 is half the rate (GORGO's).
-        max_tokens: Longer requests are cut to this context.
+        time_scale: Factor of the time between arrivals: 2 is half the rate (GORGO's).
+        max_tokens: Context size in tokens to which longer requests are cut; None for no limit.
+        hash_tokens: Number of tokens of the block that a hash id stands for.
     """
     return [
         (row.at_s * time_scale, _once(_ask(number, row, max_tokens, hash_tokens)))
@@ -75,7 +77,7 @@ def _ask(number: int, row: Arrival, max_tokens: int | None, hash_tokens: int) ->
     known = b"".join(Random(f"block {one}").randbytes(units) for one in row.hash_ids)
     size = max(1, prompt_tokens // BLOCK_TOKENS) * UNIT_BYTES
     own = Random(f"own {number}")
-    # What no id stands for is nowhere else.
+    # The part of the prompt without an id occurs in no other request.
     prompt = known[:size] + own.randbytes(max(0, size - len(known)))
     return ProgramCall(
         prompt, own.randbytes(max(1, output_tokens // BLOCK_TOKENS) * UNIT_BYTES), ""

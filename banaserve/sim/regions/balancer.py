@@ -1,4 +1,4 @@
-"""Simulated balancer: the counters and policies of the real one, and its queue."""
+"""Simulated balancer, with the counters and policies of the real one, and its queue."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from banaserve.sim.timeline import Timeline
 PROBE_S = 0.1
 
 RoundTrips = dict[tuple[str, str], float]
-"""Milliseconds between two regions."""
+"""Round trips between two regions, in milliseconds."""
 
 
 class SimBalancer:
-    """One balancer of one region, with replicas anywhere and peers.
+    """Balancer of a region, with replicas anywhere and peers.
 
     Attributes:
-        num_requests: Messages with requests that it has sent, and with their answers that it got:
-            one for the first token, one for the last.
-        num_reports: Messages with reports and probes that it got.
-        num_forwarded: Requests sent to peers.
-        num_refused: Requests that a replica has sent back.
+        num_requests: Number of messages with requests sent and with answers received: one for the
+            first token, one for the last.
+        num_reports: Number of messages with reports received.
+        num_forwarded: Number of requests sent to peers.
+        num_refused: Number of requests that a replica has sent back.
 
     Args:
-        goes_on: Whether it is still to probe its replicas; None is for ever.
+        goes_on: Function that returns whether to keep probing the replicas; None: for ever.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class SimBalancer:
         timeline.after(PROBE_S, self._probe)
 
     def connect(self, peers: Sequence[SimBalancer]) -> None:
-        """Makes ``peers`` known to this balancer, where its policy needs peers."""
+        """Make ``peers`` known to this balancer, if its policy needs peers."""
         if Need.PEERS not in self.fleet.policy.needs:
             return
         for peer in peers:
@@ -75,12 +75,12 @@ class SimBalancer:
             self.fleet.add(view)
 
     def take(self, job: ReplicaJob) -> None:
-        """Takes in a request, of a client or forwarded by a peer."""
+        """Take a request, from a client or forwarded by a peer."""
         self.queue.append(job)
         self._pump()
 
     def report(self) -> Report:
-        """Returns what this balancer tells its peers."""
+        """Return the report of this balancer to its peers."""
         replicas = self._replicas.values()
         return Report(
             self._timeline.now_s,
@@ -131,7 +131,7 @@ class SimBalancer:
             self._pump()
 
         def forget() -> None:
-            # Circles of millions of requests are more than a collector can look through.
+            # Breaks the reference cycles of millions of requests, too many for a collector.
             sent.on_first = sent.on_done = _nothing
             sent.on_refused = None
 
@@ -182,4 +182,4 @@ class SimBalancer:
 
 
 def _nothing() -> None:
-    """Stands for what is never called again."""
+    """Do nothing: stands for a callback that is never called again."""

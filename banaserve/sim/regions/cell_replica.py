@@ -19,19 +19,20 @@ _HASHED_BYTES = HASH_BLOCK_TOKENS // BLOCK_TOKENS * UNIT_BYTES
 
 
 class CellReplica:
-    """A cell that takes jobs of a balancer, and sends those back that it cannot begin.
+    """Cell that takes jobs of a balancer, and sends back those that it cannot begin.
 
-    A request whose first token has gone out stays and waits for an instance; one that has none yet
-    is sent back while no instance serves.
+    While no instance serves, a request whose first token has been sent stays and waits for an
+    instance, and a request without a first token is sent back.
 
     Attributes:
         nodes: Instances of each machine.
-        num_jobs: Jobs that are here.
+        num_jobs: Number of jobs in the cell.
 
     Args:
-        node_size: Instances of one machine.
-        between: The way between two of its machines.
-        most_requests: From so many on it has no room, as its balancer's peers are told.
+        node_size: Number of instances of one machine.
+        between: Network path between two machines of the cell.
+        most_requests: Number of requests from which on the cell has no room, as its balancer's
+            peers are told.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class CellReplica:
         )
         self._instances = tuple(self.cell.instances.values())
 
-    # ---- what its balancer asks
+    # ---- called by its balancer
 
     @property
     def num_waiting(self) -> int:
@@ -93,7 +94,7 @@ class CellReplica:
         return self.num_jobs < self._most_requests and self.cell.is_ready
 
     def submit(self, job: ReplicaJob) -> None:
-        """Take in a job of the balancer; one that fits no instance ends at once."""
+        """Take a job of the balancer; a job that fits no instance ends at once."""
         prompt_tokens = job.request.num_tokens
         output_tokens = max(1, len(job.output) // UNIT_BYTES * BLOCK_TOKENS)
         number, self._next = self._next, self._next + 1
@@ -113,7 +114,7 @@ class CellReplica:
             self.began(request)
             self.ended(request)
 
-    # ---- what its cell tells
+    # ---- called by its cell
 
     def began(self, request: SimRequest) -> None:
         if request.id in self._unbegun:
@@ -138,7 +139,7 @@ class CellReplica:
 
 
 def _hash_ids(prompt: bytes) -> tuple[int, ...]:
-    """Returns the ids of the whole blocks that ``prompt``, digests of smaller ones, begins with."""
+    """Return the ids of the whole blocks in ``prompt``, which holds digests of smaller blocks."""
     whole = len(prompt) // _HASHED_BYTES * _HASHED_BYTES
     ends = range(_HASHED_BYTES, whole + 1, _HASHED_BYTES)
     digests = [blake2b(prompt[:end], digest_size=8).digest() for end in ends]
@@ -148,7 +149,7 @@ def _hash_ids(prompt: bytes) -> tuple[int, ...]:
 def nodes_of(
     roles: Sequence[tuple[str, Role]], node_size: int
 ) -> tuple[tuple[InstanceId, ...], ...]:
-    """Returns the instances of each machine, their roles mixed as ``roles`` mixes them."""
+    """Return the instances of each machine, with roles mixed in the order of ``roles``."""
     names = [InstanceId(name) for name, _ in roles]
     return tuple(
         tuple(names[first : first + node_size]) for first in range(0, len(names), node_size)
@@ -158,7 +159,7 @@ def nodes_of(
 def far_between(
     nodes: Sequence[Sequence[InstanceId]], between: Distance
 ) -> dict[InstanceId, dict[InstanceId, Distance | None]]:
-    """Returns the ways of each instance to all that are on other machines, alike for all pairs."""
+    """Return the network paths of each instance to all on other machines, equal for all pairs."""
     everyone = [name for node in nodes for name in node]
     found = {}
     for node in nodes:

@@ -1,4 +1,4 @@
-"""Requests of regions whose days are shifted, drawn one after the other as they come."""
+"""Requests of regions whose days are shifted, drawn one by one as they arrive."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_PROMPT_TOKENS, _MOST_OUTPUT_TOKENS = 1000, 500
 
 
 class RegionalRequest(NamedTuple):
-    """A request of one region; ``prefix`` are the digests of what it shares with others."""
+    """Request of a region; ``prefix`` holds the digests of the prefix shared with others."""
 
     at_s: float
     prompt_tokens: int
@@ -31,12 +31,13 @@ class CellsLoad:
     """Load of one region. Lengths are lognormal, arrivals Poisson.
 
     Attributes:
-        rate_per_s: Mean arrivals of the region.
-        swing_fraction: The rate follows a cosine by this share of its mean, one period in the
-            whole duration.
-        prompt_tokens, output_tokens: Means; a prompt's without its shared prefix.
-        num_prefixes: Prefixes of one block of ``HASH_BLOCK_TOKENS`` that a share of
-            ``shared_fraction`` of the requests begins with, the nth as often as 1/n.
+        rate_per_s: Mean arrivals of the region per second.
+        swing_fraction: Swing of the rate as a share of its mean; the rate follows a cosine with one
+            period in the whole duration.
+        prompt_tokens, output_tokens: Mean lengths in tokens; a prompt's without its shared prefix.
+        num_prefixes: Number of shared prefixes, each one block of ``HASH_BLOCK_TOKENS``; the nth is
+            used in proportion to 1/n.
+        shared_fraction: Fraction of the requests that begin with one of these prefixes.
     """
 
     duration_s: float
@@ -59,7 +60,7 @@ class CellsLoad:
             raise UserError(f"num_prefixes is {self.num_prefixes}: give 1 or more")
 
     def requests(self, seed: int, region: str, peak_s: float) -> Iterator[RegionalRequest]:
-        """Yields the requests of ``region``, whose rate is highest at ``peak_s``."""
+        """Yield the requests of ``region``, whose rate is highest at ``peak_s``."""
         draws = Random(f"{seed} cells {region}")
         highest = self.rate_per_s * (1 + self.swing_fraction)
         now_s = 0.0
@@ -72,7 +73,7 @@ class CellsLoad:
             output_tokens = _length(draws, self.output_tokens, _MOST_OUTPUT_TOKENS)
             prefix = b""
             if draws.random() < self.shared_fraction:
-                # The rank of a draw that falls as 1/n.
+                # A rank whose probability falls as 1/n.
                 rank = int(self.num_prefixes ** draws.random())
                 prefix = rank.to_bytes(8, "little") * (_PREFIX_BYTES // 8)
                 prompt_tokens += HASH_BLOCK_TOKENS

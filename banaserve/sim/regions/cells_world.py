@@ -1,4 +1,4 @@
-"""Thousands of instances in regions: cells behind balancers, machines that die and come back."""
+"""Thousands of instances in regions: cells behind balancers, and machines that die and return."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from banaserve.sim.timeline import Timeline
 from banaserve.types import Distance, RequestId
 
 NEAR_MS = 2.0
-"""Within a region: from clients to their balancer, and from it to a cell."""
+"""Round trip within a region in ms: from clients to their balancer, and from it to a cell."""
 
 BETWEEN_NODES = Distance(round_trip_s=2e-4, bytes_per_s=12.5e9)
-"""Two machines of one cell: 100 Gbit/s."""
+"""Network path between two machines of one cell: 100 Gbit/s."""
 
 _SLICE_S = 0.5
 _PATIENCE_S = 600.0
@@ -38,19 +38,20 @@ class CellsSetting:
     """Instances of all regions, the load of each, and failures.
 
     Attributes:
-        instances: In all; dealt evenly over the regions.
-        cell_size: Instances under one router and one controller; the last cell of a region may be
-            smaller.
-        node_size: Instances of one machine.
-        rate_per_s: Arrivals of one region a second.
-        node_deaths: Machines that die, at times drawn evenly over the duration.
-        back_after_s: When they serve again, empty.
-        notice_s: Until then routers send requests to a dead one.
-        most_requests: Of a cell for each of its instances: balancers send no more there.
-        policy, options: Of the balancers; None is where a cell has fewer than ``most_requests``
-            for each instance, else where a peer has room (``skywalker``).
-        migration: Of each cell's controller.
-        between: Two machines of one cell.
+        instances: Total number of instances, distributed evenly over the regions.
+        cell_size: Number of instances under one router and one controller; the last cell of a
+            region may be smaller.
+        node_size: Number of instances of one machine.
+        load: Load of each region, with its arrivals per second.
+        node_deaths: Number of machines that die, at times drawn evenly over the duration.
+        back_after_s: Time after which dead machines serve again, empty, in seconds.
+        notice_s: Time during which routers still send requests to a dead machine, in seconds.
+        most_requests: Maximum number of requests of a cell per instance, which balancers respect.
+        policy, options: Policy of the balancers and its options; options None: with ``skywalker``,
+            requests go to a cell with fewer than ``most_requests`` for each instance, or else to a
+            peer with room.
+        migration: Migration policy of each cell's controller.
+        between: Network path between two machines of one cell.
     """
 
     instances: int = 10_000
@@ -93,7 +94,7 @@ class CellsSetting:
         return ((one, other) for one in self.regions for other in self.regions if one < other)
 
     def matrix(self) -> RoundTrips:
-        """Returns the milliseconds between every two regions, either order."""
+        """Return the round trip between every two regions in milliseconds, in both orders."""
         found = {(region, region): NEAR_MS for region in self.regions}
         for one, other in self._pairs():
             pair = (one, other) if (one, other) in self.round_trips_ms else (other, one)
@@ -101,13 +102,13 @@ class CellsSetting:
         return found
 
     def cell_sizes(self) -> list[int]:
-        """Returns the instances of each cell of a region."""
+        """Return the number of instances of each cell of a region."""
         each = self.instances // len(self.regions)
         sizes = [self.cell_size] * (each // self.cell_size)
         return [*sizes, each % self.cell_size] if each % self.cell_size else sizes
 
     def system(self, size: int) -> System:
-        """Returns a cell of ``size`` instances, half of them for each role."""
+        """Return the system of a cell of ``size`` instances, half of them for each role."""
         return preset(
             "banaserve",
             prefill=size // 2,
@@ -119,7 +120,7 @@ class CellsSetting:
 
 
 class NodeDeath(NamedTuple):
-    """A machine that dies."""
+    """Death of a machine."""
 
     at_s: float
     region: str
@@ -128,12 +129,12 @@ class NodeDeath(NamedTuple):
 
 
 class RequestAccount(NamedTuple):
-    """Requests of a run: each is sent once and has to end once.
+    """Account of the requests of a run: each is sent once and must end once.
 
     Attributes:
-        num_doubled: Ends beyond the first of a request.
-        num_restarted: Legs that ran again because their instance died.
-        num_sent_back: Requests that a cell without instances sent back to its balancer.
+        num_doubled: Number of ends beyond the first end of a request.
+        num_restarted: Number of legs that ran again because their instance died.
+        num_sent_back: Number of requests that cells without instances sent back to balancers.
     """
 
     num_sent: int
@@ -144,12 +145,12 @@ class RequestAccount(NamedTuple):
 
     @property
     def num_lost(self) -> int:
-        """Requests that never ended."""
+        """Return the number of requests that never ended."""
         return self.num_sent - (self.num_ended - self.num_doubled)
 
 
 class _Waiting:
-    """One request as its client sees it."""
+    """Request as its client sees it."""
 
     __slots__ = ("_world", "num_ends", "output_tokens", "region", "sent_s", "ttft_s")
 
@@ -171,8 +172,8 @@ class CellsWorld:
     """All regions on one timeline.
 
     Attributes:
-        balancers, cells: By region.
-        deaths: Machines that have died so far.
+        balancers, cells: Balancer and cells of each region.
+        deaths: Deaths of machines so far.
     """
 
     def __init__(self, setting: CellsSetting, profile: Profile, seed: int) -> None:
@@ -226,15 +227,15 @@ class CellsWorld:
 
     @property
     def is_busy(self) -> bool:
-        """Whether requests are still to come, or to end."""
+        """Return whether requests are still to arrive or to end."""
         return self._num_left > 0 or self._num_ended - self._num_doubled < self._num_sent
 
     def run(self, told: Callable[[float, int], None] | None = None) -> None:
-        """Let all requests come and end, and machines die meanwhile.
+        """Run until all requests have arrived and ended, while machines die.
 
         Args:
-            told: Called now and then with the virtual seconds that are over, and the requests that
-                have ended.
+            told: Called periodically with the elapsed virtual seconds and the number of requests
+                that have ended.
         """
         setting, timeline = self.setting, self.timeline
         for place, region in enumerate(setting.regions):
@@ -248,7 +249,7 @@ class CellsWorld:
             cells = [one for each in self.cells.values() for one in each]
             period_s = setting.system(setting.cell_size).control_s
             for place, one in enumerate(cells):
-                # Each controller has a clock of its own.
+                # The turns of the controllers are spread over a period.
                 timeline.at(period_s * (1 + place / len(cells)), self._control, (one, period_s))
         was_collecting = gc.isenabled()
         gc.disable()
@@ -262,7 +263,7 @@ class CellsWorld:
                 gc.enable()
 
     def ended(self, request: _Waiting) -> None:
-        """A request has its last token."""
+        """Count a request that has its last token."""
         self._num_ended += 1
         if request.num_ends > 1:
             self._num_doubled += 1
@@ -274,7 +275,7 @@ class CellsWorld:
         self._output_tokens += request.output_tokens
 
     def account(self) -> RequestAccount:
-        """Returns what has become of the requests so far."""
+        """Return the account of the requests so far."""
         cells = [one.cell for each in self.cells.values() for one in each]
         return RequestAccount(
             self._num_sent,
@@ -285,7 +286,7 @@ class CellsWorld:
         )
 
     def result(self) -> dict[str, Any]:
-        """Returns the figures of the run, as JSON has them; times in virtual seconds."""
+        """Return the figures of the run, ready for JSON; times are in virtual seconds."""
         cells = [one.cell for each in self.cells.values() for one in each]
         balancers = self.balancers.values()
         account = self.account()
@@ -321,7 +322,7 @@ class CellsWorld:
     def _next_arrival(
         self, told: tuple[str, Iterator[RegionalRequest], RegionalRequest | None]
     ) -> None:
-        """Only one arrival of each region waits on the timeline."""
+        """Send a request, and put only the region's next arrival on the timeline."""
         region, arrivals, request = told
         if request is not None:
             self._ask(region, request)
@@ -364,7 +365,7 @@ class CellsWorld:
 def drawn_deaths(
     setting: CellsSetting, cells: Mapping[str, list[CellReplica]], seed: int
 ) -> list[NodeDeath]:
-    """Returns which machines die when, in the order of time."""
+    """Return the drawn deaths of machines, in the order of time."""
     draws = Random(f"{seed} deaths")
     everything = [
         (region, place, node)

@@ -1,4 +1,4 @@
-"""Programs of clients, whose next requests depend on the answers to the last ones."""
+"""Programs of clients, whose next requests depend on the answers to the previous ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from banaserve.sim.regions.replica import UNIT_BYTES
 
 @dataclass(frozen=True, slots=True)
 class ProgramCall:
-    """A request of a program: digests of its prompt's and its answer's blocks."""
+    """Request of a program, with the digests of its prompt's and its answer's blocks."""
 
     prompt: bytes
     output: bytes
@@ -19,22 +19,23 @@ class ProgramCall:
 
 
 Program = Generator[list[ProgramCall], None, None]
-"""Yields what is asked at once; goes on when all of it has been answered."""
+"""Generator of the calls that are made at once; it continues when all of them are answered."""
 
 MakeProgram = Callable[[Random, str], Program]
 
 
 def blocks(rng: Random, mean_tokens: float, most_tokens: int = 512) -> bytes:
-    """Returns digests of blocks that are nowhere else; lengths are exponential."""
+    """Return digests of blocks that occur nowhere else; lengths are exponential."""
     tokens = min(most_tokens, max(16.0, rng.expovariate(1 / mean_tokens)))
     return rng.randbytes(int(tokens / 16) * UNIT_BYTES)
 
 
 def tree_of_thoughts(branches: int, depth: int = 4) -> MakeProgram:
-    """Trees as SkyWalker's client issues them: b, b^2, ... b^depth calls on one question.
+    """Return trees as issued by SkyWalker's client: b, b^2, ... b^depth calls on one question.
 
-    That is 30 requests for b = 2 and 340 for b = 4; the paper says 15 and 85. Everybody's prompts
-    begin with the same 256 tokens; a question has 96, a stage 64, a thought 120 on average.
+    That is 30 requests for b = 2 and 340 for b = 4; the paper says 15 and 85. The prompts of all
+    clients begin with the same 256 tokens; a question has 96 tokens, a stage 64, a thought 120 on
+    average.
     """
     common = Random("common").randbytes(16 * UNIT_BYTES)
     stages = [Random(f"stage {number}").randbytes(4 * UNIT_BYTES) for number in range(depth)]
@@ -57,10 +58,10 @@ def tree_of_thoughts(branches: int, depth: int = 4) -> MakeProgram:
 
 
 def chat(first_tokens: float, message_tokens: float, answer_tokens: float) -> MakeProgram:
-    """Conversations of two to ten turns; half of a user's begin with what is theirs.
+    """Return conversations of two to ten turns; half of a user's begin with the user's own prefix.
 
     Args:
-        first_tokens: Of what a user's conversations begin with.
+        first_tokens: Length of the prefix with which a conversation begins, in tokens.
     """
 
     def run(rng: Random, client: str) -> Program:
@@ -79,10 +80,10 @@ def chat(first_tokens: float, message_tokens: float, answer_tokens: float) -> Ma
 def long_documents(
     num_documents: int, document_tokens: int, question_tokens: float, answer_tokens: float
 ) -> MakeProgram:
-    """Questions on long documents, as in LooGLE: some on one, each without the ones before it.
+    """Return questions on long documents, as in LooGLE: a few per document, each one by itself.
 
     Args:
-        document_tokens: On average; documents are common to everybody.
+        document_tokens: Mean length of a document, in tokens; all clients share the documents.
     """
     rng = Random("documents")
     documents = [
@@ -103,7 +104,7 @@ def long_documents(
 def shared_prefixes(
     num_prefixes: int, prefix_tokens: int, own_tokens: float, answer_tokens: float, zipf: float
 ) -> MakeProgram:
-    """One request: one of some popular prefixes and something of its own, as with tools."""
+    """Return a program of one request: a popular prefix and a part of its own, as with tools."""
     prefixes = [
         Random(f"prefix {number}").randbytes(prefix_tokens // 16 * UNIT_BYTES)
         for number in range(num_prefixes)

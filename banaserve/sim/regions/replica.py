@@ -1,4 +1,4 @@
-"""Simulated replica behind a balancer: batches, chunked prefill, memory, a prefix cache."""
+"""Simulated replica behind a balancer: batches, chunked prefill, memory and a prefix cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from banaserve.sim.timeline import Timeline
 
 BLOCK_TOKENS = 16
 UNIT_BYTES = 8
-"""Prompts are digests of blocks: 8 bytes for 16 tokens."""
+"""Size of the digest of one block: prompts are digests of blocks, 8 bytes for 16 tokens."""
 
 _SELF = ReplicaId("self")
 
@@ -23,13 +23,15 @@ class Accelerator:
     """Cost of a step, and memory. The defaults are of Llama-3.1-8B on one L4.
 
     Attributes:
-        step_ms: Reading the weights: 16 GB at 300 GB/s.
-        prefill_ms_per_token: SkyWalker says about 300 ms for 512 tokens.
-        decode_ms_per_request: Of a decoding request in a step, its KV included.
-        kv_tokens: For what runs.
-        cache_tokens: For prefixes kept beside it; an engine lets both share one memory.
-        max_running: Requests in a batch.
-        chunk_tokens: Prompt tokens of a step at most.
+        step_ms: Fixed time of a step, in ms, for reading the weights: 16 GB at 300 GB/s.
+        prefill_ms_per_token: Time per prompt token, in ms; SkyWalker says about 300 ms for 512
+            tokens.
+        decode_ms_per_request: Time of a decoding request in a step, including its KV, in ms.
+        kv_tokens: Memory for running requests, in tokens.
+        cache_tokens: Memory for cached prefixes besides, in tokens; in an engine both share one
+            memory.
+        max_running: Maximum number of requests in a batch.
+        chunk_tokens: Maximum number of prompt tokens in a step.
     """
 
     step_ms: float = 55.0
@@ -43,13 +45,13 @@ class Accelerator:
 
 @dataclass(slots=True, eq=False)
 class ReplicaJob:
-    """A request on its way.
+    """Request on its way.
 
     Attributes:
         output: Digests of the answer's blocks, fixed beforehand.
-        hit_tokens: What the replica that served it had cached.
-        on_first: Called when the first token leaves the replica; ``on_done`` with the last.
-        on_refused: Called where the replica serves nothing at present and sends it back.
+        hit_tokens: Number of prompt tokens that the serving replica had cached.
+        on_first: Called when the first token leaves the replica; ``on_done`` at the last token.
+        on_refused: Called when a replica that serves nothing at present sends the request back.
     """
 
     request: Request
@@ -64,37 +66,37 @@ class ReplicaJob:
 
 
 class BalancedReplica(Protocol):
-    """A replica as a simulated balancer knows it: one engine, or a cell of many."""
+    """Replica as a simulated balancer knows it: one engine, or a cell of many."""
 
     id: ReplicaId
     region: str
 
     @property
     def num_waiting(self) -> int:
-        """Requests in no batch yet."""
+        """Return the number of requests that are in no batch yet."""
 
     @property
     def num_running(self) -> int:
-        """Requests in a batch."""
+        """Return the number of requests in a batch."""
 
     @property
     def kv_used_fraction(self) -> float:
-        """Share of its KV memory in use."""
+        """Return the share of the replica's KV memory that is in use."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether it serves at all."""
+        """Return whether the replica serves at all."""
 
     @property
     def has_room(self) -> bool:
-        """Whether it would begin another request at once, as a peer is told."""
+        """Return whether the replica would begin another request at once, as peers are told."""
 
     def submit(self, job: ReplicaJob) -> None:
-        """Take in ``job``."""
+        """Take ``job``."""
 
 
 class SimReplica:
-    """One engine. It admits in order while memory lasts, and prefills in order of admission."""
+    """Engine that admits in order while memory lasts, and prefills in order of admission."""
 
     def __init__(
         self, replica_id: str, region: str, accelerator: Accelerator, timeline: Timeline
@@ -135,7 +137,7 @@ class SimReplica:
         return self.used_tokens / self._spec.kv_tokens
 
     def submit(self, job: ReplicaJob) -> None:
-        """Takes in ``job``; it starts with the next step that has room."""
+        """Take ``job``, which starts with the next step that has room."""
         self.waiting.append(job)
         self.most_outstanding = max(self.most_outstanding, self.outstanding)
         if not self._is_stepping:

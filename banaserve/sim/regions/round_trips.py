@@ -1,4 +1,4 @@
-"""Round trips between regions: built-in figures, or those of a file that somebody measured."""
+"""Round trips between regions: built-in figures, or those of a file with measurements."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROUND_TRIPS_MS: Mapping[tuple[str, str], float] = {
     ("europe", "south-america"): 205.0,
     ("asia", "south-america"): 280.0,
 }
-"""Between regions of one cloud, to the next 5 ms."""
+"""Round trips between regions of one cloud, rounded to 5 ms."""
 
 MEASURED_AS: Mapping[str, str] = {
     "us-east": "aws:us-east-1",
@@ -40,17 +40,18 @@ _COLUMNS = ("src", "dst", "avg_rtt")
 
 
 def read_round_trips(path: Path, regions: Sequence[str]) -> dict[tuple[str, str], float]:
-    """Returns the milliseconds between every two of ``regions``, the mean of both directions.
+    """Return the round trip between every two of ``regions`` in ms, the mean of both directions.
 
-    The file is a table with the columns src, dst and avg_rtt (ms), packed with zstd where its name
+    The file is a table with the columns src, dst and avg_rtt (ms), packed with zstd if its name
     ends in ``.zst``.
 
     Args:
-        regions: Some of ``FIVE_REGIONS``.
+        path: File of the measurements.
+        regions: Names of regions out of ``FIVE_REGIONS``.
 
     Raises:
-        UserError: The file cannot be read, a column or a pair is missing, or a time is no number
-            above 0; names the file and what is missing.
+        UserError: The file cannot be read, a column or a pair is missing, or a time is not a number
+            above 0; the message names the file and the missing or invalid value.
     """
     for region in regions:
         check_known("region", region, FIVE_REGIONS)

@@ -1,4 +1,4 @@
-"""Regions, their clients and a system of balancers, run for some virtual minutes."""
+"""Simulation of regions, their clients and a system of balancers for some virtual minutes."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ class RegionSystem:
     """Layout of balancers and their policy.
 
     Attributes:
-        central: One balancer, in the first region, for all replicas; else one a region.
-        forwards: Balancers of regions know each other.
-        staleness_s: Age of the counters that the policy sees.
+        central: True for one balancer, in the first region, for all replicas; False for one per
+            region.
+        forwards: True if the balancers of the regions know each other.
+        staleness_s: Age of the counters that the policy sees, in seconds.
     """
 
     policy: str
@@ -46,14 +47,14 @@ class RegionSystem:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Replicas and clients of each region, and how far apart they are.
+    """Replicas and clients of each region, and the round trips between the regions.
 
     Attributes:
-        clients: For each region, how many run which program.
-        arrivals: For each region, who comes when (``regions/arrivals``).
-        round_trips_ms: Between different regions, either order.
-        start_within_s: Clients start at random within it; with programs of one request and the
-            whole duration that is an open loop.
+        clients: Numbers of clients of each region, each with the program that they run.
+        arrivals: Arrivals of each region with their times and programs (``regions/arrivals``).
+        round_trips_ms: Round trips between different regions in milliseconds, in either order.
+        start_within_s: Time within which clients start at random, in seconds; with programs of one
+            request, the whole duration gives an open loop.
     """
 
     replicas: Mapping[str, int]
@@ -65,7 +66,7 @@ class Setting:
     arrivals: Mapping[str, Arrivals] = field(default_factory=dict)
 
     def matrix(self) -> RoundTrips:
-        """Returns the round trip between every two regions, either order."""
+        """Return the round trip between every two regions in milliseconds, in both orders."""
         names = sorted({*self.replicas, *self.clients, *self.arrivals})
         given = self.round_trips_ms
         return {
@@ -79,7 +80,7 @@ class Setting:
 
 @dataclass(slots=True)
 class Record:
-    """One request as its client saw it; ``done_s`` is None where time ran out first."""
+    """Request as its client saw it; ``done_s`` is None if the time ran out first."""
 
     region: str
     sent_s: float
@@ -95,7 +96,7 @@ class RequestOutcome:
     """Result of a run.
 
     Attributes:
-        most_outstanding: Of each replica.
+        most_outstanding: Maximum number of outstanding requests of each replica.
     """
 
     duration_s: float
@@ -103,12 +104,12 @@ class RequestOutcome:
     most_outstanding: list[int]
 
     def done(self) -> list[Record]:
-        """Returns the requests that were answered."""
+        """Return the requests that were answered."""
         return [one for one in self.records if one.done_s is not None]
 
     @property
     def num_censored(self) -> int:
-        """Requests that had no end when the time was over."""
+        """Return the number of requests without a complete answer when the time was over."""
         return len(self.records) - len(self.done())
 
     @property
@@ -117,34 +118,34 @@ class RequestOutcome:
 
     @property
     def weighted_tokens_per_s(self) -> float:
-        """SkyWalker's throughput: prompt tokens and twice the output tokens."""
+        """Return SkyWalker's throughput: prompt tokens plus twice the output tokens, per second."""
         tokens = sum(one.prompt_tokens + 2 * one.output_tokens for one in self.done())
         return tokens / self.duration_s
 
     @property
     def hit_fraction(self) -> float:
-        """Share of prompt tokens found in a cache."""
+        """Return the share of prompt tokens found in a cache."""
         tokens = sum(one.prompt_tokens for one in self.done())
         return sum(one.hit_tokens for one in self.done()) / max(1, tokens)
 
     def ttft_s(self, fraction: float) -> float:
-        """Returns a quantile of the time to first token; waiting at the end counts as it is."""
+        """Return a quantile of the time to first token; unfinished waits count up to the end."""
         return percentile(sorted(self._ttft_s()), fraction)
 
     @property
     def mean_ttft_s(self) -> float:
-        """The mean time to first token, waiting at the end counted as it is."""
+        """Return the mean time to first token; unfinished waits count up to the end."""
         times = self._ttft_s()
         return sum(times) / max(1, len(times))
 
     @property
     def mean_e2e_s(self) -> float:
-        """The mean end-to-end time, likewise."""
+        """Return the mean end-to-end time; unfinished requests count up to the end."""
         times = self._e2e_s()
         return sum(times) / max(1, len(times))
 
     def e2e_s(self, fraction: float) -> float:
-        """Returns a quantile of the end-to-end time, likewise."""
+        """Return a quantile of the end-to-end time; unfinished requests count up to the end."""
         return percentile(sorted(self._e2e_s()), fraction)
 
     def _ttft_s(self) -> list[float]:
@@ -157,7 +158,7 @@ class RequestOutcome:
 
 
 def simulate(setting: Setting, system: RegionSystem, seed: int) -> RequestOutcome:
-    """Runs ``system`` in ``setting``; clients do the same under every system of one seed."""
+    """Run ``system`` in ``setting``; with one seed, clients do the same under every system."""
     timeline = Timeline()
     round_trips_ms = setting.matrix()
     replicas = [
@@ -179,7 +180,7 @@ def simulate(setting: Setting, system: RegionSystem, seed: int) -> RequestOutcom
 
 
 def _starts(setting: Setting, seed: int) -> Iterator[tuple[str, str, MakeProgram, float]]:
-    """Yields region, name, program and start of every client."""
+    """Yield region, name, program and start of every client."""
     for region, groups in sorted(setting.clients.items()):
         for place, (count, program) in enumerate(groups):
             for number in range(count):
@@ -199,7 +200,7 @@ def _doors(
     timeline: Timeline,
     seed: int,
 ) -> dict[str, SimBalancer]:
-    """Returns the balancer that each region's clients use."""
+    """Return the balancer that each region's clients use."""
 
     def balancer(region: str, those: Sequence[SimReplica]) -> SimBalancer:
         policy = make(
@@ -225,7 +226,7 @@ def _doors(
 
 
 class _Client:
-    """Runs one program: asks, waits for all answers, goes on."""
+    """Client that runs one program: it asks, waits for all answers, and continues."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Options on budgets: bounds of an engine's steps by its role."""
+"""Options of budgets: bounds of an engine's steps by its role."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WHAT = {
 
 
 def add_budgets(parser: argparse.ArgumentParser) -> None:
-    """Add them to ``parser``."""
+    """Add these options to ``parser``."""
     group = parser.add_argument_group(
         "budgets", "as vLLM's options of the same names, which they may not exceed; by role"
     )
@@ -27,7 +27,7 @@ def add_budgets(parser: argparse.ArgumentParser) -> None:
 
 
 def budget_of(known: argparse.Namespace, role: Role) -> Budget:
-    """What the options say of ``role``."""
+    """Return the budget that the options set for ``role``."""
     return Budget(
         getattr(known, f"{role.value}_max_num_batched_tokens"),
         getattr(known, f"{role.value}_max_num_seqs"),

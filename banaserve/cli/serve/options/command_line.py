@@ -39,10 +39,10 @@ _DEFAULTS = ServeConfig()
 def parse_serve_argv(argv: Sequence[str]) -> ServeConfig:
     """Parse the words after ``banaserve serve``.
 
-    Options that are not banaserve's own are taken to be vLLM's, which checks them.
+    Options that are not banaserve's own are passed to vLLM, which checks them.
 
     Raises:
-        UserError: A word or a value that makes no sense.
+        UserError: An option or a value is not valid.
         SystemExit: Help was asked for and has been printed.
     """
     ours, for_vllm = split_argv(argv)
@@ -50,8 +50,8 @@ def parse_serve_argv(argv: Sequence[str]) -> ServeConfig:
     if (group := asked_group(ours)) is not None:
         print(parser.format_group(group), end="")
         raise SystemExit(0)
-    # vLLM's positional form. Only the first word can be it: a later one may be the value of an
-    # option that only vLLM knows.
+    # The model as vLLM's positional argument. Only the first word can be the model: a later word
+    # may be the value of an option that only vLLM knows.
     positional = ours.pop(0) if ours and not ours[0].startswith("-") else None
     known, unknown = parser.parse_known_args(ours)
     if known.config is not None:
@@ -82,16 +82,16 @@ def _check_instances(known: argparse.Namespace) -> None:
 
 
 def _flags_and_valued(parser: argparse.ArgumentParser) -> tuple[set[str], set[str]]:
-    """Options of ours that take no value, and those that do."""
+    """Return our options without a value, and those with one."""
     flags = {name for a in parser._actions if a.nargs == 0 for name in a.option_strings}
     return flags, {name for a in parser._actions for name in a.option_strings} - flags
 
 
 def _catch_misspelt(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> None:
-    """A near miss of our own option is no vLLM option."""
+    """Refuse an unknown option that resembles one of ours: it is no option of vLLM."""
     own = [name for action in parser._actions for name in action.option_strings]
     for word in unknown:
-        # Ours for one role ends as vLLM's does, which stays vLLM's.
+        # An option of ours for one role ends like an option of vLLM, which remains vLLM's.
         likely = [name for name in own if not name.endswith(word[1:])]
         if word.startswith("--") and (near := difflib.get_close_matches(word, likely, 1, 0.87)):
             raise UserError(f"unknown option {word}; did you mean {near[0]}?")
@@ -189,7 +189,7 @@ _GROUPS = {
 
 
 def make_parser() -> ServeParser:
-    """Returns the parser of banaserve's own options."""
+    """Return the parser of banaserve's own options."""
     parser = ServeParser(
         prog="banaserve serve",
         usage="banaserve serve [MODEL] [options] [-- vLLM options]",

@@ -1,4 +1,4 @@
-"""Options on the front door: its socket, its keys, its limits."""
+"""Options of the front door: its socket, its keys, its limits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DEFAULTS = ServeConfig()
 
 
 def add_front_door(parser: argparse.ArgumentParser) -> None:
-    """Add them to ``parser``."""
+    """Add these options to ``parser``."""
     add = parser.add_argument
     add("--host", default=_DEFAULTS.host, help="address to listen at")
     add("--port", type=int, default=_DEFAULTS.port, help="port to listen at")
@@ -105,14 +105,14 @@ def _add_connections(parser: argparse.ArgumentParser) -> None:
 
 
 def take_over_of(known: argparse.Namespace) -> TakeOver | None:
-    """The server that ``--take-over`` names; None where none is replaced."""
+    """Return the server that ``--take-over`` names; None if no server is replaced."""
     if known.take_over is None:
         return None
     return TakeOver(Path(known.take_over) if known.take_over else None)
 
 
 def api_keys_of(known: argparse.Namespace) -> tuple[str, ...]:
-    """Those of ``--api-key`` and its file; without one, that of its variable.
+    """Return the keys of ``--api-key`` and its file; without them, that of the variable.
 
     Raises:
         UserError: The file cannot be used.
@@ -122,10 +122,10 @@ def api_keys_of(known: argparse.Namespace) -> tuple[str, ...]:
 
 
 def operator_key_of(known: argparse.Namespace, name: str) -> str:
-    """That of ``--NAME-key``, its file or its variable.
+    """Return the key of ``--NAME-key``, its file or its variable.
 
     Raises:
-        UserError: Both are given, or the file cannot be used.
+        UserError: Key and file are both given, or the file cannot be used.
     """
     given, path = getattr(known, f"{name}_key"), getattr(known, f"{name}_key_file")
     usual = os.environ.get(f"BANASERVE_{name.upper()}_KEY", "")

@@ -1,4 +1,4 @@
-"""Help of ``banaserve serve``: a screen of common options, and a page for each group of options."""
+"""Help of ``banaserve serve``: a screen of common options, and a page for each option group."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ COMMON: Mapping[str, Sequence[str]] = {
     "KV cache store": ("--kv-store-size", "--kv-store-ssd", "--kv-store-distributed"),
     "limits of service and orchestration": ("--slo-ttft", "--slo-tpot", "--orchestrator"),
 }
-"""Options that most people need, by the title of their section."""
+"""Options that most users need, by the title of their section."""
 ALL = "all"
 _MAX_WIDTH = 100
 _OPTION_WIDTH = 34
 
 
 class _WithDefaults(argparse.HelpFormatter):
-    """Adds the default of an option in brackets, where its help does not end with them."""
+    """Formatter that adds an option's default in brackets, unless its help ends with brackets."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         words, default = action.help or "", action.default
         is_said = words.endswith(")")
-        # Of flags a default says nothing; one that is zero or empty stands for something.
+        # A flag's default says nothing; a zero or empty default has a special meaning.
         if is_said or not default or isinstance(default, bool) or default == argparse.SUPPRESS:
             return words
         return f"{words} ({default:g})" if isinstance(default, float) else f"{words} ({default})"
@@ -52,7 +52,7 @@ class ServeParser(Parser):
         self.groups: dict[str, list[argparse.Action]] = {}
 
     def end_group(self, name: str) -> None:
-        """Put all options that are in no group yet into the group ``name``."""
+        """Put all options that are not in a group yet into the group ``name``."""
         grouped = {id(action) for group in self.groups.values() for action in group}
         parser = self
         self.groups[name] = [one for one in parser._actions if id(one) not in grouped]

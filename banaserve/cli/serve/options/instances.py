@@ -1,4 +1,4 @@
-"""Options on instances: how many, of what kind, and how long each is waited for."""
+"""Options of instances: their number, kind and timeouts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _DEFAULTS = ServeConfig()
 
 
 def add_instances(parser: argparse.ArgumentParser) -> None:
-    """Add them to ``parser``."""
+    """Add these options to ``parser``."""
     add = parser.add_argument
     add("--model", help="smollm2-135m, llama-13b, opt-13b, a Hugging Face id or a folder")
     add("--pd", metavar="P:D", help="prefill and decode instances (1:1)")

@@ -1,4 +1,4 @@
-"""Options on live migration."""
+"""Options of live migration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _DEFAULTS = ServeConfig()
 
 
 def add_migration(parser: argparse.ArgumentParser) -> None:
-    """Add them to ``parser``."""
+    """Add these options to ``parser``."""
     add = parser.add_argument
     add(
         "--migration",

@@ -1,4 +1,4 @@
-"""Options on the machines that engines run on."""
+"""Options of the machines that engines run on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from banaserve.nodes.options import KEY_VARIABLE, key_from_environment
 
 
 def add_nodes(parser: argparse.ArgumentParser) -> None:
-    """Add them to ``parser``."""
+    """Add these options to ``parser``."""
     add = parser.add_argument
     add(
         "--node",
@@ -36,7 +36,7 @@ def add_nodes(parser: argparse.ArgumentParser) -> None:
 
 
 def cluster_key_of(known: argparse.Namespace) -> str:
-    """The key of the server and its nodes: that of the file, or of the variable.
+    """Return the key of the server and its nodes, from the file or the variable.
 
     Raises:
         UserError: The file cannot be used.

@@ -1,4 +1,4 @@
-"""Options on the orchestrator: what it may move, and by which policy."""
+"""Options of the orchestrator: its policy, its limits and its log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ANY = 10_000
 
 
 def add_orchestrator(parser: argparse.ArgumentParser) -> None:
-    """Add them to ``parser``."""
+    """Add these options to ``parser``."""
     add = parser.add_argument
     add(
         "--orchestrator",
@@ -80,11 +80,11 @@ def add_orchestrator(parser: argparse.ArgumentParser) -> None:
 
 
 def orchestrator_of(known: argparse.Namespace) -> OrchestratorConfig:
-    """Returns what the options say; without a store nothing is measured, so the default is off."""
+    """Return the configuration; without a store nothing is measured, so the default is off."""
     is_elastic = known.elastic or (known.instances and known.orchestrator is None)
     usual = "off" if known.no_kv_store else "on" if is_elastic else _ORCHESTRATOR.mode
     policy = known.orchestrator_policy or ("elastic" if is_elastic else _ORCHESTRATOR.policy)
-    # A role that changes by that policy drains nothing: a plan is carried out as a whole.
+    # Role changes of the elastic policy drain nothing, and a plan is carried out as a whole.
     concurrent, per_minute = (
         (_ANY, _ANY)
         if policy == "elastic"
@@ -108,10 +108,10 @@ def _given(value: int | None, usual: int) -> int:
 
 
 def check_orchestrator(config: OrchestratorConfig) -> None:
-    """Return if policy and limits make sense and the log can be written.
+    """Check that policy and limits are valid and the log can be written.
 
     Raises:
-        UserError: One does not or cannot; names it.
+        UserError: One of them fails; the message names it.
     """
     section: dict[str, Any] = dict(config.options)
     migration_policies.make(config.policy, **section)

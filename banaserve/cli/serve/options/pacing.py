@@ -1,4 +1,4 @@
-"""Options on modelled time."""
+"""Options of modelled time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _DEFAULTS = ServeConfig()
 
 
 def add_pacing(parser: argparse.ArgumentParser) -> None:
-    """Add them to ``parser``."""
+    """Add these options to ``parser``."""
     add = parser.add_argument
     add(
         "--pace",

@@ -1,4 +1,4 @@
-"""Options on routing."""
+"""Options of routing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _DEFAULTS = ServeConfig()
 
 
 def add_routing(parser: argparse.ArgumentParser) -> None:
-    """Add them to ``parser``."""
+    """Add these options to ``parser``."""
     add = parser.add_argument
     add(
         "--routing-policy",
@@ -52,5 +52,5 @@ def add_routing(parser: argparse.ArgumentParser) -> None:
 
 
 def usual_routing(known: argparse.Namespace) -> str:
-    """Roles that follow the load are preferences: requests may be served against them."""
+    """Return the default policy: if roles follow the load, one that may route against them."""
     return SLO_AWARE if orchestrator_of(known).is_elastic else _DEFAULTS.routing_policy

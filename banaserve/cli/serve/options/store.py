@@ -1,4 +1,4 @@
-"""Options on the store of KV blocks."""
+"""Options of the store of KV blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DEFAULTS = ServeConfig()
 
 
 def add_store(parser: argparse.ArgumentParser) -> None:
-    """Add them to ``parser``."""
+    """Add these options to ``parser``."""
     add = parser.add_argument
     add(
         "--kv-store-size",
@@ -82,7 +82,7 @@ def add_store(parser: argparse.ArgumentParser) -> None:
 
 
 def peer_key_of(known: argparse.Namespace) -> str:
-    """The key that stores of several servers share: that of the file, or of the variable.
+    """Return the key that stores of several servers share, from the file or the variable.
 
     Raises:
         UserError: The file cannot be used.

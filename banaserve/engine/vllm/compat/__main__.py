@@ -2,8 +2,8 @@
 
 Usage: python -m banaserve.engine.vllm.compat WHEEL_OR_VERSION [--cache FOLDER] [--only-breaks]
 
-Exit status: 0 where everything that banaserve relies on holds, 1 where something breaks, 2 where
-the wheel cannot be read or had.
+Exit status: 0 if everything that banaserve relies on holds, 1 if something breaks, 2 if the wheel
+cannot be read or downloaded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from banaserve.models.cache import cache_root
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print what holds and what breaks; returns the exit status."""
+    """Print which entries hold and which break; return the exit status."""
     given = _parser().parse_args(argv)
     try:
         wheel = wheel_of(given.wheel, given.cache)
@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def table(findings: Sequence[Comparison]) -> list[str]:
-    """Lines with every entry, by the module of banaserve that uses it."""
+    """Return lines with every entry, grouped by the module of banaserve that uses it."""
     lines = []
     for group, members in itertools.groupby(findings, key=lambda one: one.entry.group):
         lines += [f"{group}.py", *map(_row, members), ""]
@@ -72,7 +72,7 @@ def _row(finding: Comparison) -> str:
 
 
 def summary(findings: Sequence[Comparison]) -> list[str]:
-    """Lines with the number of entries that hold, and with those that break."""
+    """Return lines with the number of entries that hold, and the entries that break."""
     broken = [one for one in findings if one.breaks]
     num_held = len(findings) - len(broken)
     if not broken:

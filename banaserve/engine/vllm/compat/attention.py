@@ -44,7 +44,7 @@ def new_attention(
     sliding_window: int | None,
     logits_soft_cap: float | None,
 ) -> Any:
-    """An attention module of vLLM's, as a model would make it; it registers itself by ``name``."""
+    """Make an attention module of vLLM as a model would; it registers itself by ``name``."""
     from vllm.model_executor.layers.attention import Attention
 
     dtype = config.model_config.dtype
@@ -70,11 +70,11 @@ def metadata_builder(
     device: torch.device,
     num_kv_heads: int | None = None,
 ) -> Any:
-    """A builder of the metadata that an attention module takes.
+    """Make a builder of the metadata that an attention module takes.
 
     Args:
-        names: Of the attentions that take it.
-        num_kv_heads: Where only so many of the module's KV heads attend; None: all.
+        names: Names of the attention layers that take the metadata.
+        num_kv_heads: Number of the module's KV heads that attend; None for all.
     """
     with set_current_vllm_config(config):
         spec = layer.get_kv_cache_spec(config)
@@ -86,7 +86,7 @@ def metadata_builder(
 def some_heads(
     config: VllmConfig, layer: Any, inner: Any, name: str, num_kv_heads: int
 ) -> tuple[Any, Any]:
-    """An implementation as ``inner`` for some KV heads of its module, and its metadata builder."""
+    """Make an implementation like ``inner`` for some KV heads, and its metadata builder."""
     num_heads = layer.num_heads // layer.num_kv_heads * num_kv_heads
     window = inner.sliding_window
     with set_current_vllm_config(config):
@@ -103,7 +103,7 @@ def some_heads(
     isa = layer.isa
     builder = metadata_builder(config, layer, [name], layer.kv_cache.device, num_kv_heads)
     layer.isa = isa
-    # The builder counts the query heads of the whole layer.
+    # The builder has counted the query heads of the whole layer.
     builder.num_heads = num_heads
     return implementation, builder
 
@@ -111,10 +111,10 @@ def some_heads(
 def split_batch(
     common: CommonAttentionMetadata, sizes: Sequence[int]
 ) -> list[CommonAttentionMetadata]:
-    """A batch cut between its tokens; a request that is cut goes on in the next part.
+    """Cut a batch between its tokens; a request that is cut continues in the next part.
 
     Args:
-        sizes: Tokens of each part; together those of the batch.
+        sizes: Numbers of tokens of the parts, whose sum is the number of tokens of the batch.
     """
     starts = common.query_start_loc_cpu.numpy()
     slices = []

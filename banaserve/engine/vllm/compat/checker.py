@@ -1,4 +1,4 @@
-"""Compare the list of what banaserve relies on with the sources of a version of vLLM."""
+"""Comparison of the list of names that banaserve relies on with the sources of a vLLM version."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _MOST_HOMES = 3
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One entry, compared.
+    """Result of comparing one entry.
 
     Attributes:
-        breaks: What does not hold; empty where everything does.
-        note: Where an alternative holds, which; else empty.
+        breaks: Description of what has changed in vLLM; empty if the entry holds.
+        note: Alternative module in which the entry holds, if it is not the first; else empty.
     """
 
     entry: Entry
@@ -47,7 +47,7 @@ def _check(entry: Entry, sources: Sources, known: Sequence[Entry]) -> Comparison
 
 
 def _breaks(entry: Entry, sources: Sources, known: Sequence[Entry]) -> str:
-    """What does not hold; empty where everything does."""
+    """Return a description of what has changed in vLLM; empty if the entry holds."""
     if not entry.name:
         return "" if sources.module(entry.module) is not None else "module is missing"
     found = sources.find(entry.module, entry.name)
@@ -97,7 +97,7 @@ def _breaks_of_parameters(entry: Entry, found: Definition, sources: Sources) -> 
 def _breaks_of_base(
     entry: Entry, found: Definition, sources: Sources, known: Sequence[Entry]
 ) -> str:
-    """A base class must ask for nothing that its subclasses here do not define."""
+    """Return the abstract members of a base class that its subclasses here lack; empty for none."""
     if entry.hook is not Hook.IMPLEMENTED or not isinstance(found.node, ast.ClassDef):
         return ""
     prefix = f"{entry.name}."

@@ -1,7 +1,7 @@
-"""Clients of engine cores: what is equal in all of them and in the front door is made once.
+"""Clients of engine cores, which share one renderer with the front door if it is the same for all.
 
 A renderer with its tokenizer takes half a second of processor time and forty megabytes, as much as
-all else of an instance in the front door's process.
+all the rest of an instance in the front door's process.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _TOKENIZER_FILES = ("token*", "*.model", "*.jinja", "vocab*", "config.json", "*p
 
 
 class EngineClient(AsyncLLM):
-    """vLLM's client of one engine core, whose renderer is that of others too."""
+    """vLLM's client of one engine core, which shares its renderer with other clients."""
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Close the connection; the renderer ends with the last client that has it."""
+        """Close the connection; the renderer ends with the last client that uses it."""
         renderer = self.__dict__.pop("renderer", None)
         try:
             super().shutdown(timeout)
@@ -45,8 +45,8 @@ def connect(
     """Connect to an engine core that is ready. Blocks.
 
     Args:
-        config: The client's own; it gets what the engine core has made of it.
-        stat_logger: Takes the engine core's statistics.
+        config: Configuration of this client alone; it receives the engine core's changes.
+        stat_logger: Logger that takes the engine core's statistics.
     """
     return EngineClient.from_vllm_config(
         vllm_config=config,
@@ -57,19 +57,19 @@ def connect(
 
 
 def set_iteration_stats(kind: type[IterationStats]) -> None:
-    """Let clients of this process count the outputs of a step in an object of this class."""
+    """Make clients of this process count the outputs of a step in an object of this class."""
     async_llm.IterationStats = kind
 
 
 def lent_renderer(config: VllmConfig) -> Any:
-    """A new renderer with this configuration, which clients that come later have too."""
+    """Make a renderer with this configuration, which later clients share."""
     with _making:
         made = _renderers[_key(config)] = _make_renderer(config)
     return made
 
 
 def _shared_renderer(config: VllmConfig) -> Any:
-    """The renderer of all clients whose models render alike."""
+    """Return the renderer of all clients with equal rendering options and tokenizer files."""
     key = _key(config)
     with _making:  # clients connect on threads
         if (found := _renderers.get(key)) is None:
@@ -78,7 +78,7 @@ def _shared_renderer(config: VllmConfig) -> Any:
 
 
 def _key(config: VllmConfig) -> tuple[Any, ...]:
-    """Options and files of a tokenizer, which is what clients of cores use of a renderer.
+    """Return the options and files of a tokenizer, the part of a renderer that clients use.
 
     Files may be replaced between two restarts.
     """
@@ -96,7 +96,7 @@ def _key(config: VllmConfig) -> tuple[Any, ...]:
 
 
 async_llm.renderer_from_config = _shared_renderer
-# Of all installed packages' entry points, which are read anew each time otherwise.
+# Otherwise the entry points of all installed packages are read again for each client.
 async_llm.load_stat_logger_plugin_factories = functools.cache(
     async_llm.load_stat_logger_plugin_factories
 )

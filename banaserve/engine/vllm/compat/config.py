@@ -1,4 +1,4 @@
-"""vLLM's configuration, and the platform that it was made for."""
+"""vLLM's configuration and platform."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ __all__ = [
 
 
 def is_on_cpu() -> bool:
-    """Whether this vLLM computes on CPU."""
+    """Return whether this vLLM computes on a CPU."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
 
 
 def own_budget(config: VllmConfig) -> tuple[int, int]:
-    """Tokens of a step and requests that run at once, as vLLM's options say.
+    """Return vLLM's limits of tokens per step and of requests that run at once.
 
-    A runner has buffers for so much: no more can be had at run time.
+    A runner's buffers have these sizes, so larger limits are not possible at run time.
     """
     scheduler = config.scheduler_config
     tokens = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens

@@ -87,23 +87,23 @@ PRE_IMPORTED = (
     "vllm.model_executor.models.llama",
     "vllm.model_executor.layers.quantization.online.base",
 )
-"""Modules that an engine core on CPU needs, in the order in which they are imported."""
+"""Modules that an engine core on a CPU needs, in import order."""
 
 
 def override_kernels() -> None:
-    """Put vLLM's C++ kernels in the place of Triton's where those cannot run, for all forks too.
+    """Replace Triton's kernels by vLLM's C++ kernels where Triton cannot run, for all forks too.
 
-    vLLM looks through all names of all modules for that: more than half a second for each engine.
+    For that vLLM searches all names of all modules: more than half a second for each engine.
     """
     current_platform.register_triton_kernel_overrides()
     current_platform.register_triton_kernel_overrides = lambda: None
 
 
 def mark_dead(llm: AsyncLLM) -> None:
-    """Make every request on this engine fail now with ``EngineDeadError``, and every later one."""
+    """Make every request on this engine, and every later one, fail with ``EngineDeadError``."""
     llm.engine_core.resources.engine_dead = True
     llm.output_processor.propagate_error(EngineDeadError())
-    llm.output_processor.request_states.clear()  # an output that comes late must change no state
+    llm.output_processor.request_states.clear()  # a late output must change no state
 
 
 def start_output_handler(llm: AsyncLLM) -> None:
@@ -113,7 +113,7 @@ def start_output_handler(llm: AsyncLLM) -> None:
 
 
 def request_state(llm: AsyncLLM, request_id: str) -> Any | None:
-    """The front-end state (detokenizer, logprobs, queue) of a request, None once it has ended."""
+    """Return a request's front-end state (detokenizer, logprobs, queue); None once it has ended."""
     return llm.output_processor.request_states.get(request_id)
 
 
@@ -141,9 +141,9 @@ def register(
     """Make the front-end state of a request without sending it; returns the state.
 
     Args:
-        stats: Takes the place of the state's own.
-        on_first_token: Called once, before its first token goes on to ``queue``; to an answer that
-            is not streamed that happens only with the last one.
+        stats: Statistics that replace the state's own.
+        on_first_token: Function called once, before the first token is passed to ``queue``; to an
+            answer that is not streamed the first token is passed only with the last.
     """
     llm.output_processor.add_request(request, prompt_text, None, 0, queue)
     state = llm.output_processor.request_states[request.request_id]
@@ -166,12 +166,12 @@ def _call_at_first_token(state: Any, on_first_token: Callable[[], None]) -> None
 
 
 def adopt(llm: AsyncLLM, state: Any, request_id: str, queue: RequestOutputCollector) -> None:
-    """Let an engine's outputs flow into the state of a request that began elsewhere.
+    """Route an engine's outputs into the state of a request that began elsewhere.
 
     Args:
-        state: As ``register`` returned it.
-        request_id: The engine's outputs bear it.
-        queue: Takes the place of the one that it has.
+        state: State that ``register`` returned.
+        request_id: Id of the request in the engine's outputs.
+        queue: Queue that replaces the state's own.
     """
     state.request_id, state.queue = request_id, queue
     processor = llm.output_processor
@@ -180,40 +180,40 @@ def adopt(llm: AsyncLLM, state: Any, request_id: str, queue: RequestOutputCollec
 
 
 def output_tokens(state: Any) -> list[int]:
-    """Tokens that have been put out for the request of a front-end state."""
+    """Return the tokens output so far for the request of a front-end state."""
     return list(state.detokenizer.output_token_ids)
 
 
 def set_cached_tokens(state: Any, num_tokens: int) -> None:
-    """Let the client be told that so many tokens of the prompt were cached."""
+    """Report to the client that ``num_tokens`` tokens of the prompt were cached."""
     state.remote_prefill_cached_tokens = num_tokens
 
 
 def set_created_tokens(state: Any, num_tokens: int) -> None:
-    """Let the client be told that so many tokens of the prompt were computed and cached.
+    """Report to the client that ``num_tokens`` tokens of the prompt were computed and cached.
 
-    From its first token on: with that the state takes over what the engine says.
+    Call from the first token on: with that token the state takes over the engine's numbers.
     """
     state.num_cache_creation_tokens = num_tokens
 
 
 async def send(llm: AsyncLLM, request: EngineCoreRequest) -> None:
-    """Send a request to the engine core; its front-end state is there already."""
+    """Send a request, whose front-end state exists already, to the engine core."""
     await llm.engine_core.add_request_async(request)
 
 
 async def drop(llm: AsyncLLM, request_id: str) -> None:
-    """Let the engine core end a request without a word; its front-end state has been forgotten."""
+    """End a request in the engine core, without a last output; call ``forget`` before."""
     await llm.engine_core.abort_requests_async([request_id])
 
 
 async def call_utility(llm: AsyncLLM, name: str, *args: Any) -> Any:
-    """Ask the engine core what ``add_utility`` let it answer; between two of its steps."""
+    """Call a method that ``add_utility`` added to the engine core; it runs between two steps."""
     return await llm.engine_core.call_utility_async(name, *args)
 
 
 def forget(llm: AsyncLLM, request_id: str) -> None:
-    """Take a request from an engine that has died, and leave its state as it is.
+    """Remove a request from an engine that has died, without changing the request's state.
 
     An abort would make a last output: text held back for stop strings would count as sent.
     """
@@ -238,11 +238,12 @@ def put_first_token(
     """Pass a token sampled elsewhere through detokenizer and stop checks to the client.
 
     Args:
-        iteration: Counts the token; empty before.
-        logprobs: Token ids and log probabilities of its position, its own first, and its rank.
+        iteration: Statistics, still empty, that count the token.
+        logprobs: Token ids and log probabilities of the token's position, the token itself first,
+            and the token's rank.
 
     Returns:
-        Whether the request goes on.
+        True if the request continues.
     """
     rows = None
     if logprobs is not None:
@@ -265,10 +266,10 @@ def put_first_token(
 
 
 def install_prompt_ending() -> None:
-    """Let SIGTERM end engine cores of this process as a death does, after the step under way.
+    """Make SIGTERM end engine cores of this process like a death, after the step under way.
 
-    vLLM would end all their answers as aborted ones first, which no client can tell from complete
-    ones. Of a death the front door hears at once, and streams go on elsewhere.
+    vLLM would first end all their answers as aborted, which clients cannot distinguish from
+    complete answers. The front door learns of a death at once, and streams continue elsewhere.
     """
     EngineCoreProc._handle_shutdown = _goes_on
     EngineCoreProc._reject_add_in_shutdown = _take
@@ -282,14 +283,17 @@ def _goes_on(core: Any) -> bool:
 
 
 def _take(core: Any, request: EngineCoreRequest) -> bool:
-    """A refusal is an aborted answer too: what still comes dies with the rest."""
+    """Accept a request during shutdown, which then dies with the others.
+
+    A refusal would be an aborted answer too.
+    """
     return False
 
 
 def install_continuation() -> None:
-    """Let engine cores of this process take requests that bring output along, as output.
+    """Make engine cores of this process accept requests with earlier output as their own output.
 
-    That is done where a request is read, on a thread of its own: a grammar may take a while.
+    The output is added where requests are read, on a separate thread: a grammar may take a while.
     """
     preprocess = EngineCore.preprocess_add_request
 
@@ -304,8 +308,8 @@ def install_continuation() -> None:
 
 
 def _put_back(grammars: Any, request: Any, tokens: Sequence[int]) -> None:
-    """Give a request its output, token by token as a scheduler would where it has a grammar."""
-    if len(tokens) > 1:  # blocks of its output are cached, too: its prompt was counted elsewhere
+    """Add a request's output; with a grammar token by token, as a scheduler would."""
+    if len(tokens) > 1:  # blocks of its output are cached too; its prompt was counted elsewhere
         request.prefill_stats = None
     if not request.use_structured_output:
         request.append_output_token_ids(list(tokens))
@@ -323,17 +327,20 @@ def _put_back(grammars: Any, request: Any, tokens: Sequence[int]) -> None:
 
 
 def add_utility(name: str, utility: Callable[..., Any]) -> None:
-    """Let engine cores of this process answer ``call_utility(name)``; it gets the core first."""
+    """Make engine cores of this process answer ``call_utility(name)``.
+
+    The core is the first argument of ``utility``.
+    """
     setattr(EngineCore, name, utility)
 
 
 def install_budget_utility() -> None:
-    """Let engine cores of this process take another budget between two steps."""
+    """Make engine cores of this process accept another budget between two steps."""
     add_utility(CoreApi.banaserve_set_budget.__name__, _set_budget)
 
 
 def on_wake(woke: Callable[[], None]) -> None:
-    """Call ``woke`` whenever an engine core of this process had no work and has got some."""
+    """Call ``woke`` whenever an engine core of this process gets work after having none."""
     wait_for_work = EngineCoreProc._process_input_queue
 
     @functools.wraps(wait_for_work)
@@ -347,7 +354,7 @@ def on_wake(woke: Callable[[], None]) -> None:
 
 
 def run_engine_core(config: VllmConfig, handshake_address: str) -> None:
-    """Be an engine core until told to end; returns or raises when it has."""
+    """Run an engine core in this process until it ends or fails."""
     EngineCoreProc.run_engine_core(
         vllm_config=config,
         local_client=True,
@@ -359,7 +366,7 @@ def run_engine_core(config: VllmConfig, handshake_address: str) -> None:
 
 @implements(CoreApi.banaserve_set_budget)
 def _set_budget(core: Any, num_tokens: int, num_requests: int) -> Budget:
-    # Requests that run already go on: the limit is asked for where one is admitted.
+    # Requests that run already continue: the limit applies when a request is admitted.
     scheduler = core.scheduler
     most_tokens, most_requests = own_budget(scheduler.vllm_config)
     scheduler.max_num_scheduled_tokens = min(num_tokens, most_tokens)
@@ -370,7 +377,7 @@ def _set_budget(core: Any, num_tokens: int, num_requests: int) -> Budget:
 
 
 def install_notes_utility() -> None:
-    """Let engine cores of this process say what their connector noted of requests."""
+    """Make engine cores of this process return their connector's notes of requests."""
     add_utility(CoreApi.banaserve_notes.__name__, _notes)
 
 
@@ -381,7 +388,7 @@ def _notes(core: Any, names: list[str]) -> EngineAnswer | None:
 
 
 def _store_connector(core: Any) -> Any:
-    """The store's connector; None without one, and where users bring one of their own along."""
+    """Return the store's connector; None if there is none, or the user's own connector."""
     config = core.scheduler.vllm_config.kv_transfer_config
     is_ours = config is not None and config.kv_connector in ("StoreConnector", "StatesConnector")
     return core.scheduler.connector if is_ours else None

@@ -1,6 +1,6 @@
-"""Errors that vLLM writes into the log of an engine, and the option that mends an error.
+"""Errors that vLLM writes into the log of an engine, and the option that fixes an error.
 
-vLLM names the check that failed, such as the types that a kernel takes, and no option.
+vLLM names the check that failed, such as the types that a kernel supports, but no option.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from banaserve.run_dir import tail_of
 _ERROR = re.compile(r"\b((?:[\w.]*(?:Error|Exception)): .{1,300})")
 _LAST_LINES = 200
 CAUSE_ELSEWHERE = ("See stack trace for root cause", "See root cause above")
-"""Words of errors that say only that another process has failed, whose error stands further up."""
+"""Words of errors that only report the failure of another process, whose error is earlier."""
 
 
 class Remedy(NamedTuple):
-    """An option that mends an error.
+    """An option that fixes an error.
 
     Attributes:
-        words: A part of vLLM's error that no other error has.
-        advice: The line's beginning: what vLLM lacks, and the option to give.
-        source: The file of vLLM that holds the words, relative to the folder of vLLM.
+        words: Part of vLLM's error that occurs in no other error.
+        advice: Beginning of the line: the feature that vLLM lacks, and the option to give.
+        source: File of vLLM that contains the words, relative to the folder of vLLM.
     """
 
     words: str
@@ -51,7 +51,7 @@ REMEDIES = (
 
 
 def last_error_in(log: Path) -> str:
-    """The last error in a log and the log's path, behind its remedy where one is known."""
+    """Return the last error in a log, with the log's path, after its remedy if one is known."""
     with contextlib.suppress(OSError):
         if error := last_error(tail_of(log).splitlines()[-_LAST_LINES:]):
             advice = advice_for(error)
@@ -60,12 +60,12 @@ def last_error_in(log: Path) -> str:
 
 
 def last_error(lines: Iterable[str]) -> str:
-    """The last error that names its own cause, else the last one; empty where there is none."""
+    """Return the last error that names its own cause, else the last one; empty for none."""
     errors = [found[1].strip() for line in lines if (found := _ERROR.search(line))]
     causes = [one for one in errors if not any(words in one for words in CAUSE_ELSEWHERE)]
     return (causes or errors or [""])[-1]
 
 
 def advice_for(error: str) -> str:
-    """The advice of the remedy for an error; empty where no remedy is known."""
+    """Return the advice of the remedy for an error; empty if no remedy is known."""
     return next((one.advice for one in REMEDIES if one.words in error), "")

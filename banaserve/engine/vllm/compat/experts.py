@@ -1,4 +1,4 @@
-"""Routed experts of vLLM's mixture-of-experts layers: some of them, computed on their own."""
+"""Routed experts of vLLM's mixture-of-experts layers: computing some of them separately."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _BY_EXPERT = ("w13_weight", "w2_weight", "w13_bias", "w2_bias")
 
 
 def experts_of(layer: nn.Module) -> RoutedExperts | None:
-    """The routed experts of a decoder layer; None where its MLP is dense."""
+    """Return the routed experts of a decoder layer; None if its MLP is dense."""
     found = [module for module in layer.modules() if isinstance(module, RoutedExperts)]
     return found[0] if len(found) == 1 else None
 
 
 def split_blocker(experts: RoutedExperts) -> str:
-    """Why these cannot be computed in several places; empty where they can."""
+    """Return why a layer's experts cannot be computed in several places; empty if they can."""
     method = experts.quant_method
     if not isinstance(method, UnquantizedFusedMoEMethod):
         return "its experts are quantized, whose scales cannot be told apart by expert"
@@ -48,12 +48,12 @@ def split_blocker(experts: RoutedExperts) -> str:
 def compute_experts(
     experts: RoutedExperts, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
 ) -> torch.Tensor:
-    """The weighted sum of some experts' outputs for each token.
+    """Compute the weighted sum of some experts' outputs for each token.
 
     Args:
         x: ``[num_tokens, hidden_size]``.
         weights: ``[num_tokens, k]``, float32.
-        ids: Of experts, ``[num_tokens, k]``.
+        ids: Ids of the experts, ``[num_tokens, k]``.
     """
     output: torch.Tensor = experts.quant_method.apply(
         layer=experts,
@@ -67,13 +67,13 @@ def compute_experts(
 
 
 def run_shared_experts(shared: Any, x: torch.Tensor | None) -> None:
-    """What vLLM's kernel does in the middle of its own work, where it does that at all."""
+    """Run the shared experts, if any, as vLLM's kernel does in the middle of its own work."""
     if shared is not None and x is not None:
         shared(x, SharedExpertsOrder.MK_INTERNAL_OVERLAPPED)
 
 
 def place_experts(experts: RoutedExperts, forward: Callable[..., torch.Tensor] | None) -> None:
-    """Let ``forward`` run in place of what computes a layer's experts; None: vLLM's own again."""
+    """Replace the function that computes a layer's experts; None restores vLLM's own."""
     if forward is not None:
         experts.forward_modular = forward
     else:
@@ -81,11 +81,11 @@ def place_experts(experts: RoutedExperts, forward: Callable[..., torch.Tensor] |
 
 
 def weights_by_expert(experts: RoutedExperts) -> list[nn.Parameter]:
-    """Their parameters, whose first dimension is the expert."""
+    """Return the experts' parameters whose first dimension is the expert."""
     found = (getattr(experts, name, None) for name in _BY_EXPERT)
     return [parameter for parameter in found if parameter is not None]
 
 
 def set_num_experts(experts: RoutedExperts, count: int) -> None:
-    """Say that only so many are left."""
+    """Set the number of experts that are left."""
     experts.global_num_experts = experts.local_num_experts = count

@@ -1,4 +1,4 @@
-"""Backends of structured outputs: each request has the one that it was checked with."""
+"""Backends of structured outputs: each request uses the one that it was checked with."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 
 class BackendsByRequest(StructuredOutputManager):
-    """Compiles each grammar with the backend that the front door has found for it.
+    """Manager that compiles each grammar with the backend that the front door found for it.
 
-    vLLM's manager keeps the backend of its first request: what an engine has served decides then
-    what it can serve, and the legs of a request meet engines that differ. All backends fill masks
-    of one form.
+    vLLM's manager keeps the backend of its first request: the grammars that an engine can compile
+    would depend on its earlier requests, and differ between the engines of a request's legs. All
+    backends fill masks of the same form.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -33,7 +33,7 @@ class BackendsByRequest(StructuredOutputManager):
             self._backends[name] = self.backend
 
     def _create_grammar(self, request: Any) -> Any:
-        """Runs on a thread, while ``grammar_init`` may be at other requests."""
+        """Compile on a thread, while ``grammar_init`` may handle other requests."""
         chosen = copy.copy(self)
         with self._choosing:
             chosen.backend = self._backends.get(_backend_name(request), self.backend)
@@ -53,5 +53,5 @@ def _backend_name(request: Any) -> str | None:
 
 
 def install_backends() -> None:
-    """Let engine cores of this process compile grammars by the backend of each request."""
+    """Make engine cores of this process compile grammars with the backend of each request."""
     core.StructuredOutputManager = BackendsByRequest

@@ -45,23 +45,23 @@ __all__ = [
 
 
 def block_hasher(config: VllmConfig, block_size: int) -> Callable[[Request], list[bytes]]:
-    """vLLM's own chained block hasher, initialised for this process."""
+    """Return vLLM's chained block hasher, initialised for this process."""
     hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
     init_none_hash(hash_function)
     return get_request_block_hasher(block_size, hash_function)
 
 
 def rehash(request: Request, hasher: Callable[[Request], list[bytes]]) -> None:
-    """Let a request have the hashes of this hasher, from its first block on."""
+    """Recompute a request's block hashes with this hasher, from the first block on."""
     request._block_hasher = hasher
     request.block_hashes = []
     request.update_block_hashes()
 
 
 def batch_copier() -> Callable[[Any, Any, Any], None]:
-    """``copy(source_addresses, target_addresses, sizes_bytes)``, in one call on a GPU's stream.
+    """Return ``copy(source_addresses, target_addresses, sizes_bytes)``, one call on a GPU's stream.
 
-    Each argument is a CPU tensor ``[num_copies]`` int64.
+    Each argument of ``copy`` is a CPU tensor ``[num_copies]`` int64.
     """
     from vllm import _custom_ops
 
@@ -70,7 +70,7 @@ def batch_copier() -> Callable[[Any, Any, Any], None]:
 
 
 def cpu_instruction_set(spec: FullAttentionSpec) -> str:
-    """The instruction set for which vLLM's attention on CPU packs K inside a block."""
+    """Return the instruction set for which vLLM's attention on CPU packs K inside a block."""
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     return str(_get_attn_isa(spec.dtype, spec.block_size, spec.head_size))
@@ -79,11 +79,11 @@ def cpu_instruction_set(spec: FullAttentionSpec) -> str:
 def write_latents(
     attention: Any, latents: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """Let an ``MLAAttention`` write latents where it pleases, at a scale of 1.
+    """Let an ``MLAAttention`` write latents into blocks in its own layout, at a scale of 1.
 
     Args:
         latents: ``[num_tokens, latent + positions]`` in the model's type.
-        blocks: ``[num_blocks, block_size, row]`` in the cache's.
+        blocks: ``[num_blocks, block_size, row]`` in the cache's type.
         slots: ``[num_tokens]`` int64, the place of each token: block times block size plus row.
     """
     sizes = [attention.kv_lora_rank, attention.qk_rope_head_dim]

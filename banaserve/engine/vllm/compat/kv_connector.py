@@ -1,4 +1,4 @@
-"""vLLM's plug-in point for KV connectors, and the group in which a worker has its connector."""
+"""vLLM's interface for KV connectors, and the access to a worker's connector."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ __all__ = [
 
 
 class ConnectorBase(KVConnectorBase_V1):
-    """vLLM's base class with public names for what connectors read of it."""
+    """vLLM's base class with public names for the attributes that connectors read."""
 
     @property
     def kv_cache_config(self) -> Any:
-        """How the KV cache is laid out."""
+        """Layout of the KV cache."""
         return self._kv_cache_config
 
     @property
     def step_metadata(self) -> Any:
-        """What the scheduler's side has sent for the step under way."""
+        """Metadata that the scheduler's side has sent for the step under way."""
         return self._get_connector_metadata()

@@ -1,4 +1,4 @@
-"""Everything of vLLM that banaserve relies on, in one list.
+"""List of all names of vLLM that banaserve relies on.
 
 vLLM is imported in this folder and nowhere else. The list holds every name that is imported here,
 and every method and attribute of vLLM's objects that banaserve calls, reads, sets, overrides,
@@ -6,7 +6,7 @@ wraps or replaces, here or elsewhere. vLLM documents a few of them: ``LLM``, ``S
 engine arguments, ``KVConnectorBase_V1``, ``EngineClient``, the scheduler class and the worker
 extension. All the others are internal and may change with any release.
 
-``checker`` compares the list with a version of vLLM by its sources. This module imports nothing of
+``checker`` compares the list with the sources of a version of vLLM. This module imports nothing of
 vLLM, so that the list can be read where no vLLM is installed.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 
 class NameKind(enum.Enum):
-    """What a name stands for in vLLM."""
+    """Kind of a name in vLLM."""
 
     MODULE = "module"
     CLASS = "class"
@@ -28,14 +28,14 @@ class NameKind(enum.Enum):
 
 
 class Hook(enum.Enum):
-    """How banaserve takes part in what vLLM does with a name.
+    """Way in which banaserve changes the behaviour of a name in vLLM.
 
     Attributes:
-        NONE: It only uses it.
-        IMPLEMENTED: A class of banaserve's has this abstract class as its base.
-        OVERRIDDEN: A class of banaserve's has a method or attribute of its own in its place.
-        WRAPPED: Something of banaserve's runs around it.
-        REPLACED: Something of banaserve's runs or stands in its place.
+        NONE: banaserve only uses the name.
+        IMPLEMENTED: A class of banaserve has this abstract class as its base.
+        OVERRIDDEN: A class of banaserve overrides this method or attribute.
+        WRAPPED: A function of banaserve runs around it.
+        REPLACED: A function or object of banaserve replaces it.
         SET: banaserve assigns to it.
     """
 
@@ -49,12 +49,12 @@ class Hook(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Parameters that a call of banaserve's relies on, or that a method of banaserve's takes.
+    """Parameters that a call by banaserve relies on, or that a method of banaserve takes.
 
     Attributes:
-        positional: Passed by position: the first ones, in this order, without ``self``.
-        keywords: Passed by name.
-        is_open: Whatever else vLLM passes is passed on.
+        positional: Parameters passed by position: the first ones, in this order, without ``self``.
+        keywords: Parameters passed by name.
+        is_open: True if all other arguments that vLLM passes are passed on.
     """
 
     positional: tuple[str, ...] = ()
@@ -74,15 +74,15 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One name of vLLM.
+    """Entry of the list: a name of vLLM.
 
     Attributes:
-        group: The module of this folder through which it is used.
-        module: Where vLLM has it.
-        name: Qualified within the module, empty for the module itself.
-        purpose: What banaserve uses it for.
-        parameters: That banaserve relies on; None: none.
-        alternatives: Other modules that may have it instead, for other versions of vLLM.
+        group: Module of this folder through which the name is used.
+        module: Module of vLLM that contains the name.
+        name: Name qualified within the module; empty for the module itself.
+        purpose: Purpose for which banaserve uses the name.
+        parameters: Parameters that banaserve relies on; None for none.
+        alternatives: Modules that contain the name instead in other versions of vLLM.
     """
 
     group: str
@@ -100,14 +100,14 @@ class Entry:
         return f"{self.module}.{self.name}" if self.name else self.module
 
     def in_module(self, module: str) -> Entry:
-        """The same name in another module."""
+        """Return the entry of the same name in another module."""
         return replace(self, module=module)
 
 
 def _entry(
     group: str, module: str, kind: NameKind, text: str, purpose: str, hook: Hook = Hook.NONE
 ) -> Entry:
-    """Read ``Name.method(a, b=)``; without brackets no parameters are relied on."""
+    """Read ``Name.method(a, b=)``; without brackets banaserve relies on no parameters."""
     name, bracket, rest = text.partition("(")
     parameters = Parameters.of(rest.removesuffix(")")) if bracket else None
     return Entry(group, module, name, kind, purpose, parameters, hook)

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 _IDENT = "VLLM_DIST_IDENT"
-"""vLLM's variable with the first part of the names of the memory in which ranks add up."""
+"""vLLM's variable with the prefix of the names of the shared memory in which ranks add up."""
 
 
 class _MiddleStage:
@@ -48,11 +48,11 @@ class _MiddleStage:
 
 @contextlib.contextmanager
 def pipeline_stage(start: int, end: int) -> Iterator[None]:
-    """Models built inside hold decoder layers ``start`` to ``end - 1`` and nothing else.
+    """Make models built inside hold decoder layers ``start`` to ``end - 1`` and nothing else.
 
-    ``make_layers`` imports both names when it is called, and the models' loaders skip what a
-    pipeline stage lacks. vLLM remembers what that is by the model's address, at which an earlier
-    model of other layers may have lain: here it remembers nothing of earlier ones.
+    ``make_layers`` imports both names when it is called, and the models' loaders skip the layers
+    that a pipeline stage lacks. vLLM caches these by the model's address, at which an earlier model
+    with other layers may have been: here the cache begins empty.
     """
     import vllm.distributed.parallel_state as parallel_state
     import vllm.distributed.utils as distributed_utils
@@ -67,7 +67,7 @@ def pipeline_stage(start: int, end: int) -> Iterator[None]:
 
 
 def leave_graphs(model: nn.Module) -> RemovableHandle:
-    """Let steps call the model's modules as they are written, until the handle is removed.
+    """Make steps call the model's modules uncompiled, until the returned handle is removed.
 
     vLLM has this switch for models whose inputs no graph fits.
     """
@@ -79,7 +79,7 @@ def leave_graphs(model: nn.Module) -> RemovableHandle:
 
 
 def ranks_group() -> Any:
-    """Of this engine's tensor-parallel ranks, for host memory; None where there is one."""
+    """Return the host-memory group of this engine's tensor-parallel ranks; None for one rank."""
     from vllm.distributed import parallel_state
 
     group = parallel_state.get_tp_group()
@@ -87,11 +87,11 @@ def ranks_group() -> Any:
 
 
 def join_ranks(rendezvous: str, rank: int, num_ranks: int) -> None:
-    """Make the process groups that vLLM's layers expect, of tensor-parallel ranks alone.
+    """Make the process groups that vLLM's layers expect, with tensor-parallel ranks only.
 
     Args:
-        rendezvous: Path of a file that does not exist before the first of them comes; no two
-            groups of one machine ever have the same.
+        rendezvous: Path of a file that the first rank creates, unique among all groups of the
+            machine.
     """
     from vllm.distributed import parallel_state
 
@@ -103,9 +103,9 @@ def join_ranks(rendezvous: str, rank: int, num_ranks: int) -> None:
 
 
 def unname_shared_memory() -> None:
-    """Take the names from the memory in which the ranks of this process's groups add up.
+    """Unlink the shared memory in which the ranks of this process's groups add up.
 
-    All have mapped it once they have their groups, and one that is killed would leave it.
+    All ranks have mapped it once they have their groups, and a killed rank would leave it behind.
     """
     if ident := os.environ.get(_IDENT):
         for path in Path("/dev/shm").glob(f"{glob.escape(ident)}-*-cpushm_*"):

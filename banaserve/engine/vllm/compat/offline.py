@@ -11,11 +11,11 @@ __all__ = ["LLM", "EngineArgs", "SamplingParams", "running_requests", "scheduler
 
 
 def running_requests(engine: Any) -> list[Any]:
-    """The requests that the scheduler of an ``LLM``'s engine has taken up."""
+    """Return the running requests of the scheduler in an ``LLM``'s engine."""
     running: list[Any] = engine.engine_core.engine_core.scheduler.running
     return running
 
 
 def scheduler_connector(engine: Any) -> Any:
-    """The connector of an ``LLM``'s engine in the scheduler's role."""
+    """Return the connector of an ``LLM``'s engine in the scheduler's role."""
     return engine.engine_core.engine_core.scheduler.connector

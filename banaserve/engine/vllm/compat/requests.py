@@ -1,4 +1,4 @@
-"""vLLM's requests and answers: parameters, outputs, adapters and the error that HTTP shows."""
+"""vLLM's requests and answers: parameters, outputs, adapters and the error class for HTTP."""
 
 from __future__ import annotations
 

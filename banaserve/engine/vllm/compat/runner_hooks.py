@@ -1,8 +1,8 @@
 """Hooks in vLLM's model runners, attention modules and metadata builders.
 
 A hook takes a callable ``around(call, *args, **kwargs)``, which gets vLLM's own method as ``call``
-and what vLLM passes. On a class the first of the arguments is the runner. Nothing of vLLM is
-imported with this module, so that modules that run without vLLM can name its hooks.
+and the arguments that vLLM passes. On a class the first argument is the runner. Importing this
+module imports nothing of vLLM, so that modules that run without vLLM can use the names of hooks.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import torch
 Call = Callable[..., Any]
 
 _HOST = "banaserve_migration"
-"""On a model runner or its class: see ``host_of``."""
+"""Attribute of a model runner or its class: see ``host_of``."""
 _KV_LIFE = "banaserve_kv_life"
 _LOST_LIFE = "banaserve_lost_life"
 
 
 def cpu_model_runner() -> type[Any]:
-    """The class whose ``_sample`` runs before draws for unfinished prompts are discarded."""
+    """Return the runner class whose ``_sample`` precedes discarding draws of unfinished prompts."""
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     return CPUModelRunner
 
 
 def gpu_model_runner(config: Any) -> type[Any]:
-    """The class of an engine's model runner on a GPU."""
+    """Return the class of an engine's model runner on a GPU."""
     if config.use_v2_model_runner:
         from vllm.v1.worker.gpu.model_runner import GPUModelRunner as SecondModelRunner
 
@@ -41,11 +41,11 @@ def gpu_model_runner(config: Any) -> type[Any]:
 
 
 def around_runners(prepare: Callable[[Any], object], settle: Callable[[], object]) -> None:
-    """Let workers of this process do something before and after they make their runners.
+    """Make workers of this process call functions before and after they make their runners.
 
     Args:
-        prepare: Is called before, with the configuration.
-        settle: After, when process groups are there, too.
+        prepare: Function called before, with the configuration.
+        settle: Function called after, when process groups exist too.
     """
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
@@ -62,12 +62,12 @@ _SPIN_S = 0.005
 
 
 def shorten_spinning() -> None:
-    """Let ranks of an engine on CPU, and its core, sleep soon where nothing comes from the other.
+    """Make ranks of an engine on a CPU, and its core, sleep soon while no message arrives.
 
-    vLLM lets the reader of a queue between them look without a pause for a second after each
+    vLLM makes the reader of a queue between them poll without a pause for a second after each
     message: a rank that waits for a step takes a processor from one that computes. The reader must
-    look for longer than ZeroMQ takes until it has room for another notice (a millisecond), or it
-    may miss the one that would wake it.
+    poll for longer than ZeroMQ takes until it has room for another notification (a millisecond), or
+    it may miss the one that would wake it.
     """
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
@@ -101,12 +101,12 @@ def wrap_sample_tokens(runner: Any, around: Call) -> None:
 
 
 def wrap_kv_cache_tensors(runner_class: type[Any], around: Call) -> None:
-    """Run ``around`` where runners make the tensors of their KV cache; it returns them by name."""
+    """Run ``around`` where runners make the tensors of their KV cache, which it returns by name."""
     _wrap(runner_class, "initialize_kv_cache_tensors", around)
 
 
 def wrap_kv_cache(runner_class: type[Any], around: Call) -> None:
-    """Run ``around`` where runners make their KV cache and tell the connector of it."""
+    """Run ``around`` where runners make their KV cache and pass it to the connector."""
     _wrap(runner_class, "initialize_kv_cache", around)
 
 
@@ -116,7 +116,7 @@ def wrap_warm_up(runner_class: type[Any], around: Call) -> None:
 
 
 def wrap_output(output: Any, change: Callable[[Any], None]) -> None:
-    """Call ``change`` with a step's output, once it is there if it is still being computed."""
+    """Call ``change`` with a step's output, as soon as it has been computed."""
     if not hasattr(output, "get_output"):
         change(output)
         return
@@ -129,36 +129,36 @@ def wrap_output(output: Any, change: Callable[[Any], None]) -> None:
     _wrap(output, "get_output", get_output)
 
 
-# ---- what is attached to objects of vLLM
+# ---- attributes attached to objects of vLLM
 
 
 def set_host(runner: Any, host: Any) -> None:
-    """Attach a ``MigrationHost`` to a runner, or why it has none to a runner or its class."""
+    """Attach a ``MigrationHost`` to a runner, or to it or its class the reason why it has none."""
     setattr(runner, _HOST, host)
 
 
 def host_of(runner: Any) -> Any:
-    """What ``set_host`` attached; None where that was nothing."""
+    """Return the object that ``set_host`` attached; None for none."""
     return getattr(runner, _HOST, None)
 
 
 def set_kv_life(scheduler_output: Any, life: int) -> None:
-    """Say in which life of the KV cache a step was planned."""
+    """Record the life of the KV cache in which a step was planned."""
     setattr(scheduler_output, _KV_LIFE, life)
 
 
 def kv_life_of(scheduler_output: Any) -> int | None:
-    """In which life of the KV cache a step was planned; None where nothing was said."""
+    """Return the life of the KV cache in which a step was planned; None if not recorded."""
     return getattr(scheduler_output, _KV_LIFE, None)
 
 
 def set_lost_life(runner_output: Any, life: int) -> None:
-    """Say that this life of the KV cache is over, so that the output must be dropped."""
+    """Record that this life of the KV cache has ended, so that the output must be dropped."""
     setattr(runner_output, _LOST_LIFE, life)
 
 
 def lost_life_of(runner_output: Any) -> int | None:
-    """The life that is over; None where the output counts."""
+    """Return the life of the KV cache that has ended; None if the output is valid."""
     return getattr(runner_output, _LOST_LIFE, None)
 
 
@@ -166,7 +166,7 @@ def lost_life_of(runner_output: Any) -> int | None:
 
 
 def replace_kv_caches(runner: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Let a runner's attentions keep their KV in other tensors, by name in layer order."""
+    """Make a runner's attention layers keep their KV in other tensors, by name in layer order."""
     context = runner.vllm_config.compilation_config.static_forward_context
     for name, tensor in tensors.items():
         context[name].bind_kv_cache(tensor)
@@ -174,7 +174,7 @@ def replace_kv_caches(runner: Any, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def make_stage_buffers(runner: Any) -> None:
-    """Make what vLLM 0.32 forgets on CPU: memory for what the pipeline stage before sends."""
+    """Make the buffers for data of the previous pipeline stage, which vLLM 0.32 forgets on CPU."""
     from vllm.distributed.parallel_state import get_pp_group
 
     if not get_pp_group().is_first_rank:
@@ -184,15 +184,15 @@ def make_stage_buffers(runner: Any) -> None:
 
 
 def set_implementation(layer: Any, implementation: Any) -> None:
-    """Let an attention module attend with another implementation; between two steps."""
+    """Make an attention module use another implementation; call between two steps."""
     layer.impl = implementation
 
 
 def wrap_build(builder: Any, begin: Callable[[Any], None]) -> Call:
-    """Call ``begin`` with a batch's common metadata before a builder makes its own of that.
+    """Call ``begin`` with a batch's common metadata before a builder makes its own metadata.
 
     Returns:
-        The builder's own ``build``, which calls nothing before.
+        The builder's original ``build``, which does not call ``begin``.
     """
     own: Call = builder.build
 
@@ -208,12 +208,12 @@ def wrap_build(builder: Any, begin: Callable[[Any], None]) -> Call:
 
 
 def restore_output(runner_class: type[Any], output_of: Callable[[Any], Any]) -> None:
-    """Let a runner take new requests that have put out tokens elsewhere.
+    """Make a runner accept new requests with output tokens from another instance.
 
-    The second model runner gets them from the scheduler, and its draws go by position.
+    vLLM's second model runner gets these tokens from the scheduler, and draws by position.
 
     Args:
-        output_of: Gets a request's sampling parameters and says which tokens.
+        output_of: Function that returns these tokens, given a request's sampling parameters.
     """
 
     def update(call: Call, runner: Any, scheduler_output: Any) -> Any:
@@ -237,16 +237,16 @@ def restore_output(runner_class: type[Any], output_of: Callable[[Any], Any]) -> 
         try:
             return call(runner, scheduler_output)
         finally:
-            del batch.add_request  # of the instance: its class has its own
+            del batch.add_request  # the object's attribute, which hides its class's method
 
     _wrap(runner_class, "_update_states", update)
 
 
 def advance(generator: torch.Generator, num_draws: int, vocab_size: int) -> None:
-    """Bring a request's generator to where it is after so many tokens have been sampled.
+    """Advance a request's generator to its state after ``num_draws`` sampled tokens.
 
-    A token takes what vLLM's sampler takes: on a CPU one number, which seeds noise of its own; on
-    a GPU a row of noise.
+    For each token vLLM's sampler draws, on a CPU, one number, which seeds other noise; on a GPU, a
+    row of noise.
     """
     if generator.device.type == "cpu":
         for _ in range(num_draws):
@@ -264,7 +264,7 @@ _OFFSET_OF_ONE_DRAW = 4
 
 
 class RewindableGenerator(torch.Generator):
-    """A CPU generator that can take back what was drawn since ``remember``."""
+    """A CPU generator that can undo the draws since ``remember``."""
 
     _remembered: torch.Tensor | None = None
 
@@ -278,14 +278,14 @@ class RewindableGenerator(torch.Generator):
         self._remembered = self.get_state()
 
     def get_offset(self) -> int:
-        """As on a GPU after one draw."""
+        """Return the offset that a GPU's generator has after one draw."""
         return _OFFSET_OF_ONE_DRAW
 
     def set_offset(self, offset: int) -> None:
-        """Take the last draw back: the only move vLLM makes.
+        """Undo the last draw, the only use that vLLM makes of this method.
 
         Raises:
-            ValueError: Any other move.
+            ValueError: The offset is not 0, or ``remember`` was not called.
         """
         if offset != 0 or self._remembered is None:
             raise ValueError(f"offset {offset}: only the draw since remember() can be taken back")
@@ -295,9 +295,9 @@ class RewindableGenerator(torch.Generator):
 def rewind_discarded_draws(runner_class: type[Any]) -> None:
     """Make a CPU model runner remember the generators whose draw it is about to discard.
 
-    vLLM samples at every chunk of a prompt and takes the draw back by moving the generator's
-    offset. CPU generators have no offset: a plain vLLM 0.32 engine dies, and with it every request
-    it holds. Here the state before such a draw is kept and restored instead, so a seed gives the
+    vLLM samples at every chunk of a prompt and undoes the draw by moving the generator's offset.
+    CPU generators have no offset: a plain vLLM 0.32 engine dies, and with it every request it
+    holds. Here the state before such a draw is kept and restored instead, so that a seed gives the
     same tokens however a prompt was cut.
     """
 
@@ -309,10 +309,10 @@ def rewind_discarded_draws(runner_class: type[Any]) -> None:
 
 
 def rewind_failed_loads(runner_class: type[Any]) -> None:
-    """Make a model runner take back the draws of requests whose KV could not be loaded.
+    """Make a model runner undo the draws of requests whose KV could not be loaded.
 
-    vLLM computes them again from the first lost block and throws this step's token away, but leaves
-    their generators behind its draw: a seed would give other tokens from there on.
+    vLLM computes such requests again from the first lost block and discards this step's token, but
+    leaves their generators after its draw: a seed would give other tokens from there on.
     """
 
     def sample(call: Call, runner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -327,7 +327,7 @@ def rewind_failed_loads(runner_class: type[Any]) -> None:
 
 
 def _rows_of_failed_loads(runner: Any) -> list[int]:
-    """Rows with a generator that hold a block which this step should have loaded and has not."""
+    """Return the rows with a generator that hold a block which this step failed to load."""
     batch, output = runner.input_batch, runner.kv_connector_output
     if output is None or not output.invalid_block_ids or not batch.generators:
         return []

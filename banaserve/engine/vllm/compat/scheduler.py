@@ -38,10 +38,10 @@ __all__ = [
 
 
 def check_first_come(vllm_config: Any) -> None:
-    """Return if the engine goes by no other order of requests.
+    """Check that the engine does not order requests by priority.
 
     Raises:
-        UserError: It goes by their priorities.
+        UserError: The engine schedules by priority.
     """
     if vllm_config.scheduler_config.policy == SchedulingPolicy.PRIORITY.value:
         raise UserError(
@@ -51,11 +51,12 @@ def check_first_come(vllm_config: Any) -> None:
 
 
 def install_states() -> None:
-    """Let schedulers of this process serve models that keep states, with the store's connector.
+    """Make schedulers of this process serve models that keep states, with the store's connector.
 
-    Steps end where the connector says, so that states can be saved there, and a request of which a
-    block could not be fetched is computed from its first token on: vLLM would end the engine, for
-    it cannot tell groups' blocks apart. They are of one pool, so their numbers can.
+    Steps end where the connector says, so that states can be saved there. A request of which a
+    block could not be fetched is computed again from its first token: vLLM would end the engine,
+    since it does not distinguish the blocks of several groups. All groups share one pool, so block
+    ids are unique.
     """
     begin, lose = Scheduler.__init__, Scheduler._handle_invalid_blocks
 
@@ -102,20 +103,20 @@ def _start_over(scheduler: Any, invalid: set[int]) -> set[str]:
 
 
 def use_waiting_queue(scheduler: Scheduler, queue: RequestQueue) -> None:
-    """Let a scheduler that has no request yet take its waiting requests from ``queue``.
+    """Make a scheduler that has no request yet take its waiting requests from ``queue``.
 
-    Requests that wait and hold KV blocks have a queue of their own, which goes first.
+    Waiting requests that hold KV blocks have a separate queue, which is served first.
     """
     assert not scheduler.waiting
     scheduler.waiting = queue
 
 
 def cached_tokens(scheduler: Scheduler, request: Request) -> int:
-    """How many leading tokens of ``request`` the engine's prefix cache has; changes nothing."""
+    """Return the number of leading tokens of ``request`` in the prefix cache; changes nothing."""
     manager = scheduler.kv_cache_manager
     if not manager.prefix_cache_lookup_enabled(request):
         return 0
-    # ``get_computed_blocks`` would tell listeners of events each time it is asked.
+    # ``get_computed_blocks`` would emit events at each call.
     found = manager.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
     return int(found[1])
 
@@ -133,13 +134,13 @@ def grow_pool(scheduler: Any, num_blocks: int) -> None:
 
 
 _HELD = "banaserve_held_from"
-"""On a block pool: blocks from this one on are held."""
+"""Attribute of a block pool: number of the first held block; None for none."""
 
 
 def hold_blocks(scheduler: Any, first: int) -> None:
-    """Give no block from ``first`` on to anybody any more; those in use go on until they are free.
+    """Give no block from ``first`` on to any request; blocks in use stay so until they are free.
 
-    Each gets one reference more, and no prompt finds it in the prefix cache.
+    Each held block gets an additional reference, and no prompt finds it in the prefix cache.
     """
     pool = scheduler.kv_cache_manager.block_pool
     release_blocks(scheduler)
@@ -162,7 +163,7 @@ def shrink_pool(scheduler: Any, num_blocks: int) -> list[int]:
     """Take blocks off the end of the pool until it has ``num_blocks``.
 
     Returns:
-        Ids of blocks that are in use and in the way; where there are any, nothing was taken.
+        Ids of blocks in use that prevent shrinking; if there are any, no block was taken.
     """
     pool = scheduler.kv_cache_manager.block_pool
     leaving = pool.blocks[num_blocks:]
@@ -184,19 +185,19 @@ def _record_pool_size(scheduler: Any, num_blocks: int) -> None:
 
 
 def pool_usage(scheduler: Any) -> tuple[int, int]:
-    """Blocks in the pool, and how many of them are free."""
+    """Return the number of blocks in the pool, and of free ones."""
     pool = scheduler.kv_cache_manager.block_pool
     return pool.num_gpu_blocks, pool.get_num_free_blocks()
 
 
 def restart_requests(scheduler: Any) -> int:
-    """Preempt every running request, drop what is in flight of it, and forget all cached KV.
+    """Preempt every running request, drop its output in flight, and forget all cached KV.
 
-    As ``Scheduler.reset_prefix_cache(reset_running_requests=True)``, which refuses where blocks
-    wait for a step in flight. Nothing writes to KV behind the engine's back, so they need not.
+    Like ``Scheduler.reset_prefix_cache(reset_running_requests=True)``, which refuses while blocks
+    wait for a step in flight. Nothing but the engine writes to KV, so these blocks need not wait.
 
     Returns:
-        How many were running.
+        Number of requests that were running.
     """
     num_running = len(scheduler.running)
     now_s = time.monotonic()

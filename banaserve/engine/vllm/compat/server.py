@@ -54,7 +54,7 @@ __all__ = [
 
 
 class StaysUp:
-    """What vLLM's handler of engine errors may tell to end: here engines are started again."""
+    """Stand-in for the server that vLLM's handler of engine errors ends: here engines restart."""
 
     should_exit = False
 
@@ -62,23 +62,23 @@ class StaysUp:
 def keep_serving(
     app: Any, error: type[Exception], answer: Callable[[Any, Any], Awaitable[Any]]
 ) -> None:
-    """Let vLLM's application answer one more kind of error.
+    """Make vLLM's application answer one more kind of error.
 
     Args:
-        app: As ``build_app`` returns it; its stack of middleware is made anew.
+        app: Application that ``build_app`` returned; its middleware stack is rebuilt.
     """
     app.add_exception_handler(error, answer)
-    app.middleware_stack = app.build_middleware_stack()  # vLLM's is built, with its own handlers
+    app.middleware_stack = app.build_middleware_stack()  # vLLM has built it without this handler
 
 
 def load_parsers(args: Namespace) -> None:
-    """Load parsers of tools and reasoning that users bring along, as vLLM's server does.
+    """Load users' own parsers of tool calls and reasoning, as vLLM's server does.
 
     Args:
-        args: Of which the engines' configuration has been made.
+        args: vLLM's options, from which the engines' configuration has been made.
 
     Raises:
-        KeyError: There is no parser of a name that is given.
+        KeyError: There is no parser of a given name.
     """
     if args.tool_parser_plugin:
         ToolParserManager.import_tool_parser(args.tool_parser_plugin)
@@ -88,7 +88,7 @@ def load_parsers(args: Namespace) -> None:
 
 
 async def bind_engines(app: Any, args: Namespace, client: EngineClient, tasks: Any) -> None:
-    """Let vLLM's application serve ``client``, and go on where an engine has failed.
+    """Make vLLM's application serve ``client``, and continue after an engine has failed.
 
     Raises:
         UserError: A parser does not fit the model's tokenizer.
@@ -103,10 +103,10 @@ async def bind_engines(app: Any, args: Namespace, client: EngineClient, tasks: A
 
 
 def xgrammar_vocabulary(config: VllmConfig) -> str:
-    """The vocabulary with which engines compile grammars, as xgrammar's JSON. Blocking.
+    """Return the vocabulary with which engines compile grammars, as xgrammar's JSON. Blocks.
 
     Returns:
-        An empty text where there is no tokenizer, or none that xgrammar takes.
+        Empty text if there is no tokenizer, or none that xgrammar supports.
     """
     import xgrammar  # takes a second, and few requests have grammars
 
@@ -122,6 +122,6 @@ def xgrammar_vocabulary(config: VllmConfig) -> str:
 
 
 def keep_alive_s() -> int:
-    """Seconds for which vLLM's server keeps an idle connection."""
+    """Return the seconds for which vLLM's server keeps an idle connection."""
     seconds: int = envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE
     return seconds

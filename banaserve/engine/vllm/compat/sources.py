@@ -16,7 +16,7 @@ from banaserve.errors import UserError
 
 ROOT = "vllm"
 _MAX_HOPS = 20
-"""Re-exports and bases that are followed before a name counts as missing."""
+"""Maximum number of re-exports or bases to follow before a name counts as missing."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -25,11 +25,11 @@ class Files(Protocol):
     """Text files of a package, by path below its parent folder."""
 
     def names(self) -> list[str]:
-        """Paths of all files, with slashes."""
+        """Return the paths of all files, with slashes."""
         ...
 
     def read(self, name: str) -> str:
-        """The text of one file."""
+        """Return the text of one file."""
         ...
 
 
@@ -37,7 +37,7 @@ class WheelFiles:
     """Files of a wheel.
 
     Raises:
-        UserError: It is no wheel, or none of vLLM.
+        UserError: The file is not a wheel, or not one of vLLM.
     """
 
     def __init__(self, path: Path) -> None:
@@ -62,7 +62,7 @@ class FolderFiles:
     """Files of an installed package.
 
     Args:
-        parent: The folder that the package lies in.
+        parent: Folder that contains the package's folder.
     """
 
     def __init__(self, parent: Path) -> None:
@@ -83,11 +83,11 @@ class Signature:
     """Parameters of a function, without ``self`` and ``cls``.
 
     Attributes:
-        positional: That may be passed by position.
-        keyword_only: That may not.
-        required: That have no default.
-        takes_any_positional: It has ``*args``.
-        takes_any_keyword: It has ``**kwargs``.
+        positional: Parameters that may be passed by position.
+        keyword_only: Parameters that may only be passed by name.
+        required: Parameters without a default.
+        takes_any_positional: True if the function has ``*args``.
+        takes_any_keyword: True if the function has ``**kwargs``.
     """
 
     positional: tuple[str, ...] = ()
@@ -104,7 +104,7 @@ class Signature:
         return f"({', '.join(words)})"
 
     def misfit_of_call(self, used: Parameters) -> str:
-        """Why a call with ``used`` does not fit; empty where it does."""
+        """Return why a call with ``used`` does not fit the signature; empty if it fits."""
         given = len(used.positional)
         if self.positional[:given] != used.positional and not self.takes_any_positional:
             return f"parameters are {self}"
@@ -117,7 +117,7 @@ class Signature:
         return f"now requires {', '.join(sorted(missing))}" if missing else ""
 
     def misfit_of_hook(self, taken: Parameters) -> str:
-        """Why a hook that takes ``taken`` does not fit in its place; empty where it does."""
+        """Return why a hook with parameters ``taken`` does not fit; empty if it fits."""
         given = len(taken.positional)
         if self.positional[:given] != taken.positional:
             return f"parameters are {self}"
@@ -132,11 +132,12 @@ class Signature:
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """A definition.
+    """A definition of a name.
 
     Attributes:
-        module: That has it.
-        node: Its syntax tree; None for a module, and for what comes from another package.
+        module: Module that contains the definition.
+        node: Syntax tree of the definition; None for a module, and for names of other packages.
+        is_module: True if the name stands for a module.
     """
 
     module: str
@@ -145,7 +146,7 @@ class Definition:
 
 
 class SourceModule:
-    """The names at the top level of one module, conditional ones included."""
+    """Names at the top level of one module, conditional ones included."""
 
     def __init__(self, name: str, text: str, is_package: bool) -> None:
         self.name = name
@@ -178,7 +179,7 @@ class SourceModule:
                     self.names[target.id] = node
 
     def _take_lazy(self, node: ast.stmt) -> None:
-        """Names that a ``__getattr__`` finds in a table of ``"name": "module:attribute"``."""
+        """Add the names that a ``__getattr__`` finds in a dict ``"name": "module:attribute"``."""
         value = getattr(node, "value", None)
         if not isinstance(value, ast.Dict):
             return
@@ -187,7 +188,7 @@ class SourceModule:
                 self.names.setdefault(key.value, place)
 
     def source_of(self, node: ast.ImportFrom) -> str:
-        """The module that an import statement names."""
+        """Return the module that an import statement names."""
         if not node.level:
             return node.module or ""
         parts = self._package.split(".")
@@ -195,7 +196,7 @@ class SourceModule:
         return ".".join([*base, *([node.module] if node.module else [])])
 
     def imported_as(self, node: ast.Import | ast.ImportFrom, name: str) -> tuple[str, str]:
-        """Module and attribute that ``name`` stands for; no attribute for a module."""
+        """Return the module and attribute that ``name`` stands for; no attribute for a module."""
         for alias in node.names:
             if isinstance(node, ast.ImportFrom):
                 if (alias.asname or alias.name) == name:
@@ -205,7 +206,7 @@ class SourceModule:
         return name, ""
 
     def lazily(self, place: str) -> tuple[str, str]:
-        """Module and attribute of an entry of a lazy table."""
+        """Return the module and attribute of an entry of a lazy dict."""
         module, _, attribute = place.partition(":")
         if module.startswith("."):
             module = f"{self._package}{module}"
@@ -213,7 +214,7 @@ class SourceModule:
 
 
 class Sources:
-    """A version of vLLM."""
+    """Sources of one version of vLLM."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
@@ -221,7 +222,7 @@ class Sources:
         self._modules: dict[str, SourceModule | None] = {}
 
     def module(self, name: str) -> SourceModule | None:
-        """The module of this name; None where there is none."""
+        """Return the module of this name, or None."""
         if name not in self._modules:
             self._modules[name] = self._load(name)
         return self._modules[name]
@@ -240,7 +241,7 @@ class Sources:
     # ---- names
 
     def find(self, module: str, name: str) -> Definition | None:
-        """The definition of a name, qualified within a module; re-exports are followed."""
+        """Return the definition of a name qualified within a module, or None; follow re-exports."""
         top, _, rest = name.partition(".")
         found = self._top(module, top)
         if found is None or not rest:
@@ -284,7 +285,7 @@ class Sources:
     # ---- members of classes
 
     def member(self, owner: Definition, name: str, hops: int = 0) -> Definition | None:
-        """What a class or one of its bases calls ``name``."""
+        """Return the definition of member ``name`` in a class or its bases, or None."""
         assert isinstance(owner.node, ast.ClassDef)
         node = _members(owner.node).get(name)
         if node is not None:
@@ -297,7 +298,7 @@ class Sources:
         return None
 
     def bases(self, owner: Definition) -> Iterator[Definition]:
-        """The base classes that are vLLM's."""
+        """Yield the base classes that are vLLM's."""
         assert isinstance(owner.node, ast.ClassDef)
         for base in owner.node.bases:
             if isinstance(base, ast.Subscript):
@@ -312,7 +313,7 @@ class Sources:
                 yield found
 
     def abstract_members(self, owner: Definition) -> set[str]:
-        """Names of what a subclass of a class has to define."""
+        """Return the names of the abstract members that subclasses of a class have to define."""
         assert isinstance(owner.node, ast.ClassDef)
         names: set[str] = set()
         for base in self.bases(owner):
@@ -327,10 +328,10 @@ class Sources:
     # ---- signatures
 
     def signature(self, found: Definition, is_member: bool = False) -> Signature | None:
-        """Parameters of a function or method, or of the constructor of a class.
+        """Return the signature of a function or method, or of the constructor of a class.
 
         Returns:
-            None where the sources do not tell.
+            None if the sources do not show it.
         """
         if isinstance(found.node, Function):
             skips_first = is_member and "staticmethod" not in _decorators(found.node)
@@ -343,7 +344,7 @@ class Sources:
         return _signature_of_fields(list(self._fields(found).items()))
 
     def _fields(self, owner: Definition) -> dict[str, bool]:
-        """Fields of a data class with its bases, and whether each has a default."""
+        """Return the fields of a data class and its bases, each with whether it has a default."""
         assert isinstance(owner.node, ast.ClassDef)
         fields: dict[str, bool] = {}
         for base in reversed(list(self.bases(owner))):
@@ -363,7 +364,7 @@ class Sources:
         return {name: self._files.read(name) for name in self._names if name.endswith(".py")}
 
     def homes(self, name: str) -> list[str]:
-        """Modules with a definition of this name at their top level."""
+        """Return the modules with a definition of this name at their top level."""
         defines = re.compile(rf"^(?:(?:async )?def|class) {re.escape(name)}\b", re.MULTILINE)
         files = sorted(file for file, text in self._texts.items() if defines.search(text))
         return [
@@ -372,7 +373,7 @@ class Sources:
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements of a module or class, those in ``if``, ``try`` and ``with`` too."""
+    """Yield the statements of a module or class, those in ``if``, ``try`` and ``with`` too."""
     for node in body:
         yield node
         if isinstance(node, ast.If | ast.Try | ast.With | ast.For):
@@ -396,7 +397,7 @@ def _targets(node: ast.stmt) -> list[ast.expr]:
 
 @functools.cache
 def _members(owner: ast.ClassDef) -> dict[str, ast.AST]:
-    """Methods, properties, class attributes, and what methods assign to ``self``."""
+    """Return methods, properties, class attributes, and attributes that methods set on ``self``."""
     assigned: dict[str, ast.AST] = {}
     defined: dict[str, ast.AST] = {}
     for node in _statements(owner.body):

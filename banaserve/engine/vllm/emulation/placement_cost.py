@@ -1,4 +1,4 @@
-"""Remote parts of a paced engine, in the layers and heads of the modelled model."""
+"""Cost of a paced engine's remote modules, in the layers and heads of the modelled model."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from banaserve.engine.vllm.migration.units.base import MigrationUnit
 from banaserve.types import Module
 
 ATTENTION_FRACTION = 0.3
-"""Share of a layer's time that its heads take along: what the simulator assumes."""
+"""Share of a layer's time that moves with its heads, as the simulator assumes it."""
 
 
 def modelled(profile: Profile, own: ModelGeometry, modules: MigrationUnit) -> list[Module]:
-    """The modules of the modelled model that an engine's ``modules`` stand for.
+    """Return the modules of the modelled model that an engine's ``modules`` stand for.
 
     Args:
-        own: Of the model that really runs.
+        own: Shape of the model that really runs.
     """
     shape = profile.shape
     return modules.modelled(own, ModelGeometry(shape.num_layers, shape.num_kv_heads))
@@ -27,15 +27,15 @@ def modelled(profile: Profile, own: ModelGeometry, modules: MigrationUnit) -> li
 
 @dataclass(frozen=True, slots=True)
 class RemoteShare:
-    """What modules elsewhere do to each step of their host.
+    """Effect of modules that run elsewhere on each step of their host.
 
     Attributes:
-        hop_s: What messages add to a step, whatever its size.
-        hop_token_s: And for each of its tokens.
-        shares: Of the step's own time, by the instance whose device it takes.
-        elsewhere: What of it are ranges of layers, for each such device: with them a step in parts
-            computes at once.
-        max_microbatches: That a step is cut into; 1: the host waits.
+        hop_s: Seconds that messages add to a step of any size.
+        hop_token_s: Seconds that messages add for each token of the step.
+        shares: Pairs of an instance and the share of the step's own time spent on its device.
+        elsewhere: Shares of the step's own time that are ranges of layers, for each such device;
+            a step in parts computes these concurrently.
+        max_microbatches: Maximum number of parts of a step; 1: the host waits for its guests.
     """
 
     hop_s: float = 0.0
@@ -52,7 +52,12 @@ class RemoteShare:
         placed: Iterable[tuple[MigrationUnit, str]],
         max_microbatches: int = 1,
     ) -> RemoteShare:
-        """Of ``placed``: what is away, each with the instance that it runs beside."""
+        """Compute the effect of units that are away.
+
+        Args:
+            own: Shape of the model that really runs.
+            placed: Units that are away, each with the instance that it runs beside.
+        """
         hop_s = hop_token_s = 0.0
         shares: dict[str, float] = {}
         elsewhere: dict[str, float] = {}

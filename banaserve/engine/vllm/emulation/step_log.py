@@ -1,8 +1,8 @@
-"""The steps of one paced instance, in a file that its worker writes and others map to read.
+"""Steps of one paced instance, in a file that its worker writes and other processes map to read.
 
-Sums from the instance's first life on, what its modules take of other instances' devices, and the
-last steps one by one. Each number has one writer and is written in one piece; a step is counted
-when it is written.
+The file holds sums from the instance's first incarnation on, the time that its modules take of
+other instances' devices, and the last steps individually. Each number has one writer and is written
+atomically; a step is counted once it is written.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _VERSION = 1.0
 
 
 class PacedStep(NamedTuple):
-    """One step; wall time, dilation included.
+    """A paced step; all times are wall time, dilation included.
 
     Attributes:
-        began_s: When it should have begun, on the machine's monotonic clock.
-        modelled_s: What it should have taken.
-        worked_s: What its real work took, the engine's own code before it included.
-        took_s: After how long its output was let go.
-        prefill_tokens: Prompt tokens that it computed.
-        decode_requests: Requests that got one token.
+        began_s: Time at which the step should have begun, on the machine's monotonic clock.
+        modelled_s: Seconds that the step should have taken.
+        worked_s: Seconds that its real work took, the engine's own code before it included.
+        took_s: Seconds until the step's output was released.
+        prefill_tokens: Number of prompt tokens computed.
+        decode_requests: Number of requests that got one token.
     """
 
     began_s: float
@@ -54,7 +54,7 @@ class PacedStep(NamedTuple):
 
 
 class StepSums(NamedTuple):
-    """What an instance's steps amount to; wall time, dilation included."""
+    """Sums over an instance's steps; all times are wall time, dilation included."""
 
     num_steps: int
     num_overrun: int
@@ -63,10 +63,10 @@ class StepSums(NamedTuple):
 
 
 class StepLog:
-    """The worker's end.
+    """Writer of an instance's file, in its worker.
 
     Args:
-        path: Of the file; an earlier life of the instance may have left it.
+        path: Path of the file, which an earlier incarnation of the instance may have left.
     """
 
     def __init__(self, path: Path, dilation: float) -> None:
@@ -90,7 +90,7 @@ class StepLog:
         log["num_steps"] = number + 1
 
     def take(self, target: str, seconds: float) -> None:
-        """Modules of this instance have used ``target``'s device for so long."""
+        """Add ``seconds`` for which modules of this instance have used ``target``'s device."""
         table = self._all["targets"]
         name = target.encode()
         for row in range(_MAX_TARGETS):
@@ -101,10 +101,10 @@ class StepLog:
 
 
 class StepReader:
-    """Reads the file of one instance.
+    """Reader of the file of one instance.
 
     Raises:
-        OSError, ValueError: It is not there, or not whole yet.
+        OSError, ValueError: The file does not exist, or is not complete yet.
     """
 
     def __init__(self, path: Path) -> None:
@@ -125,20 +125,20 @@ class StepReader:
         )
 
     def steps(self, since: int = 0) -> list[PacedStep]:
-        """The steps from number ``since`` on, as far as they are kept."""
+        """Return the steps from number ``since`` on, as far as they are kept."""
         end = int(self._all["num_steps"])
         numbers = range(max(since, end - KEPT_STEPS + 1), end)
         rows = self._all["steps"]
         return [PacedStep(*(float(v) for v in rows[n % KEPT_STEPS])) for n in numbers]
 
     def taken(self, target: str) -> float:
-        """Seconds for which modules of this instance have used ``target``'s device so far."""
+        """Return the seconds for which this instance's modules have used ``target``'s device."""
         table = self._all["targets"]
         return float(table["seconds"][table["name"] == target.encode()].sum())
 
 
 def readers(folder: Path) -> Iterator[StepReader]:
-    """Of every instance that has a file in ``folder``."""
+    """Yield a reader for every instance that has a file in ``folder``."""
     for path in sorted(folder.glob(f"*{SUFFIX}")):
         try:
             yield StepReader(path)

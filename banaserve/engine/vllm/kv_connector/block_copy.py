@@ -17,7 +17,7 @@ from banaserve.kvstore.pool import Numbers, PoolView
 
 
 def copies_of_vllm() -> QueueCopies:
-    """Copies on a stream, in one call of vLLM's."""
+    """Make a function that queues copies on a stream with one call of vLLM's batch copy."""
     swap = compat.batch_copier()
 
     def copy(
@@ -36,53 +36,54 @@ class Copy(Protocol):
     """A copy that has begun."""
 
     def join(self) -> None:
-        """Called by the engine's thread: what it queues from here on sees the copied bytes."""
+        """Make all work that the engine's thread queues from now on see the copied bytes."""
         ...
 
     def finish(self) -> float:
-        """Wait until the copy has ended; the seconds that it took."""
+        """Wait until the copy has ended; return the seconds that it took."""
         ...
 
 
 class BlockCopier(Protocol):
-    """Copies whole pages of one layer; called from copy threads, not from the forward pass.
+    """Copier of whole pages of one layer; called from copy threads, not from the forward pass.
 
     Blocks and slots are numbers, ``[num_copies]`` int64, as in ``MappedCopies``.
 
     Attributes:
-        is_synchronous: Whether the engine's work is done when its calls return. If not, a step's
-            wall time says nothing of its work unless the step waits for a copy behind it.
+        is_synchronous: True if the engine's work is done when its calls return. If not, a step's
+            wall time says nothing about its work unless the step waits for a copy queued after it.
     """
 
     is_synchronous: bool
 
     def mark(self) -> Any:
-        """A point in the engine's work that later copies must wait for; from its thread."""
+        """Mark a point in the engine's work for copies to wait for; call in the engine's thread."""
         ...
 
     def load(self, layer: int, view: PoolView, blocks: Numbers, slots: Numbers, after: Any) -> Copy:
-        """Copy slots into blocks, behind the engine's work up to ``after``."""
+        """Copy slots into blocks, after the engine's work up to the mark ``after``."""
         ...
 
     def save(self, layer: int, view: PoolView, blocks: Numbers, slots: Numbers, after: Any) -> Copy:
-        """Copy blocks into slots, behind the engine's work up to ``after``."""
+        """Copy blocks into slots, after the engine's work up to the mark ``after``."""
         ...
 
     def close(self) -> None:
-        """Let go of the pool; nothing is copied any more."""
+        """Release the pool; no copies may follow."""
         ...
 
 
 def make_copier(layers: Sequence[torch.Tensor], page_bytes: int, part: int) -> BlockCopier:
-    """A copier for the device that the KV cache lies on.
+    """Make a copier for the device that holds the KV cache.
 
     Args:
-        layers: One tensor a layer, its first dimension the blocks of ``page_bytes`` each; on a GPU
-            in any of vLLM's layouts, else each block one run behind the other.
-        part: This worker's tensor-parallel rank: which run of ``page_bytes`` of a layer is its own.
+        layers: Tensors, one per layer; the first dimension is the blocks of ``page_bytes`` each. On
+            a GPU in any of vLLM's layouts; otherwise contiguous, block after block.
+        part: Index of this worker's run of ``page_bytes`` within a layer of a slot: its
+            tensor-parallel rank, or 0 where ranks hold whole blocks.
 
     Raises:
-        ValueError: A layer's blocks do not lie so.
+        ValueError: The blocks of a layer are laid out in another way.
     """
     if layers[0].device.type != "cpu":
         from banaserve.engine.vllm.kv_connector.gpu_block_copy import GpuCopier
@@ -101,7 +102,7 @@ def make_copier(layers: Sequence[torch.Tensor], page_bytes: int, part: int) -> B
 
 @dataclass(frozen=True, slots=True)
 class EndedCopy:
-    """A copy that had ended when it was returned."""
+    """A copy that had already ended when it was returned."""
 
     seconds: float
 
@@ -113,7 +114,7 @@ class EndedCopy:
 
 
 class HostCopier:
-    """KV cache in process memory: one native call a layer, which lets go of the GIL."""
+    """Copier for a KV cache in host memory: one native call per layer, which releases the GIL."""
 
     is_synchronous = True
 
@@ -169,13 +170,13 @@ def _offsets(numbers: Numbers, each_bytes: int) -> Numbers:
 
 
 class ThrottledCopier:
-    """Another copier, held back to a given speed in each direction: for measurements.
+    """Copier throttled to a given speed in each direction, for measurements.
 
     Args:
-        inner: Does the copying.
-        page_bytes: Of one layer of one block.
-        load_bytes_per_s: 0 does not hold loads back.
-        save_bytes_per_s: The same for saves.
+        inner: Copier that does the copying.
+        page_bytes: Bytes of one layer of one block.
+        load_bytes_per_s: Maximum speed of loads; 0 for no limit.
+        save_bytes_per_s: Maximum speed of saves; 0 for no limit.
     """
 
     def __init__(

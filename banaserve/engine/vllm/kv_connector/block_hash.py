@@ -1,7 +1,7 @@
-"""Keys of KV blocks: vLLM's chained block hashes behind a fingerprint of model and layout.
+"""Keys of KV blocks: vLLM's chained block hashes, valid for one fingerprint of model and layout.
 
-The fingerprint covers all that decides the bytes of a block: weights, adapters, quantization,
-overrides, attention layout and hash seed.
+The fingerprint covers everything that determines the bytes of a block: weights, adapters,
+quantization, overrides, attention layout and hash seed.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.models.files import add_files
 
 _BY_HEAD = frozenset({"LBHNC", "BLHNC", "LHBNC", "BHLNC"})
-"""vLLM's layouts of which a page in the store has its heads one behind the other."""
+"""vLLM's layouts in which a page in the store has its heads one after another."""
 
 
 def describe_weights(model_config: Any, load_format: str) -> str:
-    """32 hex digits that differ where weights, or what is made of them, differ.
+    """Return 32 hex digits that differ where the weights, or their use by the engine, differ.
 
-    Of a model's large files some pages are looked at: see ``models/files.py``.
+    Only some pages of a model's large files are read: see ``models/files.py``.
 
     Args:
-        model_config: vLLM's.
-        load_format: vLLM's; only whether weights are real counts.
+        model_config: vLLM's model config.
+        load_format: vLLM's load format; only whether the weights are real counts.
 
     Raises:
         OSError: A file of the model cannot be read.
@@ -59,13 +59,13 @@ def describe_weights(model_config: Any, load_format: str) -> str:
 
 
 def describe_adapter(path: str) -> str:
-    """32 hex digits that differ where a LoRA adapter's weights or settings differ.
+    """Return 32 hex digits that differ where a LoRA adapter's weights or settings differ.
 
     Args:
-        path: Its folder or its name on the hub, as it was loaded.
+        path: Folder of the adapter or its name on the hub, as it was loaded.
 
     Raises:
-        OSError: A file of it cannot be read.
+        OSError: A file of the adapter cannot be read.
     """
     digest = xxhash.xxh3_128()
     add_files(digest, _local(os.path.expanduser(path), None, "adapter_config.json"))
@@ -73,15 +73,15 @@ def describe_adapter(path: str) -> str:
 
 
 def _length(model_config: Any) -> int | None:
-    """The longest context, where it decides the positions of short ones too, as in LongRoPE."""
+    """Return the maximum context if it affects the positions of short ones too, as in LongRoPE."""
     config = model_config.hf_text_config
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     return int(model_config.max_model_len) if "long_factor" in rope else None
 
 
 def _local(model: str, revision: str | None, config: str) -> Path:
-    """Where a model's files lie: itself, or the hub's snapshot that ``config`` came from."""
-    # Not every name is one of the hub's: a URL of a bucket, for instance.
+    """Return the path of a model's files: ``model``, or the hub's snapshot with ``config``."""
+    # Not every name is a valid name of the hub: it may be the URL of a bucket, for instance.
     with suppress(HFValidationError):
         if not Path(model).exists():
             cached = try_to_load_from_cache(model, config, revision=revision)
@@ -91,11 +91,11 @@ def _local(model: str, revision: str | None, config: str) -> Path:
 
 
 def describe_blocks(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Fingerprint:
-    """All that two instances must agree on before they read each other's blocks.
+    """Return all that two instances must agree on before they read each other's blocks.
 
     Raises:
-        UserError: The model's KV cache is not one group of alike attention layers beside those of
-            states, or its parts are not those of tensor parallel ranks.
+        UserError: The model's KV cache is not one group of uniform attention layers beside groups
+            of states, or its parts are not those of tensor-parallel ranks.
     """
     groups = CacheGroups.of(kv_cache_config)
     spec = _attention_spec(kv_cache_config)
@@ -111,7 +111,7 @@ def describe_blocks(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Finge
         model=str(model.model),
         revision=str(model.revision or ""),
         dtype=str(model.dtype),
-        # The tensor's type alone does not tell one kind of FP8 from another.
+        # The tensor's type alone does not distinguish one kind of FP8 from another.
         kv_cache_dtype=f"{config.cache_config.cache_dtype}, {spec.dtype}",
         block_size_tokens=spec.block_size,
         num_layers=groups.num_rows,
@@ -129,22 +129,22 @@ def describe_blocks(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Finge
 
 
 def page_bytes(kv_cache_config: KVCacheConfig) -> int:
-    """Bytes of one layer's block in this rank's KV cache.
+    """Return the bytes of one layer's block in this rank's KV cache.
 
     Raises:
-        UserError: As ``describe_blocks``.
+        UserError: See ``describe_blocks``.
     """
     return int(_attention_spec(kv_cache_config).page_size_bytes)
 
 
 def check_model(model_config: ModelConfig) -> None:
-    """Return if all that the model keeps of a sequence lies in blocks that may be shared.
+    """Check that all data that the model keeps of a sequence is in blocks that can be shared.
 
-    What only a KV cache that has been laid out shows, ``describe_blocks`` and ``check_latents``
-    refuse.
+    What only the layout of the KV cache shows is checked by ``describe_blocks`` and
+    ``check_latents``.
 
     Raises:
-        UserError: It keeps something else, which a block that is fetched would lack.
+        UserError: The model keeps other data, which a fetched block would lack.
     """
     what = ""
     has_states = model_config.is_attention_free or model_config.has_inner_state
@@ -163,10 +163,10 @@ def check_model(model_config: ModelConfig) -> None:
 
 
 def check_parallel(parallel: ParallelConfig) -> None:
-    """Return if each worker has its own heads of every layer and of every token of a block.
+    """Check that each worker has its own heads of every layer and of every token of a block.
 
     Raises:
-        UserError: The workers share a model in another way.
+        UserError: The workers share the model in another way.
     """
     stages = parallel.pipeline_parallel_size
     contexts = parallel.prefill_context_parallel_size * parallel.decode_context_parallel_size
@@ -179,14 +179,14 @@ def check_parallel(parallel: ParallelConfig) -> None:
 
 
 def check_degrees(model: ModelConfig, degrees: Collection[int]) -> None:
-    """Return if engines of these tensor-parallel degrees can read each other's blocks.
+    """Check that engines of these tensor-parallel degrees can read each other's blocks.
 
-    What only a KV cache that has been laid out shows, the blocks' fingerprints refuse: heads have
-    to lie one behind the other, as on CPUs and with VLLM_KV_CACHE_LAYOUT=LBHNC. Latents (MLA) are
-    the same in each rank.
+    What only the layout of the KV cache shows is checked by the blocks' fingerprints: heads have to
+    follow one another, as on CPUs and with VLLM_KV_CACHE_LAYOUT=LBHNC. Latents (MLA) are the same
+    in each rank.
 
     Raises:
-        UserError: Ranks of some degree would have heads in common.
+        UserError: Ranks of some degree would have heads in common, or the model keeps states.
     """
     if len(degrees) < 2:
         return
@@ -213,9 +213,10 @@ def _attention_spec(kv_cache_config: KVCacheConfig) -> FullAttentionSpec:
 
 
 def _instruction_set(config: VllmConfig, spec: FullAttentionSpec) -> str:
-    """CPU attention packs K inside a block for the instruction set: part of the layout.
+    """Return the instruction set for which K is packed in a block, which is part of the layout.
 
-    Our kernels do not, and neither does what attends to latents, token by token in one row each.
+    vLLM's attention on CPU packs K. "plain": nothing is packed, as by our kernels and by attention
+    to latents, which are one row per token. "cuda": on GPUs.
     """
     if torch.cuda.is_available():
         return "cuda"
@@ -225,16 +226,16 @@ def _instruction_set(config: VllmConfig, spec: FullAttentionSpec) -> str:
 
 
 def _probe(config: VllmConfig, block_size: int) -> str:
-    """The hash of a known block: differs where seeds or hash algorithms differ."""
+    """Return the hash of a known block, which differs where seeds or hash algorithms differ."""
     hash_function = compat.get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
     compat.init_none_hash(hash_function)
     return compat.hash_block_tokens(hash_function, None, range(block_size), None).hex()
 
 
 class TailHasher:
-    """Keys of a partial last block, chained to the full blocks before it, and of prefixes.
+    """Hasher of partial last blocks, chained to the full blocks before them, and of prefixes.
 
-    A tail's token tuple is shorter than any full block's, so its key is no full block's key.
+    A tail's token tuple is shorter than any full block's, so its key never equals a full block's.
     """
 
     def __init__(self, config: VllmConfig, block_size: int) -> None:
@@ -245,7 +246,7 @@ class TailHasher:
         self._block_size = block_size
 
     def key(self, request: compat.Request, num_tokens: int) -> bytes | None:
-        """Key of the partial block that ends ``num_tokens`` tokens, None where there is none."""
+        """Return the key of the partial block that ends ``num_tokens`` tokens, or None."""
         start = num_tokens - num_tokens % self._block_size
         if start == num_tokens or request.prompt_embeds is not None:
             return None
@@ -257,14 +258,14 @@ class TailHasher:
         )
 
     def prefix(self, request: compat.Request, num_tokens: int) -> bytes | None:
-        """Key of the block, full or partial, that ends ``num_tokens`` tokens; None as ``key``."""
+        """Return the key of the full or partial block that ends ``num_tokens`` tokens, or None."""
         if num_tokens % self._block_size:
             return self.key(request, num_tokens)
         full = num_tokens // self._block_size
         return request.block_hashes[full - 1] if 0 < full <= len(request.block_hashes) else None
 
     def rehash(self, request: compat.Request) -> None:
-        """Let a request have hashes of blocks of this size, where vLLM's are of others."""
+        """Recompute a request's block hashes for this block size, where vLLM's size is another."""
         compat.rehash(request, self._hasher)
 
     @cached_property
@@ -273,5 +274,5 @@ class TailHasher:
 
 
 def chain(keys: Sequence[bytes]) -> list[tuple[bytes, bytes | None]]:
-    """Each key with its parent: what the store needs to evict children before parents."""
+    """Return each key with its parent, so that the store can evict children before parents."""
     return [(key, keys[i - 1] if i else None) for i, key in enumerate(keys)]

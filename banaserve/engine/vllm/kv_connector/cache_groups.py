@@ -1,8 +1,8 @@
 """Groups of a model's KV cache: attention's blocks of tokens, and states of its other layers.
 
-Mamba and linear attention keep one state of a sequence, which each token changes. vLLM gives it a
-block of the same pool and as large as a block of tokens, so the store copies both alike: what
-differs is when a state may be saved (see ``states.py``).
+Mamba and linear attention keep one state per sequence, which each token changes. vLLM gives the
+state a block of the same pool, as large as a block of tokens, so the store copies both in the same
+way; only the time at which a state may be saved differs (see ``states.py``).
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from banaserve.engine.vllm.compat.kv_cache import FullAttentionSpec, KVCacheConf
 from banaserve.errors import UserError
 
 _STATES_ALONE = "none"
-"""vLLM's way of keeping states in which a sequence has one block a group, its newest."""
+"""vLLM's mode of keeping states in which a sequence has one block per group: the newest state."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheGroups:
-    """Where a sequence's blocks are among those that vLLM lists by group.
+    """Indices of the groups in which vLLM lists a sequence's blocks.
 
     Attributes:
         attention: Index of the group whose blocks hold tokens.
-        states: Indices of those that hold a state each.
-        num_rows: Layers of the largest group: a block is a page in each of so many rows.
+        states: Indices of the groups whose blocks hold a state each.
+        num_rows: Number of layers of the largest group; a block is one page in each row.
     """
 
     attention: int = 0
@@ -36,10 +36,11 @@ class CacheGroups:
 
     @classmethod
     def of(cls, config: KVCacheConfig) -> CacheGroups:
-        """Read from a KV cache that has been laid out.
+        """Read the groups of a KV cache that has been laid out.
 
         Raises:
-            UserError: It has other groups than one of alike attention layers and those of states.
+            UserError: The cache has groups other than one of uniform attention layers and those of
+                states.
         """
         groups = config.kv_cache_groups
         states = [i for i, one in enumerate(groups) if _is_state(one.kv_cache_spec)]
@@ -54,15 +55,15 @@ class CacheGroups:
         return cls(others[0], tuple(states), max(len(one.layer_names) for one in groups))
 
     def with_states(self, block_ids: Sequence[Sequence[int]], first: int, end: int) -> list[int]:
-        """A request's blocks of tokens from ``first`` to ``end``, and then those of its states.
+        """Return a request's blocks of tokens from ``first`` to ``end``, then those of its states.
 
         Args:
-            block_ids: Of each group.
+            block_ids: Block ids of the request in each group.
         """
         return [*block_ids[self.attention][first:end], *self.states_of(block_ids)]
 
     def states_of(self, block_ids: Sequence[Sequence[int]]) -> list[int]:
-        """The blocks that hold a request's states, one of each group that has them."""
+        """Return the blocks that hold a request's states, one of each group with states."""
         return [block_ids[group][0] for group in self.states]
 
 
@@ -78,7 +79,7 @@ def _is_state(spec: object) -> bool:
 
 
 def describe_states(groups: CacheGroups, config: KVCacheConfig) -> str:
-    """What decides the bytes of a sequence's states, for fingerprints; empty without states."""
+    """Describe all that affects the bytes of states, for fingerprints; empty without states."""
     specs = [config.kv_cache_groups[group].kv_cache_spec for group in groups.states]
     return "; ".join(f"{spec.mamba_type} {spec.shapes} {spec.dtypes}" for spec in specs)
 
@@ -86,16 +87,16 @@ def describe_states(groups: CacheGroups, config: KVCacheConfig) -> str:
 def pages(
     config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
 ) -> list[torch.Tensor]:
-    """The memory of a KV cache that layers of several groups share, row by row.
+    """Return the memory of a KV cache that layers of several groups share, row by row.
 
     Args:
-        kv_caches: What vLLM gives each layer: one tensor, or those of a state.
+        kv_caches: Tensor that vLLM gives each layer, or the tensors of its state.
 
     Returns:
-        For each row uint8 ``[num_blocks, page_bytes]``, a block one run of bytes.
+        For each row a tensor uint8 ``[num_blocks, page_bytes]``; a block is one run of bytes.
 
     Raises:
-        UserError: Groups do not lie one over the other in that way.
+        UserError: The groups do not share the memory in that way.
     """
     page_bytes = config.kv_cache_groups[0].kv_cache_spec.page_size_bytes
     rows: dict[int, torch.Tensor] = {}

@@ -57,14 +57,14 @@ _CONNECT_WITHIN_S = 30.0
 
 
 class StoreConnector(ConnectorBase):
-    """Thin: each hook goes to the scheduler's or the worker's side.
+    """vLLM's KV connector of one engine; passes each hook to the scheduler's or worker's side.
 
     Its options are those of ``ConnectorOptions``, in ``kv_connector_extra_config``.
 
     Attributes:
-        client_name: Of this instance at the store.
-        gate: Decides in the scheduler's role; in the other one it learns nothing.
-        holds_saves: Layers go by without being saved: the tokens that run are not the step's last.
+        client_name: Name of this instance at the store.
+        gate: Cost gate; decides in the scheduler's role, and learns nothing in the worker's role.
+        holds_saves: True while layers run without being saved: other tokens of the step follow.
     """
 
     holds_saves = False
@@ -156,22 +156,23 @@ class StoreConnector(ConnectorBase):
 
     @property
     def keeps_states(self) -> bool:
-        """Whether steps have to stop where a state is to be saved; see ``chunk``."""
+        """True if steps have to stop where a state is to be saved; see ``chunk``."""
         return bool(self._groups.states)
 
     def chunk(self, start: int, num_tokens: int, prompt_end: int) -> int:
-        """How many of ``num_tokens`` tokens behind ``start`` a step is to compute."""
+        """Return how many of the ``num_tokens`` tokens after ``start`` a step should compute."""
         block_size = self.fingerprint.block_size_tokens
         return chunk_end(start, start + num_tokens, prompt_end, block_size) - start
 
     def limit_steps(self, num_tokens: int) -> None:
-        """From now on a step has so many tokens at most; for the scheduler's role."""
+        """Limit the tokens of later steps to ``num_tokens``; in the scheduler's role only."""
         assert self._scheduler is not None
         self._scheduler.ahead.max_tokens = num_tokens
 
     def notes_of(self, names: list[str]) -> EngineAnswer:
-        """What became of requests of these names; only where this connector has the scheduler's
-        role. Those of a name are empty where it is not known, or not any more.
+        """Return the notes of the named requests; in the scheduler's role only.
+
+        The list of a request that is unknown, or not kept any more, is empty.
         """
         assert self._scheduler is not None
         return self._scheduler.notes.answer(names)
@@ -180,7 +181,7 @@ class StoreConnector(ConnectorBase):
 
     @property
     def worker(self) -> StoreConnectorWorker:
-        """The worker's side, for measurements; only where this connector has that role."""
+        """The worker's side, for measurements; in the worker's role only."""
         assert self._worker is not None
         return self._worker
 
@@ -240,7 +241,7 @@ class StoreConnector(ConnectorBase):
         return stats_from_wire(data)
 
     def reset_cache(self) -> bool:
-        """Drop what the store has, of all its clients; whether memory and tiers are empty then."""
+        """Drop all blocks in the store, of all clients; return whether pool and tiers are empty."""
         if self._client.clear() is None or (stats := self._client.stats()) is None:
             return False
         left = still_held(stats)
@@ -254,22 +255,28 @@ class StoreConnector(ConnectorBase):
         self._client.close()
 
     def wrap_copier(self, wrap: Callable[[BlockCopier], BlockCopier]) -> None:
-        """Let the worker's copies go through another copier."""
+        """Send the worker's copies through another copier from now on."""
         assert self._worker is not None
         self._worker.wrap_copier(wrap)
 
     def slots_to_fill(self) -> MappedCopies:
-        """This step's saves, for who holds some of the layers to make instead of the worker."""
+        """Return this step's saves, which a guest with some of the layers makes for the worker."""
         assert self._worker is not None
         return self._worker.slots_to_fill(self._plan())
 
     def saved_elsewhere(self, layer_names: Sequence[str], seconds: float) -> None:
-        """These layers lie in the slots that ``slots_to_fill`` named; in place of their hooks."""
+        """Record that a guest has saved these layers to the slots of ``slots_to_fill``.
+
+        Replaces the save hooks of these layers.
+
+        Args:
+            seconds: Time that the copies of all these layers took.
+        """
         assert self._worker is not None
         self._worker.saved_elsewhere(layer_names, seconds)
 
     def abandon_step(self) -> None:
-        """Commit nothing of the step under way, or of the next one."""
+        """Commit no save of the step under way, or of the next step if none is under way."""
         assert self._worker is not None
         self._worker.abandon_step()
 
@@ -280,10 +287,10 @@ class StoreConnector(ConnectorBase):
 
 
 class StatesConnector(StoreConnector, SupportsHMA):
-    """The same for models that keep states (Mamba, linear attention) beside their KV blocks.
+    """Connector for models that keep states (Mamba, linear attention) beside their KV blocks.
 
-    vLLM lays the KV cache of one out in several groups only for a connector that says it knows
-    them; other models have one group, as theirs does not.
+    vLLM lays the KV cache of such a model out in several groups only for a connector that supports
+    them (``SupportsHMA``); other models have one group, and use ``StoreConnector``.
     """
 
     def request_finished_all_groups(

@@ -1,8 +1,8 @@
 """Copies between a KV cache on a GPU and the store's pool in host memory.
 
-``GpuCopier`` queues them on one stream a direction. Blocks whose heads lie apart are packed on the
-GPU first, so that each page crosses the bus as one run of bytes. ``PinnedPool`` locks the pool for
-this process's GPU, so that copies are asynchronous.
+``GpuCopier`` queues them on one stream per direction. Blocks whose heads are not contiguous are
+packed on the GPU first, so that each page crosses the bus as one run of bytes. ``PinnedPool`` pins
+the pool for this process's GPU, so that copies are asynchronous.
 """
 
 from __future__ import annotations
@@ -31,22 +31,25 @@ from banaserve.kvstore.pool import Numbers, PoolView
 
 Addresses = npt.NDArray[np.int64]
 CopyPages = Callable[[Addresses, Addresses], None]
-"""``(targets, sources)``: queues the copy of one page for each pair."""
+"""Function ``(targets, sources)`` that queues the copy of one page for each pair."""
 logger = logging.getLogger(__name__)
 _ALREADY_REGISTERED = 712
 """cudaErrorHostMemoryAlreadyRegistered."""
 QueueCopies = Callable[[Addresses, Addresses, int, int], tuple[torch.Tensor, ...]]
-"""``(targets, sources, num_bytes, stream)``; returns what the copies still read while they run."""
+"""Function ``(targets, sources, num_bytes, stream)`` that queues copies.
+
+Returns the tensors that the copies still read while they run.
+"""
 MakeCopies = Callable[[], QueueCopies]
-# By arithmetic, not measured: a copy engine begins a copy in about a microsecond, in which PCIe
+# By arithmetic, not measured: a copy engine starts a copy in about a microsecond, in which PCIe
 # moves 16 KiB or more.
 KERNEL_BELOW_BYTES = 16 * 1024
 
 
 class GpuPages(Protocol):
-    """Queues the copies of one layer's blocks, on the current stream.
+    """Pages of a KV cache; queues the copies of one layer's blocks on the current stream.
 
-    Loads are queued on one stream and saves on one, by one thread at a time each.
+    Loads are queued on one stream and saves on another, each by one thread at a time.
     """
 
     def load(self, layer: int, blocks: Numbers, host: Addresses, copy: CopyPages) -> None:
@@ -59,11 +62,11 @@ class GpuPages(Protocol):
 
 
 def gpu_pages(layers: Sequence[torch.Tensor], page_bytes: int) -> GpuPages:
-    """For layers of equal shape and strides, whose first dimension is the blocks.
+    """Make the pages of layers of equal shape and strides, whose first dimension is the blocks.
 
     Raises:
-        ValueError: A block has other than ``page_bytes``, or lies in several runs that are not the
-            heads of vLLM's layouts.
+        ValueError: A block does not have ``page_bytes`` bytes, or consists of several runs that are
+            not the heads of vLLM's layouts.
     """
     block_bytes = layers[0].shape[1:].numel() * layers[0].element_size()
     if page_bytes != block_bytes:
@@ -72,7 +75,7 @@ def gpu_pages(layers: Sequence[torch.Tensor], page_bytes: int) -> GpuPages:
 
 
 class _WholeBlocks:
-    """Each block is a run of bytes where it lies."""
+    """Pages of layers in which each block is one run of bytes."""
 
     def __init__(self, layers: Sequence[torch.Tensor]) -> None:
         self._layers = list(layers)  # their memory has to outlive the addresses
@@ -90,9 +93,10 @@ class _WholeBlocks:
 
 
 class _PackedBlocks:
-    """Blocks with their heads apart are packed on the GPU, so that one run a page crosses the bus.
+    """Pages of layers whose blocks are packed on the GPU, since their heads are not contiguous.
 
-    What one stream has queued runs in order, so each piece finds the stage free.
+    Each page then crosses the bus as one run. The work of one stream runs in order, so each piece
+    finds the stage free.
     """
 
     def __init__(self, packed: PackedPages) -> None:
@@ -110,7 +114,7 @@ class _PackedBlocks:
             copy(host[part], room)
 
     def _pieces(self, count: int, stage: torch.Tensor) -> Iterator[tuple[slice, Addresses]]:
-        """As many blocks at a time as the stage has pages, and the addresses of those pages."""
+        """Yield slices of at most as many blocks as the stage has pages, with those addresses."""
         num_pages, page_bytes = stage.shape
         pages = np.arange(num_pages, dtype=np.int64) * page_bytes + stage.data_ptr()
         for first in range(0, count, num_pages):
@@ -122,8 +126,8 @@ class View(Protocol):
     """Shared memory as this process sees it.
 
     Attributes:
-        base_address: Of its first byte.
-        memory: Its bytes.
+        base_address: Address of the first byte.
+        memory: Bytes of the shared memory.
     """
 
     @property
@@ -134,14 +138,14 @@ class View(Protocol):
 
 
 class PinnedPool:
-    """One view of the pool at a time; may be called from several threads.
+    """Pinning of one view of the pool at a time; may be called from several threads.
 
     Pages must not be unmapped while they are registered: CUDA would go on using them for whatever
     is mapped there next. So the view is kept until ``release``.
 
     Args:
-        gpu: Whose copies use the pool.
-        wait_for_copies: Returns when no copy that was queued before touches the pool any more.
+        gpu: GPU whose copies use the pool.
+        wait_for_copies: Function that returns when no copy queued earlier uses the pool any more.
     """
 
     def __init__(self, gpu: torch.device, wait_for_copies: Callable[[], None]) -> None:
@@ -152,9 +156,9 @@ class PinnedPool:
         self._is_ours = self._is_pinned = False
 
     def pin(self, view: View) -> bool:
-        """Whether ``view`` is pinned. Another view is released first, and forgotten.
+        """Pin ``view`` and return whether it is pinned; release the previous view first.
 
-        A view that cannot be pinned is logged, once, and not tried again.
+        The failure to pin a view is logged once, and pinning it is not tried again.
         """
         with self._lock:
             if self._view is not view:
@@ -164,7 +168,7 @@ class PinnedPool:
             return self._is_pinned
 
     def release(self) -> None:
-        """Let go of the view, once no copy touches it."""
+        """Release the view once no copy uses it."""
         with self._lock:
             self._release()
 
@@ -193,19 +197,19 @@ class PinnedPool:
         self._view, self._is_ours, self._is_pinned = None, False, False
 
     def _take_error(self) -> None:
-        """CUDA reports a failure once more, as that of this thread's next launch."""
+        """Consume the last CUDA error, which this thread's next launch would report again."""
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=self._gpu)
 
 
 def choose_copies(page_bytes: int, is_pinned: bool, otherwise: MakeCopies | None) -> QueueCopies:
-    """How pages of this size are copied between host and GPU.
+    """Choose the function that copies pages of this size between host and GPU.
 
     Args:
-        otherwise: Makes the copies of a build without CUDA; None where there are none.
+        otherwise: Function that makes the copies in a build without CUDA; None for none.
 
     Raises:
-        UserError: This build is without CUDA, and there is nothing else to copy with.
+        UserError: This build has no CUDA, and ``otherwise`` is None.
     """
     if _native_cuda is None:
         if otherwise is None:
@@ -229,7 +233,7 @@ class QueuedCopy:
     """A copy on a stream, between two events.
 
     Attributes:
-        pointers: Perhaps read while the copy runs, so they live as long as this.
+        pointers: Tensors that the copy may read while it runs, kept alive for that.
     """
 
     began: torch.cuda.Event
@@ -245,15 +249,17 @@ class QueuedCopy:
 
 
 class GpuCopier:
-    """Queues copies on two streams, one a direction, so that loads and saves run side by side.
+    """Copier with two streams, one per direction, so that loads and saves run in parallel.
 
     No copy thread and no engine thread waits for a copy: the engine's stream waits for a layer's
     load, the save stream for a layer's computation.
 
     Args:
-        layers: One tensor a layer, of equal shape and strides, its first dimension the blocks.
-        page_bytes: Of a block of one layer.
-        part: Which run of ``page_bytes`` of a layer is this worker's own.
+        layers: Tensors, one per layer, of equal shape and strides; the first dimension is the
+            blocks.
+        page_bytes: Bytes of this worker's part of a block of one layer.
+        part: Index of this worker's run of ``page_bytes`` within a layer of a slot: its
+            tensor-parallel rank, or 0 where ranks hold whole blocks.
         otherwise: See ``choose_copies``.
 
     Raises:
@@ -294,7 +300,7 @@ class GpuCopier:
         slots: Numbers,
         after: torch.cuda.Event,
     ) -> QueuedCopy:
-        # Blocks may have belonged to a request whose last step still runs on the engine's stream.
+        # The blocks may belong to a request whose last step still runs on the engine's stream.
         host = self._host(layer, view, slots)
         work = functools.partial(self._pages.load, layer, blocks, host)
         return self._queue(self._load_stream, after, view, work)
@@ -312,7 +318,7 @@ class GpuCopier:
         return self._queue(self._save_stream, after, view, work)
 
     def close(self) -> None:
-        """Let go of the pool, once no copy touches it."""
+        """Release the pool once no copy uses it."""
         self._pool.release()
 
     def _queue(
@@ -323,7 +329,7 @@ class GpuCopier:
         work: Callable[[CopyPages], None],
     ) -> QueuedCopy:
         kept: list[torch.Tensor] = []
-        # A thread that copies begins with the first device as its own, and this may be another.
+        # A copy thread starts with device 0 as its current device; this GPU may be another.
         with torch.cuda.device(self._gpu), torch.cuda.stream(stream):
             queue = self._pinned_copies if self._pool.pin(view) else self._other_copies
 

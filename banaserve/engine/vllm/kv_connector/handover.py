@@ -18,21 +18,22 @@ _MAX_HOLD = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """Facts of the other leg.
+    """Facts that a leg is told about the other legs of its request.
 
     Attributes:
-        leaves_tail: This is a prefill leg: the partial last block is saved too, and blocks of
+        leaves_tail: True for a prefill leg: the partial last block is saved too, and blocks of
             the local prefix cache that the store lacks.
-        push_to: This is a prefill leg whose decode leg runs on another machine: ``HOST:PORT`` of
-            the store there, which gets the prompt's blocks while they are computed; empty for none.
-        tokens: This is a decode leg: so many tokens lie in the store.
+        push_to: Store that gets the prompt's blocks while a prefill leg computes them, as
+            ``HOST:PORT``: that of the decode leg, if on another machine; empty for none.
+        tokens: Number of tokens in the store that a prefill leg left for this decode leg; None for
+            other legs.
         hold: Number under which the store keeps the prompt's blocks from the prefill leg on until
             the decode legs have read them; 0 for none.
-        num_readers: This is a prefill leg: so many decode legs read what it leaves.
-        reader: This is a decode leg: its number among these, from 0 on.
-        pushed_from: This is a decode leg whose prefill leg ran on another machine: ``HOST:PORT`` of
-            the store there, which keeps the blocks, too; empty for none.
-        is_stored: This leg comes without a prefill leg because the store has its prompt.
+        num_readers: Number of decode legs that read the blocks of this prefill leg.
+        reader: Index of this decode leg among the readers, from 0 on.
+        pushed_from: Store on the machine of this decode leg's prefill leg, as ``HOST:PORT``, if it
+            is another machine; that store keeps the blocks too. Empty for none.
+        is_stored: True for a leg without a prefill leg, because the store has its prompt.
     """
 
     leaves_tail: bool = False
@@ -46,7 +47,7 @@ class Handover:
 
     @classmethod
     def of(cls, kv_transfer_params: Mapping[str, Any] | None) -> Handover:
-        """Read from a request's ``kv_transfer_params``; anything unknown means none."""
+        """Read a request's ``kv_transfer_params``; anything unknown counts as no handover."""
         params = kv_transfer_params or {}
         value = params.get(_KEY)
         hold, reader = _number(params, _HOLD, _MAX_HOLD), _number(params, _READER, MAX_READERS - 1)
@@ -62,7 +63,7 @@ class Handover:
         return cls()
 
     def to_params(self) -> dict[str, Any]:
-        # Of a prefill leg it is the last reader's number.
+        # For a prefill leg it is the index of the last reader.
         reader = self.num_readers - 1 if self.leaves_tail else self.reader
         said: dict[str, Any] = {_HOLD: self.hold} if self.hold else {}
         if self.hold and reader:
@@ -80,6 +81,6 @@ def _text(params: Mapping[str, Any], name: str) -> str:
 
 
 def _number(params: Mapping[str, Any], name: str, most: int) -> int:
-    """A number from 0 to ``most``; anything else means 0."""
+    """Return a parameter's number from 0 to ``most``; 0 for anything else."""
     said = params.get(name)
     return said if isinstance(said, int) and 0 <= said <= most else 0

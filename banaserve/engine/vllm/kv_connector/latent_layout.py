@@ -1,4 +1,4 @@
-"""Probe of how an attention to latents (MLA) keeps them: one row a token, the same in any block."""
+"""Probe of the layout of latents (MLA) in the cache: one row per token, the same in any block."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ _BLOCKS = 3
 
 
 def check_latents(attention: Any, cache: torch.Tensor, dtype: torch.dtype) -> None:
-    """Return if the latents of a block's tokens are all that its bytes depend on.
+    """Check that a block's bytes depend on nothing but the latents of its tokens.
 
     The store copies whole blocks from one place to another, and tails of which some rows are not
-    written yet: a latent has to lie in a row of its own, and the same wherever its block lies.
-    vLLM's own code writes into a few blocks beside the cache, which is left alone.
+    written yet: each latent must have a row of its own, with the same bytes in any block. The check
+    lets vLLM's own code write into a few blocks beside the cache, which stays untouched.
 
     Args:
         attention: vLLM's ``MLAAttention`` of a layer.
-        cache: Of that layer: ``[num_blocks, ..., block_size, row]``; only its shape and type count.
-        dtype: In which the model computes latents.
+        cache: KV cache of that layer, ``[num_blocks, ..., block_size, row]``; only its shape and
+            type are used.
+        dtype: Type in which the model computes latents.
 
     Raises:
-        UserError: They lie in another way.
+        UserError: The latents have another layout.
     """
     block_size, row = cache.shape[-2:]
     shape = (_BLOCKS, block_size, row)
@@ -37,7 +38,7 @@ def check_latents(attention: Any, cache: torch.Tensor, dtype: torch.dtype) -> No
     slots = torch.arange(block_size, device=cache.device)
     write_latents(attention, latents, blocks, slots + block_size)
     last = block_size - 1
-    # Token by token, and the last one never.
+    # Write token by token, but not the last one, whose row has to stay zero.
     for token in range(last):
         one = slice(token, token + 1)
         write_latents(attention, latents[one], blocks, slots[one])

@@ -30,17 +30,18 @@ _ARRANGEMENTS = ("pipelined", "serial")
 class ConnectorOptions:
     """Options of one engine's connector.
 
-    The last five serve measurements; their defaults are what serving wants.
+    The last five are for measurements; their defaults suit serving.
 
     Attributes:
         socket: Path of the store's socket.
-        salt: Deployments with different salts never share blocks.
-        cost_gate: Whether of a prefix only what shortens its step is fetched, or all of it.
+        salt: Salt of the block keys; deployments with different salts never share blocks.
+        cost_gate: True if only the part of a prefix that shortens its step is fetched; otherwise
+            all of it.
         arrangement: "pipelined" fetches layer i+1 and saves layer i-1 while layer i computes;
             "serial" fetches everything before the forward pass and saves everything after it.
-        load_bytes_per_s: Fetches are held back to this speed; 0 does not.
-        save_bytes_per_s: The same for saves.
-        trace: Whether to keep when each layer was fetched, computed and saved.
+        load_bytes_per_s: Maximum speed of fetches; 0 for no limit.
+        save_bytes_per_s: Maximum speed of saves; 0 for no limit.
+        trace: True to record when each layer was fetched, computed and saved.
     """
 
     socket: str
@@ -53,10 +54,10 @@ class ConnectorOptions:
 
     @classmethod
     def of(cls, extra_config: Mapping[str, Any]) -> ConnectorOptions:
-        """Read and check.
+        """Read and check the options.
 
         Raises:
-            UserError: An unknown option, one of the wrong kind, or no socket.
+            UserError: An option is unknown or of the wrong type, or the socket is missing.
         """
         defaults = {field.name: field.default for field in fields(cls)}
         for name in extra_config:
@@ -82,7 +83,7 @@ def _checked(name: str, value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """One KV block of all layers, between the engine's block and the store's slot."""
+    """Copy of one KV block, all its layers, between the engine's block and the store's slot."""
 
     block_id: int
     slot: Slot
@@ -94,15 +95,15 @@ class StepPlan(KVConnectorMetadata):
 
     Attributes:
         step: Number of the step, for releasing its leases when it has run.
-        loads: Fetched layer by layer, each before its layer's attention.
+        loads: Blocks fetched layer by layer, each layer before its attention.
         early_loads: Blocks that this step also writes new tokens into: all their layers are
             fetched before the forward pass, or the fetch would overwrite the new tokens.
-        saves: Copied out layer by layer, each after its layer's attention.
-        states: Copied out behind the forward pass, which changes them to its end.
-        pushed: Of ``saves``, slots whose blocks go to another machine's store meanwhile: it is told
-            of each layer that is saved.
-        work: What the step computes; None where it computes nothing.
-        settled: What failed in steps up to this one was known when this step was planned.
+        saves: Blocks copied out layer by layer, each layer after its attention.
+        states: States copied out after the forward pass, which changes them until its end.
+        pushed: Slots of ``saves`` whose blocks are sent to another machine's store meanwhile: the
+            store is told of each layer that is saved.
+        work: Work of the step; None if it computes nothing.
+        settled: Number of the last step whose failures were known when this step was planned.
     """
 
     step: int = 0
@@ -117,16 +118,16 @@ class StepPlan(KVConnectorMetadata):
 
 @dataclass
 class StepResult(KVConnectorWorkerMetadata):
-    """Report of the worker that all copies of a step have ended, and the step's times.
+    """Worker's report that all copies of a step have ended, with the step's times.
 
     Attributes:
         step: Number of the step.
         compute_s: Seconds of the forward pass without waiting for copies; None where the worker
             cannot tell.
-        fetch_s: Seconds of its fetches, whether or not anything waited for them.
-        fetched_blocks: Blocks that they brought.
-        saved_blocks: Blocks that were committed to the store.
-        save_s: Seconds of its saves and their commit, whether or not anything waited for them.
+        fetch_s: Seconds of the step's fetches, whether or not anything waited for them.
+        fetched_blocks: Number of blocks fetched.
+        saved_blocks: Number of blocks committed to the store.
+        save_s: Seconds of the saves and their commit, whether or not anything waited for them.
     """
 
     step: int
@@ -137,7 +138,7 @@ class StepResult(KVConnectorWorkerMetadata):
     save_s: float = 0.0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepResult:
-        """Of two workers: the step has ended where both have, and the slower one counts."""
+        """Merge the results of two workers: a step ends when both end it; the slower one counts."""
         assert isinstance(other, StepResult)
         computed = [s for s in (self.compute_s, other.compute_s) if s is not None]
         return StepResult(
@@ -152,7 +153,7 @@ class StepResult(KVConnectorWorkerMetadata):
 
 @dataclass
 class TransferStats(KVConnectorStats):
-    """What was counted since the last report; every value is a sum."""
+    """Counters since the last report; every value is a sum."""
 
     data: dict[str, float] = field(default_factory=dict)
 
@@ -173,7 +174,7 @@ class TransferStats(KVConnectorStats):
 
 
 class ConnectorCounters:
-    """Sums that several threads add to and one takes away."""
+    """Sums that several threads add to and one thread takes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -193,7 +194,7 @@ class ConnectorCounters:
                 self.add(**{name: change})
 
     def take(self) -> TransferStats | None:
-        """The sums so far, which start again from zero; None if nothing was counted."""
+        """Return the sums so far and restart them from zero; None if nothing was counted."""
         with self._lock:
             taken, self._data = self._data, {}
         return TransferStats(data=taken) if taken else None
@@ -205,11 +206,11 @@ def stats_from_wire(data: dict[str, Any] | None) -> TransferStats | None:
 
 @dataclass(frozen=True)
 class MappedCopies:
-    """Copies whose slots all lie in ``view``: in the pool of another life of the store, their
-    places would hold other blocks. Without a view there are no copies.
+    """Copies whose slots are all in ``view``; without a view there are no copies.
 
-    The numbers are made once and serve every layer: made anew for each they cost as much as
-    copying a block or two.
+    In the pool of another generation of the store, the same slots would hold other blocks. The
+    numbers are made once for all layers: making them for each layer would cost as much as copying
+    a block or two.
     """
 
     view: PoolView | None = None
@@ -217,20 +218,20 @@ class MappedCopies:
 
     @cached_property
     def block_ids(self) -> Numbers:
-        """The engine's blocks, ``[num_copies]`` int64, in the order of ``copies``."""
+        """Ids of the engine's blocks, ``[num_copies]`` int64, in the order of ``copies``."""
         return np.fromiter((copy.block_id for copy in self.copies), np.int64, len(self.copies))
 
     @cached_property
     def slots(self) -> Numbers:
-        """The store's slots, ``[num_copies]`` int64, in the order of ``copies``."""
+        """Indices of the store's slots, ``[num_copies]`` int64, in the order of ``copies``."""
         return np.fromiter((copy.slot.index for copy in self.copies), np.int64, len(self.copies))
 
     @classmethod
     def of(cls, copies: Sequence[BlockCopy], client: StoreClient) -> MappedCopies:
-        """Those of ``copies`` that ``client`` sees; connects where it has to."""
+        """Return the ``copies`` whose slots ``client`` can see; connects to the store if needed."""
         view: PoolView | None = None
         for generation in {copy.slot.generation for copy in copies}:
-            # Of two lives of the store the client knows one: the later, where it can.
+            # Of two generations of the store the client knows one: the later, where it can.
             with suppress(StoreUnavailableError):
                 view = client.view(generation)
         if view is None:

@@ -1,4 +1,4 @@
-"""Prefix matching of waiting requests against the store, and the gate: how much of it to fetch.
+"""Prefix matching of waiting requests against the store, and the gate: how much to fetch of each.
 
 ``PrefixMatcher`` asks the store once for each waiting request and never waits for a tier.
 ``EngineCostGate`` decides, and learns from the steps that the worker has run.
@@ -34,15 +34,18 @@ from banaserve.kvstore.prefix_cut import FetchWork, HeldPrefix, StepBeside
 from banaserve.kvstore.wire import MAX_KEYS
 
 _KEPT_STEPS = 64
-"""Steps that the worker has not answered yet; more are never under way."""
+"""Number of planned steps kept until the worker answers; there are never more under way."""
 ASK_AGAIN_S = 0.005
-"""How long a tier gets to hear from its peers before the store is asked again."""
+"""Time a tier gets to hear from its peers before the store is asked again, in seconds."""
 ASK_FOR_ROOM_S = 0.02
-"""How long a prefill leg waits before it asks again for room in the store."""
+"""Time a leg waits before it asks the store for room again, in seconds."""
 ROOM_S = 60.0
-"""After so long it is computed without: decode computes what it does not find."""
+"""Maximum time a leg waits for room in the store, in seconds.
+
+A prefill leg is then computed without room; decode computes the blocks that it does not find.
+"""
 UNDECIDED_FOR_S = 0.1
-"""After so long what the tiers still do not know counts as missing."""
+"""Maximum time to ask the tiers about undecided blocks, in seconds; then they count as missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +53,9 @@ class _Planned:
     """A step that was planned.
 
     Attributes:
-        work: What it computes.
-        compute_s: The prediction for it, None where there was none.
-        fetch_s: The prediction for its fetches, None where there was none.
+        work: Work that the step computes.
+        compute_s: Predicted seconds of its forward pass; None where there was no prediction.
+        fetch_s: Predicted seconds of its fetches; None where there was no prediction.
     """
 
     work: FetchWork
@@ -61,12 +64,12 @@ class _Planned:
 
 
 class EngineCostGate:
-    """Decides for requests, and learns from the steps that the worker has run.
+    """Cost gate of one engine: decides for requests, and learns from the steps that have run.
 
     Args:
-        gate: Where the predictors are.
-        block_size: Tokens a block.
-        stats: Counts decisions, predictions and outcomes.
+        gate: Cost gate that holds the predictors.
+        block_size: Tokens per block.
+        stats: Counters of decisions, predictions and outcomes.
     """
 
     def __init__(self, gate: CostGate, block_size: int, stats: ConnectorCounters) -> None:
@@ -77,11 +80,11 @@ class EngineCostGate:
 
     @property
     def fetches_always(self) -> bool:
-        """True where blocks are fetched whatever that costs (``--kv-store-fetch always``)."""
+        """True if blocks are fetched whatever the cost (``--kv-store-fetch always``)."""
         return not self._gate.enabled
 
     def block_budget_s(self, first_block: int, num_tokens: int) -> float:
-        """What computing a block of the prompt takes, for the store's tiers; 0 if not known."""
+        """Return the seconds to compute one block of the prompt, for the tiers; 0 if unknown."""
         num_before = first_block * self._block_size
         num_blocks = -(-(num_tokens - num_before) // self._block_size)
         if num_blocks <= 0:
@@ -93,29 +96,29 @@ class EngineCostGate:
     def decide(
         self, prefix: HeldPrefix, beside: StepBeside, *, handed_over: bool = False
     ) -> Verdict:
-        """How many blocks of ``prefix`` to fetch.
+        """Decide how many blocks of ``prefix`` to fetch.
 
         Args:
-            prefix: What lies in the pool.
-            beside: The step that the request joins, without it.
-            handed_over: Another instance has computed them, and this one is to fetch them.
+            prefix: Blocks of the request that are in the pool.
+            beside: The step that the request joins, without the request itself.
+            handed_over: True if another instance computed the blocks for this one to fetch.
         """
         return self._gate.decide(prefix, beside, handed_over=handed_over)
 
     def count(self, verdict: Verdict, num_found: int) -> None:
-        """A request was scheduled by this verdict, on so many blocks that were found."""
+        """Count a scheduled request by its verdict on the ``num_found`` blocks in the store."""
         declined = num_found - verdict.fetched_blocks
         self._stats.add(**{f"decided_{verdict.decision.value}": 1}, declined_blocks=declined)
         if verdict.spared_s:
             self._stats.add(avoided_compute_seconds=verdict.spared_s)
 
     def planned(self, step: int, computes: Iterable[tuple[int, int]], num_loads: int) -> None:
-        """A step was planned.
+        """Keep the work and the predictions of a planned step.
 
         Args:
-            step: Its number.
-            computes: For each request the tokens computed before it and in it.
-            num_loads: Blocks that it fetches.
+            step: Number of the step.
+            computes: Tokens computed before the step and in it, for each request.
+            num_loads: Number of blocks that the step fetches.
         """
         work = FetchWork()
         for num_before, num_tokens in computes:
@@ -129,7 +132,7 @@ class EngineCostGate:
             del self._planned[next(iter(self._planned))]
 
     def done(self, done: StepResult) -> None:
-        """A step has run: learn from it."""
+        """Learn from a step that has run."""
         planned = self._planned.pop(done.step, None)
         if planned is None:
             return
@@ -149,18 +152,19 @@ class EngineCostGate:
 
 
 class PrefixMatcher:
-    """Asks the store about requests that wait, once each, and never waits for a tier.
+    """Matcher that asks the store about waiting requests, once each, and never waits for a tier.
 
     Args:
-        client: The store.
-        tails: Names partial last blocks.
-        block_size: Tokens a block.
-        num_states: Groups of layers that keep states, which a prefix comes with or not at all.
-        gate: Says how much of a prefix in the pool is worth fetching.
+        client: Client of the store.
+        tails: Hasher that names partial last blocks.
+        block_size: Tokens per block.
+        num_states: Number of layer groups that keep states; a prefix is fetched with all of its
+            states or not at all.
+        gate: Gate that decides how much of a prefix in the pool is worth fetching.
         ahead: The step that matched requests join.
-        clock: For how long a prefix on its way is waited for.
-        stats: Counts what became of it.
-        notes: Keeps it for each request.
+        clock: Clock that bounds the waits for promoted blocks and for room.
+        stats: Counters of the outcomes.
+        notes: Notes of the outcomes for each request.
     """
 
     def __init__(
@@ -191,11 +195,12 @@ class PrefixMatcher:
         self._num_held = 0
 
     def match(self, tracked: RequestState, num_computed_tokens: int) -> int | None:
-        """Tokens beyond ``num_computed_tokens`` to fetch from the store; leases their blocks.
+        """Lease a request's blocks and decide how many of their tokens to fetch from the store.
 
         Returns:
-            None while blocks are on their way up from a tier: the request waits and others go on.
-            Asking again meanwhile takes no round trip.
+            Number of tokens beyond ``num_computed_tokens`` to fetch; None while blocks are being
+            promoted from a tier: the request waits and others go on. Asking again meanwhile takes
+            no round trip.
         """
         request_id = tracked.request.request_id
         first = num_computed_tokens // self._block_size
@@ -221,17 +226,17 @@ class PrefixMatcher:
 
     @staticmethod
     def _has_run(request: compat.Request) -> bool:
-        """Whether it has been preempted here: it has more output than it brought along."""
+        """Return whether the request was preempted here: it has output beyond what it came with."""
         return request.num_output_tokens > len(output_of(request.sampling_params))
 
     @classmethod
     def _handed_over(cls, request: compat.Request) -> int | None:
-        """Tokens that a prefill leg has computed for this decode leg; None where there is none."""
+        """Return the number of tokens that a prefill leg computed for this decode leg, or None."""
         return None if cls._has_run(request) else Handover.of(request.kv_transfer_params).tokens
 
     @classmethod
     def _is_owed(cls, request: compat.Request) -> bool:
-        """Whether it has come here because the store has, or is about to have, its prompt."""
+        """Return whether the request was sent here because the store has or awaits its prompt."""
         if cls._has_run(request):
             return False
         return Handover.of(request.kv_transfer_params).is_stored or (
@@ -240,13 +245,18 @@ class PrefixMatcher:
 
     @classmethod
     def _goes_on(cls, request: compat.Request) -> bool:
-        """Whether it has output from another instance, which may have died while it wrote."""
+        """Return whether the request continues the output of another instance.
+
+        That instance may have died while it wrote blocks.
+        """
         return bool(output_of(request.sampling_params)) and not cls._has_run(request)
 
     def _tokens_to_look_up(self, request: compat.Request) -> int:
-        """A decode leg knows how far the prefill leg has got; others look up all they have.
+        """Return the number of tokens of the prefix to look up.
 
-        With states a prefix ends where the store has one, the last token being computed anyway.
+        A decode leg knows the tokens that its prefill leg computed; other requests look up all
+        their tokens. With states, the prefix ends where the store has a state, before the last
+        token, which is always computed.
         """
         handed_over = self._handed_over(request)
         if not self._num_states:
@@ -261,28 +271,29 @@ class PrefixMatcher:
         return next(kept, 0)
 
     def _keys(self, request: compat.Request, num_tokens: int, tail: bytes | None) -> list[bytes]:
-        """Of a prefix, in the order of their chain; at the end those of its states."""
+        """Return the keys of a prefix's blocks in chain order, then the keys of its states."""
         keys = [*request.block_hashes[: num_tokens // self._block_size], *([tail] if tail else [])]
         return [*keys, *state_keys(keys[-1], self._num_states)] if keys else []
 
     def _ask(self, tracked: RequestState, first: int, now_s: float, until_s: float | None) -> None:
-        """One round trip: lease what the store has, reserve slots for what it lacks.
+        """Lease the blocks that the store has and reserve slots for the others, in one round trip.
 
         Args:
-            until_s: When it is asked for the last time; None for the first question.
+            until_s: Time after which the store is not asked again about undecided blocks; None for
+                the first question.
         """
         request = tracked.request
         covered = self._tokens_to_look_up(request)
         tail = self._tails.key(request, covered)
         keys = self._keys(request, covered, tail)
         tracked.prefix_tokens, tracked.prefix_blocks = covered, len(keys) - first
-        # Of a prompt with more blocks than one call takes the last ones are computed.
+        # Where a prompt has more blocks than one call takes, the last ones are computed.
         keys = keys[first : first + MAX_KEYS]
         if tracked.leaves_tail and covered != request.num_tokens:
             tail = self._tails.key(request, request.num_tokens)
         offers = self._offers(tracked, first, tail)[:MAX_KEYS]
         held = tracked.lease
-        # What has been computed for this request is fetched from a tier, too, at any price.
+        # Blocks that were computed for this request are fetched at any cost, also from a tier.
         is_owed = self._is_owed(request)
         block_s = 0.0 if is_owed else self._gate.block_budget_s(first, covered)
         answer = self._client.exchange(
@@ -333,11 +344,11 @@ class PrefixMatcher:
             self._stats.add(tier_declined_blocks=answer.num_declined)
 
     def _waits_for_room(self, tracked: RequestState, answer: Exchanged, now_s: float) -> bool:
-        """Whether a leg waits until others' prompts have been read by decode.
+        """Return whether a leg waits for room until decode has read the prompts of other requests.
 
-        A prefill leg does, since without room for all of its blocks decode would compute them
-        again; and a decode leg whose blocks are at another store and find no room in this one. It
-        holds nothing meanwhile: of two that each held a part neither would ever get the rest.
+        A prefill leg waits, since without room for all of its blocks decode would compute them
+        again; so does a decode leg whose blocks are at another store and find no room in this one.
+        A waiting leg holds no slots: if two legs each held a part, neither would get the rest.
         """
         fits_at_all = len(tracked.offers) <= self._client.num_slots
         is_prefill = answer.num_refused > 0 and tracked.has_hold
@@ -354,7 +365,7 @@ class PrefixMatcher:
             self._stats.add(room_wait_seconds=now_s - tracked.refused_s)
 
     def _report_back_pressure(self, now_s: float) -> None:
-        """Let the front door know which prompts wait for room in the store."""
+        """Report to the front door which prompts wait for room in the store."""
         waiting = self._for_room.values()
         until_s = [one.room_until_s for one in waiting if one.room_until_s is not None]
         tokens = (one.request.num_tokens - one.first_hit * self._block_size for one in waiting)
@@ -370,12 +381,12 @@ class PrefixMatcher:
     def _is_being_written(
         self, keys: list[bytes], offers: list[SaveCandidate], answer: Exchanged
     ) -> bool:
-        """Whether another instance is writing the first block that was not found.
+        """Return whether another instance is writing the first block that was not found.
 
         Two prefill instances that compute one prefix at the same time save it once; the leg that
-        follows the faster of them waits for the other's last step. A stream that goes on waits
-        until the store knows the death: it could not save the block otherwise, and who finds its
-        prefix later would find none of what comes after.
+        follows the faster of them waits for the other's last step. A request that continues after
+        an instance's death waits until the store knows of the death: otherwise it could not save
+        the block, and later requests with its prefix would find no block after that one.
         """
         missing = keys[len(answer.slots) : len(answer.slots) + 1]
         granted = {o.key for o, slot in zip(offers, answer.reserved, strict=False) if slot}
@@ -384,10 +395,10 @@ class PrefixMatcher:
         return self._client.lookup(missing) == [Lookup.PENDING]
 
     def _offers(self, tracked: RequestState, first: int, tail: bytes | None) -> list[SaveCandidate]:
-        """Blocks to save if the store lacks them.
+        """Return the blocks to save if the store lacks them.
 
         A prefill leg offers the blocks of its local prefix cache too, because the decode leg
-        can only read the store; others offer what they are about to compute.
+        can only read the store; other requests offer the blocks that they are about to compute.
         """
         request = tracked.request
         leaves_tail = tracked.leaves_tail
@@ -400,12 +411,12 @@ class PrefixMatcher:
         return offers
 
     def prompt_keys(self, request: compat.Request) -> list[bytes]:
-        """Keys of all blocks of a prompt, the partial last one included."""
+        """Return the keys of all blocks of a prompt, the partial last one included."""
         tail = self._tails.key(request, request.num_tokens)
         return [*request.block_hashes, *([tail] if tail else [])][:MAX_KEYS]
 
     def _fetchable_tokens(self, tracked: RequestState) -> int:
-        """Tokens of the prefix whose blocks are readable, from the request's first one on."""
+        """Return the number of tokens, from the request's first on, whose blocks are readable."""
         covered = tracked.prefix_tokens
         if self._num_states:
             return covered if len(tracked.hits) == tracked.prefix_blocks else 0
@@ -413,7 +424,7 @@ class PrefixMatcher:
         return covered if num_hit > covered // self._block_size else num_hit * self._block_size
 
     def _take(self, tracked: RequestState, num_computed_tokens: int, now_s: float) -> int:
-        """Settle on what is readable by now; how many tokens of it are worth fetching."""
+        """Settle on the blocks readable by now; return how many of their tokens to fetch."""
         self._settle(tracked, now_s)
         tokens = self._fetchable_tokens(tracked)
         extra = min(tokens, tracked.request.num_tokens - 1) - num_computed_tokens
@@ -447,12 +458,12 @@ class PrefixMatcher:
         tracked.verdict, tracked.num_found = verdict, num_found
         if verdict.fetched_blocks == 0:
             self.release_hits(tracked)
-        # The lease covers those that are cut off too, and ends with the others'.
+        # The lease also covers the blocks that are cut off, and ends once the others are copied.
         del tracked.hits[verdict.fetched_blocks :]
         return prefix.tokens_of(verdict.fetched_blocks)
 
     def _settle(self, tracked: RequestState, now_s: float) -> None:
-        """Give up on what has not come up, and reserve slots for computing it."""
+        """Give up on blocks whose promotion has not ended, and reserve slots to compute them."""
         promotion = tracked.promotion
         assert promotion is not None
         self._count_promotion(tracked.request.request_id, promotion, now_s)
@@ -492,7 +503,7 @@ class PrefixMatcher:
             )
 
     def let_go(self, tracked: RequestState) -> None:
-        """Give back what an earlier match holds: the request was not scheduled after all."""
+        """Give back the lease, slots and hold of an earlier match that was not scheduled."""
         self._matched.pop(tracked.request.request_id, None)
         self._waiting.pop(tracked.request.request_id, None)
         promotion = tracked.promotion
@@ -518,22 +529,22 @@ class PrefixMatcher:
             tracked.saves = []
 
     def release_hits(self, tracked: RequestState) -> None:
-        """Give back what would have been fetched."""
+        """Release the lease on the blocks that would have been fetched."""
         if tracked.lease is not None:
             self._client.release(tracked.lease)
         tracked.lease, tracked.hits = None, []
 
     def scheduled(self, tracked: RequestState) -> None:
-        """The scheduler has taken the request: what its match holds is the caller's now."""
+        """Hand the match's lease and slots to the caller: the scheduler has taken the request."""
         self._matched.pop(tracked.request.request_id, None)
         if tracked.verdict is not None:
             self._gate.count(tracked.verdict, tracked.num_found)
         tracked.promotion = tracked.verdict = None
 
     def end_step(self) -> None:
-        """A step is planned: who was matched and not scheduled holds nothing until tried again.
+        """Let go of requests that were matched but not scheduled in the step just planned.
 
-        Nor does one that waited too long for a tier while the scheduler did not get to it.
+        Also let go of requests that the scheduler passed over until their wait for a tier expired.
         """
         now_s = self._clock.now()
         passed_over = [self._waiting[id_] for id_ in self._waiting.keys() - self._asked_about]

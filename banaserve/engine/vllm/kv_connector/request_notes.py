@@ -22,12 +22,12 @@ from banaserve.engine.vllm.tracing.events import (
 )
 
 _KEPT_STEPS = 64
-"""Steps that the worker has not answered yet; more are never under way."""
+"""Number of planned steps kept until the worker answers; there are never more under way."""
 
 
 @dataclass(slots=True)
 class _Span:
-    """Steps of one phase, each of which goes on where the one before it ended."""
+    """Steps of one phase, each of which continues where the previous one ended."""
 
     in_prompt: bool
     first_step: int
@@ -74,10 +74,10 @@ class _Record:
             self.num_dropped += 1
 
     def planned(self, step: int, now_s: float, num_before: int, num_tokens: int) -> None:
-        """It takes part in a step. Runs for each request of each step: it must stay cheap."""
+        """Add a step to the notes. Runs for each request of each step: it must stay cheap."""
         span = self.span
         in_prompt = num_before < self.prompt_tokens
-        # After a preemption or a failed fetch vLLM computes tokens once more.
+        # After a preemption or a failed fetch vLLM computes tokens again.
         if span is None or span.in_prompt is not in_prompt or num_before <= span.last_before:
             self.span = _Span(in_prompt, step, step, 1, num_tokens, num_before, now_s, now_s)
             self.add(now_s, self.span)
@@ -101,7 +101,7 @@ class _Record:
 
 @dataclass(slots=True)
 class _Copies:
-    """Blocks that one step copies for one request, which may have ended when the step has."""
+    """Blocks that one step copies for one request, which may end before the step does."""
 
     record: _Record
     fetched_blocks: int = 0
@@ -109,13 +109,13 @@ class _Copies:
 
 
 class ConnectorNotes:
-    """Notes of the requests that the engine has, and of the last ones that it had.
+    """Notes of the engine's current requests, and of the last ones that ended.
 
     Used in the scheduler's thread only, which also answers queries.
 
     Args:
         clock: The machine's monotonic clock, so that notes of several processes have one order.
-        kept: Requests that have ended.
+        kept: Number of ended requests whose notes are kept.
     """
 
     def __init__(self, clock: Clock, kept: int = KEPT_REQUESTS) -> None:
@@ -130,7 +130,7 @@ class ConnectorNotes:
     def received(
         self, request_id: str, prompt_tokens: int, leaves_tail: bool, handed_over: int | None
     ) -> None:
-        """The scheduler looks at a request for the first time."""
+        """Begin the notes of a request that the scheduler looks at for the first time."""
         record = self._open[request_id] = _Record(request_id, prompt_tokens)
         self._by_id.setdefault(request_id, []).append(record)
         event = EngineReceived(prompt_tokens, leaves_tail, handed_over)
@@ -141,10 +141,10 @@ class ConnectorNotes:
             record.add(self._clock.now(), event)
 
     def planned(self, step: int, batch: Iterable[tuple[str, int, int]]) -> None:
-        """A step was planned.
+        """Note a planned step.
 
         Args:
-            batch: Of each request the tokens computed before the step and in it.
+            batch: Id and tokens computed before the step and in it, for each request.
         """
         now_s, known = self._clock.now(), self._open
         for request_id, num_before, num_tokens in batch:
@@ -152,7 +152,7 @@ class ConnectorNotes:
                 record.planned(step, now_s, num_before, num_tokens)
 
     def copies(self, step: int, request_id: str, *, fetched: int = 0, saved: int = 0) -> None:
-        """The step, which was given to ``planned``, copies blocks of a request."""
+        """Note the blocks that a step, already given to ``planned``, copies for a request."""
         self._saves_of_step[step] = self._saves_of_step.get(step, 0) + saved
         if len(self._saves_of_step) > _KEPT_STEPS:
             oldest = next(iter(self._saves_of_step))
@@ -163,13 +163,13 @@ class ConnectorNotes:
             return
         record.span.fetched_blocks += fetched
         record.span.saved_blocks += saved
-        if fetched or record.span.in_prompt:  # of decode's blocks the sum is enough
+        if fetched or record.span.in_prompt:  # for decode's blocks the sum is enough
             copies = self._copies.setdefault(step, {}).setdefault(request_id, _Copies(record))
             copies.fetched_blocks += fetched
             copies.saved_blocks += saved
 
     def step_done(self, done: StepResult) -> None:
-        """The worker has ended a step: what it saved can be read."""
+        """Note that the worker has ended a step, whose saved blocks are now readable."""
         planned_saves = self._saves_of_step.pop(done.step, 0)
         now_s = self._clock.now()
         for copies in self._copies.pop(done.step, {}).values():
@@ -185,7 +185,7 @@ class ConnectorNotes:
             copies.record.add(now_s, event)
 
     def finished(self, request_id: str, output_tokens: int) -> None:
-        """The scheduler lets a request go."""
+        """End the notes of a request that the scheduler releases; keep them for queries."""
         if (record := self._open.pop(request_id, None)) is not None:
             record.add(self._clock.now(), EngineFinished(output_tokens))
             self._ended.append(record)
@@ -200,7 +200,7 @@ class ConnectorNotes:
             del self._by_id[record.request_id]
 
     def of(self, name: str) -> list[EngineNotes]:
-        """Notes of the request of this id, or of all the sequences that vLLM made of it."""
+        """Return the notes of the request of this id, or of all sequences that vLLM made of it."""
         known = self._by_id.get(name)
         if known is None:
             every = chain(self._ended, self._open.values())
@@ -208,11 +208,11 @@ class ConnectorNotes:
         return [record.notes() for record in known]
 
     def answer(self, names: Sequence[str]) -> EngineAnswer:
-        """Notes of several requests, and the time of this machine's clock."""
+        """Return the notes of several requests, with the time of this machine's clock."""
         return EngineAnswer(self._clock.now(), [self.of(name) for name in names])
 
 
 def _is_named(request_id: str, name: str) -> bool:
-    """Whether vLLM calls a request of ``name`` so: with n > 1 it is ``INDEX_NAME-RANDOM``."""
+    """Return whether ``request_id`` belongs to request ``name``: ``INDEX_NAME-RANDOM`` if n > 1."""
     index, _, rest = request_id.partition("_")
     return request_id == name or (index.isdigit() and rest.rpartition("-")[0] == name)

@@ -18,9 +18,12 @@ from banaserve.kvstore.cost_gate import Verdict
 from banaserve.kvstore.interface import Lease, Lookup, Slot
 
 PATIENCE = 4.0
-"""Waits up to so many times the predicted time."""
+"""Maximum wait for a promotion, as a multiple of the predicted time."""
 SHORTEST_WAIT_S = 0.25
-"""A prediction of a few milliseconds says little on a busy machine, the first ones nothing."""
+"""Shortest time limit of a wait, in seconds.
+
+Predictions of a few milliseconds are unreliable on a busy machine, and the first ones are useless.
+"""
 LONGEST_WAIT_S = 10.0
 
 Arrivals = Callable[[Sequence[Slot]], list[Lookup]]
@@ -30,7 +33,7 @@ _KEY_NAME = re.compile(r"[0-9a-f]{16}:")
 
 
 class PromotionOutcome(Enum):
-    """How a wait ended: all is there, a block failed, or time was up."""
+    """Outcome of a wait: all blocks arrived, a block failed, or the time limit passed."""
 
     ARRIVED = "arrived"
     FAILED = "failed"
@@ -42,12 +45,12 @@ class PendingPromotion:
     """The leased slots of one request, some of which are not readable yet.
 
     Attributes:
-        slots: In the order of the prefix; only the first ``num_ready`` are known to be readable.
-        began_s: When the store was asked, on the engine's clock.
-        predicted_s: The store's prediction of when the last is readable, from then on.
-        compute_s: What computing the ones on their way would take; 0 if not known.
-        outcome: None while it is worth waiting.
-        num_pending: How many were on their way at first.
+        slots: Slots in the order of the prefix; only the first ``num_ready`` are known readable.
+        began_s: Time at which the store was asked, on the engine's clock.
+        predicted_s: Store's prediction of the seconds from ``began_s`` until the last is readable.
+        compute_s: Seconds that computing the pending blocks would take; 0 if unknown.
+        outcome: Outcome of the wait; None while it is worth waiting.
+        num_pending: Number of slots that were not readable at first.
     """
 
     slots: Sequence[Slot]
@@ -63,22 +66,23 @@ class PendingPromotion:
 
     @property
     def num_arrived(self) -> int:
-        """How many of those that were on their way have come."""
+        """Number of the pending blocks that have arrived."""
         return self.num_ready - (len(self.slots) - self.num_pending)
 
     @property
     def deadline_s(self) -> float:
-        """Until when it is worth waiting.
+        """Time until which it is worth waiting, on the engine's clock.
 
-        Who waits as long as computing takes, and then computes, has lost half of the time at most.
+        A request that waits as long as computing takes, and then computes, wastes at most half of
+        its time.
         """
         wait_s = max(SHORTEST_WAIT_S, PATIENCE * self.predicted_s, self.compute_s)
         return self.began_s + min(wait_s, LONGEST_WAIT_S)
 
     def look(self, arrivals: Arrivals, now_s: float) -> int | None:
-        """How many slots from the first on can be read; None while it is worth waiting.
+        """Return how many slots from the first on are readable; None while it is worth waiting.
 
-        A slot that failed ends the prefix, and what comes after it is not waited for.
+        A slot that failed ends the prefix, and the slots after it are not waited for.
         """
         if self.outcome is None:
             self._advance(arrivals(self.slots[self.num_ready :]), now_s)
@@ -101,10 +105,10 @@ class SaveCandidate:
     """A block to save where the store lacks it.
 
     Attributes:
-        index: Of the block in its request.
-        end_tokens: The block is whole once so many tokens of the request have been computed.
-        key: What the store calls it.
-        parent: The key of the block before it.
+        index: Index of the block in its request.
+        end_tokens: Number of the request's computed tokens at which the block is complete.
+        key: Key of the block in the store.
+        parent: Key of the block before it; None for the first.
     """
 
     index: int
@@ -115,7 +119,7 @@ class SaveCandidate:
 
 @dataclass(frozen=True, slots=True)
 class PendingSave:
-    """An offer that the store took: the block goes to ``slot``."""
+    """An offer that the store accepted: the block will be saved to ``slot``."""
 
     index: int
     end_tokens: int
@@ -124,28 +128,30 @@ class PendingSave:
 
 @dataclass
 class RequestState:
-    """One request from its first match to its end.
+    """State of one request, from its first match to its end.
 
     Attributes:
-        tenant: Who pays for its blocks in the store.
-        lease: Holds the fetched blocks in the store until they have been copied.
+        tenant: Tenant that the request's blocks in the store are charged to.
+        lease: Lease that keeps the fetched blocks in the store until they have been copied.
         hits: Slots of the fetched blocks, from block ``first_hit`` on.
-        promotion: Of ``hits``; None where the store is not being asked.
-        ask_again_at_s: Not None while the store could not say what it has.
-        undecided_until_s: Until when it may say so.
-        verdict: What the cost gate said of the blocks found; None where there were none.
-        num_found: How many it decided on.
-        offers: What the store was last offered.
-        push_to: Where its prompt's blocks are sent while they are computed; empty for nowhere.
-        num_claimed: Full blocks below this index have been offered to the store.
+        promotion: Promotion of ``hits``; None where the store is not being asked.
+        ask_again_at_s: Time at which to ask the store again, while it is undecided or has no room;
+            None otherwise.
+        undecided_until_s: Time until which the store is asked again while it is undecided.
+        verdict: Verdict of the cost gate on the blocks found; None where none were found.
+        num_found: Number of blocks that the verdict is about.
+        offers: Blocks last offered to the store.
+        push_to: Address that the prompt's blocks are sent to while they are computed; empty for
+            none.
+        num_claimed: Index below which all full blocks have been offered to the store.
         leaves_tail: See ``Handover``.
         hold, num_readers, reader, pushed_from: See ``Handover``.
-        has_hold: Flag: the store may know of the hold.
-        room_until_s: Time until which this prefill leg waits for room in the store; None where
-            there has been room so far.
-        refused_s: Time at which the store was last asked and had no room for it.
-        prefix_tokens: What the store was last asked for is a prefix of so many tokens,
-        prefix_blocks: and so many blocks, those of its states included.
+        has_hold: True if the store may know of the hold.
+        room_until_s: Time until which this leg waits for room in the store; None where there has
+            been room so far.
+        refused_s: Time at which the store was last asked and had no room for the leg.
+        prefix_tokens: Number of tokens of the prefix that the store was last asked for.
+        prefix_blocks: Number of blocks of that prefix, those of its states included.
     """
 
     request: compat.Request
@@ -198,13 +204,13 @@ class RequestState:
         return 0 if self.leaves_tail else self.hold
 
     def keep(self, offers: Sequence[SaveCandidate], reserved: Sequence[Slot | None]) -> None:
-        """Remember which offers the store took."""
+        """Remember which offers the store accepted."""
         for offer, slot in zip(offers, reserved, strict=False):
             if slot is not None:
                 self.saves.append(PendingSave(offer.index, offer.end_tokens, slot))
 
     def take_ready(self, num_computed: int) -> list[PendingSave]:
-        """The saves whose blocks are whole once ``num_computed`` tokens are; they end here."""
+        """Remove and return the saves whose blocks are complete with ``num_computed`` tokens."""
         ready = [save for save in self.saves if save.end_tokens <= num_computed]
         if ready:
             self.saves = [save for save in self.saves if save.end_tokens > num_computed]
@@ -212,9 +218,10 @@ class RequestState:
 
 
 def tenant_of(cache_salt: str | None) -> bytes:
-    """Name of the clients that share an API key, or else a cache salt; it does not reveal the salt.
+    """Return the tenant of the clients that share an API key, or else a cache salt.
 
-    The holder of a key may send a salt of its own with each request, and pays for all of them.
+    The tenant does not reveal the salt. The holder of a key may send an own salt with each
+    request; the blocks of all of them are charged to the key.
     """
     if not cache_salt:
         return b""
@@ -224,6 +231,6 @@ def tenant_of(cache_salt: str | None) -> bytes:
 
 
 def full_block_offers(keys: Sequence[bytes], first: int, block_size: int) -> list[SaveCandidate]:
-    """Offers of full blocks from ``first`` on."""
+    """Return the offers of full blocks from block ``first`` on."""
     pairs = chain(keys)
     return [SaveCandidate(i, (i + 1) * block_size, *pairs[i]) for i in range(first, len(pairs))]

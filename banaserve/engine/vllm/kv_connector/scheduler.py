@@ -34,19 +34,21 @@ from banaserve.orchestrator.model.calibration import StepWork
 
 
 class StoreConnectorScheduler:
-    """One per engine; called from the scheduler's thread only. Never waits for a tier.
+    """Connector side of one engine's scheduler.
+
+    Called from the scheduler's thread only. Never waits for a tier.
 
     Args:
-        client: The store.
-        tails: Names partial last blocks.
-        block_size: Tokens a block.
-        gate: Decides how much of a prefix is fetched.
-        clock: For how long a prefix on its way is waited for.
-        step_tokens: Most tokens of a step.
-        groups: Where blocks of tokens and of states are.
+        client: Client of the store.
+        tails: Hasher that names partial last blocks.
+        block_size: Tokens per block.
+        gate: Gate that decides how much of a prefix is fetched.
+        clock: Clock that bounds the waits for promoted blocks and for room.
+        step_tokens: Maximum number of tokens of a step.
+        groups: Groups of the KV cache that hold blocks of tokens and of states.
 
     Attributes:
-        notes: Events of its last requests, for ``banaserve trace``.
+        notes: Events of the engine's last requests, for ``banaserve trace``.
         ahead: The step to be planned next.
     """
 
@@ -89,7 +91,7 @@ class StoreConnectorScheduler:
     # ---- before a request is scheduled
 
     def match(self, request: Request, num_computed_tokens: int) -> int | None:
-        """Tokens beyond ``num_computed_tokens`` to fetch; None where that is to be asked later."""
+        """Return the tokens to fetch beyond ``num_computed_tokens``; None to be asked again."""
         return self._matcher.match(self._track(request), num_computed_tokens)
 
     def _track(self, request: Request) -> RequestState:
@@ -97,7 +99,7 @@ class StoreConnectorScheduler:
         if (tracked := self._tracked.get(request_id)) is None:
             tracked = self._tracked[request_id] = RequestState.of(request)
             if self._groups.states:
-                self._tails.rehash(request)  # vLLM's are of as many tokens as a state stands for
+                self._tails.rehash(request)  # vLLM's hashes cover as many tokens as a state does
             handover = Handover.of(request.kv_transfer_params)
             self.notes.received(
                 request_id, request.num_tokens, handover.leaves_tail, handover.tokens
@@ -107,7 +109,7 @@ class StoreConnectorScheduler:
     # ---- when it is scheduled
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """The scheduler has given the request its blocks: plan the fetch."""
+        """Plan the fetch of a request that the scheduler has given its blocks."""
         tracked = self._track(request)
         self._matcher.scheduled(tracked)
         if not self._groups.states:
@@ -127,20 +129,21 @@ class StoreConnectorScheduler:
 
     @staticmethod
     def _read_of(tracked: RequestState) -> tuple[int, int, str]:
-        """What ends the hold of a decode leg that has read the blocks."""
+        """Return the arguments that end the hold of a decode leg that has read the blocks."""
         return tracked.hold, tracked.reader, tracked.pushed_from
 
     def _push(self, tracked: RequestState, keys: Sequence[bytes]) -> None:
-        """Its slots are reserved, and it is about to be computed: the decode leg's store is told.
+        """Announce a prompt that is about to be computed to the store of its decode leg.
 
-        Only now: one that is matched and not scheduled gives its slots back, and may do so often.
+        Not earlier than scheduling: a request that is matched and not scheduled gives its slots
+        back, perhaps many times.
         """
         if tracked.push_to and not tracked.request.num_output_tokens:
             terms = (tracked.tenant, tracked.hold, tracked.num_readers)
             self._client.push(tracked.push_to, keys, *terms)
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
-        """The copies of this step."""
+        """Plan the copies of this step."""
         self._step += 1
         self._count(output)
         batch = scheduled(output)
@@ -181,7 +184,7 @@ class StoreConnectorScheduler:
             self._holds_by_step[plan.step] = holds
 
     def _claim_decoded(self, output: SchedulerOutput) -> None:
-        """Reserve slots for full blocks whose hash has become known since: those of decode."""
+        """Reserve slots for full blocks whose hash became known after the match, in decode."""
         claims: dict[bytes, list[tuple[RequestState, SaveCandidate]]] = defaultdict(list)
         for request_id in output.scheduled_cached_reqs.req_ids:
             tracked = self._tracked.get(request_id)
@@ -217,8 +220,9 @@ class StoreConnectorScheduler:
     def _plan_states(
         self, plan: StepPlan, output: SchedulerOutput, batch: Sequence[tuple[str, int, int]]
     ) -> None:
-        """Save states behind requests that this step brings to the end of a block, or of a prompt
-        that is handed over: the next step changes them.
+        """Plan to save the states of requests that end this step at the end of a block or prompt.
+
+        A prompt's end counts only if the prompt is handed over. The next step changes the states.
         """
         state = output.kv_connector_block_state
         assert state is not None
@@ -251,7 +255,7 @@ class StoreConnectorScheduler:
                 self._push(tracked, [*self._matcher.prompt_keys(request), *keys])
 
     def _is_kept(self, tracked: RequestState, end: int) -> bool:
-        """Whether the states behind the first ``end`` tokens of a request are saved."""
+        """Return whether the states after the first ``end`` tokens of a request are saved."""
         is_handed_over = tracked.leaves_tail and end == tracked.request.num_prompt_tokens
         return is_handed_over or end % self._block_size == 0
 
@@ -268,8 +272,10 @@ class StoreConnectorScheduler:
     # ---- afterwards
 
     def step_done(self, done: StepResult) -> None:
-        """All copies up to this step have ended: their leases go back, and what is read of a
-        prompt that was handed over need not be held any more."""
+        """Release the leases of all steps up to this one, whose copies have ended.
+
+        Also end the holds of prompts that were handed over and have now been read.
+        """
         self._gate.done(done)
         self.notes.step_done(done)
         self._last_done = max(self._last_done, done.step)
@@ -281,23 +287,23 @@ class StoreConnectorScheduler:
                 self._client.end_hold(*read)
 
     def finished(self, request_id: str) -> None:
-        """The request has ended, however it did: nothing of it stays reserved."""
+        """Forget a request that has ended for any reason, and give back its lease and slots."""
         tracked = self._tracked.pop(request_id, None)
         if tracked is not None:
             request = tracked.request
             num_own = request.num_output_tokens - len(output_of(request.sampling_params))
             self.notes.finished(request_id, num_own)
             if request.num_output_tokens:
-                tracked.has_hold = False  # what it has left is for the decode leg, which ends it
+                tracked.has_hold = False  # the decode leg ends the hold once it has read the blocks
             self._matcher.let_go(tracked)
             self._loads = [load for load in self._loads if load[0] is not tracked]
 
 
 def work_of(computes: Sequence[tuple[int, int]]) -> StepWork | None:
-    """What a step computes; None where that is nothing. A single token costs what decode costs.
+    """Return the work of a step; None if it computes nothing. A single token counts as decode.
 
     Args:
-        computes: Of each request the tokens computed before the step and in it.
+        computes: Tokens computed before the step and in it, for each request.
     """
     if not computes:
         return None
@@ -312,7 +318,7 @@ def work_of(computes: Sequence[tuple[int, int]]) -> StepWork | None:
 
 
 def scheduled(output: SchedulerOutput) -> list[tuple[str, int, int]]:
-    """Of each scheduled request the tokens computed before the step and in it."""
+    """Return, for each scheduled request, its id and the tokens computed before and in the step."""
     cached = output.scheduled_cached_reqs
     before = [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
     before += zip(cached.req_ids, cached.num_computed_tokens, strict=True)

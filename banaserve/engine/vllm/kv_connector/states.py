@@ -1,8 +1,8 @@
-"""States of sequences in the store: their names, and where a prompt is cut so that there are some.
+"""States of sequences in the store: their keys, and where a prompt is cut so that they are saved.
 
-A state is what Mamba or linear attention keeps of all tokens up to one. It cannot be taken back, so
-a prefix can be gone on from only where a state was saved: at ends of blocks at which a step of the
-engine ended, and at the end of a prompt that is handed over. Pure.
+A state is what Mamba or linear attention keeps of all tokens up to one. It cannot be rolled back,
+so a request can continue a prefix only where a state was saved: at ends of blocks at which a step
+of the engine ended, and at the end of a prompt that is handed over. Pure.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ _DIGEST_BYTES = 32
 
 
 def state_keys(prefix: bytes, num_groups: int) -> list[bytes]:
-    """Names of the states behind a prefix, one for each group of layers that keep any.
+    """Return the keys of the states after a prefix, one for each group of layers with states.
 
     Args:
-        prefix: Key of the block that ends it; it stands for all tokens before it.
+        prefix: Key of the prefix's last block, which identifies all tokens up to its end.
     """
     return [
         hashlib.blake2b(prefix, digest_size=_DIGEST_BYTES, person=b"state %d" % group).digest()
@@ -25,23 +25,24 @@ def state_keys(prefix: bytes, num_groups: int) -> list[bytes]:
 
 
 def block_ends(num_tokens: int, block_size: int) -> list[int]:
-    """Ends of blocks before the last of ``num_tokens`` tokens, the latest first."""
+    """Return the ends of blocks before the last of ``num_tokens`` tokens, the latest first."""
     last = (num_tokens - 1) // block_size
     return [end * block_size for end in range(last, 0, -1)]
 
 
 def chunk_end(start: int, end: int, prompt_end: int, block_size: int) -> int:
-    """Where a step stops within a prompt: at the end of a block where it can, and at the last one.
+    """Return where a step stops within a prompt: at a block's end if possible, and at the last one.
 
-    Who asks for the same prompt again goes on from that one, for the last token is always computed.
+    A later request with the same prompt continues from the last block's end, since the last token
+    is always computed.
 
     Args:
-        start: Tokens computed before the step.
-        end: How far the step could get; more than ``start``.
-        prompt_end: Of the prompt, or of output that is computed again.
+        start: Number of tokens computed before the step.
+        end: Number of tokens that the step could reach; more than ``start``.
+        prompt_end: End of the prompt, or of output that is computed again, in tokens.
 
     Returns:
-        More than ``start``, at most ``end``.
+        Number of tokens, more than ``start`` and at most ``end``.
     """
     if start >= prompt_end:
         return end

@@ -1,4 +1,4 @@
-"""The step that the scheduler is about to plan, as far as its connector knows it."""
+"""The step that the scheduler will plan next, as far as its connector knows it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from banaserve.kvstore.prefix_cut import FetchWork, StepBeside
 
 
 class StepAhead:
-    """Work and fetches that the next step has already: who asks for a prefix joins it.
+    """Work and fetches that the next step already has; a request that looks up a prefix joins it.
 
-    Requests of the step before go on in it; those that are admitted meanwhile come first. It is an
-    estimate: vLLM may preempt one of them, and says so only with the plan.
+    Requests of the previous step continue in the next one, beside those admitted so far. It is an
+    estimate: vLLM may preempt one of them, which only the plan shows.
 
     Args:
         tracked: Requests that have not ended, by id.
-        max_tokens: Most tokens of a step.
+        max_tokens: Maximum number of tokens of a step.
 
     Attributes:
-        max_tokens: May change while the engine serves.
+        max_tokens: Maximum number of tokens of a step; may change while the engine serves.
     """
 
     def __init__(self, tracked: Mapping[str, RequestState], max_tokens: int) -> None:
@@ -30,26 +30,26 @@ class StepAhead:
         self._fetched_blocks = 0
 
     def planned(self, batch: Sequence[tuple[str, int, int]]) -> None:
-        """A step was planned, so the next one lies ahead.
+        """Start over for the step after one that was just planned.
 
         Args:
-            batch: Of each request its id and the tokens computed before the step and in it.
+            batch: Id and tokens computed before and in the planned step, for each request.
         """
         self._last, self._work, self._fetched_blocks = batch, None, 0
 
     def admit(self, num_before: int, num_tokens: int, fetched_blocks: int) -> None:
-        """A request has joined: it has ``num_before`` of its ``num_tokens`` tokens."""
+        """Add a request, ``num_before`` of whose ``num_tokens`` tokens need no computation."""
         work = self._work_so_far()
         num_new = max(1, min(num_tokens - num_before, self.max_tokens - work.tokens))
         self._work = work + FetchWork.of(num_new, num_before)
         self._fetched_blocks += fetched_blocks
 
     def beside(self) -> StepBeside:
-        """What there is so far."""
+        """Return the work and the fetches of the step so far."""
         return StepBeside(self._work_so_far(), self._fetched_blocks, self.max_tokens)
 
     def _work_so_far(self) -> FetchWork:
-        # Only where somebody asks: most steps admit nobody.
+        # Computed on demand only: most steps admit no request.
         if self._work is None:
             self._work = FetchWork()
             for request_id, before, num_scheduled in self._last:

@@ -12,7 +12,7 @@ _KEPT_STEPS = 256
 
 
 class Moment(IntEnum):
-    """What is stamped for a layer, in the order in which it happens.
+    """Moments at which a layer is stamped, in the order in which they happen.
 
     A layer computes from WAITED to the next layer's WAIT. On a GPU the copies and the forward pass
     are stamped when they are queued.
@@ -29,16 +29,16 @@ class Moment(IntEnum):
 
 @dataclass(slots=True)
 class StepTrace:
-    """One step that moved blocks; times are seconds on the process's monotonic clock.
+    """Trace of one step that copied blocks; times are seconds on the process's monotonic clock.
 
     Attributes:
         step: Number of the step.
-        began_s: When the step began.
-        forward_s: When the forward pass could begin: what was fetched before it is there.
-        computed_s: When the forward pass had ended; then saves are waited for.
-        ended_s: When everything had ended and was committed.
-        layers: ``[num_layers][Moment]``, nan for what did not happen.
-        fetched_blocks: Blocks that it fetched.
+        began_s: Begin of the step.
+        forward_s: Time at which the forward pass could begin, its first fetches having ended.
+        computed_s: End of the forward pass; the wait for saves follows.
+        ended_s: Time at which all copies had ended and were committed.
+        layers: Times ``[num_layers][Moment]``; nan for moments that did not happen.
+        fetched_blocks: Number of blocks that the step fetched.
     """
 
     step: int
@@ -52,7 +52,7 @@ class StepTrace:
 
 @dataclass(slots=True)
 class Tracer:
-    """Keeps the last steps' traces, or nothing where it is off.
+    """Recorder of the last steps' traces; records nothing where it is disabled.
 
     Each stamp has a place of its own, so the threads that stamp need no lock.
     """

@@ -37,18 +37,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class RunningStep:
-    """One step's copies.
+    """Copies of one step.
 
     Attributes:
-        early: Fetches that the forward pass begins behind.
+        early: Fetches that must end before the forward pass begins.
         loads: A fetch for each layer, in the order of the layers; empty where nothing is fetched.
         saves: A save for each layer so far.
-        target: Where this step's saves go, once it was asked for.
+        target: Saves that can be made, with their slots; None until they are first needed.
         deferred: Layers whose save waits for the end of the forward pass.
-        pushed: Slots of which the store is told how many layers are written.
-        written: Layers that are, in any order.
-        num_told: So many from the first on the store knows of.
-        waited_s: How long the engine's thread has waited for fetches.
+        pushed: Slots for which the store is told how many layers are written.
+        written: Layers written so far, in any order.
+        num_told: Number of layers, from the first on, that the store knows to be written.
+        waited_s: Seconds that the engine's thread has waited for fetches.
     """
 
     began_s: float
@@ -69,7 +69,7 @@ class RunningStep:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def target_of(self, copies: Sequence[BlockCopy], client: StoreClient) -> MappedCopies:
-        """Those of the step's saves that can be made: the same for every layer, from any thread.
+        """Return the saves of the step that can be made: the same for every layer and thread.
 
         A slot that was visible for some layers only must not be committed.
         """
@@ -79,7 +79,7 @@ class RunningStep:
             return self.target
 
     def note_written(self, layers: Iterable[int], client: StoreClient, part: int) -> None:
-        """Some layers have been copied into the slots: tell the store, where it pushes them."""
+        """Tell the store that some layers have been copied into the slots, if it pushes them."""
         if not self.pushed:
             return
         with self.lock:
@@ -96,12 +96,12 @@ class RunningStep:
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """What of a block a tensor-parallel rank reads and writes.
+    """Share of a block that a tensor-parallel rank reads and writes.
 
     Attributes:
-        rank: Of ``num_ranks``; each says for itself when it has written.
-        is_whole: Each rank has the whole of a block, as of latents: it reads all of it and writes
-            some of its layers. Otherwise each has a part of its own.
+        rank: Rank out of ``num_ranks``; each rank reports its own writes.
+        is_whole: True if each rank holds whole blocks, as with latents (MLA): it reads all of a
+            block and writes some of its layers. Otherwise each rank has a part of its own.
     """
 
     rank: int = 0
@@ -110,21 +110,23 @@ class RankShare:
 
     @property
     def part(self) -> int:
-        """Which of the parts that a layer's block has is its own."""
+        """Index of this rank's part of a layer's block."""
         return 0 if self.is_whole else self.rank
 
     def writes(self, layer: int) -> bool:
-        """Whether it is this rank that writes the layer, or its part of it."""
+        """Return whether this rank writes the layer, or its part of the layer."""
         return not self.is_whole or layer % self.num_ranks == self.rank
 
 
 class StoreConnectorWorker:
-    """One per worker; its hooks run in the model runner's thread, its copies in two others.
+    """Connector side of one worker.
+
+    Its hooks run in the model runner's thread, its copies in two other threads.
 
     Attributes:
         part: See ``RankShare``.
-        modelled: What the step under way takes where time is modelled: told and counted in place
-            of what it really took.
+        modelled: Modelled times of the step under way, reported and counted in place of the
+            measured ones; None where time is not modelled.
     """
 
     def __init__(self, client: StoreClient, share: RankShare, options: ConnectorOptions) -> None:
@@ -154,10 +156,10 @@ class StoreConnectorWorker:
         """Take the engine's KV cache.
 
         Args:
-            names: Of the layers that attend to blocks of tokens, in their order.
-            caches: One tensor ``[num_blocks, ...]`` for each of them, and more where the layers
-                that share a block with states are more.
-            page_bytes: Of a block in one tensor.
+            names: Names of the layers that attend to blocks of tokens, in their order.
+            caches: Tensors ``[num_blocks, ...]``, one for each of these layers; more tensors where
+                a group of layers with states is larger.
+            page_bytes: Bytes of a block in one tensor.
         """
         self._layer_index = {name: i for i, name in enumerate(names)}
         self._num_rows = len(caches)
@@ -167,7 +169,7 @@ class StoreConnectorWorker:
         self.configure(self.options)
 
     def configure(self, options: ConnectorOptions) -> None:
-        """Take other options between two steps: how copies are arranged and held back."""
+        """Apply other options, on arrangement and speed of copies, between two steps."""
         assert self._free_copier is not None
         self.options = options
         self.trace.enabled = options.trace
@@ -178,13 +180,13 @@ class StoreConnectorWorker:
             self._copier = ThrottledCopier(self._free_copier, self._page_bytes, load, save)
 
     def wrap_copier(self, wrap: Callable[[BlockCopier], BlockCopier]) -> None:
-        """Let copies go through another copier from here on: parts of the cache lie elsewhere."""
+        """Send copies through another copier from now on: parts of the cache are elsewhere."""
         assert self._free_copier is not None
         self._free_copier = wrap(self._free_copier)
         self.configure(self.options)
 
     def abandon_step(self) -> None:
-        """Nothing that this step, or the next one before it begins, saves may be committed."""
+        """Commit no save of the step under way, or of the next step if none is under way."""
         self._is_abandoned = True
 
     # ---- one step, in the order in which vLLM calls
@@ -196,7 +198,7 @@ class StoreConnectorWorker:
             self.trace.begin(plan.step, self._step.began_s)
 
     def start_loads(self, plan: StepPlan) -> None:
-        """Fetch what this step also writes into, then start fetching the rest layer by layer."""
+        """Fetch the blocks that this step also writes into, then start the others by layer."""
         if not plan.loads and not plan.early_loads:
             return
         assert self._copier is not None
@@ -219,7 +221,7 @@ class StoreConnectorWorker:
         self.trace.forward_begins()
 
     def _join_first(self) -> None:
-        """Let the forward pass begin behind what it cannot wait for layer by layer."""
+        """Make the forward pass wait for the copies that it cannot wait for layer by layer."""
         copies = list(self._step.early)
         if self.options.arrangement == "serial":
             copies += [future.result() for future in self._step.loads]
@@ -250,14 +252,18 @@ class StoreConnectorWorker:
         self._step.saves.append(save)
 
     def slots_to_fill(self, plan: StepPlan) -> MappedCopies:
-        """This step's saves for a guest to make; none where saves are held back or wait."""
+        """Return this step's saves for a guest to make; none if saves are throttled or deferred."""
         options = self.options
         if not plan.saves or options.arrangement != "pipelined" or options.save_bytes_per_s:
             return MappedCopies()
         return self._step.target_of(plan.saves, self._client)
 
     def saved_elsewhere(self, layer_names: Sequence[str], seconds: float) -> None:
-        """What ``slots_to_fill`` said has been copied for these layers, in ``seconds``."""
+        """Record that a guest made the saves of ``slots_to_fill`` for these layers.
+
+        Args:
+            seconds: Time that the copies of all these layers took.
+        """
         assert self._step.target is not None
         for name in layer_names:
             for moment in (Moment.ATTENDED, Moment.SAVE, Moment.SAVED):
@@ -271,7 +277,7 @@ class StoreConnectorWorker:
         self.stats.add(saved_bytes=num_bytes, guest_saved_bytes=num_bytes)
 
     def end_step(self, plan: StepPlan) -> None:
-        """Wait for the copies; what was saved is readable by every instance on return."""
+        """Wait for the copies; on return every instance can read the saved blocks."""
         computed_s = time.perf_counter()
         for layer in self._step.deferred:
             self._submit_save(layer, plan)
@@ -294,7 +300,7 @@ class StoreConnectorWorker:
         )
 
     def take_failed_blocks(self) -> set[int]:
-        """Blocks whose fetch failed since the last call: vLLM computes them again."""
+        """Return the blocks whose fetch failed since the last call: vLLM computes them again."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
@@ -324,7 +330,7 @@ class StoreConnectorWorker:
         if self._copier.is_synchronous:
             step.compute_s = computed_s - step.began_s - step.waited_s
         elif plan.saves and not step.fetched_blocks:
-            # The save of the last layer ends after that layer: the host's clock has seen it all.
+            # The last layer's save ends after that layer, so the host's clock covers all the work.
             step.compute_s = now_s - step.began_s
 
     def _measure_modelled(self, times: StepTimes) -> None:
@@ -347,7 +353,7 @@ class StoreConnectorWorker:
         return sum(copy.finish() for copy in copies)
 
     def _readable(self, plan: StepPlan, copies: Sequence[BlockCopy]) -> MappedCopies:
-        """The copies whose slots this worker can see; the others are reported as failed."""
+        """Return the copies whose slots this worker can see; the others are reported as failed."""
         visible = MappedCopies.of(copies, self._client)
         lost = {c.block_id for c in copies} - {c.block_id for c in visible.copies}
         if lost:
@@ -379,7 +385,7 @@ class StoreConnectorWorker:
             copy = self._copy_out(layer, target, after)
         self.trace.stamp(layer, Moment.SAVED)
         if step.pushed:
-            copy.finish()  # what is not there yet must not be sent
+            copy.finish()  # a layer must not be sent before it is copied
             step.note_written([layer], self._client, self._part)
         return copy
 
@@ -393,10 +399,12 @@ class StoreConnectorWorker:
         return copy
 
     def _save_states(self, plan: StepPlan) -> tuple[MappedCopies, list[Copy]]:
-        """States behind the last token of the step: all layers of them, for none is final before.
+        """Start saving the states after the step's last token: all layers at once, at its end.
+
+        No layer's state is final earlier.
 
         Returns:
-            What is being copied, and the copies.
+            The blocks being copied, and the running copies.
         """
         if not plan.states:
             return MappedCopies(), []

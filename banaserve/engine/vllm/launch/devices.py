@@ -1,4 +1,4 @@
-"""CUDA devices of the instances: those of the start, and free ones for instances that are added."""
+"""CUDA devices of the instances: those given at start, and free ones for added instances."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from banaserve.errors import MigrationError
 
 
 class Devices:
-    """Says which devices are whose, and finds some that nobody has.
+    """Assignment of devices to instances.
 
     Args:
         given: Values of CUDA_VISIBLE_DEVICES by instance; empty on CPU.
-        visible: Every device that instances may have; none on CPU.
-        num_each: Of an instance that is added; 0 on CPU.
+        visible: All devices that instances may have; empty on CPU.
+        num_each: Number of devices of an added instance; 0 on CPU.
     """
 
     def __init__(
@@ -24,16 +24,16 @@ class Devices:
         self._num_each = num_each
 
     def of(self, instance_id: str) -> str | None:
-        """The instance's CUDA_VISIBLE_DEVICES; None on CPU."""
+        """Return the instance's CUDA_VISIBLE_DEVICES; None on CPU."""
         return self._given.get(instance_id)
 
     def reserve(self, instance_id: str) -> None:
-        """Give an instance the next devices that nobody has, unless it has some already.
+        """Give an instance the next free devices, unless it already has some.
 
-        Without effect on CPU.
+        Has no effect on CPU.
 
         Raises:
-            MigrationError: There are not enough.
+            MigrationError: There are not enough free devices.
         """
         if not self._num_each or instance_id in self._given:
             return
@@ -47,5 +47,5 @@ class Devices:
         self._given[instance_id] = ",".join(free[: self._num_each])
 
     def release(self, instance_id: str) -> None:
-        """The instance is there no more."""
+        """Free the devices of an instance that has been removed."""
         self._given.pop(instance_id, None)

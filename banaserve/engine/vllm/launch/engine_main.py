@@ -1,4 +1,4 @@
-"""Main functions of engine cores and guests, and of an engine core started from nothing."""
+"""Main functions of engine cores and guests, and of an engine core in a new (unforked) process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def redirect_output(log_path: str) -> None:
 
 
 def run_engine_core(config: VllmConfig, instance_id: str, handshake_address: str) -> None:
-    """Serve as an engine core until ordered to end; returns or raises then."""
+    """Serve as an engine core until ordered to end; then return or raise."""
     os.environ[INSTANCE_VARIABLE] = f"{instance_id}.{os.getpid()}"
     processes.show_life()
     _keep_files_in(Path(handshake_address.removeprefix("ipc://")).parent)
@@ -59,9 +59,9 @@ def run_guest(config: VllmConfig, address: GuestAddress) -> None:
 
 
 def _keep_files_in(folder: Path) -> None:
-    """Let vLLM put its sockets and torch its rendezvous file where the run's end removes them.
+    """Put vLLM's sockets and torch's rendezvous file into a folder that is removed with the run.
 
-    A process that is killed removes nothing, so the next one to start removes what it has left.
+    A killed process removes nothing, so the next process to start removes its files.
     """
     own = processes.own_folder(folder)
     os.environ["VLLM_RPC_BASE_PATH"] = str(own)
@@ -69,7 +69,7 @@ def _keep_files_in(folder: Path) -> None:
 
 
 def run_launched(said: bytes) -> None:
-    """Serve as the engine core that ``said``, the JSON of an ``EngineLaunch``, describes."""
+    """Serve as the engine core described by ``said``, the JSON of an ``EngineLaunch``."""
     launch = msgspec.json.decode(said, type=EngineLaunch)
     redirect_output(launch.log_path)
     config = engine_config(parse_vllm_argv(launch.vllm_argv))

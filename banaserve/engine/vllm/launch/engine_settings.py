@@ -1,4 +1,4 @@
-"""Settings that an engine is started with, and the identity of its weights."""
+"""Settings for the start of an engine, and the identity of an engine's weights."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from banaserve.types import Role
 
 
 class RoleEngine(NamedTuple):
-    """What engines that are made for one role have instead: another tensor-parallel degree.
+    """Configuration of engines that are made for one role: another tensor-parallel degree.
 
     Attributes:
-        config: vLLM's.
-        argv: vLLM's options that it was made of.
+        config: vLLM's configuration.
+        argv: vLLM's options that ``config`` was made from.
     """
 
     config: VllmConfig
@@ -29,19 +29,19 @@ class RoleEngine(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What an engine is started with; another one for each rolling restart that changes something.
+    """Settings for the start of an engine; a rolling restart that changes them makes new ones.
 
     Attributes:
-        config: vLLM's, but for roles in ``by_role``.
-        budgets: Of the roles, within what the engine is made for.
-        weights: As ``weights_of`` says of ``config``; empty where that has not been asked.
-        argv: vLLM's options that ``config`` was made of; empty where they are those that the
-            launcher was made with.
-        by_role: Engines that are made for a role, where they are not like the others; an engine
-            stays as it was made when its instance takes another role.
-        model: Name or folder of the model, where a restart has named one.
+        config: vLLM's configuration, except for the roles in ``by_role``.
+        budgets: Step budgets of the roles, within the limits that the engine is made for.
+        weights: Identity of the weights, from ``weights_of(config)``; empty if not yet computed.
+        argv: vLLM's options that ``config`` was made from; empty for those that the launcher was
+            made with.
+        model: Name or folder of the model that a restart set; empty if none has.
         options: vLLM's options that restarts have added to those of ``banaserve serve``.
-        number: 0 at the start, and one more with each change.
+        number: Number of changes since the server's start; 0 for the first settings.
+        by_role: Configurations of engines that are made for one role, if they differ; an engine
+            keeps its configuration when its instance changes its role.
     """
 
     config: VllmConfig
@@ -54,24 +54,25 @@ class EngineSettings:
     by_role: Mapping[Role, RoleEngine] = field(default_factory=dict)
 
     def config_for(self, role: Role) -> VllmConfig:
-        """vLLM's configuration of an engine that is made for ``role``."""
+        """Return vLLM's configuration of an engine that is made for ``role``."""
         own = self.by_role.get(role)
         return self.config if own is None else own.config
 
     def argv_for(self, role: Role) -> tuple[str, ...]:
-        """vLLM's options of an engine that is made for ``role``, as ``argv``."""
+        """Return vLLM's options of an engine that is made for ``role``; empty as for ``argv``."""
         own = self.by_role.get(role)
         return self.argv if own is None else own.argv
 
 
 def weights_of(config: VllmConfig) -> str:
-    """32 hex digits that two engines share where one can go on with what the other has begun.
+    """Return the identity of an engine's weights, as 32 hex digits.
 
-    It is to a stream what ``kvstore/fingerprint.py:Fingerprint`` is to a KV block, with or without
-    a store. Reads some pages of the model's files; blocking.
+    Two engines have the same identity if one can continue a stream that the other has begun. It is
+    for streams what ``kvstore/fingerprint.py:Fingerprint`` is for KV blocks, and does not need a
+    store. Reads some pages of the model's files; blocks.
 
     Raises:
-        OSError: One of them cannot be read.
+        OSError: A file of the model cannot be read.
     """
     model = config.model_config
     said = (

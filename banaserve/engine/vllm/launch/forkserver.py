@@ -1,6 +1,7 @@
-"""Pre-imported process that forks engine cores: imports are most of their start time.
+"""Engine parent: a process with all imports done that forks engine cores and guests.
 
-The first is forked from the front door before that has threads; later ones start from nothing.
+Imports take most of an engine core's start time. The first engine parent is forked from the front
+door before the front door has threads; later ones are started as new processes.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _PRE_IMPORTED = (
 
 
 def pre_import() -> None:
-    """Import what an engine core on CPU needs and place its kernels, before any thread or fork."""
+    """Import an engine core's modules on CPU and install its kernels, before any thread or fork."""
     for name in _PRE_IMPORTED:
         importlib.import_module(name)
     override_kernels()
@@ -51,8 +52,8 @@ def fork_engine_parent(config: VllmConfig) -> tuple[int, socket.socket]:
     """Fork the parent of all engine cores; call before the caller starts any thread.
 
     Returns:
-        Its process id, and the caller's end of the socket that it takes orders from. When that
-        end closes, the parent kills its engines and exits.
+        The parent's process id, and the caller's end of the socket that the parent takes orders
+        from. When the caller's end closes, the parent kills its engines and exits.
     """
     ours, theirs = socket.socketpair()
     pid = os.fork()
@@ -65,12 +66,12 @@ def fork_engine_parent(config: VllmConfig) -> tuple[int, socket.socket]:
 
 
 def run_engine_parent(config: VllmConfig, control: socket.socket) -> None:
-    """Be the parent of engines and guests in this process until ``control`` closes."""
+    """Run this process as the parent of engines and guests until ``control`` closes."""
     _EngineParent(config, control).run()
 
 
 def run_launched(said: bytes) -> None:
-    """Be the engine parent that ``said``, the JSON of a ``ParentLaunch``, describes."""
+    """Run the engine parent described by ``said``, the JSON of a ``ParentLaunch``."""
     launch = msgspec.json.decode(said, type=messages.ParentLaunch)
     control = socket.socket(fileno=launch.control)
     args = parse_vllm_argv(launch.vllm_argv)
@@ -82,7 +83,7 @@ def run_launched(said: bytes) -> None:
 
 
 def _in_child(body: Callable[[], None]) -> None:
-    """Run ``body`` and end the process: a forked child never goes back to its caller's code."""
+    """Run ``body`` and end the process: a forked child never returns to its caller's code."""
     status = 1
     try:
         body()
@@ -98,13 +99,19 @@ def _in_child(body: Callable[[], None]) -> None:
 
 
 def _is_late(order: messages.Message) -> bool:
-    """Whether the one who gave it has given it to another parent since: this one was stopped."""
+    """Return whether the order's time has passed: its sender has sent it to another parent then.
+
+    That happens if this parent was stopped for a while.
+    """
     until_s = order.until_s if isinstance(order, messages.Order) else 0.0
     return bool(until_s) and time.monotonic() > until_s
 
 
 class _EngineParent:
-    """Starts engines and guests on request, reports starts and exits; single-threaded."""
+    """Parent of engines and guests: starts them on request, and reports starts and exits.
+
+    Single-threaded.
+    """
 
     def __init__(self, config: VllmConfig, control: socket.socket) -> None:
         self._config = config
@@ -125,7 +132,7 @@ class _EngineParent:
             self._kill_all()
 
     def _own_signals(self) -> None:
-        """A terminal's Ctrl-C is the supervisor's business; it tells the engines itself."""
+        """Set up signals: ignore a terminal's Ctrl-C, since the supervisor ends the engines."""
         die_with_parent()
         os.setpgid(0, 0)
         self._wake_write.setblocking(False)

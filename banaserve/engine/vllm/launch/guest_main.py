@@ -1,4 +1,4 @@
-"""Guest process: connects to its host and serves it until it is gone."""
+"""Guest process: accepts its host's connection and serves the host until the host is gone."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ ACCEPT_TIMEOUT_S = 60.0
 
 
 def serve(config: VllmConfig, address: GuestAddress) -> None:
-    """Wait for the host at ``address`` and serve it until it is gone.
+    """Wait for the host at ``address`` and serve it until the host is gone.
 
     Args:
-        config: Of the host's engine.
+        config: vLLM's configuration of the host's engine.
 
     Raises:
         TransportError: No host connects.
@@ -36,7 +36,7 @@ def serve(config: VllmConfig, address: GuestAddress) -> None:
 
 
 def run_launched(said: bytes) -> None:
-    """Serve as the guest that ``said``, the JSON of a ``GuestLaunch``, describes."""
+    """Serve as the guest described by ``said``, the JSON of a ``GuestLaunch``."""
     launch = msgspec.json.decode(said, type=GuestLaunch)
     from banaserve.engine.vllm.launch.engine_main import redirect_output, run_guest
     from banaserve.engine.vllm.settings.engine_args import engine_config, parse_vllm_argv

@@ -1,4 +1,4 @@
-"""Launchers of engine cores: fork from a pre-imported parent (CPU), or spawn (GPU)."""
+"""Launchers of engine cores: by a fork from the engine parent (CPU), or as new processes (GPU)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class GuestPlace(NamedTuple):
-    """How a host reaches a guest: fields as in ``GuestAddress``."""
+    """Place at which a host reaches a guest; fields as in ``GuestAddress``."""
 
     channel: str
     transport: str
@@ -45,9 +45,9 @@ class GuestPlace(NamedTuple):
 
 
 class Launcher(Protocol):
-    """Starts engine cores; each handshakes with its instance over ``handshake_address``.
+    """Launcher of engine cores, each of which shakes hands over ``handshake_address``.
 
-    ``vllm_argv`` are the options of an engine; empty are those that the launcher was made with.
+    ``vllm_argv`` has vLLM's options of an engine; empty for those that the launcher was made with.
     """
 
     async def start(
@@ -57,20 +57,20 @@ class Launcher(Protocol):
         log_path: Path,
         vllm_argv: tuple[str, ...] = (),
     ) -> int:
-        """Start one and return its process id."""
+        """Start an engine core and return its process id."""
         ...
 
     async def guest_place(
         self, host: str, target: str, guest_id: str, transport: str, sockets: Path
     ) -> GuestPlace:
-        """Where a guest beside ``target`` can be reached by instance ``host``.
+        """Return the place at which instance ``host`` can reach a guest beside ``target``.
 
         Args:
-            transport: That is wished for.
+            transport: Name of the wanted transport.
             sockets: Private folder of the run.
 
         Raises:
-            InstanceDeadError: A machine is away.
+            InstanceDeadError: The machine of ``host`` or ``target`` is away.
         """
         ...
 
@@ -80,146 +80,149 @@ class Launcher(Protocol):
         """Start a guest that answers at ``address`` and return its process id.
 
         Args:
-            vllm_argv: Of its host.
+            vllm_argv: vLLM's options of the host's engine.
         """
         ...
 
     async def open(self, say: Callable[[str], None]) -> None:
-        """Make ready whatever engines need to start.
+        """Prepare all that engines need to start.
 
         Args:
-            say: Called with each line for people.
+            say: Function called with each line of progress, for people.
 
         Raises:
-            UserError: Machines cannot be reached, or have no room.
+            UserError: A machine cannot be reached, or the machines have no room.
         """
         ...
 
     async def leave(self) -> None:
-        """Give back what ``open`` has taken."""
+        """Give back the machines that ``open`` has taken."""
         ...
 
     def local_store(self, options: StoreOptions) -> StoreOptions:
-        """Options of the store beside the front door."""
+        """Return the options of the store beside the front door."""
         ...
 
     def follow_peers(self, told: Callable[[Sequence[str]], Awaitable[None]]) -> None:
-        """Tell this where the stores of other machines listen, each time that changes."""
+        """Call ``told`` with the addresses of other machines' stores whenever these change."""
         ...
 
     def nodes(self) -> list[NodeStatus]:
-        """Machines that engines run on; none where that is this one."""
+        """Return the nodes that engines run on; none if engines run on this machine."""
         ...
 
     def num_free_places(self) -> int | None:
-        """For how many more instances they have room; None where this machine's memory decides."""
+        """Return the number of further instances that fit on the nodes.
+
+        None if engines run on this machine, whose memory decides.
+        """
         ...
 
     async def gained(self) -> list[str]:
-        """Machines that have come since this was asked last; ``add_node`` takes them."""
+        """Return the machines that the cluster gained since the last call, for ``add_node``."""
         ...
 
     async def add_node(
         self, address: str, vllm_argv: tuple[str, ...], say: Callable[[str], None]
     ) -> str:
-        """Take one more machine, for instances that are added from now on; returns its name.
+        """Take one more machine, for instances that are added from now on; return its name.
 
         Args:
-            vllm_argv: Of engines that are started now.
-            say: Called with what is waited for.
+            vllm_argv: vLLM's options of engines that start now.
+            say: Function called with a description of what is being waited for.
 
         Raises:
-            UserError: It cannot be used, and is as it was.
+            UserError: The machine cannot be used; it is left unchanged.
         """
         ...
 
     def hold_node(self, name: str, *, is_held: bool) -> None:
-        """Give a machine no more instances, or give it some again.
+        """Stop placing instances on a node, or allow it again.
 
         Raises:
-            UserError: There is none of this name.
+            UserError: There is no node of this name.
         """
         ...
 
     async def remove_node(self, name: str) -> None:
-        """Give back a machine that has no instance.
+        """Give back a node that has no instance.
 
         Raises:
-            UserError: There is none of this name.
-            MigrationError: It has instances.
+            UserError: There is no node of this name.
+            MigrationError: The node has instances.
         """
         ...
 
     def is_local(self, instance_id: str) -> bool:
-        """Whether the instance's process is this machine's, and not one that stands for it."""
+        """Return whether the engine's process runs on this machine, without a shim."""
         ...
 
     def node_of(self, instance_id: str) -> str:
-        """Name of the instance's machine; empty for this one."""
+        """Return the name of the instance's machine; empty for this machine."""
         ...
 
     def distance(self, source: str, target: str) -> Distance | None:
-        """Way from the machine of one instance to that of another; None where it is not known."""
+        """Return the distance between the machines of two instances; None if it is unknown."""
         ...
 
     def store_of(self, instance_id: str) -> str:
-        """``HOST:PORT`` of the store on the instance's machine, as its peers know it.
+        """Return ``HOST:PORT`` of the store on the instance's machine, as its peers know it.
 
-        Empty where that is the front door's store, or there is none.
+        Empty if that is the front door's store, or there is none.
         """
         ...
 
     def is_there(self, instance_id: str) -> bool:
-        """Whether the instance's machine is: no engine can be started on one that is away."""
+        """Return whether the instance's machine is available, so that an engine can be started."""
         ...
 
     def has_lost_parent(self, instance_id: str) -> bool:
-        """Whether what the instance's engine cannot outlive has ended: its parent or machine."""
+        """Return whether the engine's parent or machine is gone, which ends the engine, too."""
         ...
 
     def address_there(self, instance_id: str, address: str) -> str:
-        """Address of a socket of the instance, as its own machine knows it.
+        """Return the address of an instance's socket, as the instance's machine knows it.
 
         Raises:
-            InstanceDeadError: That machine is away.
+            InstanceDeadError: The instance's machine is away.
         """
         ...
 
     def devices_of(self, instance_id: str) -> str:
-        """The instance's CUDA_VISIBLE_DEVICES; empty on CPU, and where they are elsewhere."""
+        """Return the instance's CUDA_VISIBLE_DEVICES; empty on CPU or on another machine."""
         ...
 
     def reserve(self, instance_id: str) -> None:
-        """Find devices for an instance that is to be added.
+        """Reserve devices or a place for an instance that is to be added.
 
         Raises:
-            MigrationError: None are free.
+            MigrationError: None is free.
         """
         ...
 
     def release(self, instance_id: str) -> None:
-        """The instance is there no more."""
+        """Release the devices or the place of an instance that has been removed."""
         ...
 
     def close(self) -> None:
-        """End every engine core and guest that is still there."""
+        """End all remaining engine cores and guests."""
         ...
 
 
 class OnThisMachine:
-    """What launchers of this machine's processes share."""
+    """Common part of the launchers of processes on this machine."""
 
     async def open(self, say: Callable[[str], None]) -> None:
-        """All is ready."""
+        """Return at once: nothing needs to be prepared."""
 
     async def leave(self) -> None:
-        """Nothing was taken."""
+        """Return at once: ``open`` took no machines."""
 
     def local_store(self, options: StoreOptions) -> StoreOptions:
         return options
 
     def follow_peers(self, told: Callable[[Sequence[str]], Awaitable[None]]) -> None:
-        """They are those of the options, and stay."""
+        """Ignore ``told``: the peers are those of the options, and never change."""
 
     def nodes(self) -> list[NodeStatus]:
         return []
@@ -279,14 +282,14 @@ def _refuse_nodes() -> NoReturn:
 
 
 class ForkLauncher(OnThisMachine):
-    """Orders forks from the engine parent, and starts another parent in place of a lost one.
+    """Launcher that orders forks from the engine parent, and replaces a lost parent.
 
-    A parent that does not answer keeps the engines that it has: they may be well. It is ended with
-    the last of them.
+    A parent that does not answer keeps its engines, which may be fine, and is ended after the last
+    of them has ended.
 
     Args:
-        parent: The first one.
-        start_parent: Starts another one.
+        parent: First engine parent.
+        start_parent: Function that starts another engine parent.
     """
 
     def __init__(
@@ -325,7 +328,7 @@ class ForkLauncher(OnThisMachine):
         return pid
 
     async def _ordered(self, order: messages.Order) -> tuple[ParentLink, int]:
-        """The process that was started, and the parent that has started it."""
+        """Return the parent that carried out ``order``, and the id of the started process."""
         await self._sweep()
         parent = self._parent
         try:
@@ -342,7 +345,7 @@ class ForkLauncher(OnThisMachine):
             ) from lost
 
     async def _other_than(self, lost: ParentLink) -> ParentLink:
-        """The parent after ``lost``; the first that asks starts it."""
+        """Return the parent that follows ``lost``; the first caller starts it."""
         async with self._replacing:
             if self._parent is lost or self._parent.is_lost:
                 parent = await self._start_parent()
@@ -352,7 +355,7 @@ class ForkLauncher(OnThisMachine):
             return self._parent
 
     async def _sweep(self) -> None:
-        """End parents that were given up and have no engine any more."""
+        """End parents that were given up and have no engines left."""
         idle = [one for one in self._retired if not (one.is_running and one.has_engines)]
         for one in idle:
             self._retired.remove(one)
@@ -362,7 +365,7 @@ class ForkLauncher(OnThisMachine):
         return ""
 
     def reserve(self, instance_id: str) -> None:
-        """All share the machine's processors."""
+        """Reserve nothing: all instances share the machine's processors."""
 
     def release(self, instance_id: str) -> None:
         self._parents.pop(instance_id, None)
@@ -374,11 +377,11 @@ class ForkLauncher(OnThisMachine):
 
 
 class SpawnLauncher(OnThisMachine):
-    """Starts a Python process for each engine core.
+    """Launcher that starts a new Python process for each engine core.
 
     Args:
-        vllm_argv: The options of engine cores that are started without their own.
-        devices: Of the instances, and those that are free.
+        vllm_argv: vLLM's options of engine cores that are started without their own.
+        devices: Devices of the instances, and free ones.
     """
 
     def __init__(self, vllm_argv: list[str], devices: Devices) -> None:

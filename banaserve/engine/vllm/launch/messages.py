@@ -1,5 +1,5 @@
-"""Messages between the supervisor and the engine parent, over a private socket pair, and what
-processes are told that are started from nothing."""
+"""Messages between the supervisor and the engine parent, over a private socket pair, and launch
+descriptions of new (unforked) processes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ _LENGTH = struct.Struct("!I")
 
 
 class StartEngine(msgspec.Struct, tag=True, frozen=True):
-    """Fork an engine core that connects to ``handshake_address`` and logs to ``log_path``.
+    """Order to fork an engine core that connects to ``handshake_address`` and logs to ``log_path``.
 
     Attributes:
-        vllm_argv: Its options; empty where they are those that the engine parent was made with.
-        until_s: On the monotonic clock; whoever reads the order later does nothing. 0: no limit.
+        vllm_argv: vLLM's options; empty for those that the engine parent was made with.
+        until_s: Time on the monotonic clock, in seconds, after which a parent that reads the order
+            ignores it; 0 for no limit.
     """
 
     instance_id: str
@@ -31,11 +32,11 @@ class StartEngine(msgspec.Struct, tag=True, frozen=True):
 
 
 class StartGuest(msgspec.Struct, tag=True, frozen=True):
-    """Fork a guest that answers at ``address`` and logs to ``log_path``.
+    """Order to fork a guest that answers at ``address`` and logs to ``log_path``.
 
     Attributes:
-        vllm_argv: Of its host's engine, as in ``StartEngine``.
-        until_s: As in ``StartEngine``.
+        vllm_argv: vLLM's options of the host's engine, as in ``StartEngine``.
+        until_s: Time limit, as in ``StartEngine``.
     """
 
     address: GuestAddress
@@ -45,7 +46,7 @@ class StartGuest(msgspec.Struct, tag=True, frozen=True):
 
 
 class EngineLaunch(msgspec.Struct, frozen=True):
-    """Values that an engine core reads that is started from nothing."""
+    """Launch description that an engine core in a new process reads."""
 
     instance_id: str
     vllm_argv: list[str]
@@ -54,10 +55,10 @@ class EngineLaunch(msgspec.Struct, frozen=True):
 
 
 class GuestLaunch(msgspec.Struct, frozen=True):
-    """Values that a guest reads that is started from nothing.
+    """Launch description that a guest in a new process reads.
 
     Attributes:
-        vllm_argv: Of its host's engine.
+        vllm_argv: vLLM's options of the host's engine.
     """
 
     address: GuestAddress
@@ -66,10 +67,10 @@ class GuestLaunch(msgspec.Struct, frozen=True):
 
 
 class ParentLaunch(msgspec.Struct, frozen=True):
-    """Values that an engine parent reads that is started from nothing.
+    """Launch description that an engine parent in a new process reads.
 
     Attributes:
-        control: Descriptor of the socket that orders come from.
+        control: File descriptor of the socket that orders arrive at.
     """
 
     vllm_argv: list[str]
@@ -87,10 +88,10 @@ class EngineStarted(msgspec.Struct, tag=True, frozen=True):
 
 
 class EngineExited(msgspec.Struct, tag=True, frozen=True):
-    """An engine or a guest has ended.
+    """Report that an engine or a guest has ended.
 
     Attributes:
-        status: As from ``os.waitstatus_to_exitcode``: negative for a signal.
+        status: Exit status as from ``os.waitstatus_to_exitcode``; negative for a signal.
     """
 
     pid: int
@@ -98,7 +99,7 @@ class EngineExited(msgspec.Struct, tag=True, frozen=True):
 
 
 class ParentReady(msgspec.Struct, tag=True, frozen=True):
-    """An engine parent that was started from nothing takes orders."""
+    """Report that an engine parent in a new process takes orders."""
 
 
 Order = StartEngine | StartGuest
@@ -110,7 +111,7 @@ def send(sock: socket.socket, message: Message) -> None:
     """Send a message.
 
     Raises:
-        ProtocolError: It is too large; nothing has been sent.
+        ProtocolError: The message is too large; nothing has been sent.
     """
     body = msgspec.msgpack.encode(message)
     if len(body) > MAX_MESSAGE_BYTES:
@@ -119,10 +120,10 @@ def send(sock: socket.socket, message: Message) -> None:
 
 
 def receive(sock: socket.socket) -> Message | None:
-    """The next message; None when the other side has closed.
+    """Receive the next message; return None when the other side has closed.
 
     Raises:
-        ProtocolError: What came is none.
+        ProtocolError: The received bytes are not a message, or it is too large.
     """
     head = _read_exactly(sock, _LENGTH.size)
     if head is None:

@@ -1,4 +1,4 @@
-"""Connection to an engine parent: orders with a deadline, and its end."""
+"""Connection to an engine parent: orders with a deadline, and the parent's end."""
 
 from __future__ import annotations
 
@@ -15,23 +15,26 @@ from banaserve.errors import BanaServeError, ProtocolError
 from banaserve.platform.processes import end_child, in_daemon_thread, is_running
 
 ORDER_S = 10.0
-"""For the answer to an order: a fork takes some ten milliseconds."""
+"""Maximum wait for the answer to an order, in seconds; a fork takes some ten milliseconds."""
 START_S = 90.0
-"""For a parent that imports all that engines need: ten seconds, more on a busy machine."""
+"""Maximum start time of a parent, in seconds.
+
+Its imports of all that engines need take ten seconds, more on a busy machine.
+"""
 _END_S = 5.0
 
 
 class ParentLostError(BanaServeError):
-    """An engine parent has ended or does not answer: start another one."""
+    """Error of an engine parent that has ended or does not answer: start another one."""
 
 
 class ParentLink:
-    """Gives orders to one engine parent.
+    """Connection to one engine parent, for orders.
 
     Args:
-        control: Our end of the socket that it takes orders from.
-        pid: Of the parent, a child of this process.
-        process: Owner of the child, where it was not forked here.
+        control: Socket end of this process; the parent takes orders from the other end.
+        pid: Process id of the parent, a child of this process.
+        process: Owner of the child process; None if it was forked here.
     """
 
     def __init__(
@@ -42,11 +45,11 @@ class ParentLink:
         self._pid = pid
         self._process = process
         self._started: list[int] = []
-        # Of threads: who has been cancelled still reads the answer, and must not read another's.
+        # One order at a time: the thread of a cancelled order still reads that order's answer.
         self._lock = threading.Lock()
 
     def order(self, order: messages.Order, timeout_s: float = ORDER_S) -> int:
-        """Process id of the engine or guest that was ordered. Blocks.
+        """Give an order and return the process id of the engine or guest that was started. Blocks.
 
         Raises:
             ParentLostError: The parent has ended, or has not answered in time.
@@ -57,16 +60,16 @@ class ParentLink:
             return pid
 
     def wait_ready(self, timeout_s: float = START_S) -> None:
-        """Return when a parent that was started from nothing takes orders. Blocks.
+        """Return when a parent in a new process takes orders. Blocks.
 
         Raises:
-            ParentLostError: It has ended, or is not ready in time.
+            ParentLostError: The parent has ended, or is not ready in time.
         """
         with self._lock:
             self._read(timeout_s, None)
 
     def _read(self, timeout_s: float, order: messages.Order | None) -> int:
-        """Give an order and return the answer; without one, wait for a parent that is ready."""
+        """Give an order and return the answer; if None, wait until the parent is ready."""
         if self.is_lost:
             raise ParentLostError("the engine parent is lost")
         try:
@@ -87,28 +90,31 @@ class ParentLink:
 
     @property
     def has_engines(self) -> bool:
-        """Whether anything that it has started lives."""
+        """True if a process that the parent has started still runs."""
         self._started = [pid for pid in self._started if is_running(pid)]
         return bool(self._started)
 
     @property
     def is_running(self) -> bool:
-        """Whether its process lives, though it may not answer."""
+        """True if the parent's process runs, though it may not answer."""
         return bool(self._pid) and is_running(self._pid)
 
     def close(self, patience_s: float = _END_S) -> None:
-        """End it, and with it all that it has started; kills it where it does not end. Blocks."""
+        """End the parent and all that it has started; kill it after ``patience_s``. Blocks."""
         with contextlib.suppress(OSError):
-            self._control.shutdown(socket.SHUT_RDWR)  # closing alone wakes no thread that reads
+            self._control.shutdown(socket.SHUT_RDWR)  # closing alone wakes no reading thread
         self._control.close()
         if self._pid:
             end_child(self._pid, patience_s)
         if self._process is not None:
-            self._process.poll()  # reaped already: lets its owner know
+            self._process.poll()  # reaped already: lets the Popen object know
 
 
 def _pid_of(answer: messages.Message, order: messages.Order | None) -> int | None:
-    """Process id that answers ``order``; 0 for a parent that is ready; None for anything else."""
+    """Return the process id that answers ``order``.
+
+    0 for a parent that is ready; None for any other message.
+    """
     match order, answer:
         case None, messages.ParentReady():
             return 0
@@ -124,13 +130,13 @@ def _pid_of(answer: messages.Message, order: messages.Order | None) -> int | Non
 
 
 async def start_parent(vllm_argv: list[str]) -> ParentLink:
-    """Start an engine parent from nothing: this process has threads, so it must not fork.
+    """Start an engine parent as a new process: this process has threads, so it must not fork.
 
     Args:
-        vllm_argv: Of engines that are ordered without options.
+        vllm_argv: vLLM's options of engines that are ordered without options.
 
     Raises:
-        ParentLostError: It does not start; its output says why.
+        ParentLostError: The parent does not start; its output says why.
     """
     ours, theirs = socket.socketpair()
     try:

@@ -1,4 +1,4 @@
-"""Start of an engine core, a guest or an engine parent from nothing."""
+"""Start of an engine core, a guest or an engine parent as a new process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MODULE = "banaserve.engine.vllm.launch.spawned"
 
 
 class LaunchKind(enum.Enum):
-    """What a process is to be."""
+    """Kind of a new process."""
 
     ENGINE = "engine"
     GUEST = "guest"
@@ -30,14 +30,17 @@ def spawn(
     pass_fds: Sequence[int] = (),
     in_session: bool = False,
 ) -> subprocess.Popen[bytes]:
-    """Start one. Call it from a thread that lives as long as the process is to live.
+    """Start a process; call from a thread that lives as long as the process is to live.
 
     Args:
-        launch: What its module's ``run_launched`` reads.
-        in_session: Whether it stays in this process's session.
+        kind: Kind of the process.
+        launch: Launch description, which the ``run_launched`` of the kind's module reads.
+        environment: Environment of the process.
+        pass_fds: File descriptors that the process inherits.
+        in_session: True if the process stays in this process's session.
 
     Raises:
-        OSError: There are no means for another process.
+        OSError: The system has no resources for another process.
     """
     return spawn_module(
         _MODULE,

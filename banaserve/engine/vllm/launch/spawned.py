@@ -1,7 +1,7 @@
-"""Process of an engine core, a guest or an engine parent that is started from nothing.
+"""Main module of an engine core, a guest or an engine parent in a new process.
 
-``python -m banaserve.engine.vllm.launch.spawned KIND PARENT_PID`` reads what it is to serve from
-its standard input.
+``python -m banaserve.engine.vllm.launch.spawned KIND PARENT_PID`` reads its launch description from
+standard input.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from banaserve.platform.processes import die_with_parent
 
 def main() -> None:
     kind, parent_pid = LaunchKind(sys.argv[1]), int(sys.argv[2])
-    die_with_parent(parent_pid)  # before imports of many seconds
+    die_with_parent(parent_pid)  # before imports, which take many seconds
     said = sys.stdin.buffer.read()
     match kind:
         case LaunchKind.ENGINE:

@@ -1,4 +1,4 @@
-"""Liveness probe of an instance: asks an engine that is quiet, ends one that is silent for long."""
+"""Liveness probe of an instance: asks a quiet engine, and ends one that has stalled."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ from banaserve.platform.processes import StallWatch
 logger = logging.getLogger(__name__)
 _PROBE_INTERVAL_S = 0.5
 _QUIET_S = 0.9
-"""An engine that has said nothing for so long is asked: each question wakes it, which costs some
-milliseconds of an idle machine, and routing reads no report older than two seconds."""
+"""Silence after which an engine is asked, in seconds.
+
+Each question wakes the engine, which costs an idle machine some milliseconds; routing reads no
+report older than two seconds.
+"""
 _PROBE_TIMEOUT_S = 5.0
 _LONGEST_LOOK_S = 2 * _PROBE_TIMEOUT_S
 
 
 class LivenessProbe:
-    """Watches what an engine says, and ends it where that is nothing: to be started again.
+    """Watch over an engine's reports: an engine that is silent for long is ended, and so restarted.
 
-    An engine that computes reports by itself; an idle one is asked. One whose client has failed
-    computes for no client, and a stalled one computes nothing: both are ended.
+    An engine that computes sends reports by itself; an idle engine is asked. An engine whose client
+    has failed computes uselessly, and a stalled one computes nothing: both are ended.
 
     Args:
-        before_each: Called before each look at the instance.
+        before_each: Function called before each check of the instance.
     """
 
     def __init__(
@@ -44,12 +47,12 @@ class LivenessProbe:
         self._stall_s = timeouts.stall_s
         self._before_each = before_each
         self._looked_s = clock.now()
-        # Nobody asks an idle engine before, however long the others take to start.
+        # No idle engine is asked before all engines have started, which may take long.
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        """Hold nothing against the engine that was before this moment."""
-        # Of an engine on another machine nobody here knows whether it works.
+        """Restart all measurements of silence at this moment."""
+        # The processor use of an engine on another machine is unknown here.
         counts_work = is_on_cpu() and self._instance.is_local
         limits = self._timeouts
         self._watch = StallWatch(limits.stall_s, limits.spin_s, counts_work=counts_work)
@@ -57,7 +60,7 @@ class LivenessProbe:
         self._is_silent = False
 
     async def run(self) -> None:
-        """Look at the instance twice a second, or more often where it may stall for less."""
+        """Check the instance twice a second, or more often if ``stall_s`` is below a second."""
         while True:
             await asyncio.sleep(min(_PROBE_INTERVAL_S, self._stall_s / 2))
             self._before_each()
@@ -69,9 +72,10 @@ class LivenessProbe:
                 await self._check()
 
     def _stood_still(self) -> bool:
-        """Whether this process was stopped since its last look, perhaps with all of its engines.
+        """Return whether this process was stopped since its last check, perhaps with its engines.
 
-        As by ``docker pause``. A busy one is late, too, so it takes more than a look can last.
+        ``docker pause`` does so. A busy process is late, too, so the time since the last check must
+        exceed the longest duration of a check.
         """
         since_s, self._looked_s = self._looked_s, self._clock.now()
         return self._looked_s - since_s > max(_LONGEST_LOOK_S, self._stall_s / 2)
@@ -87,7 +91,7 @@ class LivenessProbe:
         self._is_silent = self._watch.has_stalled(self._instance.pid, heard_s, now_s)
         if self._instance.has_lost_client:
             self._end("its client has failed")
-        # Asked once more: if it was this process that stood still, the engine answers now.
+        # Two checks in a row: if only this process stood still, the engine has answered meanwhile.
         elif was_silent and self._is_silent:
             self._end("it has stalled")
         elif report is None or now_s - report.at_s > min(_QUIET_S, self._stall_s / 2):

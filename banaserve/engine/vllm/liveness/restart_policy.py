@@ -1,17 +1,19 @@
-"""Pauses before an instance that has died is started again. Pure."""
+"""Delays before the restarts of an instance that has died. Pure."""
 
 from __future__ import annotations
 
 
 class RestartPolicy:
-    """How often and how soon a dead instance is started again.
+    """Limit and delays of the restarts of an instance that dies.
 
-    One that has served for a while did not fail to start, whatever it was that ended it.
+    An instance that has served for a while did not fail at its start, whatever ended it, so its
+    earlier restarts are forgotten.
 
     Args:
-        limit: Restarts within ``window_s`` after which it is given up.
-        first_s: Delay of the first restart; each further one waits twice as long.
-        healthy_s: For so long it must serve to be as good as new.
+        limit: Number of restarts within ``window_s`` after which the instance is given up.
+        window_s: Time over which restarts are counted, in seconds.
+        first_s: Delay of the first restart, in seconds; each further delay is twice as long.
+        healthy_s: Serving time after which earlier restarts are forgotten, in seconds.
     """
 
     def __init__(
@@ -28,12 +30,15 @@ class RestartPolicy:
         self._at_s: list[float] = []
 
     def has_served(self, served_s: float) -> None:
-        """It has ended after serving for so long."""
+        """Record that the instance has ended after serving for ``served_s`` seconds."""
         if served_s >= self._healthy_s:
             self._at_s.clear()
 
     def next_delay_s(self, now_s: float) -> float | None:
-        """Seconds to wait before the next restart; None when it is to be given up."""
+        """Return the delay of the next restart, in seconds; None to give the instance up.
+
+        The restart is counted.
+        """
         self._at_s = [at for at in self._at_s if now_s - at < self._window_s]
         if len(self._at_s) >= self._limit:
             return None

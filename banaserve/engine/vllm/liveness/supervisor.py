@@ -1,4 +1,4 @@
-"""Supervisor of the instances: starts one that has ended again, or another engine in its place."""
+"""Supervisor of the instances: restarts instances that have ended, and replaces their engines."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ _AGAIN_S = 0.5
 _POLL_S = 0.02
 _PAUSE_POLL_S = 0.1
 _LEAVE_S = 2.0
-"""Clients read slowly: streams that have been told to go on elsewhere do so with their next token,
-and need not have done so when their engine ends."""
+"""Maximum wait for moved streams to leave an engine before it is ended, in seconds.
+
+A stream leaves with its next token, which a slow client may delay; it need not have left when its
+engine ends.
+"""
 
 Check = Callable[[Instance], Awaitable[None]]
 
@@ -33,9 +36,10 @@ class Replacement:
     """An engine that is to be started in place of another one.
 
     Attributes:
-        before: What the other one was started with.
-        check: Raises where the new one is not to serve.
-        done: Set when it serves, or cannot.
+        settings: Settings of the new engine.
+        before: Settings of the old engine.
+        check: Function that raises if the new engine must not serve.
+        done: Future that is done when the new engine serves, or has failed.
     """
 
     settings: EngineSettings
@@ -45,16 +49,16 @@ class Replacement:
 
 
 class Supervisor:
-    """Keeps the instances alive that it watches, and replaces their engines on purpose.
+    """Supervisor of instances: keeps watched instances alive, and replaces engines on request.
 
     Args:
-        instances: Of the cluster; one that is no longer among them has been removed.
-        before_each_probe: Called before each look at an instance.
+        instances: Instances of the cluster by id; an instance no longer in it has been removed.
+        before_each_probe: Function called before each check of an instance.
 
     Attributes:
-        on_ended: Called with the id of each instance whose engine has ended.
-        failed: Every instance has been given up, and nothing serves.
-        last_failure: Of a restart, in one line; empty where none has failed.
+        on_ended: Functions called with the id of each instance whose engine has ended.
+        failed: Event set when every instance has been given up, and none serves.
+        last_failure: Error of the last failed restart, in one line; empty if none has failed.
     """
 
     def __init__(
@@ -76,12 +80,12 @@ class Supervisor:
 
     @property
     def has_failed(self) -> bool:
-        """Every instance has been given up, and none waits for its machine."""
+        """True if every instance has been given up, and none waits for its machine."""
         every = self._instances.values()
         return all(i.state is State.FAILED and i.has_machine for i in every)
 
     def watch(self, instance: Instance) -> None:
-        """Keep an instance alive that has started."""
+        """Keep an instance alive after its start."""
         probe = LivenessProbe(instance, self._clock, self._timeouts, self._before_each_probe)
         kept = (self._keep_alive(instance), probe.run())
         self._watches[instance.id] = [asyncio.create_task(one) for one in kept]
@@ -95,7 +99,7 @@ class Supervisor:
         await asyncio.gather(keep_alive, probing, return_exceptions=True)
 
     async def stop(self) -> None:
-        """Watch no instance any more."""
+        """Stop watching all instances."""
         tasks = [task for watch in self._watches.values() for task in watch]
         for task in tasks:
             task.cancel()
@@ -111,9 +115,9 @@ class Supervisor:
             try:
                 await instance.wait_dying()
                 with instance.giving_back():
-                    instance.mark_dead()  # its streams go on elsewhere meanwhile
+                    instance.mark_dead()  # its streams continue elsewhere meanwhile
                     await instance.wait_ended()
-            except OSError:  # no descriptor left: an instance without a watch would stay dead
+            except OSError:  # no descriptor left: retry, or the instance would stay dead
                 logger.exception("waiting for the end of instance %s", instance.id)
                 await asyncio.sleep(_AGAIN_S)
                 continue
@@ -142,12 +146,13 @@ class Supervisor:
     # ---- starting again
 
     async def _until_restarted(self, instance: Instance, restarts: RestartPolicy) -> bool:
-        """Start an instance again, and one that has been given up every few minutes.
+        """Restart an instance; retry every few minutes if it has been given up.
 
-        One whose machine is away is started when that is back: it is not to blame.
+        An instance whose machine is away is started when the machine is back: its absence is not
+        the instance's fault.
 
         Returns:
-            False where it has been removed.
+            False if the instance has been removed.
         """
         while not await self._restart(instance, restarts):
             if self._is_removed(instance):
@@ -164,9 +169,10 @@ class Supervisor:
         return True
 
     async def _pause(self, instance: Instance) -> None:
-        """Wait until an instance is to be tried again, or another engine to be put in its place.
+        """Wait until an instance is to be retried, or to get another engine.
 
-        One that was given up is after a while, one without a machine when that is back.
+        An instance that was given up is retried after ``retry_s``; one whose machine is away, when
+        the machine is back.
         """
         until_s, was_there = self._clock.now() + self._timeouts.retry_s, instance.has_machine
         while self._clock.now() < until_s and instance.id not in self._replacements:
@@ -208,17 +214,18 @@ class Supervisor:
     # ---- replacing engines
 
     async def replace(self, instance: Instance, settings: EngineSettings, check: Check) -> None:
-        """End an instance's engine on purpose and start one with ``settings`` in its place.
+        """End an instance's engine and start one with ``settings`` in its place.
 
-        No request is blamed for it, and it does not count as one of the restarts that a dead
+        No request is blamed for this end, and it does not count as one of the restarts that a dead
         instance may have.
 
         Args:
-            check: Raises ``InstanceDeadError`` where the new one, which serves, is not to.
+            check: Function that raises ``InstanceDeadError`` if the new engine, once started, must
+                not serve.
 
         Raises:
-            InstanceDeadError: It does not start or is not to serve: one with the settings before is
-                being started.
+            InstanceDeadError: The new engine does not start or must not serve; an engine with the
+                old settings is being started.
         """
         await self.settled(instance)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -233,7 +240,7 @@ class Supervisor:
         await done
 
     async def settled(self, instance: Instance) -> None:
-        """Return when an instance serves, or is given up."""
+        """Return when an instance serves or has been given up."""
         while instance.state not in (State.READY, State.FAILED):
             await self._clock.sleep(_POLL_S)
 

@@ -1,4 +1,4 @@
-"""Timeouts by which instances are started, watched and given up."""
+"""Timeouts for starting, watching and giving up instances."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ class ClusterTimeouts:
     """Timeouts of the cluster, in seconds.
 
     Attributes:
-        start_s: For an engine that starts.
-        stall_s: For a sign of life of an engine that does nothing for certain.
-        spin_s: For a sign of life of any engine.
-        retry_s: From giving an instance up to trying it again.
-        unserved_s: Without instances for both legs, after which the server is not healthy.
+        start_s: Maximum time for an engine to start.
+        stall_s: Maximum silence of an engine that certainly does no work.
+        spin_s: Maximum silence of any engine.
+        retry_s: Time from giving up an instance to retrying it.
+        unserved_s: Time without instances for both legs after which the server is unhealthy.
     """
 
     start_s: float = 600.0

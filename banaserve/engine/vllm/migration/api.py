@@ -1,4 +1,4 @@
-"""Requests to the coordinator of migrations and its answers: plain values, over HTTP as JSON."""
+"""Requests to the migration coordinator and its answers: plain values, sent over HTTP as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Experts = dict[int, tuple[int, ...]]
 class _AdminRequest(msgspec.Struct, frozen=True):
     @property
     def copies_ahead(self) -> bool:
-        """Whether KV is copied while the host serves, and not all of it at a standstill."""
+        """Return whether KV is copied while the host serves, not only at a standstill."""
         return True
 
 
@@ -27,9 +27,9 @@ class MoveLayers(
     rename={"source": "from", "target": "to"},
     forbid_unknown_fields=True,
 ):
-    """Run layers ``layers[0]`` to ``layers[1] - 1`` of ``source`` beside ``target``.
+    """Request to run layers ``layers[0]`` to ``layers[1] - 1`` of ``source`` beside ``target``.
 
-    ``precopy`` false copies everything at a standstill, for comparison.
+    With ``precopy`` false everything is copied at a standstill, for comparison.
     """
 
     source: str
@@ -39,7 +39,7 @@ class MoveLayers(
 
     @property
     def copies_ahead(self) -> bool:
-        """As asked for."""
+        """Return ``precopy``."""
         return self.precopy
 
 
@@ -51,7 +51,7 @@ class MoveHeads(
     rename={"source": "from", "target": "to"},
     forbid_unknown_fields=True,
 ):
-    """Run some KV heads of ``source``, with their query heads, beside ``target``."""
+    """Request to run some KV heads of ``source``, with their query heads, beside ``target``."""
 
     source: str
     target: str
@@ -66,9 +66,10 @@ class MoveContext(
     rename={"source": "from", "target": "to"},
     forbid_unknown_fields=True,
 ):
-    """Attend over the older KV blocks of layers ``layers[0]`` to ``layers[1] - 1`` elsewhere.
+    """Request to attend beside ``target`` over older KV blocks of a range of layers.
 
-    Older are blocks that are full when they move; those that fill later stay on ``source``.
+    The layers are ``layers[0]`` to ``layers[1] - 1``. Older blocks are those that are full at the
+    time of the move; blocks that fill later stay on ``source``.
     """
 
     source: str
@@ -84,7 +85,7 @@ class MoveExperts(
     rename={"source": "from", "target": "to"},
     forbid_unknown_fields=True,
 ):
-    """Compute some routed experts of ``source`` beside ``target``; its router stays."""
+    """Request to compute some routed experts of ``source`` beside ``target``; the router stays."""
 
     source: str
     target: str
@@ -99,7 +100,7 @@ class Return(
     rename={"source": "from"},
     forbid_unknown_fields=True,
 ):
-    """Take home what ``source`` has away: these layers, heads or experts, or everything."""
+    """Request to return modules of ``source`` home: the layers, heads or experts named, or all."""
 
     source: str
     layers: tuple[int, int] | None = None
@@ -113,16 +114,16 @@ OPEN_STATES = ("waiting", "running")
 
 
 class MoveStatus(msgspec.Struct):
-    """Progress of one unit.
+    """Progress of the move of one unit.
 
     Attributes:
-        unit_id: Its name while it is away.
-        modules: In words.
-        to: The instance beside which it will run; None: home.
+        unit_id: Id of the unit while it is away.
+        modules: Modules of the unit in words.
+        to: Instance beside which the unit will run; None for home.
         phase: waiting, shrinking, starting, preparing, copying, committing, freeing, growing or
             done.
-        seconds: Spent in each phase so far.
-        facts: What the host has measured, by the names of ``MoveFacts``: bytes, rounds, stall.
+        seconds: Time spent in each phase so far, in seconds, by phase.
+        facts: Measurements of the host, by the names of ``MoveFacts``: bytes, rounds, stall.
     """
 
     move_id: str
@@ -135,14 +136,14 @@ class MoveStatus(msgspec.Struct):
 
 
 class Migration(msgspec.Struct):
-    """One request to the coordinator.
+    """Migration: one request to the coordinator, with one move or several.
 
     Attributes:
-        state: waiting (for another one of the same host), running, done, aborted or failed.
-        error: Why it failed, or why not all of it was done.
-        notes: What is worth knowing: bytes that make no block, say.
-        predicted_bytes: Weights and KV that it takes on the target.
-        blocks_gained: By how much the host's pool has grown when it ended; negative: shrunk.
+        state: waiting (for another migration of the same host), running, done, aborted or failed.
+        error: Reason of a failure, complete or partial; empty if there was none.
+        notes: Remarks, for example on freed bytes that add no block to the pool.
+        predicted_bytes: Bytes of weights and KV that the migration takes on the target.
+        blocks_gained: Number of blocks by which the host's pool has grown; negative if it shrank.
     """
 
     id: str
@@ -163,21 +164,24 @@ class Migration(msgspec.Struct):
 
 
 class OverlapRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Cut an instance's steps into at most so many micro-batches; 1: it waits for its guests."""
+    """Request to cut an instance's steps into at most ``max_microbatches``; 1 waits for guests."""
 
     instance: str
     max_microbatches: int
 
 
 class Overlapping(msgspec.Struct, frozen=True):
-    """Whether an instance and the guests of its layers compute at once.
+    """Status of the concurrent computation of an instance and the guests of its layers.
 
     Attributes:
-        max_microbatches: That a step may be cut into; 1: the instance waits for its guests.
-        blocker: Why steps are not cut; empty where they may be.
-        steps_cut: So far; ``parts``: micro-batches of all steps while layers were away.
-        steps_waited: Run as a whole, because no other was predicted to be faster.
-        prediction_error: Of the time of a step's layers, smoothed over the last steps.
+        max_microbatches: Maximum micro-batches of a step; 1: the instance waits for its guests.
+        blocker: Reason why steps are not cut; empty if they may be.
+        steps_cut: Number of steps cut so far.
+        steps_waited: Number of steps run as a whole: small, not cuttable, or predicted to be
+            slower in parts.
+        parts: Number of micro-batches of all steps while layers were away.
+        prediction_error: Error of the predicted time of a step's layers, as a fraction, smoothed
+            over the last steps.
     """
 
     max_microbatches: int
@@ -189,10 +193,10 @@ class Overlapping(msgspec.Struct, frozen=True):
 
 
 class ExpertLoadRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Tell how often an instance's experts are chosen.
+    """Request for the number of times that each expert of an instance was chosen.
 
     Attributes:
-        counting: Whether to go on counting; False ends it, and what was counted is told.
+        counting: True to begin or go on counting; False to end it. Either returns the counts.
     """
 
     instance: str
@@ -200,10 +204,10 @@ class ExpertLoadRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 class ExpertLoad(msgspec.Struct, frozen=True):
-    """How often the routers of an instance's layers have chosen each expert since it is counted.
+    """Number of times that an instance's routers chose each expert since counting began.
 
     Attributes:
-        chosen: By layer, expert by expert; layers without experts are left out.
+        chosen: Counts of all experts in order, by layer; layers without experts are left out.
     """
 
     instance: str
@@ -211,21 +215,22 @@ class ExpertLoad(msgspec.Struct, frozen=True):
 
 
 class ShareRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Let guests beside an instance take at most this fraction of its device, all together."""
+    """Request to bound the share of a device that all guests beside an instance together take."""
 
     instance: str
     fraction: float
 
 
 class GuestSharing(msgspec.Struct, frozen=True):
-    """Share of an instance's device that guests take, and its cost to the own streams.
+    """Share of an instance's device that guests take, and its cost to the instance's own requests.
 
     Attributes:
-        fraction: That they may take.
-        busy_fraction: That they have taken lately.
-        predicted_slow_down: How many times as long steps take beside them, by ``busy_fraction``.
-        measured_slow_down: The same by the kernel's accounts of the instance's threads, whoever
-            kept them waiting; None where they have hardly run.
+        fraction: Fraction of the device that the guests may take.
+        busy_fraction: Fraction of the device that the guests have recently taken.
+        predicted_slow_down: Factor of a step's duration beside the guests, predicted from
+            ``busy_fraction``.
+        measured_slow_down: Factor measured by the kernel's accounts of the instance's threads,
+            with their waits for any other work; None if the threads have hardly run.
     """
 
     instance: str
@@ -237,7 +242,7 @@ class GuestSharing(msgspec.Struct, frozen=True):
 
 
 class LayersModules(msgspec.Struct, frozen=True, tag="layers"):
-    """Layers ``start`` to ``end``, without ``end``."""
+    """Layers ``start`` to ``end - 1``."""
 
     start: int
     end: int
@@ -250,7 +255,7 @@ class HeadsModules(msgspec.Struct, frozen=True, tag="heads"):
 
 
 class ContextModules(msgspec.Struct, frozen=True, tag="context"):
-    """Older blocks of layers ``start`` to ``end``, without ``end``."""
+    """Older blocks of layers ``start`` to ``end - 1``."""
 
     start: int
     end: int
@@ -263,19 +268,20 @@ class ExpertsModules(msgspec.Struct, frozen=True, tag="experts"):
 
 
 UnitModules = LayersModules | HeadsModules | ContextModules | ExpertsModules
-"""Modules of a unit in JSON, one form a kind, told apart by ``type``."""
+"""Modules of a unit in JSON: one form for each kind, distinguished by ``type``."""
 
 
 class UnitPlace(msgspec.Struct, frozen=True):
-    """A unit that is away.
+    """Unit that is away.
 
     Attributes:
-        modules: What it is made of.
-        at: The instance beside which it runs.
-        epoch: Of the host, when it was put to work there.
-        num_bytes: Weights and KV of the pool's size at the start; of older blocks what is there.
-        words: The modules in words.
-        whole_layers: Layers that run nowhere else: all of their weights and KV are there.
+        modules: Modules of the unit.
+        at: Instance beside which the unit runs.
+        epoch: Epoch of the host when the unit was activated there.
+        num_bytes: Bytes of weights, and of KV for the pool's size at the start; for older blocks
+            the bytes of the blocks that have moved.
+        words: Modules in words.
+        whole_layers: Layers that run only in this unit: it has all of their weights and KV.
     """
 
     unit_id: str
@@ -289,13 +295,13 @@ class UnitPlace(msgspec.Struct, frozen=True):
 
 
 class GuestStatus(msgspec.Struct, frozen=True):
-    """A guest beside ``target``.
+    """Guest beside ``target``.
 
     Attributes:
-        pids: Its processes: one for each tensor-parallel rank of its host.
-        num_bytes: Memory that is its own.
-        busy_fraction: Share of wall time that it computes, in [0, 1].
-        share: Of its target's device that it may take.
+        pids: Process ids: one for each tensor-parallel rank of the host.
+        num_bytes: Memory of the guest's own, in bytes.
+        busy_fraction: Fraction of wall time that the guest computes.
+        share: Share of its target's device that the guest may take.
     """
 
     guest_id: str
@@ -311,14 +317,17 @@ class InstancePlacement(msgspec.Struct, frozen=True):
     """Placement of an instance's modules.
 
     Attributes:
-        state: Of the instance.
-        migration_blocker: Why none of it can move; empty where it can.
-        units: Away. What is not listed is at home.
-        num_blocks: Of its pool at present; ``blocks_gained`` of them are due to what is away.
-        kv_bytes: Memory that backs its KV cache at present.
-        sharing: With guests beside it; None where it does not answer.
-        overlap: With the guests of its layers, likewise.
-        node: That it runs on; empty for the server's own machine.
+        state: State of the instance.
+        migration_blocker: Reason why no module of the instance can move; empty if they can.
+        units: Units that are away. Modules that are not listed are at home.
+        num_blocks: Present number of KV blocks of the pool; ``blocks_gained`` of them are due to
+            the units that are away.
+        kv_bytes: Memory that backs the KV cache at present, in bytes.
+        sharing: Sharing of the device with guests beside the instance; None if the instance does
+            not answer.
+        overlap: Concurrent computation with the guests of its layers; None if the instance does
+            not answer.
+        node: Node that the instance runs on; empty for the server's own machine.
     """
 
     id: str
@@ -340,10 +349,10 @@ class InstancePlacement(msgspec.Struct, frozen=True):
 
 
 class ClusterPlacement(msgspec.Struct, frozen=True):
-    """The whole cluster.
+    """Placement of all instances, with all guests and recent migrations.
 
     Attributes:
-        nodes: That engines run on; empty where that is the server's own machine.
+        nodes: Nodes that engines run on; empty if they all run on the server's own machine.
     """
 
     instances: list[InstancePlacement]

@@ -15,17 +15,17 @@ from banaserve.errors import MigrationError
 
 _PARTIAL_LOAD_FORMATS = ("auto", "hf", "safetensors", "pt", "mistral", "dummy")
 LAYOUT = "LBHNC"
-"""Layer, block, head, token, key and value: the order in which pages travel."""
+"""Layout in which pages are sent: layer, block, head, token, key and value."""
 _OF_ONE_HEAD = "LBNHC"
-"""The same where there is one head, as of latents: token before head."""
+"""Equivalent layout of a cache with one head, such as latents: token before head."""
 _WHOLE_MODEL_QUANTISATION = ("bitsandbytes", "gguf", "torchao")
 
 
 def check_config(config: VllmConfig) -> None:
-    """Refuse what the configuration alone rules out.
+    """Refuse an engine whose configuration alone rules out migration.
 
     Raises:
-        MigrationError: With the reason and, where there is one, the way out.
+        MigrationError: The message has the reason and the remedy, if there is one.
     """
     reason = _config_blocker(config)
     if reason is not None:
@@ -59,7 +59,7 @@ def _config_blocker(config: VllmConfig) -> str | None:
 
 
 def _can_leave_graphs(config: VllmConfig) -> bool:
-    """Whether its model can call its layers one by one; on other devices that is not tried."""
+    """Return whether the model can call its layers one by one; off the CPU only if not compiled."""
     mode = config.compilation_config.mode
     is_on_cpu = str(config.device_config.device_type) == "cpu"
     leaves = is_on_cpu and mode != CompilationMode.STOCK_TORCH_COMPILE
@@ -67,13 +67,13 @@ def _can_leave_graphs(config: VllmConfig) -> bool:
 
 
 def attends_with_kernels(config: VllmConfig) -> bool:
-    """Whether our kernels are to attend in place of vLLM's."""
+    """Return whether our kernels compute attention in place of vLLM's."""
     is_on_cpu = str(config.device_config.device_type) == "cpu"
     return not is_on_cpu or packs_nothing(settings_of(config))
 
 
 def _device_blocker(config: VllmConfig) -> str | None:
-    """On another device than a CPU."""
+    """Return why an engine on a device other than a CPU cannot migrate; None if it can."""
     kind = str(config.device_config.device_type)
     if kind != "cuda":
         return f"its KV lies on {kind}, for which there are no kernels"
@@ -87,7 +87,7 @@ def _device_blocker(config: VllmConfig) -> str | None:
 
 
 def overlap_blocker(config: VllmConfig) -> str:
-    """Reason for which steps of this engine cannot be cut; empty where they can."""
+    """Return the reason why steps of this engine cannot be cut; empty if they can."""
     model = config.model_config
     if config.parallel_config.tensor_parallel_size > 1:
         return "its ranks say after each range whether their guests have answered"
@@ -112,7 +112,8 @@ def check_groups(groups: Iterable[Any]) -> None:
         groups: vLLM's KV cache groups.
 
     Raises:
-        MigrationError: Not one group of full attention, be it to keys and values or to latents.
+        MigrationError: There is not exactly one group of full attention, with keys and values or
+            with latents.
     """
     specs = [group.kv_cache_spec for group in groups]
     if len(specs) != 1:
@@ -127,13 +128,13 @@ def check_groups(groups: Iterable[Any]) -> None:
 
 
 def find_layers(model: nn.Module, names: Mapping[int, str]) -> tuple[str, nn.ModuleList]:
-    """The model's list of decoder layers and its path.
+    """Return the path of the model's list of decoder layers, and the list.
 
     Args:
-        names: Of the attentions by layer.
+        names: Names of the attentions by layer.
 
     Raises:
-        MigrationError: The attentions do not lie in one list, or its layers take no
+        MigrationError: The attentions are not in one list of layers, or these layers take no
             hidden states.
     """
     paths = {name.split(f".{layer}.")[0] for layer, name in names.items()}
@@ -150,10 +151,10 @@ def find_layers(model: nn.Module, names: Mapping[int, str]) -> tuple[str, nn.Mod
 
 
 def check_heads(attention: Any, name: str) -> None:
-    """Refuse to split an attention whose heads are not alike, or have no KV of their own.
+    """Refuse to split an attention whose heads differ or have no KV of their own.
 
     Raises:
-        MigrationError: With the reason.
+        MigrationError: The attention cannot be split; the message has the reason.
     """
     if getattr(attention, "kv_lora_rank", None) is not None:
         raise MigrationError(
@@ -168,10 +169,10 @@ def check_heads(attention: Any, name: str) -> None:
 
 
 def check_tensors(kv_caches: Mapping[str, Any], layout: str) -> None:
-    """Refuse a KV cache that cannot be given slabs of its own.
+    """Refuse a KV cache whose layers cannot be given slabs of their own.
 
     Args:
-        layout: vLLM's name of it.
+        layout: vLLM's name of the cache's layout.
 
     Raises:
         MigrationError: A block is not one run of bytes, head by head, or caches are on several

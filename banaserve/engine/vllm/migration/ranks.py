@@ -1,8 +1,8 @@
-"""Agreement of the tensor-parallel ranks of a host: something has ended well on all, or on none.
+"""Agreement of the tensor-parallel ranks of a host: work has succeeded on all of them, or on none.
 
-Each rank has a migration host and its own process of a guest. The layers of all ranks add up what
-they have computed, so no rank may run a layer at home that another runs in a guest. All calls are
-collective: every rank makes the same ones in the same order.
+Each rank has a migration host and its own process of a guest. The ranks add up their layers'
+results, so no rank may run a layer at home that another rank runs in a guest. All calls are
+collective: every rank makes the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """Of one engine.
+    """Tensor-parallel ranks of one engine.
 
     Args:
-        group: PyTorch's process group of all ranks, for host memory; None where there is one.
+        group: PyTorch's process group of all ranks, for host memory; None if there is one rank.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -35,11 +35,11 @@ class Ranks:
 
     @property
     def rank(self) -> int:
-        """Of this process."""
+        """Rank of this process."""
         return 0 if self._group is None else int(self._group.rank())
 
     def any_of(self, mine: Sequence[bool]) -> list[bool]:
-        """What holds on any rank, for each of the same questions."""
+        """Return for each flag, in the order of ``mine``, whether it is set on any rank."""
         if self._group is None or not mine:
             return list(mine)
         told, options = torch.tensor(mine, dtype=torch.uint8), dist.AllreduceOptions()
@@ -48,17 +48,18 @@ class Ranks:
         return [bool(one) for one in told.tolist()]
 
     def run(self, work: Callable[[], T]) -> T:
-        """What ``work`` returns, if it has ended on all ranks.
+        """Return the result of ``work``, if it has succeeded on all ranks.
 
         Raises:
-            GuestLostError, MigrationError: It has not; the work's own error, if this rank has one.
+            GuestLostError, MigrationError: The work has failed on a rank; the work's own error if
+                it has failed on this one.
         """
         if self._group is None:
             return work()
         failed: Exception | None = None
         try:
             done = work()
-        except Exception as error:  # whatever it is, others wait for this rank
+        except Exception as error:  # any error: the other ranks wait for this one
             failed = error
         (has_failed,) = self.any_of([failed is not None])
         if failed is not None:
@@ -70,23 +71,24 @@ class Ranks:
     def lost(
         self, mine: GuestLostError | None, give_up: Callable[[str], GuestLostError]
     ) -> GuestLostError | None:
-        """Why a guest is lost on any rank; None where it is on none.
+        """Return the reason why a guest is lost on any rank; None if it is lost on none.
 
         Args:
-            mine: Why it is on this one; None where it is not.
-            give_up: Ends the guest's process of this rank.
+            mine: Reason why the guest is lost on this rank; None if it is not.
+            give_up: Function that ends the guest's process of this rank.
         """
         (is_lost,) = self.any_of([mine is not None])
         return mine or give_up(OTHER_FAILED) if is_lost else None
 
     def step(self, work: Callable[[], T], give_up: Callable[[str], GuestLostError]) -> T:
-        """What a guest answers to its part of a step, if the guests of all ranks have.
+        """Return the guest's answer to its part of a step, if the guests of all ranks answer.
 
         Args:
-            give_up: Ends the guest's process of this rank.
+            work: Function that returns the answer of this rank's guest process.
+            give_up: Function that ends the guest's process of this rank.
 
         Raises:
-            GuestLostError: One has not; this rank's process is given up then, too.
+            GuestLostError: A guest process has not answered; this rank's is given up then, too.
         """
         try:
             return self.run(work)

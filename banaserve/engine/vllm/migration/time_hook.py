@@ -1,4 +1,4 @@
-"""Place for an engine in modelled time to spend what a migration takes on the modelled hardware."""
+"""Hook for an engine in modelled time to spend a migration's time on the modelled hardware."""
 
 from __future__ import annotations
 
@@ -6,30 +6,31 @@ from banaserve.engine.vllm.migration.units.base import MigrationUnit
 
 
 class TimeHook:
-    """Called where a host has done a piece of a migration, before it goes on; does nothing.
+    """Hook that a host calls after each part of a migration, before it goes on; does nothing.
 
-    Each method may block, and is part of what the host measures. It is called by the thread that
-    did the work: ``committed`` by the engine's, between two steps, the others by any.
+    Each method may block; the host's measurements include the time of the call. A method is called
+    by the thread that did the work: ``committed`` by the engine's thread between two steps, the
+    others by any thread.
     """
 
     def copied(self, num_bytes: int, took_s: float) -> None:
-        """Blocks of KV are where they should be.
+        """Handle the end of a copy of KV blocks.
 
         Args:
-            num_bytes: That were copied.
-            took_s: Seconds since the copy began.
+            num_bytes: Number of bytes copied.
+            took_s: Time since the copy began, in seconds.
         """
 
     def built(self, modules: MigrationUnit, took_s: float) -> None:
-        """A guest has built modules.
+        """Handle the end of building modules in a guest.
 
         Args:
-            took_s: Seconds since it was asked to.
+            took_s: Time since the guest was asked to build them, in seconds.
         """
 
     def committed(self) -> None:
-        """The model's proxies are in place; the engine still stands still."""
+        """Handle a commit: the model's proxies are in place, the engine still stands still."""
 
 
 REAL_TIME = TimeHook()
-"""Of engines whose migrations take the time that they take."""
+"""Hook of engines in real time, which add no time to a migration."""

@@ -1,4 +1,4 @@
-"""Shape of the model that moves, and the phases of a move with those that may follow each."""
+"""Sizes of the model, and the phases of a move with the transitions allowed between them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from banaserve.errors import MigrationError
 
 
 class ModelGeometry(msgspec.Struct, frozen=True):
-    """Sizes that units are checked against; ``num_kv_heads`` are those of this worker.
+    """Sizes of the model that units are checked against.
 
     Attributes:
-        num_experts: Routed ones of each layer that has any; 0 in a dense model.
+        num_kv_heads: Number of KV heads of this worker.
+        num_experts: Number of routed experts of each layer that has any; 0 in a dense model.
     """
 
     num_layers: int
@@ -24,9 +25,9 @@ class ModelGeometry(msgspec.Struct, frozen=True):
 class MovePhase(Enum):
     """Phase of a move.
 
-    Until COMMITTED the source serves and nothing of it has changed, so every phase before it can
-    end in ABORTED or FAILED at no cost. A committed move can only be followed by another move.
-    One that is committed without COPYING copies everything at a standstill.
+    Until COMMITTED the source serves and is unchanged, so every phase before COMMITTED can end in
+    ABORTED or FAILED at no cost. A committed move can only be undone by another move. A move that
+    is committed without COPYING copies everything at a standstill.
     """
 
     PREPARING = "preparing"
@@ -55,11 +56,11 @@ ALLOWED: dict[MovePhase, frozenset[MovePhase]] = {
 }
 
 OPEN = frozenset({MovePhase.PREPARING, MovePhase.PREPARED, MovePhase.COPYING, MovePhase.COPIED})
-"""Phases in which the source still serves and the move may yet be given up."""
+"""Phases in which the source still serves and the move can be aborted."""
 
 
 def check_step(move_id: str, before: MovePhase, after: MovePhase) -> None:
-    """Refuse a change of phase that is not in the table.
+    """Refuse a change of phase that is not in ``ALLOWED``.
 
     Raises:
         MigrationError: ``after`` may not follow ``before``.

@@ -1,4 +1,4 @@
-"""Contract of the front door with the workers of engines whose layers and heads can move."""
+"""Contract between the front door and the workers of engines whose layers and heads can move."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from banaserve.engine.vllm.migration.units.registry import AnyUnit
 
 
 class LinkState(Enum):
-    """Connection of a host to a guest. A lost one stays so until it is detached."""
+    """Connection of a host to a guest. A lost connection stays lost until it is detached."""
 
     CONNECTING = "connecting"
     READY = "ready"
@@ -21,13 +21,13 @@ class LinkState(Enum):
 
 
 class GuestLinkStatus(msgspec.Struct, frozen=True):
-    """A guest as its host sees it.
+    """State of a guest as its host sees it.
 
     Attributes:
-        reason: Why it was lost; empty where it was not.
-        round_trips: Steps that it has computed a part of.
-        share: Of its target's device that it may take, in (0, 1].
-        steps_saved: Steps whose blocks it has saved to the store itself.
+        reason: Reason why the guest was lost; empty if it was not.
+        round_trips: Number of answers of the guest to parts of steps.
+        share: Share of its target's device that the guest may take, in (0, 1].
+        steps_saved: Number of these answers whose blocks the guest saved to the store itself.
     """
 
     state: LinkState
@@ -38,25 +38,25 @@ class GuestLinkStatus(msgspec.Struct, frozen=True):
 
 
 class MoveFacts(msgspec.Struct, omit_defaults=True):
-    """Measurements of a move; None is not measured yet.
+    """Measurements of a move; times in seconds, None for a value that is not measured yet.
 
     Attributes:
-        prepare_s: Of building the unit in its target, or of making room for it at home.
-        weight_bytes: Loaded by the guest.
-        rounds: Of copies while the source served.
-        precopy_bytes: KV copied in them, also in one that is under way.
-        planned_bytes: KV of all copies that have begun, copied or not yet.
-        precopy_s: That they took.
-        commit_blocks: Copied at the standstill.
-        commit_bytes: KV of them.
-        copy_s: That this took.
-        activate_s: Until the target was ready to serve after that.
-        swap_s: Until the model's proxies were in place after that.
-        stall_s: Of the engine: ``copy_s + activate_s + swap_s``.
-        predicted_bytes: What moved away of the pool that the engine started with.
-        freed_bytes: Really given back, as the kernel counts; with ``predicted_bytes`` where the
-            source was the host.
-        free_s: That giving back took.
+        prepare_s: Time to build the unit in its target, or to make room for it at home.
+        weight_bytes: Bytes of weights that the guest loaded.
+        rounds: Number of rounds of copies while the source served.
+        precopy_bytes: KV bytes copied in these rounds, including a round under way.
+        planned_bytes: KV bytes of all copies that have begun, copied or not yet.
+        precopy_s: Time of these rounds.
+        commit_blocks: Number of blocks copied at the standstill.
+        commit_bytes: KV bytes of the blocks copied at the standstill.
+        copy_s: Time to copy at the standstill.
+        activate_s: Time from the end of this copy until the target was ready to serve.
+        swap_s: Time from then until the model's proxies were in place.
+        stall_s: Stall of the engine: ``copy_s + activate_s + swap_s``.
+        predicted_bytes: KV bytes that moved away, of the pool that the engine started with.
+        freed_bytes: Bytes given back as the kernel counts them. This and ``predicted_bytes`` are
+            measured if the source was the host.
+        free_s: Time to give the memory back.
     """
 
     rounds: int = 0
@@ -76,19 +76,20 @@ class MoveFacts(msgspec.Struct, omit_defaults=True):
     free_s: float | None = None
 
     def measured(self) -> dict[str, int | float]:
-        """What has been measured, by name."""
+        """Return the values that have been measured, by name."""
         values = msgspec.structs.asdict(self)
         return {name: value for name, value in values.items() if value is not None}
 
 
 class MoveReport(msgspec.Struct, frozen=True):
-    """How far a move is.
+    """Progress of a move.
 
     Attributes:
-        target: Id of the guest that the unit goes to; None: home.
-        reason: Why it has failed; empty where it has not.
-        dirty_blocks: Written and not copied yet; None where no copy has begun, or copies are over.
-        facts: Measured so far.
+        target: Id of the guest that the unit goes to; None for home.
+        reason: Reason of the failure; empty if the move has not failed.
+        dirty_blocks: Number of blocks written and not copied yet; None if no copy has begun, or
+            copies are over.
+        facts: Measurements so far.
     """
 
     move_id: str
@@ -101,10 +102,10 @@ class MoveReport(msgspec.Struct, frozen=True):
 
 
 class CommitReport(msgspec.Struct, frozen=True):
-    """A move after its commit.
+    """Report of a move after its commit.
 
     Attributes:
-        epoch: Of the placement that the commit has made.
+        epoch: Epoch of the placement that the commit has made.
     """
 
     move: MoveReport
@@ -112,12 +113,13 @@ class CommitReport(msgspec.Struct, frozen=True):
 
 
 class UnitStatus(msgspec.Struct, frozen=True):
-    """A unit that is away.
+    """Unit that is away.
 
     Attributes:
-        guest_id: Of the guest that runs it.
-        epoch: Of the placement that put it to work there.
-        num_older_blocks: KV blocks that the guest holds of a context; None of other units.
+        guest_id: Id of the guest that runs the unit.
+        epoch: Epoch of the placement that activated the unit there.
+        num_older_blocks: Number of KV blocks that the guest holds of a context; None for other
+            kinds of units.
     """
 
     unit_id: str
@@ -128,16 +130,17 @@ class UnitStatus(msgspec.Struct, frozen=True):
 
 
 class KvStatus(msgspec.Struct, frozen=True):
-    """The KV cache of a host.
+    """KV cache of a host.
 
     Attributes:
-        num_blocks: Of the pool when the engine started.
-        max_blocks: Room that is reserved.
-        blocks_gained: By how much the pool may be larger than at the start.
-        page_bytes: Of one block of one layer.
-        num_layers: Of the model.
-        resident_bytes: Memory that backs the cache; None where it was not asked for.
-        written_blocks: That steps have written since the start, or since KV was last lost.
+        num_blocks: Number of blocks of the pool when the engine started.
+        max_blocks: Number of blocks for which room is reserved.
+        blocks_gained: Number of blocks by which the pool may be larger than at the start.
+        page_bytes: Bytes of one block of one layer.
+        num_layers: Number of layers of the model.
+        resident_bytes: Memory that backs the cache, in bytes; None if it was not asked for.
+        written_blocks: Number of blocks that steps have written since the start, or since KV was
+            last lost.
     """
 
     num_blocks: int
@@ -150,15 +153,15 @@ class KvStatus(msgspec.Struct, frozen=True):
 
 
 class HostStatus(msgspec.Struct, frozen=True):
-    """What runs where, as the host of a migration knows it.
+    """Placement, guests and moves as the host of a migration knows them.
 
     Attributes:
-        epoch: Of the placement; grows with each change of it.
-        guests: By id.
-        moves: Under way, and the last of those that are over, by id.
-        units: Away.
-        guests_lost: Since the start, that held a unit.
-        steps_lost: Since the start; they were run again.
+        epoch: Epoch of the placement; grows with each change of the placement.
+        guests: Guests by id.
+        moves: Moves under way and the last ended ones, by id.
+        units: Units that are away.
+        guests_lost: Number of guests with a unit that were lost since the start.
+        steps_lost: Number of steps lost since the start; these steps were run again.
     """
 
     epoch: int
@@ -174,22 +177,23 @@ class HostStatus(msgspec.Struct, frozen=True):
 class MigrationApi:
     """Methods of a worker, called by ``collective_rpc``; they run between two engine steps.
 
-    All but ``commit`` and ``usage`` return at once: what takes long runs in a thread, ``status``
-    tells how far it is. Every method refuses where the engine cannot migrate, with the reason.
+    All but ``commit``, ``share`` and ``usage`` return at once: long work runs in a thread, and
+    ``status`` returns its progress. Every method refuses, with the reason, if the engine cannot
+    migrate.
     """
 
     def banaserve_migration_attach(self, addresses: list[GuestAddress]) -> None:
-        """Begin to connect to a guest; ``HostStatus.guests`` tells how far that is.
+        """Begin to connect to a guest; ``HostStatus.guests`` has the state of the connection.
 
         Start the guest first, or right after.
 
         Args:
-            addresses: Of its processes, one for each tensor-parallel rank.
+            addresses: Addresses of the guest's processes, one for each tensor-parallel rank.
         """
         raise NotImplementedError
 
     def banaserve_migration_detach(self, guest_id: str) -> None:
-        """End the connection, and so the guest; refused while a unit runs there or moves there."""
+        """End the connection, and so the guest; refused while a unit runs or moves there."""
         raise NotImplementedError
 
     def banaserve_migration_prepare(
@@ -197,74 +201,75 @@ class MigrationApi:
     ) -> MoveReport:
         """Begin to build modules, all of them at home, in a guest.
 
-        The unit is called ``move_id`` from here on. A guest that serves cannot load layers: start
-        another. The heads of a layer are named in ascending order.
+        The unit's id is ``move_id`` from here on. A guest that serves cannot load layers: start
+        another guest. The heads of a layer are named in ascending order.
         """
         raise NotImplementedError
 
     def banaserve_migration_move_on(
         self, move_id: str, unit_id: str, guest_id: str | None = None
     ) -> MoveReport:
-        """Begin to move a unit that is away to another guest, or home where ``guest_id`` is None.
+        """Begin to move a unit that is away to another guest, or home if ``guest_id`` is None.
 
-        Home: if the pool has grown, shrink it first. Then as for ``prepare``.
+        Before a move home, shrink the pool if it has grown. The next steps are those after
+        ``prepare``.
         """
         raise NotImplementedError
 
     def banaserve_migration_precopy(self, move_id: str) -> MoveReport:
-        """Begin to copy rounds of written blocks until they stop shrinking; callable again."""
+        """Begin to copy written blocks in rounds until the rounds stop shrinking; repeatable."""
         raise NotImplementedError
 
     def banaserve_migration_commit(self, move_id: str) -> CommitReport:
-        """Copy what is left and let the target serve; blocks for the stall.
+        """Copy the remaining blocks and let the target serve; blocks for the stall.
 
-        The phase must be prepared, and everything is copied at a standstill, or copied.
+        The phase must be ``copied``, or ``prepared``: then everything is copied at a standstill.
         """
         raise NotImplementedError
 
     def banaserve_migration_free(self, move_id: str) -> MoveReport:
-        """Begin to give back the source's memory; until that is done the unit cannot move."""
+        """Begin to free the source's memory; the unit cannot move until this is done."""
         raise NotImplementedError
 
     def banaserve_migration_abort(self, move_id: str) -> MoveReport:
-        """Give a move up, any time before its commit."""
+        """Abort a move, at any time before its commit."""
         raise NotImplementedError
 
     def banaserve_migration_overlap(self, max_microbatches: int) -> OverlapStatus:
-        """Cut steps into at most so many parts where ranges of layers are away, from the next on.
+        """Set the maximum micro-batches of the next steps, for while ranges of layers are away.
 
-        So host and guests compute at once; with 1 guests are waited for. Refused out of range, and
-        where steps of this engine cannot be cut.
+        With micro-batches host and guests compute concurrently; with 1 the host waits for its
+        guests. Refused if the number is out of range or steps of this engine cannot be cut.
         """
         raise NotImplementedError
 
     def banaserve_migration_share(self, guest_id: str, fraction: float) -> None:
         """Let a guest compute for at most this fraction of the time, in (0, 1].
 
-        Waits, and is refused, as ``usage``.
+        Waits for the guest, and is refused, in the same way as ``usage``.
         """
         raise NotImplementedError
 
     def banaserve_migration_usage(self, guest_id: str) -> GuestUsage:
-        """What a guest takes of its target.
+        """Return the resources of its target that a guest uses.
 
-        Waits for the guest's answer, which comes between two of its steps; refused while it loads
-        layers.
+        Waits for the guest's answer, which comes between two of its steps; refused while the guest
+        loads layers.
         """
         raise NotImplementedError
 
     def banaserve_migration_experts(self, counting: bool) -> dict[int, list[int]]:
-        """How often each routed expert was chosen since it is counted, by layer.
+        """Return how often each routed expert was chosen since counting began, by layer.
 
         Args:
-            counting: Begin to count, or go on; False ends it.
+            counting: True to begin or go on counting; False to end it.
         """
         raise NotImplementedError
 
     def banaserve_migration_status(self, memory: bool = False) -> HostStatus:
-        """What runs where; notices guests that have died.
+        """Return the host's status; notices guests that have died.
 
         Args:
-            memory: Count what backs the KV cache too, which takes milliseconds.
+            memory: True to count the memory that backs the KV cache, which takes milliseconds.
         """
         raise NotImplementedError

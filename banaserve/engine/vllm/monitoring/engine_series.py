@@ -1,4 +1,4 @@
-"""vLLM's Prometheus series of each instance, in registries of their own."""
+"""vLLM's Prometheus series of each instance, in separate registries."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OF_PROMPTS = frozenset(
         "vllm:request_prefill_time_seconds",
     }
 )
-"""Metrics of a request's prompt: its prefill leg counts, where it has one."""
+"""Metrics of a request's prompt, counted in its prefill leg if it has one."""
 OF_OUTPUT = frozenset(
     {
         "vllm:request_success",
@@ -47,7 +47,7 @@ OF_OUTPUT = frozenset(
         "vllm:e2e_request_latency_seconds",
     }
 )
-"""Metrics of a request and its output: its decode leg counts, where it has two."""
+"""Metrics of a request and its output, counted in its decode leg if it has two legs."""
 _BY_LEG = {
     Leg.PREFILL: OF_PROMPTS,
     Leg.DECODE: OF_OUTPUT,
@@ -58,12 +58,11 @@ LabelledRegistry = tuple[Mapping[str, str], CollectorRegistry]
 
 
 class EngineSeries:
-    """vLLM's Prometheus series of each instance, in registries of its own: instances come and go.
+    """vLLM's Prometheus series of each instance, in registries that come and go with instances.
 
-    vLLM's logger takes one registry of the process for all engines, and a second logger would
-    remove the series of the first. Each instance is an engine index of its own there. Metrics of
-    requests are kept for each kind of leg, such that each sum over all legs and instances counts a
-    request once.
+    vLLM's logger uses one registry of the process for all engines, and a second logger would remove
+    the series of the first. Each instance has an engine index of its own. Metrics of requests are
+    kept for each kind of leg, so that a sum over all legs and instances counts each request once.
     """
 
     def __init__(self, config: VllmConfig) -> None:
@@ -74,32 +73,32 @@ class EngineSeries:
 
     @property
     def registries(self) -> Sequence[LabelledRegistry]:
-        """Those with series to show now."""
+        """Registries with series to show now."""
         return [
             labelled for one in tuple(self._instances.values()) for labelled in one.registries()
         ]
 
     def add(self, instance_id: InstanceId) -> None:
-        """Begin with the series of an instance."""
+        """Add the series of an instance."""
         self._instances[instance_id] = _InstanceSeries(
             self._config, next(self._indexes), instance_id
         )
 
     def forget(self, instance_id: InstanceId) -> None:
-        """Show the series of an instance no more."""
+        """Remove the series of an instance."""
         self._instances.pop(instance_id, None)
 
     def logger_class(
         self, instance_id: InstanceId, on_stats: Callable[[SchedulerStats], None]
     ) -> type[Any]:
-        """A logger class for one instance's engine client that passes everything on."""
+        """Make a logger class for one instance's engine client, which passes everything on."""
         series = self._instances[instance_id]
 
         class InstanceLogger(compat.PrometheusStatLogger):
             def __init__(
                 self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None
             ) -> None:
-                pass  # registers nothing: the instance's loggers have, and outlive its engine
+                pass  # registers no series: the instance's own loggers did, and outlive its engine
 
             def record(
                 self,
@@ -132,10 +131,10 @@ class _InstanceSeries:
     """Loggers and registries of one instance: of its engine, and of each kind of leg.
 
     Args:
-        index: Engine index that vLLM's series bear.
+        index: Engine index in the labels of vLLM's series.
 
     Attributes:
-        engine: vLLM's logger of what is not of single requests.
+        engine: vLLM's logger of the metrics that do not belong to single requests.
     """
 
     def __init__(self, config: VllmConfig, index: int, instance_id: InstanceId) -> None:
@@ -149,7 +148,7 @@ class _InstanceSeries:
         self._counted = {Leg.WHOLE}
 
     def registries(self) -> Iterator[LabelledRegistry]:
-        """Yields those with series to show: of legs that it has had, and whole ones."""
+        """Yield the registries to show: the engine's, of legs counted so far, and of whole ones."""
         yield {"instance_id": self._id}, self._of_engine
         for leg, (_, registry) in self._legs.items():
             if leg in self._counted:
@@ -161,7 +160,7 @@ class _InstanceSeries:
         iteration: IterationByLeg | None,
         mm_cache_stats: MultiModalCacheStats | None,
     ) -> None:
-        """Count outputs, and the step that they come from where there was one."""
+        """Count outputs, and the step that they come from, if any."""
         is_step = iteration is not None and scheduler_stats is not None
         of_engine = iteration.of_engine() if iteration is not None and is_step else None
         self.engine.record(scheduler_stats, of_engine, mm_cache_stats, self._index)
@@ -174,10 +173,10 @@ class _InstanceSeries:
 def _logger_apart(
     config: VllmConfig, index: int, shows: Callable[[str], bool]
 ) -> tuple[Any, CollectorRegistry]:
-    """vLLM's logger for one engine, and a registry that alone has its series, of some names.
+    """Make vLLM's logger for one engine, and a registry with those of its series that are shown.
 
-    The constructor registers them in the registry of the process, and removes from there what has
-    vLLM's prefix, which is put back.
+    vLLM's constructor registers its series in the registry of the process, and removes all earlier
+    ones with vLLM's prefix, which are put back here.
     """
     others = _vllm_collectors()
     logger = compat.PrometheusStatLogger(config, [index])

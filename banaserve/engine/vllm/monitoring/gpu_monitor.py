@@ -1,7 +1,7 @@
-"""GPU figures of an instance by NVML, where there is NVML: for people, beside our own counts.
+"""GPU usage of an instance by NVML, if available: for people, in addition to our own counts.
 
 The busy fraction is the share of time with any kernel running, so that an engine with one request
-looks as busy as a full one; decisions count on the steps that the worker measures.
+looks as busy as a full one; decisions rely on the steps that the worker measures.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from banaserve.engine.vllm.compat.nvml import NVML
 logger = logging.getLogger(__name__)
 
 _PERIOD_S = 0.5
-"""NVML's own figures are no newer, and asking takes up to a millisecond."""
+"""Minimum time between two queries, in seconds.
+
+NVML updates its values no more often, and a query takes up to a millisecond.
+"""
 
 
 class GpuUsage(NamedTuple):
-    """Of all GPUs of an instance, both in [0, 1].
+    """Usage of all GPUs of an instance, both values in [0, 1].
 
     Attributes:
         busy_fraction: Mean share of time with a kernel running.
-        memory_fraction: Memory in use, by whomever.
+        memory_fraction: Share of memory in use, by any process.
     """
 
     busy_fraction: float
@@ -32,11 +35,11 @@ class GpuUsage(NamedTuple):
 
 
 class GpuMeter:
-    """Asks NVML about some GPUs, twice a second at most.
+    """Meter of some GPUs, which queries NVML at most twice a second.
 
     Args:
-        handles: NVML's, at least one.
-        nvml: The bindings.
+        handles: NVML's handles of the GPUs, at least one.
+        nvml: NVML's bindings.
     """
 
     def __init__(self, handles: Sequence[Any], clock: Clock, nvml: Any = NVML) -> None:
@@ -48,10 +51,10 @@ class GpuMeter:
 
     @classmethod
     def open(cls, devices: str, clock: Clock, nvml: Any = NVML) -> Self | None:
-        """Returns a meter of ``devices``, or None where there is no GPU or NVML knows none of it.
+        """Return a meter of ``devices``; None if there is no GPU, or if NVML fails.
 
         Args:
-            devices: As in CUDA_VISIBLE_DEVICES: numbers or UUIDs; empty for none.
+            devices: GPUs as in CUDA_VISIBLE_DEVICES: numbers or UUIDs; empty for none.
         """
         names = [name.strip() for name in devices.split(",") if name.strip()]
         if not names:
@@ -64,7 +67,7 @@ class GpuMeter:
             return None
 
     def read(self) -> GpuUsage | None:
-        """What the GPUs do at present; None from the moment on at which NVML cannot say."""
+        """Return the present usage of the GPUs; None from the first failure of NVML on."""
         now_s = self._clock.now()
         if self._handles and now_s >= self._next_s:
             self._next_s = now_s + _PERIOD_S

@@ -1,7 +1,7 @@
-"""Statistics of one step's outputs, those of each kind of leg apart.
+"""Statistics of one step's outputs, separate for each kind of leg.
 
-vLLM counts what each engine puts out. A request with a prefill leg and a decode leg would count
-twice: as two requests, with two prompts and a token too many.
+vLLM counts the output of each engine. A request with a prefill leg and a decode leg would count
+twice: as two requests, with two prompts and one token too many.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from banaserve.engine.vllm.compat.engine import (
 
 
 class Leg(StrEnum):
-    """Kind of a leg, as vLLM's request metrics are labelled with it.
+    """Kind of a leg, which labels vLLM's request metrics.
 
     Attributes:
-        PREFILL: It computes the prompt, which counts here.
-        DECODE: It goes on after a prefill leg; the request and its output count here.
-        WHOLE: It does both.
-        UNCOUNTED: It computes a prompt that has been counted.
+        PREFILL: Leg that computes the prompt, which is counted here.
+        DECODE: Leg that follows a prefill leg; the request and its output are counted here.
+        WHOLE: Leg that computes prompt and output.
+        UNCOUNTED: Leg that computes a prompt that has been counted already.
     """
 
     PREFILL = "prefill"
@@ -35,7 +35,7 @@ class Leg(StrEnum):
 
 
 class Sequences:
-    """Sequences of one request, which is one request to the metrics of its parameters.
+    """Sequences of one request, which the metrics of its parameters count once.
 
     Args:
         num_sequences: Number of sequences that the request asks for, its ``n``.
@@ -47,7 +47,11 @@ class Sequences:
         self._num_open = num_sequences
 
     def has_ended(self, num_tokens: int) -> bool:
-        """Whether the sequence that has ended, after so many output tokens, was the last one."""
+        """Note the end of a sequence after ``num_tokens`` output tokens.
+
+        Returns:
+            True if it was the last sequence of the request.
+        """
         self._num_open -= 1
         self.most_tokens = max(self.most_tokens, num_tokens)
         return self._num_open == 0
@@ -65,7 +69,7 @@ class IterationByLeg(IterationStats):
     """vLLM's statistics of the outputs of one step.
 
     Attributes:
-        by_leg: Counts of each kind of leg, as vLLM would have them without the other kinds.
+        by_leg: Counts of each kind of leg, as vLLM would count without the other kinds.
     """
 
     def __init__(self) -> None:
@@ -84,7 +88,7 @@ class IterationByLeg(IterationStats):
         queued_s, was_scheduled = req_stats.queued_ts, req_stats.scheduled_ts > 0.0
         counts = self._of(_leg(req_stats))
         counts.update_from_output(output, engine_core_timestamp, is_prefilling, req_stats, *names)
-        if was_scheduled:  # A stream that goes on elsewhere has waited where it began.
+        if was_scheduled:  # A stream that continues elsewhere waited where it began.
             req_stats.queued_ts = queued_s
 
     def update_from_finished_request(
@@ -117,7 +121,7 @@ class IterationByLeg(IterationStats):
             counts.max_num_generation_tokens_iter.append(sequences.most_tokens)
 
     def of_engine(self) -> IterationStats:
-        """What the engine has done in this step, for all of its legs."""
+        """Return the counts of the engine in this step, over all of its legs."""
         whole = IterationStats()
         for one in self.by_leg.values():
             whole.num_generation_tokens += one.num_generation_tokens
@@ -135,15 +139,15 @@ _COMPLETE = frozenset({FinishReason.STOP, FinishReason.LENGTH})
 
 
 def _leg(stats: RequestStateStats) -> Leg:
-    """The leg; sessions and requests for embeddings are whole, in vLLM's own statistics."""
+    """Return the kind of leg; sessions and embedding requests have vLLM's statistics: whole."""
     return stats.leg if isinstance(stats, LegRequestStats) else Leg.WHOLE
 
 
 def never_below_zero(finished: Any) -> None:
-    """Let no stretch of a finished request's time be negative.
+    """Raise negative times of a finished request to 0.
 
-    vLLM counts from the engine's own scheduling. A first token from prefill, or from the engine
-    where a stream was before, comes before the engine that ends the request has scheduled it.
+    vLLM counts from the engine's own scheduling. A first token from prefill, or from the previous
+    engine of a stream, precedes the scheduling in the engine that ends the request.
     """
     for name in ("queued_time", "prefill_time", "decode_time", "inference_time"):
         setattr(finished, name, max(0.0, getattr(finished, name)))

@@ -1,4 +1,4 @@
-"""Prometheus metrics of banaserve beside vLLM's: requests, store, migration, modelled time."""
+"""Prometheus metrics of banaserve in addition to vLLM's: requests, store, migration, nodes."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ _BY_KIND = {
 
 
 def count_transfers(instance_id: str, amounts: Mapping[str, float]) -> None:
-    """Add what an instance's connector has counted since its last report."""
+    """Add the counts of an instance's connector since its last report."""
     for name, amount in amounts.items():
         if (counter := _counter(instance_id, name)) is not None:
             counter.inc(amount)
@@ -156,7 +156,7 @@ def count_transfers(instance_id: str, amounts: Mapping[str, float]) -> None:
 
 @cache
 def _counter(instance_id: str, name: str) -> Counter | None:
-    """The counter of what is reported as ``name``; kept, since it is wanted with every step."""
+    """Return the counter reported as ``name``, or None; cached, since each step needs it."""
     family, _, kind = name.partition("_")
     if (counter := _TRANSFERS.get(name)) is not None:
         return counter.labels(instance_id)
@@ -217,9 +217,9 @@ EPOCH = Gauge("banaserve_placement_epoch", "Grows with each change of placement"
 
 
 def forget(instance_id: str) -> None:
-    """Drop the series of an instance that is there no more."""
+    """Drop the series of an instance that no longer exists."""
     _counter.cache_clear()
     for metric in (*globals().values(), *_TRANSFERS.values(), *_BY_KIND.values()):
         if isinstance(metric, MetricWrapperBase):
-            with contextlib.suppress(ValueError):  # it is of no single instance
+            with contextlib.suppress(ValueError):  # a metric without an instance's label
                 metric.remove_by_labels({"instance_id": instance_id})

@@ -1,12 +1,12 @@
-"""OpenTelemetry spans of requests, sent to an OTLP collector; imported only where asked for.
+"""OpenTelemetry spans of requests, sent to an OTLP collector; imported only if enabled.
 
 Names and attributes are those of OpenTelemetry's semantic conventions for HTTP servers and for
-generative AI; what these have no name for begins with ``banaserve.``. No span holds text of a
+generative AI; names that the conventions lack begin with ``banaserve.``. No span holds text of a
 prompt or of an answer.
 
-No request waits for any of this: spans are put together after the answer has left, by a task that
-asks the engines for their notes, and go through a queue of bounded length to a thread that sends
-them. What a queue has no room for is dropped and counted.
+No request waits for tracing: spans are made after the answer has been sent, by a task that asks the
+engines for their notes, and go through a queue of bounded length to a thread that sends them. Spans
+that find a queue full are dropped and counted.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from banaserve.platform.processes import in_daemon_thread
 
 logger = logging.getLogger(__name__)
 MAX_WAITING_CALLS = 1024
-"""Of which the engines have not been asked yet."""
+"""Maximum number of calls about which the engines have not been asked yet."""
 MAX_QUEUED_SPANS = 8192
-"""That wait for the collector, those on their way included: a few megabytes."""
+"""Maximum number of spans that wait for the collector or are being sent: a few megabytes."""
 _BATCH_CALLS = 64
 _COLLECT_EVERY_S = 0.5
 _CLOSE_S = 3.0
@@ -53,16 +53,16 @@ _SERVER_ERROR = 500
 
 
 class CollectsTraces(Protocol):
-    """Puts together what all processes have noted of requests."""
+    """Collector of the notes of all processes about requests."""
 
     async def traces_of(self, requests: Sequence[RequestNotes]) -> list[RequestTrace]: ...
 
 
 class _CountingExporter(SpanExporter):
-    """Counts what came of the spans that another exporter sent.
+    """Exporter that counts the outcomes of the spans that another exporter sends.
 
     Attributes:
-        num_ended: Spans that have been sent, or have not and will not be.
+        num_ended: Number of spans that were sent or have failed for good.
     """
 
     def __init__(self, inner: SpanExporter) -> None:
@@ -87,12 +87,12 @@ class _CountingExporter(SpanExporter):
 
 
 class BoundedSpans(SpanProcessor):
-    """OpenTelemetry's batches, which take no more spans than there is room for.
+    """OpenTelemetry's batch processor, which refuses spans if its queue is full.
 
-    Its own queue drops the oldest span and counts nothing.
+    OpenTelemetry's own queue drops the oldest span and counts nothing.
 
     Args:
-        max_spans: Waiting and on their way.
+        max_spans: Maximum number of spans that wait or are being sent.
     """
 
     def __init__(self, exporter: SpanExporter, max_spans: int = MAX_QUEUED_SPANS) -> None:
@@ -122,7 +122,7 @@ class BoundedSpans(SpanProcessor):
 
 @dataclass
 class _Traced:
-    """What is kept of a call: its own span, and its requests."""
+    """State kept of a call: its own span, and its requests."""
 
     server: Span
     requests: list[tuple[OtlpSpan, RequestNotes]] = field(default_factory=list)
@@ -141,14 +141,15 @@ class OtlpSpan:
 
 
 class OtlpTracer:
-    """Makes spans of requests; see ``http_call.RequestTracer``.
+    """Maker of spans of requests; see ``http_call.RequestTracer``.
 
     Used on the event loop; call ``start`` there first.
 
     Args:
-        exporter: Sends spans; may block, in a thread of its own.
-        collector: Asks the engines.
-        model: As clients name it.
+        exporter: Exporter that sends spans; it may block, since it runs in a separate thread.
+        collector: Collector that asks the engines for their notes.
+        model: Name of the model for clients.
+        max_spans: Maximum number of spans that wait or are being sent.
     """
 
     def __init__(
@@ -169,11 +170,11 @@ class OtlpTracer:
         self._collecting: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to put traces together."""
+        """Start the task that collects traces."""
         self._collecting = asyncio.create_task(self._collect_again())
 
     async def close(self) -> None:
-        """Send what there is, for three seconds at most: a collector may hang."""
+        """Collect, then send the remaining spans, for at most three seconds each: both may hang."""
         if self._collecting is not None:
             self._collecting.cancel()
             await asyncio.gather(self._collecting, return_exceptions=True)
@@ -214,7 +215,7 @@ class OtlpTracer:
             self._waiting.append(call)
 
     def _server_span(self, call: HttpCall) -> Span:
-        # A trace context that is malformed is none; the propagator raises nothing for it.
+        # A malformed trace context counts as none; the propagator raises nothing for it.
         parent = self._propagator.extract(dict(call.headers))
         return self._tracer.start_span(
             f"{call.method} {call.path}",
@@ -264,7 +265,7 @@ class OtlpTracer:
                 if part.name not in _OF_CALL or trace is last:
                     made.append(self._part(part, parent, at_ns))
                 else:
-                    made.append(server)  # of another request of this call: it is told once
+                    made.append(server)  # several requests of a call share these parts: made once
             _end_request(ours.span, trace, at_ns)
         server.set_attribute("http.response.status_code", call.status)
         if call.status >= _SERVER_ERROR:
@@ -294,7 +295,7 @@ def _ns(at_s: float) -> int:
 
 
 def _since(call: HttpCall, notes: RequestNotes) -> Callable[[float], int]:
-    """Makes nanoseconds since 1970 of seconds since a request's arrival."""
+    """Return a function from seconds since a request's arrival to nanoseconds since 1970."""
     arrived_ns = _ns(call.began_at_s + notes.arrived_s - call.began_s)
     return lambda at_s: arrived_ns + int(at_s * 1e9)
 

@@ -1,4 +1,4 @@
-"""Reports of an instance: what its steps do and how long they take, as its worker counts.
+"""Reports of an instance: the work and the time of its steps, as its worker counts them.
 
 They arrive in the statistics that vLLM sends with its outputs.
 """
@@ -18,36 +18,39 @@ from banaserve.types import BackPressure, InstanceId, InstanceReport
 
 SMOOTHING_S = 2.0
 _FIRST = StepTime.of(5e-3, 5e-4, 1e-7, 1e-6, 5e-4, doubt=3.0)
-"""A small model on a CPU: only the sizes matter, which the first dozens of steps correct."""
+"""First guess: a small model on a CPU. The first dozens of steps correct its magnitudes."""
 _SEEN_AFTER = 5
-"""Samples of a kind of work before which its coefficients are still the first guess."""
+"""Number of samples of a kind of work below which its coefficients are still the first guess."""
 _FETCH_WEIGHT = 0.1
 _LEARNT_AFTER = 20
-"""Samples before which the fill of a step would be guesswork."""
+"""Number of samples below which predictions, such as a step's fill, would be guesswork."""
 _ROOM = (
     *("room_prompts", "room_tokens", "room_longest_s"),
     *("room_held_blocks", "room_blocks", "room_block_bytes"),
 )
-"""Gauges of the connector: sums of changes, since reports of several steps are added up."""
+"""Gauges of the connector, sent as changes to be summed, since several steps share a report."""
 _LEARN_EVERY_S = 0.05
-"""Learning from a step costs the front door as much as passing on a token: the short steps of a
-small model are learnt from together, longer ones each."""
+"""Minimum time between two updates of the model of step times, in seconds.
+
+An update costs the front door as much as passing on a token: the short steps of a small model are
+learnt from together, longer ones individually.
+"""
 
 
 class StepMeter:
-    """Smooths what a worker measured, and learns to predict the time of its steps.
+    """Meter that smooths a worker's measurements and learns to predict the time of its steps.
 
     Args:
-        full_step_tokens: The most tokens that one step may compute; 0 where it is not known.
-        now_s: On the clock of all later calls.
+        full_step_tokens: Maximum number of tokens of one step; 0 if unknown.
+        now_s: Time now, on the clock of all later calls.
 
     Attributes:
         busy_fraction: Share of wall time spent in steps, in [0, 1].
-        step_s: Mean time of a step.
+        step_s: Mean time of a step, in seconds.
         step_tokens: Mean number of tokens in a step.
-        model: Predicts a step's time without waiting for copies.
-        remote_calls: Round trips to guests in each step at present.
-        fetch_block_s: Time to fetch a KV block, smoothed over fetches; 0 before the first.
+        model: Predictor of a step's time without waiting for copies.
+        remote_calls: Number of round trips to guests in each step at present.
+        fetch_block_s: Seconds to fetch a KV block, smoothed over fetches; 0 before the first.
     """
 
     def __init__(self, full_step_tokens: int, now_s: float) -> None:
@@ -65,19 +68,19 @@ class StepMeter:
         self._owed_s = 0.0
 
     def set_full_step(self, tokens: int) -> None:
-        """``tokens`` are the most that one step may compute from here on; 0 is not known."""
+        """Set the maximum number of tokens of one step from now on; 0 if unknown."""
         self._full = StepWork(tokens, tokens**2) if tokens else None
 
     @property
     def fill_fraction(self) -> float:
-        """How full its steps are, in [0, 1]; 1 until their times have been learnt."""
+        """Fill of the instance's steps, in [0, 1]; 1 until their times have been learnt."""
         if self.model.fit.num_samples < _LEARNT_AFTER or not self.step_s:
             return 1.0
         return self.model.fill_fraction(self._work, self._full)
 
     @property
     def coefficients(self) -> tuple[float, ...]:
-        """Of a step's time, 0 of work that it has hardly had; empty until they have been learnt."""
+        """Coefficients of a step's time; 0 for hardly measured work; empty until learnt."""
         fit = self.model.fit
         if fit.num_samples < _LEARNT_AFTER:
             return ()
@@ -90,21 +93,21 @@ class StepMeter:
 
     @property
     def call_s(self) -> float | None:
-        """What a round trip to a guest adds to a step; None until that has been learnt."""
+        """Seconds that a round trip to a guest adds to a step; None until learnt."""
         return self.model.call_s if self._num_remote_samples >= _LEARNT_AFTER else None
 
     def overlap_fraction(self, max_microbatches: int) -> float | None:
-        """How much of a guest's work would not be waited for; None until steps have been learnt.
+        """Return the share of a guest's work that the host would not wait for; None until learnt.
 
         Args:
-            max_microbatches: That a step may be cut into.
+            max_microbatches: Maximum number of micro-batches of a step.
         """
         if self.model.fit.num_samples < _LEARNT_AFTER:
             return None
         return overlap_fraction(self.model, self._work, max_microbatches)
 
     def record(self, counted: Mapping[str, float], now_s: float) -> None:
-        """Take what was counted since the last call: sums of ``TransferStats``."""
+        """Take the counts since the last call: sums of ``TransferStats``."""
         busy_s = counted.get("busy_seconds", 0.0)
         self._learn_fetch(counted.get("load_seconds", 0.0), counted.get("loaded_blocks", 0.0))
         weight = self._smooth_busy(busy_s, now_s)
@@ -131,14 +134,14 @@ class StepMeter:
             self.fetch_block_s += weight * (fetch_s / num_blocks - self.fetch_block_s)
 
     def idle(self, now_s: float) -> None:
-        """Nothing has run since the last call."""
+        """Record that nothing has run since the last call."""
         self._smooth_busy(0.0, now_s)
 
     def _smooth_busy(self, busy_s: float, now_s: float) -> float:
         elapsed_s = max(now_s - self._since_s, 1e-6)
         self._since_s = now_s
-        # Reports of several steps may be read at once: what the time since the last one has no
-        # room for belongs to the time before, and counts in the next.
+        # Reports of several steps may be read at once: busy time in excess of the time since the
+        # last call belongs to the time before it, and is counted in the next call.
         busy_s += self._owed_s
         counted_s = min(busy_s, elapsed_s)
         self._owed_s = min(busy_s - counted_s, SMOOTHING_S)
@@ -162,18 +165,18 @@ def _blended(old: StepWork, new: StepWork, weight: float) -> StepWork:
 
 
 class ReportBoard:
-    """Keeps the last report of one incarnation of an instance.
+    """Board with the last report of one incarnation of an instance.
 
-    Reports are read a few times a second and arrive with every step, so one is made up when it is
-    read.
+    Statistics arrive with every step, but reports are read only a few times a second, so a report
+    is made when it is read.
 
     Args:
-        full_step_tokens: The most tokens that one of its steps may compute.
-        gpu: Reads its GPUs; None where they cannot be read.
+        full_step_tokens: Maximum number of tokens of a step; 0 if unknown.
+        gpu: Meter of the instance's GPUs; None if they cannot be read.
 
     Attributes:
-        block_tokens: Of a KV block; 0 where it is not known yet.
-        room_wait_s: Seconds that its prompts have waited for room in the store.
+        block_tokens: Tokens per KV block; 0 while unknown.
+        room_wait_s: Seconds that the instance's prompts have waited for room in the store.
     """
 
     def __init__(
@@ -217,7 +220,7 @@ class ReportBoard:
         self._hear(_Heard(now_s, stats.num_running_reqs, num_waiting, usage, pressure))
 
     def answered(self, idle: bool) -> None:
-        """The engine has answered a question: what it last said still holds, or it is idle."""
+        """Renew the report as the engine has answered: its last statistics hold, or it is idle."""
         self._learn()
         now_s, heard = self._clock.now(), self._heard
         if idle or heard is None:
@@ -237,7 +240,7 @@ class ReportBoard:
         self._num_for_room.set(heard.back_pressure.num_prompts if heard.back_pressure else 0)
 
     def _learn(self) -> None:
-        """Let the meter take what was counted since the last time, which may be nothing."""
+        """Pass the counts since the last call, which may be empty, to the meter."""
         counted, self._unlearnt = self._unlearnt, {}
         self._learnt_s = self._clock.now()
         self.meter.record(counted, self._learnt_s)
@@ -265,7 +268,7 @@ class ReportBoard:
 
 @dataclass(frozen=True, slots=True)
 class _Heard:
-    """What an engine has said of itself."""
+    """Statistics that an engine has reported."""
 
     at_s: float
     num_running: int
@@ -275,7 +278,7 @@ class _Heard:
 
 
 def _pressure(room: Mapping[str, float]) -> BackPressure | None:
-    """Back-pressure by the gauges of the connector, in the order of ``_ROOM``."""
+    """Return the back-pressure by the connector's gauges, named in ``_ROOM``; None for none."""
     prompts, tokens, longest_s, held, blocks, block_bytes = (room[name] for name in _ROOM)
     if prompts < 1:
         return None

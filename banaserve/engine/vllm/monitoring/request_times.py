@@ -1,4 +1,4 @@
-"""Times of whole requests as metrics: first token and end."""
+"""Metrics of the times of whole requests: first token and end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _ENDS = frozenset({"stop", "length", "closed", "error"})
 
 
 def observe(notes: RequestNotes) -> None:
-    """Count a request that has ended; its trace is an example of the buckets that it falls into."""
+    """Count a request that has ended; its trace becomes the exemplar of its buckets."""
     assert notes.ended is not None
     ended_s, end = notes.ended
     exemplar = notes.span.exemplar if notes.span is not None else None

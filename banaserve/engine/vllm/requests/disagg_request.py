@@ -1,8 +1,9 @@
 """Run of one request over the instances: prefill leg, decode leg, retries and deadline.
 
-``run_request`` is the entry. A leg whose engine dies is tried again elsewhere, at most
-``MAX_DEATHS`` times, from the second on as the only one of those that engines may die of; a stream
-goes on after the tokens that it has sent.
+``run_request`` is the entry point. A leg whose engine dies is retried elsewhere. After two deaths
+without progress the request is a suspect, and suspects are retried one at a time; after at least
+``MAX_DEATHS`` deaths it is given up (``RequestContext.is_given_up``). A stream continues after the
+tokens that the client already has.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ logger = logging.getLogger(__name__)
 
 
 class EnginesDiedError(GracefulHTTPError):
-    """Instances have died under a request: tried again and again, it may take down all."""
+    """Error of a request that is not retried, since it may be what its instances died of.
+
+    Retried without end, such a request could kill all instances.
+    """
 
     def __init__(self, num_deaths: int) -> None:
         super().__init__(
@@ -42,7 +46,7 @@ class EnginesDiedError(GracefulHTTPError):
 
 
 def out_of_time() -> GracefulHTTPError:
-    """Counts a request whose deadline has passed; returns the error for its client."""
+    """Count a request whose deadline has passed; return the error for its client."""
     metrics.DEADLINES.inc()
     return GracefulHTTPError(
         "the request ran out of its time budget (--request-timeout)", HTTPStatus.GATEWAY_TIMEOUT
@@ -50,7 +54,7 @@ def out_of_time() -> GracefulHTTPError:
 
 
 def given_up(request_id: str | None, num_deaths: int) -> EnginesDiedError:
-    """Counts and names a request that may be what instances die of; returns its error."""
+    """Count and log a request that instances may die of; return the error for its client."""
     metrics.GIVEN_UP.inc()
     logger.error("request %s is given up: %d instances died under it", request_id, num_deaths)
     return EnginesDiedError(num_deaths)
@@ -59,7 +63,7 @@ def given_up(request_id: str | None, num_deaths: int) -> EnginesDiedError:
 async def run_request(
     context: RequestContext, router: Router
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Run all legs, again elsewhere after a death; one clear error where that is impossible."""
+    """Run all legs, and retry elsewhere after a death; raise one clear error if impossible."""
     cluster = router.cluster
     dead: Instance | None = None
     avoided: InstanceId | None = None
@@ -72,7 +76,7 @@ async def run_request(
                 context.trial = await turn.enter_async_context(router.trials.turn(context.deadline))
             async with asyncio.timeout_at(context.deadline):
                 if dead is not None and not context.tokens_so_far:
-                    # Until then the store keeps the prompt's blocks for it to write.
+                    # Until then the store keeps the prompt's blocks reserved for the dead engine.
                     await dead.wait_given_back()
                 route = await router.route(
                     context.request,
@@ -130,7 +134,7 @@ async def run_request(
             return
         except DEAD as death:
             died_at = _instance_of(leg, route)
-            dead = cluster.instances.get(died_at)  # it may have been removed since
+            dead = cluster.instances.get(died_at)  # None if removed meanwhile
             if dead is None or not dead.is_orphaned:
                 context.died()
             next_step = "tried again when it is its turn" if context.is_suspect else "tried again"
@@ -170,7 +174,7 @@ def _instance_of(leg: str, route: Route) -> InstanceId:
 
 
 def _has_left(context: RequestContext, cluster: Cluster, decode: InstanceId) -> bool:
-    """Whether a decode leg that was routed while its prompt was computed has to go elsewhere."""
+    """Return whether a decode leg, routed before its prompt was computed, must go elsewhere."""
     return cluster.has_left_decode(decode) or (
         bool(context.weights) and cluster.instance(decode).weights != context.weights
     )
@@ -185,7 +189,7 @@ def _note_death(
 
 
 def _comes_from_store(context: RequestContext, route: Route) -> bool:
-    """Whether ``route`` spares a prefill leg because of what the store has of the prompt."""
+    """Return whether ``route`` has no prefill leg because the store has part of the prompt."""
     num_prompt = len(context.request.prompt_token_ids or ())
     return (
         route.reason == LegReason.SHORT_PROMPT

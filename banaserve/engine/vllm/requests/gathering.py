@@ -1,10 +1,10 @@
-"""Groups in which decode legs begin: those whose prompts are computed at the same time.
+"""Groups of decode legs that begin together, since their prompts are computed at the same time.
 
 An engine that gets several prompts at once computes them in one step or two, and decodes them
-together. Apart, each prompt's decode leg begins as soon as it can, alone: more steps, each of which
-reads all weights. Here the first of a group waits until the prompts that were being computed for
-the same instance when it came are done, no longer than a limit, and whoever comes meanwhile goes
-along. No first token waits: it is prefill's.
+together. With separate prefill, each decode leg would begin alone, as soon as it can: more steps,
+each of which reads all weights. Here the first leg of a group waits, at most for a time limit,
+until all prompts that were being computed for the same instance at its arrival are done. Decode
+legs that arrive meanwhile join the group. No first token is delayed: it comes from prefill.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ class _Group:
     """Decode legs that begin together.
 
     Attributes:
-        awaited: Prompts that were being computed when the first of them came.
-        timer: Closes it when the first has waited long enough.
+        awaited: Unfinished ones of the prompts that were being computed when the first leg arrived.
+        closed: Event set when the legs may begin.
+        timer: Timer that closes the group when the first leg has waited for the limit.
     """
 
     def __init__(self, awaited: set[object]) -> None:
@@ -31,10 +32,10 @@ class _Group:
 
 
 class Gathering:
-    """Of all decode instances.
+    """Groups of decode legs, of all decode instances.
 
     Args:
-        limit_s: So long the first of a group waits at most; 0: nobody waits.
+        limit_s: Maximum waiting time of the first of a group, in seconds; 0 disables waiting.
     """
 
     def __init__(self, limit_s: float = 0.0) -> None:
@@ -44,7 +45,7 @@ class Gathering:
 
     @contextlib.contextmanager
     def coming(self, instance: InstanceId) -> Iterator[None]:
-        """A prompt is computed elsewhere that will be decoded at ``instance``."""
+        """Note, for the block, that a prompt computed elsewhere will be decoded at ``instance``."""
         prompt = object()
         coming = self._coming.setdefault(instance, set())
         coming.add(prompt)
@@ -61,14 +62,14 @@ class Gathering:
                     self._close(instance, group)
 
     def waits(self, instance: InstanceId) -> bool:
-        """Whether a decode leg that is about to begin there should wait for others."""
+        """Return whether a decode leg that is about to begin at ``instance`` should wait."""
         return self._limit_s > 0 and bool(self._coming.get(instance))
 
     async def gathered(self, instance: InstanceId, news: asyncio.Event | None = None) -> None:
-        """Return when the group of a decode leg that is about to begin there is whole.
+        """Return when the group of a decode leg that is about to begin at ``instance`` is complete.
 
         Args:
-            news: Set where something has come of the request, for which it waits no longer.
+            news: Event that ends the wait early: set when the request has an output or an error.
         """
         if not self.waits(instance):
             return

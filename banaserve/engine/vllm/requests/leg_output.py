@@ -14,11 +14,11 @@ Output = TypeVar("Output")
 
 
 class LegMovedError(Exception):
-    """A leg is to go on at another instance.
+    """Error that ends a leg which is to continue at another instance.
 
     Attributes:
-        reason: ``drained``: its instance is being drained or replaced; ``rebalanced``: another has
-            fewer requests.
+        reason: Reason of the move: ``drained`` if the leg's instance is being drained or replaced,
+            ``rebalanced`` if another instance has fewer requests.
     """
 
     def __init__(self, reason: str = DRAINED) -> None:
@@ -27,9 +27,10 @@ class LegMovedError(Exception):
 
 
 class LegOutputCollector(compat.RequestOutputCollector):
-    """vLLM's collector, in which an error waits behind the output that has come before it.
+    """vLLM's collector of outputs, with errors queued behind an output that came before.
 
-    In vLLM's it takes the output's place. A stream that goes on elsewhere would lack that text.
+    In vLLM's collector, an error replaces the unread output; a stream that continues elsewhere
+    would lose the output's text.
     """
 
     output: RequestOutput | PoolingRequestOutput | Exception | None
@@ -39,7 +40,7 @@ class LegOutputCollector(compat.RequestOutputCollector):
         if isinstance(output, Exception) and isinstance(self.output, RequestOutput):
             self._error = self._error or output
         elif isinstance(self.output, LegMovedError):
-            # What the engine puts out until the reader leaves counts; of errors the first does.
+            # Outputs that arrive until the reader leaves are kept; of errors, the first is.
             if isinstance(output, RequestOutput):
                 self._error, self.output = self.output, output
         else:
@@ -62,15 +63,15 @@ class LegOutputCollector(compat.RequestOutputCollector):
 
 
 async def next_output(stream: AsyncGenerator[Output, None], deadline: float) -> Output | None:
-    """The next one, None after the last.
+    """Return the next output of ``stream``; None after the last.
 
-    The deadline is never around a yield: each output may be asked for by another task.
+    The timeout does not enclose a yield, since different tasks may ask for the outputs.
 
     Args:
-        deadline: On the event loop's clock.
+        deadline: Deadline on the event loop's clock, in seconds.
 
     Raises:
-        TimeoutError: It has passed.
+        TimeoutError: The deadline has passed.
     """
     async with asyncio.timeout_at(deadline):
         return await anext(stream, None)

@@ -1,4 +1,4 @@
-"""Runs of one leg of a request at an instance: prefill, and decode or the whole request."""
+"""Run of one leg of a request at an instance: prefill, or decode, or the whole request."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ DEAD = (compat.EngineDeadError, InstanceDeadError)
 
 
 def failed_by_itself(context: RequestContext, instance: Instance) -> GracefulHTTPError:
-    """Returns the error of a request that its engine has ended with one, before any output.
+    """Return the error for a request that its engine ended with an error before any output.
 
-    The engine lives: it would be the same on any other.
+    The engine is alive, so any other engine would end the request with the same error.
     """
     params = context.request.sampling_params
     if params is not None and params.structured_outputs is not None:
@@ -43,10 +43,11 @@ def failed_by_itself(context: RequestContext, instance: Instance) -> GracefulHTT
 
 
 async def prefill(context: RequestContext, instance: Instance, push_to: str = "") -> None:
-    """Run the prefill leg: afterwards the prompt lies in the store and ``context.first`` is set.
+    """Run the prefill leg: it puts the prompt's KV into the store, and its token into ``context``.
 
     Args:
-        push_to: Store of the decode leg's machine, where it is another one; empty for none.
+        push_to: ``HOST:PORT`` of the store on the decode leg's machine, if that is another machine;
+            empty for none.
     """
     llm = _client(instance)
     keeps_token = context.first_token_blocker is None
@@ -70,7 +71,7 @@ async def prefill(context: RequestContext, instance: Instance, push_to: str = ""
             context.num_beside = max(context.num_beside, instance.inflight_requests)
             await _abort(llm, leg.request_id)
             raise
-        if alone and board.room_wait_s == waited_s:  # else it has waited for decode, too
+        if alone and board.room_wait_s == waited_s:  # else it also waited for decode to free room
             instance.learn_prefill_speed(to_compute, loop.time() - started_s)
     finish_reason = output.outputs[0].finish_reason
     ended = LegEnded("prefill", instance.id, finish_reason, output.num_cached_tokens)
@@ -92,7 +93,7 @@ async def prefill(context: RequestContext, instance: Instance, push_to: str = ""
 async def decode(
     context: RequestContext, instance: Instance, gathering: Gathering
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Run the decode leg, or the whole request where nothing has been prefilled."""
+    """Run the decode leg, or the whole request if there was no prefill leg."""
     assert context.request.sampling_params is not None
     llm = _client(instance)
     queue = LegOutputCollector(
@@ -137,12 +138,12 @@ async def decode(
             finished = False
             while not finished:
                 output = queue.get_nowait()
-                if output is None and leg is not None:  # the client has what prefill has put out
+                if output is None and leg is not None:  # the client has prefill's output
                     await gathering.gathered(instance.id, queue.ready)
-                    if context.aborted:  # the engine, which does not have it, would not say so
+                    if context.aborted:  # the engine does not have the leg yet: end it here
                         await _abort(llm, context.request.request_id)
                     output = queue.get_nowait()
-                    if output is None:  # it has not ended meanwhile
+                    if output is None:  # the request has not ended meanwhile
                         await _send(llm, leg, queue)
                         leg = None
                 output = output or await queue.get()
@@ -176,15 +177,15 @@ async def decode(
 async def _send(
     llm: compat.AsyncLLM, leg: compat.EngineCoreRequest, queue: LegOutputCollector
 ) -> None:
-    """Send a leg to its engine; of one that is dead ``queue`` tells."""
+    """Send a leg to its engine; if the engine is dead, put the error into ``queue``."""
     try:
         await compat.send(llm, leg)
     except compat.EngineDeadError as death:
-        queue.put(death)  # Behind prefill's token, which the client is still to get.
+        queue.put(death)  # behind prefill's token, which the client must still get
 
 
 def _begin(context: RequestContext, llm: compat.AsyncLLM, queue: LegOutputCollector) -> bool:
-    """Set up the front-end state on this engine's client; False if the request is over."""
+    """Set up the front-end state on this engine's client; return False if the request is over."""
     if context.tokens_so_far:
         compat.adopt(llm, context.state, context.request.request_id, queue)
         metrics.RESUMED.inc()
@@ -197,7 +198,7 @@ def _begin(context: RequestContext, llm: compat.AsyncLLM, queue: LegOutputCollec
         context.stats(),
         context.first_token_is_there,
     )
-    if context.prefilled:  # for the client: to the decode leg all of the prompt is cached
+    if context.prefilled:  # report prefill's count: for the decode leg, all tokens are cached
         compat.set_cached_tokens(context.state, context.num_cached_tokens)
     if context.first is None:
         metrics.FIRST_TOKENS.labels("decode").inc()
@@ -236,7 +237,7 @@ def _put_first_token(context: RequestContext, llm: compat.AsyncLLM) -> bool:
 
 
 async def aborted_output(context: RequestContext, instance: Instance) -> RequestOutput:
-    """The last output of a request that was aborted before its decode leg."""
+    """Return the last output of a request that was aborted before its decode leg."""
     assert context.request.sampling_params is not None
     llm = _client(instance)
     queue = LegOutputCollector(
@@ -260,7 +261,7 @@ def _client(instance: Instance) -> compat.AsyncLLM:
 
 @contextlib.contextmanager
 def _expiring(queue: LegOutputCollector, deadline: float) -> Iterator[None]:
-    """Wake a reader of ``queue`` with an error when the time budget is spent."""
+    """Wake the reader of ``queue`` with an error when the deadline has passed."""
     timer = asyncio.get_running_loop().call_at(deadline, queue.put, DeadlineExceededError())
     try:
         yield

@@ -1,6 +1,6 @@
-"""Legs of a request: their parameters, its seed, and the first token.
+"""Legs of a request: the legs' parameters, the request's seed, and the first token.
 
-``first_token_blocker`` says whether the token that the prefill leg samples may go to the client at
+``first_token_blocker`` decides whether the token sampled by the prefill leg may go to the client at
 once.
 """
 
@@ -25,19 +25,19 @@ _SEED_BITS = 62
 
 
 def end_with_context(request: compat.EngineCoreRequest, max_model_len: int) -> None:
-    """Lower ``max_tokens`` to what the context has room for; the output is the same.
+    """Lower ``max_tokens`` to the room left in the context; the output stays the same.
 
-    An engine ends a request there by itself, but the first leg cannot end the second: vLLM's
-    engine dies of a prompt that is as long as the context.
+    An engine ends a request at the end of the context by itself. But if the prefill leg ended
+    there, the decode leg would kill its engine: vLLM dies of a prompt as long as the context.
     """
     params, prompt = request.sampling_params, request.prompt_token_ids
     if params is not None and params.max_tokens is not None and prompt is not None:
         params.max_tokens = min(params.max_tokens, max(1, max_model_len - len(prompt)))
-        params.min_tokens = min(params.min_tokens, params.max_tokens)  # an engine checks it again
+        params.min_tokens = min(params.min_tokens, params.max_tokens)  # engines check it again
 
 
 def give_seed(params: SamplingParams) -> None:
-    """Give a request that draws a seed if it has none, so that its draws can go on elsewhere."""
+    """Give a request with random sampling a seed, unless set, so that it can continue elsewhere."""
     if params.temperature > 0.0 and params.seed is None:
         params.seed = secrets.randbits(_SEED_BITS)
 
@@ -49,14 +49,15 @@ def prefill_leg(
     hold: int = 0,
     num_readers: int = 1,
 ) -> compat.EngineCoreRequest:
-    """The request with one output token, its prompt's KV to be left in the store.
+    """Return the prefill leg: one output token, and the prompt's KV left in the store.
 
     Args:
-        push_to: Store of another machine that gets it while it is computed; empty for none.
-        hold: Number under which the store keeps it until decode has read it; 0 for none.
-        num_readers: Number of decode legs that will read it, one a sequence.
-        keeps_token: The token is the answer's first one; otherwise it is thrown away, and
+        keeps_token: True if the token is the answer's first one; otherwise it is discarded, and
             sampled in the cheapest way.
+        push_to: ``HOST:PORT`` of another machine's store that gets the KV while it is computed;
+            empty for none.
+        hold: Number under which the store holds the KV until decode has read it; 0 for none.
+        num_readers: Number of decode legs that will read the KV, one per sequence.
     """
     leg = copy.copy(request)
     leg.request_id = f"{request.request_id}-p"
@@ -90,20 +91,22 @@ def decode_leg(
     reader: int = 0,
     pushed_from: str = "",
 ) -> compat.EngineCoreRequest:
-    """The request as it goes on after the output ``tokens``, which it brings along.
+    """Return the decode leg: the request, to be continued after the output ``tokens``.
 
     Args:
-        handed_over: The prompt's KV lies in the store, partial last block included.
-        is_stored: The store had so much of the prompt that it needs no prefill leg.
+        tokens: Output tokens so far, which the leg includes.
+        handed_over: True if the prompt's KV is in the store, partial last block included.
+        is_stored: True if there was no prefill leg because the store had enough of the prompt.
         hold: Number of the prefill leg's hold; 0 for none.
-        reader: Number of the sequence among those that read what is held.
-        pushed_from: Store of the prefill leg's machine, where it is another one; empty for none.
+        reader: Index of the sequence among those that read the held blocks.
+        pushed_from: ``HOST:PORT`` of the store on the prefill leg's machine, if that is another
+            machine; empty for none.
     """
     leg = copy.copy(request)
     given = request.sampling_params
     assert given is not None
     params = copy.copy(given)
-    # After a death the store has whole blocks of prompt and output: then all of it is looked up.
+    # After a death the store has whole blocks of prompt and output: then all of them are looked up.
     if len(tokens) <= 1 and handed_over:
         num_tokens = len(request.prompt_token_ids or ())
         handover = Handover(tokens=num_tokens, hold=hold, reader=reader, pushed_from=pushed_from)
@@ -112,7 +115,7 @@ def decode_leg(
         params.extra_args = _with_handover(given, Handover(is_stored=True))
     if tokens:
         params.extra_args = with_output(params.extra_args, tokens)
-        params.prompt_logprobs = None  # its client has had them
+        params.prompt_logprobs = None  # already sent to the client
     leg.sampling_params = params
     return leg
 
@@ -123,13 +126,13 @@ def _with_handover(params: SamplingParams, handover: Handover) -> dict[str, Any]
     return extra
 
 
-# What these say is the same on either side of the boundary between the two legs: it concerns text,
-# the end of the output, one position's logits alone, or output that the decode leg brings along.
-# Everything else must be at its default, so that an option of a later vLLM is safe until it is
-# reviewed.
+# Parameters with the same effect on either side of the boundary between the two legs: they concern
+# text, the end of the output, the logits of one position only, or output that is sent along with
+# the decode leg. All others must have their defaults, so that an option of a later vLLM is safe
+# until it is reviewed.
 _CARRIED = frozenset(
     {
-        "n",  # each sequence has legs of its own
+        "n",  # each sequence has its own legs
         "temperature",
         "top_p",
         "top_k",
@@ -165,9 +168,10 @@ _CHECKED = tuple(name for name in SamplingParams.__struct_fields__ if name not i
 
 
 def first_token_blocker(params: SamplingParams) -> str | None:
-    """Reason for which decode must sample the first token itself; None where prefill may.
+    """Return the reason why decode must sample the first token itself; None if prefill may.
 
-    Decode goes on from prompt and token as one engine would. Draws go on only with a seed.
+    Decode continues from prompt and first token as a single engine would. Random draws can continue
+    only with a seed.
     """
     if params.sampling_type is SamplingType.RANDOM:
         return "unseeded"
@@ -179,6 +183,6 @@ def first_token_blocker(params: SamplingParams) -> str | None:
 
 
 def _said(value: Any) -> Any:
-    """``value``, or None where it says nothing. 0 says something: logprobs=0 asks for logprobs."""
+    """Return ``value``, or None if it is False or empty; 0 is kept: logprobs=0 asks for some."""
     is_empty = isinstance(value, Sized) and len(value) == 0
     return None if value is False or is_empty else value

@@ -1,4 +1,4 @@
-"""LoRA adapters as engines know them: one that is loaded again shares no KV with the one before."""
+"""LoRA adapters as engines know them: a reloaded adapter shares no KV with its earlier version."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from banaserve.engine.vllm.kv_connector.block_hash import describe_adapter
 
 
 class Adapters:
-    """Gives each load of an adapter an id and a name of its own.
+    """Adapters, with a unique id and name for each load of an adapter.
 
-    vLLM puts name and path of an adapter into the keys of its KV blocks, and of two adapters with
-    one name in one batch it activates only one. Files that were replaced have the same path.
+    vLLM puts the name and path of an adapter into the keys of its KV blocks; of two adapters with
+    the same name in a batch it activates only one. Replaced files have the same path as before.
     """
 
     def __init__(self) -> None:
@@ -25,25 +25,25 @@ class Adapters:
         self._names: dict[int, str] = {}
 
     def begin(self, adapter: LoRARequest) -> None:
-        """Take an adapter that engines are about to load.
+        """Give an id to an adapter that engines are about to load; modifies ``adapter``.
 
-        Changes it: what is loaded in place of another one gets an id of its own too, since
-        requests under way go on with the old weights.
+        An adapter loaded in place of another one gets a new id, too, since running requests
+        continue with the old weights.
         """
         adapter.lora_int_id, adapter.load_inplace = next(self._ids), False
 
     async def loaded(self, adapter: LoRARequest) -> None:
-        """Hash its files: its name then says after a restart too whether they are the same.
+        """Name an adapter by the hash of its files, which identifies them after a restart, too.
 
         Raises:
-            OSError: One of them cannot be read.
+            OSError: A file of the adapter cannot be read.
         """
         digest = await asyncio.to_thread(describe_adapter, adapter.lora_path)
         name = f"{adapter.lora_name}@{adapter.lora_int_id}.{digest[:16]}"
         self._names[adapter.lora_int_id] = name
 
     def resolve_lora(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Options of ``generate`` or ``encode`` with the adapter as engines know it."""
+        """Return options of ``generate`` or ``encode`` with the adapter as engines know it."""
         adapter = options.get("lora_request")
         if adapter is None:
             return dict(options)

@@ -1,4 +1,4 @@
-"""Front door's part in the store: lookups of prompts before routing, holds of those handed over."""
+"""Front door's client of the store: lookups of prompts before routing, and ends of holds."""
 
 from __future__ import annotations
 
@@ -22,11 +22,17 @@ from banaserve.kvstore.wire import MAX_KEYS
 from banaserve.types import Role
 
 _ASKED_S = 0.02
-"""For the answers of other machines' stores: a round trip takes a millisecond, and what is fetched
-saves more than this. A store that is away is asked nothing."""
+"""Maximum wait for the answers of other machines' stores, in seconds.
+
+A round trip takes a millisecond, and fetched blocks save more time than this limit. A store that is
+away is not asked.
+"""
 _POLL_S = 0.001
 _TELL_S = 0.2
-"""Holds that end within so long are told to the store together; decode legs have ended most."""
+"""Time over which ends of holds are collected for one message to the store, in seconds.
+
+Most holds have been ended by their decode legs before.
+"""
 _HOLD_BITS = 62
 
 
@@ -34,7 +40,8 @@ class HoldEnd(NamedTuple):
     """End of a hold.
 
     Attributes:
-        reader: Decode leg that reads the blocks no more; None for all of them.
+        hold: Number of the hold.
+        reader: Index of the decode leg that no longer reads the blocks; None for all legs.
         store: ``HOST:PORT`` of a peer of the front door's store that is told, too; empty for none.
     """
 
@@ -44,7 +51,7 @@ class HoldEnd(NamedTuple):
 
 
 class PrefixLookup:
-    """Hashes prompts as the engines do and asks the store; off the event loop."""
+    """Lookup of prompts in the store, with the engines' hashes of blocks; off the event loop."""
 
     def __init__(self, config: VllmConfig, fingerprint: Fingerprint, socket_path: str) -> None:
         self._block_size = fingerprint.block_size_tokens
@@ -54,7 +61,10 @@ class PrefixLookup:
         )
 
     async def cached_tokens(self, request: compat.EngineCoreRequest) -> int:
-        """Tokens of the longest prefix in whole blocks that is stored or being stored."""
+        """Return the length in tokens of the longest prefix that is stored or being stored.
+
+        Only whole blocks count.
+        """
         return await asyncio.to_thread(self._cached_tokens, request)
 
     def _cached_tokens(self, request: compat.EngineCoreRequest) -> int:
@@ -65,11 +75,11 @@ class PrefixLookup:
         return known * self._block_size
 
     async def end_holds(self, holds: Sequence[HoldEnd]) -> None:
-        """Let the store evict again what is held."""
+        """End holds: the store may evict their blocks again."""
         await asyncio.to_thread(self._end_holds, holds)
 
     def _end_holds(self, holds: Sequence[HoldEnd]) -> None:
-        # Connects to a store that was started anew: what engines have told it is held there.
+        # Reconnects to a restarted store: it has the holds that engines have told it since.
         self._client.lookup(())
         for hold in holds:
             self._client.end_hold(*hold)
@@ -81,12 +91,14 @@ class PrefixLookup:
 def num_known(
     look: Callable[[], Sequence[Lookup]], now: Callable[[], float], sleep: Callable[[float], object]
 ) -> int:
-    """Blocks of the longest prefix that is stored or being stored, here or on other machines.
+    """Return the number of blocks of the longest prefix that is stored or being stored.
+
+    Stores of other machines count, too.
 
     Args:
-        look: Asks the store for all blocks, in order.
-        now: Seconds.
-        sleep: Of the same time.
+        look: Function that looks up all blocks in the store, in order.
+        now: Clock, in seconds.
+        sleep: Function that sleeps for seconds of the same clock.
     """
     until_s = now() + _ASKED_S
     states = look()
@@ -97,21 +109,21 @@ def num_known(
 
 
 def _num_known(states: Sequence[Lookup]) -> int:
-    """Blocks of the longest prefix that is stored or being stored."""
+    """Return the number of blocks of the longest prefix that is stored or being stored."""
     known = takewhile(lambda state: state in (Lookup.HIT, Lookup.PENDING), states)
     return sum(1 for _ in known)
 
 
 def _num_hoped(states: Sequence[Lookup]) -> int:
-    """The same where all that stores of other machines are asked about was there."""
+    """Return that number if other machines' stores had all blocks that they are asked for."""
     return sum(1 for _ in takewhile(lambda state: state is not Lookup.MISS, states))
 
 
 class PrefixLookups:
-    """The lookup of each generation of weights that instances compute with.
+    """Lookups in the store, one for each generation of weights, and ends of holds.
 
     Attributes:
-        by_weights: Empty without a store.
+        by_weights: Lookup by identity of the weights; empty without a store.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -121,18 +133,20 @@ class PrefixLookups:
         self._telling: asyncio.Task[None] | None = None
 
     def new_hold(self) -> int:
-        """Number under which the store is to hold a prompt until decode has read it; 0 without one.
+        """Return a number under which the store holds a prompt for decode; 0 without a store.
 
-        Whoever takes it calls ``end_hold`` at the end, whatever has become of the request.
+        The caller must call ``end_hold`` at the end of the request, whatever its outcome.
         """
         return 1 + secrets.randbits(_HOLD_BITS) if self.by_weights else 0
 
     def end_hold(self, hold: int, stores: Iterable[str], reader: int | None = None) -> None:
-        """The request is over, or tried again; stores are told soon. 0 is no hold.
+        """End the hold of a request that has ended or is retried; the stores are told soon.
 
         Args:
-            stores: ``HOST:PORT`` of those that hold the prompt; empty for the front door's.
-            reader: Sequence of the request that is over; None where all are.
+            hold: Number of the hold; 0 for none.
+            stores: ``HOST:PORT`` of each store that holds the prompt; an empty string stands for
+                the front door's store.
+            reader: Index of the request's sequence that has ended; None if all have.
         """
         if hold:
             self._ended += [HoldEnd(hold, reader, store) for store in sorted({*stores})]
@@ -143,16 +157,16 @@ class PrefixLookups:
         while self._ended:
             await asyncio.sleep(_TELL_S)
             ended, self._ended = self._ended, []
-            # All of them are clients of one store.
+            # All lookups are clients of the same store, so any of them will do.
             lookup = next(iter(self.by_weights.values()), None)
             if lookup is not None:
                 await lookup.end_holds(ended)
 
     async def cached_tokens(self, request: compat.EngineCoreRequest) -> int:
-        """What the store holds of the prompt; 0 without a store.
+        """Return the number of prompt tokens that the store has; 0 without a store.
 
-        Also 0 while all instances do both: a request has one leg then, whatever the store holds,
-        and need not wait for its answer.
+        Also 0 while all instances do both legs: then each request has one leg, whatever the store
+        has, and need not wait for the store's answer.
         """
         if not self.by_weights or request.prompt_token_ids is None:
             return 0
@@ -162,7 +176,7 @@ class PrefixLookups:
         return await lookup.cached_tokens(request) if lookup is not None else 0
 
     def _of_new_requests(self) -> PrefixLookup | None:
-        """Of the weights that a new request goes to."""
+        """Return the lookup for the generation that new requests are routed to; None if unknown."""
         if len(self.by_weights) == 1:
             return next(iter(self.by_weights.values()))
         instances = self._cluster.instances
@@ -170,7 +184,7 @@ class PrefixLookups:
         return next((self.by_weights.get(instances[name].weights) for name in chosen), None)
 
     def keep_only(self, weights: str) -> None:
-        """Close the lookups of other weights."""
+        """Close the lookups of all other weights."""
         for other in set(self.by_weights) - {weights}:
             self.by_weights.pop(other).close()
 

@@ -1,4 +1,4 @@
-"""Rebalancer: moves streams from overloaded instances to those with fewer requests."""
+"""Rebalancer: moves streams from overloaded instances to instances with fewer requests."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ _STALE_S = 5.0
 
 
 class Rebalancer:
-    """Decides once an interval, until it is stopped.
+    """Mover of streams between instances: it decides once per interval, until it is stopped.
 
-    The router chooses where a stream goes on: never where it has just left, if others can serve.
-    Decode instances are balanced among themselves, and so are instances that do both.
+    The router chooses the instance at which a stream continues, and avoids the one that the stream
+    just left if others can serve it. Decode instances are balanced among themselves, and so are
+    instances that do both.
 
     Args:
-        output_lengths: Returns the lengths of the last answers; None before the first has ended.
+        output_lengths: Function that returns the lengths of the last answers; None before the first
+            answer has ended.
         options: Thresholds and times of the decision.
-        note: Called with the streams that leave each instance, before they leave.
+        note: Function called with the streams to leave each instance, before they leave.
     """
 
     def __init__(
@@ -53,11 +55,11 @@ class Rebalancer:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to decide."""
+        """Start deciding, in a task."""
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """End. Streams that are on their way arrive."""
+        """Stop deciding; streams that are moving still arrive."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -71,7 +73,7 @@ class Rebalancer:
                 logger.exception("rebalancing")
 
     def rebalance(self) -> int:
-        """Decide once; return the number of streams that go on elsewhere."""
+        """Decide once; return the number of streams that are moved."""
         if self._cluster.is_replacing:
             return 0
         num_moved, begun = 0, self._begun

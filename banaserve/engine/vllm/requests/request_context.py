@@ -1,4 +1,7 @@
-"""A request over the instances, and its progress: what its legs hand to each other."""
+"""State of a request across its legs: the request itself, its progress, and values for later legs.
+
+A request progresses by the end of its prefill leg and by each output token.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,21 @@ from banaserve.engine.vllm.tracing.request_log import RequestNotes
 from banaserve.types import NO_LIMITS, NOWHERE, InstanceId, RequestLimits, Route
 
 MAX_DEATHS = 3
-"""So many instances may die one after the other under a request that is alone there; one more
-under one that others run beside. Instances are given up after more deaths than that."""
+"""Number of instance deaths after which a request that ran alone is given up.
+
+A request that ran beside others is given up one death later. Instances are given up only after more
+deaths than that.
+"""
 _SUSPECT_DEATHS = 2
-"""After so many a request that comes no further waits for its turn to be tried again."""
+"""Number of instance deaths without progress after which a request waits for a turn to retry."""
 
 
 class Prediction(NamedTuple):
-    """Times that the routing policy predicted.
+    """Times that the routing policy predicted for a request.
 
     Attributes:
-        routed_s: On the event loop's clock.
+        route: Route with the predicted times.
+        routed_s: Time of the routing on the event loop's clock, in seconds.
     """
 
     route: Route
@@ -35,17 +42,17 @@ class Prediction(NamedTuple):
 
     @classmethod
     def of(cls, route: Route) -> Prediction | None:
-        """The prediction made with ``route`` a moment ago; None where the policy makes none."""
+        """Return the prediction of a route made just now; None if the policy predicts nothing."""
         if route.ttft_s is None:
             return None
         return cls(route, asyncio.get_running_loop().time())
 
     def observe_ttft(self, now_s: float) -> None:
-        """The first output has come."""
+        """Compare predicted and measured time to the first output, which arrived at ``now_s``."""
         self._observe("ttft", self.route.ttft_s, now_s - self.routed_s)
 
     def observe_tpot(self, measured_s: float) -> None:
-        """The last output has come, each after the first in ``measured_s`` on average."""
+        """Compare predicted and measured average time per output token after the first."""
         self._observe("tpot", self.route.tpot_s, measured_s)
 
     def _observe(self, what: str, predicted_s: float | None, measured_s: float) -> None:
@@ -56,42 +63,45 @@ class Prediction(NamedTuple):
 
 @dataclass
 class RequestContext:
-    """A request as the front door gave it, and its progress.
+    """Sequence of a request as the front door received it, and the sequence's progress.
 
     Attributes:
-        request: Prepared once: tokenised, validated, with its id; one sequence.
-        first_token_blocker: Reason for which decode must sample the first token; None for none.
-        uncached_tokens: The router's estimate of the tokens that prefill has to compute.
-        is_stored: Flag: it has no prefill leg because the store has its prompt.
-        deadline: On the event loop's clock.
-        state: vLLM's front-end state (detokenizer, logprobs) once output has begun.
-        split_blocker: Why this request cannot be split into legs, None where it can.
-        prefilled: The prompt's KV has been left in the store.
-        is_prompt_counted: vLLM's metrics have its prompt, from a prefill leg of its own.
+        request: Request of one sequence: tokenised, validated, with its id.
+        prompt_text: Text of the prompt; None if unknown.
+        first_token_blocker: Reason why decode must sample the first token; None for none.
+        uncached_tokens: Router's estimate of the number of tokens that prefill has to compute.
+        is_stored: True if it has no prefill leg because the store has its prompt.
+        deadline: Deadline on the event loop's clock, in seconds.
+        state: vLLM's front-end state (detokenizer, logprobs); None before output has begun.
+        split_blocker: Reason why the request cannot be split into legs; None if it can.
+        prefilled: True if the prompt's KV has been left in the store.
+        is_prompt_counted: True if vLLM's metrics already count its prompt, from an earlier leg.
         sequences: Counts of all sequences of the same request.
         num_cached_tokens: Number of prompt tokens that the prefill leg did not compute.
         num_created_tokens: Number of prompt tokens that the prefill leg has left in caches.
-        first: The prefill leg's token and why it stopped there, until it has been sent.
-        num_sent: Outputs that have gone to the client.
-        aborted: By its id, from outside: it ends where it stands.
-        num_deaths: Instances that have died under it since it last came further.
-        num_beside: Requests that the instance it runs on has, itself included.
+        first: Output of the prefill leg, with the first token and the reason why it stopped there;
+            None if decode samples the first token.
+        num_sent: Number of outputs sent to the client.
+        aborted: True if the request was aborted by its id; it ends with the output so far.
+        num_deaths: Number of instances that died under it since its last progress.
+        num_beside: Number of requests in flight on its instance, itself included.
         notes: Events of the request, for ``banaserve trace``.
-        limits: Latency limits that the request names for itself.
-        resident_tokens: Number of prompt tokens that are probably in each engine's own cache.
+        limits: Latency limits that the request specifies.
+        resident_tokens: Number of prompt tokens that are probably in an engine's own cache, by
+            instance.
         prediction: Times predicted by the routing policy; None if none or a leg ran again.
-        prompt_leg_ended: Set once the prompt is in the store, or the whole request on its way to
-            one instance: other sequences of the same prompt may begin.
-        is_sibling: Another sequence of the same request counts as the request.
-        has_siblings: Flag: it counts as the request, and other sequences of it do not.
-        trial: Its turn to be tried again, where instances have died under it; None for none.
-        weights: Of the engines that compute it; empty until the first has.
+        prompt_leg_ended: Event set once the prompt is in the store, or the whole request is on its
+            way to one instance; then other sequences of the same prompt may begin.
+        is_sibling: True if another sequence counts as the request, in metrics and notes.
+        has_siblings: True if it counts as the request and has siblings, which do not.
+        trial: Turn of a retry after instances died under the request; None if none is pending.
+        weights: Identity of the weights of the engines that compute it; empty before the first.
         hold: Number under which the store holds its prompt's blocks for decode; 0 for none.
-        reader: Its number among the sequences that read these blocks.
-        computed_by: Instance that has left its prompt in the store; None before one has.
+        reader: Index among the sequences that read these blocks.
+        computed_by: Instance that left its prompt in the store; None before that.
         hold_stores: Stores that hold its prompt's blocks; see ``PrefixLookups.end_hold``.
-        rebalanced_s: Time of its last move by the rebalancer, on the event loop's clock; None for
-            none.
+        rebalanced_s: Time of its last move by the rebalancer, on the event loop's clock, in
+            seconds; None if it was not moved.
     """
 
     request: compat.EngineCoreRequest
@@ -132,10 +142,11 @@ class RequestContext:
     _num_ids: int = 0
 
     def died(self) -> None:
-        """An instance has died under it: it may be the cause, less so where it had come further.
+        """Record that an instance died under the request, which may be the cause.
 
-        Each of those that ran there has its share of the blame. One on trial has half of it at
-        least: the others had come further, or had just begun.
+        All requests on the instance share the blame equally. A request on trial gets at least half
+        of it: the others had made progress since the last death, or had just begun. Progress since
+        the last death clears earlier deaths and blame.
         """
         if self._come > self._furthest:
             self.num_deaths, self._blame, self._furthest = 0, 0.0, self._come
@@ -144,22 +155,23 @@ class RequestContext:
         self._blame += 1.0 / min(self.num_beside, 2 if is_tried else self.num_beside)
 
     def take_other_id(self) -> None:
-        """Go on under an id of its own: the last one's engine may be in the middle of a step.
+        """Continue under a new id, since the previous engine may be in the middle of a step.
 
-        What that puts out is nobody's then, also where the request comes back to that engine.
+        Outputs of that step carry the old id and are dropped, even if the request returns to the
+        same engine.
         """
         stem = self.request.request_id.removesuffix(f"-m{self._num_ids}")
         self._num_ids += 1
         self.request.request_id = f"{stem}-m{self._num_ids}"
 
     def comes(self) -> None:
-        """End its trial where it has come further than it was when an instance died under it."""
+        """End the trial if the request has progressed since an instance last died under it."""
         if self.trial is not None and self._come > self._furthest:
             self.trial.end()
 
     @property
     def num_readers(self) -> int:
-        """Number of sequences that will read the prompt that its prefill leg leaves."""
+        """Number of sequences that will read the prompt's KV left by the prefill leg."""
         is_for_all = self.has_siblings and not self.prompt_leg_ended.is_set()
         return self.sequences.num_sequences if is_for_all else 1
 
@@ -169,13 +181,13 @@ class RequestContext:
 
     @property
     def is_suspect(self) -> bool:
-        """Instances have died under it, and since then it has come no further."""
+        """True if instances died under the request and it has made no progress since."""
         return self.num_deaths >= _SUSPECT_DEATHS and self._come <= self._furthest
 
     def start_over(self) -> bool:
-        """Forget what has been computed where nothing of the answer is of that; False where it is.
+        """Discard all that was computed so far; return False, and keep it, if the answer has begun.
 
-        For weights that are gone: other ones would not give the same.
+        Called when the request's weights are gone: other weights compute other KV and tokens.
         """
         others_have_begun = self.has_siblings and self.prompt_leg_ended.is_set()
         if self.num_sent or self.is_sibling or others_have_begun:
@@ -187,16 +199,16 @@ class RequestContext:
 
     @property
     def is_given_up(self) -> bool:
-        """Instances die of it, as far as one can tell."""
+        """True if the request is probably what instances die of, so that it is not retried."""
         return self.num_deaths >= MAX_DEATHS and self._blame >= 1.0
 
     def to_compute_at(self, instance_id: InstanceId) -> int:
-        """Tokens of the prompt that the instance has to compute, as far as the router knows."""
+        """Return the number of prompt tokens to compute at the instance, as the router knows."""
         num_tokens = len(self.request.prompt_token_ids or ())
         return min(self.uncached_tokens, num_tokens - self.resident_tokens.get(instance_id, 0))
 
     def stats(self, is_prefill: bool = False) -> LegRequestStats:
-        """vLLM's statistics of its next leg."""
+        """Return vLLM's statistics for the request's next leg."""
         if is_prefill:
             leg = Leg.UNCOUNTED if self.is_prompt_counted else Leg.PREFILL
         else:
@@ -211,19 +223,19 @@ class RequestContext:
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens so far."""
+        """Number of output tokens so far."""
         return len(self.tokens_so_far)
 
     def first_token_is_there(self) -> None:
-        """Note when, whether or not it goes to the client at once."""
-        if self.prefilled:  # to the decode leg all of the prompt is cached
+        """Note the time of the first token, whether or not it goes to the client at once."""
+        if self.prefilled:  # report prefill's count: for the decode leg, all tokens are cached
             compat.set_created_tokens(self.state, self.num_created_tokens)
         if not self.is_sibling:
             source = "decode" if self.first is None else "prefill"
             self.notes.first_token(source, self.first_token_blocker if self.prefilled else None)
 
     def send(self, output: RequestOutput) -> RequestOutput:
-        """``output`` goes to the client."""
+        """Note that ``output`` goes to the client; return it."""
         self.num_sent += 1
         self._compare(output)
         # The store is not asked while all instances do both.
@@ -234,9 +246,9 @@ class RequestContext:
         return output
 
     def _compare(self, output: RequestOutput) -> None:
-        """Hold what was predicted against what has come, where it ran as it was routed first.
+        """Compare predicted with measured times, if the request ran as first routed.
 
-        An answer that is not streamed tells nothing of its tokens' times.
+        An answer that is not streamed does not show the times of its tokens.
         """
         prediction, params = self.prediction, self.request.sampling_params
         is_streamed = params is not None and params.output_kind is not RequestOutputKind.FINAL_ONLY

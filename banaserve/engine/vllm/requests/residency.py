@@ -1,4 +1,4 @@
-"""KV of prompts in the engines' own caches: what has been computed where, told to the router."""
+"""KV of prompts in the engines' own caches: the router's record of which instance computed what."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from banaserve.types import InstanceId
 
 
 class Residency:
-    """Remembers which requests instances have computed, for the next turn of the same chat.
+    """Record of the requests that instances have computed, for the next turn of the same chat.
 
     Args:
-        block_tokens: Of the engines' KV blocks.
+        block_tokens: Number of tokens of an engine's KV block.
     """
 
     def __init__(self, block_tokens: int) -> None:
@@ -23,13 +23,19 @@ class Residency:
     def computed(
         self, instance: Instance, request: compat.EngineCoreRequest, output: Sequence[int] = ()
     ) -> None:
-        """``instance`` has the KV of the prompt and, but for the last token, of ``output``."""
+        """Record that ``instance`` has the KV of the prompt and of ``output``.
+
+        The last token of ``output`` has no KV yet.
+        """
         if request.prompt_token_ids is not None:
             tokens = [*request.prompt_token_ids, *output[:-1]]
             self._prefixes.add(instance.id, _root(request), tokens, instance.view().kv_tokens)
 
     def found(self, request: compat.EngineCoreRequest) -> Mapping[InstanceId, int]:
-        """Returns how many tokens of the prompt probably lie where; see ``ResidentPrefixes``."""
+        """Return the number of prompt tokens probably cached, by instance.
+
+        See ``ResidentPrefixes``.
+        """
         params = request.sampling_params
         if request.prompt_token_ids is None or request.prompt_embeds is not None:
             return {}
@@ -38,12 +44,12 @@ class Residency:
         return self._prefixes.found(_root(request), request.prompt_token_ids)
 
     def forget(self, instance: InstanceId | None = None) -> None:
-        """The cache of ``instance`` is lost; without one, that of every instance."""
+        """Forget the cache of ``instance``, or of every instance if None."""
         self._prefixes.forget(instance)
 
 
 def _root(request: compat.EngineCoreRequest) -> Hashable:
-    """What sets equal tokens apart, as in vLLM's own hashes of blocks."""
+    """Return the values that distinguish equal tokens, as in vLLM's own hashes of blocks."""
     adapter = request.lora_request.lora_name if request.lora_request is not None else None
     media = tuple(feature.identifier for feature in request.mm_features or ())
     return request.cache_salt, adapter, media

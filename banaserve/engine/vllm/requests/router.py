@@ -1,4 +1,4 @@
-"""Router: the routing policy chooses the instances of a request, of one generation of weights."""
+"""Router: lets the routing policy choose a request's instances, from one generation of weights."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _POLL_S = 0.1
 
 
 class WeightsReplacedError(GracefulHTTPError):
-    """The weights that an answer has begun with are gone."""
+    """Error of an answer whose weights a rolling restart has replaced."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -48,18 +48,20 @@ class WeightsReplacedError(GracefulHTTPError):
 
 
 class Router:
-    """Routes requests over the instances of a cluster, and knows where the KV of prompts lies.
+    """Router of requests to the instances of a cluster, with knowledge of cached prompts.
 
     Args:
-        no_instance_s: So long a request waits for a restart where no instance serves its role.
-        gather_s: So long a decode leg waits for others that it could begin with.
+        no_instance_s: Maximum time a request waits for a restart if no instance serves its role, in
+            seconds.
+        gather_s: Maximum time a decode leg waits to begin together with others, in seconds; 0
+            disables waiting.
 
     Attributes:
-        lookups: Of prompts in the store.
-        residency: KV in the engines' own caches; None where the policy reads none of it.
-        output_lengths: Of the last answers, for the policy.
-        trials: Turns of requests under which instances die.
-        gathering: Of decode legs that begin together.
+        lookups: Lookups of prompts in the store.
+        residency: KV in the engines' own caches; None if the policy does not use it.
+        output_lengths: Lengths of the last answers, for the policy.
+        trials: Turns for retries of requests under which instances died.
+        gathering: Groups of decode legs that begin together.
     """
 
     def __init__(
@@ -84,24 +86,27 @@ class Router:
     # ---- the engines' own caches
 
     def follow_residency(self, residency: Residency) -> None:
-        """Let routing know from here on what lies in the engines' own caches."""
+        """Use from now on a record of the KV in the engines' own caches."""
         self.residency = residency
         self.cluster.supervisor.on_ended.append(residency.forget)
 
     def resident_tokens(self, request: compat.EngineCoreRequest) -> Mapping[InstanceId, int]:
-        """How many tokens of the prompt lie in which engine's cache; empty if routing asks not."""
+        """Return the number of prompt tokens in engine caches, by instance.
+
+        Empty if the policy does not use it.
+        """
         return self.residency.found(request) if self.residency is not None else NOWHERE
 
     def forget_residency(self) -> None:
-        """The engines' own caches are emptied."""
+        """Record that the engines' own caches are emptied."""
         if self.residency is not None:
             self.residency.forget()
 
     def has_computed(
         self, instance_id: InstanceId, request: compat.EngineCoreRequest, output: Sequence[int] = ()
     ) -> None:
-        """``instance_id`` has computed the prompt of ``request``, and so much ``output`` of it."""
-        instance = self.cluster.instances.get(instance_id)  # None: it has been removed since
+        """Record that the instance has computed the prompt of ``request``, and its ``output``."""
+        instance = self.cluster.instances.get(instance_id)  # None if removed meanwhile
         if self.residency is not None and instance is not None:
             self.residency.computed(instance, request, output)
 
@@ -119,16 +124,23 @@ class Router:
         weights: str = "",
         avoided: InstanceId | None = None,
     ) -> Route:
-        """The policy's choice; waits a while for a restart where no instance serves.
+        """Return the policy's choice; wait for a restart if no instance serves.
 
-        A request that cannot be split has one leg, whatever the policy says.
+        A request that cannot be split has one leg, whatever the policy chooses.
 
         Args:
-            weights: That it has begun with; empty where it has not.
-            avoided: Not chosen if any other instance can serve; None for none.
+            request: Request to route.
+            uncached_tokens: Estimated number of prompt tokens that the store does not have.
+            split_blocker: Reason why the request cannot be split into legs; None if it can.
+            notes: Notes of the request, to which the choice is added.
+            limits: Latency limits that the request specifies.
+            first_token_waits: True if decode must sample the first token.
+            resident_tokens: Number of prompt tokens in engine caches, by instance.
+            weights: Identity of the weights that the request began with; empty for a new request.
+            avoided: Instance that is not chosen if any other can serve; None for none.
 
         Raises:
-            GracefulHTTPError: 503 when still no instance serves; 500 where the policy fails.
+            GracefulHTTPError: 503 if still no instance serves; 500 if the policy fails.
             WeightsReplacedError: No instance has those weights any more.
         """
         num_tokens = len(request.prompt_token_ids or ())
@@ -180,7 +192,7 @@ class Router:
         )
 
     def _view_of(self, weights: str) -> ClusterView:
-        """What a request sees that has begun with ``weights``: one generation."""
+        """Return the view for a request that began with ``weights``: one generation only."""
         view, found = self._view(), {one.weights for one in self.cluster.instances.values()}
         is_replacing = self.cluster.is_replacing
         if not is_replacing and (len(found) < 2 if not weights else found == {weights}):
@@ -193,7 +205,7 @@ class Router:
         return replace(view, instances=seen)
 
     def _log(self, failure: PolicyError) -> None:
-        """A line for each request that the policy fails; the first says where in its code."""
+        """Log one line for each failure of the policy; the first one with a traceback."""
         cause = None if self._has_shown_failure else failure.__cause__
         self._has_shown_failure = True
         logger.error("%s", failure, exc_info=cause)

@@ -1,8 +1,9 @@
-"""Sequences of one request (``n`` > 1): each runs, dies and goes on by itself.
+"""Sequences of one request (``n`` > 1): each runs, fails and continues independently.
 
-vLLM fans such a request out inside one engine. Here each sequence is a request with one sequence,
-and its seed is the request's plus its index, as in vLLM. The prompt is computed once: the others
-begin when the first one's prefill leg has left it in the store.
+vLLM fans such a request out inside one engine. Here each sequence is a request with one sequence.
+As in vLLM, the seed of a sequence is the request's seed plus the sequence's index. The prompt is
+computed once: the other sequences begin when the first one's prefill leg has left the prompt's KV
+in the store.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from banaserve.engine.vllm.requests.router import Router
 
 
 def sequences_of(context: RequestContext) -> Sequence[RequestContext]:
-    """One context for each sequence; ``context`` itself where there is one."""
+    """Return a context for each sequence; ``context`` itself if there is only one."""
     params = context.request.sampling_params
     assert params is not None
     if params.n == 1:
@@ -47,10 +48,13 @@ def _sequence(context: RequestContext, index: int) -> RequestContext:
 def run_sequences(
     sequences: Sequence[RequestContext], router: Router
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Run them; outputs come as vLLM's do: each sequence's as it comes, or all in one at the end.
+    """Run all sequences and yield their outputs as vLLM does.
+
+    Outputs are yielded one by one as they arrive, or merged into one at the end if the request
+    wants final output only.
 
     Raises:
-        Exception: Of the first sequence that cannot go on; the others are given up.
+        Exception: Error of the first sequence that cannot continue; the others are cancelled.
     """
     if len(sequences) == 1:
         return run_request(sequences[0], router)
@@ -75,7 +79,7 @@ async def _run_several(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         first = sequences[0]
-        router.lookups.end_hold(first.hold, first.hold_stores)  # some may never have begun
+        router.lookups.end_hold(first.hold, first.hold_stores)  # some readers may never have begun
 
 
 async def _run(
@@ -96,11 +100,11 @@ async def _run(
     except Exception as failure:
         merged.fail(failure)
     finally:
-        first.prompt_leg_ended.set()  # or nobody would begin after a failure
+        first.prompt_leg_ended.set()  # or the others would wait forever after a failure
 
 
 class _Merged:
-    """Outputs of several sequences as those of one request."""
+    """Outputs of several sequences, merged into those of one request."""
 
     def __init__(self, num_sequences: int, is_final_only: bool) -> None:
         self._queue: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
@@ -127,7 +131,7 @@ class _Merged:
         self._queue.put_nowait(failure)
 
     async def get(self) -> RequestOutput | None:
-        """The next output, None after the last."""
+        """Return the next output; None after the last. Raises the error of a failed sequence."""
         if self._num_open == 0 and self._queue.empty():
             return None
         found = await self._queue.get()

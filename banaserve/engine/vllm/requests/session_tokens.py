@@ -1,4 +1,4 @@
-"""Tokens of a realtime session, told while it goes on."""
+"""Tokens of a realtime session, counted while the session runs."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from banaserve.engine.vllm.compat.requests import (
 
 
 class SessionTokens:
-    """Counts what each output of a session adds to its prompt and to its answer.
+    """Counter of the tokens that each output adds to a session's prompt and to its answer.
 
-    A session may last an hour, so a count at its end would come too late for the requests beside
-    it. A piece of the prompt is counted with the first output after it.
+    A session may last an hour, so counting at its end would be too late to limit the key's other
+    requests. A piece of the prompt is counted with the first output after it.
 
     Args:
-        terms: Told how many tokens have come since the last time, never 0; they say whether the
-            session goes on.
-        params: Of the session; they say whether outputs have the new tokens alone.
+        terms: Tenant's terms: they get the number of new tokens, never 0, and decide whether the
+            session may continue.
+        params: Session's sampling parameters; their ``output_kind`` tells whether an output has
+            only the new tokens.
     """
 
     def __init__(self, terms: TenantTerms, params: SamplingParams) -> None:
@@ -31,7 +32,7 @@ class SessionTokens:
         self._prompt_tokens = self._output_tokens = 0
 
     def add(self, output: RequestOutput) -> None:
-        """Count what ``output`` adds; its ``prompt_token_ids`` are those of all pieces so far."""
+        """Count the new tokens of ``output``; its ``prompt_token_ids`` are of all pieces so far."""
         prompt_tokens = max(self._prompt_tokens, len(output.prompt_token_ids or ()))
         output_tokens = sum(len(one.token_ids) for one in output.outputs)
         if not self._is_cumulative:
@@ -43,10 +44,10 @@ class SessionTokens:
             self._terms.use_tokens(new)
 
     def check(self) -> None:
-        """Return if the session goes on.
+        """Return if the session may continue.
 
         Raises:
-            GracefulHTTPError: Its key has used more than it may.
+            GracefulHTTPError: The session's API key has exceeded its limit.
         """
         if why := self._terms.refuse_session():
             raise GracefulHTTPError(why, HTTPStatus.TOO_MANY_REQUESTS)

@@ -1,4 +1,4 @@
-"""Put together what all processes have noted of requests."""
+"""Collection of the notes that all processes have of requests, into traces."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from banaserve.errors import ProtocolError
 from banaserve.types import InstanceId
 
 _ANSWER_S = 10.0
-"""An engine answers between two steps, and one with a long prompt takes its time."""
+"""Maximum wait for an engine's answer, in seconds.
+
+An engine answers between two steps, and a step with a long prompt takes long.
+"""
 
 
 class TracedInstance(Protocol):
@@ -35,18 +38,20 @@ class TracedInstance(Protocol):
 
 
 class _Life(NamedTuple):
-    """One life of an instance: one that was started again has lost its notes."""
+    """Incarnation of an instance; a restarted instance has lost its notes."""
 
     instance: str
     incarnation: int
 
 
 class TraceCollector:
-    """Asks engines for their notes of requests.
+    """Collector of the engines' notes of requests.
 
     Args:
-        clock: Of the front door's notes.
-        moves: The last moves that were committed, and when their hosts went on.
+        instances: Instances by id.
+        clock: Clock of the front door's notes.
+        moves: Function that returns the last committed moves, each with the time at which its host
+            continued.
     """
 
     def __init__(
@@ -60,15 +65,15 @@ class TraceCollector:
         self._moves = moves
 
     async def trace_of(self, notes: RequestNotes) -> RequestTrace:
-        """Returns the request's trace; see ``traces_of``."""
+        """Return the request's trace; see ``traces_of``."""
         (found,) = await self.traces_of([notes])
         return found
 
     async def traces_of(self, requests: Sequence[RequestNotes]) -> list[RequestTrace]:
-        """Returns a trace for each request; asks the engines that they ran on, all at once.
+        """Return a trace for each request; ask the engines that ran them, all concurrently.
 
-        Each engine is asked once. One that does not answer is named in ``missing``: this never
-        raises for one.
+        Each engine is asked once. An engine that does not answer is named in ``missing``, and no
+        exception is raised for it.
         """
         names: dict[_Life, dict[str, None]] = {}
         for notes in requests:
@@ -114,7 +119,7 @@ class TraceCollector:
         return RequestTrace(summary, lines, missing, spans_of(summary, lines))
 
     async def _ask(self, life: _Life, names: list[str]) -> dict[str, list[EngineNotes]] | str:
-        """An engine's notes of legs, by name, or why there are none."""
+        """Return an engine's notes of legs, by name, or the reason why there are none."""
         name = life.instance
         instance = self._instances.get(InstanceId(name))
         if instance is None:
@@ -154,10 +159,10 @@ def _of_leg(
 def _on_our_clock(
     answer: EngineAnswer, asked_s: float, answered_s: float
 ) -> list[list[EngineNotes]]:
-    """The notes with times of this machine's clock.
+    """Return the notes with times converted to this machine's clock.
 
-    An engine of another machine has another one: it read its clock about halfway between question
-    and answer, so that times are off by half of the round trip at most.
+    An engine on another machine has another clock. The engine is taken to have read its clock
+    halfway between question and answer, so times are off by at most half of the round trip.
     """
     if asked_s <= answer.now_s <= answered_s:
         return answer.found

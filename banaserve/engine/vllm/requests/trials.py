@@ -1,8 +1,8 @@
-"""Turns of requests that may be what instances die of: one at a time is tried again.
+"""Turns of suspects (requests that instances may die of): one suspect is retried at a time.
 
-An instance that dies takes all that ran there along, the cause among them. Tried again together,
-they would die together once more, until all of them are given up. One after the other each but the
-cause comes further, and the cause is alone in having no excuse.
+When an instance dies, all of its requests fail, the cause among them. Retried together, they would
+fail together again, until all of them are given up. Retried one at a time, all but the cause make
+progress, so that only the cause is given up.
 """
 
 from __future__ import annotations
@@ -13,38 +13,38 @@ from collections.abc import AsyncIterator
 
 
 class Trial:
-    """A turn; it ends when its request comes further, and at the latest with the attempt."""
+    """Turn of a request, until the request makes progress or its attempt ends."""
 
     def __init__(self, turns: asyncio.Lock) -> None:
         self._turns: asyncio.Lock | None = turns
 
     @property
     def is_on(self) -> bool:
-        """Whether no other suspect runs."""
+        """True if the turn has not ended, so that no other suspect runs."""
         return self._turns is not None
 
     def end(self) -> None:
-        """Let the next one run. May be said again."""
+        """End the turn, so that the next suspect may run. Idempotent."""
         turns, self._turns = self._turns, None
         if turns is not None:
             turns.release()
 
 
 class Trials:
-    """Gives turns, in the order in which they are asked for."""
+    """Queue of turns, given in the order in which they are requested."""
 
     def __init__(self) -> None:
         self._turns = asyncio.Lock()
 
     @contextlib.asynccontextmanager
     async def turn(self, deadline: float) -> AsyncIterator[Trial]:
-        """A turn, held until ``Trial.end`` or the end of the block.
+        """Wait for a turn, and hold it until ``Trial.end`` or the end of the block.
 
         Args:
-            deadline: On the event loop's clock.
+            deadline: Deadline on the event loop's clock, in seconds.
 
         Raises:
-            TimeoutError: It has passed while others had theirs.
+            TimeoutError: The deadline passed while other requests had their turns.
         """
         async with asyncio.timeout_at(deadline):
             await self._turns.acquire()

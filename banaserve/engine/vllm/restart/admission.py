@@ -1,4 +1,4 @@
-"""Admission of a new engine behind a front door that serves already."""
+"""Admission of a new engine behind a running front door."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from banaserve.engine.vllm.rpc.typed_rpc import call
 from banaserve.errors import BanaServeError, InstanceDeadError
 
 _ANSWER_S = 120.0
-"""For a first token: some engines compile or allocate with it."""
+"""Maximum wait for a new engine's first token, in seconds: some compile or allocate with it."""
 
 
 class Admission:
-    """Lets a new engine serve once it has answered, and lets routing look up blocks of its weights.
+    """Admission of new engines: it checks an engine, and adds lookups for the engine's weights.
 
     Args:
-        store_socket: Empty without a store.
+        store_socket: Path of the store's socket; empty without a store.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Admission:
         """Return if a new engine may serve.
 
         Raises:
-            InstanceDeadError: It may not, with the reason.
+            InstanceDeadError: The engine may not serve; the message has the reason.
         """
         try:
             async with asyncio.timeout(_ANSWER_S):
@@ -57,7 +57,7 @@ class Admission:
             raise InstanceDeadError(f"the new engine of {instance.id}: {refused}") from refused
 
     def forget(self, weights: str) -> None:
-        """Look up no blocks of other weights any more."""
+        """Stop looking up blocks of all weights other than ``weights``."""
         self._lookups.keep_only(weights)
 
     def _check_length(self, instance: Instance) -> None:
@@ -71,7 +71,7 @@ class Admission:
             )
 
     async def _check_answer(self, instance: Instance) -> None:
-        """Weights that are wrong may load, and give numbers that are none."""
+        """Check that a token's log probability is finite: wrong weights may load without error."""
         if "generate" not in await self._client.get_supported_tasks():
             return
         assert instance.llm is not None

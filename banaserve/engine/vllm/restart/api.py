@@ -1,4 +1,4 @@
-"""Requests for rolling restarts and their answers: plain values, over HTTP as JSON."""
+"""Requests for rolling restarts, and their states; sent over HTTP as JSON."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ _Words = Annotated[list[_Word], msgspec.Meta(max_length=64)]
 
 
 class RestartRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Replace all engines one after the other.
+    """Request to replace all engines, one at a time.
 
     Attributes:
-        model: Name or folder of the weights to serve from then on; empty leaves them.
-        vllm_options: Added to those that the engines have; of one given twice the last counts.
-        timeout_s: How long an engine is kept for requests that no other one can take; 0 is the time
-            that a request has at most.
+        model: Name or folder of the new weights; empty keeps the present ones.
+        vllm_options: vLLM's options to add to those of the engines; the last value of an option
+            counts.
+        timeout_s: Maximum time an engine is kept for requests that no other engine can take, in
+            seconds; 0 for the time budget of a request.
     """
 
     model: _Word = ""
@@ -26,12 +27,12 @@ class RestartRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EngineRestart(msgspec.Struct):
-    """One engine of a rolling restart.
+    """State of an engine in a rolling restart.
 
     Attributes:
-        state: waiting, draining, starting, done, failed, or taken back.
-        num_left: Requests that are still on it while it drains.
-        seconds: From the beginning of its turn to its end.
+        state: State: waiting, draining, starting, done, failed, or taken back.
+        num_left: Number of requests still on the engine while it drains.
+        seconds: Duration of the engine's turn, in seconds.
     """
 
     instance: str
@@ -41,14 +42,15 @@ class EngineRestart(msgspec.Struct):
 
 
 class RollingRestart(msgspec.Struct):
-    """A rolling restart, under way or ended.
+    """State of a rolling restart, running or ended.
 
     Attributes:
-        state: running, going back, done, failed or aborted.
-        engines: In the order of their turns.
-        model: That was named; empty where none was.
-        is_changed: Engines are started with other options or weights than before.
-        reason: Why it is not done.
+        state: State: running, going back, done, failed or aborted.
+        engines: Engines in the order of their turns.
+        model: Name or folder of the new weights; empty if they stay the same.
+        vllm_options: vLLM's options that the restart adds.
+        is_changed: True if engines are started with new options or weights.
+        reason: Reason why the restart is not done; empty if it is done or running.
     """
 
     id: str
@@ -65,7 +67,7 @@ class RollingRestart(msgspec.Struct):
         return self.state in ("running", "going back")
 
     def __str__(self) -> str:
-        """How far it is, in words."""
+        """Return the progress of the restart, for people."""
         ended = sum(one.state == "done" for one in self.engines)
         under_way = [
             f"{one.instance} {one.state}" + (f", {one.num_left} left" if one.num_left else "")

@@ -1,7 +1,7 @@
-"""Options and models that engines may change to while the front door stays as it is. Pure checks.
+"""Checks of options and models that engines may change to while the front door stays unchanged.
 
-The front door tokenises, validates and times out by what it was started with, and the store's pool
-is cut into blocks of one size.
+The front door tokenises and validates requests, and applies timeouts, with the configuration of its
+start; the store's pool is divided into blocks of one size.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from banaserve.engine.vllm.compat.config import VllmConfig
 from banaserve.errors import UserError
 
-# A list of what may change, so that an option of a later vLLM is refused until it is reviewed.
+# A list of the options that may change: an option of a later vLLM is refused until reviewed.
 _MAY_CHANGE = frozenset(
     {
         "--async-scheduling",
@@ -82,10 +82,10 @@ _SAYS_NOTHING = frozenset({"transformers_version", "_from_model_config", "name_o
 
 
 def check_options(words: Sequence[str]) -> None:
-    """Return if vLLM's options that a restart adds concern the engines alone.
+    """Return if vLLM's options that a restart adds concern only the engines.
 
     Raises:
-        UserError: One of them does not, with what to do.
+        UserError: An option concerns more than the engines; the message says what to do.
     """
     for word in words:
         if not word.startswith("-") or _is_number(word):
@@ -114,10 +114,13 @@ def check_fits(before: VllmConfig, after: VllmConfig, max_model_len: int, has_st
     """Return if engines of ``after`` can serve behind a front door that was made for ``before``.
 
     Args:
-        max_model_len: Up to which the front door takes prompts.
+        before: Configuration that the front door was made for.
+        after: Configuration of the new engines.
+        max_model_len: Maximum context length that the front door accepts, in tokens.
+        has_store: True if there is a store, whose blocks must keep their size.
 
     Raises:
-        UserError: They cannot, with the first reason.
+        UserError: The engines cannot serve; the message has the first reason.
     """
     old, new = before.model_config, after.model_config
     for name in _SHAPE:
@@ -180,7 +183,7 @@ def _check_tokenizer(old: Path, new: Path) -> None:
 
 
 def _meaning(path: Path) -> Any:
-    """What a file says, None where it is not there."""
+    """Return a file's content, parsed if it is JSON; None if the file cannot be read."""
     try:
         found = path.read_bytes()
     except OSError:

@@ -1,8 +1,8 @@
-"""Rolling restarts: all engines are replaced one after the other, and no request is lost.
+"""Rolling restarts: all engines are replaced one at a time, and no request is lost.
 
-An engine whose turn has come is sent nothing new. Its streams go on at once at others that have its
-weights, or end there where no other has; then it is ended, and the new one has to show that it
-serves. The first one that does not puts everything back.
+An engine in its turn receives no new requests. Its streams move at once to other engines with the
+same weights, or end there if no other engine has these weights. Then the engine is ended, and a new
+one must prove that it serves. If one does not, all replaced engines go back to their old settings.
 """
 
 from __future__ import annotations
@@ -32,23 +32,25 @@ _ASK_S = 30.0
 _ABORT_S = 5.0
 
 Make = Callable[[EngineSettings, str, Sequence[str]], EngineSettings]
-"""Settings after the present ones, with a model (empty: the same) and more options of vLLM. Blocks.
-Raises UserError where no engine could serve with them."""
+"""Function that makes settings from the present ones, a model (empty: the same) and more options
+of vLLM. Blocks. Raises UserError if no engine could serve with the new settings."""
 
 
 class RollingRestarts(Operations[RollingRestart]):
-    """Replaces engines, one restart at a time.
+    """Rolling restarts of all engines, one restart at a time.
 
     Args:
-        settings: Of all engines.
-        make: Makes and checks other ones.
-        check: Raises InstanceDeadError where a new engine is not to serve.
-        forget: Is told which weights are served when others are gone.
-        request_timeout_s: That a request has at most.
-        is_scaling: Whether instances are being added or removed; then no engine is replaced.
+        settings: Settings of all engines at the start.
+        make: Function that makes and checks new settings.
+        check: Function that raises InstanceDeadError if a new engine must not serve.
+        forget: Function called with the served weights at the end of a restart, so that others can
+            be forgotten.
+        request_timeout_s: Time budget of a request, in seconds.
+        is_scaling: Function that returns whether instances are being added or removed; then no
+            engine is replaced.
 
     Attributes:
-        settings: That engines have from the last restart on that was done.
+        settings: Settings of all engines since the last successful restart.
     """
 
     def __init__(
@@ -75,11 +77,11 @@ class RollingRestarts(Operations[RollingRestart]):
         self._is_beginning = asyncio.Lock()
 
     async def begin(self, ask: RestartRequest) -> RollingRestart:
-        """Check a restart and begin with it.
+        """Check a restart and begin it.
 
         Raises:
-            UserError: No engine could serve so; none has been replaced.
-            MigrationError: It cannot be done at present.
+            UserError: No engine could serve with the new settings; none has been replaced.
+            MigrationError: The restart cannot begin at present.
         """
         timeout_s = ask.timeout_s or self._request_timeout_s
         if not (timeout_s > 0 and math.isfinite(timeout_s)):
@@ -109,11 +111,14 @@ class RollingRestarts(Operations[RollingRestart]):
 
     @property
     def is_under_way(self) -> bool:
-        """Whether engines are being replaced."""
+        """True if engines are being replaced."""
         return self.under_way is not None
 
     async def _check_awake(self) -> None:
-        """A new engine would be awake beside others that sleep, and a paused one ends nothing."""
+        """Raise MigrationError if an engine sleeps or is paused.
+
+        A new engine would be awake beside sleeping ones, and a paused engine ends no request.
+        """
         for instance in self._cluster.serving():
             if instance.llm is None:
                 continue
@@ -121,7 +126,7 @@ class RollingRestarts(Operations[RollingRestart]):
                 async with asyncio.timeout(_ASK_S):
                     is_out = await instance.llm.is_sleeping() or await instance.llm.is_paused()
             except (TimeoutError, EngineDeadError):
-                continue  # it is about to be started again, awake
+                continue  # the instance is about to be restarted, awake
             if is_out:
                 raise MigrationError(
                     f"instance {instance.id} sleeps or is paused: wake it up first (/wake_up, "
@@ -170,7 +175,10 @@ class RollingRestarts(Operations[RollingRestart]):
         before: EngineSettings,
         timeout_s: float,
     ) -> None:
-        """In the opposite order; one that does not start so keeps trying, with what it had."""
+        """Restore the old settings in reverse order.
+
+        An instance that does not start with the old settings is started again with those it had.
+        """
         for line in reversed(done):
             try:
                 await self._turn(restart, line, before, timeout_s)
@@ -218,7 +226,7 @@ class RollingRestarts(Operations[RollingRestart]):
         settings: EngineSettings,
         timeout_s: float,
     ) -> None:
-        """Return when nothing is left that would be lost, or the time is up."""
+        """Return when no request would be lost, or ``timeout_s`` has passed."""
         await self._abort_migrations(instance)
         until_s = self._clock.now() + timeout_s
         while True:
@@ -230,7 +238,7 @@ class RollingRestarts(Operations[RollingRestart]):
             line.num_left = instance.inflight_requests
             left = line.num_left
             if settings.weights == instance.weights:
-                # Whatever is left of them goes on in the new engine.
+                # The remaining movable streams continue in the new engine.
                 left -= instance.num_movable
             if left <= 0 or self._clock.now() >= until_s:
                 return

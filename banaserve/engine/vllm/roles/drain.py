@@ -1,6 +1,7 @@
-"""Drains: an instance is sent nothing more, and its streams go on elsewhere at once.
+"""Drains: an instance receives no more requests, and its streams move elsewhere at once.
 
-It serves on while they leave, stays as it is until it is released, and may be ended meanwhile.
+The instance keeps serving while the streams leave. It stays drained until it is released, and may
+be ended meanwhile.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ _POLL_S = 0.02
 
 
 class DrainedInstance(RoleInstance, Protocol):
-    """What a drain needs of an ``Instance``."""
+    """The part of an ``Instance`` that a drain needs."""
 
     def move_streams(self) -> int: ...
 
 
 class Drains:
-    """Drains instances and lets them serve again.
+    """Drains of instances, and their release.
 
     Args:
-        roles: Says who would be missed.
+        instances: Instances by id.
+        roles: Role switches; they check whether other instances serve a drained instance's legs.
     """
 
     def __init__(self, instances: Mapping[InstanceId, DrainedInstance], roles: Roles) -> None:
@@ -39,13 +41,13 @@ class Drains:
         self._leaving: set[InstanceId] = set()
 
     def begin(self, name: str) -> DrainState:
-        """Send an instance nothing more, and let its streams go on elsewhere.
+        """Send an instance no more requests, and move its streams elsewhere.
 
-        A prompt that is being computed there is computed to its end.
+        A prompt that is being computed there is completed.
 
         Raises:
             UserError: There is no such instance.
-            MigrationError: No other serves what it serves, or it is switching its role.
+            MigrationError: No other instance serves one of its legs, or it is switching its role.
         """
         instance = self._named(name)
         if not instance.is_held:
@@ -60,7 +62,7 @@ class Drains:
 
         Raises:
             UserError: There is no such instance.
-            MigrationError: It was not drained.
+            MigrationError: The instance was not drained, or is being removed.
         """
         instance = self._named(name)
         if not instance.is_held:
@@ -71,12 +73,12 @@ class Drains:
         return self._state(instance)
 
     def leave(self, instance_id: InstanceId) -> bool:
-        """Drain an instance that is to be removed; returns whether it was drained before.
+        """Drain an instance that is to be removed; return whether it was drained before.
 
-        Nobody releases it until it is back or gone.
+        ``release`` refuses the instance until ``is_back`` or ``is_gone`` has been called.
 
         Raises:
-            MigrationError: No other serves what it serves, or it is switching its role.
+            MigrationError: No other instance serves one of its legs, or it is switching its role.
         """
         was_held = self._instances[instance_id].is_held
         self.begin(instance_id)
@@ -84,16 +86,20 @@ class Drains:
         return was_held
 
     def is_back(self, instance_id: InstanceId, was_held: bool) -> None:
-        """An instance is not removed after all: it serves again unless it was drained before."""
+        """Cancel the removal of an instance: it serves again unless it was drained before."""
         self._leaving.discard(instance_id)
         self._instances[instance_id].is_held = was_held
 
     def is_gone(self, instance_id: InstanceId) -> None:
-        """An instance has been removed."""
+        """Record that an instance has been removed."""
         self._leaving.discard(instance_id)
 
     async def state(self, name: str, wait_s: float = 0.0) -> DrainState:
-        """How far it is; waits so long for the last request to leave.
+        """Return the drain state, after waiting for the last request to leave.
+
+        Args:
+            name: Id of the instance.
+            wait_s: Maximum waiting time, in seconds.
 
         Raises:
             UserError: There is no such instance.

@@ -1,6 +1,6 @@
-"""Role switches: drain an instance, then give it another role. Nothing restarts.
+"""Role switches: drain an instance, then give it another role, without a restart.
 
-``Budgets`` bounds an engine's steps by its role.
+``Budgets`` limits the steps of an engine by the role of its instance.
 """
 
 from __future__ import annotations
@@ -24,17 +24,25 @@ from banaserve.names import check_known
 from banaserve.types import InstanceId, Role
 
 _ANSWER_S = 30.0
-"""An engine answers between two steps, and one with a long prompt takes its time."""
+"""Maximum wait for an engine's answer, in seconds.
+
+An engine answers between two steps, and a step with a long prompt takes long.
+"""
 logger = logging.getLogger(__name__)
 _POLL_S = 0.02
 _WORDS = (Role.PREFILL.value, Role.DECODE.value, "both", Role.COLOCATED.value)
 
 
 class Budgets:
-    """The budgets of prefill and of decode; what is not given is the engine's own.
+    """Step budgets of prefill and of decode; the engine's own budget where none is given.
+
+    Args:
+        given: Budget by role; 0 in a budget stands for the engine's own number.
+        config: vLLM's configuration of the engines.
 
     Raises:
-        UserError: One is more than the engines are made for, or allows fewer tokens than requests.
+        UserError: A budget exceeds what the engines are made for, or allows fewer tokens than
+            requests.
     """
 
     def __init__(self, given: Mapping[Role, Budget], config: VllmConfig) -> None:
@@ -44,7 +52,7 @@ class Budgets:
 
     @classmethod
     def of(cls, config: ServeConfig, engine: VllmConfig) -> Budgets:
-        """Those that ``banaserve serve`` was given."""
+        """Return the budgets that ``banaserve serve`` was given."""
         given = {Role.PREFILL: config.prefill_budget, Role.DECODE: config.decode_budget}
         return cls(given, engine)
 
@@ -52,10 +60,14 @@ class Budgets:
         return self._given.get(role, self._own)
 
     def of_steps(self, role: Role, step_tokens: int) -> Budget:
-        """The budget of ``role`` in steps of ``step_tokens`` tokens, as near as engines can.
+        """Return the budget of ``role`` with steps of ``step_tokens`` tokens, as near as possible.
 
-        A step has room for a token of each running request, and never more than the engines are
-        made for.
+        A step has room for one token of each running request, and at most for the number of tokens
+        that the engines are made for.
+
+        Args:
+            role: Role of the instance.
+            step_tokens: Maximum number of tokens of a step; 0 for the default of the role.
         """
         budget = self.of_role(role)
         if not step_tokens:
@@ -66,15 +78,17 @@ class Budgets:
     async def give(
         self, llm: Any, role: Role, step_tokens: int = 0, *, always: bool = False
     ) -> Budget:
-        """Let the engine behind ``llm`` work with the budget of ``role`` from its next step on.
+        """Set the budget of the engine behind ``llm`` to that of ``role``, from its next step on.
 
         Args:
-            step_tokens: Of its steps; 0 is what the role has.
-            always: Say so even where no role has a budget of its own.
+            llm: Client of the engine.
+            role: Role of the instance.
+            step_tokens: Maximum number of tokens of a step; 0 for the default of the role.
+            always: True to send the budget even if no role has a budget of its own.
 
         Raises:
-            NoAnswerError: It does not say in time that it does.
-            ProtocolError: It says something else.
+            NoAnswerError: The engine has not confirmed the budget in time.
+            ProtocolError: The engine's answer is not a confirmation.
         """
         budget = self.of_steps(role, step_tokens)
         if self._given or always:
@@ -110,7 +124,7 @@ def _filled(role: Role, given: Budget, own: Budget) -> Budget:
 
 
 class RoleInstance(Protocol):
-    """What a role switch needs of an ``Instance``."""
+    """The part of an ``Instance`` that a role switch needs."""
 
     id: InstanceId
     role: Role
@@ -131,14 +145,15 @@ class RoleInstance(Protocol):
 
 
 class Roles(Operations[RoleChange]):
-    """Drains instances and gives them another role.
+    """Role switches of instances: each drains its instance, and then changes the role.
 
-    The engine knows no role, so a leg that comes late is served all the same: draining keeps the
-    work of one role from slowing down that of the other. One that will do both drains nothing, and
-    one that may not drain serves on until it has the other role.
+    The engine knows no role, so a leg that arrives late is served all the same; an instance is
+    drained only so that work of one role does not slow down that of the other. A switch to
+    ``colocated`` drains nothing. An instance with a ``drain_s`` of 0 serves on until its role has
+    changed.
 
     Args:
-        instances: By id; they may die and come back.
+        instances: Instances by id; they may die and be restarted.
     """
 
     def __init__(self, instances: Mapping[InstanceId, RoleInstance], clock: Clock) -> None:
@@ -154,17 +169,21 @@ class Roles(Operations[RoleChange]):
         drain_s: float = inf,
         step_tokens: int = 0,
     ) -> RoleChange:
-        """Begin to drain an instance; it has the new role when nothing is left on it.
+        """Begin to drain an instance; it gets the new role when it has no requests left.
 
         Args:
-            step_tokens: Most tokens of its steps from then on; 0 is what the role has. With a size
-                it may be the role that it has: then nothing is drained.
-            timeout_s: After this it keeps its role, if it is not drained.
-            drain_s: After this it has the new role, whatever is left: that runs on beside it.
+            name: Id of the instance.
+            role_name: New role. If only ``step_tokens`` changes, it may be the present role; then
+                nothing is drained.
+            timeout_s: Time after which an instance that is not drained keeps its role, in seconds.
+            drain_s: Time after which the instance gets the new role even with requests left, which
+                continue there, in seconds.
+            step_tokens: Maximum number of tokens of a step with the new role; 0 for the default of
+                the role.
 
         Raises:
-            UserError: There is no such instance or role.
-            MigrationError: It cannot have it at present.
+            UserError: There is no such instance or role, or a number is out of its range.
+            MigrationError: The instance cannot get the role at present.
         """
         check_known("instance", name, self._instances)
         check_known("role", role_name, _WORDS)
@@ -184,23 +203,23 @@ class Roles(Operations[RoleChange]):
         return change
 
     def _abort(self, state: RoleChange) -> None:
-        """At once: the instance keeps its role."""
+        """Abort the switch at once: the instance keeps its role."""
         state.state = "aborted"
 
     @property
     def is_changing(self) -> bool:
-        """Whether any instance is on its way to another role."""
+        """True if any instance is switching its role."""
         return bool(self._changing)
 
     def is_held(self, instance: InstanceId) -> bool:
-        """Whether it is drained and sent nothing."""
+        """Return whether the instance is drained, and so receives no requests."""
         return self._instances[instance].is_held
 
     def check_leaves(self, instance: RoleInstance) -> None:
         """Return if an instance may be drained: it is not switching, and others serve its legs.
 
         Raises:
-            MigrationError: It may not.
+            MigrationError: The instance may not be drained.
         """
         if instance.id in self._changing:
             raise MigrationError(f"instance {instance.id} is switching its role")
@@ -235,13 +254,15 @@ class Roles(Operations[RoleChange]):
     def _left_alone(
         self, instance: RoleInstance, role: Role, own: frozenset[Role] | None = None
     ) -> Role | None:
-        """The leg that nobody would serve if ``instance`` had ``role``; None where all is well.
+        """Return a leg that no instance would serve if ``instance`` had ``role``; None for none.
+
+        Another instance that is switching counts only for the legs that it serves both before and
+        after its switch, so that neither the order nor the failure of several switches matters.
 
         Args:
-            own: Legs that it would serve; those of ``role`` where none are given.
-
-        Another one that is switching counts for the legs that it serves before and after, so that
-        the order in which several get their roles does not matter, nor that one of them fails.
+            instance: Instance that changes.
+            role: New role of the instance.
+            own: Legs that the instance would serve; None for those of ``role``.
         """
         served = set(role.legs if own is None else own)
         for other in self._instances.values():
@@ -286,7 +307,7 @@ class Roles(Operations[RoleChange]):
     async def _adopt(
         self, change: RoleChange, instance: RoleInstance, role: Role, step_tokens: int
     ) -> None:
-        """Budget first: the engine is asked, and the router does what it likes."""
+        """Change budget and role; the budget first, since only the engine can refuse."""
         before = instance.step_tokens
         try:
             await instance.take_budget(role, step_tokens)
@@ -305,7 +326,7 @@ class Roles(Operations[RoleChange]):
     def _ending(
         self, change: RoleChange, instance: RoleInstance, role: Role, timeout_s: float
     ) -> tuple[str, str] | None:
-        """State and reason where the role is to stay what it is."""
+        """Return the final state and its reason if the role must not change; None if it may."""
         if not change.is_open:
             return change.state, change.reason
         if not instance.is_ready:

@@ -1,4 +1,4 @@
-"""Contract of the front door with engine cores and workers, without what migration adds.
+"""Contract of the front door with engine cores and workers, without the methods of migration.
 
 Methods run between two engine steps. See ``migration.worker_api`` for migration.
 """
@@ -16,11 +16,11 @@ class PoolStatus(msgspec.Struct, frozen=True):
     """Counts of a scheduler's pool of KV blocks and of its requests.
 
     Attributes:
-        num_blocks: In the pool at present.
-        free_blocks: Of them, that no request holds.
-        running: Requests.
-        waiting: Requests.
-        preemptions: Of all requests that have not ended, each as often as it was preempted.
+        num_blocks: Number of blocks in the pool.
+        free_blocks: Number of blocks in the pool that no request holds.
+        running: Number of running requests.
+        waiting: Number of waiting requests.
+        preemptions: Number of preemptions of all requests that have not ended.
     """
 
     num_blocks: int
@@ -34,9 +34,9 @@ class PoolResize(msgspec.Struct, frozen=True):
     """Outcome of a change of a pool's size.
 
     Attributes:
-        pool: After it.
-        busy: Blocks in use that stand in the way of shrinking. Where there are any, the size has
-            not changed: ask again later.
+        pool: Status of the pool after the change.
+        busy: Number of blocks in use that prevent shrinking. If it is not 0, the size has not
+            changed: ask again later.
     """
 
     pool: PoolStatus
@@ -47,34 +47,35 @@ class CoreApi:
     """Methods that banaserve adds to vLLM's engine core, called by ``call_utility``."""
 
     def banaserve_pool_info(self) -> PoolStatus:
-        """Counts of the pool of an engine that can migrate."""
+        """Return the counts of the pool of an engine that can migrate."""
         raise NotImplementedError
 
     def banaserve_resize_pool(self, num_blocks: int, hold: bool = False) -> PoolResize:
         """Grow or shrink the pool to ``num_blocks``; a block in use is never taken away.
 
         Grow to ``KvStatus.num_blocks + KvStatus.blocks_gained`` after a move is freed. Before a
-        unit moves home, shrink until no block is in the way.
+        unit moves home, shrink until no block prevents it.
 
         Args:
-            num_blocks: At least 2.
-            hold: Where blocks in use are in the way, give none of those that are to go to any
-                request until the next call: under load they would never be free all at once.
+            num_blocks: New number of blocks, at least 2.
+            hold: True to give none of the blocks that are to be removed to any request until the
+                next call, if blocks in use prevent shrinking: under load they would never all be
+                free at the same time.
         """
         raise NotImplementedError
 
     def banaserve_notes(self, names: list[str]) -> EngineAnswer | None:
-        """What became of the requests that the engine calls ``names``; None without a store.
+        """Return the notes of the requests that the engine calls ``names``; None without a store.
 
-        Those of a name are empty where it does not know them, or not any more.
+        The list of a request that the engine does not know, or not any more, is empty.
         """
         raise NotImplementedError
 
     def banaserve_set_budget(self, num_tokens: int, num_requests: int) -> Budget:
-        """Compute at most so many tokens a step, of so many requests, from the next step on.
+        """Limit tokens and requests of a step, from the next step on.
 
         Returns:
-            The budget as it is now: what the runner has no buffers for is cut.
+            The budget now in force, reduced to the size of the runner's buffers.
         """
         raise NotImplementedError
 
@@ -83,5 +84,5 @@ class WorkerApi:
     """Methods that banaserve adds to vLLM's worker, called by ``collective_rpc``."""
 
     def banaserve_fingerprint(self) -> Fingerprint | None:
-        """Identity of the worker's KV blocks; None without a store."""
+        """Return the fingerprint of the worker's KV blocks; None without a store."""
         raise NotImplementedError

@@ -2,7 +2,7 @@
 
 A contract is a class whose methods have annotated arguments and replies, and no bodies. The caller
 makes a ``RemoteCall`` of such a method, the called process wraps its implementation with
-``implements``. mypy checks both against the contract, and msgspec checks what travels.
+``implements``. mypy checks both against the contract, and msgspec checks the values that are sent.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ R = TypeVar("R")
 
 
 class Answered(msgspec.Struct, Generic[R], frozen=True, tag=True):
-    """A reply: the method has done what it was called for."""
+    """Reply of a method that has succeeded."""
 
     value: R
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """A reply: nothing was done, and why, in one line.
+    """Reply of a method that did nothing, with the reason in one line.
 
-    An exception would lose its class on the way.
+    An exception would lose its class in vLLM's RPC.
     """
 
     reason: str
@@ -41,8 +41,8 @@ class RemoteCall(Generic[R]):
     """A method of a contract with its arguments, ready for vLLM's RPC.
 
     Attributes:
-        name: Of the method in the other process.
-        args: Plain values.
+        name: Name of the method in the other process.
+        args: Arguments as plain values.
     """
 
     name: str
@@ -50,11 +50,11 @@ class RemoteCall(Generic[R]):
     _reply_type: Any
 
     def read(self, reply: object) -> R:
-        """The value of a reply.
+        """Return the value of a reply.
 
         Raises:
-            MigrationError: The other process refuses.
-            ProtocolError: The reply is not what the contract says.
+            MigrationError: The other process refused the call.
+            ProtocolError: The reply breaks the contract.
         """
         try:
             found = msgspec.convert(reply, self._reply_type)
@@ -71,7 +71,7 @@ class RemoteCall(Generic[R]):
 def call(
     method: Callable[Concatenate[Any, P], R], /, *args: P.args, **kwargs: P.kwargs
 ) -> RemoteCall[R]:
-    """A call of a contract's method; arguments are given by position."""
+    """Make a call of a contract's method; arguments are given by position."""
     assert not kwargs, "vLLM's utility calls have no keywords"
     plain = tuple(msgspec.to_builtins(argument) for argument in args)
     return RemoteCall(method.__name__, plain, _types_of(method)[1])
@@ -80,9 +80,9 @@ def call(
 def implements(
     contract: Callable[Concatenate[Any, P], R],
 ) -> Callable[[Callable[Concatenate[Any, P], R]], Callable[..., object]]:
-    """Serve a contract's method: plain values come and go, refusals are replies.
+    """Return a decorator that serves a contract's method with plain values as arguments and reply.
 
-    Refused is what raises ``BanaServeError``, and arguments that break the contract.
+    ``BanaServeError`` and arguments that break the contract become the reply ``Refused``.
     """
     argument_types, _ = _types_of(contract)
 
@@ -105,7 +105,7 @@ def implements(
 
 @functools.cache
 def _types_of(contract: Callable[..., Any]) -> tuple[tuple[Any, ...], Any]:
-    """Types of the arguments, and of all replies."""
+    """Return the types of a method's arguments, and the type of its replies."""
     hints = get_type_hints(contract)
     answered: Any = Answered
     reply_type = answered[hints.pop("return")] | Refused

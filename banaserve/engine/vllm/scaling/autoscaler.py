@@ -1,4 +1,4 @@
-"""Autoscaler: looks at the load now and then, and lets the scaler add or remove an instance."""
+"""Autoscaler: checks the load periodically, and lets the scaler add or remove an instance."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from banaserve.types import ClusterView, Role
 logger = logging.getLogger(__name__)
 _DRAIN_S = 300.0
 _PAUSE_S = 60.0
-"""After a step that was refused or has failed: what was in its way may last."""
+"""Pause after a step that was refused or has failed, in seconds: the obstacle may persist."""
 
 
 class Autoscaler:
-    """Runs until it is stopped; a step begins when the one before it has ended.
+    """Autoscaler of a cluster; a step begins only when the previous one has ended.
 
     Args:
-        view: Returns the cluster as it is.
-        may_act: Whether a step may begin: not while a person has paused the orchestrator.
-        interval_s: From one look to the next.
-        by_role: Each role has instances of its own; otherwise roles follow the load.
+        view: Function that returns the current view of the cluster.
+        may_act: Function that returns whether a step may begin; False while a person has paused the
+            orchestrator.
+        interval_s: Time between two checks of the load, in seconds.
+        by_role: True if the instances of each role are scaled separately; False if roles follow the
+            load.
     """
 
     def __init__(
@@ -51,11 +53,11 @@ class Autoscaler:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start checking the load, in a task."""
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """End; a scaling under way goes on."""
+        """Stop checking the load; a running scaling continues."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Factory of instances: gives each what is its own, and takes it back from one that is removed."""
+"""Factory of instances: gives each its own resources, and reclaims those of removed instances."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from banaserve.types import InstanceId, Role
 
 
 class InstanceFactory:
-    """Makes instances of one configuration.
+    """Factory of instances with one configuration.
 
     Args:
-        logs: Folder of their logs.
+        logs: Folder of the instances' logs.
         sockets: Private folder of the run, with a short path.
-        instance_bytes: Memory of one of them; 0 where it is not the machine's.
-        by_role: Engines that are made for a role, where they are not like the others.
+        instance_bytes: Memory of one instance, in bytes; 0 if it is not the machine's memory.
+        by_role: Configurations of the engines that are made for one role, if they differ.
 
     Attributes:
-        series: vLLM's metrics of all of them.
+        series: vLLM's metrics of all instances.
     """
 
     def __init__(
@@ -54,10 +54,13 @@ class InstanceFactory:
         self._instance_bytes = instance_bytes
 
     def check_memory(self, num_instances: int) -> None:
-        """Return if the machine has the memory that so many more instances take, or nodes have.
+        """Return if this machine's memory, or the room on the nodes, suffices for more instances.
+
+        Args:
+            num_instances: Number of instances to be added.
 
         Raises:
-            MigrationError: They have not.
+            MigrationError: There is not enough memory or room.
         """
         num_free = self._launcher.num_free_places()
         if num_free is not None:
@@ -78,13 +81,14 @@ class InstanceFactory:
     def make(
         self, instance_id: InstanceId, role: Role, settings: EngineSettings | None = None
     ) -> Instance:
-        """Make an instance; it is not started.
+        """Make an instance without starting it.
 
         Args:
-            settings: Of the engines that serve, which a rolling restart may have changed.
+            settings: Settings of the engines that serve, which a rolling restart may have changed;
+                None for those at the server's start.
 
         Raises:
-            MigrationError: No devices are left for it.
+            MigrationError: No devices are left for the instance.
         """
         self._launcher.reserve(instance_id)
         self.series.add(instance_id)
@@ -103,7 +107,7 @@ class InstanceFactory:
         return made
 
     def discard(self, instance_id: InstanceId) -> None:
-        """Take back devices and metrics of an instance that has ended for good."""
+        """Release the devices and metrics of an instance that has been removed."""
         self._launcher.release(instance_id)
         self.series.forget(instance_id)
         metrics.forget(instance_id)

@@ -1,4 +1,4 @@
-"""Nodes that join a server that serves, and nodes that leave it: one at a time."""
+"""Nodes that join or leave a running server, one at a time."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ LOOK_S = 5.0
 
 
 class NodeChanges(Operations[NodeChange]):
-    """Adds and removes nodes.
+    """Additions and removals of nodes.
 
-    A node that joins is checked like those of the start, and has no instance at first: it is where
-    the next one is added, by a person or by the policy. One that leaves is given no more, and given
-    back once its instances have been removed.
+    A joining node is checked like the nodes at the server's start. It has no instance at first; the
+    next instance that a person or the policy adds is placed there. A leaving node gets no more
+    instances, and is given back once its instances have been removed.
 
     Args:
-        scaler: Removes the instances of a node that leaves.
+        scaler: Scaler, which removes the instances of a leaving node.
     """
 
     def __init__(self, launcher: Launcher, scaler: Scaler, cluster: Cluster, clock: Clock) -> None:
@@ -40,16 +40,16 @@ class NodeChanges(Operations[NodeChange]):
         self._looking: asyncio.Task[None] | None = None
 
     def nodes(self) -> list[NodeStatus]:
-        """All that the server has; none where its engines run on its own machine."""
+        """Return all nodes of the server; none if its engines run on its own machine."""
         return self._launcher.nodes()
 
     def start(self) -> None:
-        """Begin to look for machines that the cluster gains."""
+        """Start looking for machines that the cluster gains."""
         if self.nodes():
             self._looking = asyncio.create_task(self._look())
 
     async def stop(self) -> None:
-        """Give up the change under way, if there is one."""
+        """Cancel the running change, if there is one."""
         if self._looking is not None:
             self._looking.cancel()
             await asyncio.gather(self._looking, return_exceptions=True)
@@ -58,14 +58,15 @@ class NodeChanges(Operations[NodeChange]):
     # ---- requests
 
     def begin_add(self, address: str, why: str = "") -> NodeChange:
-        """Begin to take a node.
+        """Begin to add a node.
 
         Args:
-            why: Who wants it; empty for a person.
+            address: Address of the node.
+            why: Reason for an addition that no person requested; empty otherwise.
 
         Raises:
-            MigrationError: It cannot be done at present.
-            UserError: Engines of this server run on its own machine.
+            MigrationError: Another change is running.
+            UserError: The engines of this server run on its own machine.
         """
         self._check_free()
         if not self.nodes():
@@ -81,11 +82,12 @@ class NodeChanges(Operations[NodeChange]):
         """Begin to drain a node and to give it back.
 
         Args:
-            timeout_s: For the last request of each of its instances.
-            are_replaced: As many instances are added on other nodes first.
+            name: Name of the node.
+            timeout_s: Maximum time for each of its instances to end its requests, in seconds.
+            are_replaced: True to add as many instances on other nodes first.
 
         Raises:
-            MigrationError: It cannot be done at present.
+            MigrationError: The node cannot be removed at present.
             UserError: There is no such node.
         """
         self._check_free()
@@ -172,7 +174,7 @@ class NodeChanges(Operations[NodeChange]):
         try:
             scaling = await self._scaler.wait(scaling_id)
         except asyncio.CancelledError:
-            with contextlib.suppress(MigrationError):  # it has just ended
+            with contextlib.suppress(MigrationError):  # the scaling has just ended
                 self._scaler.abort(scaling_id)
             await self._scaler.wait(scaling_id)
             raise

@@ -1,6 +1,7 @@
-"""Plan of a scaling: which instances are added and which removed, from those that are there.
+"""Plan of a scaling: the instances to add and to remove, given the present ones.
 
-Pure: equal arguments, equal plan. Roles are counted, not names: they change while a server runs.
+Pure functions: equal arguments give equal plans. Instances are counted by role, not by name, since
+roles change while a server runs.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ _LEGS = (Role.PREFILL, Role.DECODE)
 
 
 class InstanceLoad(NamedTuple):
-    """An instance that is there.
+    """A present instance and its load.
 
     Attributes:
-        takes: It serves and is not drained.
+        takes: True if the instance serves and is not drained.
     """
 
     id: InstanceId
@@ -33,10 +34,11 @@ class InstanceLoad(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class InstanceCounts:
-    """Numbers of instances that there are to be; None leaves one as it is.
+    """Wanted numbers of instances; None leaves a number unchanged.
 
     Attributes:
-        total: Of all together, where the roles are not the user's to choose.
+        prefill, decode, colocated: Number of instances with this role.
+        total: Number of all instances, on a server whose roles the user does not choose.
     """
 
     prefill: int | None = None
@@ -60,7 +62,7 @@ class InstanceCounts:
             raise UserError("--instances 0: give 1 or more; to end the server, end its process")
 
     def by_role(self, now: Mapping[Role, int]) -> dict[Role, int]:
-        """The number of each role, where ``now`` are there."""
+        """Return the wanted number of instances by role; ``now`` has the present numbers."""
         given = {
             Role.PREFILL: self.prefill,
             Role.DECODE: self.decode,
@@ -71,11 +73,11 @@ class InstanceCounts:
 
 @dataclass(frozen=True, slots=True)
 class ScalePlan:
-    """What a scaling does.
+    """Instances that a scaling adds and removes.
 
     Attributes:
-        add: Ids that nothing has had in this run, and roles.
-        remove: In this order, after what is added serves.
+        add: New instances: ids not used before in this run, and roles.
+        remove: Ids of the instances to remove, in order, once the added ones serve.
     """
 
     add: tuple[tuple[InstanceId, Role], ...] = ()
@@ -85,17 +87,19 @@ class ScalePlan:
 def plan_scaling(
     members: Sequence[InstanceLoad], wanted: InstanceCounts, used_ids: Collection[InstanceId]
 ) -> ScalePlan:
-    """Return how ``members`` become what is wanted.
+    """Return the plan from ``members`` to the wanted numbers.
 
-    Those that take no requests leave first, then those with the fewest, of these the newest.
+    Instances that accept no requests are removed first, then those with the fewest requests, of
+    these the newest.
 
     Args:
-        members: The oldest first.
-        used_ids: That instances of this run have or had.
+        members: Present instances, the oldest first.
+        wanted: Wanted numbers of instances.
+        used_ids: Ids that instances of this run have or had.
 
     Raises:
-        UserError: A leg would be left to nobody.
-        MigrationError: It would be left to instances that do not serve at present.
+        UserError: A leg would be left without instances.
+        MigrationError: A leg would be left to instances that do not serve at present.
     """
     if wanted.total is not None:
         add, remove = _to_total(members, wanted.total)
@@ -114,16 +118,18 @@ def plan_leaving(
     used_ids: Collection[InstanceId],
     added: Callable[[Role], Role] | None,
 ) -> ScalePlan:
-    """Return how the instances ``leaving`` are removed.
+    """Return the plan that removes the instances ``leaving``.
 
     Args:
-        members: The oldest first.
-        used_ids: That instances of this run have or had.
-        added: The role of the instance that is added in the place of one of such a role; None adds
-            none.
+        members: Present instances, the oldest first.
+        leaving: Ids of the instances to remove.
+        used_ids: Ids that instances of this run have or had.
+        added: Function from the role of a removed instance to the role of its replacement; None
+            adds no replacements.
 
     Raises:
-        MigrationError: A leg would be left to nobody, or to instances that do not serve at present.
+        MigrationError: A leg would be left without instances, or to instances that do not serve at
+            present.
     """
     gone = [member for member in members if member.id in leaving]
     stay = [member for member in members if member.id not in leaving]
@@ -154,7 +160,11 @@ def _to_roles(
 
 
 def _to_total(members: Sequence[InstanceLoad], total: int) -> tuple[list[Role], list[InstanceId]]:
-    """Added ones do both until their role is chosen; removed ones leave no leg to nobody."""
+    """Return the roles to add and the ids to remove for ``total`` instances.
+
+    Added instances do both legs until their roles are chosen. After removals, each leg still has an
+    instance.
+    """
     add = [Role.COLOCATED] * (total - len(members))
     stay, remove = list(members), []
     if total == 1:
@@ -164,7 +174,7 @@ def _to_total(members: Sequence[InstanceLoad], total: int) -> tuple[list[Role], 
         remove = [one.id for one in _leaving_first(members) if one is not kept]
     while len(stay) > total:
         order = _leaving_first(stay)
-        # Two serve both legs, or one does: where there are three, another one can go.
+        # Two instances, or one, suffice to serve both legs: of three, one can always leave.
         found = next((one for one in order if _serves_without(stay, one)), order[0])
         stay.remove(found)
         remove.append(found.id)
@@ -178,7 +188,10 @@ def _to_total(members: Sequence[InstanceLoad], total: int) -> tuple[list[Role], 
 
 
 def _serves_without(members: Sequence[InstanceLoad], leaving: InstanceLoad) -> bool:
-    """Whether the others serve both legs, those that take requests where there are such."""
+    """Return whether the other instances serve both legs.
+
+    Only those that accept requests count, if there are any.
+    """
     stay = [member for member in members if member is not leaving]
     return _serve_both([member for member in stay if member.takes] or stay)
 

@@ -1,7 +1,7 @@
-"""Scaling of a server that serves: instances are added, then others are drained and removed.
+"""Scaling of a running server: instances are added, then others are drained and removed.
 
-New ones serve only once all of them have started; a start that fails leaves everything as it was.
-One that is removed hands its streams to the others first, so that no request is lost.
+New instances serve only once all of them have started; a failed start leaves the server unchanged.
+The streams of a removed instance move to other instances first, so that no request is lost.
 """
 
 from __future__ import annotations
@@ -34,14 +34,16 @@ _POLL_S = 0.02
 
 
 class Scaler(Operations[Scaling]):
-    """Adds instances to a cluster and removes some, one scaling at a time.
+    """Scalings of a cluster, which add and remove instances, one scaling at a time.
 
     Args:
-        coordinator: Takes home what runs beside an instance that leaves.
-        start_s: For an engine that starts.
-        is_restarting: Whether engines are being replaced; then none is added or removed.
-        roles_follow_load: Roles are not the user's to choose.
-        has_store: Without one nothing can be handed from prefill to decode.
+        coordinator: Coordinator of migrations, which returns the modules beside a leaving instance
+            to their hosts.
+        start_s: Maximum time for an engine to start, in seconds.
+        is_restarting: Function that returns whether engines are being replaced; then no instance is
+            added or removed.
+        roles_follow_load: True if the roles follow the load and the user does not choose them.
+        has_store: True if there is a store, needed to hand prompts from prefill to decode.
     """
 
     def __init__(
@@ -72,21 +74,22 @@ class Scaler(Operations[Scaling]):
 
     @property
     def is_under_way(self) -> bool:
-        """Whether instances are being added or removed."""
+        """True if instances are being added or removed."""
         return self.under_way is not None
 
     # ---- requests
 
     def begin(self, wanted: InstanceCounts, timeout_s: float, why: str = "") -> Scaling:
-        """Begin to add and remove instances; a scaling that has nothing to do is done at once.
+        """Begin to add and remove instances; a scaling with nothing to do is done at once.
 
         Args:
-            timeout_s: For the last request of an instance that is removed.
-            why: The load that it answers; empty where a person asks for it.
+            wanted: Wanted numbers of instances.
+            timeout_s: Maximum time for a removed instance to end its requests, in seconds.
+            why: Load that triggered the scaling; empty if a person requested it.
 
         Raises:
-            UserError: What is wanted makes no sense here.
-            MigrationError: It cannot be done at present.
+            UserError: The wanted numbers or the timeout are not valid for this server.
+            MigrationError: The scaling cannot begin at present.
         """
         self._check_free(timeout_s)
         self._check(wanted)
@@ -95,16 +98,17 @@ class Scaler(Operations[Scaling]):
     def begin_leaving(
         self, leaving: Collection[InstanceId], timeout_s: float, where: str, *, are_replaced: bool
     ) -> Scaling:
-        """Begin to remove these instances, whatever they do, and to add as many before.
+        """Begin to remove these instances, whatever their roles.
 
         Args:
-            timeout_s: For the last request of each.
-            where: What they leave, in words.
-            are_replaced: Others are added in their places.
+            leaving: Ids of the instances to remove.
+            timeout_s: Maximum time for each instance to end its requests, in seconds.
+            where: Place that the instances leave, such as a node, for people.
+            are_replaced: True to add as many instances elsewhere first.
 
         Raises:
-            UserError: What is wanted makes no sense here.
-            MigrationError: It cannot be done at present.
+            UserError: The timeout is not valid.
+            MigrationError: The scaling cannot begin at present.
         """
         self._check_free(timeout_s)
         added = self._added_for if are_replaced else None
@@ -126,7 +130,7 @@ class Scaler(Operations[Scaling]):
         plan_now: Callable[[], ScalePlan],
         first: ScalePlan | None = None,
     ) -> Scaling:
-        """Begin with the plan ``first``, and remove what ``plan_now`` says after what it adds."""
+        """Begin with the additions of ``first``; then remove instances as ``plan_now`` decides."""
         plan = first if first is not None else plan_now()
         self._factory.check_memory(len(plan.add))
         state = "starting" if plan.add else "draining"
@@ -234,10 +238,11 @@ class Scaler(Operations[Scaling]):
             logger.info("instance %s (%s) is added", instance.id, instance.role.value)
 
     async def _start(self, scaling: Scaling, made: Sequence[Instance]) -> None:
-        """Start all of them; where one fails or they are given up, none is left.
+        """Start all instances; if one fails or the scaling is aborted, end them all.
 
         Raises:
-            InstanceDeadError: One could not be started.
+            InstanceDeadError: An instance could not be started.
+            OperationAbortedError: The scaling was aborted.
         """
         starting = {asyncio.create_task(one.start(self._start_s)) for one in made}
         left, failure = starting, None
@@ -247,7 +252,7 @@ class Scaler(Operations[Scaling]):
                 failure = failure or next((e for one in ended if (e := one.exception())), None)
                 if self._is_aborting(scaling):
                     failure = failure or OperationAbortedError()
-                if failure is not None:  # again and again: a process may be there only now
+                if failure is not None:  # repeated: a process may have appeared only now
                     for instance in made:
                         instance.kill()
         finally:
@@ -262,7 +267,7 @@ class Scaler(Operations[Scaling]):
     async def _remove_what_is_too_much(
         self, scaling: Scaling, plan_now: Callable[[], ScalePlan], timeout_s: float
     ) -> None:
-        """Planned anew each time: what there is may be another than at the beginning."""
+        """Remove instances one by one; plan anew each time, since instances may have changed."""
         while True:
             self._check_wanted(scaling)
             until_s = self._clock.now() + timeout_s

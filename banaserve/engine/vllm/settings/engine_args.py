@@ -1,4 +1,4 @@
-"""Options of vLLM: those that banaserve adds, and those that it decides itself and refuses."""
+"""Options of vLLM: those that banaserve adds, and those that it sets itself and so refuses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from banaserve.errors import UserError
 T = TypeVar("T")
 STORE_CONNECTOR = "StoreConnector"
 STATES_CONNECTOR = "StatesConnector"
-"""Of models that keep states beside their KV blocks."""
+"""Connector class for models that keep states beside their KV blocks."""
 WORKER_EXTENSION = "banaserve.engine.vllm.worker.WorkerExtension"
 _ROTARY = "rotary_embedding"
 _BEFORE = "give it before --, where it is banaserve's"
@@ -31,10 +31,10 @@ _ONE_SERVER = "banaserve has one API server of its own, over HTTP"
 
 
 def section(config: VllmConfig, key: str, kind: type[T]) -> T | None:
-    """The section ``key`` as a ``kind``; None where there is none.
+    """Return section ``key`` of vLLM's ``additional_config`` as a ``kind``; None without it.
 
     Raises:
-        UserError: It is malformed.
+        UserError: The section is malformed.
     """
     extra = config.additional_config
     given = extra.get(key) if isinstance(extra, dict) else None
@@ -60,7 +60,7 @@ class _Parser(compat.FlexibleArgumentParser):
 
 
 def parse_vllm_argv(argv: list[str]) -> Namespace:
-    """vLLM's own parse of its own options.
+    """Parse vLLM's options with vLLM's own parser.
 
     Raises:
         UserError: vLLM does not know an option or refuses a value.
@@ -81,11 +81,11 @@ def parse_vllm_argv(argv: list[str]) -> Namespace:
 
 
 def engine_config(args: Namespace) -> VllmConfig:
-    """The configuration of every engine, from vLLM's parsed options.
+    """Return the configuration of every engine, from vLLM's parsed options.
 
-    vLLM settles some of them in ``args``, where its API server reads them: parsers of reasoning.
+    vLLM updates some options in ``args``, where its API server reads them: parsers of reasoning.
     ``--otlp-traces-endpoint`` stays in ``args`` alone: banaserve traces requests over all engines,
-    where each client of an engine would make a span of its leg.
+    whereas each client of an engine would make a separate span of its leg.
 
     Raises:
         UserError: The options and the model do not fit together.
@@ -114,26 +114,27 @@ def _made(args: Namespace) -> VllmConfig:
 
 
 def pools(config: VllmConfig) -> bool:
-    """Whether engines answer with what they make of a whole prompt, such as an embedding: there is
-    nothing to decode.
+    """Return whether engines answer with a result of the whole prompt, such as an embedding.
+
+    Then there is nothing to decode.
     """
     return bool(config.model_config.runner_type == "pooling")
 
 
 def uses_store(config: VllmConfig) -> bool:
-    """Whether engines hand blocks over through the store's connector."""
+    """Return whether engines hand blocks over through the store's connector."""
     transfer = config.kv_transfer_config
     return transfer is not None and transfer.kv_connector in (STORE_CONNECTOR, STATES_CONNECTOR)
 
 
 def _with_states(args: Namespace, config: VllmConfig) -> VllmConfig:
-    """The configuration for a model that keeps states (Mamba, linear attention) beside KV blocks.
+    """Return the configuration for a model with states (Mamba, linear attention) beside KV blocks.
 
-    The store keeps states behind prefixes, so vLLM's prefix cache, which would keep more of them,
-    is off: a sequence has its newest state alone.
+    The store keeps the states after prefixes, so vLLM's prefix cache, which would keep more states,
+    is off: a sequence has only its newest state.
 
     Raises:
-        UserError: An option asks for more.
+        UserError: An option requires more states.
     """
     architecture = config.model_config.architecture
     for option, is_given in (
@@ -154,12 +155,12 @@ def _with_states(args: Namespace, config: VllmConfig) -> VllmConfig:
 
 
 def rotate_latents_in_torch(config: VllmConfig) -> None:
-    """Let engines of a model with MLA rotate positions in PyTorch, on a CPU.
+    """Make engines of a model with MLA rotate positions in PyTorch, on a CPU.
 
-    vLLM 0.32's rotary kernel for CPUs takes queries of shape ``[tokens, heads, size]``, which MLA
-    alone gives it, for ones of one head, and rotates others of the same number: answers depend on
-    what else is in the batch, and are not those of the model. What the user says of the kernel in
-    ``--compilation-config`` stays.
+    vLLM 0.32's rotary kernel for CPUs treats queries of shape ``[tokens, heads, size]``, which only
+    MLA passes, as having one head, and rotates other elements, of the same number: answers depend
+    on the rest of the batch and are not those of the model. The user's own setting of the kernel in
+    ``--compilation-config`` is kept.
     """
     asked = config.compilation_config.custom_ops
     if config.model_config.use_mla and not any(one[1:] == _ROTARY for one in asked):
@@ -167,13 +168,13 @@ def rotate_latents_in_torch(config: VllmConfig) -> None:
 
 
 def goes_without_rotary_kernel(config: VllmConfig) -> bool:
-    """Whether engines of a model with MLA rotate positions in PyTorch."""
+    """Return whether the model has MLA and its engines rotate positions in PyTorch."""
     is_named = f"-{_ROTARY}" in config.compilation_config.custom_ops
     return config.model_config.use_mla and is_named
 
 
 def load_parsers(args: Namespace) -> None:
-    """Load what parses tool calls and reasoning; ``engine_config`` has seen ``args``.
+    """Load the parsers of tool calls and reasoning; call after ``engine_config`` with ``args``.
 
     Raises:
         UserError: There is no such parser.
@@ -185,14 +186,15 @@ def load_parsers(args: Namespace) -> None:
 
 
 def store_options(socket_path: str, salt: str, *, cost_gate: bool = True) -> list[str]:
-    """vLLM options that put the store's connector into every engine.
+    """Return vLLM's options that put the store's connector into every engine.
 
-    A failed fetch is computed again rather than failing the request.
+    Blocks whose fetch fails are computed again rather than failing the request.
 
     Args:
-        socket_path: Where the store answers.
-        salt: Deployments with other salts share no blocks.
-        cost_gate: Whether of a prefix only what shortens its step is fetched, or all of it.
+        socket_path: Path of the store's socket.
+        salt: Salt of the block keys; deployments with different salts share no blocks.
+        cost_gate: True if only the part of a prefix that shortens its step is fetched; otherwise
+            all of it.
     """
     transfer = {
         "kv_connector": STORE_CONNECTOR,
@@ -209,7 +211,7 @@ def store_options(socket_path: str, salt: str, *, cost_gate: bool = True) -> lis
 
 
 def common_options() -> list[str]:
-    """Options of every banaserve engine.
+    """Return vLLM's options of every banaserve engine.
 
     The multimodal processor cache assumes one engine behind the front door, so it is off.
     """
@@ -222,7 +224,7 @@ def common_options() -> list[str]:
 
 
 def preble_options() -> list[str]:
-    """Options of engines that take waiting requests in Preble's order."""
+    """Return vLLM's options of engines that schedule waiting requests in Preble's order."""
     return ["--scheduler-cls", "banaserve.engine.vllm.preble_scheduler.PrebleScheduler"]
 
 
@@ -251,14 +253,14 @@ _TAKEN: Sequence[tuple[str, Callable[[Any], bool], str]] = (
 
 
 def refuse_taken(args: Namespace, config: ServeConfig, model: str) -> None:
-    """Refuse options that were given to vLLM and that banaserve would not obey.
+    """Refuse options that were given to vLLM and that banaserve would not follow.
 
     Args:
-        args: vLLM's parse of its options, those that banaserve gives included.
-        model: The model that banaserve gives vLLM to load.
+        args: vLLM's parsed options, including those that banaserve passes.
+        model: Model that banaserve passes to vLLM to load.
 
     Raises:
-        UserError: One of them is given.
+        UserError: Such an option is given.
     """
     for option, is_given, advice in _TAKEN:
         if is_given(_given(args, option)):
@@ -274,7 +276,7 @@ def refuse_taken(args: Namespace, config: ServeConfig, model: str) -> None:
     if config.kv_store and _given(args, "--enable-return-routed-experts"):
         _refuse("--enable-return-routed-experts", "the store keeps no routing: leave it out")
     if is_on_cpu() and _given(args, "--enable-expert-parallel"):
-        # Of vLLM 0.32 alone, too: a segmentation fault.
+        # vLLM 0.32 without banaserve also ends in a segmentation fault.
         _refuse("--enable-expert-parallel", "on a CPU its workers die of it: leave it out")
     if _given(args, "--worker-extension-cls") != WORKER_EXTENSION:
         _refuse("--worker-extension-cls", "banaserve needs its own: leave it out")

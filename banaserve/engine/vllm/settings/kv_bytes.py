@@ -1,4 +1,4 @@
-"""Bytes of KV that one token has."""
+"""Bytes of KV per token."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from banaserve.engine.vllm.compat.config import VllmConfig
 
 
 def kv_token_bytes(config: VllmConfig) -> int:
-    """Returns K and V of one token in all layers, over all workers of an instance.
+    """Return the bytes of one token's K and V in all layers, over all workers of an instance.
 
-    With multi-head latent attention that is one latent vector a layer, which workers do not share
-    out. A quantized KV cache has less: what this is for are ways, where too much errs to the near.
+    With multi-head latent attention that is one latent vector per layer, which is not divided among
+    workers. A quantized KV cache has fewer bytes: the result serves to weigh distances between
+    instances, where too large a value favours near ones.
     """
     model, parallel = config.model_config, config.parallel_config
     if model.use_mla:

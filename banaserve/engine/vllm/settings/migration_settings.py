@@ -18,21 +18,21 @@ KEY = "banaserve_migration"
 ATTENTION_KERNELS = tuple(
     choice for choice in MIGRATION_ATTENTION if choice not in ("auto", "vllm")
 )
-"""``kernels`` lets the registry pick; the others name what it has to pick."""
+"""Choices that use our kernels: ``kernels`` lets the registry pick, the others name its pick."""
 
 
 class MigrationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options in vLLM's ``additional_config``, as ``banaserve_migration``.
 
     Attributes:
-        kv_growth: How many times the blocks of the start the pool may have one day: address
-            space that is reserved, not memory.
-        stall_s: How long a guest may neither answer nor use its processor.
-        overlap: Micro-batches of a step at most, so that host and guests compute at once; 1:
-            guests are waited for.
-        guest_saves: Whether guests copy the KV of their layers to the store themselves.
-        poison: Overwrite KV that has moved away with NaN: for tests.
-        attention: What the engine and its guests attend with, see ``attention_door``.
+        kv_growth: Maximum size of the pool as a multiple of its initial blocks; it reserves address
+            space, not memory.
+        stall_s: Maximum time a guest may neither answer nor use its processor, in seconds.
+        overlap: Maximum number of micro-batches of a step, for host and guests to compute
+            concurrently; 1: the host waits for its guests.
+        guest_saves: True if guests copy the KV of their layers to the store themselves.
+        poison: True to overwrite KV that has moved away with NaN, for tests.
+        attention: Attention implementation of the engine and its guests, see ``kernels_for``.
     """
 
     kv_growth: float = 2.0
@@ -44,10 +44,10 @@ class MigrationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 def settings_of(config: VllmConfig) -> MigrationSettings | None:
-    """The settings of an engine; None where it does not migrate.
+    """Return the settings of an engine; None if it does not migrate.
 
     Raises:
-        UserError: They are malformed.
+        UserError: The settings are malformed.
     """
     settings = section(config, KEY, MigrationSettings)
     if settings is None:
@@ -61,18 +61,18 @@ def settings_of(config: VllmConfig) -> MigrationSettings | None:
 
 
 def packs_nothing(settings: MigrationSettings | None) -> bool:
-    """Whether KV on a CPU lies as our kernels write it, and not as vLLM's do."""
+    """Return whether KV on a CPU has the layout of our kernels, which pack nothing, not vLLM's."""
     return settings is not None and settings.attention in ATTENTION_KERNELS
 
 
 def migration_options(settings: MigrationSettings, given: Mapping[str, Any]) -> list[str]:
-    """vLLM options of an engine whose layers and heads can move.
+    """Return vLLM's options of an engine whose layers and heads can move.
 
     Args:
-        given: What the user's own ``--additional-config`` says, which is kept.
+        given: The user's own ``--additional-config``, which is kept.
 
     Raises:
-        UserError: It speaks of migration too, or cannot stand beside it.
+        UserError: ``given`` has settings of migration, or cannot be combined with them.
     """
     if KEY in given:
         raise UserError(
@@ -83,8 +83,9 @@ def migration_options(settings: MigrationSettings, given: Mapping[str, Any]) -> 
         raise UserError(
             f"--additional-config has {odd[0]!r}: with --migration on, no key may have . or = in it"
         )
-    # vLLM joins options of this form, and they win over one whole --additional-config. It would
-    # also join a list to that of the user's own option of this form, unless something is between.
+    # vLLM merges options of this form, and they override one whole --additional-config. It would
+    # also append a list to that of the user's own option of this form; a null in between prevents
+    # that.
     found: list[str] = []
     for key, value in {**given, KEY: msgspec.to_builtins(settings)}.items():
         values = [None, value] if key in given and isinstance(value, (list, dict)) else [value]

@@ -1,4 +1,4 @@
-"""Choice of the parser that finds tool calls in a model's answers, where the user gives none."""
+"""Choice of the parser that finds tool calls in a model's answers, if the user gives none."""
 
 from __future__ import annotations
 
@@ -46,19 +46,21 @@ FAMILIES = {
     "seed_oss": ("seed_oss",),
     "smollm3": ("hermes",),
 }
-"""Parsers by the model's type, the one that takes fewest texts for calls first. One of a family is
-used only where it reads what the model's own chat template writes."""
+"""Parsers by the model's type; the first takes the fewest texts for calls.
+
+A parser is used only if it reads the calls that the model's own chat template writes.
+"""
 _BEGINS = {"llama3_json": ("{", "<|python_tag|>")}
-"""How a written call begins, for parsers that take any JSON in a text for a call."""
+"""Possible beginnings of a written call, for parsers that take any JSON in a text for a call."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolParserChoice:
-    """A parser's name, or why there is none.
+    """A parser's name, or the reason why there is none.
 
     Attributes:
-        name: Name in vLLM's registry; empty where none is known without doubt.
-        problem: Why a parser of the family is not used; empty where there is nothing to say.
+        name: Name in vLLM's registry; empty if no parser is known with certainty.
+        problem: Reason why no parser of the family is used; empty for none.
     """
 
     name: str = ""
@@ -71,10 +73,12 @@ class ToolParserChoice:
 
 
 def choose_tool_parser(args: Namespace, config: VllmConfig) -> ToolParserChoice:
-    """The parser that vLLM's server needs for ``tools`` in requests. Blocking: reads a tokenizer.
+    """Choose the parser that vLLM's server needs for ``tools`` in requests.
+
+    Blocks, since it reads a tokenizer.
 
     Args:
-        args: vLLM's options, in which no parser of tools is given; they stay as they are.
+        args: vLLM's options, in which no tool parser is given; they are not changed.
     """
     tokenizer = compat.tokenizer_of(config)
     if tokenizer is None:
@@ -83,7 +87,7 @@ def choose_tool_parser(args: Namespace, config: VllmConfig) -> ToolParserChoice:
     candidates = FAMILIES.get(family, ())
     written = ""
     if compat.is_mistral_tokenizer(tokenizer):
-        candidates = _MISTRAL  # that library writes the calls itself
+        candidates = _MISTRAL  # Mistral's library writes the calls itself
     elif family != _HARMONY:  # whose calls vLLM writes itself
         written = compat.written_call(tokenizer, args.chat_template)
         if not written:

@@ -1,4 +1,4 @@
-"""Events of one request on its way through the front door and the engines, and its trace.
+"""Events of one request in the front door and the engines, and its trace.
 
 Imports neither torch nor vllm: the command that prints traces reads these structs from JSON.
 """
@@ -18,8 +18,8 @@ class LookedUp(msgspec.Struct, frozen=True, tag=True):
     """The front door asked the store how much of the prompt it holds.
 
     Attributes:
-        cached_tokens: In whole blocks, stored or being stored.
-        took_s: Of the question.
+        cached_tokens: Number of prompt tokens in whole blocks that are stored or being stored.
+        took_s: Seconds that the lookup took.
     """
 
     cached_tokens: int
@@ -27,7 +27,11 @@ class LookedUp(msgspec.Struct, frozen=True, tag=True):
 
 
 class NoInstance(msgspec.Struct, frozen=True, tag=True):
-    """No instance could serve a leg: the request waits for a restart."""
+    """A leg found no instance that could serve it: the request waits for a restart.
+
+    Attributes:
+        why: Reason in words.
+    """
 
     why: str
 
@@ -36,8 +40,9 @@ class RouteCandidate(msgspec.Struct, frozen=True):
     """A ready instance as the policy saw it.
 
     Attributes:
-        inflight_requests: Legs that it had been sent and that had not ended.
-        inflight_prefill_tokens: Of their prompts, neither cached nor computed yet.
+        inflight_requests: Number of legs that had been sent to the instance and had not ended.
+        inflight_prefill_tokens: Number of tokens of these legs' prompts that were neither cached
+            nor computed yet.
     """
 
     instance: str
@@ -47,15 +52,16 @@ class RouteCandidate(msgspec.Struct, frozen=True):
 
 
 class Routed(msgspec.Struct, frozen=True, tag=True):
-    """The routing policy chose.
+    """The routing policy chose the instances of a request.
 
     Attributes:
-        policy: Its name, with the package of one that is not banaserve's own.
-        prefill: None where one instance serves the whole request.
-        reason: Of the policy, for the number of legs.
-        split_blocker: Why the request cannot be split; None where it can. In JSON it keeps the name
-            that readers of traces know.
-        candidates: All that were ready.
+        policy: Name of the policy, with its package if it is not banaserve's own.
+        prefill: Instance of the prefill leg; None where one instance serves the whole request.
+        decode: Instance of the decode leg, or of the whole request.
+        reason: Reason of the policy for the number of legs.
+        split_blocker: Reason why the request cannot be split into legs; None if it can. Its name in
+            JSON is the one that readers of traces know.
+        candidates: All instances that were ready.
     """
 
     policy: str
@@ -71,8 +77,8 @@ class LegBegan(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         leg: ``prefill``, ``decode``, or ``whole`` where one instance computes prompt and output.
-        engine_request_id: Under which the engine's log and notes know it.
-        resumed_tokens: Output tokens that had been sent before, from another instance.
+        engine_request_id: Id of the leg in the engine's log and notes.
+        resumed_tokens: Number of output tokens that another instance had sent before.
     """
 
     leg: str
@@ -82,18 +88,19 @@ class LegBegan(msgspec.Struct, frozen=True, tag=True):
 
 
 class LegOutput(msgspec.Struct, frozen=True, tag=True):
-    """The first output came that has tokens which a decode or whole leg computed itself."""
+    """The first output with tokens that a decode or whole leg computed itself arrived."""
 
     leg: str
     instance: str
 
 
 class LegEnded(msgspec.Struct, frozen=True, tag=True):
-    """A leg came to its end.
+    """A leg ended.
 
     Attributes:
-        finish_reason: As vLLM says it: ``length``, ``stop`` or ``abort``.
-        cached_tokens: Of the prompt, that the leg had not to compute; None where it does not say.
+        finish_reason: vLLM's finish reason: ``length``, ``stop`` or ``abort``.
+        cached_tokens: Number of prompt tokens that the leg did not have to compute; None if not
+            reported.
     """
 
     leg: str
@@ -103,11 +110,13 @@ class LegEnded(msgspec.Struct, frozen=True, tag=True):
 
 
 class LegFailed(msgspec.Struct, frozen=True, tag=True):
-    """An instance died under a leg.
+    """A leg was interrupted: its instance died, or the stream moved to another instance.
 
     Attributes:
-        num_deaths: Instances that have died under the request since it last came further.
-        next_step: ``tried again``, ``tried again when it is its turn`` or ``given up``.
+        why: Cause in words.
+        num_deaths: Number of instances that have died under the request since its last progress.
+        next_step: ``tried again``, ``tried again when it is its turn``, ``given up`` or, for a
+            stream that moved, ``goes on elsewhere``.
     """
 
     leg: str
@@ -118,11 +127,11 @@ class LegFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class FirstToken(msgspec.Struct, frozen=True, tag=True):
-    """The answer's first token was there; an answer that is not streamed goes out with the last.
+    """The answer's first token was ready; an answer that is not streamed is sent with the last.
 
     Attributes:
         source: ``prefill`` where the prefill leg's token was used, else ``decode``.
-        blocker: Why the prefill leg's token could not be; None where it could.
+        blocker: Reason why the prefill leg's token could not be used; None if it could.
     """
 
     source: str
@@ -134,8 +143,8 @@ class RequestEnded(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         how: vLLM's finish reason, ``closed`` by the client or by an abort, or ``error``.
-        error: Error for the client; empty where there is none.
-        output_tokens: That went to the client.
+        error: Error for the client; empty for none.
+        output_tokens: Number of output tokens sent to the client.
     """
 
     how: str
@@ -144,14 +153,14 @@ class RequestEnded(msgspec.Struct, frozen=True, tag=True):
 
 
 class MoveCommitted(msgspec.Struct, frozen=True, tag=True):
-    """Modules of an instance changed their place while a leg ran there: its steps stood still.
+    """Modules of an instance were moved while a leg ran there, which stalled its steps.
 
     Attributes:
-        instance: Whose modules they are.
-        move_id: As ``banaserve placement`` names the move.
-        modules: In words.
-        to: The instance beside which they run from now on; None: home.
-        stall_s: That the engine stood still, until the event.
+        instance: Instance whose modules moved.
+        move_id: Id of the move, as in ``banaserve placement``.
+        modules: Description of the modules in words.
+        to: Instance beside which the modules run from now on; None for home.
+        stall_s: Seconds that the engine stood still, ending at the event.
     """
 
     instance: str
@@ -168,8 +177,9 @@ class EngineReceived(msgspec.Struct, frozen=True, tag=True):
     """The engine's scheduler looked at the request for the first time.
 
     Attributes:
-        leaves_tail: It is a prefill leg: all of its prompt is to be saved.
-        handed_over_tokens: It is a decode leg: so many tokens lie in the store. None where not.
+        leaves_tail: True for a prefill leg, all of whose prompt is to be saved.
+        handed_over_tokens: Number of tokens that a prefill leg left in the store for this decode
+            leg; None for other legs.
     """
 
     prompt_tokens: int
@@ -181,10 +191,11 @@ class StoreAsked(msgspec.Struct, frozen=True, tag=True):
     """The connector leased the blocks that the store holds and reserved slots for the others.
 
     Attributes:
-        found_blocks: Leased; the first ``ready_blocks`` of them can be read at once.
-        reserved_blocks: To be saved once they have been computed.
-        is_undecided: A tier could not say yet: the store is asked again.
-        took_s: Of the round trip.
+        found_blocks: Number of leased blocks; the first ``ready_blocks`` can be read at once.
+        reserved_blocks: Number of blocks to be saved once they have been computed.
+        is_undecided: True if a tier, or a block being written, was undecided: the store is asked
+            again.
+        took_s: Seconds of the round trip.
     """
 
     asked_blocks: int
@@ -196,11 +207,11 @@ class StoreAsked(msgspec.Struct, frozen=True, tag=True):
 
 
 class PromotionEnded(msgspec.Struct, frozen=True, tag=True):
-    """Blocks on their way up from a tier were waited for.
+    """The wait for blocks that were promoted from a tier ended.
 
     Attributes:
         outcome: ``arrived``, ``failed`` or ``late``.
-        predicted_s: By the store, when it was asked.
+        predicted_s: Seconds that the store predicted when it was asked.
     """
 
     outcome: str
@@ -214,11 +225,12 @@ class GateDecided(msgspec.Struct, frozen=True, tag=True):
     """The cost gate's verdict on the blocks that were found.
 
     Attributes:
-        fetched_blocks: So many from the first on are fetched; the others are computed.
-        blocks: That were found.
-        tokens: That would be computed if none were fetched.
-        fetch_s, compute_s: Predictions for all blocks; None where nothing was measured yet.
-        step_s: For the step as decided, with what others compute in it; None as above.
+        fetched_blocks: Number of blocks, from the first on, to fetch; the others are computed.
+        blocks: Number of blocks found.
+        tokens: Number of tokens that would be computed if no block were fetched.
+        fetch_s, compute_s: Predicted seconds for all blocks; None where nothing was measured yet.
+        step_s: Predicted seconds of the step as decided, with the work of other requests in it;
+            None where nothing was measured yet.
     """
 
     decision: str
@@ -231,15 +243,16 @@ class GateDecided(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepsPlanned(msgspec.Struct, frozen=True, tag=True):
-    """Engine steps in which the request took part, one after the other.
+    """Engine steps in sequence in which the request took part.
 
     Attributes:
         phase: ``prompt`` or ``decode``.
-        first_step, last_step: By the connector's count of the engine's steps.
-        num_steps: In which it took part; fewer than lie between them where it was passed over.
-        took_s: From planning the first to planning the last.
-        longest_gap_s: Between planning two of them.
-        fetched_blocks, saved_blocks: That the steps were to copy for it.
+        first_step, last_step: Numbers of these steps by the connector's count.
+        num_steps: Number of steps with the request; fewer than from first to last where it was
+            passed over.
+        took_s: Seconds from planning the first step to planning the last.
+        longest_gap_s: Longest time between planning two consecutive steps, in seconds.
+        fetched_blocks, saved_blocks: Numbers of blocks that the steps were to copy for the request.
     """
 
     phase: str
@@ -257,11 +270,12 @@ class CopiesEnded(msgspec.Struct, frozen=True, tag=True):
     """A step that copied blocks of the prompt has ended, and what it saved is committed.
 
     Attributes:
-        fetched_blocks, saved_blocks: Of this request, as planned.
-        fetch_s: Of all fetches of the step.
-        compute_s: Of the step's forward pass; None where the worker cannot tell.
-        lost_saves: Blocks of the step, of all requests, that could not be committed.
-        save_s: Of all saves of the step and their commit, whether or not anything waited.
+        fetched_blocks, saved_blocks: Numbers of blocks planned for this request.
+        fetch_s: Seconds of all fetches of the step.
+        compute_s: Seconds of the step's forward pass; None where the worker cannot tell.
+        lost_saves: Number of blocks of the step, of all requests, that could not be committed.
+        save_s: Seconds of all saves of the step and their commit, whether or not anything waited
+            for them.
     """
 
     step: int
@@ -304,17 +318,17 @@ FrontEvent = (
 RequestEvent = FrontEvent | EngineEvent
 
 MAX_EVENTS = 64
-"""Of one request in one process; later ones are counted only."""
+"""Maximum number of events kept of one request in one process; later ones are only counted."""
 KEPT_REQUESTS = 1000
-"""That have ended, in one process."""
+"""Number of ended requests whose events one process keeps."""
 
 
 class EngineNotes(msgspec.Struct):
-    """What one engine's connector noted of one request.
+    """Notes of one engine's connector about one request.
 
     Attributes:
-        events: With the time of each on the machine's monotonic clock.
-        num_dropped: Events beyond ``MAX_EVENTS``.
+        events: Pairs of a time, on the machine's monotonic clock, and the event.
+        num_dropped: Number of events beyond ``MAX_EVENTS``, which were dropped.
     """
 
     request_id: str
@@ -326,30 +340,30 @@ class EngineAnswer(msgspec.Struct):
     """Notes of one engine on several requests.
 
     Attributes:
-        now_s: The engine's monotonic clock as it answers: that of another machine is another one.
-        found: For each name that was asked for, in its order.
+        now_s: Time of the engine's monotonic clock at the answer; clocks differ between machines.
+        found: Notes for each name that was asked for, in that order.
     """
 
     now_s: float
     found: list[list[EngineNotes]]
 
 
-# ---- what the admin API answers
+# ---- answers of the admin API
 
 
 class RequestSummary(msgspec.Struct):
-    """One request in a line.
+    """Summary of a request in one line.
 
     Attributes:
-        arrived_at_s: Seconds since 1970.
-        output_tokens: So far.
-        instances: Of its legs, in order.
-        ttft_s: From its arrival to its first token, streamed or not; None before that.
-        took_s: From its arrival to its end, or until now.
-        end: How it ended; empty while it is under way.
-        received_s: That its body took to come in, before its arrival.
-        answered_s: From its arrival to the last byte of the answer; None before that.
-        trace_id: Of the OpenTelemetry trace that it is part of; empty for none.
+        arrived_at_s: Time of arrival, in seconds since 1970.
+        output_tokens: Number of output tokens so far.
+        instances: Instances of the request's legs, in order.
+        ttft_s: Seconds from arrival to the first token, streamed or not; None before that.
+        took_s: Seconds from arrival to the end, or until now.
+        end: Way in which the request ended; empty while it is under way.
+        received_s: Seconds, before the arrival, in which the body was received.
+        answered_s: Seconds from arrival to the last byte of the answer; None before that.
+        trace_id: Id of the request's OpenTelemetry trace; empty for none.
     """
 
     id: str
@@ -367,12 +381,12 @@ class RequestSummary(msgspec.Struct):
 
 
 class TraceLine(msgspec.Struct):
-    """One event.
+    """Line of a trace: one event.
 
     Attributes:
-        at_s: Since the request's arrival.
+        at_s: Seconds since the request's arrival.
         process: ``front door`` or an instance's id.
-        leg_id: The engine's id of the leg, or that of its sequence; empty for the whole request.
+        leg_id: Engine's id of the leg, or id of its sequence; empty for the whole request.
     """
 
     at_s: float
@@ -382,14 +396,14 @@ class TraceLine(msgspec.Struct):
 
 
 class TraceSpan(msgspec.Struct):
-    """A part of a request's time. Those without a parent follow each other from end to end.
+    """Part of a request's time. Spans without a parent follow one another without gaps.
 
     Attributes:
-        start_s, end_s: Since the request's arrival; the body's way in begins before that.
+        start_s, end_s: Seconds since the request's arrival; receiving the body begins before that.
         process: ``front door`` or an instance's id.
-        parent: Index of the span that it is part of; -1 for none.
-        attributes: By the names that OpenTelemetry gets, without their prefix ``banaserve.``.
-        error: Why it ended before its end; empty where it did not.
+        parent: Index of the span that contains this one; -1 for none.
+        attributes: Values by their OpenTelemetry names, without the prefix ``banaserve.``.
+        error: Reason why the part was cut short; empty if it was not.
     """
 
     name: str
@@ -406,12 +420,12 @@ class TraceSpan(msgspec.Struct):
 
 
 class RequestTrace(msgspec.Struct):
-    """All that is known of one request.
+    """Trace of one request.
 
     Attributes:
-        lines: In the order of time, over all processes.
-        missing: What is not known, and why; for people.
-        spans: The same as parts of the request's time, each after its parent.
+        lines: Events of all processes in the order of time.
+        missing: Descriptions of facts that are not known, with the reason; for people.
+        spans: Parts of the request's time, made from the events; each follows its parent.
     """
 
     summary: RequestSummary

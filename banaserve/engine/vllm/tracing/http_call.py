@@ -1,4 +1,4 @@
-"""The HTTP request that the current task serves: its times, and what traces it."""
+"""HTTP request that the current task serves: its times and its tracing."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class RequestSpan(Protocol):
     """OpenTelemetry's span of one request, as the rest of the front door sees it.
 
     Attributes:
-        trace_id: 32 hexadecimal digits.
-        exemplar: Labels that lead from a histogram to the trace; None where it is not recorded.
+        trace_id: Id of the trace, 32 hexadecimal digits.
+        exemplar: Labels that lead from a histogram to the trace; None if the trace is not recorded.
     """
 
     trace_id: str
@@ -21,18 +21,18 @@ class RequestSpan(Protocol):
 
 
 class RequestTracer(Protocol):
-    """Makes spans of requests."""
+    """Maker of spans of requests."""
 
     def begin(self, call: HttpCall, notes: Any, params: Any) -> RequestSpan:
-        """Returns the span of a request of ``call``.
+        """Return the span of a request of ``call``.
 
         Args:
-            notes: ``RequestNotes`` of it, which will say more once the answer has left.
-            params: vLLM's ``SamplingParams`` of it.
+            notes: ``RequestNotes`` of the request, complete only once the answer has been sent.
+            params: vLLM's ``SamplingParams`` of the request.
         """
 
     def answered(self, call: HttpCall) -> None:
-        """The answer has left; called once for each call."""
+        """Note that the answer has been sent; called once for each call."""
 
 
 @dataclass
@@ -40,13 +40,13 @@ class HttpCall:
     """An HTTP request; times are on the machine's monotonic clock.
 
     Attributes:
-        began_s: When its head had come.
-        began_at_s: The same, in seconds since 1970.
-        received_s: When the last byte of its body had come; ``began_s`` before that.
-        answered_s: When the last byte of its answer had been written, or the client had left.
-        status: Of the answer; 0 before that.
-        headers: Those of its trace context.
-        traced: What the tracer keeps of it: its own span, and each request's notes.
+        began_s: Time at which the head had been received.
+        began_at_s: The same time in seconds since 1970.
+        received_s: Time at which the last byte of the body was received; ``began_s`` before that.
+        answered_s: Time at which the last byte of the answer was written, or the client left.
+        status: HTTP status of the answer; 0 before that.
+        headers: Headers of the trace context.
+        traced: State that the tracer keeps of the call: its own span, and each request's notes.
     """
 
     began_s: float
@@ -64,9 +64,9 @@ class HttpCall:
 
     @property
     def arrived_at_s(self) -> float:
-        """When the body had come, in seconds since 1970."""
+        """Time at which the body had been received, in seconds since 1970."""
         return self.began_at_s + self.received_s - self.began_s
 
 
 http_call: ContextVar[HttpCall | None] = ContextVar("http_call", default=None)
-"""Of the current task; None outside of one."""
+"""HTTP request that the current task serves; None for none."""

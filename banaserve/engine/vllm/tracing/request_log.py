@@ -25,13 +25,16 @@ from banaserve.errors import UserError
 from banaserve.types import ClusterView, InstanceId, ObservedRequest, Route
 
 OBSERVED_REQUESTS = 20_000
-"""Those of five minutes at 66 a second: a load is compared with what came before it."""
+"""Number of requests kept for policies, which compare a load with earlier requests.
+
+They are those of five minutes at 66 requests per second.
+"""
 _NAMED = 5
 _PREFIXES = ("chatcmpl-", "cmpl-")
 
 
 class _SeenRoute(NamedTuple):
-    """A choice and what it was made from; turned into an event only on a query."""
+    """A policy's choice with the view it was made from; turned into an event only on a query."""
 
     policy: str
     route: Route
@@ -58,11 +61,11 @@ class _SeenRoute(NamedTuple):
 
 
 class TracedLeg(NamedTuple):
-    """A leg, for asking its engine.
+    """A leg whose notes its engine can be asked for.
 
     Attributes:
-        incarnation: Of the instance: one that was started again has lost its notes.
-        name: The engine's id of the request, or the stem of several, see ``is_named``.
+        incarnation: Incarnation of the instance, which loses its notes when it is restarted.
+        name: Engine's id of the request, or the common stem of several ids (with n > 1).
     """
 
     instance: str
@@ -74,7 +77,7 @@ class Noted(NamedTuple):
     """An event of the front door.
 
     Attributes:
-        leg_id: The engine's id of the leg, or that of its sequence; empty for the whole request.
+        leg_id: Engine's id of the leg, or id of its sequence; empty for the whole request.
     """
 
     at_s: float
@@ -86,15 +89,15 @@ class RequestNotes:
     """Notes of one request; all times are on the clock of the log.
 
     Args:
-        request_id: As the client sees it.
-        arrived_at_s: Seconds since 1970.
+        request_id: Id of the request that the client sees.
+        arrived_at_s: Time of arrival, in seconds since 1970.
 
     Attributes:
-        output_tokens: That have gone to the client; known when the request has ended.
-        tokens_so_far: Tells how many there are before that.
-        num_dropped: Events beyond ``MAX_EVENTS``.
-        call: The HTTP request that it came with; None for none.
-        span: OpenTelemetry's span of it; None where it is not traced.
+        output_tokens: Number of tokens sent to the client; known when the request has ended.
+        tokens_so_far: Function that returns the number of tokens sent before that.
+        num_dropped: Number of events beyond ``MAX_EVENTS``, which were dropped.
+        call: HTTP request that the request came with; None for none.
+        span: OpenTelemetry's span of the request; None if it is not traced.
     """
 
     def __init__(
@@ -124,16 +127,16 @@ class RequestNotes:
         self._events: list[tuple[float, FrontEvent | _SeenRoute, str]] = []
 
     def count_output(self) -> None:
-        """Keep how many tokens there are, and let go of what has told so far.
+        """Keep the number of tokens, and drop the function that has counted them so far.
 
-        Notes outlive their request by far: what tells holds its detokenizer, and so the tokenizer
-        of an engine's client that may be gone.
+        Notes outlive their request by far: that function holds the request's detokenizer, and so
+        the tokenizer of an engine's client that may be gone.
         """
         counted = self.output_tokens = self.tokens_so_far()
         self.tokens_so_far = lambda: counted
 
     def note(self, event: FrontEvent, leg_id: str = "") -> None:
-        """``leg_id`` is the engine's id of the leg; empty for the whole request."""
+        """Note an event; ``leg_id`` is the engine's id of the leg, empty for the whole request."""
         self._note(event, leg_id)
 
     def routed(
@@ -144,24 +147,24 @@ class RequestNotes:
         view: ClusterView,
         leg_id: str = "",
     ) -> None:
-        """The policy chose ``route`` from ``view``."""
+        """Note that the policy chose ``route`` from ``view``."""
         self._note(_SeenRoute(policy, route, split_blocker, view), leg_id)
 
     def leg_began(
         self, leg: str, instance: str, incarnation: int, name: str, resumed_tokens: int = 0
     ) -> None:
-        """A leg is about to be sent to an engine, under ``name``."""
+        """Note that a leg is about to be sent to an engine, under the id ``name``."""
         if len(self.legs) < MAX_EVENTS:
             self.legs.append(TracedLeg(instance, incarnation, name))
         self._note(LegBegan(leg, instance, name, resumed_tokens), name)
 
     def first_token(self, source: str, blocker: str | None) -> None:
-        """The answer's first token is there; again where the answer begins anew."""
+        """Note the answer's first token; called again where the answer starts over."""
         self.first_token_s = self._clock.now()
         self._note(FirstToken(source, blocker))
 
     def end(self, how: str, error: str = "") -> None:
-        """The request has left; it is noted whatever else was."""
+        """Note the end of the request, even where other events were dropped."""
         self.ended = (self._clock.now(), RequestEnded(how, self.output_tokens, error))
 
     def _note(self, event: FrontEvent | _SeenRoute, leg_id: str = "") -> None:
@@ -171,7 +174,7 @@ class RequestNotes:
             self.num_dropped += 1
 
     def events(self) -> list[Noted]:
-        """In the order in which they happened."""
+        """Return the events in the order in which they happened."""
         found = [
             Noted(at_s, event.event() if isinstance(event, _SeenRoute) else event, leg_id)
             for at_s, event, leg_id in self._events
@@ -179,7 +182,7 @@ class RequestNotes:
         return [*found, Noted(*self.ended)] if self.ended is not None else found
 
     def observed(self) -> ObservedRequest:
-        """What a policy may know of it; a request that decodes is where its last leg is."""
+        """Return what a policy may know of the request; its instance is that of its last leg."""
         has_ended = self.ended is not None
         return ObservedRequest(
             self.arrived_s,
@@ -215,7 +218,8 @@ class RequestLog:
     """Requests under way and the last ones that have ended. Used on the event loop only.
 
     Args:
-        on_end: Called with the notes of each request that has ended; None where nothing is.
+        kept: Number of ended requests whose notes are kept.
+        on_end: Function called with the notes of each request that has ended; None for none.
     """
 
     def __init__(
@@ -231,7 +235,7 @@ class RequestLog:
         self._observed: deque[ObservedRequest] | None = None
 
     def observe(self, kept: int = OBSERVED_REQUESTS) -> None:
-        """Keep, of many more requests than have notes, what ``observed`` returns of them."""
+        """Keep what ``observed`` returns of many more ended requests than have notes."""
         self._observed = deque(maxlen=kept)
 
     @contextlib.contextmanager
@@ -243,12 +247,12 @@ class RequestLog:
         arrived_at_s: float,
         call: HttpCall | None = None,
     ) -> Iterator[RequestNotes]:
-        """Keep notes of a request that has arrived, until the block ends, however it does.
+        """Keep notes of a request that has arrived, until the block ends for any reason.
 
         Args:
-            arrived_s: On the clock of the log.
-            arrived_at_s: Seconds since 1970.
-            call: The HTTP request that it came with; None for none.
+            arrived_s: Time of arrival on the clock of the log.
+            arrived_at_s: Time of arrival, in seconds since 1970.
+            call: HTTP request that the request came with; None for none.
         """
         notes = RequestNotes(self._clock, request_id, prompt_tokens, arrived_s, arrived_at_s, call)
         self._open[id(notes)] = notes
@@ -268,22 +272,22 @@ class RequestLog:
                 self._observed.append(notes.observed())
 
     def last(self, count: int | None = None) -> list[RequestSummary]:
-        """The last ``count`` requests to arrive, or all that are known, the oldest first."""
+        """Return the last ``count`` requests to arrive, or all known ones, the oldest first."""
         known = sorted(self._all(), key=lambda notes: notes.arrived_s)
         first = 0 if count is None else max(0, len(known) - count)
         return [notes.summary() for notes in known[first:]]
 
     def observed(self, since_s: float) -> list[ObservedRequest]:
-        """Requests under way and those that have arrived since, in the order of their arrivals.
+        """Return requests under way and those that arrived since ``since_s``, in order of arrival.
 
-        Of those that have ended, the ones that have since ``observe`` was called.
+        Ended requests are included only if they ended after ``observe`` was called.
         """
         found = [request for request in self._observed or () if request.arrival_s >= since_s]
         found += [notes.observed() for notes in self._open.values()]
         return sorted(found, key=lambda request: request.arrival_s)
 
     def lately(self, since_s: float) -> list[ObservedRequest]:
-        """Requests under way, and those that have ended since; looks at no others."""
+        """Return requests under way, and those that have ended since; reads no others."""
         found = []
         for notes in reversed(self._ended):
             if notes.ended is not None and notes.ended[0] < since_s:
@@ -292,14 +296,14 @@ class RequestLog:
         return found[::-1] + [notes.observed() for notes in self._open.values()]
 
     def find(self, wanted: str) -> RequestNotes | None:
-        """The request of this id, or the only one whose id begins so; None where there is none.
+        """Return the request of this id, or the only one whose id begins with it; None for none.
 
         The id may be given without ``chatcmpl-`` or ``cmpl-``, as a client's X-Request-Id is, and
-        it may be that of the request's OpenTelemetry trace. Of several requests of one id the last
-        is returned.
+        it may be that of the request's OpenTelemetry trace. If several requests have the id, the
+        last one is returned.
 
         Raises:
-            UserError: The beginnings of several ids fit.
+            UserError: Several ids begin with ``wanted``.
         """
         fitting = [notes for notes in self._all() if _fits(notes.request_id, wanted)]
         if not fitting:

@@ -1,8 +1,8 @@
 """Parts of a request's time, made from the events of all processes. Pure.
 
-Parts without a parent follow each other from the first byte of the body's end to the last byte of
-the answer, without gaps; the sequences of a request (``n`` > 1) each have their own row of them.
-What runs beside them, or is known of an engine alone, is below them.
+Parts without a parent follow one another without gaps, from the time at which the request's head
+was received to the last byte of the answer; each sequence of a request (``n`` > 1) has a row of its
+own. Parts that run in parallel, or that only an engine knows of, are children of these.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ from banaserve.engine.vllm.tracing.events import (
 FRONT_DOOR = "front door"
 _LEG_SUFFIX = re.compile(r"(-m\d+)?(-p)?$")
 _LATE_S = 1.0
-"""A step's end may be told after its output has reached the front door, never so long after."""
+"""Bound of the time by which an engine's event may follow the end of its leg, in seconds.
+
+A step's end may be reported after the step's output has reached the front door.
+"""
 
 Attributes = dict[str, str | int | float]
 
@@ -61,16 +64,16 @@ class SpanName:
 
 
 def spans_of(summary: RequestSummary, lines: Sequence[TraceLine]) -> list[TraceSpan]:
-    """Returns the parts of a request's time.
+    """Return the parts of a request's time.
 
     Args:
-        lines: In the order of time.
+        lines: Events in the order of time.
     """
     return _Timeline(summary, lines).spans
 
 
 def accounted_s(spans: Sequence[TraceSpan]) -> float:
-    """Returns the seconds that spans without a parent cover; what two cover counts once."""
+    """Return the seconds that spans without a parent cover; overlaps count once."""
     covered_s, until_s = 0.0, float("-inf")
     for one in sorted((s for s in spans if s.parent < 0), key=lambda s: s.start_s):
         covered_s += max(0.0, one.end_s - max(until_s, one.start_s))
@@ -80,10 +83,10 @@ def accounted_s(spans: Sequence[TraceSpan]) -> float:
 
 @dataclass(slots=True)
 class _LegNotes:
-    """What an engine told of a leg, in the order of time.
+    """Events of a leg that its engine reported, in the order of time.
 
     Attributes:
-        is_known: The engine's scheduler has looked at it.
+        is_known: True if the engine's scheduler has looked at the leg.
     """
 
     planned: list[tuple[float, StepsPlanned]] = field(default_factory=list)
@@ -94,18 +97,18 @@ class _LegNotes:
 
     @property
     def first_s(self) -> float | None:
-        """When the engine began to compute it."""
+        """Time at which the engine began to compute the leg; None before that."""
         return self.planned[0][0] if self.planned else None
 
     def decodes_from_s(self) -> float | None:
-        """When the first step was planned that has nothing of the prompt."""
+        """Return the time at which the first step without prompt tokens was planned, or None."""
         return next((at for at, steps in self.planned if steps.phase == "decode"), None)
 
     def steps_of(self, phase: str) -> list[StepsPlanned]:
         return [steps for _, steps in self.planned if steps.phase == phase]
 
     def planned_s(self, step: int) -> float | None:
-        """When a step that copied was planned, where that is known."""
+        """Return the time at which a step that copied was planned; None if it is not known."""
         return next((at_s for at_s, steps in self.planned if steps.first_step == step), None)
 
 
@@ -114,8 +117,8 @@ class _OpenLeg:
     """A leg that has begun.
 
     Attributes:
-        follows_prefill: Its prompt was left in the store by the leg before it.
-        output_s: When its first own output came.
+        follows_prefill: True if a prefill leg left the prompt of this leg in the store.
+        output_s: Time at which the leg's first own output arrived; None before that.
     """
 
     began_s: float
@@ -125,7 +128,7 @@ class _OpenLeg:
 
 
 class _Timeline:
-    """Spans of one request, as its events are gone through."""
+    """Spans of one request, built from its events in order."""
 
     def __init__(self, summary: RequestSummary, lines: Sequence[TraceLine]) -> None:
         self.spans: list[TraceSpan] = []
@@ -152,7 +155,7 @@ class _Timeline:
         error: str = "",
         **attributes: str | int | float | None,
     ) -> int:
-        """Its index."""
+        """Add a span and return its index."""
         known: Attributes = {key: value for key, value in attributes.items() if value is not None}
         made = TraceSpan(name, start_s, max(start_s, end_s), process, parent, known, error)
         self.spans.append(made)
@@ -167,12 +170,12 @@ class _Timeline:
     # ---- one sequence
 
     def _stems(self) -> list[str]:
-        """Sequences by the id that all of their legs share."""
+        """Return, for each sequence, the part of the id that all of its legs share."""
         ours = (one.leg_id for one in self._lines if one.process == FRONT_DOOR and one.leg_id)
         return list(dict.fromkeys(_LEG_SUFFIX.sub("", leg_id) for leg_id in ours))
 
     def _sequence(self, stem: str, prepared_s: float) -> float:
-        """Add the spans of a sequence; when the last of them ends."""
+        """Add the spans of a sequence; return the time at which the last of them ends."""
         ours = [
             one
             for one in self._lines
@@ -213,7 +216,7 @@ class _Timeline:
         return cursor_s
 
     def _end_s(self) -> float:
-        """When the request ended, or now."""
+        """Return the time at which the request ended, or now."""
         ended = (one.at_s for one in self._lines if isinstance(one.event, RequestEnded))
         return next(ended, self._ends_s)
 
@@ -249,7 +252,7 @@ class _Timeline:
     # ---- one leg
 
     def _leg(self, leg: _OpenLeg, start_s: float, end_s: float, error: str) -> None:
-        """Add the spans of a leg from ``start_s``, when what came before it had ended."""
+        """Add the spans of a leg from ``start_s``, the end of the preceding part."""
         told = self._told(leg, end_s)
         name, instance = leg.event.leg, leg.event.instance
         decodes_s = None if name == "prefill" else told.decodes_from_s()
@@ -270,7 +273,10 @@ class _Timeline:
     def _hand_over(
         self, leg: _OpenLeg, told: _LegNotes, start_s: float, until_s: float
     ) -> list[int]:
-        """Until the engine goes on by itself: its wait, and the step that fetches the blocks."""
+        """Add the span of a hand-over, until the decode leg computes its own output.
+
+        It consists of the leg's wait and of the step that fetches the blocks.
+        """
         instance = leg.event.instance
         whole = self._add(SpanName.HAND_OVER, start_s, until_s, instance)
         if told.first_s is not None:
@@ -278,7 +284,7 @@ class _Timeline:
         return [whole]
 
     def _prompt(self, leg: _OpenLeg, told: _LegNotes, start_s: float, until_s: float) -> list[int]:
-        """Until the prompt, and output that came along, has been computed."""
+        """Add the spans until the prompt, and any output that came with it, has been computed."""
         parts, instance, first_s = [], leg.event.instance, told.first_s
         if first_s is not None or told.is_known:
             queued_s = first_s if first_s is not None else until_s
@@ -335,11 +341,14 @@ class _Timeline:
         return told
 
     def _part_at(self, at_s: float, parts: Sequence[int]) -> int:
-        """The part of a leg that a moment lies in."""
+        """Return the part of a leg that contains a time."""
         return next((i for i in parts if at_s < self.spans[i].end_s), parts[-1])
 
     def _copies(self, told: _LegNotes, instance: str, parts: Sequence[int]) -> None:
-        """Fetches from the beginning of their step, saves up to its end; both beside computing."""
+        """Add the spans of promotions, and of fetches and saves, which run beside computing.
+
+        Fetches start at the beginning of their step, and saves end at its end.
+        """
         for at_s, waited in told.promotions:
             began_s = at_s - waited.wait_s
             parent = self._part_at(began_s, parts)

@@ -27,18 +27,19 @@ MAX_PROBLEM_LINES = 100
 
 @dataclass
 class CheckReport:
-    """What a folder holds.
+    """Contents of a folder.
 
     Attributes:
-        in_use: Whether a store has it open: its newest records may be incomplete.
-        num_segments: Files.
-        num_bytes: Of them.
-        num_ok: Records that are good and count.
-        num_dead: Good records that do not count: superseded, or cleared.
-        num_torn: Places at the end of a file where a write was cut short.
-        num_corrupt: Records, or places between records, that do not hold what was written.
-        blocks_by_namespace: Records that are good and count, by namespace in hex.
-        problems: One line for each torn or corrupt place, at most a hundred.
+        in_use: True if a store has the folder open: its newest records may be incomplete.
+        num_segments: Number of segment files.
+        num_bytes: Total size of the segment files.
+        num_ok: Number of records that are good and valid.
+        num_dead: Number of good records that are no longer valid: superseded, or cleared.
+        num_torn: Number of places, at the end of a file or among unfinished records, where a write
+            was cut short.
+        num_corrupt: Number of records, or places between records, with wrong bytes.
+        blocks_by_namespace: Number of records that are good and valid, by namespace in hex.
+        problems: Lines for the torn and corrupt places, one for each, at most a hundred.
     """
 
     in_use: bool = False
@@ -53,7 +54,7 @@ class CheckReport:
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing is torn or corrupt."""
+        """Return whether nothing is torn or corrupt."""
         return not self.num_torn and not self.num_corrupt
 
 
@@ -70,7 +71,7 @@ class _Check:
     def run(self) -> CheckReport:
         items = {segment_id: self._scan(segment_id) for segment_id in segment_ids(self.path)}
         newest = max((header.sequence for header in self.headers), default=0)
-        # Of a store that did not close, the newest records may be unfinished.
+        # If the last store did not close the folder properly, the newest records may be unfinished.
         unfinished = newest - MAX_UNFINISHED if self._may_be_torn else newest
         for segment_id, found in items.items():
             self._verify(segment_id, found, unfinished)
@@ -101,7 +102,7 @@ class _Check:
         if fd is None:
             return
         try:
-            # Backwards: what stands before a record was written before it, give or take a few.
+            # Backwards: bytes before a record were written before the record, with few exceptions.
             sequence = 0
             for item in reversed(items):
                 if isinstance(item, Damage):
@@ -129,18 +130,18 @@ class _Check:
         try:
             return open_to_read(segment_path(self.path, segment_id))
         except FileNotFoundError:
-            # A store that has the folder open removes segments.
+            # A store that has the folder open may have removed the segment.
             return None
 
 
 def check_folder(path: Path) -> CheckReport:
     """Verify every record of a log's folder, header and bytes. Changes nothing.
 
-    Works while a store has the folder open; then what it is just writing may look torn, and
-    ``in_use`` says so.
+    It works while a store has the folder open; then records that the store is just writing may look
+    torn, and ``in_use`` is True.
 
     Raises:
-        UserError: There is no log there, it is of another version, or it cannot be read.
+        UserError: There is no log in the folder, it is of another version, or it cannot be read.
     """
     try:
         check_format(path)

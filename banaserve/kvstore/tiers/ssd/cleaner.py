@@ -1,4 +1,4 @@
-"""Cleaning of the log: evicts blocks, and empties segments by moving the blocks that live there."""
+"""Cleaning of the log: eviction of blocks, and emptying of segments by moving their live blocks."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from banaserve.kvstore.tiers.ssd.log import SegmentLog
 from banaserve.kvstore.tiers.ssd.record import PAGE_BYTES, Kind, RecordHeader, encode
 from banaserve.kvstore.tiers.ssd.segments import LogBlock, Segment
 
-# A segment is cleaned once half of it is dead: so at most as many bytes are copied as are freed.
+# A segment is cleaned only if half of it is dead: then at most as many bytes are copied as freed.
 MAX_LIVE_FRACTION = 0.5
-# For each call: an eviction takes microseconds, and an event loop waits.
+# Maximum for each call: an eviction takes microseconds, and an event loop waits for the call.
 MAX_EVICTIONS = 64
 
 
 class Cleaner:
-    """Keeps a segment's worth of the budget free, a little at a time.
+    """Cleaner that keeps about a segment's size of the budget free, in small steps.
 
     Args:
-        log: Where records lie.
-        blocks: What to evict from.
-        device: With ``MAX_COPIES`` transfers to spare for copies.
-        counters: For evictions and corrupt records.
+        log: Log of the records.
+        blocks: Blocks to evict from.
+        device: Device with ``MAX_COPIES`` transfers reserved for copies.
+        counters: Counters of evictions and corrupt records.
     """
 
     def __init__(
@@ -45,10 +45,11 @@ class Cleaner:
         self._waiting: list[LogBlock] = []
 
     def step(self, *, loads_under_way: bool) -> None:
-        """Do what can be done at once, and begin what takes time.
+        """Evict and remove what is possible at once, and begin copies, which take time.
 
         Args:
-            loads_under_way: Then copies go one at a time, so as to leave the disk to the loads.
+            loads_under_way: True if loads are under way: then only one copy runs at a time, so
+                that the disk serves the loads.
         """
         self._log.remove_dead()
         self._copy_more(1 if loads_under_way else MAX_COPIES)
@@ -63,11 +64,11 @@ class Cleaner:
         self._device.wake()
 
     def stop(self) -> None:
-        """Begin no more copies."""
+        """Begin no further copies."""
         self._waiting.clear()
 
     def _is_freeing(self) -> bool:
-        """Whether files that are on their way out will be enough."""
+        """Return whether a sealed segment without live blocks is about to be removed."""
         return any(not segment.live_bytes for segment in self._log.sealed())
 
     def _evict(self) -> bool:
@@ -81,14 +82,14 @@ class Cleaner:
         return True
 
     def _choose(self) -> bool:
-        """Pick a segment to clean, where that pays and its live records have somewhere to go."""
+        """Choose a segment worth cleaning, with room for its live records; False if none."""
         segment = min(filter(_pays, self._log.sealed()), key=lambda s: s.live_bytes, default=None)
         if segment is None:
             return False
         if not self._log.has_room(self._log.copies, segment.live_bytes):
             return False
-        # Blocks that are about to be evicted are not worth a copy: where little is used twice, the
-        # oldest segment empties itself.
+        # Blocks that are about to be evicted are not worth a copy: if few blocks are used twice,
+        # the oldest segment becomes empty by evictions alone.
         coldest = self._blocks.next_victim()
         if coldest is not None and coldest.segment is segment:
             return False
@@ -140,7 +141,7 @@ class Cleaner:
         elif outcome is _UNWRITTEN:
             self._counters.failures += 1
         else:
-            # What cannot be read must go, too, or its segment would be chosen for ever.
+            # A block that cannot be read must be removed, or its segment would be chosen for ever.
             self._blocks.remove(block)
             self._log.kill(block)
             self._counters.corrupt += outcome is _CORRUPT
@@ -148,7 +149,7 @@ class Cleaner:
 
 
 def _pays(segment: Segment) -> bool:
-    """Whether enough of a sealed segment is dead, and what lives in it has been written."""
+    """Return whether enough of a sealed segment is dead, and its live blocks are written."""
     if segment.live_bytes > MAX_LIVE_FRACTION * segment.size_bytes:
         return False
     # The last stores into a segment may still be under way when it is sealed.
@@ -160,7 +161,7 @@ _COPIED, _CORRUPT, _UNREAD, _UNWRITTEN = "copied", "corrupt", "unread", "unwritt
 
 
 class _Copy:
-    """One record on its way to another segment: read, verified, written."""
+    """Copy of one record to another segment: read, verified, written."""
 
     def __init__(
         self,
@@ -177,7 +178,7 @@ class _Copy:
         self._segment = segment
         self._offset = offset
         self._then = then
-        # Taken before anything is read: if the block is cleared meanwhile, so is its copy.
+        # Assigned before anything is read: if the block is cleared meanwhile, so is its copy.
         self._sequence = log.next_sequence()
         self._record: BlockBytes = aligned_bytes(block.record_bytes)
 

@@ -1,4 +1,4 @@
-"""Slow operations on other threads: disk transfers, checksums, and calls on files.
+"""Slow operations in other threads: disk transfers, checksums, and calls on files.
 
 Each operation ends with a callback, which ``poll`` calls on the caller's thread.
 """
@@ -26,16 +26,16 @@ _Job = tuple[Callable[[], Any], Callable[[Any], None]]
 
 
 def aligned_bytes(num_bytes: int) -> BlockBytes:
-    """Zeroed memory that starts at a page, ``[num_bytes]``."""
+    """Return zeroed memory that starts at a page boundary, ``[num_bytes]``."""
     return np.frombuffer(mmap.mmap(-1, num_bytes), dtype=np.uint8)
 
 
 class Worker:
-    """A thread that makes calls one after the other.
+    """Thread that makes calls sequentially.
 
     Args:
-        name: Of the thread.
-        wake_fd: An eventfd to signal when a call has returned.
+        name: Name of the thread.
+        wake_fd: Eventfd to signal when a call has returned.
     """
 
     def __init__(self, name: str, wake_fd: int) -> None:
@@ -47,15 +47,15 @@ class Worker:
         self._thread.start()
 
     def submit(self, call: Callable[[], Any], then: Callable[[Any], None]) -> None:
-        """Make ``call``; ``then`` gets what it returned, or the OSError that it raised.
+        """Make ``call``; ``then`` gets its result, or the OSError that it raised.
 
-        Whatever else it raises comes out of ``poll``.
+        Any other exception of ``call`` is raised by ``poll``.
         """
         self.num_under_way += 1
         self._jobs.put((call, then))
 
     def poll(self) -> None:
-        """Make the callbacks of what has ended."""
+        """Make the callbacks of calls that have ended."""
         while self._ended:
             then, result = self._ended.popleft()
             self.num_under_way -= 1
@@ -64,7 +64,7 @@ class Worker:
             then(result)
 
     def close(self) -> None:
-        """Finish what was submitted; wait for it."""
+        """Finish all submitted calls and wait for them."""
         self._jobs.put(None)
         self._thread.join()
 
@@ -75,7 +75,7 @@ class Worker:
                 result = call()
             except Exception as error:
                 result = error
-            # Not kept until the next job: a call may hold on to a block's memory.
+            # Not kept until the next job: a call may keep a block's memory alive.
             del job, call
             self._ended.append((then, result))
             os.eventfd_write(self._wake_fd, 1)
@@ -83,11 +83,11 @@ class Worker:
 
 
 class BlockDevice:
-    """One disk's queue with its helpers.
+    """Queue of one disk with its helper threads.
 
     Args:
-        depth: Transfers at a time.
-        engine: Of the ``DiskQueue``.
+        depth: Maximum number of transfers at a time.
+        engine: Engine of the ``DiskQueue``.
     """
 
     def __init__(self, depth: int, engine: str) -> None:
@@ -102,7 +102,7 @@ class BlockDevice:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way."""
+        """Return whether no transfer and no call is under way."""
         workers = self._hasher.num_under_way + self._caller.num_under_way
         return not workers and not self._transfers
 
@@ -118,15 +118,15 @@ class BlockDevice:
     def write(
         self, fd: int, offset: int, parts: Sequence[BlockBytes], then: Callable[[int], None]
     ) -> None:
-        """Like ``read``, the other way."""
+        """Write ``parts`` to a file; otherwise like ``read``."""
         self._begin(self.queue.submit_write, fd, offset, parts, then)
 
     def checksum(self, data: BlockBytes, then: Callable[[int], None]) -> None:
-        """Compute a block's checksum, which takes too long for an event loop."""
+        """Compute a block's checksum in a thread, since it takes too long for an event loop."""
         self._hasher.submit(lambda: checksum(data), then)
 
     def call(self, call: Callable[[], Any], then: Callable[[Any], None]) -> None:
-        """Make a blocking call; ``then`` gets what it returned, or the OSError that it raised."""
+        """Make a blocking call; ``then`` gets its result, or the OSError that it raised."""
         self._caller.submit(call, then)
 
     def wake(self) -> None:
@@ -134,8 +134,8 @@ class BlockDevice:
         os.eventfd_write(self.fd, 1)
 
     def poll(self) -> None:
-        """Make the callbacks of everything that has ended."""
-        # First, because it resets the eventfd: what ends after this signals again.
+        """Make the callbacks of all operations that have ended."""
+        # First, because this resets the eventfd: an operation that ends later signals again.
         ended = self.queue.poll()
         for tag, result in ended:
             then, _ = self._transfers.pop(tag)
@@ -144,13 +144,13 @@ class BlockDevice:
         self._caller.poll()
 
     def wait(self) -> None:
-        """Wait until ``poll`` has something to do. Not for event loops."""
+        """Block until ``poll`` has something to do. Not for event loops."""
         poller = select.poll()
         poller.register(self.fd, select.POLLIN)
         poller.poll()
 
     def close(self) -> None:
-        """Wait for everything under way and stop the threads."""
+        """Wait for all operations under way and stop the threads."""
         self.queue.close()
         self._hasher.close()
         self._caller.close()

@@ -1,4 +1,4 @@
-"""Folder of the log: its owner, its format, and the names of its files."""
+"""Folder of the log: its lock, its format, and the names of its files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OURS = {_LOCK, _FORMAT, _CLEARED, _FORMAT + _TEMPORARY, _CLEARED + _TEMPORARY}
 
 
 def describe(error: OSError, folder: Path) -> str:
-    """One line on what the system refused, and what to do."""
+    """Return one line on what the system refused, and what to do."""
     match error.errno:
         case errno.EACCES | errno.EPERM:
             advice = "give this user the right to read and write there, or name another folder"
@@ -37,16 +37,16 @@ def describe(error: OSError, folder: Path) -> str:
 
 
 class Folder:
-    """An open log folder, locked against other processes until ``close``.
+    """Open log folder, locked against other processes until ``close`` or ``abandon``.
 
     Args:
-        path: Created with its parents where it does not exist.
+        path: Path of the folder, created with its parents if it does not exist.
 
     Attributes:
-        was_closed: Whether the last process to use it closed it in good order.
+        was_closed: True if the last process that used the folder closed it properly.
 
     Raises:
-        UserError: In use, of another version, not a log's folder, or not writable.
+        UserError: The folder is in use, of another version, not a log's folder, or not writable.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,19 +68,19 @@ class Folder:
             raise
 
     def segment_path(self, segment_id: int) -> Path:
-        """Where a segment lies."""
+        """Return the path of a segment."""
         return segment_path(self.path, segment_id)
 
     def cleared_sequence(self) -> int:
-        """Records up to this sequence do not count any more."""
+        """Return the sequence up to which records are no longer valid."""
         return read_cleared(self.path)
 
     def write_cleared(self, sequence: int) -> None:
-        """Say that records up to ``sequence`` do not count any more. Survives this process."""
+        """Store that records up to ``sequence`` are no longer valid; survives this process."""
         self._replace(_CLEARED, b"%d\n" % sequence)
 
     def sync(self) -> None:
-        """Make names, that of what ``write_cleared`` wrote too, survive a loss of power."""
+        """Make file names, including that of ``write_cleared``, survive a loss of power."""
         fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(fd)
@@ -88,16 +88,16 @@ class Folder:
             os.close(fd)
 
     def close(self) -> None:
-        """Say that everything is in good order and let others in."""
+        """Mark the folder as properly closed, and unlock it."""
         os.ftruncate(self._lock_fd, 0)
         os.close(self._lock_fd)
 
     def abandon(self) -> None:
-        """Let others in, who will look at the newest records."""
+        """Unlock the folder without the mark: the next store verifies the newest records."""
         os.close(self._lock_fd)
 
     def _sign(self) -> None:
-        """Say that the log is in use. A length alone does, and takes no room on a full disk."""
+        """Mark the log as in use, by the lock file's length alone if the disk is full."""
         os.ftruncate(self._lock_fd, 1)
         try:
             os.pwrite(self._lock_fd, b"%d\n" % os.getpid(), 0)
@@ -106,7 +106,7 @@ class Folder:
                 raise
 
     def _lock(self) -> int:
-        # In a folder that others can write to, a link would have us cut a file elsewhere.
+        # In a folder that others can write to, following a link could truncate a file elsewhere.
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(self.path / _LOCK, flags, 0o600)
         try:
@@ -140,16 +140,16 @@ class Folder:
         with os.fdopen(fd, "wb") as file:
             file.write(content)
             file.flush()
-            # Power that fails behind the rename must not leave the name with nothing in it.
+            # A loss of power after the rename must not leave an empty file of this name.
             os.fsync(fd)
         temporary.rename(self.path / name)
 
 
 def check_usable(path: Path) -> None:
-    """Return if a store can have its log in ``path``, which is made where it is not there.
+    """Check that a store can have its log in ``path``, which is created if it does not exist.
 
     Raises:
-        UserError: It cannot, for the reasons of ``Folder``.
+        UserError: The folder cannot be used, see ``Folder``.
     """
     folder = Folder(path)
     if folder.was_closed:
@@ -159,11 +159,11 @@ def check_usable(path: Path) -> None:
 
 
 def check_format(path: Path) -> None:
-    """Raise unless ``path`` is a log's folder of this version.
+    """Check that ``path`` is a log's folder of this version.
 
     Raises:
         UserError: It is not.
-        OSError: It cannot be read.
+        OSError: The format file cannot be read.
     """
     with open(path / _FORMAT, "rb") as file:
         match = _FORMAT_LINE.fullmatch(file.read(64))
@@ -177,11 +177,11 @@ def check_format(path: Path) -> None:
 
 
 def read_cleared(path: Path) -> int:
-    """Records of the folder up to this sequence do not count any more.
+    """Return the sequence up to which the folder's records are no longer valid; 0 if none.
 
     Raises:
-        UserError: The file that says so is damaged.
-        OSError: It cannot be read.
+        UserError: The file with this sequence is damaged.
+        OSError: The file cannot be read.
     """
     try:
         with open(path / _CLEARED, "rb") as file:
@@ -194,7 +194,7 @@ def read_cleared(path: Path) -> int:
 
 
 def lock_state(path: Path) -> tuple[bool, bool]:
-    """Whether a store has the folder open, and whether the last one closed it in good order.
+    """Return whether a store has the folder open, and whether the last one closed it properly.
 
     Raises:
         OSError: The lock file cannot be read.
@@ -211,11 +211,11 @@ def lock_state(path: Path) -> tuple[bool, bool]:
 
 
 def segment_path(path: Path, segment_id: int) -> Path:
-    """Where a segment of the log in ``path`` lies."""
+    """Return the path of a segment of the log in ``path``."""
     return path / f"segment-{segment_id:016x}.log"
 
 
 def segment_ids(path: Path) -> list[int]:
-    """Of the segments in a log's folder, oldest first."""
+    """Return the ids of the segments in a log's folder, oldest first."""
     matches = (_SEGMENT.fullmatch(entry.name) for entry in os.scandir(path))
     return sorted(int(match[1], 16) for match in matches if match)

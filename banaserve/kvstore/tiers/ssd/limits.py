@@ -9,7 +9,7 @@ from banaserve.kvstore.tiers.ssd.record import PAGE_BYTES
 MIN_CAPACITY_BYTES = 64 * PAGE_BYTES
 # Transfers for copies, on top of those for loads and stores.
 MAX_COPIES = 4
-# A process that was killed has left at most this many records unfinished.
+# A process that is killed leaves at most this many records unfinished.
 MAX_UNFINISHED = 256
 MAX_QUEUE_DEPTH = MAX_UNFINISHED - MAX_COPIES
 _MIN_SEGMENT_BYTES = 64 * 2**20
@@ -18,10 +18,10 @@ _MIN_SEGMENTS = 8
 
 
 def check_limits(capacity_bytes: int, queue_depth: int) -> None:
-    """Raise unless a tier can be run like this.
+    """Check the budget and the queue depth of a tier.
 
     Raises:
-        UserError: It cannot; says what would be possible.
+        UserError: One of them is out of range; the message gives the possible values.
     """
     if capacity_bytes < MIN_CAPACITY_BYTES:
         least, given = format_size(MIN_CAPACITY_BYTES), format_size(max(0, capacity_bytes))
@@ -31,6 +31,6 @@ def check_limits(capacity_bytes: int, queue_depth: int) -> None:
 
 
 def default_segment_bytes(capacity_bytes: int) -> int:
-    """A 64th of the budget, more where that is little, at most an eighth."""
+    """Return a 64th of the budget, but at least 64 MiB, and at most an eighth of the budget."""
     wanted = max(capacity_bytes // _MAX_SEGMENTS, _MIN_SEGMENT_BYTES)
     return min(wanted, capacity_bytes // _MIN_SEGMENTS) // PAGE_BYTES * PAGE_BYTES

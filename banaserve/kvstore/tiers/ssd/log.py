@@ -1,4 +1,4 @@
-"""Allocation of records in the log: segments and the bytes that they use."""
+"""Allocation of records in the log: segments and the bytes that they use on disk."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ log = logging.getLogger(__name__)
 
 
 class SegmentLog:
-    """The segments of a folder within a budget of real bytes.
+    """Segments of a folder within a budget of bytes on disk.
 
     Args:
-        folder: Where they lie.
-        device: That makes the slow calls.
-        capacity_bytes: Files together never grow beyond this.
-        segment_bytes: Of a file; one with a single large record may be larger.
-        now: Seconds of a monotonic clock.
+        folder: Folder of the segments.
+        device: Device that makes the slow calls.
+        capacity_bytes: Budget: maximum total size of the files.
+        segment_bytes: Size of a file; a file with a single large record may be larger.
+        now: Monotonic clock, in seconds.
 
     Attributes:
-        problem: Why nothing can be stored at present; empty where it can.
-        direct: Whether files are open for direct I/O.
+        problem: Reason why nothing can be stored at present; empty if blocks can be stored.
+        direct: True if files are open for direct I/O.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class SegmentLog:
         self.problem = ""
         self.direct = True
         self.used_bytes = 0
-        # One segment stays free for copies, or there could be nowhere to move live records to.
+        # One segment stays free for copies, otherwise there could be no room to move live records.
         self.stores = Lane(segment_bytes)
         self.copies = Lane(0)
         self._folder = folder
@@ -64,32 +64,32 @@ class SegmentLog:
 
     @property
     def free_bytes(self) -> int:
-        """Of the budget; below 0 where it was made smaller."""
+        """Number of free bytes of the budget; below 0 if the budget was reduced."""
         return self.capacity_bytes - self.used_bytes
 
     @property
     def is_short(self) -> bool:
-        """Whether space should be freed, so that the next segment can be made in time."""
+        """Return whether space should be freed, so that the next segment is created in time."""
         ahead = self.stores.next is not None or self.stores.is_creating
         wanted_bytes = self.segment_bytes * (1 if ahead else 2)
         return self.free_bytes < wanted_bytes
 
     @property
     def last_sequence(self) -> int:
-        """Of the newest record."""
+        """Sequence of the newest record."""
         return self._last_sequence
 
     def next_sequence(self) -> int:
-        """For one more record."""
+        """Return the sequence of a new record."""
         self._last_sequence += 1
         return self._last_sequence
 
     def fits(self, num_record_bytes: int) -> bool:
-        """Whether a record of this size can ever be stored within the budget."""
+        """Return whether a record of this size can ever be stored within the budget."""
         return num_record_bytes + 2 * self.segment_bytes <= self.capacity_bytes
 
     def has_room(self, lane: Lane, num_bytes: int) -> bool:
-        """Whether records of ``num_bytes`` together can be placed, perhaps in another segment."""
+        """Return whether records of ``num_bytes`` in total fit, perhaps in a new segment."""
         if lane.current is not None and lane.current.room_bytes >= num_bytes:
             return True
         if lane.next is not None or lane.is_creating:
@@ -97,7 +97,7 @@ class SegmentLog:
         return self.may_try and self.free_bytes - self.segment_bytes >= lane.reserve_bytes
 
     def adopt(self, segments: list[Segment], last_sequence: int) -> None:
-        """Take over what a scan has found, oldest first; the last one is appended to. Blocks."""
+        """Take over the segments of a scan, oldest first, and append to the last one. Blocks."""
         for segment in segments:
             self._segments[segment.id] = segment
             self.used_bytes += segment.size_bytes
@@ -121,17 +121,17 @@ class SegmentLog:
         self.stores.current = last
 
     def note_direct(self, direct: bool) -> None:
-        """Say once where the file system refuses direct I/O."""
+        """Log once if the file system refuses direct I/O."""
         if self.direct and not direct:
             log.warning("%s takes no direct I/O: blocks go through memory", self._folder.path)
         self.direct = direct
 
     def sealed(self) -> Iterator[Segment]:
-        """Segments that nothing is appended to any more."""
+        """Return the segments to which nothing is appended any more."""
         return (segment for segment in self._segments.values() if not segment.is_open)
 
     def place(self, lane: Lane, num_bytes: int) -> tuple[Segment, int] | None:
-        """Take room for a record; None where there is none yet: one is being made if it may."""
+        """Take room for a record; None if there is none yet: then begin a segment if allowed."""
         if lane.current is None or lane.current.room_bytes < num_bytes:
             if lane.next is None or lane.next.size_bytes < num_bytes:
                 self._create(lane, max(self.segment_bytes, num_bytes))
@@ -147,7 +147,7 @@ class SegmentLog:
         return segment, offset
 
     def seal(self, lane: Lane) -> None:
-        """Append no more to the lane's segment, and give back what it does not use."""
+        """Stop appending to the lane's segment, and free the bytes that it does not use."""
         segment = lane.current
         if segment is None:
             return
@@ -157,11 +157,11 @@ class SegmentLog:
             self._cut(segment)
 
     def kill(self, block: LogBlock) -> None:
-        """A block's record counts no more."""
+        """Mark the record of a block as dead."""
         block.segment.remove(block)
 
     def cover(self, segment: Segment, offset: int, num_bytes: int) -> None:
-        """Put a filler where a write has failed, so that the log stays in good order."""
+        """Write a filler over the place of a failed write or a dead copy, so that scans skip it."""
         segment.num_users += 1
         fd, sequence = segment.fd, self.next_sequence()
 
@@ -171,21 +171,21 @@ class SegmentLog:
         self._device.call(lambda: write_filler(fd, segment.id, offset, num_bytes, sequence), end)
 
     def remove_dead(self) -> None:
-        """Delete sealed segments that hold no live block and no reader."""
+        """Delete sealed segments without live blocks and users."""
         dead = [s for s in self.sealed() if not s.live_bytes and not s.num_users]
         for segment in dead:
             segment.num_users += 1
             self._remove(segment)
 
     def retire(self) -> None:
-        """Seal the segments that are appended to, where nothing lives in them."""
+        """Seal the current segments that hold records but no live ones."""
         for lane in (self.stores, self.copies):
             segment = lane.current
             if segment is not None and segment.end and not segment.live_bytes:
                 self.seal(lane)
 
     def fail(self, segment: Segment, result: int) -> None:
-        """A write to a segment has ended with ``result``: try another segment, later."""
+        """Note a failed write to a segment with ``result``: use another segment, later."""
         for lane in (self.stores, self.copies):
             if lane.current is segment:
                 self.seal(lane)
@@ -193,7 +193,7 @@ class SegmentLog:
         self.report(OSError(number, os.strerror(number)))
 
     def report(self, error: OSError) -> None:
-        """Take no stores for a while, and say why, once."""
+        """Accept no stores for a while, and log the reason once."""
         self._retry_at_s = self._now() + RETRY_S
         problem = describe(error, self._folder.path)
         if problem != self.problem:
@@ -202,17 +202,17 @@ class SegmentLog:
 
     @property
     def may_try(self) -> bool:
-        """Whether it is time to store again after a problem."""
+        """Return whether stores may be tried, after a problem only once the pause is over."""
         return not self.problem or self._now() >= self._retry_at_s
 
     def recover(self) -> None:
-        """A store or a new file has succeeded."""
+        """Clear the problem, because a store or a new file has succeeded."""
         if self.problem:
             self.problem = ""
             log.info("blocks are stored again in %s", self._folder.path)
 
     def close(self) -> None:
-        """Cut every file to what it holds and close it. Blocks; nothing must be under way."""
+        """Truncate every file to its records and close it. Blocks; no transfer may be under way."""
         for segment in self._segments.values():
             if segment.is_open:
                 os.ftruncate(segment.fd, segment.end)
@@ -221,7 +221,7 @@ class SegmentLog:
                 self._folder.segment_path(segment.id).unlink()
 
     def check(self) -> None:
-        """Assert what must hold between two calls."""
+        """Assert the invariants that hold between two calls."""
         for segment in self._segments.values():
             blocks = segment.blocks.values()
             assert segment.live_bytes == sum(block.record_bytes for block in blocks)
@@ -258,7 +258,7 @@ class SegmentLog:
         self._device.call(lambda: create_segment(path, size_bytes), end)
 
     def _replace_next(self, lane: Lane, segment: Segment) -> None:
-        # One that is too small for the blocks of these days goes unused.
+        # A next segment that is too small for the current blocks stays unused.
         if lane.next is not None:
             lane.next.is_open = False
         self._segments[segment.id] = segment
@@ -283,7 +283,7 @@ class SegmentLog:
         def end(result: OSError | None) -> None:
             del self._segments[segment.id]
             if isinstance(result, OSError):
-                # The file stays: so do its bytes in the budget.
+                # The file still exists, so its bytes still count in the budget.
                 self.report(result)
                 return
             self.used_bytes -= segment.size_bytes

@@ -1,8 +1,8 @@
-"""One record of the log: a header page, then a block's bytes padded to whole pages.
+"""Record of the log: a header page, then a block's bytes padded to whole pages.
 
-The header says where it lies, so that bytes of a block that look like a header, or a record that
-ended up elsewhere, are never taken for a record. Everything in a page that was not written by
-``encode`` is refused, whatever it holds.
+The header contains its own position, so that bytes of a block that look like a header, or a record
+at a wrong position, are never taken for a record. A page that ``encode`` did not write is refused,
+whatever its content.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PAGE_BYTES = 4096
 MIN_KEY_BYTES = 32
 MAX_KEY_BYTES = 80
 MAX_BLOCK_BYTES = 2**30
-# No log ever gets there; a damaged one must not make the next number overflow its field.
+# No log reaches this number; a damaged log must not make the next number overflow its field.
 MAX_SEQUENCE = 2**62
 FORMAT_VERSION = 1
 MAGIC = b"\x93BANASSD"
@@ -35,29 +35,29 @@ _ZERO_PAGE = bytes(PAGE_BYTES)
 
 
 class RecordError(BanaServeError):
-    """A page is no header: skip it."""
+    """Error for a page that is not a header and is to be skipped."""
 
 
 class Kind(IntEnum):
-    """What follows a header."""
+    """Kind of the bytes after a header."""
 
     BLOCK = 1
-    FILLER = 2  # nothing of value: covers what was damaged
+    FILLER = 2  # no content: covers damaged or unused bytes
 
 
 class RecordHeader(NamedTuple):
-    """A record's first page.
+    """First page of a record.
 
     Attributes:
-        kind: What follows.
-        segment_id: Of the file it lies in.
-        offset: Of this page in that file.
-        num_bytes: That follow, padding not counted.
-        sequence: Unique for each record that was ever written; newer ones are larger.
-        age: The sequence of the block's first record; a copy keeps it.
+        kind: Kind of the bytes after the page.
+        segment_id: Id of the segment file that holds the record.
+        offset: Offset of this page in that file.
+        num_bytes: Number of bytes after the page, without padding.
+        sequence: Number of the record, unique for each record ever written; larger for newer ones.
+        age: Sequence of the block's first record; a copy keeps it.
         checksum: xxh3 of the ``num_bytes``; 0 for a filler.
-        key: Of the block; empty for a filler.
-        parent: Of the block before it in its chain.
+        key: Key of the block; empty for a filler.
+        parent: Key of the block before it in its chain; None for the first.
     """
 
     kind: Kind
@@ -72,22 +72,22 @@ class RecordHeader(NamedTuple):
 
     @property
     def record_bytes(self) -> int:
-        """On disk, this page and padding included."""
+        """Size of the record on disk, including this page and padding."""
         return record_bytes(self.num_bytes)
 
 
 def padded(num_bytes: int) -> int:
-    """``num_bytes`` rounded up to whole pages."""
+    """Return ``num_bytes`` rounded up to whole pages."""
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def record_bytes(num_bytes: int) -> int:
-    """What a block of ``num_bytes`` takes up on disk."""
+    """Return the size on disk of the record of a block of ``num_bytes``."""
     return PAGE_BYTES + padded(num_bytes)
 
 
 def checksum(data: Any) -> int:
-    """xxh3 of a buffer. Lets go of the GIL for buffers over 64 KiB."""
+    """Return the xxh3 of a buffer. Releases the GIL for buffers over 64 KiB."""
     # One-shot functions of xxhash hold the GIL in some versions; ``update`` does in none.
     digest = xxhash.xxh3_64()
     digest.update(data)
@@ -95,7 +95,7 @@ def checksum(data: Any) -> int:
 
 
 def encode(header: RecordHeader) -> bytes:
-    """The header as a page."""
+    """Encode a header as a page."""
     parent = header.parent or b""
     fields = _FIELDS.pack(
         MAGIC,
@@ -116,10 +116,10 @@ def encode(header: RecordHeader) -> bytes:
 
 
 def decode(page: bytes, segment_id: int, offset: int) -> RecordHeader:
-    """The header that a page read from ``offset`` of a segment holds.
+    """Decode the header in a page read from ``offset`` of a segment.
 
     Raises:
-        RecordError: It holds none, one of another version or place, or one that is damaged.
+        RecordError: The page holds no header, one of another version or position, or a damaged one.
     """
     if len(page) != PAGE_BYTES or not page.startswith(MAGIC):
         raise RecordError("no header")
@@ -135,7 +135,7 @@ def decode(page: bytes, segment_id: int, offset: int) -> RecordHeader:
 
 
 def is_blank(page: bytes) -> bool:
-    """Whether nothing was ever written there."""
+    """Return whether nothing was ever written to a page."""
     return page == _ZERO_PAGE
 
 

@@ -22,14 +22,14 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Recovered:
-    """What a folder held.
+    """Contents of a folder.
 
     Attributes:
-        segments: Open, oldest first.
-        blocks: In the order of their age.
-        last_sequence: Larger than that of every record.
-        num_corrupt: Damaged places, each now covered by a filler.
-        direct: Whether files are open for direct I/O.
+        segments: Open segments, oldest first.
+        blocks: Blocks in the order of their age.
+        last_sequence: Largest sequence used so far, including fillers and cleared records.
+        num_corrupt: Number of damaged places, each now covered by a filler.
+        direct: True if files are open for direct I/O.
     """
 
     segments: list[Segment] = field(default_factory=list)
@@ -57,10 +57,10 @@ class _Progress:
 
 
 def recover(folder: Folder, now: Callable[[], float] = time.monotonic) -> Recovered:
-    """Scan every segment, mend what is damaged, and cut files to what they hold.
+    """Scan every segment, cover damaged places with fillers, and truncate files to their records.
 
     Raises:
-        OSError: A file cannot be read or mended.
+        OSError: A file cannot be read or written.
     """
     recovered = Recovered(last_sequence=folder.cleared_sequence())
     headers: list[RecordHeader] = []
@@ -87,7 +87,7 @@ def recover(folder: Folder, now: Callable[[], float] = time.monotonic) -> Recove
 
 
 def newest_records(headers: list[RecordHeader], cleared_sequence: int) -> dict[bytes, RecordHeader]:
-    """Of each key the record that counts; of damaged and of covered ones none does."""
+    """Return the newest valid record of each key; fillers and cleared records are left out."""
     newest: dict[bytes, RecordHeader] = {}
     for header in headers:
         if header.kind is Kind.BLOCK and header.sequence > cleared_sequence:
@@ -108,7 +108,7 @@ def _scan(path: Path, segment_id: int) -> list[Found | Damage]:
 
 
 def _unfinished(folder: Folder, headers: list[RecordHeader]) -> list[tuple[int, Damage]]:
-    """Of the newest records those whose bytes were not all written."""
+    """Return the newest records whose bytes were not all written, as damages."""
     blocks = (header for header in headers if header.kind is Kind.BLOCK)
     damages = []
     for header in nlargest(MAX_UNFINISHED, blocks, key=lambda header: header.sequence):

@@ -1,4 +1,4 @@
-"""Scan of a segment file, header by header; damage is stepped over page by page."""
+"""Scan of a segment file, header by header; damaged parts are skipped page by page."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _WINDOW_BYTES = 2**20
 
 
 class Found(NamedTuple):
-    """A record whose header is good; its bytes were not looked at."""
+    """Record whose header is good; its bytes were not checked."""
 
     header: RecordHeader
 
 
 class Damage(NamedTuple):
-    """A run of pages that belong to no record.
+    """Run of pages that belong to no record.
 
     Attributes:
-        torn: Whether it stands at the end of the file, where a write was cut short, and not
+        torn: True if the run is at the end of the file, where a write was cut short, and not
             between good records.
     """
 
@@ -42,20 +42,20 @@ class Damage(NamedTuple):
 
 
 def open_to_read(path: Path) -> int:
-    """A segment's descriptor for ``scan``, whatever file has been put in its place.
+    """Open a segment for ``scan``, safely even if another kind of file was put in its place.
 
     Raises:
-        OSError: It cannot be opened, or is a link.
+        OSError: The file cannot be opened, or is a link.
     """
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def scan(fd: int, segment_id: int) -> Iterator[Found | Damage]:
-    """Yield what a segment holds in the order of the file. Blank pages are passed over.
+    """Yield the records and damaged runs of a segment in file order; blank pages are skipped.
 
     Args:
-        fd: Of the file, without O_DIRECT.
-        segment_id: Of the segment.
+        fd: File descriptor of the segment, without O_DIRECT.
+        segment_id: Id of the segment.
 
     Raises:
         OSError: The file cannot be read.
@@ -88,7 +88,7 @@ def scan(fd: int, segment_id: int) -> Iterator[Found | Damage]:
 
 
 def payload_is_good(fd: int, header: RecordHeader) -> bool:
-    """Whether a record's bytes are those that were written. Reads them a MiB at a time.
+    """Return whether a record's bytes match its checksum. Reads them a MiB at a time.
 
     Raises:
         OSError: The file cannot be read.
@@ -115,7 +115,7 @@ def _header(page: bytes, segment_id: int, offset: int, size: int) -> RecordHeade
 
 
 def _next_candidate(fd: int, offset: int, size: int) -> int:
-    """The next page that begins like a header or is blank; the end where there is none."""
+    """Return the next page that begins like a header or is blank, else the file's end."""
     while offset < size:
         window = os.pread(fd, _WINDOW_BYTES, offset)
         if not window:
@@ -129,7 +129,7 @@ def _next_candidate(fd: int, offset: int, size: int) -> int:
 
 
 def _next_data(fd: int, offset: int, size: int) -> int:
-    """The next page that may not be blank: files are reserved far ahead of what is written."""
+    """Return the next page that may not be blank: files are reserved far ahead of the records."""
     try:
         data = os.lseek(fd, offset, os.SEEK_DATA)
     except OSError as error:

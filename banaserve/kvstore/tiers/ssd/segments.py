@@ -1,4 +1,4 @@
-"""Segment files: made, cut to length and removed. These calls block; a worker makes them."""
+"""Segment files: creation, reservation and removal. These calls block; a worker makes them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class LogBlock(ChainedBlock):
-    """A block and where its record lies.
+    """Block with the position of its record.
 
     Attributes:
-        ready: False while it is being written.
-        is_copied: Whether one of its users is a copy to another segment.
+        ready: False while the record is being written.
+        is_copied: True if one of the block's users is a copy to another segment.
     """
 
     __slots__ = ("age", "checksum", "is_copied", "num_bytes", "offset", "ready", "segment")
@@ -38,23 +38,23 @@ class LogBlock(ChainedBlock):
 
     @property
     def record_bytes(self) -> int:
-        """On disk."""
+        """Size of the record on disk."""
         return record_bytes(self.num_bytes)
 
     @property
     def is_busy(self) -> bool:
-        """Whether it is read or written, copies apart."""
+        """Return whether the block is being read or written, other than by a copy."""
         return self.num_users > self.is_copied
 
 
 class Segment:
-    """One file of the log.
+    """File of the log.
 
     Attributes:
-        size_bytes: Of the file: reserved while records are appended, ``end`` after that.
-        end: Where the next record goes.
-        live_bytes: Of the records of ``blocks``.
-        num_users: Transfers under way and block copies that need the file.
+        size_bytes: Size of the file: reserved while records are appended, ``end`` after that.
+        end: Offset of the next record.
+        live_bytes: Total size of the records of ``blocks``.
+        num_users: Number of transfers and other operations under way that need the file.
     """
 
     __slots__ = ("blocks", "end", "fd", "id", "is_open", "live_bytes", "num_users", "size_bytes")
@@ -71,25 +71,26 @@ class Segment:
 
     @property
     def room_bytes(self) -> int:
-        """For further records."""
+        """Number of bytes left for further records."""
         return self.size_bytes - self.end
 
     def add(self, block: LogBlock) -> None:
-        """File a block whose record lies here."""
+        """Add a block whose record is in this segment."""
         self.blocks[block.key] = block
         self.live_bytes += block.record_bytes
 
     def remove(self, block: LogBlock) -> None:
-        """Its record is dead."""
+        """Remove a block: its record is dead."""
         del self.blocks[block.key]
         self.live_bytes -= block.record_bytes
 
 
 class Lane:
-    """The segment that one kind of writer appends to, and the one after it.
+    """Segment to which one kind of writer appends, and the next one.
 
     Args:
-        reserve_bytes: Of the budget that must stay free when a segment is made for this writer.
+        reserve_bytes: Number of bytes of the budget that must stay free when a segment is created
+            for this writer.
     """
 
     def __init__(self, reserve_bytes: int) -> None:
@@ -101,25 +102,25 @@ class Lane:
 
 
 def open_direct(path: Path, flags: int = 0) -> tuple[int, bool]:
-    """A segment's descriptor, and whether it is one for direct I/O.
+    """Open a segment; return its file descriptor, and whether it is open for direct I/O.
 
     Raises:
-        OSError: It cannot be opened.
+        OSError: The file cannot be opened.
     """
     try:
         return os.open(path, _FLAGS | flags | os.O_DIRECT, 0o600), True
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        # What the failed call may have created is opened as it is.
+        # Without O_EXCL: the failed call may have created the file.
         return os.open(path, _FLAGS | flags & ~os.O_EXCL, 0o600), False
 
 
 def create_segment(path: Path, size_bytes: int) -> tuple[int, bool]:
-    """Create a file with all its bytes reserved; as ``open_direct`` returns it.
+    """Create a file with all its bytes reserved; return the same as ``open_direct``.
 
     Raises:
-        OSError: No room, for example; nothing is left behind.
+        OSError: There is no room, for example; then no file is left behind.
     """
     fd, direct = open_direct(path, os.O_CREAT | os.O_EXCL)
     try:
@@ -132,7 +133,7 @@ def create_segment(path: Path, size_bytes: int) -> tuple[int, bool]:
 
 
 def reserve(fd: int, size_bytes: int) -> None:
-    """Make room for a file of this size, so that writing to it cannot fail for want of it.
+    """Reserve disk space for a file of this size, so that writes cannot fail for lack of room.
 
     Raises:
         OSError: There is no room.
@@ -149,7 +150,7 @@ def remove_segment(path: Path, fd: int) -> None:
     """Close and delete a file.
 
     Raises:
-        OSError: It cannot be deleted; it is closed.
+        OSError: The file cannot be deleted; its descriptor is closed.
     """
     os.close(fd)
     with suppress(FileNotFoundError):
@@ -157,10 +158,10 @@ def remove_segment(path: Path, fd: int) -> None:
 
 
 def write_filler(fd: int, segment_id: int, offset: int, num_bytes: int, sequence: int) -> None:
-    """Cover ``num_bytes`` (whole pages) with a filler, so that no scan meets what lies there.
+    """Cover ``num_bytes`` (whole pages) with a filler, so that scans skip the bytes under it.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The filler cannot be written.
     """
     page = aligned_bytes(PAGE_BYTES)
     header = RecordHeader(

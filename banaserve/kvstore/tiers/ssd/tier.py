@@ -1,4 +1,4 @@
-"""KV blocks on a local disk, in an append-only log that a restart finds again."""
+"""KV blocks on a local disk, in an append-only log that survives a restart."""
 
 from __future__ import annotations
 
@@ -36,21 +36,22 @@ log = logging.getLogger(__name__)
 
 
 class SsdTier:
-    """The tier on a local disk; see ``StoreTier``.
+    """Tier on a local disk; see ``StoreTier``.
 
     A block that is being written is PENDING. A block that was evicted may be found again after a
-    restart, as long as its record has not been cleaned away; cleared blocks are not.
+    restart, as long as its record has not been removed by cleaning; a cleared block is not found.
 
     Args:
-        folder: Of the log; created where it does not exist. One process at a time uses it.
-        capacity_bytes: Files together never take up more.
-        queue_depth: Loads and stores at a time; stores get three quarters of it at most.
-        engine: Of the ``DiskQueue``: auto, io_uring or threads.
-        segment_bytes: Of a file of the log; chosen by the budget where it is not given.
-        now: Seconds of a monotonic clock.
+        folder: Folder of the log; created if it does not exist. One process at a time uses it.
+        capacity_bytes: Budget: maximum total size of the files.
+        queue_depth: Maximum number of loads and stores at a time; stores get at most three
+            quarters of it.
+        engine: Engine of the ``DiskQueue``: auto, io_uring or threads.
+        segment_bytes: Size of a file of the log; derived from the budget if not given.
+        now: Monotonic clock, in seconds.
 
     Raises:
-        UserError: The folder cannot be used, or an argument makes no sense; one line says why.
+        UserError: The folder cannot be used, or an argument is invalid; one line says why.
     """
 
     def __init__(
@@ -98,21 +99,21 @@ class SsdTier:
 
     @property
     def engine(self) -> str:
-        """Which engine moves the bytes: io_uring or threads."""
+        """Engine that moves the bytes: io_uring or threads."""
         return self._device.queue.engine
 
     @property
     def direct(self) -> bool:
-        """Whether files are read and written past the page cache; some file systems refuse."""
+        """Return whether file I/O bypasses the page cache; some file systems refuse this."""
         return self._log.direct
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way, be it loads, stores or making room."""
+        """Return whether no load, store or cleaning is under way."""
         return self._device.is_idle
 
     def lookup(self, keys: Sequence[bytes]) -> list[Lookup]:
-        """What is known of each key."""
+        """Return the state of each key."""
         blocks = map(self._blocks.get, keys)
         return [
             Lookup.MISS if block is None else Lookup.HIT if block.ready else Lookup.PENDING
@@ -156,14 +157,14 @@ class SsdTier:
         return load.ticket
 
     def poll(self) -> list[Completion]:
-        """What has ended since the last call."""
+        """Return the transfers that have ended since the last call."""
         self._device.poll()
         self._step()
         ended, self._ended = self._ended, []
         return ended
 
     def evict(self, key: bytes) -> bool:
-        """Forget a block, whatever hangs on it."""
+        """Forget a block, even if it has children; return whether it was forgotten."""
         block = self._blocks.get(key)
         if block is None or block.is_busy:
             return False
@@ -172,7 +173,7 @@ class SsdTier:
         return True
 
     def clear(self) -> int:
-        """Forget every block that is not in use; a restart finds not even those being read."""
+        """Forget all blocks not in use; return their number. A restart finds no old block."""
         idle = [block for block in self._blocks if not block.is_busy]
         for block in idle:
             self._forget(block)
@@ -188,7 +189,7 @@ class SsdTier:
         return len(idle)
 
     def stats(self) -> TierStats:
-        """Counters and gauges of this moment."""
+        """Return the current counters and gauges."""
         stats = self._counters.stats(
             self.name,
             problem=self._log.problem or self._too_large,
@@ -200,7 +201,7 @@ class SsdTier:
         return msgspec.structs.replace(stats, keeps=self._keeps)
 
     def check(self) -> None:
-        """Assert what must hold between two calls."""
+        """Assert the invariants that hold between two calls."""
         self._blocks.check()
         self._log.check()
         for block in self._blocks:
@@ -214,7 +215,7 @@ class SsdTier:
         assert len(self._loads) + len(self._stores) <= self._queue_depth
 
     def close(self) -> None:
-        """Finish what is under way, then let go of everything."""
+        """Finish the transfers under way, then free all resources."""
         self._cleaner.stop()
         while not self._device.is_idle:
             self._device.wait()

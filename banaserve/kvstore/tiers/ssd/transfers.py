@@ -1,4 +1,4 @@
-"""One load and one store: the steps between submission and completion."""
+"""Load and store of a block: the steps between submission and completion."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from banaserve.kvstore.tiers.ssd.segments import LogBlock
 
 
 class Store:
-    """A block on its way to the disk: checksum, then header and block in one write."""
+    """Store of a block: checksum, then header and block in one write."""
 
     def __init__(
         self, ticket: int, began_s: float, block: LogBlock, source: BlockBytes, log: SegmentLog
@@ -26,7 +26,7 @@ class Store:
         self._log = log
 
     def begin(self, device: BlockDevice, then: Callable[[Store, int], None]) -> None:
-        """``then`` gets the bytes written, header included, or -errno."""
+        """Begin the store; ``then`` gets the bytes written, header included, or -errno."""
         self._device = device
         self._then = then
         self.block.segment.num_users += 1
@@ -53,18 +53,18 @@ class Store:
 
 
 class SegmentLoad:
-    """A block on its way from the disk: read, then verified."""
+    """Load of a block: read, then verified."""
 
     def __init__(self, ticket: int, began_s: float, block: LogBlock, target: BlockBytes) -> None:
         self.ticket = ticket
         self.began_s = began_s
         self.block = block
         self._target = target
-        # The block may move to another segment meanwhile; this one stays readable.
+        # The block may move to another segment meanwhile; the old segment stays readable.
         self._segment = block.segment
 
     def begin(self, device: BlockDevice, then: Callable[[SegmentLoad, TierOutcome], None]) -> None:
-        """``then`` gets the outcome."""
+        """Begin the load; ``then`` gets the outcome."""
         self._device = device
         self._then = then
         self._segment.num_users += 1
@@ -90,7 +90,7 @@ class SegmentLoad:
 
 
 def _parts(block: BlockBytes) -> list[BlockBytes]:
-    """The whole pages of a block, and one more page of its own for what is left over."""
+    """Return a view of a block's whole pages, and a separate page for any remaining bytes."""
     num_whole = block.nbytes // PAGE_BYTES * PAGE_BYTES
     parts = [block[:num_whole]] if num_whole else []
     return parts + ([aligned_bytes(PAGE_BYTES)] if num_whole != block.nbytes else [])

@@ -1,8 +1,9 @@
-"""GORGO v1: a balancer in each region that weighs staying against each peer, or a central proxy.
+"""GORGO v1: a balancer in each region that weighs its own region against peers, or a central proxy.
 
-Printed: cost(region) = network latency + t_p x prefill + q_s x queue wait. The queue is the local
-one in the formula and the peer's in the text; the code counts the local load and no peer's, so it
-forwards too much. Repaired, every candidate has the same three terms, all in milliseconds.
+The paper has cost(region) = network latency + t_p x prefill + q_s x queue wait. The queue is the
+local one in the formula and the peer's in the text; the code counts the local load and no peer's,
+so it forwards too much. In the repaired form, every candidate has the same three terms, all in
+milliseconds.
 """
 
 from __future__ import annotations
@@ -34,15 +35,19 @@ class GorgoV1Options(TreeOptions):
     """Options of ``gorgo_v1``.
 
     Attributes:
-        prefill_ms_per_token: t_p.
-        queue_ms_per_token: Of a token ahead; t_p x q_s.
-        max_outstanding: With fewer requests and less memory in use a replica has room. The code's
-            5 leaves an engine that could batch dozens half empty, and the rest in the queue.
-        max_kv_fraction: See ``max_outstanding``.
-        is_proxy: One balancer for all regions: every replica competes with its round trip.
-        counts_peer_load: Else a peer costs its round trip and its prefill only.
-        counts_cached: The backlog is all outstanding prompt tokens, else those not yet computed.
-        only_matching_peers: Peers without a hit compete only where no peer has one.
+        prefill_ms_per_token: Prefill time of a token, t_p.
+        queue_ms_per_token: Waiting time for a token ahead, t_p x q_s.
+        max_outstanding: Number of outstanding requests below which, together with
+            ``max_kv_fraction``, a replica has room. The code's 5 leaves an engine that could batch
+            dozens of requests half empty, and the other requests in the queue.
+        max_kv_fraction: Share of KV memory in use below which a replica has room.
+        is_proxy: True for one balancer of all regions: every replica is a candidate, with its
+            round-trip time.
+        counts_peer_load: True if a peer's load counts; else a peer costs its round trip and its
+            prefill only.
+        counts_cached: True if the backlog is all outstanding prompt tokens, False if only those not
+            yet computed.
+        only_matching_peers: True if peers without a hit are candidates only if no peer has one.
     """
 
     prefill_ms_per_token: float = 0.094
@@ -73,11 +78,11 @@ _FIVE: Mapping[str, Any] = {"max_outstanding": 5, "counts_peer_load": False, **_
 
 @register("gorgo_v1")
 class GorgoV1(TreePolicy):
-    """Serves in its region while a replica there has room; then the lowest cost decides.
+    """Policy that serves in its region while a replica there has room, else at the lowest cost.
 
     Staying means waiting in the queue, whose tokens count as ahead. The 150.72 ms that the paper's
-    fit adds to every prefill are the same everywhere and left out. Its code forgets who has a
-    prefix when a tree node is split; the tree here does not, in no preset.
+    fit adds to every prefill are equal for all candidates and left out. The paper's code forgets
+    the targets of a prefix when a tree node is split; the tree here does not, in any preset.
     """
 
     PRESETS: ClassVar[Mapping[str, Any]] = {
@@ -152,7 +157,7 @@ class GorgoV1(TreePolicy):
             return cost
         ahead: float = view.outstanding_tokens if options.counts_cached else view.uncached_tokens
         if isinstance(view, PeerView):
-            # What others sent there is known as a number of requests only, spread over replicas.
+            # Of requests that others sent there, only the number is known, over all its replicas.
             waiting = max(view.queue_length + view.pending - view.prefilling, 0)
             ahead += self._mean_tokens * waiting
         return cost + options.queue_ms_per_token * ahead

@@ -1,4 +1,4 @@
-"""GORGO's (1+1) evolution strategy as its code has it, faults and all: for comparison."""
+"""GORGO's (1+1) evolution strategy exactly as in its code, with its faults, for comparison."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ START = (0.5, 0.1)
 
 
 class CodedTuner:
-    """Scores minus p95 of the time to first token over the last 128 completions, every 32.
+    """Tuner by the negative p95 of the time to first token over 128 completions, every 32.
 
-    Scores are negative, so ``score > best x 1.005`` accepts what is up to 0.5 % worse, and lowers
-    the bar each time; the windows of successive candidates overlap; the best is never measured
-    again; the search ends for good when the step size has shrunk.
+    Scores are negative, so that ``score > best x 1.005`` accepts up to 0.5 % worse scores, and each
+    time lowers the requirement; the windows of successive candidates overlap; the best is never
+    measured again; the search ends finally when the step size has shrunk.
     """
 
     phase = 0
@@ -39,7 +39,7 @@ class CodedTuner:
         self._outcomes: deque[bool] = deque(maxlen=SUCCESS_WINDOW)
 
     def sample(self, phase: int, ttft_ms: float, e2e_ms: float) -> None:
-        """Takes in a finished request, whatever weights it was sent under."""
+        """Add a finished request, whatever weights it was sent under."""
         self._ttft_ms.append(ttft_ms)
         self._since += 1
         if self.is_over or len(self._ttft_ms) < WINDOW:
@@ -50,10 +50,10 @@ class CodedTuner:
         self._evaluate(-p95(list(self._ttft_ms)))
 
     def failed(self, phase: int) -> None:
-        """Nothing: failures are not looked at."""
+        """Do nothing: failures are ignored."""
 
     def return_to_safe(self) -> None:
-        """Goes back to the weights of the start and ends the search."""
+        """Return to the initial weights and end the search."""
         self.weights = self.best = START
         self.is_over = True
 
@@ -76,14 +76,14 @@ class CodedTuner:
         )
 
     def state(self) -> State:
-        """Returns the best weights and whether the search is over."""
+        """Return the best weights and whether the search is over."""
         return {"incumbent": list(self.best), "is_over": int(self.is_over)}
 
     def restore(self, state: State) -> None:
-        """Takes up what ``state`` returned; the search starts again unless it was over.
+        """Restore what ``state`` returned; the search starts again unless it was over.
 
         Raises:
-            UserError: It is not such a state.
+            UserError: The value is not such a state.
         """
         self.best = self.weights = tuple(numbers(state, "incumbent", len(START)))
         if state.get("is_over") not in (0, 1):

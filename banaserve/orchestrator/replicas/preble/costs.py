@@ -1,4 +1,4 @@
-"""Parts of Preble's three costs: regressions, windows of time, averages."""
+"""Parts of Preble's three costs: regressions, time windows, averages."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 Prefill = Callable[[float, float], float]
-"""Milliseconds to compute some tokens after a context of others."""
+"""Function that returns the milliseconds to compute some tokens after a context of others."""
 
 
 def mistral_7b_a6000(tokens: float, context: float) -> float:
-    """Preble's code for Mistral-7B on an A6000; falls with more tokens from 244 to 383."""
+    """Return the time of Preble's code for Mistral-7B on an A6000, in milliseconds.
+
+    From 244 to 383 tokens, the time falls with more tokens.
+    """
     if tokens < 192:
         linear = 22.0
     elif tokens < 384:
@@ -22,7 +25,7 @@ def mistral_7b_a6000(tokens: float, context: float) -> float:
 
 
 def mistral_7b_a6000_monotone(tokens: float, context: float) -> float:
-    """The same without the dip, which goes down to -14.8 ms at 383 tokens."""
+    """Return the time of ``mistral_7b_a6000`` without its dip, which is -14.8 ms at 383 tokens."""
     linear = max(22.0, 0.10842571 * tokens + 4.2098)
     return (linear + _attention(tokens, context)) / 0.9
 
@@ -42,7 +45,7 @@ REGRESSIONS: Mapping[str, Prefill] = {
 
 @dataclass(slots=True)
 class WindowSum:
-    """A sum over the last ``window_s`` seconds, in two halves: it forgets half at a time."""
+    """Sum over the last ``window_s`` seconds, in two halves; a whole half expires at a time."""
 
     window_s: float
     recent: float = 0.0
@@ -50,17 +53,17 @@ class WindowSum:
     _half: int = 0
 
     def add(self, value: float, now_s: float) -> None:
-        """Adds ``value`` at ``now_s``."""
+        """Add ``value`` at ``now_s``."""
         self.roll(now_s)
         self.recent += value
 
     def total(self, now_s: float) -> float:
-        """Returns the sum at ``now_s``."""
+        """Return the sum at ``now_s``."""
         self.roll(now_s)
         return self.recent + self.before
 
     def roll(self, now_s: float) -> None:
-        """Moves on to the half in which ``now_s`` lies."""
+        """Advance to the half that contains ``now_s``."""
         half = int(now_s / (self.window_s / 2))
         if half > self._half:
             self.before = self.recent if half == self._half + 1 else 0.0
@@ -70,7 +73,7 @@ class WindowSum:
 
 @dataclass(slots=True)
 class WorkWindow:
-    """Milliseconds of work that one replica was sent within ``window_s``, to the moment."""
+    """Work sent to one replica within exactly the last ``window_s`` seconds, in milliseconds."""
 
     window_s: float
     prefill_ms: float = 0.0
@@ -79,17 +82,17 @@ class WorkWindow:
 
     @property
     def num_sent(self) -> int:
-        """Requests within the window."""
+        """Number of requests within the window."""
         return len(self._sent)
 
     def add(self, now_s: float, prefill_ms: float, decode_ms: float) -> None:
-        """Counts a request sent at ``now_s``."""
+        """Count a request sent at ``now_s``."""
         self._sent.append((now_s, prefill_ms, decode_ms))
         self.prefill_ms += prefill_ms
         self.decode_ms += decode_ms
 
     def forget(self, now_s: float) -> None:
-        """Drops what was sent before the window that ends at ``now_s``."""
+        """Drop requests sent before the window that ends at ``now_s``."""
         while self._sent and self._sent[0][0] < now_s - self.window_s:
             _, prefill_ms, decode_ms = self._sent.popleft()
             self.prefill_ms -= prefill_ms
@@ -99,11 +102,11 @@ class WorkWindow:
 
 
 class WindowLoad:
-    """Load that one replica was sent.
+    """Load sent to one replica.
 
     Attributes:
-        outstanding_ms: Work of the requests that have not ended.
-        output_tokens: Of its answers, on average; 0 before the first.
+        outstanding_ms: Work of the requests that have not ended, in milliseconds.
+        output_tokens: Mean number of output tokens of its answers; 0 before the first answer.
     """
 
     def __init__(self, window_s: float, recent_s: float) -> None:
@@ -113,28 +116,28 @@ class WindowLoad:
         self._recent = WorkWindow(recent_s)
 
     def add(self, now_s: float, prefill_ms: float, decode_ms: float) -> None:
-        """Counts a request sent at ``now_s``."""
+        """Count a request sent at ``now_s``."""
         self._history.add(now_s, prefill_ms, decode_ms)
         self._recent.add(now_s, prefill_ms, decode_ms)
         self.outstanding_ms += prefill_ms + decode_ms
 
     def history_ms(self, now_s: float) -> float:
-        """Returns the work sent within the window."""
+        """Return the work sent within the window, in milliseconds."""
         self.forget(now_s)
         return self._history.prefill_ms + self._history.decode_ms
 
     def num_sent(self, now_s: float) -> int:
-        """Returns the requests sent within the window."""
+        """Return the number of requests sent within the window."""
         self.forget(now_s)
         return self._history.num_sent
 
     def decode_fraction(self, now_s: float) -> float:
-        """Returns the share of decoding in the work sent of late."""
+        """Return the share of decoding in the work sent within the last ``recent_s`` seconds."""
         self.forget(now_s)
         total = self._recent.prefill_ms + self._recent.decode_ms
         return self._recent.decode_ms / total if total else 0.0
 
     def forget(self, now_s: float) -> None:
-        """Drops what has left the windows."""
+        """Drop requests that are older than the windows."""
         self._history.forget(now_s)
         self._recent.forget(now_s)

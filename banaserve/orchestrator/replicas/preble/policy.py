@@ -1,10 +1,10 @@
 """Preble (ICLR'25): exploit a long cached prefix, else explore by three costs (E2, Alg. 1 and 2).
 
-Repaired: a match is judged for each replica by what its cache still holds; a replica's load is the
-work that it has not done yet, not all that it was sent in three minutes; requests on a prefix are
-divided by those on the same replica; moving a prefix has to pay for its recomputation. ImbalR is
-not defined in the paper and off in its code; without a guard it sends everything to one replica
-where answers are long. So the presets of the paper have it off too.
+Repairs: a match is judged for each replica by the present content of its cache; a replica's load is
+its unfinished work, not all work sent in three minutes; requests on a prefix are divided by those
+on the same replica; moving a prefix must pay for its recomputation. ImbalR is not defined in the
+paper and disabled in its code; without a guard, it sends all requests to one replica if answers are
+long. So the presets of the paper have it disabled, too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from banaserve.orchestrator.replicas.registry import register
 MEASURED = "measured"
 _LEARNING = 0.02
 RECENT_S = 30.0
-"""Over which prefill and decode work are compared."""
+"""Window over which prefill and decode work are compared, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,23 +39,26 @@ class PrebleOptions:
     """Options of ``preble``.
 
     Attributes:
-        window_s: H.
-        balance_threshold: Th_bal; beyond this ratio of loads requests are redirected; 0: never.
-        balance_after: Requests for each replica before the first is.
-        scales_hot_prefixes: A prefix whose queueing time doubled within H gets another replica.
-        decode_fraction: ImbalR: an explored request goes to a replica that decodes for more than
-            this share of its work; 1: never.
-        guards_balance: Not where that replica is loaded beyond Th_bal times the lightest.
-        counts_outstanding: L is the work of outstanding requests, else of all sent within H.
-        regression: Prefill times: ``measured`` here, or those of Preble's code for Mistral-7B on
+        window_s: Window H, in seconds.
+        balance_threshold: Ratio of loads Th_bal above which requests are redirected; 0: never.
+        balance_after: Number of requests per replica before the first one is redirected.
+        scales_hot_prefixes: True if a prefix whose queueing time doubled within H gets another
+            replica.
+        decode_fraction: Share of decoding in a replica's work, ImbalR, above which an explored
+            request goes to that replica; 1: never.
+        guards_balance: True if such a request does not go to a replica whose load exceeds Th_bal
+            times the lightest load.
+        counts_outstanding: True if L is the work of outstanding requests, False if of all requests
+            sent within H.
+        regression: Source of prefill times: ``measured`` here, or Preble's code for Mistral-7B on
             an A6000, ``as-coded`` or made ``monotone``.
-        prefill_ms_per_token: Assumed until measured.
-        output_ms_per_token: Likewise: a step's time.
-        output_tokens: Likewise: of an answer.
-        decode_share: Of its decoding steps, what a request costs the others in its batch. At 1, as
-            published, a replica with a full batch looks busy for minutes, and prefixes move that
-            had better stay.
-        capacity_tokens: KV tokens of a replica.
+        prefill_ms_per_token: Prefill time of a token, assumed until measured.
+        output_ms_per_token: Time of a decode step, assumed until measured.
+        output_tokens: Number of output tokens of an answer, assumed until measured.
+        decode_share: Share of its decode steps' time that a request costs the others in its batch.
+            At 1, as published, a replica with a full batch looks busy for minutes, and prefixes
+            move that had better stay.
+        capacity_tokens: KV capacity of a replica, in tokens.
     """
 
     window_s: float = 180.0
@@ -101,7 +104,7 @@ _SENT: Mapping[str, Any] = {
 
 @register("preble")
 class Preble(Policy):
-    """E2 with rebalancing, autoscaling of hot prefixes and a balance of prefill and decode."""
+    """E2 policy with rebalancing, autoscaling of hot prefixes and balance of prefill and decode."""
 
     PRESETS: ClassVar[Mapping[str, Any]] = {
         "repaired": PrebleOptions(),
@@ -150,7 +153,7 @@ class Preble(Policy):
         costs: Sequence[float],
         now_s: float,
     ) -> tuple[int, RoutingReason]:
-        """Among those with the longest match the cheapest, unless it is time to spread."""
+        """Return the cheapest replica with the longest match, or another one to spread the load."""
         longest = max(hits.get(view.id, 0) for view in candidates)
         places = [at for at, view in enumerate(candidates) if hits.get(view.id, 0) == longest]
         place = places[self.least([costs[at] for at in places])]
@@ -249,7 +252,7 @@ class Preble(Policy):
             load.outstanding_ms = max(0.0, load.outstanding_ms - work_ms)
 
     def _load_ms(self, target: ReplicaId, now_s: float) -> float:
-        """L of Alg. 2."""
+        """Return the load L of Alg. 2, in milliseconds."""
         load = self._loads.get(target)
         if load is None:
             return 0.0
@@ -260,7 +263,7 @@ class Preble(Policy):
     def _eviction_ms(
         self, target: ReplicaId, request: Request, hits: Mapping[ReplicaId, int], now_s: float
     ) -> float:
-        """M of Alg. 2: what recomputing the evicted would cost, by how often it is asked for."""
+        """Return M of Alg. 2: time to recompute evicted prefixes, weighted by share of requests."""
         load = self._loads.get(target)
         if load is None:
             return 0.0
@@ -275,7 +278,7 @@ class Preble(Policy):
     def _missed_ms(
         self, target: ReplicaId, request: Request, hits: Mapping[ReplicaId, int]
     ) -> float:
-        """P of Alg. 2."""
+        """Return P of Alg. 2: time to compute the missed tokens, in milliseconds."""
         context = hits.get(target, 0)
         return self._prefill_ms(request.num_tokens - context, context)
 
@@ -285,7 +288,7 @@ class Preble(Policy):
         return REGRESSIONS[self.options.regression](tokens, context)
 
     def _has_doubled(self, node: Node, now_s: float) -> bool:
-        """Whether requests for ``node`` wait twice as long in this half of H as in the last."""
+        """Return whether requests for ``node`` wait twice as long as in the previous half of H."""
         for sums in (node.waits_ms, node.num_waits):
             sums.roll(now_s)
         if node.num_waits.recent < 5 or node.num_waits.before < 5:

@@ -1,14 +1,14 @@
 """Preble's local scheduler (Alg. 3): the order in which one engine takes its waiting requests.
 
-Requests are in groups by the cached fraction of their prompt; group ``g`` of ``P`` gets ``g``
-turns for each one of group 1, and within a group the oldest goes first. The listing gives group 0
-no turns, and so starves prompts with nothing cached; here a fraction ``f`` is in group
-``max(1, ceil(P * f))``.
+Requests are grouped by the cached fraction of their prompt; group ``g`` of ``P`` gets ``g`` turns
+for each turn of group 1, and within a group the oldest request comes first. The paper's listing
+gives group 0 no turns, which starves prompts without cached tokens; here a fraction ``f`` is in
+group ``max(1, ceil(P * f))``.
 
-Turns are those of stride scheduling: a group's clock advances by ``1 / g`` with each of its
-requests, the group whose clock is lowest goes next, and one that was empty begins at the clock of
-the group that went last. So between two requests of group ``g`` that waits, group ``h`` gets
-``h / g + 1`` turns at most, whatever arrives.
+Turns follow stride scheduling: a group's clock advances by ``1 / g`` with each of its requests, the
+group with the lowest clock is next, and a group that was empty begins at the clock of the last
+group served. So between two requests of a waiting group ``g``, group ``h`` gets at most
+``h / g + 1`` turns, whatever arrives.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 from banaserve.errors import UserError
 
 NUM_GROUPS = 10
-"""Preble's."""
+"""Number of groups P, as in Preble."""
 _MAX_GROUPS = 40
 _RETURNING = 0
 
@@ -30,27 +30,29 @@ Item = TypeVar("Item", bound=Hashable)
 
 
 def group_of(cached_fraction: float, num_groups: int = NUM_GROUPS) -> int:
-    """Returns the group, 1 to ``num_groups``, of a prompt that is cached to that fraction."""
+    """Return the group, 1 to ``num_groups``, of a prompt with that cached fraction."""
     return min(num_groups, max(1, ceil(num_groups * cached_fraction)))
 
 
 class PriorityGroups(Generic[Item]):
     """The waiting requests of one engine.
 
-    An item comes with its ``age``, by which items are ordered within a group, the least first; no
-    two have the same. An item only moves up: one that swung between groups would lose its turn
-    each time.
+    Each item has an ``age``, by which items are ordered within a group, the smallest first; ages
+    are unique. An item only moves to higher groups: an item that alternated between groups would
+    lose its turn each time.
     """
 
     def __init__(self, num_groups: int = NUM_GROUPS) -> None:
-        """Raises:
-        UserError: ``num_groups`` is not 1 to 40.
+        """Create empty groups.
+
+        Raises:
+            UserError: ``num_groups`` is not 1 to 40.
         """
         if not 1 <= num_groups <= _MAX_GROUPS:
             raise UserError(f"num_groups is {num_groups}: give 1 to {_MAX_GROUPS}")
         self.num_groups = num_groups
         turn = lcm(*range(1, num_groups + 1))
-        # Whole numbers, so that equal shares stay equal. Place 0 is for those that come back.
+        # Integers, so that equal shares stay equal. Group 0 is for preempted items that return.
         self._strides = [0, *(turn // group for group in range(1, num_groups + 1))]
         self._clocks = [0] * (num_groups + 1)
         self._now = 0
@@ -65,20 +67,20 @@ class PriorityGroups(Generic[Item]):
         return item in self._places
 
     def __iter__(self) -> Iterator[Item]:
-        """Yields the items that come back first, then group by group from the highest."""
+        """Yield the items of ``add_first``, then those of the groups from the highest on."""
         for group in (_RETURNING, *range(self.num_groups, 0, -1)):
             yield from (item for _, item in self._groups[group])
 
     def add(self, item: Item, age: Any, cached_fraction: float) -> None:
-        """Takes in a request that has just come."""
+        """Add a request that has just arrived."""
         self._put(item, group_of(cached_fraction, self.num_groups), age)
 
     def add_first(self, item: Item, age: Any) -> None:
-        """Takes in one that had its turn and lost what it got: it goes before all groups."""
+        """Add a request that had its turn and lost its resources again, before all groups."""
         self._put(item, _RETURNING, age)
 
     def peek(self) -> Item:
-        """Returns who is next; the same that ``pop`` takes.
+        """Return the next item, which ``pop`` would take.
 
         Raises:
             IndexError: No request waits.
@@ -86,7 +88,7 @@ class PriorityGroups(Generic[Item]):
         return self._groups[self._next()][0][1]
 
     def pop(self) -> Item:
-        """Takes out who is next, and counts the turn.
+        """Remove and return the next item, and count the turn.
 
         Raises:
             IndexError: No request waits.
@@ -100,31 +102,31 @@ class PriorityGroups(Generic[Item]):
         return item
 
     def was_taken(self, item: Item) -> bool:
-        """Whether ``item`` was popped since the last ``settle``."""
+        """Return whether ``item`` was popped since the last ``settle``."""
         return item in self._taken
 
     def put_back(self, item: Item) -> None:
-        """Returns a request that was popped and could not be served, to its place and its turn."""
+        """Put a popped request that could not be served back to its place, and restore its turn."""
         group, age = self._taken.pop(item)
         if group != _RETURNING:
             self._clocks[group] = max(self._now, self._clocks[group] - self._strides[group])
         self._put(item, group, age)
 
     def settle(self) -> None:
-        """Says that what was popped is served and will not be put back."""
+        """Confirm that all popped items are served and will not be put back."""
         self._taken.clear()
 
     def remove(self, item: Item) -> None:
-        """Takes out a request that is not wanted any more.
+        """Remove a request that is not needed any more.
 
         Raises:
-            KeyError: It does not wait.
+            KeyError: The request does not wait.
         """
         group, age = self._places.pop(item)
         del self._groups[group][self._place(group, age)]
 
     def raise_to(self, item: Item, cached_fraction: float) -> None:
-        """Says that more of a waiting request is cached; less changes nothing."""
+        """Move a waiting request to the group of ``cached_fraction``; never to a lower group."""
         group, age = self._places[item]
         higher = group_of(cached_fraction, self.num_groups)
         if group != _RETURNING and higher > group:
@@ -132,7 +134,7 @@ class PriorityGroups(Generic[Item]):
             self._put(item, higher, age)
 
     def to_look_at(self, count: int) -> list[Item]:
-        """Returns ``count`` waiting requests at most, others each time until all had their turn."""
+        """Return at most ``count`` waiting requests; successive calls cycle through all of them."""
         found = []
         for _ in range(min(count, len(self._places))):
             item = next(iter(self._places))
@@ -141,7 +143,7 @@ class PriorityGroups(Generic[Item]):
         return found
 
     def check(self) -> None:
-        """Asserts what always holds: for tests."""
+        """Assert the invariants, for tests."""
         ages = [[age for age, _ in group] for group in self._groups]
         assert all(one == sorted(one) for one in ages)
         listed = {
@@ -165,7 +167,7 @@ class PriorityGroups(Generic[Item]):
             raise ValueError(f"{item} waits already")
         if not self._groups[group]:
             self._clocks[group] = max(self._clocks[group], self._now)
-        # An item need not be comparable: ages decide, and no two are equal.
+        # Items need not be comparable: ages decide, and are unique.
         insort(self._groups[group], (age, item), key=_age)
         self._places[item] = group, age
 

@@ -1,7 +1,7 @@
 """Preble's global tree: the prefixes that each replica caches, and how often they are used.
 
-Each replica's cache is modelled as the engine keeps it: so many tokens, the leaf used longest ago
-evicted first. What a request would evict is then known before it is sent.
+Each replica's cache is modelled as in the engine: a fixed number of tokens, the least recently used
+leaf is evicted first. So the evictions by a request are known before it is sent.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from banaserve.orchestrator.replicas.interface import ReplicaId
 from banaserve.orchestrator.replicas.preble.costs import WindowSum
 
 MIN_TOKENS = 16
-"""Charged for a node at least: an engine caches whole blocks, and short nodes need memory too."""
+"""Minimum charge of a node: an engine caches whole blocks, and short nodes need memory, too."""
 
 _STRIDE = 512
 
@@ -24,11 +24,11 @@ class Node:
     """A piece of prompts.
 
     Attributes:
-        start: Tokens of the prompt before it.
-        tokens: Of the piece itself.
-        hits: For each replica that caches it, how often it was asked for there.
-        waits_ms: Queueing times of requests whose deepest cached node this was.
-        num_waits: How many.
+        start: Number of tokens of the prompt before the piece.
+        tokens: Number of tokens of the piece itself.
+        hits: Number of requests for the piece, by replica that caches it.
+        waits_ms: Sum of the queueing times of requests whose deepest cached node this was.
+        num_waits: Number of these requests.
     """
 
     label: bytes
@@ -42,7 +42,7 @@ class Node:
 
     @property
     def charge(self) -> float:
-        """Tokens of cache that it takes."""
+        """Cache that the node takes, in tokens."""
         return max(self.tokens, MIN_TOKENS)
 
 
@@ -58,7 +58,7 @@ class CacheTree:
         self._used: dict[ReplicaId, float] = {}
 
     def match(self, prompt: bytes, tokens_per_unit: float) -> dict[ReplicaId, tuple[float, Node]]:
-        """Returns, for each replica with any of ``prompt``, how many tokens and the last node."""
+        """Return the matched tokens and the last node of each replica with a prefix of it."""
         matched: dict[ReplicaId, tuple[float, Node]] = {}
         for node, common in self._path(prompt):
             tokens = node.start + common / self._unit * tokens_per_unit
@@ -67,7 +67,7 @@ class CacheTree:
         return matched
 
     def add(self, prompt: bytes, tokens_per_unit: float, target: ReplicaId, now_s: float) -> None:
-        """Records that ``target`` computes and then caches ``prompt``."""
+        """Record that ``target`` computes and then caches ``prompt``."""
         rest = prompt[: len(prompt) - len(prompt) % self._unit]
         limit = int(self._capacity / tokens_per_unit) * self._unit if tokens_per_unit else 0
         rest = rest[:limit]
@@ -95,7 +95,7 @@ class CacheTree:
             self._evict(one)
 
     def would_evict(self, target: ReplicaId, tokens: float) -> Iterator[Node]:
-        """Yields what ``target`` would evict to make room for ``tokens``; evicts nothing."""
+        """Yield the nodes that ``target`` would evict to make room for ``tokens`` more tokens."""
         excess = self._used.get(target, 0.0) + tokens - self._capacity
         for node in self._lru.get(target, ()):
             if excess <= 0:
@@ -106,25 +106,25 @@ class CacheTree:
     def trim(
         self, prompt: bytes, tokens_per_unit: float, target: ReplicaId, num_tokens: float
     ) -> None:
-        """Records that of ``prompt`` the target has the first ``num_tokens`` at most."""
+        """Record that the target has at most the first ``num_tokens`` of ``prompt``."""
         for node, common in list(self._path(prompt)):
             if node.start + common / self._unit * tokens_per_unit > num_tokens + 0.5:
                 self._release_below(node, target)
                 return
 
     def forget(self, target: ReplicaId) -> None:
-        """Forgets everything that ``target`` cached."""
+        """Forget everything that ``target`` cached."""
         while self._lru.get(target):
             self._release(next(iter(self._lru[target])), target)
         self._lru.pop(target, None)
         self._used.pop(target, None)
 
     def used_tokens(self, target: ReplicaId) -> float:
-        """Returns how much of the target's cache is modelled as in use."""
+        """Return the modelled use of the target's cache, in tokens."""
         return self._used.get(target, 0.0)
 
     def check(self) -> None:
-        """Asserts what always holds."""
+        """Assert the invariants, for tests."""
         stack = list(self._root.children.values())
         while stack:
             node = stack.pop()
@@ -153,7 +153,7 @@ class CacheTree:
         return Node(label, parent, start, tokens, *waits)
 
     def _split(self, node: Node, at: int) -> Node:
-        """Puts a node above ``node`` with its first ``at`` bytes, cached where it is."""
+        """Insert a parent of ``node`` with its first ``at`` bytes, cached at the same replicas."""
         parent = node.parent
         assert parent is not None
         share = at / len(node.label)
@@ -182,7 +182,7 @@ class CacheTree:
         node.hits[target].add(1, now_s)
 
     def _touch(self, path: list[Node], target: ReplicaId) -> None:
-        """Makes ``path`` the most recently used, its end before its start: leaves go first."""
+        """Make ``path`` the most recently used nodes, its start last: leaves are evicted first."""
         lru = self._lru.setdefault(target, OrderedDict())
         for node in reversed(path):
             lru[node] = None
@@ -196,7 +196,7 @@ class CacheTree:
     def _release_below(self, node: Node, target: ReplicaId) -> None:
         if target not in node.hits:
             return
-        # A path may be deeper than Python may call itself.
+        # No recursion: a path may be deeper than Python's recursion limit.
         below = [node]
         for one in below:
             below += [child for child in one.children.values() if target in child.hits]
@@ -212,7 +212,7 @@ class CacheTree:
 
 
 def common_bytes(one: bytes, other: bytes, unit_bytes: int) -> int:
-    """Returns the bytes of the leading units that are equal."""
+    """Return the number of bytes of the leading units that are equal."""
     length = min(len(one), len(other))
     if one[:length] == other[:length]:
         return length - length % unit_bytes

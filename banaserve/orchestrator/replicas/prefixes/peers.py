@@ -1,9 +1,9 @@
-"""SkyWalker's snapshot tries: prefixes that balancers of other regions tell each other.
+"""SkyWalker's snapshot tries: prefixes that balancers of different regions exchange.
 
-A balancer tells its peers, now and then, which prefixes its replicas were sent lately, and keeps
-one bounded tree of what they tell. Prompts stay where they are: what travels are hashes of whole
-blocks, each chained to the one before it and keyed with the balancers' secret. Requests that may
-not be served everywhere are not told of at all.
+A balancer periodically sends its peers the prefixes that its replicas got recently, and keeps one
+bounded tree of its peers' prefixes. Prompts do not leave the region: snapshots have hashes of whole
+blocks, each chained to the previous one and keyed with the balancers' shared secret. Requests that
+may not be served in all regions are never included.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from banaserve.orchestrator.replicas.prefixes import snapshot as prefixes_snapsh
 from banaserve.orchestrator.replicas.prefixes.tree import make_tree
 
 BLOCK_BYTES = 256
-"""Of a prompt, in one unit of a snapshot."""
+"""Number of bytes of a prompt that one unit of a snapshot stands for."""
 
 UNIT_BYTES = 8
 MAX_PROMPT_BYTES = 32 << 10
-"""What is told of one prompt: its start; hashing it takes a tenth of a millisecond."""
+"""Maximum length of a prompt's start in a snapshot; hashing it takes 0.1 ms."""
 
 MAX_TREE_BYTES = 256 << 10
-"""Of what is told, and of what one peer tells: a thousand prompts, and a stall of 10 ms for each
-telling.
+"""Maximum size of the own prefixes, and of one peer's: 1000 prompts, and a stall of 10 ms for each
+snapshot.
 """
 
 MAX_SNAPSHOT_BYTES = MAX_TREE_BYTES
@@ -35,9 +35,9 @@ _MAX_NEWS_BYTES = 1 << 20
 
 
 def units_of(prompt: bytes, key: bytes) -> bytes:
-    """Returns one unit for each whole block of ``prompt``, as much of it as is told.
+    """Return one unit for each whole block of ``prompt``, up to ``MAX_PROMPT_BYTES``.
 
-    Equal units at a place mean equal prompts up to there.
+    Equal units at a place mean equal prompts up to that place.
     """
     units = []
     unit = b""
@@ -50,10 +50,10 @@ def units_of(prompt: bytes, key: bytes) -> bytes:
 
 
 class PeerPrefixes:
-    """Prefixes that one balancer tells its peers, and that it has been told. Bounded in memory."""
+    """Prefixes that one balancer sends to its peers, and those received. Bounded in memory."""
 
     def __init__(self, secret: str) -> None:
-        """``secret``: what the balancers share."""
+        """Create empty trees; ``secret`` is the key that the balancers share."""
         self._key = blake2b(secret.encode(), digest_size=32).digest()
         self._told = make_tree(UNIT_BYTES, MAX_TREE_BYTES, MAX_TREE_BYTES)
         self._theirs = make_tree(UNIT_BYTES, MAX_TREE_BYTES, _MAX_PEERS * MAX_TREE_BYTES)
@@ -61,7 +61,7 @@ class PeerPrefixes:
         self._news_bytes = 0
 
     def sent(self, request: Request, replica: ReplicaId) -> None:
-        """A request has been sent to a replica of this region."""
+        """Record that a request has been sent to a replica of this region."""
         if request.allowed_regions is not None or len(request.prompt) < BLOCK_BYTES:
             return
         start = request.prompt[:MAX_PROMPT_BYTES]
@@ -71,7 +71,7 @@ class PeerPrefixes:
             self._news_bytes -= len(self._news.popleft()[0])
 
     def forget(self, target: ReplicaId) -> None:
-        """A replica or a peer has left, or has lost what it had."""
+        """Forget the prefixes of a replica or peer that has left, or has lost its cache."""
         self._told.forget(target)
         self._theirs.forget(target)
         kept = [one for one in self._news if one[1] != target]
@@ -79,7 +79,7 @@ class PeerPrefixes:
         self._news_bytes = sum(len(start) for start, _ in kept)
 
     def snapshot(self) -> bytes:
-        """Returns what there is to tell, ``MAX_SNAPSHOT_BYTES`` at most."""
+        """Return a snapshot of the own prefixes, at most ``MAX_SNAPSHOT_BYTES``."""
         while self._news:
             start, replica = self._news.popleft()
             self._told.add(units_of(start, self._key), replica)
@@ -87,13 +87,13 @@ class PeerPrefixes:
         return prefixes_snapshot.encode(self._told.dump(), UNIT_BYTES, MAX_SNAPSHOT_BYTES)
 
     def take(self, peer: ReplicaId, data: bytes) -> int:
-        """Takes in what ``peer`` tells, in the place of what it told before.
+        """Replace the prefixes of ``peer`` by those of a snapshot.
 
         Returns:
-            How many prefixes that were.
+            Number of prefixes in the snapshot.
 
         Raises:
-            ProtocolError: It is no snapshot, or too large; what was told before stays.
+            ProtocolError: The data is no snapshot, or is too large; the former prefixes stay.
         """
         if len(data) > 2 * MAX_SNAPSHOT_BYTES:
             raise ProtocolError(f"a prefix snapshot of {len(data)} bytes")
@@ -102,7 +102,7 @@ class PeerPrefixes:
         return prefixes_snapshot.load(self._theirs, entries, lambda _: peer)
 
     def hits(self, request: Request) -> dict[ReplicaId, int]:
-        """Returns how many of the prompt's tokens each peer's replicas were sent before."""
+        """Return how many of the prompt's tokens each peer's replicas got before."""
         if not self._theirs.num_nodes or not request.prompt:
             return {}
         matched = self._theirs.match(units_of(request.prompt, self._key))
@@ -112,8 +112,8 @@ class PeerPrefixes:
 
 @runtime_checkable
 class SharesPrefixes(Protocol):
-    """A replica policy that declares ``Need.PEER_PREFIXES``."""
+    """Interface of a replica policy that declares ``Need.PEER_PREFIXES``."""
 
     def share_prefixes(self, prefixes: PeerPrefixes) -> None:
-        """Takes the prefixes that are shared with peers; called once, before any request."""
+        """Set the prefixes that are shared with peers; called once, before any request."""
         ...

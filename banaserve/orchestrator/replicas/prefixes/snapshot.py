@@ -2,8 +2,8 @@
 
 Layout, little-endian: magic, unit bytes (u8), names (u16 count; u16 length and UTF-8 each), entries
 (u32 count), each entry its depth (u32), label (u32 length and bytes) and stamps (u16 count; u16
-place of the name and u64 stamp each). Parents come before children. What comes from a peer is
-checked before any of it is used.
+place of the name and u64 stamp each). Parents come before children. Data from a peer is checked
+before any of it is used.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ MAX_ENTRIES = 1 << 14
 MAX_STAMPS = 1 << 16
 MAX_DEPTH = 256
 MAX_LOADED_BYTES = 1 << 22
-"""Of all prompts that a snapshot stands for, written out: a small one may stand for very many."""
+"""Maximum total size of the prompts of a snapshot: a small snapshot may stand for many prompts."""
 
 
 def encode(entries: Sequence[TreeEntry], unit_bytes: int, max_bytes: int) -> bytes:
-    """Returns a snapshot of ``entries``, a tree's ``dump``, of about ``max_bytes`` at most.
+    """Return a snapshot of ``entries``, a tree's ``dump``, of at most about ``max_bytes``.
 
-    What was used last comes first: of a tree that is too large the older leaves are left out.
+    The most recently used entries have priority: of a too large tree, older leaves are left out.
     """
     kept = _newest(entries, max_bytes)
     names = sorted({target for entry in kept for target in entry.stamps})[:MAX_NAMES]
@@ -45,10 +45,10 @@ def encode(entries: Sequence[TreeEntry], unit_bytes: int, max_bytes: int) -> byt
 
 
 def decode(data: bytes, unit_bytes: int) -> list[TreeEntry]:
-    """Returns the entries of a snapshot.
+    """Return the entries of a snapshot.
 
     Raises:
-        ProtocolError: It is damaged, of another version or of other units.
+        ProtocolError: The snapshot is damaged, or has another version or other units.
     """
     reader = _Reader(data)
     if reader.take(len(MAGIC)) != MAGIC:
@@ -88,10 +88,11 @@ def load(
     entries: Sequence[TreeEntry],
     rename: Callable[[ReplicaId], ReplicaId] = lambda target: target,
 ) -> int:
-    """Adds what ``entries`` say to ``tree``, oldest first; returns how many prompts were added.
+    """Add the prompts of ``entries`` to ``tree``, oldest first; return the number of prompts added.
 
     Args:
-        rename: From the name in the snapshot: a balancer knows a peer's replicas as the peer.
+        rename: Function that maps names in the snapshot to targets: a balancer takes all of a
+            peer's replicas as the peer.
     """
     found: list[tuple[int, ReplicaId, bytes]] = []
     total = 0
@@ -106,7 +107,7 @@ def load(
 
 
 def _leaves(entries: Sequence[TreeEntry]) -> list[tuple[int, ReplicaId, tuple[int, ...]]]:
-    """Returns stamp, target and path of each entry below which its target has nothing."""
+    """Return stamp, target and path of each entry below which its target has no entry."""
     leaves: list[tuple[int, ReplicaId, tuple[int, ...]]] = []
     path: list[int] = []
     below: list[set[ReplicaId]] = []
@@ -129,7 +130,7 @@ def _leaves(entries: Sequence[TreeEntry]) -> list[tuple[int, ReplicaId, tuple[in
 
 
 def _newest(entries: Sequence[TreeEntry], max_bytes: int) -> list[TreeEntry]:
-    """Returns the entries used last, each with all above it, within ``max_bytes``."""
+    """Return the most recently used entries, each with its ancestors, within ``max_bytes``."""
     newest = [max(entry.stamps.values(), default=0) for entry in entries]
     parents: list[int | None] = []
     path: list[int] = []
@@ -164,7 +165,7 @@ def _name(reader: _Reader) -> ReplicaId:
 
 
 class _Reader:
-    """Takes bytes from the front and never more than there are."""
+    """Reader that takes bytes from the front, and never more than there are."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data

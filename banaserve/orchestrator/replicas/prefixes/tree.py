@@ -1,4 +1,4 @@
-"""Interface of prefix trees, which remember the prompts that each target was sent."""
+"""Interface of prefix trees, which record the prompts sent to each target."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from banaserve._native import PrefixTree as _NativePrefixTree
 from banaserve.orchestrator.replicas.interface import ReplicaId
 
 ENTRY_BYTES = 256
-"""Charged for each node and target beside the label: what the C++ tree needs for them at most."""
+"""Charge of a node for each target, besides its label: the maximum memory in the C++ tree."""
 
 LRU, FIFO = "lru", "fifo"
 ORDERS = (LRU, FIFO)
 
 
 class TreeEntry(NamedTuple):
-    """A node of a tree, as ``dump`` tells it.
+    """A node of a tree, as ``dump`` returns it.
 
     Attributes:
-        depth: 0 for a child of the root.
-        label: What follows after the parent's prompt; whole units.
-        stamps: When each target was last put there (LRU) or first (FIFO), counted in insertions.
+        depth: Depth of the node; 0 for a child of the root.
+        label: Part of the prompt after the parent's prompt, in whole units.
+        stamps: Number of the insertion that put each target there last (LRU) or first (FIFO).
     """
 
     depth: int
@@ -29,60 +29,61 @@ class TreeEntry(NamedTuple):
 
 
 class PrefixTree(Protocol):
-    """A compressed radix tree over prompts; each node lists the targets that were sent it.
+    """A compressed radix tree over prompts; each node lists the targets that got its prompt.
 
-    A prompt is bytes, compared unit by unit. The targets of a node are among its parent's. A
+    A prompt is bytes, compared unit by unit. The targets of a node are a subset of its parent's. A
     target is charged ``len(label) + ENTRY_BYTES`` for each of its nodes; the whole tree is charged
-    each label once and ``ENTRY_BYTES`` for each node and target. When a bound is passed, leaves
-    go: the target's own, or those of the target that is charged most. LRU takes the leaf that was
-    inserted longest ago last, FIFO first. Matching changes nothing.
+    each label once and ``ENTRY_BYTES`` for each node and target. When a bound is exceeded, leaves
+    are evicted: the target's own, or those of the target with the largest charge. LRU evicts the
+    leaf whose last insertion is the oldest, FIFO the leaf whose first insertion is. Matching
+    changes nothing.
     """
 
     def add(self, prompt: bytes, target: ReplicaId) -> None:
-        """Records that ``target`` has ``prompt``, cut to what fits its bound."""
+        """Record that ``target`` has ``prompt``, truncated to the target's bound."""
         ...
 
     def match(self, prompt: bytes) -> dict[ReplicaId, int]:
-        """Returns how many leading units of ``prompt`` each target has; only those with any."""
+        """Return how many leading units of ``prompt`` each target has, without zeros."""
         ...
 
     def trim(self, prompt: bytes, target: ReplicaId, num_units: int) -> None:
-        """Records that of ``prompt`` the target has the first ``num_units`` at most."""
+        """Record that the target has at most the first ``num_units`` of ``prompt``."""
         ...
 
     def forget(self, target: ReplicaId) -> None:
-        """Removes ``target`` from every node."""
+        """Remove ``target`` from every node."""
         ...
 
     def dump(self) -> list[TreeEntry]:
-        """Returns the nodes, parents before children, children in the order of their labels."""
+        """Return the nodes, parents before children, children in the order of their labels."""
         ...
 
     def target_bytes(self, target: ReplicaId) -> int:
-        """Returns what ``target`` is charged; 0 where it is not known."""
+        """Return the charge of ``target``; 0 for an unknown one."""
         ...
 
     @property
     def num_bytes(self) -> int:
-        """What the whole tree is charged."""
+        """Charge of the whole tree."""
         ...
 
     @property
     def num_nodes(self) -> int:
-        """Without the root."""
+        """Number of nodes, without the root."""
         ...
 
 
 def make_tree(
     unit_bytes: int, max_target_bytes: int, max_bytes: int, order: str = LRU
 ) -> PrefixTree:
-    """Returns an empty tree in C++.
+    """Return an empty tree in C++.
 
     Args:
-        unit_bytes: 1, 4 or 8; prompts are whole multiples.
+        unit_bytes: Size of a unit: 1, 4 or 8; prompts are whole multiples.
         max_target_bytes: Bound of each target's charge.
         max_bytes: Bound of the whole tree's charge.
-        order: Which leaf goes first, ``lru`` or ``fifo``.
+        order: Order of eviction of leaves, ``lru`` or ``fifo``.
     """
     tree: PrefixTree = _NativePrefixTree(unit_bytes, max_target_bytes, max_bytes, order == FIFO)
     return tree

@@ -1,4 +1,4 @@
-"""Base class of the policies that remember, in a prefix tree, where each prompt was sent."""
+"""Base class of the policies that record in a prefix tree where each prompt was sent."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class TreeOptions:
     """Options of every policy with a prefix tree.
 
     Attributes:
-        max_tree_bytes: Bound of what is remembered of one target.
-        max_total_bytes: Bound of the whole tree.
-        eviction: Which leaf goes first, ``lru`` or ``fifo``.
-        trims: Where a replica says how much of a prompt it had cached and that is less than
-            expected, forget the rest: engines evict without telling.
+        max_tree_bytes: Bound of the charge of one target, in bytes.
+        max_total_bytes: Bound of the charge of the whole tree, in bytes.
+        eviction: Order of eviction of leaves, ``lru`` or ``fifo``.
+        trims: True to forget the rest of a prompt if a replica reports fewer cached tokens of it
+            than expected: engines do not report evictions.
     """
 
     max_tree_bytes: int = 1 << 24
@@ -41,7 +41,7 @@ class TreeOptions:
 
 
 class TreePolicy(Policy):
-    """A policy whose ``options`` are ``TreeOptions``; a prompt is recorded when it is sent."""
+    """Policy with ``TreeOptions`` as its ``options``; a prompt is recorded when it is sent."""
 
     def __init__(self, options: Any, generator: Generator, unit_bytes: int) -> None:
         super().__init__(options, generator, unit_bytes)
@@ -50,7 +50,7 @@ class TreePolicy(Policy):
         )
 
     def hits(self, request: Request) -> dict[ReplicaId, int]:
-        """Returns how many prompt tokens each target is expected to have cached; only above 0."""
+        """Return how many prompt tokens each target is expected to have cached, without zeros."""
         num_units = len(request.prompt) // self.unit_bytes
         if not num_units:
             return {}
@@ -63,7 +63,10 @@ class TreePolicy(Policy):
     def longest_hit(
         self, candidates: Sequence[ReplicaView], hits: dict[ReplicaId, int]
     ) -> tuple[ReplicaView, int] | None:
-        """Returns who has most of the prompt, fewest outstanding requests first, and how much."""
+        """Return the candidate with the longest hit, and its hit; None without one.
+
+        Among equals, the one with the fewest outstanding requests is taken.
+        """
         most = 0
         best: list[ReplicaView] = []
         for view in [view for view in candidates if view.id in hits]:
@@ -84,14 +87,14 @@ class TreePolicy(Policy):
         self.correct(flight)
 
     def correct(self, flight: Flight) -> None:
-        """Forgets what the replica says it did not have of what was expected."""
+        """Forget the part of an expected hit that the replica reports not to have had."""
         cached, expected = flight.cached_tokens, flight.decision.hit_tokens
         request = flight.request
         if not self.options.trims or cached is None or cached >= expected:
             return
         if not self.tree.target_bytes(flight.target):
             return
-        # The prompt itself is cached by then; what is wrong is what others made of its start.
+        # The prompt itself is cached by now; only the expectation for other prompts was wrong.
         units_per_token = len(request.prompt) // self.unit_bytes / request.num_tokens
         self.tree.trim(request.prompt, flight.target, int(cached * units_per_token))
         self.tree.add(request.prompt, flight.target)

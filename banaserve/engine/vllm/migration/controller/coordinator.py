@@ -52,19 +52,19 @@ _GUESTS_END_S = 10.0
 
 
 class Coordinator(Operations[Migration]):
-    """Runs migrations: of one host one after the other, of different hosts side by side.
+    """Coordinator of migrations: one at a time for each host, concurrent for different hosts.
 
     A guest is a process of its own beside its target, so a target engine that dies takes no guest
     with it; a host that dies ends its guests.
 
     Args:
-        instances: By id; they may die and come back.
-        available: Memory for guests beside an instance.
+        instances: Instances by id; they may die and restart.
+        available: Function that returns the memory for guests beside an instance, in bytes.
 
     Attributes:
-        hosts: By the instances' ids.
+        hosts: State of each instance as a host, by the instance's id.
         leaving: Instances that are being removed: nothing is moved from or to them.
-        committed: The last moves that were committed, and when their hosts went on, on the
+        committed: Last committed moves, each with the time at which its host went on, on the
             machine's monotonic clock: for traces of requests that ran there.
     """
 
@@ -86,12 +86,12 @@ class Coordinator(Operations[Migration]):
     # ---- requests
 
     async def begin(self, ask: MigrationRequest) -> Migration:
-        """Check a request and begin with it.
+        """Check a request and begin the migration.
 
         Raises:
-            MigrationError: It cannot be done; nothing has moved.
+            MigrationError: The request cannot be carried out; nothing has moved.
             InstanceDeadError: The host has just ended.
-            UserError: It names an instance that is not there.
+            UserError: The request names an unknown instance.
         """
         host_state = self._host_state(ask.source)
         if not isinstance(ask, Return):
@@ -114,22 +114,23 @@ class Coordinator(Operations[Migration]):
         self.committed.append((self._clock.now(), moved))
 
     def _abort(self, state: Migration) -> None:
-        """What is committed of it stays where it is."""
+        """Abort a migration; its committed moves stay where they are."""
         super()._abort(state)
         if state.state == "waiting":
             self._tasks[state.id].cancel()
 
     async def stop(self) -> None:
-        """Give up everything; what is away stays away."""
+        """Abort all migrations and end all guests without moving their units home."""
         await super().stop()
         await self.guests.stop()
 
     async def overlap(self, ask: OverlapRequest) -> Overlapping:
-        """Let an instance and its guests compute at once, or in turn, until it starts again.
+        """Let an instance and its guests compute concurrently or in turn, until it restarts.
 
         Raises:
             UserError: There is no such instance.
-            MigrationError: It does not serve, cannot migrate, or its steps cannot be cut so.
+            MigrationError: The instance does not serve, cannot migrate, or cannot cut its steps
+                like this.
         """
         host_state = self._host_state(ask.instance)
         overlap = await host_state.link().set_overlap(ask.max_microbatches)
@@ -137,11 +138,12 @@ class Coordinator(Operations[Migration]):
         return msgspec.convert(overlap, Overlapping, from_attributes=True)
 
     async def expert_load(self, ask: ExpertLoadRequest) -> ExpertLoad:
-        """How often an instance's routers have chosen each expert since it is counted.
+        """Return how often an instance's routers have chosen each expert since counting began.
 
         Raises:
             UserError: There is no such instance.
-            MigrationError: It does not serve, or cannot migrate, or its model has no experts.
+            MigrationError: The instance does not serve, or cannot migrate, or its model has no
+                experts.
         """
         if not self.facts.num_experts:
             raise MigrationError("this model has no experts")
@@ -151,7 +153,7 @@ class Coordinator(Operations[Migration]):
     # ---- events
 
     def instance_ended(self, instance_id: InstanceId) -> None:
-        """An engine has ended: everything it had away ends with it."""
+        """Handle the end of an engine: kill its guests, and so end all its units."""
         self.hosts[instance_id].ended()
         for guest in self.guests:
             if guest.host == instance_id:
@@ -160,16 +162,16 @@ class Coordinator(Operations[Migration]):
     # ---- instances that come and go
 
     def adopt(self, instance: HostInstance) -> None:
-        """Let modules move from and to another instance."""
+        """Add an instance that modules can move from and to."""
         self.hosts[instance.id] = HostState(instance, self.facts)
 
     async def vacate(self, instance_id: InstanceId) -> None:
-        """Take home what runs beside an instance that is being removed.
+        """Bring home all units that run beside an instance that is being removed.
 
-        What it has away itself ends with it.
+        The units that the instance itself has away end with it.
 
         Raises:
-            MigrationError: Something of another instance cannot come home.
+            MigrationError: A unit of another instance cannot return home.
         """
         self.leaving.add(instance_id)
         for migration in self.recent():
@@ -194,13 +196,14 @@ class Coordinator(Operations[Migration]):
             )
 
     def stays(self, instance_id: InstanceId) -> None:
-        """An instance is not removed after all."""
+        """Cancel the removal of an instance: modules may move from and to it again."""
         self.leaving.discard(instance_id)
 
     async def forget(self, instance_id: InstanceId) -> None:
-        """Forget an instance whose engine has ended; returns when no guest of it is left.
+        """Forget an instance whose engine has ended; return when no guest of or beside it is left.
 
-        An idle one beside it is let go by its host within seconds, and ends by itself.
+        An idle guest beside the instance is detached by its host within seconds, and then ends by
+        itself.
         """
         loop = asyncio.get_running_loop()
         until_s = loop.time() + _GUESTS_END_S
@@ -310,7 +313,7 @@ class Coordinator(Operations[Migration]):
         precopy: bool,
     ) -> None:
         for op, move in zip(ops, migration.moves, strict=True):
-            link.check()  # the plan is of the incarnation that was asked what is away
+            link.check()  # the plan holds only for the incarnation that it was made from
             target = InstanceId(migration.to) if migration.to is not None else None
             course = MigrationTask(
                 host_state,

@@ -1,6 +1,6 @@
-"""Looks after what is away: notices guests that end or stand still, counts what they take.
+"""Monitor of guests: notices guests that end or stand still, and counts their resource use.
 
-Live migration for one run of the server: its parts put together.
+``live_migration`` puts the parts of live migration together for one run of the server.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 0.25
 _USAGE_EVERY = 4
-"""Looks between two at what guests take."""
+"""Number of looks from one measurement of the guests' resource use to the next."""
 _LONE_USAGE_EVERY = 20
-"""The same at an instance that has no guests, which costs as many files as it has threads."""
+"""The same number for an instance without guests: measuring it reads one file per thread."""
 _STOPPED_LOOKS = 2
 _END_S = 3.0
 IDLE_S = 2.0
-"""An idle guest is kept so long: the next move of a series finds it ready."""
+"""Time an idle guest is kept, in seconds: the next move of a series finds it ready."""
 
 
 class GuestMonitor:
-    """Runs beside a coordinator until stopped.
+    """Background task beside a coordinator that watches hosts and guests until stopped.
 
     Args:
-        idle_s: How long a guest that holds nothing is kept.
+        idle_s: Time a guest without units and moves is kept, in seconds.
     """
 
     def __init__(self, coordinator: Coordinator, idle_s: float = IDLE_S) -> None:
@@ -66,7 +66,7 @@ class GuestMonitor:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def guest_ended(self, guest: GuestHandle) -> None:
-        """Let its host know at once: it notices a closed connection when it is asked."""
+        """Look at all hosts at once: a host notices a closed connection when it is asked."""
         self._urgent.set()
 
     async def _run(self) -> None:
@@ -102,14 +102,14 @@ class GuestMonitor:
             await self._detach_idle(host_state)
 
     def _concerns(self, host_state: HostState) -> bool:
-        """Whether it has a guest, or knew of one, had something away or too large a pool before."""
+        """Return whether the host has or had a guest, has units away, or has a grown pool."""
         status = host_state.status
         knows_any = status is not None and (status.units or status.guests)
         has_guest = any(guest.host == host_state.id for guest in self._guests)
         return bool(knows_any) or has_guest or host_state.grown_blocks > 0
 
     def _take_over(self, host_state: HostState) -> None:
-        """What the host says of its units is what holds."""
+        """Take over the host's own report of its units: it is authoritative."""
         status = host_state.status
         assert status is not None
         at = {unit.unit_id: unit.guest_id for unit in status.units}
@@ -152,7 +152,7 @@ class GuestMonitor:
         self._counted[name] = incarnation, status.guests_lost, status.steps_lost
 
     async def _end_lost_guests(self, host_state: HostState) -> None:
-        """A guest that its host has given up may still run: stalled, or out of step."""
+        """Kill guests that their host has given up: such a guest may still run, stalled."""
         assert host_state.status is not None
         for guest_id, known in host_state.status.guests.items():
             if known.state is not LinkState.LOST:
@@ -164,9 +164,9 @@ class GuestMonitor:
                 await host_state.link().detach(guest_id)
 
     async def _fit_pool(self, host_state: HostState) -> None:
-        """After a loss the pool is larger than its memory: shrink it as soon as that can be."""
+        """Shrink a pool that is larger than its memory after a loss, as soon as possible."""
         if host_state.status is None:
-            return  # its engine has ended meanwhile
+            return  # the engine has ended in the meantime
         kv = host_state.kv
         if host_state.grown_blocks > kv.blocks_gained and not host_state.turn.locked():
             await host_state.shrink_pool(kv.num_blocks + kv.blocks_gained)
@@ -197,7 +197,7 @@ class GuestMonitor:
             raise
 
     def _end_stopped_guests(self) -> None:
-        """One that is stopped by a signal would hold up its host: what it had is lost anyway."""
+        """Kill guests that a signal has stopped: they block their host, their KV is lost anyway."""
         for guest in self._guests:
             is_stopped = any(process_stats.is_stopped(pid) for pid in guest.pids)
             guest.stopped = guest.stopped + 1 if is_stopped else 0
@@ -237,11 +237,11 @@ async def live_migration(
     guest_share: float,
     transport: str,
 ) -> AsyncIterator[Coordinator]:
-    """A coordinator for the instances of ``cluster``, with everything that looks after guests.
+    """Run a coordinator for the instances of ``cluster``, with its guest pool and guest monitor.
 
     Args:
-        guest_share: Of an instance's device that guests beside it may take.
-        transport: By which KV and activations travel.
+        guest_share: Share of an instance's device that guests beside it may take.
+        transport: Transport that carries KV and activations.
     """
 
     def guest_ended(guest: GuestHandle) -> None:

@@ -28,21 +28,23 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.02
 _END_S = 1.0
-"""For what a process of a guest that has been let go of does last."""
+"""Time that the other processes of a detached guest may outlive its first one, in seconds."""
 
 
 @dataclass
 class GuestHandle:
-    """One guest: a process, or one for each tensor-parallel rank of its host.
+    """Guest: one process, or one process for each tensor-parallel rank of its host.
 
     Attributes:
-        pids: In the order of the ranks.
-        moves: Ids of moves that are under way to it.
-        units: Ids of units that run in it.
-        idle_since_s: Since when it has neither; None while it has.
-        detached_s: When its host has let go of it; it ends by itself then.
-        stopped: How often in a row it has been seen stopped by a signal.
-        share: Of its target's device, that it has been told to take at most.
+        pids: Process ids in the order of the ranks.
+        moves: Ids of moves that are under way to the guest.
+        units: Ids of units that run in the guest.
+        idle_since_s: Time since which the guest has had no move and no unit, on the event loop's
+            clock; None while it has any.
+        detached_s: Time at which its host detached it, on the event loop's clock; the guest then
+            ends by itself. None while it is attached.
+        stopped: Number of consecutive looks that found the guest stopped by a signal.
+        share: Share of its target's device that the guest was last told to take at most.
     """
 
     id: str
@@ -59,12 +61,12 @@ class GuestHandle:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of its own."""
+        """Memory of the guest's own, in bytes."""
         return sum(usage.num_bytes for usage in self.usages.values())
 
     @property
     def busy_fraction(self) -> float:
-        """CPU time against wall time, lately."""
+        """Recent CPU time as a fraction of wall time, summed over the guest's processes."""
         return sum(usage.busy_fraction for usage in self.usages.values())
 
     @property
@@ -73,7 +75,7 @@ class GuestHandle:
 
     @property
     def can_take(self) -> bool:
-        """Whether another unit may be moved here: it takes them one by one."""
+        """Return whether another unit may be moved here: a guest takes one unit at a time."""
         return not self.moves and self.detached_s is None
 
     def kill(self) -> None:
@@ -90,15 +92,16 @@ class GuestPool:
     """All guests of a run.
 
     Args:
-        launcher: Starts them.
-        logs: Folder of their logs.
+        launcher: Launcher that starts the guests.
+        logs: Folder of the guests' logs.
         sockets: Private folder of the run, with a short path.
-        transport: By which KV travels.
-        on_end: Called when a guest's process has ended, whatever the reason.
-        share: Of an instance's device that guests beside it may take, unless it is set for one.
+        transport: Transport that carries KV.
+        on_end: Callback when a guest's processes have ended, for any reason.
+        share: Share of an instance's device that guests beside it may take, for instances that
+            have no share of their own.
 
     Attributes:
-        shares: What guests may take.
+        shares: Bounds of the guests' shares.
     """
 
     def __init__(
@@ -128,17 +131,17 @@ class GuestPool:
         return self._guests.get(guest_id)
 
     def beside(self, target: InstanceId) -> list[GuestHandle]:
-        """All whose target it is."""
+        """Return all guests beside ``target``."""
         return [guest for guest in self if guest.target == target]
 
     def share_of(self, guest: GuestHandle) -> float:
-        """Of its target's device, that a guest may take."""
+        """Return the share of its target's device that a guest may take."""
         return self.shares.bound(guest.target) / max(1, len(self.beside(guest.target)))
 
     def free_for(
         self, host: InstanceId, target: InstanceId, *, loads_weights: bool
     ) -> GuestHandle | None:
-        """A guest that can take another unit: one that serves would stand still to load any."""
+        """Return a guest that can take another unit; loading weights would stall a serving one."""
         for guest in self:
             if (guest.host, guest.target) == (host, target) and guest.can_take:
                 if guest.units and loads_weights:
@@ -152,7 +155,7 @@ class GuestPool:
         """Start a guest for a move and let its host connect to it.
 
         Raises:
-            MigrationError: It could not be started or reached.
+            MigrationError: The guest could not be started or reached.
             InstanceDeadError: The host has ended, or the launcher's process has.
         """
         guest_id = f"g{next(self._numbers)}-{host}-{target}"
@@ -184,10 +187,10 @@ class GuestPool:
     async def _addresses(
         self, guest_id: str, host: InstanceId, target: InstanceId, num_ranks: int
     ) -> list[GuestAddress]:
-        """Of its processes, in the order of the ranks.
+        """Return the addresses of a guest's processes, in the order of the ranks.
 
         Raises:
-            MigrationError: There would be several, on another machine.
+            MigrationError: The guest would have several processes on another machine.
         """
         if num_ranks == 1:
             return [await self._address(guest_id, host, target)]
@@ -233,7 +236,7 @@ class GuestPool:
         raise MigrationError(f"the guest beside {guest.target} did not start; see {self._logs}")
 
     async def _watch(self, guest: GuestHandle, rendezvous: str) -> None:
-        """With one of its processes the others end: they would wait for its part of a sum."""
+        """Kill a guest's other processes once one ends: they would wait for its partial sums."""
         ends = [asyncio.create_task(processes.wait_ended(pid)) for pid in guest.pids]
         try:
             _, left = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -254,7 +257,7 @@ class GuestPool:
         self._on_end(guest)
 
     async def stop(self) -> None:
-        """End all of them."""
+        """Kill all guests."""
         for guest in self:
             guest.kill()
         for watch in self._watches:

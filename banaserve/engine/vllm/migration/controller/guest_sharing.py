@@ -18,15 +18,18 @@ _MOST_BUSY = 0.99
 
 
 def predicted_slow_down(busy_fraction: float) -> float:
-    """How many times as long a step takes beside guests that compute for so much of the time.
+    """Return the predicted factor of a step's duration beside guests, 1 without guests.
 
-    Whoever computes on a device that is taken for b of the time gets on at 1 - b of its speed.
+    Work on a device that others use for a fraction b of the time runs at 1 - b of its speed.
+
+    Args:
+        busy_fraction: Fraction of the time that the guests compute, in [0, 1].
     """
     return 1.0 / (1.0 - min(busy_fraction, _MOST_BUSY))
 
 
 async def share(coordinator: Coordinator, ask: ShareRequest) -> GuestSharing:
-    """Bound what guests beside an instance take, and say what they cost it.
+    """Bound the share of the guests beside an instance, and return their cost to the instance.
 
     Raises:
         UserError: There is no such instance.
@@ -40,7 +43,7 @@ async def share(coordinator: Coordinator, ask: ShareRequest) -> GuestSharing:
 
 
 def sharing_of(coordinator: Coordinator, host_state: HostState) -> GuestSharing:
-    """What guests beside an instance may take, take, and cost it."""
+    """Return the bound, the use and the cost of the guests beside an instance."""
     target = host_state.instance.id
     here = coordinator.guests.beside(target)
     busy = min(1.0, sum(guest.busy_fraction for guest in here))
@@ -55,28 +58,28 @@ def sharing_of(coordinator: Coordinator, host_state: HostState) -> GuestSharing:
 
 
 async def settle(guests: GuestPool, hosts: Mapping[InstanceId, HostState]) -> None:
-    """Tell each guest its share, where it has been told another; one that builds hears later."""
+    """Tell each guest its share if it has changed; a guest that is building is told later."""
     for guest in guests:
         wanted = guests.share_of(guest)
-        host_state = hosts.get(guest.host)  # it may be removed while others are told
+        host_state = hosts.get(guest.host)  # the host may be removed while other guests are told
         if host_state is not None and guest.share != wanted and guest.detached_s is None:
             with contextlib.suppress(BanaServeError):
                 await tell(guest, host_state, wanted)
 
 
 async def tell(guest: GuestHandle, host_state: HostState, fraction: float) -> None:
-    """Bound one guest.
+    """Bound one guest's share.
 
     Raises:
-        MigrationError: It cannot be told at present.
-        InstanceDeadError: Its host has ended.
+        MigrationError: The guest cannot be told at present.
+        InstanceDeadError: The guest's host has ended.
     """
     await host_state.link().set_share(guest.id, fraction)
     guest.share = fraction
 
 
 def count(sharing: GuestSharing) -> None:
-    """Publish it."""
+    """Publish the share and the slow-downs as metrics."""
     metrics.GUEST_SHARE.labels(sharing.instance).set(sharing.fraction)
     slow_downs = metrics.SLOW_DOWN
     slow_downs.labels(sharing.instance, "predicted").set(sharing.predicted_slow_down)

@@ -24,13 +24,14 @@ from banaserve.net.loop_watch import wait_first
 from banaserve.types import InstanceId, ModulePlacement, Role
 
 CALL_TIMEOUT_S = 30.0
-"""For calls that return at once: they wait for the step under way, which a long prompt fills."""
+"""Timeout of calls that return at once, in seconds: they wait for the step under way, which may
+hold a long prompt."""
 
 T = TypeVar("T")
 
 
 class HostInstance(Protocol):
-    """What the coordinator needs of an ``Instance``."""
+    """Part of an ``Instance`` that the coordinator uses."""
 
     id: InstanceId
     role: Role
@@ -54,11 +55,11 @@ class HostInstance(Protocol):
     def has_machine(self) -> bool: ...
 
     def set_guests(self, num_bytes: int, busy_fraction: float) -> None:
-        """What guests beside it take."""
+        """Set the memory in bytes and the busy fraction of the guests beside the instance."""
         ...
 
     def set_placements(self, placements: tuple[ModulePlacement, ...], epoch: int) -> None:
-        """What of it runs elsewhere."""
+        """Set the modules of the instance that run elsewhere."""
         ...
 
 
@@ -67,8 +68,8 @@ class HostClient:
 
     Every call raises:
         MigrationError: The engine refuses, or its reply breaks the contract.
-        NoAnswerError: It does not answer in time.
-        InstanceDeadError: It has ended.
+        NoAnswerError: The engine does not answer in time.
+        InstanceDeadError: The incarnation has ended.
     """
 
     def __init__(self, instance: HostInstance) -> None:
@@ -78,12 +79,12 @@ class HostClient:
 
     @property
     def vllm_argv(self) -> tuple[str, ...]:
-        """Options of the engine; empty where they are those that the launcher was made with."""
+        """Options of the engine; empty if they are the options that the launcher was made with."""
         return self._instance.vllm_argv
 
     @property
     def num_ranks(self) -> int:
-        """Tensor-parallel workers of the engine."""
+        """Number of tensor-parallel workers of the engine."""
         return self._instance.num_ranks
 
     @property
@@ -96,20 +97,20 @@ class HostClient:
         )
 
     def end(self) -> None:
-        """The engine has ended: calls under way fail."""
+        """Mark the engine as ended: calls under way fail."""
         if not self._ended.done():
             self._ended.set_result(None)
 
     def check(self) -> None:
-        """Return if the incarnation still serves.
+        """Check that the incarnation still serves.
 
         Raises:
-            InstanceDeadError: It does not.
+            InstanceDeadError: The incarnation does not serve any more.
         """
         if not self.is_alive:
             raise self._dead()
 
-    # ---- what the worker does: see ``MigrationApi``
+    # ---- calls to the worker: see ``MigrationApi``
 
     async def attach(self, addresses: list[GuestAddress]) -> None:
         await self._worker(call(MigrationApi.banaserve_migration_attach, addresses))
@@ -153,13 +154,13 @@ class HostClient:
         asked = call(MigrationApi.banaserve_migration_status, memory)
         return await self._worker(asked, together=rank_reports.status_of)
 
-    # ---- what the scheduler does: see ``CoreApi``
+    # ---- calls to the scheduler: see ``CoreApi``
 
     async def pool_info(self) -> PoolStatus:
         return await self._core(call(CoreApi.banaserve_pool_info))
 
     async def resize_pool(self, num_blocks: int) -> PoolResize:
-        """Where blocks in use are in the way, they are held back until the next call."""
+        """Resize the pool; while blocks in use prevent this, blocks to remove are not allocated."""
         return await self._core(call(CoreApi.banaserve_resize_pool, num_blocks, True))
 
     # ---- inside
@@ -173,7 +174,7 @@ class HostClient:
         timeout_s: float | None = None,
         together: Callable[[Sequence[T]], T] = rank_reports.first_of,
     ) -> T:
-        """Ask the worker, or all of them: ``together`` makes one of what they reply."""
+        """Call a method on all workers of the engine; ``together`` merges their replies."""
         made = self._llm().collective_rpc(asked.name, timeout=None, args=asked.args)
         within_s = CALL_TIMEOUT_S if timeout_s is None else timeout_s
         what = asked.name.removeprefix("banaserve_migration_")
@@ -186,10 +187,10 @@ class HostClient:
         return self._read(asked, reply)
 
     def _read_all(self, asked: RemoteCall[T], replies: Sequence[object]) -> list[T]:
-        """What every rank has replied.
+        """Return the replies of all ranks.
 
         Raises:
-            MigrationError: One refuses.
+            MigrationError: A rank refuses.
         """
         told, refusals = [], []
         for reply in replies:

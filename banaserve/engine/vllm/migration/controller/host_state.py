@@ -18,18 +18,19 @@ from banaserve.engine.vllm.migration.worker_api import HostStatus, KvStatus
 
 
 class HostState:
-    """One instance: its present incarnation, what of it is away, and what is on its way.
+    """State of one instance: its present incarnation, and its modules that are away or moving.
 
     Attributes:
-        turn: Held by the migration of this host that runs.
-        planning: Held while a request is checked against what is away and on its way.
-        moving: Modules of migrations that have not ended, by their ids.
-        status: What the host last said; None before it has.
-        since_s: When each unit came to where it is, on the event loop's clock.
-        changed_s: When a unit last moved; None where none has.
-        slow_down: How many times as long as on an idle device its threads have lately taken; None
-            where they have hardly run.
-        grown_blocks: By how much the pool is larger than at the start, as far as it was us.
+        turn: Lock held by the running migration of this host.
+        planning: Lock held while a request is checked against the modules away or moving.
+        moving: Modules of migrations that have not ended, by the migrations' ids.
+        status: Last status that the host reported; None before the first.
+        since_s: Time at which each unit arrived at its present place, by unit id, on the event
+            loop's clock.
+        changed_s: Time at which a unit last moved; None if none has moved.
+        slow_down: Recent run time of the instance's threads relative to an idle device; None if
+            they have hardly run.
+        grown_blocks: Number of blocks that migration has added to the pool since the start.
     """
 
     def __init__(self, instance: HostInstance, facts: ModelFacts) -> None:
@@ -51,13 +52,13 @@ class HostState:
         return self.instance.id
 
     def link(self) -> HostClient:
-        """To the present incarnation."""
+        """Return the client of the present incarnation."""
         if self._link is None or not self._link.is_alive:
             self._link = HostClient(self.instance)
         return self._link
 
     def ended(self) -> None:
-        """The engine has ended, and everything it had away with it."""
+        """Reset the state after the end of the engine, which ends all its units too."""
         if self._link is not None:
             self._link.end()
             self._link = None
@@ -67,17 +68,17 @@ class HostState:
 
     @property
     def max_microbatches(self) -> int:
-        """That its steps are cut into, as it last said; 1: it waits for its guests."""
+        """Maximum micro-batches of a step, as last reported; 1: the host waits for its guests."""
         if self.status is None or self.status.overlap.blocker:
             return 1
         return self.status.overlap.max_microbatches
 
     async def refresh(self, memory: bool = False) -> HostStatus:
-        """Ask the host what is where.
+        """Ask the host for its status.
 
         Raises:
             MigrationError: The instance cannot migrate.
-            InstanceDeadError: It has ended.
+            InstanceDeadError: The instance has ended.
         """
         self.status = await self.link().status(memory)
         return self.status
@@ -88,7 +89,7 @@ class HostState:
         return self.status.kv
 
     def units(self, guests: GuestPool) -> list[RemoteUnit]:
-        """What is away; a guest that is not known any more is beside nobody."""
+        """Return the units that are away; the place of an unknown guest's unit is ``?``."""
         if self.status is None:
             return []
         found = []
@@ -101,7 +102,7 @@ class HostState:
     # ---- the scheduler's pool
 
     def pool_with(self, away: Sequence[MigrationUnit]) -> int:
-        """Blocks that the pool may have while these modules are away."""
+        """Return the number of blocks that the pool may have while these modules are away."""
         kv = self.kv
         pages = sum(modules.num_pages(self._facts.num_kv_heads) for modules in away)
         away_bytes = round(pages * kv.page_bytes)
@@ -109,18 +110,18 @@ class HostState:
         return kv.num_blocks + blocks_gained(kv.num_blocks, kv.max_blocks, away_bytes, kept_bytes)
 
     async def grow_pool(self) -> int:
-        """Let the pool grow to what is free; returns by how many blocks it has."""
+        """Let the pool grow to the memory that is free; return the number of blocks added."""
         link = self.link()
         kv = (await self.refresh()).kv
         allowed = kv.num_blocks + kv.blocks_gained
         now = (await link.pool_info()).num_blocks
-        await link.resize_pool(max(now, allowed))  # also lets go of blocks that were held
+        await link.resize_pool(max(now, allowed))  # also releases blocks that were held back
         link.check()
         self.grown_blocks = kv.blocks_gained
         return max(0, allowed - now)
 
     async def shrink_pool(self, num_blocks: int) -> int:
-        """Try to shrink the pool; returns how many blocks in use are in the way."""
+        """Try to shrink the pool; return the number of blocks in use that prevent this."""
         link, num_at_start = self.link(), self.kv.num_blocks
         busy = 0
         if (await link.pool_info()).num_blocks > num_blocks:

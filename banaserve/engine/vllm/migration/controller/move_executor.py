@@ -1,6 +1,6 @@
 """Executor of migration plans on real engines: moves by the coordinator, roles by ``Roles``.
 
-Policies and coordinator have words of their own; the free functions translate between them.
+Policies and the coordinator use different types; the free functions translate between them.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ from banaserve.types import (
 
 logger = logging.getLogger(__name__)
 _HISTORY_S = 300.0
-"""Requests of so long ago are of interest to no policy."""
+"""Maximum age of a request that a policy is shown, in seconds."""
 _FIRST_LINK = Link(bytes_per_s=200e6, sync_s=1.0, hop_s=2e-4)
-"""Before the first move: a guest that has to be forked, weights from a disk's cache, and a message
-that wakes a process."""
+"""Estimate before the first move: a guest has to be forked, weights come from a disk's cache, and
+a message wakes a process."""
 
 
 def instance_facts(
     config: VllmConfig, model: ModelFacts, kv_growth: float, can_move: bool
 ) -> InstanceFacts | None:
-    """Returns the facts of an engine that runs ``config``; None where nothing can be said of it.
+    """Returns the facts of an engine that runs ``config``; None if its sizes are unknown.
 
-    Its KV blocks have memory of their own: what moves away frees the bytes of its KV for more
-    blocks, weights and guests take other memory (see ``migration/host_kv.py``).
+    The engine's KV blocks have memory of their own: a module that moves away frees the bytes of
+    its KV for more blocks; weights and guests take other memory (see ``migration/kv/host_kv.py``).
 
     Args:
-        config: Of an engine that has started, so that it says how many KV blocks it has.
-        kv_growth: How many times these it may once have.
-        can_move: Whether layers and heads can leave it or come to it.
+        config: Configuration of a started engine, which states its number of KV blocks.
+        kv_growth: Maximum number of KV blocks, as a multiple of the number at the start.
+        can_move: True if layers and heads can leave the engine or come to it.
     """
     num_blocks = config.cache_config.num_gpu_blocks
     block_tokens = config.cache_config.block_size
@@ -96,7 +96,7 @@ def instance_facts(
 def with_device(
     facts: InstanceFacts | None, config: VllmConfig, name: InstanceId
 ) -> InstanceFacts | None:
-    """Returns ``facts`` with the instance's modelled device, where it is not that of the others."""
+    """Returns ``facts`` with the instance's modelled device if it differs from the usual one."""
     settings = pacing_of(config)
     if facts is None or settings is None or (own := settings.devices.get(name)) is None:
         return facts
@@ -105,7 +105,7 @@ def with_device(
 
 
 def ask_of(action: MoveModule | ReturnModule) -> MigrationRequest:
-    """Returns what the coordinator has to be asked for an action of a plan."""
+    """Returns the request to the coordinator for an action of a plan."""
     unit = unit_of(action.module)
     if isinstance(action, ReturnModule):
         return unit.return_request(action.host)
@@ -113,9 +113,9 @@ def ask_of(action: MoveModule | ReturnModule) -> MigrationRequest:
 
 
 def foreign_step(migration: Migration, coordinator: Coordinator) -> Step:
-    """Returns an open migration that no policy has begun as a step without influence.
+    """Returns an open migration that was not begun by the policy, as a step without influence.
 
-    It keeps its instances out of other moves; what it changes is seen when it is there.
+    The step keeps its instances out of other moves; its effect is seen once it is done.
     """
     host_state = coordinator.hosts[InstanceId(migration.host)]
     units = host_state.moving.get(migration.id, ())
@@ -132,13 +132,13 @@ def foreign_step(migration: Migration, coordinator: Coordinator) -> Step:
 
 
 def bytes_of(migration: Migration) -> int:
-    """KV and weights that travelled."""
+    """Returns the transferred bytes of KV and weights."""
     names = ("precopy_bytes", "commit_bytes", "weight_bytes")
     return int(sum(move.facts.get(name, 0) for move in migration.moves for name in names))
 
 
 def seconds_of(migration: Migration) -> float:
-    """Time of all phases, without waiting for another migration of the host."""
+    """Returns the time of all phases, without the wait for another migration of the host."""
     return float(sum(sum(move.seconds.values()) for move in migration.moves))
 
 
@@ -147,12 +147,13 @@ def stall_s_of(migration: Migration) -> float:
 
 
 class MoveExecutor:
-    """The executor of one front door; see ``engine.interface.Executor``.
+    """Executor of one front door; see ``engine.interface.Executor``.
 
     Args:
-        kv_growth: How many times the KV blocks of the start an instance may once have.
-        requests: Returns those under way, and those that have arrived since a time of ``clock``;
-            None where the policy looks at none.
+        kv_growth: Maximum number of KV blocks of an instance, as a multiple of the number at the
+            start.
+        requests: Function that returns the requests under way and those that arrived since a time
+            of ``clock``; None if the policy uses no requests.
     """
 
     def __init__(
@@ -180,13 +181,13 @@ class MoveExecutor:
         self._learnt_s = clock.now()
         self._hop_s = _FIRST_LINK.hop_s
 
-    # ---- what is there
+    # ---- present state
 
     async def discover(self) -> None:
         await asyncio.gather(*(self._ask(name) for name in self._coordinator.hosts))
 
     async def _ask(self, name: InstanceId) -> None:
-        """Learn whether an instance can move modules; one that does not say so is asked again."""
+        """Learn whether an instance can move modules; one that gives no answer is asked again."""
         try:
             await self._coordinator.hosts[name].refresh()
             self._migration_blockers[name] = ""
@@ -233,7 +234,7 @@ class MoveExecutor:
         return Known(self._facts[key], blocks, overlap)
 
     def _under_way(self) -> list[Step]:
-        """Own steps as they were decided, and what people have begun."""
+        """Return the own steps as decided, and the migrations and role switches begun by hand."""
         steps = list(self._active.values())
         for migration in self._coordinator.recent():
             if migration.is_open and migration.id not in self._own_ids:
@@ -246,7 +247,7 @@ class MoveExecutor:
                 steps.append(Step(action, (), 0.0, 0.0, 0.0))
         return steps
 
-    # ---- what is done
+    # ---- execution
 
     async def carry_out(self, step: Step) -> StepOutcome:
         began_s = self._clock.now()
@@ -271,7 +272,7 @@ class MoveExecutor:
         return replace(outcome, seconds=self._clock.now() - began_s)
 
     async def _switch(self, action: SwitchRole, step: Step) -> StepOutcome:
-        # What draining may cost is what the policy has weighed the switch with.
+        # Draining may cost as much as the policy assumed when it decided on the switch.
         change = self._roles.begin(
             action.instance,
             action.role.value,
@@ -307,21 +308,21 @@ class MoveExecutor:
         return _outcome(migration, is_late, timeout_s, reverted)
 
     async def _revert(self, action: MoveModule | ReturnModule) -> bool:
-        """Take home what is away of a move that has not come to its end."""
+        """Bring home the modules that a move had moved away before it failed."""
         if isinstance(action, ReturnModule):
             return False
         home = unit_of(action.module).return_request(action.host)
         try:
             migration = await self._coordinator.begin(home)
         except BanaServeError:
-            return False  # nothing of it is away
+            return False  # none of the modules is away
         self._own_ids.add(migration.id)
         ended = await self._coordinator.wait(migration.id)
         if ended.state != "done":
             logger.warning("cannot take back what %s has left: %s", action.host, ended.error)
         return ended.state == "done"
 
-    # ---- what it costs
+    # ---- costs
 
     def link(self) -> Link:
         meters = [instance.board.meter for instance in self._cluster.instances.values()]
@@ -334,7 +335,7 @@ class MoveExecutor:
         return self._clock.now() - self._learnt_s
 
     def _learn(self) -> None:
-        """Take every migration that has ended as a measurement, also one begun by hand."""
+        """Take every completed migration as a measurement, including one begun by hand."""
         kept = set()
         for migration in self._coordinator.recent():
             kept.add(migration.id)

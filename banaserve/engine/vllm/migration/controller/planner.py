@@ -1,4 +1,4 @@
-"""Plan of moves for a request, given what is remote already, and their sizes. Pure."""
+"""Plan of moves for a request, given the units that are away already, and the moves' sizes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from banaserve.kvstore.sizes import format_size
 
 @dataclass(frozen=True, slots=True)
 class RemoteUnit:
-    """A unit that runs beside another instance, ``at``."""
+    """Unit that runs beside another instance, ``at``."""
 
     unit_id: str
     modules: MigrationUnit
@@ -31,14 +31,14 @@ class RemoteUnit:
 
 @dataclass(frozen=True, slots=True)
 class MoveOut:
-    """Move modules that are at home."""
+    """Move of modules that are at home to another instance."""
 
     modules: MigrationUnit
 
 
 @dataclass(frozen=True, slots=True)
 class Relocate:
-    """Move a unit that is away on to another instance; ``at`` is where it is."""
+    """Move of a unit that is away, now beside ``at``, on to another instance."""
 
     unit_id: str
     modules: MigrationUnit
@@ -62,17 +62,17 @@ def plan_move(
     away: Sequence[RemoteUnit],
     moving: Mapping[str, Sequence[MigrationUnit]],
 ) -> list[Op]:
-    """Steps after which ``wanted`` runs beside ``target``.
+    """Plan the steps after which ``wanted`` runs beside ``target``.
 
     Args:
         away: Units of the same host that are not at home.
-        moving: What migrations of the host that have not ended are about, by their ids.
+        moving: Modules of the host's migrations that have not ended, by the migrations' ids.
 
     Returns:
-        At least one step; what is at ``target`` already stays.
+        At least one step; units that are at ``target`` already stay.
 
     Raises:
-        MigrationError: With the reason why it cannot be done.
+        MigrationError: The move is impossible; the message gives the reason.
     """
     wanted.check(shape)
     _check_not_moving(wanted, moving)
@@ -102,10 +102,11 @@ def plan_return(
     away: Sequence[RemoteUnit],
     moving: Mapping[str, Sequence[MigrationUnit]],
 ) -> list[BringBack]:
-    """Steps after which ``wanted``, or everything, is at home.
+    """Plan the steps after which ``wanted``, or every unit if None, is at home.
 
     Raises:
-        MigrationError: Nothing of it is away, it moves, or a unit is only partly named.
+        MigrationError: None of ``wanted`` is away, a part of it is moving, or it names only a part
+            of a unit.
     """
     found = [u for u in away if wanted is None or overlap(wanted, u.modules) is not None]
     if not found:
@@ -137,17 +138,18 @@ def _where(unit: RemoteUnit) -> str:
 
 
 GUEST_BYTES = 160 << 20
-"""A guest's process beside weights and KV: what it does not share with its parent, on CPU."""
+"""Memory of a guest's process besides weights and KV, in bytes: its pages that are not shared with
+its parent, on CPU."""
 _LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 _MAX_HEADER_BYTES = 64 << 20
 _ELEMENT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 AvailableBytes = Callable[[str], int]
-"""Memory that is available to an instance's guests, by the instance's id."""
+"""Function from an instance's id to the memory available to guests beside it, in bytes."""
 
 
 class ModelFacts(NamedTuple):
-    """What the coordinator knows of the model; bytes as the engines hold them."""
+    """Facts of the model for the coordinator; bytes as the engines hold them."""
 
     num_layers: int
     num_kv_heads: int
@@ -160,7 +162,7 @@ class ModelFacts(NamedTuple):
 
 
 def model_facts(config: VllmConfig) -> ModelFacts:
-    """Of the model that ``config`` serves."""
+    """Return the facts of the model that ``config`` serves."""
     model = config.model_config
     layers = model.get_num_layers(config.parallel_config)
     element_bytes = model.dtype.itemsize
@@ -173,17 +175,17 @@ def model_facts(config: VllmConfig) -> ModelFacts:
 
 
 def weight_bytes(modules: MigrationUnit, facts: ModelFacts) -> int:
-    """Weights that a guest has to load."""
+    """Return the bytes of the weights that a guest has to load."""
     return modules.weight_bytes(facts.layer_weight_bytes)
 
 
 def kv_bytes(modules: MigrationUnit, facts: ModelFacts, kv: KvStatus) -> int:
-    """KV of the pool that the host started with: the most that a guest has to hold."""
+    """Return the KV bytes of the pool that the host started with: a guest's maximum."""
     return round(modules.kv_pages(facts.num_kv_heads) * kv.page_bytes) * kv.num_blocks
 
 
 def num_bytes(modules: MigrationUnit, facts: ModelFacts, kv: KvStatus) -> int:
-    """Weights and KV, as above."""
+    """Return the sum of ``weight_bytes`` and ``kv_bytes``."""
     return weight_bytes(modules, facts) + kv_bytes(modules, facts, kv)
 
 
@@ -195,13 +197,13 @@ def check_room(
     available: AvailableBytes,
     num_ranks: int = 1,
 ) -> int:
-    """Bytes that the modules take beside ``target``.
+    """Return the bytes that the modules take beside ``target``, if it has room for them.
 
     Args:
-        num_ranks: Of their host: a guest has a process for each.
+        num_ranks: Number of tensor-parallel ranks of the host: a guest has a process for each.
 
     Raises:
-        MigrationError: It has no room for them.
+        MigrationError: The target has no room for the modules.
     """
     needed = num_bytes(modules, facts, kv)
     there, guest = available(target), num_ranks * GUEST_BYTES
@@ -215,12 +217,12 @@ def check_room(
 
 
 def machine_available_bytes(_: str) -> int:
-    """All instances share this machine's memory."""
+    """Return the available memory of this machine, in bytes, which all instances share."""
     return int(psutil.virtual_memory().available)
 
 
 def _checkpoint_layer_bytes(folder: Path, element_bytes: int) -> int | None:
-    """Weights of the largest decoder layer, as loaded; None where the files do not say."""
+    """Return the bytes of the largest decoder layer, as loaded; None if the files do not say."""
     by_layer: dict[str, int] = {}
     try:
         for path in folder.glob("*.safetensors"):
@@ -244,7 +246,7 @@ def _tensors(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _loaded_bytes(entry: dict[str, Any], element_bytes: int) -> int:
-    """Floating-point weights are loaded in the engine's type, quantised ones as they are."""
+    """Return a tensor's bytes as loaded: floats in the engine's type, quantised ones as stored."""
     start, end = entry["data_offsets"]
     stored = _ELEMENT_BYTES.get(entry["dtype"])
     return (end - start) * element_bytes // stored if stored else end - start

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 _PROC = Path("/proc")
 _LEAST_RUN_S = 0.01
-"""Below it an interval says nothing."""
+"""Minimum run time for a meaningful measurement, in seconds."""
 
 
 class _Spent(NamedTuple):
@@ -23,18 +23,18 @@ class _Spent(NamedTuple):
 
 
 class CoreWaits:
-    """Looks at one process after another incarnation of it: whichever it is asked about."""
+    """Measurement of an instance's waits for CPUs; a new process id begins a new measurement."""
 
     def __init__(self) -> None:
         self._pid = 0
         self._last: dict[str, _Spent] = {}
 
     def slow_down(self, pid: int) -> float | None:
-        """How many times as long as on idle processors its threads have taken since the last call.
+        """Return the run time of a process's threads since the last call, relative to idle CPUs.
 
-        Time in which a thread could have run and did not counts as waited, whoever ran. None where
-        it has hardly run, has just been seen first, or the kernel does not tell. Blocks for less
-        than a millisecond.
+        Time in which a thread was ready but did not run counts as waited, no matter what ran
+        instead. None if the process has hardly run, is measured for the first time, or the kernel
+        gives no accounts. Blocks for less than a millisecond.
         """
         seen = _threads(pid)
         before, self._last = (self._last if pid == self._pid else {}), seen
@@ -62,14 +62,14 @@ _FIELD = re.compile(r"^(\w+):\s+(\d+) kB$", re.MULTILINE)
 
 
 class ProcessUsage(NamedTuple):
-    """Of one process.
+    """Resource use of one process.
 
     Attributes:
-        num_bytes: Memory of its own: private pages, its part of those it shares with the process
-            that it was forked from, and all shared memory that it holds KV in.
-        busy_fraction: CPU time against wall time since the last look, in [0, 1].
-        cpu_s: CPU time since it began.
-        at_s: When this was seen, on the monotonic clock.
+        num_bytes: Memory of its own, in bytes: private pages, its part of pages shared with the
+            process that it was forked from, and all shared memory that holds its KV.
+        busy_fraction: CPU time as a fraction of wall time since the last look, in [0, 1].
+        cpu_s: CPU time since the start of the process, in seconds.
+        at_s: Time of this measurement, on the monotonic clock, in seconds.
     """
 
     num_bytes: int = 0
@@ -79,7 +79,7 @@ class ProcessUsage(NamedTuple):
 
 
 def look(pid: int, last: ProcessUsage) -> ProcessUsage | None:
-    """Read the kernel's accounts of a process; None where it has ended. Blocks for milliseconds."""
+    """Read the kernel's accounts of a process; None if it has ended. Blocks for milliseconds."""
     try:
         fields = _stat(pid)
         num_bytes = 1024 * (_rollup(pid) + _status_kb(pid, "RssShmem"))
@@ -92,7 +92,7 @@ def look(pid: int, last: ProcessUsage) -> ProcessUsage | None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal or a debugger has stopped the process."""
+    """Return whether a signal or a debugger has stopped the process."""
     try:
         return _stat(pid)[0] in ("T", "t")
     except OSError:
@@ -100,7 +100,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on: the name before it may hold anything."""
+    """Return the fields of /proc/PID/stat from the state on: the name before may hold any text."""
     return (_PROC_FS / str(pid) / "stat").read_text().rpartition(")")[2].split()
 
 

@@ -1,4 +1,4 @@
-"""Reports of the tensor-parallel ranks of one host, made into one. Pure."""
+"""Merging of the reports of one host's tensor-parallel ranks into one: pure functions."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from banaserve.engine.vllm.migration.worker_api import (
 
 T = TypeVar("T")
 _WORST_FIRST = (MovePhase.FAILED, MovePhase.ABORTED, *MovePhase)
-"""A move is as far as the rank that is the least far."""
+"""Phases in the order in which they win a merge: a move is as far as its least advanced rank."""
 _LINKS = (LinkState.LOST, LinkState.CONNECTING, LinkState.READY)
 
 
 def reason_of(refusals: Iterable[str]) -> str:
-    """The refusal that says most: others only say that another rank has failed."""
+    """Return the most specific refusal: the others only say that another rank has failed."""
     told = list(refusals)
     return next((reason for reason in told if OTHER_FAILED not in reason), told[0])
 
 
 def first_of(told: Sequence[T]) -> T:
-    """Of replies that are the same on all ranks."""
+    """Return one of several replies that are the same on all ranks."""
     return told[0]
 
 
 def move_of(told: Sequence[MoveReport]) -> MoveReport:
-    """One move: as far as on the rank that is the least far."""
+    """Merge the reports of one move: it is as far as its least advanced rank."""
     least = min(told, key=lambda one: _WORST_FIRST.index(one.phase))
     reasons = [one.reason for one in told if one.reason]
     dirty = [one.dirty_blocks for one in told if one.dirty_blocks is not None]
@@ -50,7 +50,7 @@ def move_of(told: Sequence[MoveReport]) -> MoveReport:
 
 
 def _facts_of(told: Sequence[MoveFacts]) -> MoveFacts:
-    """Bytes of all ranks; time and blocks of the one that took most."""
+    """Merge measurements: bytes are summed; of times and counts the maximum is taken."""
     found: dict[str, int | float] = {}
     measured = [one.measured() for one in told]
     for name in dict.fromkeys(name for facts in measured for name in facts):
@@ -64,7 +64,7 @@ def commit_of(told: Sequence[CommitReport]) -> CommitReport:
 
 
 def status_of(told: Sequence[HostStatus]) -> HostStatus:
-    """One host: units are on all ranks or none, the rest is as far as on the slowest."""
+    """Merge the statuses of one host: all ranks have the same units; else the worst rank counts."""
     first = told[0]
     return msgspec.structs.replace(
         first,

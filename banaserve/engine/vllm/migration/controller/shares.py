@@ -1,4 +1,4 @@
-"""Bounds of what the guests beside each instance take of its device."""
+"""Bounds of the share of each instance's device that guests beside it take."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from banaserve.types import InstanceId
 
 
 class Shares:
-    """The bound of each instance, which all guests beside it share evenly.
+    """Bound of each instance, which all guests beside the instance share evenly.
 
     Args:
-        fraction: Of instances that have not been given another.
+        fraction: Bound of instances for which no other was set.
     """
 
     def __init__(self, fraction: float = 1.0) -> None:
@@ -19,14 +19,14 @@ class Shares:
         self._own: dict[InstanceId, float] = {}
 
     def bound(self, target: InstanceId) -> float:
-        """Share of the device of ``target`` that guests beside it may take together."""
+        """Return the share of the device of ``target`` that guests beside it may take together."""
         return self._own.get(target, self._fraction)
 
     def set(self, target: InstanceId, fraction: float) -> None:
         """Bound the guests beside ``target``, also those that come later.
 
         Raises:
-            MigrationError: Out of range.
+            MigrationError: The fraction is out of range.
         """
         if not LEAST_GUEST_SHARE <= fraction <= 1.0:
             raise MigrationError(
@@ -35,5 +35,5 @@ class Shares:
         self._own[target] = fraction
 
     def forget(self, target: InstanceId) -> None:
-        """Its device is not there any more."""
+        """Forget the bound of an instance that has been removed."""
         self._own.pop(target, None)

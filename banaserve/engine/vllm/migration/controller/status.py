@@ -24,7 +24,7 @@ from banaserve.errors import BanaServeError
 
 
 async def placement_of(coordinator: Coordinator) -> ClusterPlacement:
-    """Asks every instance; one that does not answer says why it cannot migrate."""
+    """Ask every instance for its placement; an error becomes its ``migration_blocker``."""
     found = await asyncio.gather(*(_of(coordinator, h) for h in coordinator.hosts.values()))
     guests = [
         GuestStatus(

@@ -1,4 +1,4 @@
-"""One unit's way through the phases of a move."""
+"""Task that takes one unit through the phases of a move."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ from banaserve.types import InstanceId
 
 _POLL_S = 0.01
 _LOOK_S = {MoveStage.PREPARE: 0.05, MoveStage.COPY: 0.005, MoveStage.FREE: 0.02}
-"""Each look at the host is a call between two of its steps."""
+"""Seconds between two looks at the host, each of which is a call between two of its steps."""
 
 
 class MigrationTask:
-    """Moves one unit. The host does the work; this decides when the next phase begins.
+    """Move of one unit: the host does the work, the task decides when the next phase begins.
 
     Args:
-        move: Written to as the move goes on.
-        num_bytes: That travel, for timeouts.
-        is_aborted: Asked between two looks at the host, until COMMIT.
-        precopy: Whether KV is copied while the host serves.
-        on_commit: Called once the host goes on with the unit in its new place.
+        move: Status of the move, updated as the move goes on.
+        num_bytes: Number of bytes to transfer, for timeouts.
+        is_aborted: Function that returns whether the move is aborted, called between two looks at
+            the host until COMMIT.
+        precopy: True to copy KV while the host serves.
+        on_commit: Callback once the host goes on with the unit in its new place.
 
     Attributes:
-        blocks_gained: By how much the host's pool has grown; negative where it has shrunk.
+        blocks_gained: Number of blocks that the host's pool has gained; negative if it has shrunk.
     """
 
     def __init__(
@@ -67,9 +68,9 @@ class MigrationTask:
         """Move the unit to its target.
 
         Raises:
-            MigrationError: It could not be moved; until COMMIT the unit is where it was.
+            MigrationError: The unit could not be moved; until COMMIT it is where it was.
             InstanceDeadError: The host has ended.
-            OperationAbortedError: The user has given it up.
+            OperationAbortedError: The user has aborted the move.
         """
         try:
             await self._make_ready()
@@ -103,7 +104,7 @@ class MigrationTask:
             self._guest = guest
 
     async def _shrink(self, unit_id: str) -> None:
-        """Take the blocks out of the pool that will have no memory once the unit is home."""
+        """Remove the blocks from the pool that will have no memory once the unit is home."""
         host_state, loop = self._host_state, asyncio.get_running_loop()
         await host_state.refresh()
         rest = [u.modules for u in host_state.units(self._guests) if u.unit_id != unit_id]
@@ -159,7 +160,7 @@ class MigrationTask:
         self._on_commit()
 
     async def _is_committed(self) -> bool:
-        """After a commit whose answer is an error, or late."""
+        """Return whether a commit took place whose answer is an error or late."""
         move = (await self._host_state.refresh()).moves.get(self._move.move_id)
         if move is None:
             return False
@@ -193,7 +194,7 @@ class MigrationTask:
             raise MigrationError(f"the guest beside {self._target} has ended")
 
     async def _give_up(self) -> None:
-        """Leave the host as it was; where it has ended there is nothing to do."""
+        """Restore the host's state from before the move; nothing to do if the host has ended."""
         with contextlib.suppress(BanaServeError):
             if self._begun:
                 await self._link.abort(self._move.move_id)
@@ -204,7 +205,7 @@ class MigrationTask:
     # ---- after COMMIT
 
     async def _settle(self) -> None:
-        """Give memory back and let the pool grow: the unit runs where it should in any case."""
+        """Free memory and let the pool grow; a failure here leaves the unit at its target."""
         self._register()
         async with self._phase("freeing"):
             await self._link.free(self._move.move_id)
@@ -224,7 +225,7 @@ class MigrationTask:
         if self._target is None:
             del self._host_state.since_s[unit_id]
 
-    # ---- what is told
+    # ---- reporting
 
     @contextlib.asynccontextmanager
     async def _phase(self, name: str) -> AsyncIterator[None]:

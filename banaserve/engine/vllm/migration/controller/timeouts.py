@@ -1,4 +1,4 @@
-"""Timeouts of a move's phases, which grow with its bytes. Pure."""
+"""Timeouts of a move's stages, which grow with its bytes: pure functions."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ _ALLOWED = {
     MoveStage.COMMIT: (10.0, 100e6),
     MoveStage.FREE: (10.0, 1e9),
 }
-"""Seconds that any move may take, and bytes a second that the slowest supported machine does.
+"""Base time of each stage in seconds, and bytes per second on the slowest supported machine.
 
 Building reads the checkpoint from a disk; copies go over 1 Gbit/s at worst and are repeated; a
-commit copies what the last round has left.
+commit copies the blocks that the last round has left.
 """
 
 
 def timeout_s(stage: MoveStage, num_bytes: int) -> float:
-    """Seconds after which a stage of a move of ``num_bytes`` is given up; at most an hour."""
+    """Return the timeout of a stage of a move of ``num_bytes``, in seconds; at most an hour."""
     least_s, bytes_per_s = _ALLOWED[stage]
     return min(MAX_TIMEOUT_S, least_s + num_bytes / bytes_per_s)
 
 
 def copies_again(dirty_before: int | None, dirty_now: int, num_times: int) -> bool:
-    """Whether another PRECOPY is worth it: while each leaves less than half of the one before.
+    """Return whether to PRECOPY again: while each copy leaves less than half as many blocks.
 
     Args:
-        dirty_before: Blocks that the copy before has left; None before the second one.
-        dirty_now: That this one has left.
-        num_times: Copies so far.
+        dirty_before: Blocks that the previous copy left; None after the first copy.
+        dirty_now: Blocks that the last copy left.
+        num_times: Number of copies so far.
     """
     if dirty_now == 0 or num_times >= 8:
         return False

@@ -1,4 +1,4 @@
-"""Process groups of a guest, which vLLM's layers expect to be there."""
+"""Process groups of a guest, which vLLM's layers expect to exist."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from banaserve.platform.cpu_features import ask_for_amx
 
 @contextlib.contextmanager
 def guest_environment(config: VllmConfig, rendezvous: str, rank: int = 0) -> Iterator[None]:
-    """vLLM's process groups as its layers expect them, of a guest's ranks.
+    """Provide vLLM's process groups of a guest's ranks, as vLLM's layers expect them.
 
     Args:
-        rendezvous: See ``join_ranks``: the same for all of them.
-        rank: Of this process, of as many as the host's engine has.
+        rendezvous: Path of a file, the same for all ranks; see ``join_ranks``.
+        rank: Rank of this process; a guest has as many as the host's engine.
     """
     config.parallel_config.rank = rank
     num_ranks = config.parallel_config.tensor_parallel_size

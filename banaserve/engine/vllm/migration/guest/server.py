@@ -1,4 +1,4 @@
-"""Guest server: runs the units that a host has moved here, one message at a time."""
+"""Guest server: runs the units that a host has moved to it, one message at a time."""
 
 from __future__ import annotations
 
@@ -34,13 +34,15 @@ Answer = tuple[messages.Reply, TensorBundle]
 
 
 class GuestServer:
-    """Single-threaded: vLLM's forward context and its CPU kernels are the process's own.
+    """Server of one guest process.
+
+    It is single-threaded: vLLM's forward context and its CPU kernels are global to a process.
 
     Args:
-        config: Of the host's engine.
-        channel: To the host; when it closes, the guest's work is over.
-        transport: Offers the guest's KV to the host.
-        token: What the host has to say first.
+        config: Configuration of the host's engine.
+        channel: Channel to the host; the guest ends when the channel closes.
+        transport: Transport that offers the guest's KV to the host.
+        token: Secret that the host's first message must contain.
     """
 
     def __init__(
@@ -129,10 +131,10 @@ class GuestServer:
         def make() -> GuestUnit:
             unit = self._builder.build(request, epoch)
             if request.loads_weights and is_on_cpu():
-                huge_pages.gather()  # as its host has its own: each step reads every weight
+                huge_pages.gather()  # as in the host: each step reads every weight
             return unit
 
-        # A guest that serves has its host wait for what it builds: no weights, in milliseconds.
+        # The host of a serving guest waits for the build: without weights it takes milliseconds.
         unit = make() if self._serves() else run_low_priority(make)
         self._units[request.unit_id] = unit
         seconds = time.perf_counter() - began_s
@@ -184,7 +186,7 @@ class GuestServer:
 
 
 def _own_config(config: VllmConfig) -> VllmConfig:
-    """The host's configuration without what belongs to its engine."""
+    """Return a copy of the host's configuration without the parts that belong to its engine."""
     own = copy.deepcopy(config)
     own.kv_transfer_config = None
     own.compilation_config.static_forward_context = {}

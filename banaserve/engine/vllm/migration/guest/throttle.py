@@ -19,20 +19,21 @@ from banaserve.transport.memory import PAGE_BYTES
 
 
 class ComputeThrottle:
-    """Lets work begin only as often as keeps it within a fraction of the time.
+    """Throttle that delays work so that it takes at most a fraction of the time.
 
-    After c seconds of work the next one begins c / fraction after this one did at the earliest, so
-    in any time t a guest computes for ``fraction * t`` and one piece of work more at most. Rest
-    that passes while nothing is asked for counts; what is not used is not kept for later.
+    After work of c seconds the next work begins at the earliest c / fraction after this one began,
+    so in any time t a guest computes for at most ``fraction * t`` plus one piece of work. Idle time
+    between two requests counts as rest; unused time is not saved for later.
 
     Args:
-        now_s: Wall time.
-        used_s: Processor time so far of all that computes, in seconds of the whole device.
-        sleep: Blocks for so many seconds.
+        now_s: Function that returns the wall time, in seconds.
+        used_s: Function that returns the processor time of this process so far, in seconds of the
+            whole device.
+        sleep: Function that blocks for a number of seconds.
 
     Attributes:
-        fraction: In (0, 1]; 1: as it comes.
-        busy_s: Processor time of all work.
+        fraction: Maximum fraction of the time, in (0, 1]; 1 does not delay work.
+        busy_s: Processor time of all work, in seconds of the whole device.
     """
 
     def __init__(
@@ -49,10 +50,10 @@ class ComputeThrottle:
         self._due_s = 0.0
 
     def bound(self, fraction: float) -> None:
-        """Take at most so much of the device from here on.
+        """Set the maximum fraction of the device, from now on.
 
         Raises:
-            MigrationError: Out of range.
+            MigrationError: The fraction is out of range.
         """
         if not 0.0 < fraction <= 1.0:
             raise MigrationError(f"a guest's share is above 0 and at most 1, not {fraction:g}")
@@ -61,7 +62,7 @@ class ComputeThrottle:
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """Around one piece of work: waits until it may begin."""
+        """Wait until one piece of work may begin, and measure the work in this context."""
         self._rest()
         began_s, used_s = self._now_s(), self._used_s()
         try:
@@ -93,23 +94,23 @@ _PARALLEL_ELEMENTS = 32768
 def run_low_priority(work: Callable[[], T]) -> T:
     """Run ``work`` at a low priority and return its result; blocks.
 
-    Linux keeps a priority for each thread and lets nobody raise it again, so the thread ends
-    with the work. Threads that ``work`` starts inherit the low priority and may outlive it, see
-    ``start_threads``. Only for processes whose other threads need nothing meanwhile: whoever waits
-    for the GIL waits for the core as well.
+    Linux keeps a priority for each thread and does not allow raising it again, so the thread ends
+    with the work. Threads that ``work`` starts inherit the low priority and may outlive the work,
+    see ``start_threads``. Only for processes whose other threads have nothing to do meanwhile: a
+    thread that waits for the GIL also waits for the low-priority thread to get a core.
 
     Raises:
-        Exception: What ``work`` raises.
+        Exception: Any exception of ``work``.
     """
     with ThreadPoolExecutor(1, "giving-way", _give_way) as executor:
         return executor.submit(work).result()
 
 
 def start_threads(transport: Transport) -> None:
-    """Start what later serves at this thread's priority, before any work gives way.
+    """Start the threads that serve later at this thread's priority, before low-priority work.
 
     A transport starts the thread that answers peers with its first offer. Intel's OpenMP lends
-    the threads of one caller to the next, unless that has its own already.
+    the threads of one caller to the next caller, unless that one has its own already.
     """
     transport.offer(PAGE_BYTES, 0).close()
     torch.zeros(torch.get_num_threads() * _PARALLEL_ELEMENTS).add_(1)

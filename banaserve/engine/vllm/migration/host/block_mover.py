@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 _BOUNCE_BYTES = 8 << 20
 _ROUND_BYTES = 64 << 20
-"""Of one submission: what an abort may have to wait for."""
+"""Bytes of one submission, which an abort may have to wait for."""
 
 
 class BlockMover:
-    """One direction of one unit: ``source`` and ``target`` are None for the host.
+    """Copier of one unit's blocks in one direction; ``source`` or ``target`` is None for the host.
 
     Attributes:
-        num_bytes: Bytes that all copies have copied, also one that is under way.
+        num_bytes: Bytes copied by all copies, including one under way.
         each_bytes: Bytes of one block of the unit.
     """
 
@@ -68,18 +68,20 @@ class BlockMover:
         *,
         in_background: bool = False,
     ) -> int:
-        """Copy these blocks of every layer; blocks the caller, not the GIL.
+        """Copy these blocks of every layer; blocks the caller, but does not hold the GIL.
 
         Args:
-            stop: Asked between two submissions: whether to give up.
-            in_background: Steps go on meanwhile. A guest that blocks go to from home may then stand
-                still for longer; where they come from one, steps may wait for the same blocks.
+            stop: Function that returns whether to stop, called between two submissions.
+            in_background: True if steps run during the copy. A guest that receives blocks from
+                the host may then stand still for longer; a guest that sends blocks may not, since
+                steps may wait for the same blocks.
 
         Returns:
-            Bytes copied.
+            Number of bytes copied.
 
         Raises:
-            GuestLostError: One of the guests is gone; the host's own KV may hold half a copy.
+            GuestLostError: One of the guests is gone; the host's own KV may hold an incomplete
+                copy.
         """
         began_s, before_bytes = time.perf_counter(), self.num_bytes
         if blocks and self._unit.names:
@@ -118,7 +120,7 @@ class BlockMover:
     def _with_device(
         self, device: DeviceKv, blocks: Sequence[int], stop: Callable[[], bool], grace_s: float
     ) -> None:
-        """Blocks are packed into host memory before they leave, or unpacked when they have come."""
+        """Copy from or to a device: pack blocks into host memory before, or unpack them after."""
         remote, to_guest = self._target or self._source, self._target is not None
         assert isinstance(remote, StagedRemoteKv)
         names, page_bytes = self._unit.names, self._host.page_bytes
@@ -145,7 +147,7 @@ class BlockMover:
                 self.num_bytes += len(part) * self.each_bytes
 
     def _room(self, num_bytes: int) -> Memory:
-        """Memory of this process, kept for the next time."""
+        """Return memory of this process, which is kept for the next copies."""
         if self._bounce is None:
             device = self._host.device
             self._bounce = reserve(num_bytes) if device is None else device.room(num_bytes)
@@ -154,16 +156,16 @@ class BlockMover:
     def _still_there(
         self, blocks: Sequence[int]
     ) -> contextlib.AbstractContextManager[Sequence[int]]:
-        """Blocks that the source has: an older block that is written meanwhile is at home."""
+        """Provide those blocks that the source holds: an older block written since is at home."""
         if self._source is None:
             return contextlib.nullcontext(blocks)
         return self._unit.holding(blocks)
 
     def _host_memory(self) -> tuple[Memory, dict[str, int]]:
-        """One memory over the unit's slabs, and where each begins in it.
+        """Return one memory that spans the unit's slabs, and the offset of each slab in it.
 
         A submission names one memory, and each submission waits several times for the GIL, which
-        the engine's thread has. What lies between the slabs is named by no offset.
+        the engine's thread holds. No offset points to the gaps between the slabs.
         """
         slabs = {name: self._host.memory(name) for name in self._unit.names}
         first = min(slab.address for slab in slabs.values())
@@ -175,7 +177,7 @@ class BlockMover:
         assert self._source is not None
         assert self._target is not None
         with self._still_there(blocks) as found:
-            blocks = found  # what comes home meanwhile may be copied: nobody reads it
+            blocks = found  # a block that returns home meanwhile may be copied: it is never read
         per_time = max(1, _BOUNCE_BYTES // self._host.page_bytes)
         memory = self._room(per_time * self._host.page_bytes)
         for name in self._unit.names:

@@ -1,8 +1,6 @@
-"""The moves of one host: those under way, and the last of those that are over.
+"""Host of migrations: one in each engine's worker, called between two steps.
 
-The host of a migration: one in each engine's worker, asked between two steps.
-
-How a host gets to know a guest, in the background.
+Also the book of a host's moves, and the attaching of guests in the background.
 """
 
 from __future__ import annotations
@@ -43,11 +41,11 @@ from banaserve.transport.errors import PeerGoneError
 from banaserve.transport.interface import Channel
 
 KEPT = 32
-"""Moves that are over and can still be asked about."""
+"""Number of ended moves that are kept for status requests."""
 
 
 class MoveBook:
-    """Keeps moves by id, in the order in which they began."""
+    """Moves by id, in the order in which they began: the open ones and the last ended ones."""
 
     def __init__(self) -> None:
         self._moves: dict[str, Move] = {}
@@ -56,10 +54,10 @@ class MoveBook:
         return iter(list(self._moves.values()))
 
     def add(self, move: Move) -> None:
-        """Enter a move that begins, and forget the oldest of those that are over.
+        """Add a move that begins, and forget the oldest ended moves.
 
         Raises:
-            MigrationError: Its id is taken.
+            MigrationError: The move's id is taken.
         """
         if move.move_id in self._moves:
             raise MigrationError(f"there was a move {move.move_id} already: name another")
@@ -68,10 +66,10 @@ class MoveBook:
         self._moves[move.move_id] = move
 
     def get(self, move_id: str) -> Move:
-        """A move by its id.
+        """Return a move by its id.
 
         Raises:
-            MigrationError: There is none, or it has been over for long.
+            MigrationError: There is no such move, or it ended long ago.
         """
         found = self._moves.get(move_id)
         if found is None:
@@ -86,20 +84,20 @@ _FREE_WAIT_S = 60.0
 
 
 class MigrationHost:
-    """Moves units of one engine between this worker and its guests.
+    """Host that moves units of one engine between this worker and its guests.
 
-    Every method is called by the engine's thread between two steps, but for ``guest_lost``, which
-    may come in the middle of one. The workers of a tensor-parallel engine have one each, and are
-    called for the same in the same order: only in ``commit`` and ``guest_lost`` units come to be
-    elsewhere, on all ranks or none.
+    Every method is called by the engine's thread between two steps, except ``guest_lost``, which
+    may be called in the middle of a step. Each worker of a tensor-parallel engine has a host, and
+    all hosts get the same calls in the same order. Only ``commit`` and ``guest_lost`` change the
+    place of units, on all ranks or on none.
 
     Attributes:
-        ranks: Of this engine, which has a host in each.
-        engine: Parts of it that its units use.
-        epoch: Of the placement; grows with each change of it.
-        links: Guests by id.
-        attaching: Guests that are not linked yet, or could not be.
-        moves: Under way, and the last of those that are over.
+        ranks: Tensor-parallel ranks of the engine, each with a host.
+        engine: Parts of the engine that its units use.
+        epoch: Epoch of the placement; grows with each change of the placement.
+        links: Clients of the attached guests, by guest id.
+        attaching: State of guests that are not attached yet or could not be, by guest id.
+        moves: Moves under way and the last ended ones.
     """
 
     def __init__(
@@ -160,7 +158,7 @@ class MigrationHost:
         }
 
     def expert_load(self, *, counting: bool) -> dict[int, list[int]]:
-        """How often each expert was chosen since it is counted, by layer."""
+        """Return how often each expert was chosen since counting began, by layer."""
         if self.engine.compiled is not None:
             is_wanted = counting and bool(self.engine.experts)
             self.engine.compiled.call_modules("counted", wanted=is_wanted)
@@ -172,7 +170,8 @@ class MigrationHost:
         """Begin to build ``modules``, which are at home, in a guest.
 
         Raises:
-            MigrationError: They cannot move, or the guest or the move's id is not to be had.
+            MigrationError: The modules cannot move, the guest is not attached or is lost, or the
+                move's id is taken.
         """
         modules.check(self._shape)
         if not self.ranks.is_alone and not modules.is_on_all_ranks:
@@ -194,7 +193,7 @@ class MigrationHost:
         """Begin to move a unit that is away on to another guest, or home.
 
         Raises:
-            MigrationError: There is no such unit, it moves already, or it is there already.
+            MigrationError: There is no such unit, or it is moving, or is at the target already.
         """
         unit = next((u for u in self.placement if u.unit_id == unit_id), None)
         if unit is None:
@@ -216,17 +215,17 @@ class MigrationHost:
         return move
 
     def precopy(self, move_id: str) -> Move:
-        """Begin to copy what has been written, or what has been since."""
+        """Begin to copy the written blocks, or those written since the last copy."""
         move = self.moves.get(move_id)
         reach(FailPoint.MOVE_PRECOPY)
         move.precopy(self.step_context.dirty_blocks)
         return move
 
     def commit(self, move_id: str) -> Move:
-        """Copy what is left and let the target serve: the stall of the engine.
+        """Copy the remaining blocks and let the target serve: the stall of the engine.
 
         Raises:
-            MigrationError: Not ready, or a guest was lost; then the source serves on.
+            MigrationError: The move is not ready, or a guest was lost; the source still serves.
         """
         move = self.ranks.run(lambda: self._ready(move_id))
         began_s = time.perf_counter()
@@ -263,7 +262,7 @@ class MigrationHost:
         return move
 
     def _hand_over(self, move: Move) -> tuple[int, float]:
-        """Copy what is left and let the target get ready; blocks, and when they were copied."""
+        """Copy the remaining blocks and activate the target; return their number and copy time."""
         blocks = self._copy_left(move)
         copied_s = time.perf_counter()
         if move.new_residence is not None:
@@ -279,10 +278,10 @@ class MigrationHost:
         return blocks
 
     def free(self, move_id: str) -> Move:
-        """Begin to give back what the source still holds of a committed move.
+        """Begin to free the memory that the source of a committed move still holds.
 
         Raises:
-            MigrationError: It is not committed, or its unit has moved again since.
+            MigrationError: The move is not committed, or its unit has moved again since.
         """
         move = self.moves.get(move_id)
         if move.unit.residence is not move.new_residence:
@@ -301,10 +300,10 @@ class MigrationHost:
         return move
 
     def abort(self, move_id: str) -> Move:
-        """Give up an open move: the source has never stopped to serve.
+        """Abort an open move, whose source has served all the time.
 
         Raises:
-            MigrationError: It is committed or has ended.
+            MigrationError: The move is committed or has ended.
         """
         move = self.moves.get(move_id)
         move.enter(MovePhase.ABORTED)
@@ -315,19 +314,19 @@ class MigrationHost:
     # ---- faults
 
     def guest_lost(self, link: GuestClient, error: GuestLostError) -> None:
-        """Bring home what a guest held, with the weights kept here; its KV is lost.
+        """Bring the units of a lost guest home, with the weights kept here; their KV is lost.
 
-        All KV of the engine starts over: blocks are shared by requests, and recomputing one in
-        place would let another request read it before.
+        All KV of the engine is recomputed: requests share blocks, and if a block were recomputed
+        in place, another request would read it before it is ready.
         """
         lost = self.placement.at(link)
         for move in self.moves:
             if move.is_open and (move.target is link or move.unit in lost):
                 self._failed(move, str(error))
             if move.unit in lost:
-                # What comes home must not be given back under its feet.
+                # The memory of a unit that returns home must not be freed at the same time.
                 move.join(_FREE_WAIT_S)
-        lost = self.placement.at(link)  # a move that failed may have brought its unit home
+        lost = self.placement.at(link)  # a failed move may have returned its unit home
         if not lost:
             return
         logger.error("%s: %s come home", error, ", ".join(str(u.modules) for u in lost))
@@ -343,7 +342,7 @@ class MigrationHost:
         self._take_home_lost()
 
     def check_guests(self) -> None:
-        """Notice guests that have died while no step needed them."""
+        """Detect guests that have died while no step needed them."""
         for link in list(self.links.values()):
             try:
                 link.check()
@@ -353,7 +352,7 @@ class MigrationHost:
         self._take_home_lost()
 
     def _take_home_lost(self) -> None:
-        """Bring home what any rank's part of a guest held that has been given up."""
+        """Bring home the units of every guest whose process was given up on any rank."""
         links = [unit.residence.link for unit in self.placement if unit.residence is not None]
         lost = self.ranks.any_of([link.lost is not None for link in links])
         for link in dict.fromkeys(itertools.compress(links, lost)):
@@ -373,7 +372,7 @@ class MigrationHost:
         """End the connection to a guest, and so the guest.
 
         Raises:
-            MigrationError: Something runs there or moves there.
+            MigrationError: A unit runs or moves there, or the guest is not attached.
         """
         link = self.links.get(guest_id)
         if link is None:
@@ -390,10 +389,10 @@ class MigrationHost:
         del self.links[guest_id]
 
     def free_link(self, guest_id: str) -> GuestClient:
-        """To a guest that answers at once: one that is not building.
+        """Return the client of a guest that answers at once, since it is not building.
 
         Raises:
-            MigrationError: It is, or is not attached, or is lost.
+            MigrationError: The guest is building, not attached, or lost.
         """
         link = self._link(guest_id)
         if any(m.phase is MovePhase.PREPARING and m.target is link for m in self.moves):
@@ -402,7 +401,7 @@ class MigrationHost:
 
     @property
     def blocks_gained(self) -> int:
-        """Blocks by which the pool can grow by what is away."""
+        """Number of blocks by which the pool can grow due to the units that are away."""
         kv = self.kv
         away = round(self.placement.away_pages() * kv.page_bytes)
         kept = self.placement.num_layers * kv.page_bytes - away
@@ -418,11 +417,11 @@ class MigrationHost:
 
 
 ATTACH_TIMEOUT_S = 120.0
-"""A guest that is not forked imports vLLM first."""
+"""Timeout of attaching a guest, in seconds: a guest that is not forked imports vLLM first."""
 
 
 class Attaching:
-    """One attempt; its outcome stands in ``host.links`` or in ``host.attaching``."""
+    """Attempt to attach a guest; its outcome is in ``host.links`` or in ``host.attaching``."""
 
     def __init__(self, host: MigrationHost, address: GuestAddress) -> None:
         self._host = host
@@ -433,7 +432,7 @@ class Attaching:
         """Connect in a thread.
 
         Raises:
-            MigrationError: A guest of this name is there already.
+            MigrationError: A guest with this id is attached or attaching already.
         """
         known = host.links.get(address.guest_id)
         attempt = host.attaching.get(address.guest_id)

@@ -1,4 +1,4 @@
-"""Puts live migration into an engine's process before its engine is made."""
+"""Installation of live migration in an engine's process, before the engine is created."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ logger = logging.getLogger(__name__)
 def install(config: VllmConfig, runner_class: type[Any], time_hook: TimeHook = REAL_TIME) -> bool:
     """Prepare this process for the engine that ``config`` describes.
 
-    The engine's own methods are wrapped where it makes its KV cache, because nothing else runs
-    before the store's connector has learned where that lies.
+    The methods of the engine that create its KV cache are wrapped, because no other hook runs
+    before the store's connector learns the place of the cache.
 
     Returns:
-        Whether the engine can migrate; False where it is not asked to.
+        True if the engine can migrate; False also if it was not asked to.
     """
     if not install_worker(config, runner_class, time_hook):
         return False
@@ -49,14 +49,14 @@ def install(config: VllmConfig, runner_class: type[Any], time_hook: TimeHook = R
 def install_worker(
     config: VllmConfig, runner_class: type[Any], time_hook: TimeHook = REAL_TIME
 ) -> bool:
-    """The part of ``install`` for a process that a worker of such an engine has to itself."""
+    """Prepare a process that runs only a worker of the engine: a part of ``install``."""
     if settings_of(config) is None:
         return False
     if str(config.device_config.device_type) != "cpu":
         try:
             checks.check_config(config)
         except MigrationError as reason:
-            # vLLM's own classes stay, and calls are told why.
+            # vLLM's own classes stay, and calls are refused with the reason.
             logger.warning("%s", reason)
             runner_hooks.set_host(runner_class, str(reason))
             return False
@@ -65,7 +65,7 @@ def install_worker(
 
 
 def install_utilities() -> None:
-    """Let engine cores of this process tell and change the size of their pools."""
+    """Let engine cores of this process report and change the size of their pools."""
     add_utility(CoreApi.banaserve_pool_info.__name__, _pool_info)
     add_utility(CoreApi.banaserve_resize_pool.__name__, _resize_pool)
 
@@ -83,7 +83,7 @@ def _resize_pool(core: Any, num_blocks: int, hold: bool = False) -> PoolResize:
 
 
 def install_runner(runner_class: type[Any], time_hook: TimeHook = REAL_TIME) -> None:
-    """Wrap where runners of this class make their KV cache; engines that do not migrate pass."""
+    """Wrap the creation of the KV cache by runners of this class, for engines that can migrate."""
     if runner_hooks.host_of(runner_class) is not None:
         return
     runner_hooks.set_host(runner_class, "")
@@ -107,7 +107,7 @@ def install_runner(runner_class: type[Any], time_hook: TimeHook = REAL_TIME) -> 
 def _become_host(
     runner: Any, settings: MigrationSettings, kv_caches: dict[str, Any], time_hook: TimeHook
 ) -> dict[str, Any]:
-    """Give each layer's KV a slab of its own, and watch the runner's steps from the first on."""
+    """Give each layer's KV a slab of its own, and watch all steps of the runner."""
     context = runner.vllm_config.compilation_config.static_forward_context
     try:
         checks.check_config(runner.vllm_config)
@@ -128,7 +128,7 @@ def _become_host(
 
 
 def _join_store(runner: Any) -> None:
-    """Let the store's copies go where layers have moved to."""
+    """Direct the store's copies to the guests that layers have moved to."""
     host = runner_hooks.host_of(runner)
     if not isinstance(host, MigrationHost) or not has_kv_transfer_group():
         return

@@ -1,4 +1,4 @@
-"""One move of one unit: what runs in the background, and its phases."""
+"""Move of one unit: its phases and its work in the background."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ MAX_ROUNDS = 16
 
 
 class Move:
-    """From where the unit is to ``target``; None is home. Its owner is the engine's thread.
+    """Move of a unit from its present place to ``target``; owned by the engine's thread.
 
-    Only ``_phase`` and the counters are written by the background thread, and only while the
-    phase says that it works.
+    The background thread writes only ``_phase`` and the counters, and only in a phase in which it
+    works.
 
     Attributes:
-        unit: What moves.
-        target: The guest that it goes to; None: home.
-        new_residence: In the target, once it is prepared.
-        facts: What was measured.
-        error: Why it failed.
+        unit: Unit that moves.
+        target: Guest that the unit goes to; None for home.
+        new_residence: Location of the unit in the target, once it is prepared.
+        facts: Measurements of the move.
+        error: Reason of the failure; empty if the move has not failed.
     """
 
     def __init__(self, move_id: str, unit: HostUnit, target: GuestClient | None) -> None:
@@ -63,7 +63,7 @@ class Move:
         """Go on to ``phase``.
 
         Raises:
-            MigrationError: The table does not allow it.
+            MigrationError: ``ALLOWED`` has no such change of phase.
         """
         check_step(self.move_id, self._phase, phase)
         self._phase = phase
@@ -74,11 +74,11 @@ class Move:
 
     @property
     def is_over(self) -> bool:
-        """Nothing happens to it any more, and nobody waits for it."""
+        """Return whether no background work runs and the move is neither open nor FREEING."""
         return not self._working and not self.is_open and self._phase is not MovePhase.FREEING
 
     def fail(self, reason: str) -> None:
-        """A fault ends it; the unit stays where it is."""
+        """End an open move with a fault; the unit stays where it is."""
         if self.is_open:
             self.error = reason
             self._phase = MovePhase.FAILED
@@ -102,7 +102,7 @@ class Move:
         self._begin(work, MovePhase.PREPARED)
 
     def precopy(self, dirty_blocks: DirtyBlockTracker) -> None:
-        """Begin to copy, round by round while what is left shrinks; callable again."""
+        """Begin to copy, in rounds while the remaining blocks become fewer; repeatable."""
         self.enter(MovePhase.COPYING)
         if self._watch is None:
             self._watch = dirty_blocks.watch()
@@ -130,13 +130,13 @@ class Move:
         self.facts.precopy_s += time.perf_counter() - began_s
 
     def plan(self, blocks: list[int]) -> None:
-        """Note that these are about to be copied."""
+        """Note that these blocks are about to be copied."""
         assert self.mover is not None
         planned_bytes = self.facts.planned_bytes or 0
         self.facts.planned_bytes = planned_bytes + len(blocks) * self.mover.each_bytes
 
     def free(self, work: Callable[[], None]) -> None:
-        """Begin to give back what the source holds."""
+        """Begin to free the source's memory."""
         self.enter(MovePhase.FREEING)
 
         def timed() -> None:
@@ -175,13 +175,13 @@ class Move:
     # ---- by the engine's thread
 
     def take_left(self, dirty_blocks: DirtyBlockTracker) -> list[int]:
-        """What is still to copy, between two steps."""
+        """Return the blocks that are still to be copied; called between two steps."""
         if self._watch is None:
             self._watch = dirty_blocks.watch()
         return list(self._watch.take())
 
     def give_up(self) -> None:
-        """Stop at the next layer; what was built is let go of, now or when the thread ends.
+        """Stop the copies; release the built unit, now or when the thread ends.
 
         The caller has entered ABORTED, or called ``fail``.
         """
@@ -191,7 +191,7 @@ class Move:
                 self._let_go()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the thread; whether it has ended."""
+        """Wait for the thread; return whether it has ended."""
         if self._thread is not None:
             self._thread.join(timeout_s)
         return not self._working
@@ -204,14 +204,14 @@ class Move:
         self.end_copies()
 
     def end_copies(self) -> None:
-        """Nothing more is copied."""
+        """Release the mover and the watch of written blocks."""
         self.mover = None
         if self._watch is not None:
             self._watch.end()
             self._watch = None
 
     def report(self) -> MoveReport:
-        """How far it is, for the coordinator."""
+        """Return the progress of the move, for the coordinator."""
         facts, mover = copy.copy(self.facts), self.mover
         if mover is not None and self._phase is MovePhase.COPYING:
             facts.precopy_bytes = mover.num_bytes

@@ -14,13 +14,13 @@ from banaserve.engine.vllm.migration.units.host_unit import HostEngine, HostUnit
 
 
 class PlacementManager:
-    """Owner of the model's proxies; changed between two steps, or when a guest is lost in one.
+    """Owner of the model's proxies, changed between two steps, or in a step that loses a guest.
 
     Args:
-        max_microbatches: That a step is cut into; 1: guests are waited for.
+        max_microbatches: Maximum micro-batches of a step; 1: the host waits for its guests.
 
     Attributes:
-        overlap: Cuts steps, as things lie.
+        overlap: Component that cuts steps according to the present placement.
     """
 
     def __init__(self, engine: HostEngine, max_microbatches: int) -> None:
@@ -39,11 +39,11 @@ class PlacementManager:
         return iter(list(self._units.values()))
 
     def at(self, link: GuestClient) -> list[HostUnit]:
-        """The units that run in a guest."""
+        """Return the units that run in a guest."""
         return [u for u in self if u.residence is not None and u.residence.link is link]
 
     def put(self, unit: HostUnit, residence: UnitLocation | None) -> None:
-        """Let a unit run in ``residence``, or at home."""
+        """Let a unit run in ``residence``, or at home if None."""
         self.overlap.step_aside()
         unit.residence = residence
         if residence is None:
@@ -58,17 +58,17 @@ class PlacementManager:
         self.overlap.step_in(self._why_wait())
 
     def set_overlap(self, max_microbatches: int) -> None:
-        """Cut steps into at most so many parts from here on; between two steps only.
+        """Set the maximum micro-batches of a step from now on; only between two steps.
 
         Raises:
-            MigrationError: Out of range, or steps of this engine cannot be cut.
+            MigrationError: The number is out of range, or steps of this engine cannot be cut.
         """
         self.overlap.allow(max_microbatches)
         self.overlap.step_aside()
         self.overlap.step_in(self._why_wait())
 
     def _why_wait(self) -> str:
-        """Why steps in parts cannot be right as things lie; empty where they can."""
+        """Return why the present placement rules out micro-batches; empty if it does not."""
         kinds: dict[GuestClient, str] = {}
         for unit in self:
             assert unit.residence is not None
@@ -83,12 +83,12 @@ class PlacementManager:
                 return f"guest {link.guest_id} has {both}, whose answers would mix"
         return ""
 
-    # ---- where a block lies
+    # ---- places of blocks
 
     def where_is(self, name: str) -> Sequence[tuple[KvRun, RemoteKv | None]]:
-        """The runs of an attention's page, each with the guest's KV; None: here.
+        """Return the runs of an attention's page, each with the KV of its guest; None for the host.
 
-        What ``older_blocks`` says of single blocks comes before it.
+        For single blocks the result of ``older_blocks`` takes precedence.
         """
         return self._runs.get(name) or [(KvRun(0, self._host.page_bytes), None)]
 
@@ -104,7 +104,7 @@ class PlacementManager:
         return found + [(run, None) for run in self._host.runs(here)]
 
     def older_blocks(self, name: str) -> tuple[RemoteBlocks, RemoteKv] | None:
-        """Which blocks of an attention are in a guest, and where; None: of all alike."""
+        """Return the single blocks of an attention in a guest, and their KV; None without any."""
         for unit in self:
             blocks = unit.single_blocks
             if blocks is not None and unit.residence is not None and name in unit.names:
@@ -112,7 +112,7 @@ class PlacementManager:
         return None
 
     def away_pages(self) -> float:
-        """Whole layers' KV that lies elsewhere."""
+        """Return the pages away of each block, in pages of a layer with all its heads."""
         return sum(unit.modules.num_pages(self._host.num_heads) for unit in self)
 
     @property

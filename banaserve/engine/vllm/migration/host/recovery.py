@@ -1,6 +1,6 @@
-"""Steps whose output must not count, because KV that they read was lost with a guest.
+"""Recovery from KV lost with a guest: the output of steps that read this KV must not count.
 
-A scheduler whose pool of KV blocks grows and shrinks while it serves, and can start over.
+Also the scheduler whose pool of KV blocks can grow, shrink and start over while it serves.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 class StepRecovery:
-    """Stands around the runner's two halves of a step.
+    """Wrapper of the two halves of a runner's step, which marks lost steps.
 
-    A step planned before the scheduler has heard of the loss reads what is no longer there, so
-    it is lost as well.
+    A step that was planned before the scheduler knew of the loss reads KV that is gone, so that
+    step is lost as well.
 
     Args:
-        runner: vLLM's model runner; its methods are wrapped on this object, not on its class.
+        runner: vLLM's model runner; methods are wrapped on this object, not on its class.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -38,7 +38,7 @@ class StepRecovery:
         runner_hooks.wrap_sample_tokens(runner, self._sample_tokens)
 
     def kv_lost(self) -> None:
-        """KV of the present life is gone: the step under way, or the next one, says so."""
+        """Record the loss of the present life's KV; the step under way or the next reports it."""
         self._valid_from = self._life + 1
         store_copier.abandon_step()
 
@@ -58,7 +58,7 @@ class StepRecovery:
     def _sample_tokens(self, sample: runner_hooks.Call, *args: Any, **kwargs: Any) -> Any:
         if not self._is_lost:
             return sample(*args, **kwargs)
-        # What is drawn for a dropped step would be missing in the step that is run instead.
+        # Random numbers drawn for a dropped step would be missing in the step that replaces it.
         generators = self._runner.input_batch.generators
         states = {row: generator.get_state() for row, generator in generators.items()}
         output = sample(*args, **kwargs)
@@ -80,10 +80,11 @@ logger = logging.getLogger(__name__)
 
 
 class _PoolControl:
-    """Mixed into vLLM's schedulers.
+    """Mix-in of vLLM's schedulers.
 
-    All KV of an engine has one life. When some of it is lost with a guest, the worker says in
-    which life; then every request starts over in the next, and what is in flight is dropped.
+    All KV of an engine has one life, a number. When some KV is lost with a guest, the worker
+    reports in which life; then every request starts over in the next life, and outputs in flight
+    are dropped.
     """
 
     _kv_life = 0
@@ -124,7 +125,7 @@ class _PoolControl:
         """Grow or shrink the pool to ``num_blocks``; see ``CoreApi.banaserve_resize_pool``.
 
         Raises:
-            MigrationError: Less than two blocks.
+            MigrationError: The pool would have less than two blocks.
         """
         if num_blocks < 2:
             raise MigrationError("a pool has at least two blocks")
@@ -140,8 +141,8 @@ class _PoolControl:
 
 
 class PoolScheduler(_PoolControl, Scheduler):
-    """vLLM's scheduler with a pool that can change."""
+    """vLLM's scheduler with a pool that can be resized."""
 
 
 class AsyncPoolScheduler(_PoolControl, AsyncScheduler):
-    """vLLM's asynchronous scheduler with a pool that can change."""
+    """vLLM's asynchronous scheduler with a pool that can be resized."""

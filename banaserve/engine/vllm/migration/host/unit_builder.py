@@ -1,4 +1,4 @@
-"""Builds a unit in a guest, and opens its KV: the work of PREPARE."""
+"""Builder of a unit in a guest, which also opens the unit's KV: the work of PREPARE."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BUILD_TIMEOUT_S = 600.0
 
 
 class UnitBuilder:
-    """Called by the threads of moves."""
+    """Builder of units in guests; called by the threads of moves."""
 
     def __init__(self, kv: HostKv, time_hook: TimeHook = REAL_TIME) -> None:
         self._kv = kv
@@ -29,14 +29,14 @@ class UnitBuilder:
     def build(
         self, unit: HostUnit, link: GuestClient, dirty_blocks: DirtyBlockTracker
     ) -> UnitLocation:
-        """Let a guest build a unit, and open its KV.
+        """Let a guest build a unit, and open the unit's KV.
 
         Args:
             dirty_blocks: Blocks that are to be copied soon.
 
         Raises:
             MigrationError: The guest refuses.
-            GuestLostError: It is gone.
+            GuestLostError: The guest is gone.
         """
         began_s = time.perf_counter()
         request = unit.build_request()
@@ -52,7 +52,7 @@ class UnitBuilder:
         built: messages.Built,
         dirty_blocks: DirtyBlockTracker,
     ) -> UnitLocation:
-        """Leaves nothing open where it fails."""
+        """Open the KV of a built unit; nothing is left open on failure."""
         runs = {name: self._kv.runs(unit.heads(name)) for name in unit.names}
         residence: UnitLocation | None = None
         try:
@@ -81,7 +81,7 @@ class UnitBuilder:
     def mover(
         self, unit: HostUnit, source: UnitLocation | None, target: UnitLocation | None
     ) -> BlockMover:
-        """For the copies of a move."""
+        """Return the mover for the copies of a move."""
         return BlockMover(
             unit,
             self._kv,

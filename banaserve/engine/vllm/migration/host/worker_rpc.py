@@ -25,19 +25,20 @@ from banaserve.errors import MigrationError
 
 
 def usage_of(host: MigrationHost, guest_id: str) -> messages.GuestUsage:
-    """What a guest that is not building takes.
+    """Return the resources that a guest uses.
 
     Raises:
-        MigrationError: It is, or is not attached, or is lost.
+        MigrationError: The guest is building, not attached, or lost.
     """
     return host.free_link(guest_id).ask(messages.GetUsage(), messages.GuestUsage)
 
 
 def bound_share(host: MigrationHost, guest_id: str, fraction: float) -> None:
-    """Let a guest that is not building compute for at most ``fraction`` of the time.
+    """Let a guest compute for at most ``fraction`` of the time.
 
     Raises:
-        MigrationError: It is, or is not attached, or is lost; or the fraction is out of range.
+        MigrationError: The guest is building, not attached, or lost; or the fraction is out of
+            range.
     """
     link = host.free_link(guest_id)
     link.ask(messages.SetShare(fraction), messages.StepsDone)
@@ -50,10 +51,10 @@ def guests_of(host: MigrationHost) -> dict[str, GuestLinkStatus]:
 
 
 def status_of(host: MigrationHost, memory: bool) -> HostStatus:
-    """Guests, moves, units and memory.
+    """Return the guests, moves, units and memory of a host.
 
     Args:
-        memory: Count what backs the KV cache, which takes milliseconds.
+        memory: True to count the memory that backs the KV cache, which takes milliseconds.
     """
     return HostStatus(
         epoch=host.epoch,
@@ -91,7 +92,7 @@ def _kv(host: MigrationHost, memory: bool) -> KvStatus:
 
 
 def _num_single_blocks(unit: HostUnit) -> int | None:
-    """Blocks of a unit of which some are away and others at home; None of a whole one."""
+    """Return how many blocks of a partly moved unit are away; None for a unit moved as a whole."""
     return None if unit.single_blocks is None else len(unit.single_blocks)
 
 
@@ -101,7 +102,7 @@ def _guest(link: GuestClient) -> GuestLinkStatus:
 
 
 class MigrationMethods:
-    """Mixed into vLLM's worker; ``MigrationApi`` has what each method does."""
+    """Mix-in of vLLM's worker; ``MigrationApi`` documents each method."""
 
     def _migration(self) -> MigrationHost:
         found = runner_hooks.host_of(self.model_runner)  # type: ignore[attr-defined]

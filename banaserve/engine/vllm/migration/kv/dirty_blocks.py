@@ -14,14 +14,14 @@ _Marks = npt.NDArray[np.bool_]
 
 
 class RemoteBlocks:
-    """Blocks leave full, so none of them is written again until its id has another content.
+    """The set of KV blocks that are away, in a guest.
 
-    So the first write to a block brings it home without a copy: what the guest has of it is of no
-    use.
+    Only full blocks leave, so a block is written again only when its id gets another content. The
+    first write to a block therefore brings it home without a copy: the guest's bytes are obsolete.
 
     Args:
-        num_blocks: Their ids are smaller.
-        on_home: Called with the blocks that come home by being written, before they are.
+        num_blocks: Number of blocks; every block id is smaller.
+        on_home: Called with the blocks that a write brings home, before the write.
     """
 
     def __init__(
@@ -32,14 +32,14 @@ class RemoteBlocks:
         self._on_home = on_home
 
     def set(self, blocks: BlockIds) -> None:
-        """These, and no others, are away."""
+        """Record that exactly these blocks are away."""
         with self._lock:
             self._away[:] = False
             if len(blocks):
                 self._away[blocks] = True
 
     def mark_local(self, blocks: BlockIds) -> None:
-        """These are about to be written, here. Waits for a copy that has them in its hands."""
+        """Bring home blocks that the host is about to write; wait for ``holding`` to end."""
         if not len(blocks):
             return
         with self._lock:
@@ -52,20 +52,20 @@ class RemoteBlocks:
                 self._on_home(home)
 
     def among(self, blocks: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
-        """For each id, in any shape, whether it is away."""
+        """Return, in the shape of ``blocks``, whether each block is away."""
         with self._lock:
             found: npt.NDArray[np.bool_] = self._away[blocks]
         return found
 
     @contextlib.contextmanager
     def holding(self, blocks: BlockIds) -> Iterator[list[int]]:
-        """Those of ``blocks`` that are away; none of them comes home inside of it."""
+        """Yield the members of ``blocks`` that are away; none comes home within the context."""
         with self._lock:
             ids = np.asarray(blocks, np.int64)
             yield ids[self._away[ids]].tolist() if len(ids) else []
 
     def ids(self) -> list[int]:
-        """Ascending."""
+        """Return the ids of all blocks that are away, ascending."""
         with self._lock:
             away: list[int] = np.flatnonzero(self._away).tolist()
         return away
@@ -75,16 +75,16 @@ class RemoteBlocks:
 
 
 class DirtyBlockTracker:
-    """Marked by the engine's thread, read by the threads that copy.
+    """Record of written blocks, marked by the engine's thread and read by the copying threads.
 
     A step marks its blocks before it writes them. A copy taken in between would hold old bytes
-    and the mark would be gone, so marks of the step under way count only once it has ended.
+    and clear the mark, so marks of the step under way count only once the step has ended.
 
-    Every step of an engine pays for this, moves or none, so a mark keeps the array that it was
-    given, and only the end of the step looks into it.
+    Every step of an engine pays for the marks, even if nothing is moving, so a mark only keeps the
+    given array, and the array is read at the end of the step.
 
     Args:
-        num_blocks: Their ids are smaller.
+        num_blocks: Number of blocks; every block id is smaller.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -98,10 +98,10 @@ class DirtyBlockTracker:
         self._away: list[RemoteBlocks] = []
 
     def mark(self, blocks: BlockIds, filled: BlockIds = ()) -> None:
-        """Blocks that the step under way writes to; repeated ids do no harm.
+        """Mark the blocks that the step under way writes to; ids may be repeated.
 
         Args:
-            filled: Those of them whose last slot is written.
+            filled: Blocks among them whose last slot is written.
         """
         with self._lock:
             self._in_step.append(blocks)
@@ -109,7 +109,7 @@ class DirtyBlockTracker:
             self._mark_local(blocks)
 
     def mark_loaded(self, blocks: BlockIds) -> None:
-        """Blocks that are fetched as a whole; one that is not gets tokens in the same step."""
+        """Mark blocks fetched as a whole; a block fetched in part gets tokens in the same step."""
         with self._lock:
             self._loaded.append(blocks)
             self._mark_local(blocks)
@@ -119,7 +119,7 @@ class DirtyBlockTracker:
             away.mark_local(blocks)
 
     def step_ended(self) -> None:
-        """All writes marked so far are done."""
+        """Count the marks made so far: all their writes are done."""
         with self._lock:
             for marked, is_full in (
                 (self._loaded, True),
@@ -138,7 +138,7 @@ class DirtyBlockTracker:
                 watch.pending[blocks] = True
 
     def forget(self) -> None:
-        """No block holds anything that is worth copying any more."""
+        """Forget all writes: no block holds anything worth copying any more."""
         with self._lock:
             self._all[:] = self._full[:] = False
             for marked in (self._loaded, self._in_step, self._filled_in_step):
@@ -147,27 +147,27 @@ class DirtyBlockTracker:
                 watch.pending[:] = False
 
     def watch(self) -> Watch:
-        """A view of its own, in which every block ever written is still to copy."""
+        """Return a new view, in which every block ever written is still to be copied."""
         with self._lock:
             watch = Watch(self, self._all.copy())
             self._watches.append(watch)
             return watch
 
     def end(self, watch: Watch) -> None:
-        """Stop keeping a view up to date."""
+        """Stop updating a view."""
         with self._lock:
             if watch in self._watches:
                 self._watches.remove(watch)
 
     def take(self, watch: Watch) -> list[int]:
-        """The blocks of a view that are to copy, ascending; the view is empty then."""
+        """Return a view's blocks that are still to be copied, ascending, and empty the view."""
         with self._lock:
             taken: list[int] = np.flatnonzero(watch.pending).tolist()
             watch.pending[:] = False
             return taken
 
     def give_back(self, watch: Watch, blocks: BlockIds) -> None:
-        """A copy of taken blocks has failed: they are still to copy."""
+        """Put taken blocks back into a view, because their copy has failed."""
         with self._lock:
             if len(blocks):
                 watch.pending[blocks] = True
@@ -177,7 +177,7 @@ class DirtyBlockTracker:
             return int(np.count_nonzero(watch.pending))
 
     def ids(self) -> list[int]:
-        """All that have been written, those of the step under way included; ascending."""
+        """Return all blocks that have been written, ascending, including the step under way."""
         with self._lock:
             found = self._all.copy()
             for blocks in (*self._loaded, *self._in_step):
@@ -187,13 +187,13 @@ class DirtyBlockTracker:
         return written
 
     def full(self) -> list[int]:
-        """Blocks whose last slot has been written since their first; no token is added to them."""
+        """Return the blocks written up to their last slot; no token is added to these blocks."""
         with self._lock:
             full: list[int] = np.flatnonzero(self._full).tolist()
         return full
 
     def follow(self, away: RemoteBlocks) -> None:
-        """Bring blocks of ``away`` home as they are written, before they are."""
+        """Bring blocks of ``away`` home whenever they are about to be written."""
         with self._lock:
             self._away.append(away)
 
@@ -207,7 +207,7 @@ class DirtyBlockTracker:
 
 
 class Watch:
-    """One copier's view of what it has still to copy; its owner is ``DirtyBlockTracker``."""
+    """A copier's view of the blocks still to be copied, owned by a ``DirtyBlockTracker``."""
 
     def __init__(self, owner: DirtyBlockTracker, pending: _Marks) -> None:
         self._owner = owner

@@ -1,4 +1,4 @@
-"""KV cache of a host: a slab for each layer, so that memory of moved layers is really freed.
+"""KV cache of a host: one slab for each layer, so that the memory of moved layers is really freed.
 
 ``DeviceKv`` copies blocks between the cache and pages in host memory.
 """
@@ -23,18 +23,18 @@ from banaserve.transport.memory import Memory
 
 
 class DeviceKv:
-    """Packs blocks on their device, so that a page crosses the bus as one run of bytes.
+    """Copier that packs blocks on their device: a page crosses the bus as one run of bytes.
 
     A page is one block of one attention: head by head, each token's key before its value. Its
-    bytes are in host memory when a call returns. May be called from several threads.
+    bytes are in host memory when a call returns. Several threads may call it.
 
     Args:
         caches: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]`` by attention, all on one
             device.
-        kernels: Of that device.
+        kernels: Kernels of that device.
 
     Attributes:
-        page_bytes: Of each attention.
+        page_bytes: Bytes of a page, by attention.
     """
 
     def __init__(self, caches: Mapping[str, torch.Tensor], kernels: Kernels) -> None:
@@ -49,10 +49,10 @@ class DeviceKv:
             self._stage = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def check(self, name: str, blocks: Sequence[int]) -> None:
-        """Refuse blocks that are not here.
+        """Check that an attention and its blocks exist here.
 
         Raises:
-            ValueError: An unknown attention, a block out of range, or one that is named twice.
+            ValueError: The attention is unknown, or a block is out of range or named twice.
         """
         if name not in self._packed:
             raise ValueError(f"{name} has no KV here")
@@ -72,7 +72,7 @@ class DeviceKv:
 
         Args:
             pages: ``[len(blocks), page_bytes]`` uint8 in host memory.
-            heads: Which; what pages hold of others means nothing afterwards. None: all.
+            heads: Heads to copy; None for all. The bytes of other heads in the pages are undefined.
         """
         with self._lock:
             for part, room in self._pieces(name, len(blocks), pages):
@@ -87,7 +87,7 @@ class DeviceKv:
         pages: torch.Tensor,
         heads: Sequence[int] | None = None,
     ) -> None:
-        """Copy pages to blocks: ``pack`` the other way; other heads keep their values."""
+        """Copy pages to blocks, the reverse of ``pack``; heads not named keep their values."""
         with self._lock:
             for part, room in self._pieces(name, len(blocks), pages):
                 if self._stage is not None:
@@ -96,7 +96,7 @@ class DeviceKv:
             self._wait()
 
     def room(self, num_bytes: int) -> Memory:
-        """Memory of this process for pages; for a GPU it is pinned."""
+        """Return memory of this process for pages; for a GPU it is pinned."""
         if self._device.type != "cuda":
             return reserve(num_bytes)
         return Memory.of(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy())
@@ -104,7 +104,7 @@ class DeviceKv:
     def _pieces(
         self, name: str, count: int, pages: torch.Tensor
     ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """As many blocks at a time as there is room for on the device, and that room."""
+        """Yield slices of blocks that fit into the stage on the device, with that part of it."""
         if not count:
             return
         self._wait()
@@ -119,17 +119,17 @@ class DeviceKv:
             yield part, self._stage[: num_pages * size].view(num_pages, size)
 
     def _wait(self) -> None:
-        """For what other threads and streams have queued, which may write the same blocks."""
+        """Wait for the work queued by other threads and streams: it may write the same blocks."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
 
 class KvRun(NamedTuple):
-    """Bytes of a layer's page that lie together: the whole page, or some neighbouring heads.
+    """Contiguous bytes of a layer's page: the whole page, or some neighbouring heads.
 
     Attributes:
-        in_page: Offset in the page as the host lays it out.
-        num_bytes: Of the run.
+        in_page: Offset of the run in the page as the host lays it out.
+        num_bytes: Length of the run in bytes.
     """
 
     in_page: int
@@ -137,11 +137,11 @@ class KvRun(NamedTuple):
 
 
 class Freed(NamedTuple):
-    """What giving memory back has brought.
+    """The result of giving memory back.
 
     Attributes:
-        predicted_bytes: What moved away of the pool that the engine started with.
-        freed_bytes: Really given back, as the kernel counts.
+        predicted_bytes: Bytes that moved away, of the pool that the engine started with.
+        freed_bytes: Bytes really given back, as the kernel counts them.
     """
 
     predicted_bytes: int
@@ -149,22 +149,22 @@ class Freed(NamedTuple):
 
 
 class HostKv:
-    """Every layer's KV in address space of its own, with room for ``growth`` times the blocks.
+    """KV of all layers, each in its own address range with room for ``growth`` times the blocks.
 
-    On a GPU, where memory is there or not, it takes the place of ``kv_caches``, which must not be
-    touched any more, and there is no growth.
+    On a GPU, where memory that is not backed cannot be touched, it replaces ``kv_caches``, which
+    must not be touched any more, and there is no growth.
 
     Args:
-        kernels: That attend with it; None: vLLM's on a CPU do.
+        kernels: Kernels that compute attention with this KV; None if vLLM's own do, on a CPU.
 
     Attributes:
         tensors: ``[max_blocks, heads, ...]`` by the name of the attention, in layer order.
-        num_blocks: Of the pool when the engine started.
-        max_blocks: Room that is reserved.
-        page_bytes: Of one block of one layer.
-        head_bytes: Of one KV head in it.
-        device: Blocks as pages in host memory, where copies cannot touch them as they lie; None
-            where they can.
+        num_blocks: Number of blocks of the pool when the engine started.
+        max_blocks: Number of blocks for which address space is reserved.
+        page_bytes: Bytes of one block of one layer.
+        head_bytes: Bytes of one KV head in such a block.
+        device: Copier of blocks to and from pages in host memory; None if copies can access the
+            blocks in place.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class HostKv:
         self.device = DeviceKv(self.tensors, kernels) if kernels is not None else None
 
     def shape(self, layout: str, block_size_tokens: int) -> KvShape:
-        """For a guest, which lays its own out alike."""
+        """Return the shape and layout of the KV, which a guest adopts for its own KV."""
         dtype = str(self.dtype).removeprefix("torch.")
         return KvShape(self.max_blocks, self.block_shape, dtype, layout, block_size_tokens)
 
@@ -205,7 +205,7 @@ class HostKv:
         return Memory(slab.address, slab.num_bytes, True, slab)
 
     def runs(self, heads: Sequence[int] | None) -> list[KvRun]:
-        """The page of a layer, or the runs of neighbouring heads in it."""
+        """Return the whole page of a layer, or the runs of neighbouring heads in the page."""
         if heads is None:
             return [KvRun(0, self.page_bytes)]
         return [
@@ -217,8 +217,8 @@ class HostKv:
     ) -> Freed:
         """Give the memory of a layer, or of some of its heads or blocks, back to the system.
 
-        On a GPU that of a whole layer only: single blocks are smaller than what can be given back,
-        and are written again without asking.
+        On a GPU only the memory of a whole layer: single blocks are smaller than the unit that can
+        be given back, and are written again without notice.
         """
         slab = self._slabs[name]
         ranges = [
@@ -233,18 +233,18 @@ class HostKv:
         return Freed(predicted, slab.give_back(ranges))
 
     def poison(self, name: str, heads: Sequence[int] | None, blocks: Iterable[int]) -> None:
-        """Overwrite blocks that have moved away with NaN: a stale read shows at once."""
+        """Overwrite blocks that have moved away with NaN, so that a stale read shows at once."""
         which = torch.tensor(sorted(blocks), dtype=torch.int64)
         for head in range(self.num_heads) if heads is None else heads:
             self.tensors[name][which, head] = float("nan")
 
     def heal(self, name: str, heads: Sequence[int] | None) -> None:
-        """Take the poison out again: attention multiplies what no token has written by zero."""
+        """Overwrite NaN of ``poison`` with zeros: attention multiplies unwritten slots by zero."""
         for head in range(self.num_heads) if heads is None else heads:
             self.tensors[name][: self.num_blocks, head] = 0
 
     def heal_blocks(self, name: str, blocks: npt.NDArray[np.int64]) -> None:
-        """The same for single blocks of a layer."""
+        """Overwrite NaN of ``poison`` with zeros in single blocks of a layer."""
         self.tensors[name][torch.from_numpy(blocks)] = 0
 
     def copy_run(
@@ -257,11 +257,11 @@ class HostKv:
         *,
         saves: bool,
     ) -> None:
-        """Copy a run of each block's page between here and other memory of this process.
+        """Copy a run of each block's page between this KV and other memory of this process.
 
         Args:
-            offsets: In ``other``, of each block's run.
-            saves: From here to there.
+            offsets: Offset of each block's run in ``other``, in bytes.
+            saves: True to copy from this KV to ``other``, False for the reverse.
         """
         if self.device is None:
             own, pages = self.memory(name), np.asarray(blocks, np.int64) * self.page_bytes
@@ -283,7 +283,7 @@ class HostKv:
             self.device.unpack(name, blocks, rows, heads)
 
     def populate(self, name: str, num_blocks: int) -> None:
-        """Back the first blocks of a layer with memory before it comes home."""
+        """Back the first blocks of a layer with memory before the layer comes home."""
         self._slabs[name].populate(num_blocks * self.page_bytes)
 
     @property
@@ -292,7 +292,7 @@ class HostKv:
 
 
 def make_slab(num_bytes: int, device: torch.device) -> Slab | GpuSlab | PlainSlab:
-    """A slab in the memory of ``device``."""
+    """Return a slab in the memory of ``device``."""
     if device.type == "cpu":
         return Slab(num_bytes)
     if device.type == "cuda" and has_gpu_slabs():
@@ -309,7 +309,7 @@ def release(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def spans(heads: Sequence[int]) -> list[tuple[int, int]]:
-    """Neighbours joined: ``(first, count)``, ascending."""
+    """Join neighbouring numbers: return ``(first, count)`` of each run, ascending."""
     found: list[tuple[int, int]] = []
     for head in sorted(heads):
         if found and sum(found[-1]) == head:
@@ -320,16 +320,16 @@ def spans(heads: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def blocks_gained(num_blocks: int, max_blocks: int, away_bytes: int, kept_bytes: int) -> int:
-    """Blocks by which the pool can grow when every layer that stays has to grow.
+    """Return the number of blocks by which the pool can grow if all remaining layers grow alike.
 
     Args:
-        num_blocks: Of the pool when nothing is away.
-        max_blocks: Room that is reserved.
-        away_bytes: Of one block, what lies elsewhere.
-        kept_bytes: Of one block, what lies here.
+        num_blocks: Number of blocks of the pool when nothing is away.
+        max_blocks: Number of blocks for which address space is reserved.
+        away_bytes: Bytes of one block that are in guests.
+        kept_bytes: Bytes of one block that are on the host.
 
     Returns:
-        Whole blocks that fit into what is away, within the room.
+        Whole blocks that fit into the freed memory, within ``max_blocks``.
     """
     if not kept_bytes:
         return max_blocks - num_blocks

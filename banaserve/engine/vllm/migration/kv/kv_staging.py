@@ -18,21 +18,21 @@ from banaserve.kernels.interface import Kernels
 from banaserve.transport.interface import OfferedRegion, Transport
 
 STAGING_BYTES = 32 << 20
-"""For what steps wait for and for copies in the background, half each."""
+"""Size of a staging region: half for copies that steps wait for, half for background copies."""
 
 
 def make_kv(
     kv: KvShape, heads: Mapping[str, int], num_backed_blocks: int, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """KV caches ``[num_blocks, num_heads, ...]`` on ``device``, zero, by attention.
+    """Return zeroed KV caches ``[num_blocks, num_heads, ...]`` on ``device``, by attention.
 
     Args:
-        heads: KV heads of each attention.
-        num_backed_blocks: That get memory at once. On a GPU all of them do: nothing comes there
-            with the first touch.
+        heads: Number of KV heads of each attention.
+        num_backed_blocks: Number of blocks backed with memory at once. On a GPU all blocks are:
+            its memory is not allocated on first touch.
 
     Raises:
-        MigrationError: The device has no room for them.
+        MigrationError: The device has no memory for the caches.
     """
     dtype = dtype_named(kv.dtype)
     num_backed = num_backed_blocks if device.type == "cpu" else kv.num_blocks
@@ -50,21 +50,21 @@ def make_kv(
 
 
 class _Pages(NamedTuple):
-    """See ``gpu_pinning.View``."""
+    """The staging pages as a view to pin; see ``gpu_pinning.View``."""
 
     base_address: int
     memory: npt.NDArray[np.uint8]
 
 
 class StagingBuffer:
-    """An offered region of pages, and the KV that they are for.
+    """An offered region of pages on their way to or from a guest's KV.
 
     Args:
-        caches: As of ``make_kv``.
-        epoch: Of the offer.
+        caches: KV caches as returned by ``make_kv``.
+        epoch: Epoch of the offer.
 
     Attributes:
-        region: The peer copies to and from it.
+        region: Offered region that the peer copies to and from.
     """
 
     def __init__(
@@ -87,16 +87,17 @@ class StagingBuffer:
             self._pinned.pin(_Pages(self.region.memory.address, view))
 
     def close(self) -> None:
-        """Let go of the region."""
+        """Unpin and close the region."""
         if self._pinned is not None:
             self._pinned.release()
         self.region.close()
 
     def copy(self, request: CopyPages) -> None:
-        """Take pages to the device, or give them; they are there when this returns.
+        """Copy pages between the region and the device; the copy is complete on return.
 
         Raises:
-            ProtocolError: The request has another epoch, or names what is not here.
+            ProtocolError: The request has another epoch, or names an unknown attention, block or
+                page.
         """
         if request.epoch != self.region.epoch:
             raise ProtocolError(f"pages are at epoch {self.region.epoch}, not {request.epoch}")

@@ -1,7 +1,7 @@
-"""KV of a unit in a guest: one-sided copies between it and memory of this process.
+"""KV of a unit in a guest: one-sided copies between that KV and memory of this process.
 
-``StagedRemoteKv`` is for guests with KV on a device: copies end in host memory of the guest, which
-takes the blocks from there.
+``StagedRemoteKv`` is for guests with KV on a device: copies end in host memory of the guest, and
+the guest moves the blocks from there to its device.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ OPEN_TIMEOUT_S = 5.0
 _SLOWEST_BYTES_PER_S = 50e6
 STEP_GRACE_S = 2.0
 BACKGROUND_GRACE_S = 30.0
-"""Beyond what its bytes should take: a copy that steps wait for, and one that nobody waits for."""
+"""Seconds added to the time that a copy's bytes take, for step copies and background copies."""
 
 _Plan = tuple[Memory, Offsets, Offsets, int, int]
-"""Local memory, offsets in it and in the region, bytes at each, epoch."""
+"""Local memory, offsets in this memory and in the region, bytes at each offset, epoch."""
 _Offsets = npt.NDArray[np.int64]
 
 
 class RemoteKv:
     """The KV of one unit in a guest, with the host's block ids.
 
-    Opened twice: what a step waits for must not queue behind a copy in the background.
+    The region is opened twice: a copy that a step waits for must not queue behind a background
+    copy.
 
     Args:
         places: Offset of each attention's KV in the region.
-        runs: Of the host's page, by attention; in the guest they lie one behind the other.
-        epoch: Of the offer.
+        runs: Runs of the host's page, by attention; in the guest these runs are contiguous.
 
     Attributes:
-        epoch: Under which the guest accepts copies.
-        runs: As given.
+        epoch: Epoch of the offer; the guest accepts copies of this epoch only.
+        runs: Runs of the host's page, by attention, as given.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class RemoteKv:
             raise
 
     def warm(self, blocks: Sequence[int]) -> None:
-        """Spare the copies of these blocks their page faults.
+        """Allocate the memory of these blocks in advance, to avoid page faults in copies.
 
         Raises:
-            TransportError: The guest takes no such copies.
-            OSError: The system has no memory to map them.
+            TransportError: The guest does not accept such copies.
+            OSError: The system has no memory to map the pages.
         """
         for name, place in self._places.items():
             stride = self._strides[name]
@@ -88,10 +88,10 @@ class RemoteKv:
         """Begin to copy blocks of all attentions, with as few submissions as their runs allow.
 
         Args:
-            starts: Where in ``local`` each attention's pages begin, of ``page_bytes`` each.
+            starts: Offset in ``local`` of each attention's first page, of ``page_bytes`` each.
 
         Raises:
-            GuestLostError: The guest is gone, or takes copies of another epoch.
+            GuestLostError: The guest is gone, or accepts copies of another epoch only.
         """
         ids = np.asarray(blocks, np.int64)
         here: dict[int, list[npt.NDArray[np.int64]]] = {}
@@ -122,10 +122,10 @@ class RemoteKv:
         """Begin to copy blocks of one attention, run by run of the page.
 
         Args:
-            local_offsets: Of each block's page in ``local``, laid out as the host's.
+            local_offsets: Offset of each block's page in ``local``, laid out as on the host.
 
         Raises:
-            GuestLostError: The guest is gone, or takes copies of another epoch.
+            GuestLostError: The guest is gone, or accepts copies of another epoch only.
         """
         pages = np.asarray(blocks, np.int64) * self._strides[name] + self._places[name]
         plans: list[_Plan] = []
@@ -153,10 +153,10 @@ class RemoteKv:
 
 
 class _Connection:
-    """One opening of a region. Where a copy has failed or was cancelled, it is opened again.
+    """A connection to a region, opened again after a copy has failed or was cancelled.
 
     Attributes:
-        region: As opened last.
+        region: Region as opened last.
     """
 
     def __init__(self, transport: Transport, descriptor: RegionDescriptor) -> None:
@@ -171,7 +171,7 @@ class _Connection:
         """Begin a copy.
 
         Raises:
-            TransportError: The guest does not answer, or takes copies of another epoch.
+            TransportError: The guest does not answer, or accepts copies of another epoch only.
         """
         with self._lock:
             if self._last is not None and _has_failed(self._last):
@@ -200,7 +200,7 @@ class _Connection:
 
 
 def _has_failed(ticket: Ticket) -> bool:
-    """Copies of one connection end in their order, so the last one tells of those before it."""
+    """Return whether a copy has failed; a connection's copies end in order, so ask the last."""
     if not ticket.poll():
         return False
     try:
@@ -211,14 +211,14 @@ def _has_failed(ticket: Ticket) -> bool:
 
 
 def wait_all(tickets: Sequence[Ticket], num_bytes: int, grace_s: float = STEP_GRACE_S) -> None:
-    """Return when all copies have ended; the time they get grows with their bytes.
+    """Wait until all copies have ended; the time limit grows with their bytes.
 
     Args:
-        grace_s: Time for which a guest may stand still meanwhile. A guest whose process has ended
-            is found at once.
+        grace_s: Time for which the guest may stand still meanwhile, in seconds. A guest whose
+            process has ended is detected at once.
 
     Raises:
-        GuestLostError: One has failed or takes too long; none touches local memory any more.
+        GuestLostError: A copy failed or took too long; no copy touches local memory any more.
     """
     try:
         for ticket in tickets:
@@ -236,14 +236,15 @@ def cancel_all(tickets: Sequence[Ticket]) -> None:
 class StagedRemoteKv(RemoteKv):
     """The KV of one unit on a guest's device, with the host's block ids.
 
-    Its region holds pages that are on their way. One half of it is for what a step waits for, the
-    other one for copies in the background. Calls return when the bytes are there, without tickets.
+    Its region holds pages that are on their way. One half of the region is for copies that a step
+    waits for, the other half for background copies. Calls return when the copies are complete,
+    without tickets.
 
     Args:
-        link: To the guest, which is asked to take and to give pages.
-        descriptor: Of the region.
-        runs: Of the host's page, by attention; in the guest's page they lie one behind the other.
-        num_bytes: Of the region; both halves have room for a block of all attentions.
+        link: Connection to the guest, which moves pages between the region and its device.
+        descriptor: Descriptor of the region.
+        runs: Runs of the host's page, by attention; in the guest's page these are contiguous.
+        num_bytes: Size of the region; both halves have room for a block of all attentions.
     """
 
     def __init__(
@@ -262,7 +263,7 @@ class StagedRemoteKv(RemoteKv):
         self._halves = threading.Lock(), threading.Lock()
 
     def warm(self, blocks: Sequence[int]) -> None:
-        """Pages that land are few, and are used again and again."""
+        """Skip the warming: the region has few pages, which are used again and again."""
 
     def copy_units(
         self,
@@ -303,14 +304,14 @@ class StagedRemoteKv(RemoteKv):
         urgent: bool = False,
         grace_s: float = STEP_GRACE_S,
     ) -> None:
-        """Copy blocks of some attentions; returns when they are where they should be.
+        """Copy blocks of some attentions; return when the copy is complete.
 
         Args:
-            pages: Offset of each block's page in ``local``, laid out as the host's, by attention.
+            pages: Offset of each block's page in ``local``, laid out as on the host, by attention.
             grace_s: See ``wait_all``.
 
         Raises:
-            GuestLostError: The guest is gone, or takes copies of another epoch.
+            GuestLostError: The guest is gone, or accepts copies of another epoch only.
         """
         each_bytes = sum(self._page_bytes[name] for name in pages)
         per_time = self._half_bytes // each_bytes
@@ -351,7 +352,7 @@ class StagedRemoteKv(RemoteKv):
         to_guest: bool,
         urgent: bool,
     ) -> list[Ticket]:
-        """Pages land attention by attention, block by block; as few submissions as runs allow."""
+        """Begin copies: pages by attention, then by block; as few submissions as runs allow."""
         here: dict[int, list[_Offsets]] = {}
         there: dict[int, list[_Offsets]] = {}
         for name, offsets in pages.items():

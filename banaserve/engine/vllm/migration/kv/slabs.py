@@ -1,7 +1,7 @@
-"""Slabs: reserved ranges of addresses whose pages come with the first touch and can be given back.
+"""Slabs: reserved address ranges whose pages are allocated on first touch and can be given back.
 
 ``Slab`` is host memory. ``GpuSlab`` maps granules by CUDA's virtual memory; ``PlainSlab`` is memory
-from torch for builds without it.
+from torch for builds without CUDA.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Slab:
     """Anonymous memory of ``num_bytes``, zero where it has not been written.
 
     Attributes:
-        address: Of its first byte, page aligned.
-        num_bytes: Reserved, which says nothing of how much is backed by memory.
+        address: Address of the first byte, page aligned.
+        num_bytes: Reserved bytes, whether backed by memory or not.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -38,12 +38,12 @@ class Slab:
         self.address = int(self.bytes.ctypes.data)
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """``shape`` from the first byte on, contiguous; keeps the slab alive."""
+        """Return a contiguous tensor from the first byte on; it keeps the slab alive."""
         count = int(np.prod(shape)) * dtype.itemsize
         return torch.from_numpy(self.bytes[:count]).view(dtype).view(shape)
 
     def populate(self, num_bytes: int) -> bool:
-        """Back the first ``num_bytes`` with memory. False where the kernel does not do it."""
+        """Back the first ``num_bytes`` with memory; return False if the kernel does not do so."""
         try:
             linux.madvise(self.address, _up(num_bytes), linux.MADV_POPULATE_WRITE)
         except OSError:
@@ -51,12 +51,12 @@ class Slab:
         return True
 
     def give_back(self, ranges: Iterable[tuple[int, int]]) -> int:
-        """Let go of the pages that lie wholly inside of ``(offset, length)`` ranges.
+        """Release the pages that are wholly inside of ``(offset, length)`` ranges.
 
         Their bytes are zero afterwards.
 
         Returns:
-            Bytes that were backed by memory and are not any more.
+            Number of bytes that were backed by memory and are not any more.
         """
         before = self.resident_bytes()
         for start, length in merged(ranges):
@@ -67,10 +67,10 @@ class Slab:
         return before - self.resident_bytes()
 
     def resident_bytes(self) -> int:
-        """Bytes that are backed by memory, as the kernel says.
+        """Return the number of bytes that are backed by memory, as the kernel reports.
 
         Raises:
-            OSError: The kernel does not say.
+            OSError: The kernel does not report it.
         """
         num_pages = self.num_bytes // mmap.PAGESIZE
         pages = np.empty(num_pages, dtype=np.uint8)
@@ -85,7 +85,7 @@ class Slab:
 
 
 def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Sorted ``(offset, length)`` with neighbours joined: fewer calls, and no page lost between."""
+    """Return sorted ranges, neighbours joined: fewer calls, and no page between them is missed."""
     joined: list[tuple[int, int]] = []
     for start, length in sorted(ranges):
         if joined and start <= sum(joined[-1]):
@@ -101,11 +101,11 @@ def _up(num_bytes: int) -> int:
 
 
 class GpuSlab:
-    """Memory of ``num_bytes`` on ``device``, of which only what is populated may be touched.
+    """Memory of ``num_bytes`` on ``device``, of which only the populated part may be touched.
 
     Attributes:
-        address: Of its first byte.
-        num_bytes: Reserved, in whole granules.
+        address: Address of the first byte.
+        num_bytes: Reserved bytes, in whole granules.
 
     Raises:
         UserError: banaserve was built without CUDA.
@@ -125,7 +125,7 @@ class GpuSlab:
         self.num_bytes = self._slab.num_bytes
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """``shape`` from the first byte on, contiguous; keeps the slab alive."""
+        """Return a contiguous tensor from the first byte on; it keeps the slab alive."""
         count = int(np.prod(shape)) * dtype.itemsize
         return self._bytes(0, count).view(dtype).view(shape)
 
@@ -133,28 +133,28 @@ class GpuSlab:
         """Back the first ``num_bytes`` with memory, zero where it was not backed.
 
         Returns:
-            True: what is not backed must not be touched here, so there is no doing without.
+            Always True: memory that is not backed must not be touched, so a failure is an error.
 
         Raises:
-            MemoryError: The device is short of memory; nothing has changed.
+            MemoryError: The device has too little free memory; nothing has changed.
         """
         for offset in self._slab.map(0, num_bytes):
             self._bytes(offset, self._slab.granule_bytes).zero_()
         return True
 
     def give_back(self, ranges: Iterable[tuple[int, int]]) -> int:
-        """Let go of the granules that lie wholly inside of ``(offset, length)`` ranges.
+        """Release the granules that are wholly inside of ``(offset, length)`` ranges.
 
-        Waits for the device. What is given back must be populated before it is touched again.
+        Waits for the device. Released memory must be populated before it is touched again.
 
         Returns:
-            Bytes that were backed by memory and are not any more.
+            Number of bytes that were backed by memory and are not any more.
         """
         torch.cuda.synchronize(self._device)
         return sum(self._slab.unmap(start, length) for start, length in merged(ranges))
 
     def resident_bytes(self) -> int:
-        """Bytes that are backed by memory."""
+        """Return the number of bytes that are backed by memory."""
         return self._slab.mapped_bytes
 
     def _bytes(self, offset: int, num_bytes: int) -> torch.Tensor:
@@ -163,12 +163,12 @@ class GpuSlab:
 
 
 class PlainSlab:
-    """Memory of ``num_bytes`` on ``device`` from torch: what it holds it keeps.
+    """Memory of ``num_bytes`` on ``device`` from torch, which cannot be given back in part.
 
-    In the place of ``GpuSlab`` in a build without CUDA.
+    Replaces ``GpuSlab`` in a build without CUDA.
 
     Attributes:
-        num_bytes: All of them are backed.
+        num_bytes: Size in bytes, all backed by memory.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -177,30 +177,30 @@ class PlainSlab:
         self.address = self._all.data_ptr()
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """``shape`` from the first byte on, contiguous; keeps the memory alive."""
+        """Return a contiguous tensor from the first byte on; it keeps the memory alive."""
         count = int(np.prod(shape)) * dtype.itemsize
         return self._all[:count].view(dtype).view(shape)
 
     def populate(self, num_bytes: int) -> bool:
-        """True: all of it is there."""
+        """Return True: all of the memory is backed."""
         return True
 
     def give_back(self, ranges: Iterable[tuple[int, int]]) -> int:
-        """0: torch takes back no part of a tensor."""
+        """Return 0: torch takes back no part of a tensor."""
         return 0
 
     def resident_bytes(self) -> int:
-        """All of them."""
+        """Return the size: all bytes are backed by memory."""
         return self.num_bytes
 
 
 def has_gpu_slabs() -> bool:
-    """Whether this build of banaserve has those."""
+    """Return whether this build of banaserve has ``GpuSlab``."""
     return importlib.util.find_spec("banaserve._native_cuda") is not None
 
 
 class _Bytes:
-    """What torch asks of an object whose device memory it takes over without a copy."""
+    """Device memory with the interface by which torch adopts it without a copy."""
 
     def __init__(self, address: int, num_bytes: int, owner: Any) -> None:
         self._owner = owner

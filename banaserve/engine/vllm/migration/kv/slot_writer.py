@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 
 
 class SlotWriter:
-    """Copies blocks of some layers into slots that the host has reserved, and commits none.
+    """A writer of some layers' blocks into slots that the host has reserved; it commits none.
 
     Args:
-        client: Of the host's name.
-        memory: With the KV of the layers.
-        places: Where each layer's blocks begin in it, by the layer's number in the model.
+        client: Store client with the host's client name.
+        memory: Memory with the KV of the layers.
+        places: Offset of each layer's blocks in ``memory``, by the layer's number in the model.
     """
 
     def __init__(self, client: StoreClient, memory: Memory, places: Mapping[int, int]) -> None:
@@ -38,7 +38,7 @@ class SlotWriter:
     def open(
         cls, store: StorePlace, memory: Memory, places: Mapping[int, int]
     ) -> SlotWriter | None:
-        """Connect; None where the store does not answer or refuses: then the host saves."""
+        """Connect to the store; None if it does not answer or refuses, then the host saves."""
         client = StoreClient(store.socket, store.fingerprint, client_name=store.client_name)
         try:
             client.connect()
@@ -49,10 +49,10 @@ class SlotWriter:
         return cls(client, memory, places)
 
     def write(self, copies: SlotCopies, around: Around) -> bool:
-        """Copy the blocks of all layers; False where the pool is not the one that was meant.
+        """Copy the blocks of all layers; return False if the pool has another generation.
 
         Args:
-            around: Each layer is copied within one.
+            around: Factory of contexts; each layer is copied within one context.
 
         Raises:
             ValueError: A block or a slot does not exist; some layers may have been copied.
@@ -79,9 +79,9 @@ class SlotWriter:
         return True
 
     def let_go_if_lost(self) -> None:
-        """Unmap the pool of a store that has gone: its memory is not free before."""
+        """Unmap the pool of a lost store; its memory is freed only then."""
         self._client.let_go_if_lost()
 
     def close(self) -> None:
-        """Disconnect; nothing is being copied."""
+        """Disconnect; no copy may be under way."""
         self._client.close()

@@ -1,7 +1,7 @@
 """Context of the step under way: its batch, the blocks that it writes, its attention metadata.
 
-Metadata travels to guests as the values that it is built from, since built metadata depends on the
-number of heads.
+Guests are sent the values that metadata is built from, since built metadata depends on the number
+of heads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CAN_TRAVEL = (bool, int, float, str, torch.Tensor, np.ndarray)
 
 
 def fields_of(common: CommonAttentionMetadata, block_size: int) -> dict[str, Any]:
-    """Every field that is set, with the block table and the slot mapping cut to what is used."""
+    """Return all fields that are set, the block table and slot mapping cut to the used part."""
     found = {name: getattr(common, name) for name in _FIELDS}
     fields = {name: value for name, value in found.items() if isinstance(value, _CAN_TRAVEL)}
     num_columns = -(-common.max_seq_len // block_size)
@@ -34,21 +34,21 @@ def fields_of(common: CommonAttentionMetadata, block_size: int) -> dict[str, Any
 
 
 def common_from(fields: Mapping[str, Any]) -> CommonAttentionMetadata:
-    """The metadata as the host's builder got it; fields of another vLLM are left out."""
+    """Return the metadata as the host's builder got it, without fields that this vLLM lacks."""
     return CommonAttentionMetadata(
         **{name: value for name, value in fields.items() if name in _NAMES}
     )
 
 
 class StepContext:
-    """Records each step by listening to the metadata builder of one attention group.
+    """Record of the current step, taken from the metadata builder of one attention group.
 
     Args:
-        num_blocks: That the pool can ever have.
+        num_blocks: Maximum number of blocks that the pool can ever have.
 
     Attributes:
         dirty_blocks: Blocks marked from each step's slot mapping.
-        step_id: Counts the steps, and the parts of steps.
+        step_id: Counter of the steps and the parts of steps.
         common: The batch of the step under way, or of a part of it; None before the first.
     """
 
@@ -78,7 +78,7 @@ class StepContext:
 
     @contextlib.contextmanager
     def part(self, common: CommonAttentionMetadata) -> Iterator[None]:
-        """While it lasts, guests hear only of this part of the step under way."""
+        """Describe only this part of the step under way to guests, within the context."""
         whole, self.common = self.common, common
         self._describe_anew()
         try:
@@ -92,7 +92,7 @@ class StepContext:
         return self.common.num_actual_tokens if self.common is not None else 0
 
     def fields(self) -> dict[str, Any]:
-        """The batch for a guest; taken apart once a step."""
+        """Return the fields of the batch for a guest; computed once a step."""
         if self._fields is None:
             assert self.common is not None
             self._fields = fields_of(self.common, self._block_size)
@@ -100,22 +100,22 @@ class StepContext:
 
     @property
     def block_size(self) -> int:
-        """Tokens in a block."""
+        """Return the number of tokens in a block."""
         return self._block_size
 
     def rebuild(self, part: CommonAttentionMetadata) -> Any:
-        """What the layers' own builder makes of a part of the batch."""
+        """Return the metadata that the layers' own builder builds for a part of the batch."""
         return self._build(0, part)
 
     def metadata_of(self, part: CommonAttentionMetadata) -> Any:
-        """The same, once a step."""
+        """Return the metadata of ``rebuild``, built once a step for each part."""
         if id(part) not in self._local:
             # The part is kept too, so that no other one of the step gets its id.
             self._local[id(part)] = self.rebuild(part), part
         return self._local[id(part)][0]
 
     def metadata(self, builder: Any) -> Any:
-        """What ``builder`` makes of the batch, once a step."""
+        """Return the metadata that ``builder`` builds for the batch, built once a step."""
         if id(builder) not in self._local:
             self._local[id(builder)] = builder.build(0, self.common)
         return self._local[id(builder)]

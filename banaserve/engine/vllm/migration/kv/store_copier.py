@@ -1,7 +1,7 @@
-"""Store copies of layers and heads that have moved: they go to where the KV lies.
+"""Store copies of layers and heads that have moved: they go to the guest or host with the KV.
 
-The free functions are the connector's hooks around attention, for layers whose attention runs
-elsewhere.
+The free functions call the connector's hooks around attention, for layers whose attention runs
+in a guest.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from banaserve.transport.memory import Memory
 
 _NOTHING = torch.empty(0)
 WhereIs = Callable[[str], Sequence[tuple[KvRun, RemoteKv | None]]]
-"""The runs of an attention's page, each with the guest that holds it; None: the host."""
+"""The runs of an attention's page, each with the KV of the guest that holds it; None: the host."""
 OlderBlocks = Callable[[str], tuple[RemoteBlocks, RemoteKv] | None]
-"""Which blocks of an attention are in a guest, where the others are not."""
+"""The blocks of an attention that are in a guest, with its KV; None if not split by blocks."""
 
 
 def _connector() -> Any | None:
@@ -40,7 +40,7 @@ def _connector() -> Any | None:
 
 
 def wait_for_loads(names: Iterable[str]) -> None:
-    """Return when the blocks that these layers read have been fetched."""
+    """Wait until the blocks that these layers read have been fetched."""
     connector = _connector()
     if connector is not None:
         for name in names:
@@ -48,7 +48,7 @@ def wait_for_loads(names: Iterable[str]) -> None:
 
 
 def save_layers(names: Iterable[str], metadata: Any) -> None:
-    """Say that these layers' blocks of this step may be saved."""
+    """Tell the connector that these layers' blocks of this step may be saved."""
     connector = _connector()
     if connector is not None:
         for name in names:
@@ -57,7 +57,7 @@ def save_layers(names: Iterable[str], metadata: Any) -> None:
 
 
 def slots_to_fill() -> SlotCopies | None:
-    """Slots that this step saves to, for a guest to fill; None where it is not to."""
+    """Return the slots of this step's saves for a guest to fill; None if it is to fill none."""
     connector = _connector()
     if connector is None:
         return None
@@ -70,30 +70,30 @@ def slots_to_fill() -> SlotCopies | None:
 
 
 def saved_elsewhere(names: Sequence[str], seconds: float) -> None:
-    """Say that a guest has saved these layers' blocks of this step, in so many seconds."""
+    """Tell the connector that a guest saved these layers' blocks of this step, in ``seconds``."""
     connector = _connector()
     if connector is not None:
         connector.saved_elsewhere(names, seconds)
 
 
 def hold_saves(hold: bool) -> None:
-    """Let layers not be saved when their attention ends: more tokens of this step will come."""
+    """Set whether to hold back saves at the end of attention: more tokens of the step follow."""
     if has_kv_transfer_group():
         get_kv_transfer_group().holds_saves = hold
 
 
 def abandon_step() -> None:
-    """Nothing that this step computes may reach the store."""
+    """Keep everything that this step computes out of the store."""
     if has_kv_transfer_group() and hasattr(get_kv_transfer_group(), "abandon_step"):
         get_kv_transfer_group().abandon_step()
 
 
 class StoreCopier:
-    """Wraps the connector's copier, which still copies all that is local.
+    """A wrapper of the connector's copier, which still copies all local blocks.
 
     Args:
-        names: Of the attentions, by the layer numbers of the connector.
-        part: This worker's part of a slot.
+        names: Names of the attentions, indexed by the connector's layer numbers.
+        part: Index of this worker's part of a slot.
         on_lost: Called from a copy thread when a guest is lost.
     """
 
@@ -150,7 +150,7 @@ class StoreCopier:
         away: npt.NDArray[np.bool_],
         guest: RemoteKv,
     ) -> EndedCopy:
-        """Blocks of a layer of which some are in a guest; none of them is written meanwhile."""
+        """Save blocks of a layer, some of them in a guest; none of them is written meanwhile."""
         seconds = 0.0
         page = KvRun(0, self._host.page_bytes)
         for held_by, chosen in ((guest, away), (None, ~away)):
@@ -190,6 +190,6 @@ class StoreCopier:
 
 
 def _plain(blocks: Numbers) -> list[int]:
-    """Numbers that a message to a guest can carry."""
+    """Return the numbers as a list of plain integers, which a message to a guest can carry."""
     numbers: list[int] = np.asarray(blocks, np.int64).tolist()
     return numbers

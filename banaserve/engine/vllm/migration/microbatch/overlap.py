@@ -42,24 +42,24 @@ logger = logging.getLogger(__name__)
 
 _SMOOTHING = 0.1
 SMALL_TOKENS = 2 * LEAST_TOKENS
-"""A step of fewer is never cut."""
+"""Minimum number of tokens of a step that may be cut."""
 _LEARN_EVERY = 8
-"""Of small steps: planning and learning take some tenths of a millisecond."""
+"""Small steps for each one that is planned and learnt from, which takes tenths of a millisecond."""
 
 
 class Overlap:
-    """Wraps each layer of the model while a range is remote and steps may be cut.
+    """Wrapper of the model's layers while a range is remote and steps may be cut.
 
     The first layer that is called runs the whole step in micro-batches; the others pass its result
-    on. That is right for models that do nothing between their layers, which a step in one
-    micro-batch has to show before any is cut.
+    on. This is right for models that do nothing between their layers, which a step in one
+    micro-batch has to confirm before any step is cut.
 
     Args:
-        layers: The model's list.
-        blocker: Why steps of this engine cannot be cut; empty where they can.
+        layers: The model's list of layers.
+        blocker: Reason why steps of this engine cannot be cut; empty if they can.
 
     Attributes:
-        max_microbatches: That a step is cut into; 1: guests are waited for.
+        max_microbatches: Maximum number of micro-batches of a step; 1: the host waits for guests.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Overlap:
         self._never_blocker = blocker
         self._placement_blocker = self._told = ""
         self._layers = layers
-        # Made here, since an engine stands still while they are put in their places.
+        # Made here in advance: the engine stands still while the wrappers are put in place.
         self._before = [_Before(self, index) for index in range(len(layers))]
         self._step_context = step_context
         self._times = StageTimes()
@@ -83,10 +83,10 @@ class Overlap:
     # ---- between two steps, and when a guest is lost in one
 
     def allow(self, max_microbatches: int) -> None:
-        """Cut steps into at most so many micro-batches.
+        """Set the maximum number of micro-batches of a step.
 
         Raises:
-            MigrationError: Out of range, or steps of this engine cannot be cut.
+            MigrationError: The number is out of range, or steps of this engine cannot be cut.
         """
         if not 1 <= max_microbatches <= MAX_MICROBATCHES:
             raise MigrationError(
@@ -98,17 +98,17 @@ class Overlap:
         self.max_microbatches = max_microbatches
 
     def step_aside(self) -> None:
-        """Leave nothing but the model's layers and their proxies in its list."""
+        """Remove the wrappers: only layers and their proxies remain in the model's list."""
         for index, module in enumerate(self._layers):
             if isinstance(module, _Before):
                 self._layers[index] = module.leave()
         self._segments = []
 
     def step_in(self, blocker: str) -> None:
-        """Run the steps from here on, where a range is away.
+        """Run the steps from now on, if a range of layers is away.
 
         Args:
-            blocker: Why guests have to be waited for as things lie; empty where they need not.
+            blocker: Reason why the present placement requires waiting for guests; empty if none.
         """
         self._placement_blocker = blocker
         self._tell()
@@ -131,16 +131,16 @@ class Overlap:
 
     @property
     def blocker(self) -> str:
-        """Why steps are not cut; empty where they may be."""
+        """Return the reason why steps are not cut; empty if they may be cut."""
         return self._never_blocker or self._order.blocker or self._placement_blocker
 
     @property
     def parts_allowed(self) -> int:
-        """As many micro-batches as a step may be cut into as things lie."""
+        """Return the maximum number of micro-batches of a step with the present placement."""
         return 1 if self.blocker else self.max_microbatches
 
     def status(self) -> OverlapStatus:
-        """Counts so far, for the coordinator."""
+        """Return the counts so far, for the coordinator."""
         return OverlapStatus(
             max_microbatches=self.max_microbatches,
             blocker=self.blocker,
@@ -172,7 +172,7 @@ class Overlap:
         return returned
 
     def _run(self, first: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The whole step; None where the model is to call its layers one by one."""
+        """Run the whole step; None if the model is to call its layers one by one."""
         context, common = get_forward_context(), self._step_context.common
         if context.attn_metadata is None or common is None:
             return None
@@ -201,8 +201,7 @@ class Overlap:
         return join(batches)
 
     def _stages(self) -> list[tuple[str, int]]:
-        """Host and guests in the order in which a token passes them, each with the number of
-        layers that it runs."""
+        """Return host and guests in the order of a token's way, each with its number of layers."""
         layers: dict[str, int] = {}
         for segment in self._segments:
             name = HERE if isinstance(segment, LayerChain) else segment.where.link.guest_id
@@ -224,7 +223,7 @@ class Overlap:
 
 
 class _Before(nn.Module):
-    """Replaces a layer, or its proxy."""
+    """Wrapper in the place of a layer, or of a layer's proxy."""
 
     layer: nn.Module
 
@@ -234,12 +233,12 @@ class _Before(nn.Module):
         self.index = index
 
     def standing_before(self, layer: nn.Module) -> _Before:
-        """This, before ``layer``, which is not registered as a part of it."""
+        """Wrap ``layer`` without registering it as a submodule; return the wrapper."""
         object.__setattr__(self, "layer", layer)
         return self
 
     def leave(self) -> nn.Module:
-        """The layer, which this lets go of."""
+        """Release and return the wrapped layer."""
         layer = self.layer
         object.__delattr__(self, "layer")
         return layer

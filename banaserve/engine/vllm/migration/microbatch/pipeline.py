@@ -35,14 +35,14 @@ Segment = LayerChain | RemoteRange
 
 
 class Pipeline:
-    """One step. All micro-batches begin first, so that guests have work, then go on in order.
+    """Run of one step. All micro-batches begin first, to give guests work, then go on in order.
 
     No micro-batch overtakes another, here or in a guest, so each finds the KV of those before it,
     as chunks of a prompt in separate steps do.
 
     Args:
-        segments: Of the model.
-        times: Learn what each micro-batch takes.
+        segments: Segments of the model, in order.
+        times: Times of the stages, which learn from each micro-batch.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Pipeline:
         self._waiting: deque[tuple[MicroBatch, RemoteRange]] = deque()
 
     def run(self, batches: Sequence[MicroBatch]) -> bool:
-        """Take all micro-batches through all layers; False where a guest was lost on the way."""
+        """Take all micro-batches through all layers; return False if a guest was lost meanwhile."""
         try:
             for batch in batches:
                 self._advance(batch)
@@ -66,7 +66,7 @@ class Pipeline:
             self._end(error, max(batch.common.num_actual_tokens for batch in batches))
             return False
         except BaseException:
-            # The engine ends with this, and what guests write to the store ends before it.
+            # The engine ends with this error; writes of guests to the store have to end before.
             for _, span in self._waiting:
                 span.where.link.give_up("the step has failed here")
             raise
@@ -78,7 +78,7 @@ class Pipeline:
         return True
 
     def _advance(self, batch: MicroBatch) -> None:
-        """Compute a micro-batch until a guest has it, or until it is through."""
+        """Compute a micro-batch until it is submitted to a guest or has passed all layers."""
         began_s = time.perf_counter()
         with self._step_context.part(batch.common):
             while batch.place < len(self._segments):
@@ -102,7 +102,7 @@ class Pipeline:
         self._waiting.append((batch, span))
 
     def _can_feed_another(self) -> bool:
-        """Whether a micro-batch is back that another guest might be waiting for."""
+        """Return whether a micro-batch has come back that another guest might be waiting for."""
         if not self._waiting:
             return False
         batch, span = self._waiting[0]
@@ -110,7 +110,7 @@ class Pipeline:
         return any(isinstance(s, RemoteRange) for s in ahead) and span.where.link.has_answer()
 
     def _collect(self) -> MicroBatch:
-        """Wait for the micro-batch that was submitted first."""
+        """Wait for the micro-batch that was submitted first, and return it."""
         batch, span = self._waiting.popleft()
         values = span.where.collect(batch.hidden_states)
         batch.take(span.returned(values))
@@ -122,7 +122,7 @@ class Pipeline:
         return batch
 
     def _end(self, error: GuestLostError, most_tokens: int) -> None:
-        """Leave nothing on the way: the next that is asked must get its own answer."""
+        """Drop all pending answers, so that the next request to a guest gets its own answer."""
         spans = {s.where.link: s for s in self._segments if isinstance(s, RemoteRange)}
         for link in spans:
             link.drop(most_tokens)
@@ -132,7 +132,7 @@ class Pipeline:
 
 
 def segments_of(modules: Sequence[nn.Module]) -> list[Segment]:
-    """The model's list of layers as runs of layers here and ranges elsewhere, in order."""
+    """Return the model's list of layers as runs of layers here and ranges in guests, in order."""
     found: list[Segment] = []
     index = 0
     while index < len(modules):
@@ -151,16 +151,16 @@ def segments_of(modules: Sequence[nn.Module]) -> list[Segment]:
 
 @dataclass
 class MicroBatch:
-    """Some consecutive tokens of a step on their way through the layers.
+    """Consecutive tokens of a step on their way through the layers.
 
     Attributes:
-        arguments: Of the next layer, by parameter name.
-        common: The batch that the micro-batch is.
-        context: vLLM's for these tokens.
-        num_behind: Micro-batches of the step whose tokens come later.
-        place: Segments of the model that it has entered.
-        returned: What the last layer has returned for it.
-        host_s: Spent on it here.
+        arguments: Arguments of the next layer, by parameter name.
+        common: Batch of these tokens.
+        context: vLLM's forward context for these tokens.
+        num_behind: Number of micro-batches of the step with later tokens.
+        place: Number of the model's segments that the micro-batch has entered.
+        returned: Values of the layer that the micro-batch has passed last.
+        host_s: Time of the host for the micro-batch, in seconds.
     """
 
     arguments: dict[str, Any]
@@ -181,19 +181,19 @@ class MicroBatch:
         return hidden
 
     def take(self, returned: Any) -> None:
-        """A layer has returned this: the next one takes it."""
+        """Take the values that a layer has returned as arguments of the next layer."""
         self.returned = returned
         self.arguments |= as_arguments(returned)
 
 
 def work_of(common: CommonAttentionMetadata) -> MicroBatchWork:
-    """Tokens of a batch, and at how many tokens they look together."""
+    """Return the number of tokens of a batch, and the number of tokens that they attend to."""
     seen = seen_of(common)
     return MicroBatchWork(float(len(seen)), float(seen.sum()))
 
 
 def seen_of(common: CommonAttentionMetadata) -> NDArray[np.float64]:
-    """At how many tokens each token of a batch looks, itself among them."""
+    """Return the number of tokens that each token of a batch attends to, including itself."""
     starts = common.query_start_loc_cpu.numpy()
     queries = np.diff(starts)
     lengths = common.seq_lens.cpu().numpy()[: len(queries)]
@@ -204,7 +204,7 @@ def seen_of(common: CommonAttentionMetadata) -> NDArray[np.float64]:
 def microbatch_blocker(
     arguments: Mapping[str, Any], common: CommonAttentionMetadata, context: ForwardContext
 ) -> str:
-    """Reason for which a step cannot be cut between its tokens; empty where it can."""
+    """Return the reason why a step cannot be cut between its tokens; empty if it can."""
     num_tokens = common.num_actual_tokens
     if common.causal is not True:
         return "its tokens look at later ones"
@@ -224,10 +224,10 @@ def cut(
     context: ForwardContext,
     sizes: Sequence[int],
 ) -> list[MicroBatch]:
-    """Micro-batches of the step under way, in the order of their tokens.
+    """Return the micro-batches of the step under way, in the order of their tokens.
 
     Args:
-        sizes: Tokens of each; together those of the step.
+        sizes: Number of tokens of each micro-batch; the sum is the number of tokens of the step.
     """
     assert step_context.common is not None
     if len(sizes) == 1:
@@ -257,7 +257,7 @@ def _context(
 
 
 def join(batches: Sequence[MicroBatch]) -> Any:
-    """Output of the last layer for all micro-batches, as of one step."""
+    """Return the output of the last layer for all micro-batches, joined as that of one step."""
     if len(batches) == 1:
         return batches[0].returned
     if not isinstance(batches[0].returned, tuple):

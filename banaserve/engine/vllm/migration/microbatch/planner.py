@@ -1,6 +1,6 @@
 """Plan micro-batches of a step whose layers run on several stages. Pure.
 
-Micro-batches are to take equally long, not to have equally many tokens: late tokens of a prompt
+Micro-batches should take equal times, not have equal numbers of tokens: late tokens of a prompt
 attend to more others, and while the last micro-batch is in the last stage all others are idle.
 Times of stages are learnt from every micro-batch that runs. ``orchestrator.model.overlapping`` has
 the makespan of micro-batches that are alike.
@@ -20,12 +20,12 @@ from banaserve.orchestrator.model.overlapping import LEAST_PART_TOKENS, WORTH
 Floats = NDArray[np.float64]
 
 HERE = ""
-"""The host, among the names of guests."""
+"""Name of the host among the names of guests."""
 
 LEAST_TOKENS = LEAST_PART_TOKENS
 
 _FIRST_S = (3e-4, 3e-5, 1e-8)
-"""Of one layer, before anything is measured: in itself, for a token, for a pair of tokens."""
+"""Assumed times of one layer before any measurement: fixed, for a token, for a pair of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class MicroBatchWork:
     """Work of a step or a micro-batch.
 
     Attributes:
-        tokens: That it computes.
-        pairs: Of a token that it computes and a token that this one looks at.
+        tokens: Number of tokens that are computed.
+        pairs: Number of pairs of a computed token and a token that it attends to.
     """
 
     tokens: float
@@ -52,12 +52,12 @@ class StageTimes:
         self._fits: dict[str, LinearFit] = {}
 
     def predict_s(self, stage: str, num_layers: int, tokens: Floats, pairs: Floats) -> Floats:
-        """Seconds of each micro-batch in a stage; a new guest is taken to be like the host."""
+        """Return the seconds of each micro-batch in a stage; a new guest counts as the host."""
         fixed_s, token_s, pair_s = self._fit(stage).coefficients
         return num_layers * np.maximum(0.0, fixed_s + token_s * tokens + pair_s * pairs)
 
     def observe(self, stage: str, num_layers: int, work: MicroBatchWork, seconds: float) -> None:
-        """A stage of so many layers took ``seconds``."""
+        """Learn that a stage of ``num_layers`` layers took ``seconds``."""
         if num_layers and seconds > 0:
             sample = seconds / num_layers
             self._fits[stage] = self._fit(stage).observed(work.features, sample)
@@ -78,9 +78,9 @@ class MicroBatchPlan:
     """Micro-batches of one step, with predicted times.
 
     Attributes:
-        sizes: Tokens of each micro-batch; one micro-batch where waiting is as good.
-        predicted_s: Time of its layers so.
-        waiting_s: Time of its layers in one micro-batch.
+        sizes: Number of tokens of each micro-batch; a single micro-batch if waiting is as good.
+        predicted_s: Time of the step's layers in these micro-batches, in seconds.
+        waiting_s: Time of the step's layers in one micro-batch, in seconds.
     """
 
     sizes: tuple[int, ...]
@@ -91,15 +91,15 @@ class MicroBatchPlan:
 def plan_microbatches(
     times: StageTimes, stages: Sequence[tuple[str, int]], seen: Floats, max_microbatches: int
 ) -> MicroBatchPlan:
-    """Micro-batches with which the pipeline is predicted to end first.
+    """Return the micro-batches with which the pipeline is predicted to end first.
 
     Args:
-        stages: Host and guests as tokens pass them, each with the number of its layers.
-        seen: At how many tokens each token of the step looks, itself among them.
-        max_microbatches: That are allowed.
+        stages: Host and guests in the order of a token's way, each with its number of layers.
+        seen: Number of tokens that each token of the step attends to, including itself.
+        max_microbatches: Maximum number of micro-batches.
     """
     at_most = max(1, min(max_microbatches, len(seen) // LEAST_TOKENS))
-    if at_most == 1:  # what most steps that decode are: nothing to weigh
+    if at_most == 1:  # the case of most decode steps: there is no choice to make
         whole = np.array([len(seen)]), np.array([seen.sum()])
         waiting_s = sum(float(times.predict_s(*stage, *whole)[0]) for stage in stages)
         return MicroBatchPlan((len(seen),), waiting_s, waiting_s)
@@ -126,12 +126,14 @@ def _best_of(
 
 
 def flow_makespan_s(each_s: Sequence[Floats]) -> float:
-    """Time of a step whose micro-batches are not alike.
+    """Return the time of a step whose micro-batches are not alike, in seconds.
 
-    Micro-batch k leaves stage i at C_i(k) = max(C_(i-1)(k), C_i(k-1)) + t_i(k) of the step.
+    Micro-batch k leaves stage i at C_i(k) = max(C_(i-1)(k), C_i(k-1)) + t_i(k), counted from the
+    beginning of the step.
 
     Args:
-        each_s: For each stage, in order, what each micro-batch takes in it; at least one of both.
+        each_s: Times of the micro-batches in each stage, in seconds, in order; at least one stage
+            and one micro-batch.
     """
     done = np.cumsum(each_s[0])
     for took in each_s[1:]:
@@ -141,20 +143,20 @@ def flow_makespan_s(each_s: Sequence[Floats]) -> float:
 
 
 def _marks(num_tokens: int) -> NDArray[np.int64]:
-    """Tokens at which a step may be cut: multiples of a kernel's tile, and its ends."""
+    """Return the tokens at which a step may be cut: multiples of a kernel's tile, and both ends."""
     return np.append(np.arange(0, num_tokens, LEAST_TOKENS), num_tokens)
 
 
 def _rising_s(
     times: StageTimes, stage: tuple[str, int], marks: NDArray[np.int64], pairs: Floats
 ) -> Floats:
-    """What a stage takes up to each mark, without what a micro-batch takes in itself."""
+    """Return the time of a stage up to each mark, without the fixed time of a micro-batch."""
     upto = times.predict_s(*stage, marks.astype(float), pairs)
     return np.asarray(np.maximum.accumulate(upto - upto[0]))
 
 
 def _cuts(cost_s: Floats, num_parts: int) -> NDArray[np.int64]:
-    """Marks between which the cost is alike; fewer where a mark would stand twice."""
+    """Return marks between which the cost is about equal; fewer if a mark would occur twice."""
     last = len(cost_s) - 1
     halfway = (cost_s[:-1] + cost_s[1:]) / 2
     nearest = np.searchsorted(halfway, cost_s[-1] * np.arange(1, num_parts) / num_parts)
@@ -162,7 +164,7 @@ def _cuts(cost_s: Floats, num_parts: int) -> NDArray[np.int64]:
 
 
 def _candidates(at_most: int) -> list[int]:
-    """Numbers of micro-batches: all of the small ones, a quarter apart further up."""
+    """Return numbers of micro-batches to try: every small number, larger ones a quarter apart."""
     found = [1]
     while (more := max(found[-1] + 1, found[-1] * 5 // 4)) <= at_most:
         found.append(more)

@@ -1,4 +1,4 @@
-"""Status of steps in parts, as the host of a migration tells it."""
+"""Status of steps in parts, as the host of a migration reports it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import msgspec
 
 
 class OverlapTimes(msgspec.Struct):
-    """Sums over all steps that could be cut, of the time of their layers.
+    """Sums of the times of the layers, over all steps that could be cut, in seconds.
 
     Attributes:
-        predicted_s: As the steps were cut.
-        waiting_s: Predicted for the same steps in one part.
-        measured_s: As it was.
-        wrong_s: By how much each prediction was off, whatever the sign.
+        predicted_s: Time predicted for the steps as they were cut.
+        waiting_s: Time predicted for the same steps in one part.
+        measured_s: Measured time.
+        wrong_s: Sum of the absolute errors of the predictions.
     """
 
     predicted_s: float = 0.0
@@ -22,16 +22,16 @@ class OverlapTimes(msgspec.Struct):
 
 
 class OverlapStatus(msgspec.Struct, frozen=True):
-    """Whether a host and the guests of its layers compute at once.
+    """Status of the overlap: of a host and the guests of its layers that compute at once.
 
     Attributes:
-        max_microbatches: That a step may be cut into; 1: guests are waited for.
-        blocker: Why steps are not cut; empty where they may be.
-        steps_cut: So far.
-        steps_waited: Run in one part, because no other number was predicted to be faster.
-        parts: Of all steps while layers were away.
-        prediction_error: Of the time of a step's layers, as a fraction, smoothed.
-        times: Predicted and measured.
+        max_microbatches: Maximum number of parts of a step; 1: the host waits for guests.
+        blocker: Reason why steps are not cut; empty if they may be cut.
+        steps_cut: Number of steps cut so far.
+        steps_waited: Number of steps in one part: not cuttable, or not predicted to be faster.
+        parts: Number of parts of all steps that were planned while layers were away.
+        prediction_error: Error of the predicted time of a step's layers, as a fraction, smoothed.
+        times: Predicted and measured times.
     """
 
     max_microbatches: int

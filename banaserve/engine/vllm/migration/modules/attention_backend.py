@@ -11,10 +11,10 @@ from banaserve.kernels.interface import Kernels
 
 
 def kernels_for(choice: str, device: torch.device) -> Kernels | None:
-    """The kernels that attend on ``device``; None: vLLM's own attention does.
+    """Return the kernels that compute attention on ``device``; None: vLLM's own attention.
 
-    ``auto`` is vLLM's on a CPU, whose kernels are several times faster than our reference, and
-    ours everywhere else: vLLM's on a GPU take no part of the heads of a layer's KV.
+    ``auto`` is vLLM's attention on a CPU, which is several times faster than our reference, and
+    our kernels everywhere else: vLLM's on a GPU cannot attend with only some heads of a layer's KV.
 
     Raises:
         MigrationError: The choice cannot run on the device.

@@ -1,7 +1,7 @@
-"""A compiled model whose layers run one by one while something else stands in their places.
+"""A compiled model whose layers run one by one while some of them are replaced.
 
-The graphs of ``torch.compile`` hold the modules that were there when they were made: what the model
-has been given since is never called. Attentions are an exception, since a graph only names them.
+The graphs of ``torch.compile`` hold the modules that existed when the graphs were made: modules
+that replace these later are never called. Attentions are an exception: a graph only names them.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from banaserve.engine.vllm.compat.model import leave_graphs
 
 
 class CompiledModel:
-    """Runs as compiled code as long as nobody needs it to call its modules.
+    """A model that runs as compiled code unless its modules have to be called.
 
     Args:
-        model: With or without graphs.
+        model: Model with or without compiled graphs.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -26,7 +26,7 @@ class CompiledModel:
         self._handle: Any = None
 
     def call_modules(self, reason: str, *, wanted: bool) -> None:
-        """Call the modules one by one from the next step on, or no longer for this reason."""
+        """Add or remove a reason to call the modules one by one, from the next step on."""
         (self._reasons.add if wanted else self._reasons.discard)(reason)
         if self._reasons and self._handle is None:
             self._handle = leave_graphs(self._model)

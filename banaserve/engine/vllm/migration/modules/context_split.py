@@ -1,7 +1,7 @@
 """Attention over a split sequence: newer KV blocks here, older ones in a guest, results merged.
 
-``ContextAttention`` takes the place of an attention's implementation; ``split_context`` divides the
-batch of a step.
+``ContextAttention`` replaces an attention's implementation; ``split_context`` divides the batch of
+a step.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ _Marks = npt.NDArray[np.bool_]
 
 
 class ContextPlan(NamedTuple):
-    """One step of the layers whose older blocks are in one guest.
+    """Division of one step of the layers whose older blocks are in one guest.
 
     Attributes:
-        rows: Tokens of sequences with blocks in the guest, int64.
-        local: Their blocks here; tokens are counted without those in the guest.
-        remote: Their blocks in the guest: all before the first token that asks, so no mask.
-        other_rows: The other tokens.
-        others: The batch of the other tokens; None where there are none.
+        rows: Indices of the tokens of sequences with blocks in the guest, int64.
+        local: Batch of these sequences' blocks here; tokens in the guest are not counted.
+        remote: Batch of these sequences' blocks in the guest; all these blocks precede the first
+            query, so there is no mask.
+        other_rows: Indices of the other tokens, int64.
+        others: Batch of the other tokens; None if there are none.
     """
 
     rows: torch.Tensor
@@ -50,10 +51,10 @@ class ContextPlan(NamedTuple):
 def split_context(
     common: CommonAttentionMetadata, block_size: int, away: RemoteBlocks
 ) -> ContextPlan | None:
-    """Divide a step between the host and a guest; None where the guest has nothing of it.
+    """Divide a step between the host and a guest; None if the guest has no block of the step.
 
-    Keys carry their positions, and whatever is in the guest lies before the tokens that ask. So
-    the blocks of either end may be counted as if they lay together.
+    Keys contain their positions, and all blocks in the guest precede the queries of the step. So
+    the blocks of either side may be counted as if they were contiguous.
     """
     table: _Ints = common.block_table_tensor[: common.num_reqs].cpu().numpy().astype(np.int64)
     seq_lens = common.seq_lens[: common.num_reqs].cpu().numpy().astype(np.int64)
@@ -92,7 +93,7 @@ def _rows(starts: _Ints, seqs: _Ints) -> torch.Tensor:
 def _select(
     table: _Ints, chosen: _Marks, asking: _Ints, first_asking: _Ints, num_tokens: _Ints
 ) -> Batch:
-    """The chosen blocks of each row, at its front."""
+    """Return a batch of each row's chosen blocks, which are moved to the front of the row."""
     width = int(chosen.sum(1).max())
     order = np.argsort(~chosen, axis=1, kind="stable")[:, :width]
     return Batch(
@@ -111,7 +112,7 @@ def _int32(values: npt.NDArray[np.integer]) -> torch.Tensor:
 def _without(
     common: CommonAttentionMetadata, starts: _Ints, seq_lens: _Ints, rest: _Ints
 ) -> CommonAttentionMetadata | None:
-    """The batch with none but the sequences ``rest``."""
+    """Return the batch with only the sequences ``rest``; None if they have no tokens."""
     asking = np.diff(starts)[rest]
     if not asking.sum():
         return None
@@ -132,16 +133,16 @@ def _without(
 
 
 class ContextChannel(Protocol):
-    """Steps over older blocks that lie elsewhere: what attention over a split sequence asks.
+    """Channel to a guest for attention over older blocks of split sequences.
 
-    ``submit`` and ``collect`` raise ``GuestLostError`` where the guest is lost.
+    ``submit`` and ``collect`` raise ``GuestLostError`` if the guest is lost.
     """
 
     @property
     def link(self) -> GuestClient: ...
 
     def plan(self) -> ContextPlan | None:
-        """How the step under way is divided: once for all layers."""
+        """Return the division of the step under way, made once for all layers."""
         ...
 
     def submit(self, name: str, query: torch.Tensor) -> None:
@@ -149,23 +150,23 @@ class ContextChannel(Protocol):
         ...
 
     def collect(self, query: torch.Tensor) -> PartialAttention:
-        """Attention over the guest's blocks, float32."""
+        """Return the attention over the guest's blocks, float32."""
         ...
 
 
 class ContextAttention:
-    """A sequence is split: both ends attend over their blocks, and the parts are merged.
+    """Attention over split sequences: host and guest attend over their blocks; results are merged.
 
-    BanaServe Eq. 10 in corrected form: a part counts by the exponential of its log-sum-exp, where
-    the paper adds outputs that were normalised by different denominators.
+    BanaServe Eq. 10 in corrected form: a part is weighted by the exponential of its log-sum-exp,
+    where the paper adds outputs that were normalised by different denominators.
 
-    New keys and values are written by what stands behind, for new blocks are always here.
+    New keys and values are written by the replaced implementation: new blocks are always here.
 
     Args:
         layer: vLLM's attention module, whose ``impl`` this object becomes.
         on_lost: Called when the guest is lost in the middle of a step.
-        pages: How its KV is read.
-        ranks: Of the engine: each splits the same blocks of its own heads.
+        pages: Attention over the pages of the layer's KV.
+        ranks: Tensor-parallel ranks of the engine; each splits the same blocks of its own heads.
     """
 
     def __init__(
@@ -190,7 +191,7 @@ class ContextAttention:
         return getattr(self.__dict__["inner"], name)
 
     def arrange(self, remote: ContextChannel | None) -> None:
-        """Say which guest has older blocks; between two steps. None: all are here."""
+        """Set the guest with older blocks, between two steps; None: all blocks are here."""
         self._remote = remote
         set_implementation(self._layer, self.inner if remote is None else self)
 
@@ -205,7 +206,7 @@ class ContextAttention:
         output: torch.Tensor,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """As vLLM's: fills ``output`` ``[num_tokens, num_heads, head_size]``."""
+        """Fill ``output`` ``[num_tokens, num_heads, head_size]``, as vLLM's implementation does."""
         remote = self._remote
         plan = remote.plan() if remote is not None and attn_metadata is not None else None
         if remote is None or plan is None:
@@ -232,7 +233,7 @@ class ContextAttention:
 
 
 def _lost_in(question: Callable[[], None]) -> GuestLostError | None:
-    """Why the guest that is asked is lost; None where it is not."""
+    """Return the error if the guest is lost when it is asked; None otherwise."""
     try:
         question()
     except GuestLostError as lost:

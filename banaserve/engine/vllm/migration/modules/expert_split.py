@@ -1,7 +1,7 @@
 """Experts of a layer in several places: some here, others in guests, their outputs added up.
 
-``SplitExperts`` takes the place of what computes a mixture-of-experts layer's routed experts. The
-router stays with the host, which knows for every token which experts it has chosen.
+``SplitExperts`` replaces the computation of a mixture-of-experts layer's routed experts. The router
+stays with the host, which knows the chosen experts of every token.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
 from banaserve.errors import GuestLostError
 
 NOT_HERE = -1
-"""In the place of an expert's number: it is not one of those that are asked for."""
+"""Number in the place of an expert that the request does not ask for."""
 
 
 class ExpertChannel(Protocol):
-    """Some experts of one layer that are elsewhere.
+    """Channel to a guest with experts of one layer.
 
-    Both methods raise ``GuestLostError`` where the guest is lost.
+    Both methods raise ``GuestLostError`` if the guest is lost.
     """
 
     @property
     def link(self) -> GuestClient: ...
 
     def submit(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
-        """Send tokens ``[n, hidden_size]``, and ``[n, k]`` weights and experts as numbered there.
+        """Send tokens ``[n, hidden_size]``, ``[n, k]`` weights and the guest's numbers of experts.
 
-        ``NOT_HERE`` stands where another place has the expert.
+        The number is ``NOT_HERE`` for an expert that is in another place.
         """
         ...
 
     def collect(self, x: torch.Tensor) -> torch.Tensor:
-        """Their weighted sum for each of the tokens ``x`` that were submitted."""
+        """Return the experts' weighted sum for each of the submitted tokens ``x``."""
         ...
 
 
@@ -52,7 +52,7 @@ class _Away(NamedTuple):
     """A unit's experts of the layer.
 
     Attributes:
-        ids: Of the experts in the layer, as the guest numbers them.
+        ids: Numbers of the experts in the layer, in the order of the guest's own numbers.
     """
 
     ids: tuple[int, ...]
@@ -60,10 +60,10 @@ class _Away(NamedTuple):
 
 
 class _Share(NamedTuple):
-    """What one unit computes of a step.
+    """A unit's share of a step.
 
     Attributes:
-        tokens: That have chosen one of its experts, int64.
+        tokens: Indices of the tokens that have chosen one of the unit's experts, int64.
     """
 
     where: ExpertChannel
@@ -77,12 +77,12 @@ class SplitExperts:
     """The routed experts of one layer; all at home until ``arrange`` says otherwise.
 
     Args:
-        experts: vLLM's.
+        experts: vLLM's module of routed experts.
         on_lost: Called with a guest that is lost in the middle of a step.
-        ranks: Of the engine, which have a part of each expert.
+        ranks: Tensor-parallel ranks of the engine, each of which has a part of each expert.
 
     Attributes:
-        experts: As given.
+        experts: vLLM's module of routed experts, as given.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class SplitExperts:
         self._units: dict[str, _Away] = {}
         self._counts: torch.Tensor | None = None
         self._is_placed = False
-        # By expert: which of the units has it, 0 this engine; and its number there.
+        # By expert: index of the unit that has it, 0 for this engine; and its number there.
         self._place = self._number = torch.empty(0)
 
     @property
@@ -107,7 +107,7 @@ class SplitExperts:
     # ---- between two steps
 
     def arrange(self, unit_id: str, ids: Sequence[int], where: ExpertChannel | None) -> None:
-        """Say where a unit's experts are; None: here."""
+        """Set the channel to the guest with a unit's experts; None: they are here."""
         if where is None:
             self._units.pop(unit_id, None)
         else:
@@ -123,7 +123,7 @@ class SplitExperts:
         self._set_forward()
 
     def count(self, is_wanted: bool) -> list[int]:
-        """How often each expert was chosen since counting began; goes on counting, or ends it."""
+        """Return how often each expert was chosen since counting began; go on counting or end."""
         if self._counts is None:
             device = next(self.experts.parameters()).device
             self._counts = torch.zeros(self.num_experts, dtype=torch.int64, device=device)
@@ -149,7 +149,7 @@ class SplitExperts:
         shared_experts: Any = None,
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As vLLM's: the weighted sum of the chosen experts, ``[num_tokens, hidden_size]``."""
+        """Return the weighted sum of the chosen experts, as vLLM: ``[num_tokens, hidden_size]``."""
         is_step = get_forward_context().attn_metadata is not None
         if self._counts is not None and is_step:
             chosen = topk_ids.reshape(-1).long()
@@ -172,7 +172,7 @@ class SplitExperts:
         return output
 
     def _settle(self, mine: Mapping[GuestClient, GuestLostError]) -> None:
-        """Say which guests are lost on any rank; asked by all, whatever tokens have chosen."""
+        """Report guests that are lost on any rank; all ranks call this, whatever tokens chose."""
         links = list(dict.fromkeys(away.where.link for away in self._units.values()))
         lost = self._ranks.any_of([link in mine for link in links])
         for link in itertools.compress(links, lost):
@@ -181,7 +181,7 @@ class SplitExperts:
     def _shares(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, place: torch.Tensor
     ) -> list[_Share]:
-        """Of the units that some token has chosen an expert of."""
+        """Return the shares of those units of which a token has chosen an expert."""
         shares = []
         number = self._number[ids.long()]
         for index, away in enumerate(self._units.values(), start=1):
@@ -195,7 +195,7 @@ class SplitExperts:
 
 
 def _submit(share: _Share, lost: dict[GuestClient, GuestLostError]) -> bool:
-    """Whether its answer can be waited for; enters its guest where that is lost."""
+    """Submit a share; return False, with the guest entered in ``lost``, if the guest is lost."""
     try:
         share.where.submit(share.x, share.weights, share.ids)
     except GuestLostError as error:
@@ -205,7 +205,7 @@ def _submit(share: _Share, lost: dict[GuestClient, GuestLostError]) -> bool:
 
 
 def _collect(share: _Share, output: torch.Tensor, lost: dict[GuestClient, GuestLostError]) -> None:
-    """Add a guest's part; one that is lost adds nothing, and the step will be run again."""
+    """Add a guest's part; a lost guest adds nothing, and the step will be run again."""
     try:
         output.index_add_(0, share.tokens, share.where.collect(share.x))
     except GuestLostError as error:
@@ -213,10 +213,10 @@ def _collect(share: _Share, output: torch.Tensor, lost: dict[GuestClient, GuestL
 
 
 def _first_of_each_guest(shares: Sequence[_Share]) -> tuple[list[_Share], list[_Share]]:
-    """Those to ask at once, and those to ask when these have been answered.
+    """Return the shares to submit at once, and those to submit when the first are answered.
 
-    Two large questions to one guest would wait for each other: it cannot read the second while
-    its answer to the first is not read.
+    Two large requests to one guest would wait for each other: the guest cannot read the second
+    while its answer to the first is not read.
     """
     first: dict[GuestClient, _Share] = {}
     later = []
@@ -233,10 +233,10 @@ def sum_of(
     ids: torch.Tensor,
     wanted: torch.Tensor,
 ) -> torch.Tensor:
-    """The weighted sum of those experts that ``wanted`` names, zero for a token that wants none.
+    """Return the weighted sum of the experts marked in ``wanted``; zero for a token without one.
 
-    Tokens that want equally many are computed together, so that no kernel has to know of experts
-    that are elsewhere, and none is computed in vain.
+    Tokens with the same number of wanted experts are computed together, so that no kernel has to
+    know of experts that are elsewhere, and no unwanted expert is computed.
 
     Args:
         x: ``[num_tokens, hidden_size]``.

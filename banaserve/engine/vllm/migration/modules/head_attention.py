@@ -26,14 +26,14 @@ from banaserve.kernels.layouts import KvLayout, key_value_views
 
 
 class HeadAttention(Protocol):
-    """Heads that a guest computes."""
+    """Attention of the heads that a guest computes."""
 
     def metadata(self, common: CommonAttentionMetadata) -> Any:
-        """What ``run`` needs of a step; the same for every layer with as many heads."""
+        """Return a step's data for ``run``; equal for all layers with the same number of heads."""
         ...
 
     def pages(self) -> Pages:
-        """How to read keys and values of its KV cache."""
+        """Return the attention over the pages of the KV cache."""
         ...
 
     def run(
@@ -52,12 +52,12 @@ class HeadAttention(Protocol):
             key: ``[num_tokens, num_kv_heads, head_size]``; ``value`` likewise.
 
         Returns:
-            As ``query``.
+            Attention output, in the shape of ``query``.
         """
         ...
 
     def close(self) -> None:
-        """Let go of the KV cache."""
+        """Release the KV cache."""
         ...
 
 
@@ -68,14 +68,17 @@ def head_attention(
     kv_cache: torch.Tensor,
     kernels: Kernels | None,
 ) -> HeadAttention:
-    """Of a slice whose KV is ``[num_blocks, num_kv_heads, ...]``; no kernels: vLLM's own."""
+    """Return a slice's attention over KV ``[num_blocks, num_kv_heads, ...]``.
+
+    It is computed by ``kernels``, or by vLLM's own attention if ``kernels`` is None.
+    """
     if kernels is not None:
         return KernelsHeadAttention(part, kv_cache, kernels)
     return VllmHeadAttention(config, part, unit_id, kv_cache)
 
 
 class KernelsHeadAttention:
-    """Through the kernels of the KV's device."""
+    """Attention of heads through the kernels of the KV's device."""
 
     def __init__(self, part: AttentionSlice, kv_cache: torch.Tensor, kernels: Kernels) -> None:
         self._kernels = kernels

@@ -1,6 +1,6 @@
 """Attention of a layer with split KV heads: some here, others in guests, outputs side by side.
 
-``SplitAttention`` takes the place of an attention's implementation.
+``SplitAttention`` replaces an attention's implementation.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Remote(NamedTuple):
     """Output of a guest for one layer and step.
 
     Attributes:
-        kv_heads: Ascending.
-        query_heads: Where their outputs stand in the layer's, int64.
-        output: ``[num_tokens, query heads, head_size]``; None where the guest is lost.
+        kv_heads: KV heads in the guest, ascending.
+        query_heads: Indices of their query heads in the layer's output, int64.
+        output: ``[num_tokens, query heads, head_size]``; None if the guest is lost.
     """
 
     kv_heads: tuple[int, ...]
@@ -36,7 +36,7 @@ class Remote(NamedTuple):
 
 
 class LocalHeads(Protocol):
-    """Heads of one layer that are here."""
+    """The heads of one layer that are here."""
 
     def write(
         self,
@@ -46,7 +46,7 @@ class LocalHeads(Protocol):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Write theirs of a step's keys and values ``[num_tokens, num_kv_heads, head_size]``."""
+        """Write these heads' keys and values of ``[num_tokens, num_kv_heads, head_size]``."""
         ...
 
     def attend(
@@ -61,12 +61,12 @@ class LocalHeads(Protocol):
         ...
 
     def join(self, output: torch.Tensor, remote: Sequence[Remote]) -> None:
-        """Fill the rest; zero for heads whose guest is lost. Follows ``attend``."""
+        """Fill the rest, after ``attend``; zero for heads whose guest is lost."""
         ...
 
 
 class VllmHeads:
-    """vLLM's kernels on CPU: each run of neighbouring heads takes a strided view of the KV."""
+    """Local heads on vLLM's CPU kernels: each run of neighbours has a strided view of the KV."""
 
     def __init__(
         self,
@@ -114,18 +114,18 @@ class VllmHeads:
             own = torch.empty_like(mine)
             metadata = self._step_context.metadata(part.builder)
             cache = kv_cache[:, part.kv_heads]
-            # New keys and values lie in the cache already.
+            # New keys and values are in the cache already.
             part.impl.forward(layer, mine, None, None, cache, metadata, output=own)
             output[:, part.query_heads] = own
 
     def join(self, output: torch.Tensor, remote: Sequence[Remote]) -> None:
-        """See ``LocalHeads``. Written to their places: half of what concatenating costs here."""
+        """See ``LocalHeads``. Outputs are copied in place: half the cost of concatenating here."""
         for part in remote:
             output[:, part.query_heads] = 0 if part.output is None else part.output
 
 
 class _Group:
-    """Neighbouring heads."""
+    """A run of neighbouring heads, with vLLM's implementation for them."""
 
     def __init__(
         self, config: VllmConfig, layer: Any, inner: Any, name: str, first: int, count: int
@@ -137,7 +137,7 @@ class _Group:
 
 
 class KernelsHeads:
-    """Our kernels: they attend with any heads of the layer, and put all outputs side by side."""
+    """Local heads on our kernels, which attend with any heads and put all outputs side by side."""
 
     def __init__(
         self,
@@ -174,12 +174,12 @@ class KernelsHeads:
     ) -> None:
         """See ``LocalHeads``."""
         if self._here:
-            # What vLLM's metadata says depends on its backend; what that was made of does not.
+            # vLLM's metadata depends on its backend; the batch that it was made from does not.
             batch = self._step_context.common
             self._own = self._attention.attend(query, kv_cache, batch, self._heads)
 
     def join(self, output: torch.Tensor, remote: Sequence[Remote]) -> None:
-        """See ``LocalHeads``; BanaServe Eq. 8 to 10 for heads, which have nothing in common."""
+        """See ``LocalHeads``; BanaServe Eq. 8 to 10 for heads, which are independent."""
         parts = [_zeros(output, r) if r.output is None else r.output for r in remote]
         groups = [r.kv_heads for r in remote]
         own, self._own = self._own, None
@@ -193,9 +193,9 @@ def _zeros(output: torch.Tensor, remote: Remote) -> torch.Tensor:
 
 
 class HeadChannel(Protocol):
-    """Steps of some heads of one layer that run elsewhere: what split attention asks of them.
+    """Channel to a guest for the attention of some heads of one layer.
 
-    ``submit`` and ``collect`` raise ``GuestLostError`` where the guest is lost.
+    ``submit`` and ``collect`` raise ``GuestLostError`` if the guest is lost.
     """
 
     @property
@@ -206,12 +206,12 @@ class HeadChannel(Protocol):
         ...
 
     def collect(self) -> torch.Tensor:
-        """Their attention's output, ``[num_tokens, query heads, head_size]``."""
+        """Return the heads' attention output, ``[num_tokens, query heads, head_size]``."""
         ...
 
 
 class _Away(NamedTuple):
-    """Some heads that are in one guest; ``query_heads`` and ``kv_heads`` are their places."""
+    """Heads that are in one guest; ``query_heads`` and ``kv_heads`` are indices in the layer."""
 
     heads: tuple[int, ...]
     kv_heads: torch.Tensor
@@ -223,8 +223,8 @@ class _Submitted(NamedTuple):
     """Heads whose output is awaited.
 
     Attributes:
-        is_lost: Whether their guest is.
-        parts: Query, key and value, where the guest is still to be asked.
+        is_lost: True if the guest of the heads is lost.
+        parts: Query, key and value that are still to be sent to the guest; None if sent.
     """
 
     away: _Away
@@ -233,7 +233,7 @@ class _Submitted(NamedTuple):
 
 
 class SplitAttention:
-    """Heads are independent: their outputs lie side by side, and nothing has to be merged.
+    """Attention with heads in several places: outputs are put side by side, nothing is merged.
 
     Args:
         layer: vLLM's attention module, whose ``impl`` this object becomes.
@@ -263,7 +263,7 @@ class SplitAttention:
         return getattr(self.__dict__["inner"], name)
 
     def arrange(self, remote: Mapping[Sequence[int], HeadChannel]) -> None:
-        """Say which KV heads are where; between two steps. Nothing remote: the layer is whole."""
+        """Set which guests have which KV heads, between two steps; empty: the layer is whole."""
         away = {head for heads in remote for head in heads}
         here = [head for head in range(self._layer.num_kv_heads) if head not in away]
         if not away:
@@ -295,7 +295,7 @@ class SplitAttention:
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Write the new keys and values of the heads that are here; keep the others' to send."""
+        """Write the new keys and values of the heads here; keep those of other heads to send."""
         self._new = key, value
         if self._local is not None:
             self._local.write(layer, key, value, kv_cache, slot_mapping)
@@ -311,7 +311,7 @@ class SplitAttention:
         output: torch.Tensor,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """As vLLM's: fills ``output`` ``[num_tokens, num_heads, head_size]``."""
+        """Fill ``output`` ``[num_tokens, num_heads, head_size]``, as vLLM's implementation does."""
         local = self._local
         if attn_metadata is None or self._new is None or local is None:
             return output
@@ -327,10 +327,10 @@ class SplitAttention:
     def _submit(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> list[_Submitted]:
-        """Ask each guest once. Whatever else it has of this layer is asked when it has answered.
+        """Submit to each guest once; its further heads of this layer follow after its answer.
 
-        Two large questions to one guest would wait for each other: it cannot read the second
-        while its answer to the first is not read.
+        Two large requests to one guest would wait for each other: the guest cannot read the
+        second while its answer to the first is not read.
         """
         submitted: list[_Submitted] = []
         asked: set[GuestClient] = set()
@@ -350,7 +350,7 @@ class SplitAttention:
         return submitted
 
     def _collect(self, submitted: Sequence[_Submitted]) -> list[Remote]:
-        """Waits for all of them, whatever becomes of one."""
+        """Wait for the outputs of all guests, even if one of the guests is lost."""
         return [Remote(p.away.heads, p.away.query_heads, self._output(p)) for p in submitted]
 
     def _output(self, submitted: _Submitted) -> torch.Tensor | None:

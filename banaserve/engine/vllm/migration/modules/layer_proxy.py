@@ -1,7 +1,7 @@
 """Proxies in a model's list of layers for a range that runs in a guest.
 
-``LayerChain`` calls the layers that stay, one after the other; ``LayerOrder`` checks that a model
-only passes on from layer to layer what the last one has returned.
+``LayerChain`` calls the layers that stay, in order; ``LayerOrder`` checks that a model passes on
+from layer to layer only the values that the layer before has returned.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Around = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 class LayerChain:
-    """Calls each layer with those arguments that it has, by name."""
+    """Chain of layers that calls each layer with the arguments of its signature, by name."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._layers = list(layers)
@@ -35,12 +35,12 @@ class LayerChain:
         return len(self._layers)
 
     def run(self, arguments: Mapping[str, Any], around: Around = contextlib.nullcontext) -> Any:
-        """What the last layer returns.
+        """Run the layers; return the values of the last one.
 
         Args:
-            arguments: Of the first layer, by parameter name; those of the others are the same
-                but for what the layer before has returned.
-            around: Each layer runs within one.
+            arguments: Arguments of the first layer, by parameter name; the other layers get the
+                same, except for the values that the layer before has returned.
+            around: Factory of contexts; each layer runs within one.
         """
         given = dict(arguments)
         returned: Any = None
@@ -53,12 +53,12 @@ class LayerChain:
 
 @functools.cache
 def _parameters(forward: Callable[..., Any]) -> frozenset[str]:
-    """By name; kept because a chain is made while an engine stands still for a move."""
+    """Return the parameters' names; cached, since chains are made while a move stops the engine."""
     return frozenset(inspect.signature(forward).parameters)
 
 
 def as_arguments(returned: Any) -> dict[str, Any]:
-    """What a decoder layer returns, as the next one takes it: all families agree on the names."""
+    """Return a decoder layer's values as the next layer's arguments: all families share names."""
     if isinstance(returned, tuple):
         return dict(zip(("hidden_states", "residual"), returned, strict=False))
     return {"hidden_states": returned}
@@ -67,7 +67,7 @@ def as_arguments(returned: Any) -> dict[str, Any]:
 def by_name(
     signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of a call by parameter name; what ``**kwargs`` takes is among them."""
+    """Return the arguments of a call by parameter name, with those that ``**kwargs`` takes."""
     arguments: dict[str, Any] = {}
     for name, value in signature.bind(*args, **kwargs).arguments.items():
         if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
@@ -78,9 +78,9 @@ def by_name(
 
 
 class LayerChannel(Protocol):
-    """Steps of a range of layers that runs elsewhere: what a proxy asks of the far end.
+    """Channel from a proxy to a guest for steps of a range of layers.
 
-    Each method raises ``GuestLostError`` where the guest is lost.
+    Each method raises ``GuestLostError`` if the guest is lost.
     """
 
     @property
@@ -88,16 +88,16 @@ class LayerChannel(Protocol):
 
     @property
     def can_save(self) -> bool:
-        """Whether the guest can save blocks of the layers to the store."""
+        """Return whether the guest can save blocks of the layers to the store."""
         ...
 
     def run(
         self, arguments: Mapping[str, Any], saves: SlotCopies | None = None
     ) -> Sequence[torch.Tensor | None]:
-        """One step there and back: the first layer's arguments by name, the last one's values.
+        """Run one step: send the first layer's arguments by name, return the last layer's values.
 
         Args:
-            saves: Blocks that the guest copies to the store; ``link.save_s`` says whether it has.
+            saves: Blocks for the guest to copy to the store; ``link.save_s`` is None if it did not.
         """
         ...
 
@@ -107,28 +107,28 @@ class LayerChannel(Protocol):
         """Send a part of a step without waiting.
 
         Args:
-            num_follow: Parts that are submitted before anything else is asked of this guest.
-            saves: As for ``run``; of the whole step, with its last part.
+            num_follow: Number of parts that are submitted before any other request to this guest.
+            saves: Blocks of the whole step, given with its last part; see ``run``.
         """
         ...
 
     def collect(self, hidden_states: torch.Tensor) -> Sequence[torch.Tensor | None]:
-        """The values for the part that was submitted first, with ``hidden_states``."""
+        """Return the values for the part submitted first, whose input is ``hidden_states``."""
         ...
 
 
 class RemoteRange:
-    """Swaps a range of the model's layers for proxies, and back.
+    """A range of the model's layers, which can be swapped for proxies and back.
 
     Args:
-        layers: The model's list.
-        names: Of the range's attentions: the store's hooks are called for them.
-        where: The layers in a guest.
+        layers: The model's list of layers.
+        names: Names of the range's attentions, for which the store's hooks are called.
+        where: Channel to the layers in a guest.
         on_lost: Called once when the guest is lost in the middle of a step.
 
     Attributes:
-        where: Where the layers are.
-        signature: Of the first layer.
+        where: Channel to the guest that has the layers now.
+        signature: Signature of the first layer.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class RemoteRange:
         return len(self._span)
 
     def redirect(self, where: LayerChannel, on_lost: Callable[[GuestLostError], None]) -> None:
-        """Let another guest do the work."""
+        """Run the layers in another guest from now on."""
         self.where, self._on_lost = where, on_lost
 
     def swap_out(self) -> None:
@@ -164,12 +164,12 @@ class RemoteRange:
             self._layers[index] = _Follower(first)
 
     def swap_in(self) -> None:
-        """Put the layers back; a step that runs ends with what the proxies return."""
+        """Put the layers back; a step under way ends with the values of the proxies."""
         for index, layer in zip(self._span, self._own, strict=True):
             self._layers[index] = layer
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The range's part of one step; zeros where the guest is lost or there is no batch."""
+        """Run the range's part of one step; zeros if the guest is lost or there is no batch."""
         arguments = by_name(self.signature, args, kwargs)
         metadata = get_forward_context().attn_metadata
         if metadata is None:
@@ -183,18 +183,18 @@ class RemoteRange:
         self.save(metadata)
         return returned
 
-    # ---- what a step in parts does one by one
+    # ---- single actions of a step in parts
 
     def wait_for_loads(self) -> None:
-        """Return when the blocks that the range reads have been fetched."""
+        """Wait until the blocks that the range reads have been fetched."""
         store_copier.wait_for_loads(self._names)
 
     def slots_to_fill(self) -> SlotCopies | None:
-        """The blocks of this step that the guest is to save; None where it is not to."""
+        """Return the blocks of this step that the guest is to save; None if it is to save none."""
         return store_copier.slots_to_fill() if self.where.can_save else None
 
     def save(self, metadata: Any) -> None:
-        """Say that the range's blocks of this step may be saved, or that the guest has."""
+        """Report that the range's blocks of this step may be saved, or that the guest did it."""
         save_s = self.where.link.save_s
         if save_s is None:
             store_copier.save_layers(self._names, metadata)
@@ -202,21 +202,21 @@ class RemoteRange:
             store_copier.saved_elsewhere(self._names, save_s)
 
     def returned(self, values: Sequence[torch.Tensor | None]) -> Any:
-        """A guest's values as the last layer returns them."""
+        """Return a guest's values in the form of the last layer's values."""
         return tuple(values) if self._returns_residual else values[0]
 
     def lost(self, error: GuestLostError) -> None:
-        """Say that the guest is lost."""
+        """Report that the guest is lost."""
         self._on_lost(error)
 
     def zeros(self, arguments: Mapping[str, Any]) -> Any:
-        """What a step goes on with whose output will be dropped."""
+        """Return zeros with which a step goes on whose output will be dropped."""
         zeros = torch.zeros_like(arguments["hidden_states"])
         return (zeros, zeros.clone()) if self._returns_residual else zeros
 
 
 class RangeProxy(nn.Module):
-    """At the place of the first layer: runs them all."""
+    """Proxy in the place of the first layer, which runs the whole range."""
 
     span: RemoteRange
 
@@ -231,7 +231,7 @@ class RangeProxy(nn.Module):
 
 
 class _Follower(nn.Module):
-    """At the place of another layer of the range: passes on what the first has returned."""
+    """Proxy in the place of another layer of the range: passes on the first proxy's values."""
 
     def __init__(self, first: RangeProxy) -> None:
         super().__init__()
@@ -242,18 +242,18 @@ class _Follower(nn.Module):
 
 
 def signature_of(layer: nn.Module) -> inspect.Signature:
-    """Of a layer, or of the one at whose place a proxy stands."""
+    """Return the signature of a layer, or of the layer that a proxy replaces."""
     if isinstance(layer, RangeProxy):
         return layer.span.signature
     return inspect.signature(layer.forward)
 
 
 class LayerOrder:
-    """Checks the order of layers in one step of a model.
+    """Check of the order of layers in one step of a model.
 
     Attributes:
-        is_known: That step is over.
-        blocker: What the model does otherwise; empty where nothing.
+        is_known: True once the check is over: all layers were called, or one deviated.
+        blocker: Deviation of the model from the expected order; empty if there is none.
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -267,7 +267,7 @@ class LayerOrder:
     def called(
         self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """The model calls a layer."""
+        """Check a call of a layer by the model."""
         if self.is_known:
             return
         if index == 0:
@@ -287,7 +287,7 @@ class LayerOrder:
                 return
 
     def returned(self, index: int, returned: Any) -> None:
-        """The layer has returned."""
+        """Record the values that a layer has returned."""
         if self.is_known:
             return
         self._next = index + 1

@@ -1,7 +1,7 @@
 """Attention over pages of a KV cache that also returns its log-sum-exp.
 
-``KernelsAttention`` takes the place of vLLM's implementation where the device has kernels;
-``KvPages`` computes on CPU, whose vLLM kernel returns no log-sum-exp.
+``KernelsAttention`` replaces vLLM's implementation where the device has kernels; ``KvPages``
+computes on CPU, where vLLM's kernel returns no log-sum-exp.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from banaserve.kernels.layouts import KvLayout, key_value_views
 
 
 class StepBatches:
-    """Batch of a step in the kernels' form: made for its first layer, kept for the rest."""
+    """Batch of a step in the kernels' form, made for the first layer and kept for the others."""
 
     def __init__(self) -> None:
         self._last: tuple[Any, Batch] | None = None
 
     def of(self, metadata: Any) -> Batch:
-        """The batch of an attention's metadata, or of what that is built from.
+        """Return the batch of an attention's metadata, or of the values that it is built from.
 
         Raises:
-            ValueError: Tokens see later ones.
+            ValueError: Tokens attend to later tokens.
         """
         if self._last is None or self._last[0] is not metadata:
             self._last = metadata, _batch_of(metadata)
@@ -63,10 +63,10 @@ def write_tokens(
 
     Args:
         kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``; is changed.
-        key: ``[num_tokens, num_kv_heads, head_size]``, likewise ``value``; those without a slot
+        key: ``[num_tokens, num_kv_heads, head_size]``, likewise ``value``; tokens without a slot
             are left out.
-        slots: Int64; what is negative goes to slot 0, in vLLM's block for nothing.
-        kv_heads: Of the cache and of the tokens, which are written; None: all.
+        slots: Int64; a negative slot becomes slot 0, in vLLM's null block.
+        kv_heads: KV heads of the cache and of the tokens that are written; None for all.
     """
     chosen = slice(None) if kv_heads is None else list(kv_heads)
     num_tokens, size = len(slots), kv_cache.shape[2]
@@ -81,19 +81,20 @@ def write_tokens(
 
 
 class KernelsAttention:
-    """Takes the place of an attention's implementation, which it keeps as ``inner``.
+    """Replacement of an attention's implementation, which is kept as ``inner``.
 
     Args:
         layer: vLLM's attention module, whose ``impl`` this object becomes.
-        batches: Of the engine, or of the guest's unit.
-        splits_only: Attend with vLLM's own while all heads are here: it keeps its KV as the
-            kernels read it.
+        batches: Batches of the steps of the engine, or of the guest's unit.
+        splits_only: True to attend with ``inner`` while all heads are here; ``inner`` keeps its KV
+            in the layout that the kernels read.
 
     Attributes:
-        kernels: That attend.
+        kernels: Kernels that compute the attention.
 
     Raises:
-        MigrationError: The attention is more than keys and queries, or the kernels do not take it.
+        MigrationError: The attention uses more than keys and queries, or the kernels do not
+            support it.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class KernelsAttention:
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """As vLLM's: writes the new keys and values."""
+        """Write the new keys and values, as vLLM's implementation does."""
         if self._splits_only:
             self.inner.do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
@@ -140,7 +141,7 @@ class KernelsAttention:
         output: torch.Tensor,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """As vLLM's: fills ``output`` ``[num_tokens, num_heads, head_size]``."""
+        """Fill ``output`` ``[num_tokens, num_heads, head_size]``, as vLLM's implementation does."""
         if attn_metadata is None:
             return output
         if self._splits_only:
@@ -154,7 +155,7 @@ class KernelsAttention:
     def attend(
         self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, heads: Heads
     ) -> torch.Tensor:
-        """Attention of some KV heads, ``[num_tokens, query heads, head_size]``.
+        """Return the attention of some KV heads, ``[num_tokens, query heads, head_size]``.
 
         BanaServe Eq. 6 to 9 in corrected form, see ``kernels.interface``.
         """
@@ -169,10 +170,11 @@ def take_kernels(
 ) -> None:
     """Let an engine's attentions attend with ``kernels``; None: nothing changes.
 
-    On a CPU all of them, for vLLM packs KV otherwise there. Elsewhere only what is split.
+    On a CPU ``kernels`` compute all attention, since vLLM packs KV in another layout there.
+    Elsewhere they compute only split attention.
 
     Raises:
-        MigrationError: They do not take one of the attentions; nothing has changed.
+        MigrationError: The kernels do not support one of the attentions; nothing has changed.
     """
     chosen = {name: attentions[name] for name in names if kernels is not None}
     for name, layer in chosen.items():
@@ -185,9 +187,9 @@ def take_kernels(
 
 
 def kernels_of(impl: Any) -> Kernels | None:
-    """What an attention's implementation attends with; None: vLLM's own.
+    """Return the kernels of an attention's implementation; None: vLLM's own.
 
-    It may be split, and so have another in its place.
+    The attention may be split, so that another implementation wraps the one with the kernels.
     """
     while impl is not None and not isinstance(impl, KernelsAttention):
         impl = vars(impl).get("inner")
@@ -195,19 +197,19 @@ def kernels_of(impl: Any) -> Kernels | None:
 
 
 def all_heads(num_heads: int, num_kv_heads: int) -> Heads:
-    """Every KV head with the query heads that ask it."""
+    """Return every KV head with the query heads of its group."""
     return Heads(tuple(range(num_kv_heads)), num_heads // num_kv_heads)
 
 
 def check_plain(layer: Any, name: str) -> None:
-    """Refuse an attention that the kernels would compute otherwise than vLLM.
+    """Refuse an attention that the kernels would compute differently from vLLM.
 
     Raises:
-        MigrationError: With the reason.
+        MigrationError: The attention is refused; the message states the reason.
     """
     impl = layer.impl
     window = impl.sliding_window
-    # vLLM keeps a number or a pair; -1, 0 and None mean that there is none.
+    # vLLM keeps a number or a pair; -1, 0 and None mean that there is no window.
     sizes = window if isinstance(window, tuple) else (window or 0,)
     for is_there, what in (
         (max(sizes) > 0, "a sliding window"),
@@ -235,19 +237,19 @@ def check_plain(layer: Any, name: str) -> None:
 
 
 _BITS = 7
-"""Of a number that every floating-point type holds exactly."""
+"""Bits of a number that every floating-point type represents exactly."""
 _TENSORS_OF_A_BATCH = (
     "block_table", "query_start", "query_position", "range_start", "range_end",
 )  # fmt: skip
 _MAX_SCORES = 1 << 22
-"""Held at once: what a long prompt asks is answered in pieces."""
+"""Maximum number of scores held at once; the attention of a long prompt is computed in pieces."""
 
 Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""Writes keys and values ``[num_tokens, num_kv_heads, head_size]`` to slots of a KV cache."""
+"""Function that writes keys and values ``[num_tokens, num_kv_heads, head_size]`` to KV slots."""
 
 
 class Pages(Protocol):
-    """How attention over a KV cache is computed where it lies."""
+    """Attention over the pages of a KV cache, which are read in place."""
 
     def attend(
         self,
@@ -258,13 +260,13 @@ class Pages(Protocol):
         *,
         causal: bool,
     ) -> PartialAttention:
-        """Attention over the first ``range_end`` tokens of each sequence's blocks.
+        """Return the attention over the first ``range_end`` tokens of each sequence's blocks.
 
         Args:
             query: ``[num_tokens, num_heads, head_size]``.
             kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``.
             batch: See ``kernels.interface``; ranges begin at 0. In host memory.
-            causal: Whether a token sees no position above its own.
+            causal: True if a token attends to no position above its own.
 
         Returns:
             Output and log-sum-exp, float32.
@@ -275,13 +277,13 @@ class Pages(Protocol):
 def pages_of(
     attention: Any, impl: Any, kv_cache: torch.Tensor, kernels: Kernels | None = None
 ) -> Pages:
-    """Of one of vLLM's attention modules, whose implementation is ``impl``.
+    """Return the attention over pages of a vLLM attention module with implementation ``impl``.
 
     Args:
-        kernels: That attend with it; None: vLLM's own.
+        kernels: Kernels that compute this attention; None: vLLM's own.
 
     Raises:
-        MigrationError: Keys and values are not kept as they are written.
+        MigrationError: Keys and values are not stored as they are written.
     """
     if kernels is not None:
         return DevicePages(kernels)
@@ -289,9 +291,9 @@ def pages_of(
 
 
 class DevicePages:
-    """Keys and values as vLLM keeps them on GPUs, in any of its layouts: our kernels read them.
+    """Keys and values in any of vLLM's GPU layouts, which our kernels read.
 
-    On a CPU so are those that our kernels have written.
+    On a CPU, our kernels read the keys and values that they have written themselves.
     """
 
     def __init__(self, kernels: Kernels) -> None:
@@ -316,7 +318,7 @@ class DevicePages:
         return PartialAttention(part.output.float(), part.lse)
 
     def _on(self, batch: Batch, device: torch.device) -> Batch:
-        """The same batch on the device; copied for the first layer of a step, kept for the rest."""
+        """Return the batch on the device, copied for a step's first layer and kept afterwards."""
         if self._batches is None or self._batches[0] is not batch:
             there = {name: getattr(batch, name).to(device) for name in _TENSORS_OF_A_BATCH}
             longest = int(batch.range_end.max()) if len(batch.range_end) else 0
@@ -327,11 +329,11 @@ class DevicePages:
 class KvPages:
     """Keys and values in pages ``[num_kv_heads, block_size, 2 * head_size]``.
 
-    vLLM's kernels pack keys in an order that suits the processor. It is found by writing numbered
-    keys and values, so every processor that vLLM knows will do.
+    vLLM's kernels pack keys in an order that suits the processor. The order is found by writing
+    numbered keys and values, so every processor that vLLM supports will do.
 
     Raises:
-        MigrationError: A page holds anything else than what was written.
+        MigrationError: A page holds other values than those that were written.
     """
 
     def __init__(self, write: Write, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
@@ -355,7 +357,7 @@ class KvPages:
 
     @classmethod
     def of(cls, attention: Any, impl: Any, kv_cache: torch.Tensor) -> KvPages:
-        """Of one of vLLM's attention modules, whose implementation is ``impl``."""
+        """Return the pages of a vLLM attention module with implementation ``impl``."""
 
         def write(
             key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
@@ -366,7 +368,7 @@ class KvPages:
         return cls(write, (num_heads, block_size, twice), kv_cache.dtype)
 
     def read(self, page: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A page's keys and values, float32 ``[num_kv_heads, block_size, head_size]``."""
+        """Return a page's keys and values, float32 ``[num_kv_heads, block_size, head_size]``."""
         return self._key.read(page).float(), self._value.read(page).float()
 
     def attend(
@@ -378,7 +380,7 @@ class KvPages:
         *,
         causal: bool,
     ) -> PartialAttention:
-        """See ``Pages``. Pages are multiplied where they lie.
+        """See ``Pages``. Pages are multiplied in place.
 
         BanaServe Eq. 6 to 9 in corrected form: ``softmax(scale * q k) v``, each head by itself,
         with the logarithm of the denominator beside it.
@@ -401,7 +403,7 @@ class KvPages:
 
 
 class _Order:
-    """Where in a page the elements of ``[block_size, head_size]`` lie."""
+    """Order in a page of the elements of ``[block_size, head_size]``."""
 
     def __init__(self, where: torch.Tensor) -> None:
         self._where = where
@@ -412,7 +414,7 @@ class _Order:
         self._is_even = torch.equal(where, even)
 
     def read(self, page: torch.Tensor) -> torch.Tensor:
-        """Without a copy where they lie in even steps."""
+        """Return the elements of a page, without a copy if their distances are even."""
         if not self._is_even:
             return page.flatten(1)[:, self._where]
         shape, strides = (len(page), *self._where.shape), (page.stride(0), *self._strides)
@@ -425,11 +427,11 @@ def _attend(
     num_tokens: int,
     last: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of one sequence: scaled query ``[q, H, D]``; its first row sees up to position ``last``."""
+    """Attend for a sequence's scaled query ``[q, H, D]``; its first row sees up to ``last``."""
     num, heads, head_size = query.shape
     num_kv_heads, size, _ = read[0][0].shape
     group = heads // num_kv_heads
-    # The query heads of a KV head ask as more tokens would.
+    # The query heads of a KV head are handled like more tokens.
     rows = query.view(num, num_kv_heads, group, head_size).permute(1, 2, 0, 3).flatten(1, 2)
     scores = torch.cat([rows @ key.transpose(1, 2) for key, _ in read], -1)[..., :num_tokens]
     if last is not None:

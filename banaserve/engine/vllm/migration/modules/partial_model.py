@@ -1,6 +1,6 @@
 """Consecutive decoder layers of a model, built as a pipeline stage with any range.
 
-Also the device that a guest computes on, and the kernels that it attends with.
+Also the device that a guest computes on, and the kernels of its attention.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from banaserve.kernels.interface import Kernels
 
 
 def device_of(config: VllmConfig) -> torch.device:
-    """Of weights and KV: the first that this process sees of the kind that the engine runs on."""
+    """Return the device of weights and KV: the first visible one of the engine's device type."""
     kind = str(config.device_config.device_type)
     return torch.device(kind, 0) if kind != "cpu" else torch.device("cpu")
 
 
 def attends_with(config: VllmConfig) -> Kernels | None:
-    """The kernels that a guest attends with, as its host does; None: vLLM's own.
+    """Return the kernels of a guest's attention, the same as its host's; None: vLLM's own.
 
     Raises:
-        MigrationError: What was chosen cannot run here.
+        MigrationError: The chosen kernels cannot run here.
     """
     settings = settings_of(config) or MigrationSettings()
     return kernels_for(settings.attention, device_of(config))
@@ -48,14 +48,14 @@ class PartialModel:
     """Layers ``start`` to ``end - 1`` with their weights; KV is bound afterwards.
 
     Args:
-        path: Of the model's list of layers.
-        device: Of weights and KV.
-        kernels: That attend; None: vLLM's own.
+        path: Path of the model's list of layers in the model.
+        device: Device of weights and KV.
+        kernels: Kernels of the attention; None: vLLM's own.
 
     Attributes:
-        layers: Themselves, in order.
+        layers: The layers, in order.
         attentions: The attention modules by name, in layer order.
-        weight_bytes: Of all parameters.
+        weight_bytes: Bytes of all parameters.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class PartialModel:
         try:
             layers = self._layers(path, start, end)
         except BaseException:
-            _forget(context, set(context) - known)  # or no other could have these names
+            _forget(context, set(context) - known)  # or no other model could use these names
             raise
         self._names = [name for name in context if name not in known]
         self.layers = layers
@@ -99,7 +99,7 @@ class PartialModel:
                 with self._device:
                     model: nn.Module = compat.initialize_model(self._config)
                 get_model_loader(self._config.load_config).load_weights(model, model_config)
-            # Some kernels pack weights into memory of their own, which counts as none.
+            # Counted here: later, some kernels pack weights into memory that would not be counted.
             self.weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
             with set_current_vllm_config(self._config):
                 compat.process_weights_after_loading(model, model_config, self._device)
@@ -120,18 +120,18 @@ class PartialModel:
     def run(
         self, common: CommonAttentionMetadata, arguments: Mapping[str, Any], around: Around
     ) -> Any:
-        """One step through all layers.
+        """Run one step through all layers.
 
         Args:
             common: The host's batch.
-            arguments: Of the first layer, by parameter name; those of the others are the same
-                but for what the layer before has returned.
-            around: Each layer runs within one.
+            arguments: Arguments of the first layer, by parameter name; the other layers get the
+                same, except for the values that the layer before has returned.
+            around: Factory of contexts; each layer runs within one.
 
         Returns:
-            What the last layer returns.
+            The values of the last layer.
         """
-        # Our kernels make their own of the batch.
+        # Our kernels make their own form of the batch.
         metadata = common if self._builder is None else self._builder.build(0, common)
         with (
             torch.inference_mode(),
@@ -145,7 +145,7 @@ class PartialModel:
             return self._chain.run(arguments, around)
 
     def close(self) -> None:
-        """Let go of weights and KV."""
+        """Release weights and KV."""
         _forget(self._config.compilation_config.static_forward_context, self._names)
         self._chain, self.attentions, self._builder = LayerChain([]), {}, None
         self.layers = []

@@ -10,17 +10,18 @@ from banaserve.transport.interface import Channel, Message
 
 _REPLY_TIMEOUT_S = 10.0
 _PART_TIMEOUT_S = 300.0
-"""A host reads no answer while it computes its own layers of a step's parts."""
+"""Timeout of an answer to a part of a step, in seconds: a host that computes its own layers of the
+parts reads no answer meanwhile."""
 _READ_S = 60.0
 
 
 class GuestChannel:
-    """A guest's end of its channel.
+    """Guest's end of its channel.
 
     A host that sends the next part of a step reads no answer meanwhile, and a socket holds less
-    than one part: a guest that read nothing while it computes and sends would stand still until
-    its host has computed, or for ever. So parts that are known to follow are read ahead, and
-    their answers are sent behind, each by a thread. Without parts there is none.
+    than one part. A guest that read nothing while it computes and sends would therefore wait until
+    its host has computed, or deadlock. So one thread reads ahead the parts that are known to
+    follow, and another sends the answers. Without parts no thread is used.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -32,16 +33,16 @@ class GuestChannel:
         self._is_part = False
 
     def expect(self, num_messages: int) -> None:
-        """As many messages follow the one at hand: read them meanwhile."""
+        """Read ahead the ``num_messages`` messages that follow the present one."""
         self._is_part = self._is_part or num_messages > 0
         while len(self._coming) < num_messages:
             self._coming.append(self._reader.submit(self._read))
 
     def receive(self, timeout_s: float) -> Message:
-        """The next message; ``timeout_s`` does not count for one that is expected.
+        """Return the next message; ``timeout_s`` does not apply to a message that is read ahead.
 
         Raises:
-            TransferTimeoutError: Nothing in time.
+            TransferTimeoutError: No message arrived in time.
             PeerGoneError: The host is gone.
         """
         self._is_part = bool(self._coming)
@@ -54,7 +55,7 @@ class GuestChannel:
 
         Raises:
             PeerGoneError: The host is gone.
-            TransferTimeoutError: It does not read.
+            TransferTimeoutError: The host does not read.
         """
         if self._is_part:
             self._leaving = self._writer.submit(self._send, message, answer, _PART_TIMEOUT_S)
@@ -78,6 +79,6 @@ class GuestChannel:
                 continue
 
     def close(self) -> None:
-        """Let the threads end; the channel is to be closed next."""
+        """Let the threads end; the caller must close the channel next."""
         self._reader.shutdown(wait=False, cancel_futures=True)
         self._writer.shutdown(wait=False, cancel_futures=True)

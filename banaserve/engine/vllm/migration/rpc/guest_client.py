@@ -1,4 +1,4 @@
-"""Host's end of the connection to one guest, with timeouts learnt from earlier answers."""
+"""Host's end of the connection to one guest, with timeouts learnt from previous answers."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _SMOOTHING = 0.2
 R = TypeVar("R", bound=messages.Reply)
 CONTROL_TIMEOUT_S = 5.0
 _LOOKS = 4
-"""How often a guest is looked at within the time for which it may be still."""
+"""Number of looks at a guest within the time for which it may stand still."""
 
 
 class AnswerTimes:
-    """Timeouts of a guest's answers, from seconds a token as measured.
+    """Timeouts of a guest's answers, from the measured seconds per token.
 
     Args:
-        stall_s: How long a guest may be silent beyond what its work should take.
+        stall_s: Maximum silence of a guest beyond the expected time of its work, in seconds.
     """
 
     def __init__(self, stall_s: float) -> None:
@@ -40,13 +40,13 @@ class AnswerTimes:
         self._seconds_per_token = 0.0
 
     def deadline_s(self, num_tokens: int) -> float:
-        """For a step of so many tokens."""
+        """Return the timeout of a step of ``num_tokens`` tokens, in seconds."""
         if not self._seconds_per_token:
             return _FACTOR * self._stall_s
         return self._stall_s + _FACTOR * self._seconds_per_token * num_tokens
 
     def learn(self, seconds: float, num_tokens: int) -> None:
-        """A step took so long."""
+        """Learn from a step of ``num_tokens`` tokens that took ``seconds``."""
         sample = seconds / max(1, num_tokens)
         if not self._seconds_per_token:
             self._seconds_per_token = sample
@@ -54,23 +54,25 @@ class AnswerTimes:
 
 
 class GuestClient:
-    """Client of one guest. Control and steps take turns on one channel.
+    """Client of one guest. Control messages and steps take turns on one channel.
 
     Args:
-        epoch: The host's present epoch, asked for each message.
-        stall_s: How long a guest may neither answer nor use its processor. Where that cannot be
-            seen from here, how long it may be silent beyond what its work should take.
-        is_one_of_several: Whether it is one process of a guest of several: one that is given up
-            is ended, since those that wait for its part of a sum would wait for ever.
+        epoch: Function that returns the host's present epoch, called for each message.
+        stall_s: Maximum time a guest may neither answer nor use its processor, in seconds. If its
+            processor use is not visible from here, the maximum silence beyond the expected time of
+            its work.
+        is_one_of_several: True if the guest has several processes. A process that is given up is
+            then killed, since the others would wait for its partial sums for ever.
 
     Attributes:
-        lost: Why the guest is given up; None while it is not.
-        round_trips: Steps that it has answered.
-        described_step: Whose metadata it has last been sent with heads.
-        run_s: What it took to compute the layers that it has answered with last.
-        share: Fraction of the time that it may compute for: it stands still in between.
-        save_s: What saving the blocks of what it has answered with last took; None: it has not.
-        num_saved: Steps whose blocks it has saved.
+        lost: Reason why the guest was given up; None if it was not.
+        round_trips: Number of answers to steps.
+        described_step: Id of the last step whose metadata was sent to the guest with heads.
+        run_s: Time the guest took to compute its last answer, in seconds.
+        share: Fraction of the time that the guest may compute; it stands still in between.
+        save_s: Time the guest took to save the blocks of its last answer, in seconds; None if it
+            did not save them.
+        num_saved: Number of answers whose blocks the guest saved.
     """
 
     def __init__(
@@ -114,16 +116,16 @@ class GuestClient:
         *,
         may_wait: bool = False,
     ) -> R:
-        """One request and its answer.
+        """Send one request and return its answer.
 
         Args:
-            expected: What an answer is that is no refusal.
-            may_wait: For what others, a disk say, as long as it takes. Else a guest that stands
-                still is given up as in a step.
+            expected: Type of an answer that is no refusal.
+            may_wait: True if the guest may wait for others, such as a disk, for the whole timeout.
+                Otherwise a guest that stands still is given up as in a step.
 
         Raises:
             MigrationError: The guest refuses.
-            GuestLostError: It is gone or does not answer.
+            GuestLostError: The guest is gone, does not answer, or answers with another type.
         """
         with self._lock:
             self._refuse_lost()
@@ -140,20 +142,20 @@ class GuestClient:
         return reply
 
     def watch(self, pid: int) -> None:
-        """The guest's process runs on this machine: look whether it works when it is silent."""
+        """Watch the guest's process on this machine, to see whether a silent guest works."""
         self._pulse = Pulse(pid)
         self._leash = Leash.on(pid)
 
     @property
     def can_be_ended(self) -> bool:
-        """Whether it is certain, once the guest is given up, that it writes nowhere any more."""
+        """Return whether a guest that is given up is certain to write nowhere any more."""
         return self._leash is not None
 
     def check(self) -> None:
-        """Notice a guest that has died between two messages.
+        """Detect a guest that has died between two messages.
 
         Raises:
-            GuestLostError: It is gone.
+            GuestLostError: The guest is gone.
         """
         if self.lost is not None or not self._lock.acquire(blocking=False):
             return
@@ -173,10 +175,10 @@ class GuestClient:
     def run(
         self, request: messages.Request, bundle: TensorBundle, num_tokens: int
     ) -> list[torch.Tensor | None]:
-        """One step there and back.
+        """Send a step's work and return the outputs.
 
         Raises:
-            GuestLostError: It is gone, stalls, or cannot do it.
+            GuestLostError: The guest is gone, stalls, or cannot run the step.
         """
         self.submit(request, bundle)
         return self.collect(num_tokens)
@@ -184,11 +186,11 @@ class GuestClient:
     def submit(self, request: messages.Request, bundle: TensorBundle) -> None:
         """Send a step's work without waiting; ``collect`` must follow on the same thread.
 
-        More may be sent before, if the guest knows how much follows: answers come in
-        the order of what was submitted.
+        More work may be submitted before ``collect`` if the guest knows how much follows: answers
+        arrive in the order of submission.
 
         Raises:
-            GuestLostError: It is gone or does not read.
+            GuestLostError: The guest is gone or does not read.
         """
         self._lock.acquire()
         try:
@@ -205,10 +207,10 @@ class GuestClient:
             raise
 
     def collect(self, num_tokens: int) -> list[torch.Tensor | None]:
-        """The answer to what was submitted first.
+        """Return the outputs of the earliest submission that is not collected yet.
 
         Raises:
-            GuestLostError: It is gone, stalls, or cannot do it.
+            GuestLostError: The guest is gone, stalls, or cannot run the step.
         """
         began_s = max(self._submitted_s.popleft(), self._answered_s)
         try:
@@ -224,7 +226,7 @@ class GuestClient:
         return self._outputs(reply, tensors)
 
     def has_answer(self) -> bool:
-        """Whether the answer to what was submitted has begun to arrive, or the guest is gone."""
+        """Return whether the answer to a submission has begun to arrive, or the guest is gone."""
         if self._channel.has_pending():
             return True
         poll = select.poll()
@@ -232,17 +234,17 @@ class GuestClient:
         return bool(poll.poll(0))
 
     def drop(self, num_tokens: int) -> None:
-        """Wait for the answers to all that was submitted, and throw them away.
+        """Wait for the answers to all submissions, and discard them.
 
         Args:
-            num_tokens: Of the largest part.
+            num_tokens: Number of tokens of the largest part.
         """
         while self._submitted_s:
             with contextlib.suppress(GuestLostError):
                 self.collect(num_tokens)
 
     def give_up(self, reason: str) -> GuestLostError:
-        """Close the connection, and return what to raise.
+        """Close the connection, and return the error to raise.
 
         A guest that has failed once is not trusted with another step.
         """
@@ -259,7 +261,7 @@ class GuestClient:
         self.lost = self.lost or reason
         self._channel.close()
         if self._leash is not None:
-            # The slots of the store that it may be writing to belong to other owners next.
+            # The slots of the store that the guest may be writing to will get other owners.
             if self._may_write or ends:
                 self._leash.kill()
             self._leash.close()
@@ -272,14 +274,16 @@ class GuestClient:
     def _await_answer(
         self, deadline_s: float, still_s: float = 0.0, at_most_s: float = math.inf
     ) -> Message:
-        """The next message, as long as the guest works or the deadline has not passed.
+        """Return the next message; wait while the guest works or the deadline has not passed.
 
-        Time counts from now: what was submitted before may have been answered long ago, or the
-        guest may have waited for what came before it.
+        Time counts from this call, not from a submission: earlier work may have been answered long
+        ago, or the guest may have waited for the work before.
 
         Args:
-            still_s: How long a guest may stand still that is seen to, if longer than ``stall_s``.
-            at_most_s: How long it may take even if it works.
+            deadline_s: Maximum silence of a guest whose processor use is not visible, in seconds.
+            still_s: Maximum time that a guest may stand still, in seconds, if longer than
+                ``stall_s``.
+            at_most_s: Maximum time of the answer even if the guest works, in seconds.
         """
         asked_s = since_s = looked_s = time.perf_counter()
         until_s = asked_s + deadline_s
@@ -291,7 +295,7 @@ class GuestClient:
             except TransferTimeoutError:
                 now_s = time.perf_counter()
                 worked_s = self._pulse.last_worked_s(now_s)
-                # Time in which this process stood still, perhaps with the guest, does not count.
+                # Time in which this process stood still, perhaps like the guest, does not count.
                 if (late_s := now_s - looked_s - look_s) > look_s:
                     since_s, until_s = now_s, until_s + late_s
                 looked_s = now_s
@@ -321,10 +325,10 @@ class GuestClient:
         return [None if index is None else tensors[index] for index in reply.values]
 
     def check_shape(self, tensor: torch.Tensor | None, wanted: torch.Tensor) -> torch.Tensor:
-        """An output that is shaped like ``wanted`` and of its type.
+        """Return ``tensor`` if it has the shape and the type of ``wanted``.
 
         Raises:
-            GuestLostError: It is not; the guest is given up.
+            GuestLostError: The shape or type differs; the guest is given up.
         """
         if tensor is None or (tensor.shape, tensor.dtype) != (wanted.shape, wanted.dtype):
             raise self.give_up("a step was answered with another shape than was asked for")

@@ -1,4 +1,4 @@
-"""Messages between a host and its guest. Tensors travel beside a message, not in it."""
+"""Messages between a host and its guest. Tensors are sent beside a message, not in it."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _TCP = "tcp:"
 
 
 class GuestAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Address and secret of a guest, made by the coordinator for the guest and its host.
+    """Address and secrets of a guest, made by the coordinator for the guest and its host.
 
     Attributes:
-        guest_id: Of the guest: one for each host and target, or for each move.
-        channel: Where the guest answers: path of a Unix socket, or ``tcp:HOST:PORT``.
-        token: Secret that the host shows.
+        guest_id: Id of the guest; there is one guest for each host and target, or for each move.
+        channel: Address of the guest's channel: path of a Unix socket, or ``tcp:HOST:PORT``.
+        token: Secret that the host shows to the guest.
         transport: Name of the transport for KV.
         folder: Private folder of the run.
-        secret: Of the transports of the run, in hex, at least 32 digits.
+        secret: Secret of the transports of the run, in hex, at least 32 digits.
         listen_host: Address for transports that use TCP.
         target: Id of the instance beside which the guest runs, on the same devices.
-        is_elsewhere: Whether the host runs on another machine than the guest.
-        rank: Of the host's worker that it serves: a guest has a process for each.
-        rendezvous: Where these processes find each other; empty where there is one.
+        is_elsewhere: True if the host runs on another machine than the guest.
+        rank: Rank of the host's worker that this process serves: a guest has a process for each.
+        rendezvous: Path by which these processes find each other; empty if there is only one.
     """
 
     guest_id: str
@@ -53,7 +53,7 @@ class GuestAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rendezvous: str = ""
 
     def make_transport(self) -> Transport:
-        """For either side.
+        """Return the transport, for either side.
 
         Raises:
             UserError: There is no such transport here.
@@ -61,13 +61,13 @@ class GuestAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return create(self.transport, self._options)
 
     def accept(self, timeout_s: float) -> Channel:
-        """The guest's side: wait for the host.
+        """Wait for the host, on the guest's side.
 
-        Whoever waits at the same path is an earlier start of this guest, whose order was taken for
-        lost and given again: the host comes to the later one.
+        Another process that waits at the same path is an earlier start of this guest, whose order
+        to start was taken for lost and repeated: the host connects to the later start.
 
         Raises:
-            TransportError: No guest connects, or a process without the secret.
+            TransportError: No host with the secret connects in time, or listening is impossible.
         """
         if self.channel.startswith(_TCP):
             return accept_tcp(self.channel.removeprefix(_TCP), self._options, timeout_s)
@@ -88,7 +88,7 @@ class GuestAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         except OSError as error:
             raise PeerGoneError(f"cannot listen at {path}: {error.strerror}") from error
         finally:
-            # The folder is gone where the run has ended meanwhile.
+            # The folder is gone if the run has ended in the meantime.
             with contextlib.suppress(FileNotFoundError), _alone_in(path.parent):
                 if path.stat().st_ino == own:
                     path.unlink()
@@ -96,7 +96,7 @@ class GuestAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return over_unix(sock)
 
     def connect(self, timeout_s: float) -> Channel:
-        """The host's side.
+        """Connect to the guest, on the host's side.
 
         Raises:
             TransportError: The guest does not answer.
@@ -113,10 +113,10 @@ class GuestAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @contextlib.contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Keep other starts of a guest from taking or leaving a path of ``folder``.
+    """Keep other starts of a guest from taking or removing a path in ``folder``.
 
-    Between the two steps of either, another start would take the path of its successor for its own,
-    and remove it.
+    Each of these has two steps, between which another start could take its successor's path for its
+    own and remove it.
     """
     number = os.open(folder, os.O_RDONLY)
     try:
@@ -127,13 +127,13 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 class AttentionSlice(msgspec.Struct, frozen=True):
-    """Some KV heads of one layer, as a guest has to build their attention.
+    """Parameters with which a guest builds the attention of some KV heads of one layer.
 
     Attributes:
-        name: Of the layer's attention on the host.
-        num_heads: Query heads, of all KV heads together.
-        num_kv_heads: How many move.
-        sliding_window: As the attention was built; None where there is none.
+        name: Name of the layer's attention on the host.
+        num_heads: Number of query heads of these KV heads together.
+        num_kv_heads: Number of KV heads that move.
+        sliding_window: Sliding window that the attention was built with; None if it has none.
     """
 
     name: str
@@ -146,14 +146,14 @@ class AttentionSlice(msgspec.Struct, frozen=True):
 
 
 class KvShape(msgspec.Struct, frozen=True):
-    """How the host lays its KV cache out: a guest uses the same block ids.
+    """Layout of the host's KV cache; a guest uses the same block ids.
 
     Attributes:
-        num_blocks: Room to reserve, as many as the host's pool can ever have.
-        block_shape: Of one block of one layer with all its heads, ``[heads, ...]``.
-        dtype: Of its elements.
-        layout: vLLM's name of it.
-        block_size_tokens: Tokens in a block.
+        num_blocks: Number of blocks to reserve room for: the maximum of the host's pool.
+        block_shape: Shape of one block of one layer with all its heads, ``[heads, ...]``.
+        dtype: Type of the cache's elements.
+        layout: vLLM's name of the layout.
+        block_size_tokens: Number of tokens in a block.
     """
 
     num_blocks: int
@@ -164,12 +164,12 @@ class KvShape(msgspec.Struct, frozen=True):
 
 
 class StorePlace(msgspec.Struct, frozen=True):
-    """The store of a host.
+    """Store of a host.
 
     Attributes:
-        socket: Where it listens.
-        client_name: Of the host there: what the host has reserved is given to no other owner before
-            every process that connects by this name is dead.
+        socket: Path of the store's socket.
+        client_name: Name of the host at the store: slots that the host has reserved are given to
+            no other owner before every process that connects by this name is dead.
     """
 
     socket: str
@@ -181,8 +181,8 @@ class SlotCopies(msgspec.Struct, frozen=True):
     """Blocks of a unit, and the slots of the store that the host has reserved for them.
 
     Attributes:
-        generation: Of the store's pool.
-        slots: Of each block, which slot of the pool.
+        generation: Generation of the store's pool.
+        slots: Slot of the pool for each block.
     """
 
     generation: int
@@ -198,10 +198,11 @@ class GuestHello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Build(msgspec.Struct, frozen=True):
-    """Build a unit; each kind of unit adds what it needs.
+    """Request to build a unit; each kind of unit adds its own fields.
 
     Attributes:
-        num_backed_blocks: The first ones, which get their memory before the answer.
+        num_backed_blocks: Number of blocks, from the first, that get their memory before the
+            answer.
     """
 
     unit_id: str
@@ -210,30 +211,32 @@ class Build(msgspec.Struct, frozen=True):
 
     @property
     def loads_weights(self) -> bool:
-        """Whether the guest reads a checkpoint, which takes seconds."""
+        """Return whether the guest reads a checkpoint, which takes seconds."""
         return False
 
 
 class Activate(msgspec.Struct, frozen=True, tag=True):
-    """From here on the unit runs, for messages of this epoch only, and takes no copies of old."""
+    """Request to run the unit from now on, for messages and copies of this epoch only."""
 
     unit_id: str
     epoch: int
 
 
 class ReleaseUnit(msgspec.Struct, frozen=True, tag=True):
-    """Forget a unit, its weights and its KV."""
+    """Request to release a unit, its weights and its KV."""
 
     unit_id: str
 
 
 class CopyPages(msgspec.Struct, frozen=True, tag=True):
-    """Take pages from the unit's region to its device, or give them: where KV is not in the region.
+    """Request to copy pages from a unit's region to its device or back, if its KV is on a device.
 
     Attributes:
-        epoch: As the region's.
-        start: Of the first page in the region, in bytes; pages lie attention by attention.
-        blocks: Of each of the attentions.
+        epoch: Epoch of the region.
+        to_device: True to copy from the region to the device, False to copy back.
+        start: Offset of the first page in the region, in bytes; pages are grouped by attention.
+        names: Names of the attentions.
+        blocks: Block ids, the same for each of the attentions.
     """
 
     unit_id: str
@@ -245,14 +248,14 @@ class CopyPages(msgspec.Struct, frozen=True, tag=True):
 
 
 class Run(msgspec.Struct, frozen=True):
-    """One step of a unit, or of one layer of it; each kind of unit adds what it needs."""
+    """Request to run one step of a unit, or of one layer; each kind of unit adds its own fields."""
 
     unit_id: str
     epoch: int
 
     @property
     def writes_store(self) -> bool:
-        """Whether the guest writes to slots of the host's store before it answers."""
+        """Return whether the guest writes to slots of the host's store before it answers."""
         return False
 
 
@@ -261,7 +264,7 @@ class GetUsage(msgspec.Struct, frozen=True, tag=True):
 
 
 class SetShare(msgspec.Struct, frozen=True, tag=True):
-    """Compute for at most this fraction of the time from here on, in (0, 1]."""
+    """Request to compute for at most this fraction of the time from now on, in (0, 1]."""
 
     fraction: float
 
@@ -275,16 +278,16 @@ class GuestReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class Built(msgspec.Struct, frozen=True, tag=True):
-    """A unit is there and its KV is offered.
+    """Answer to ``Build``: the unit is built and its KV is offered.
 
     Attributes:
-        region: With the KV of all its attentions, or pages on their way to it.
-        places: Offset of each attention's KV in the region, by name.
-        weight_bytes: Of the parameters that were loaded.
-        seconds: That it took.
-        saves: Whether the guest can save blocks of it to the store.
-        landing_bytes: Of a region that only has pages on their way, see ``CopyPages``; 0: the
-            region holds the KV itself.
+        region: Region with the KV of all attentions, or with pages on their way to the KV.
+        places: Offset of each attention's KV in the region, in bytes, by name.
+        weight_bytes: Bytes of the parameters that were loaded.
+        seconds: Time to build the unit.
+        saves: True if the guest can save blocks of the unit to the store.
+        landing_bytes: Bytes of a region that only holds pages on their way, see ``CopyPages``; 0
+            if the region holds the KV itself.
     """
 
     unit_id: str
@@ -301,11 +304,12 @@ class StepsDone(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag=True):
-    """What was returned: one tensor, or a tuple of them, by index; None stays None.
+    """Outputs of a step: indices of the message's tensors, or None for an output that is None.
 
     Attributes:
-        seconds: That computing it took.
-        save_s: That saving took; None where the host has to save.
+        is_tuple: True if the outputs are a tuple, False if there is one output.
+        seconds: Time to compute the outputs.
+        save_s: Time to save the blocks, in seconds; None if the host has to save them.
     """
 
     is_tuple: bool
@@ -318,11 +322,12 @@ class GuestUsage(msgspec.Struct, frozen=True, tag=True):
     """Resources that a guest uses.
 
     Attributes:
-        resident_bytes: Of the whole process, pages that it shares with its parent included.
-        own_bytes: Of pages that no other process shares.
-        weight_bytes: Of the layers that it has built.
-        busy_s: Processor time spent computing since it was asked last, of all its threads alike.
-        num_runs: Runs of units since then.
+        resident_bytes: Bytes of the whole process, including pages shared with its parent.
+        own_bytes: Bytes of pages that no other process shares.
+        weight_bytes: Bytes of the weights of the units that it has built.
+        busy_s: Processor time spent computing since the last request, averaged over its threads,
+            in seconds.
+        num_runs: Number of runs of units since the last request.
     """
 
     resident_bytes: int
@@ -333,7 +338,7 @@ class GuestUsage(msgspec.Struct, frozen=True, tag=True):
 
 
 class RequestRefused(msgspec.Struct, frozen=True, tag=True):
-    """The request was refused and nothing has changed; ``reason`` is for people."""
+    """Answer to a refused request, which changed nothing; ``reason`` is for people."""
 
     reason: str
 
@@ -341,7 +346,7 @@ class RequestRefused(msgspec.Struct, frozen=True, tag=True):
 Reply = GuestReady | Built | StepsDone | StepOutputs | GuestUsage | RequestRefused
 
 _NO_MESSAGE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What a decoder raises: wrong UTF-8 is an error of Python's own."""
+"""Errors that a decoder raises; invalid UTF-8 raises one of Python's own."""
 encode = msgspec.msgpack.Encoder().encode
 _replies = msgspec.msgpack.Decoder(Reply)
 
@@ -350,7 +355,7 @@ def decode_reply(body: bytes) -> Reply:
     """Decode a guest's answer.
 
     Raises:
-        ProtocolError: It is no answer.
+        ProtocolError: The body is no valid answer.
     """
     try:
         return _replies.decode(body)
@@ -359,9 +364,9 @@ def decode_reply(body: bytes) -> Reply:
 
 
 def request_decoder(of_units: Iterable[type[Build] | type[Run]]) -> Callable[[bytes], Request]:
-    """What reads a host's messages: those of every guest, and those of the units that it knows.
+    """Return a decoder of a host's messages: those to every guest, and those of ``of_units``.
 
-    The function that is returned raises ``msgspec.MsgspecError`` for anything else.
+    The decoder raises ``msgspec.MsgspecError`` for any other message.
     """
     known = functools.reduce(operator.or_, of_units, _CONTROL)
     decode = msgspec.msgpack.Decoder(known).decode

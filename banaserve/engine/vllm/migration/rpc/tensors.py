@@ -1,4 +1,4 @@
-"""Tensors in a channel's message: between devices and host memory, and beside plain values."""
+"""Tensors of a channel's message: copies between devices and host memory, and packing of values."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from banaserve.transport.interface import Tensor
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values in host memory, contiguous; the same tensor where it is so already.
+    """Return the same values, contiguous in host memory; the same tensor if it is so already.
 
-    From a GPU through pinned memory, past the pageable copy that CUDA makes otherwise. Waits for
-    what the current stream has queued.
+    A copy from a GPU goes to pinned memory, which avoids the pageable copy that CUDA makes
+    otherwise. Waits for the work that the current stream has queued.
     """
     tensor = tensor.detach()
     if tensor.device.type == "cpu":
         return tensor.contiguous()
     room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=_can_pin(tensor.device))
-    # Blocking: the bytes leave through a socket, which knows no streams.
+    # Blocking: the bytes are sent through a socket, which does not wait for CUDA streams.
     return room.copy_(tensor)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The same values on ``device``; the same tensor where it is there already."""
+    """Return the same values on ``device``; the same tensor if it is there already."""
     if tensor.device == device:
         return tensor
     if not _can_pin(device):
@@ -47,21 +47,21 @@ _HOST = torch.device("cpu")
 
 
 class TensorBundle:
-    """Collects the tensors of one message in the order in which they are sent."""
+    """Tensors of one message, in the order in which they are sent."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
 
     def put(self, tensor: torch.Tensor) -> int:
-        """Add one; returns its index."""
+        """Add a tensor; return its index."""
         self.tensors.append(to_wire(tensor))
         return len(self.tensors) - 1
 
     def put_all(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """``values`` with each tensor replaced by a list that begins with its index.
+        """Return ``values`` with each tensor replaced by a list that begins with its index.
 
         Raises:
-            TypeError: A value that is neither plain nor a tensor.
+            TypeError: A value is neither plain nor a tensor.
         """
         packed: dict[str, Any] = {}
         for name, value in values.items():
@@ -78,14 +78,14 @@ class TensorBundle:
 
 
 def to_wire(tensor: torch.Tensor) -> Tensor:
-    """The bytes of a tensor; copied only where it is not contiguous, or not in host memory."""
+    """Return the bytes of a tensor; copied only if it is not contiguous or not in host memory."""
     flat = to_host(tensor)
     data = flat.reshape(-1).view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
     return Tensor(str(flat.dtype).removeprefix("torch."), tuple(flat.shape), data)
 
 
 def from_wire(tensor: Tensor) -> torch.Tensor:
-    """A tensor over the received bytes, which it keeps alive.
+    """Return a tensor over the received bytes, which it keeps alive.
 
     Raises:
         ProtocolError: torch has no such dtype.
@@ -97,7 +97,7 @@ def from_wire(tensor: Tensor) -> torch.Tensor:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """A dtype by its name without torch's prefix.
+    """Return a dtype by its name without torch's prefix.
 
     Raises:
         ProtocolError: torch has no such dtype.
@@ -111,13 +111,13 @@ def dtype_named(name: str) -> torch.dtype:
 def restore(
     packed: Mapping[str, Any], tensors: Sequence[Tensor], device: torch.device = _HOST
 ) -> dict[str, Any]:
-    """The inverse of ``TensorBundle.put_all``.
+    """Restore values that ``TensorBundle.put_all`` has packed.
 
     Args:
-        device: Of what was on one when it was sent.
+        device: Device for the tensors that were on a device when they were sent.
 
     Raises:
-        ProtocolError: An index points beside the tensors.
+        ProtocolError: An index has no tensor.
     """
     values: dict[str, Any] = {}
     for name, value in packed.items():

@@ -1,4 +1,4 @@
-"""Interface of a migration unit, and what units have in common."""
+"""Interface of a migration unit, and base classes of units."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from banaserve.errors import MigrationError
 from banaserve.types import Module
 
 Cell = tuple[int, int]
-"""A layer, and a head of it where heads move one by one, else 0."""
+"""A layer with the number of a head or expert in it; 0 for units that are given by layers."""
 
 
 class MigrationUnit(Protocol):
     """Part of a model that moves as a whole: a value, which the controller plans with.
 
     Attributes:
-        kind: Name of its kind, in the admin API and between processes.
-        has_weights: Whether its layers run elsewhere as a whole, with their weights: the host must
-            keep one layer.
-        loads_weights: Whether a guest has to load weights for it, for which it stands still.
-        is_on_all_ranks: Whether every tensor-parallel rank has a part of it.
+        kind: Name of the unit's kind, in the admin API and between processes.
+        has_weights: True if whole layers move with their weights; the host must keep one layer.
+        loads_weights: True if a guest has to load weights for the unit, which stalls the guest.
+        is_on_all_ranks: True if every tensor-parallel rank has a part of the unit.
     """
 
     kind: ClassVar[str]
@@ -34,97 +33,97 @@ class MigrationUnit(Protocol):
 
     @property
     def layers(self) -> Sequence[int]:
-        """Layers that it is about, ascending."""
+        """Return the layers of the unit, ascending."""
         ...
 
     # ---- planning
 
     def check(self, shape: ModelGeometry) -> None:
-        """Refuse what the model does not have.
+        """Check that the model has all parts of the unit.
 
         Raises:
-            MigrationError: It is empty, or has an unknown layer or head.
+            MigrationError: The unit is empty, or has an unknown layer, head or expert.
         """
         ...
 
     def cells(self) -> set[Cell]:
-        """Its parts one by one: comparable among units of one kind."""
+        """Return the single parts of the unit, comparable among units of one kind."""
         ...
 
     def of_cells(self, cells: set[Cell]) -> Sequence[MigrationUnit]:
-        """Units of its kind that have these parts together; none for no parts."""
+        """Return units of this kind that together have these parts; none for no parts."""
         ...
 
     def describe_cell(self, cell: Cell) -> str:
-        """One of its parts in words."""
+        """Return a description of one part of the unit in words."""
         ...
 
     def covers(self, other: MigrationUnit) -> bool:
-        """Whether ``other`` comes home as a whole where this is asked home."""
+        """Return whether a request to take this unit home takes all of ``other`` home."""
         ...
 
     # ---- sizes
 
     def weight_bytes(self, layer_weight_bytes: int) -> int:
-        """Weights that a guest has to load for it."""
+        """Return the bytes of weights that a guest has to load for the unit."""
         ...
 
     def kv_pages(self, num_kv_heads: int) -> float:
-        """Whole layers' KV that a guest may have to hold, in pages of each of the host's blocks."""
+        """Return the KV that a guest may have to hold, in whole layers' pages for each block."""
         ...
 
     def num_pages(self, num_kv_heads: int) -> float:
-        """Whole layers' KV that it takes out of the host's pool as long as it is away."""
+        """Return the KV that the host's pool lacks while the unit is away, as in ``kv_pages``."""
         ...
 
-    # ---- its forms elsewhere
+    # ---- its forms in messages, requests and policies
 
     def to_wire(self) -> dict[str, Any]:
-        """Plain values for JSON, without its kind."""
+        """Return the unit as plain values for JSON, without its kind."""
         ...
 
     @classmethod
     def from_wire(cls, given: Mapping[str, Any]) -> Self:
-        """Inverse of ``to_wire``.
+        """Return the unit from plain values, the inverse of ``to_wire``.
 
         Raises:
-            ValidationError: It is malformed.
+            ValidationError: The values are malformed.
         """
         ...
 
     def move_request(self, source: str, target: str) -> MigrationRequest:
-        """Request to the coordinator to move it."""
+        """Return the request to the coordinator that moves the unit."""
         ...
 
     def return_request(self, source: str) -> Return:
-        """Request to the coordinator to take it home.
+        """Return the request to the coordinator that takes the unit home.
 
         Raises:
-            MigrationError: It cannot be named in one.
+            MigrationError: Such a request cannot name the unit.
         """
         ...
 
     def as_modules(self) -> list[Module]:
-        """The orchestrator's words for it; empty where that knows nothing of its kind."""
+        """Return the unit as the orchestrator's modules; empty if it does not know the kind."""
         ...
 
     def modelled(self, own: ModelGeometry, model: ModelGeometry) -> list[Module]:
-        """Modules of a modelled ``model`` that it stands for in the model that runs, ``own``."""
+        """Return modules of the modelled ``model`` that the unit of the real ``own`` represents."""
         ...
 
     # ---- on the host
 
     def check_attention(self, attention: Any, name: str) -> None:
-        """Refuse an attention of vLLM's that cannot be moved so.
+        """Refuse a vLLM attention that cannot be moved in this kind of unit.
 
         Raises:
-            MigrationError: With the reason.
+            MigrationError: The attention cannot be moved; the message states the reason.
         """
         ...
 
 
 class LayerSpan(msgspec.Struct, frozen=True):
-    """What units have in common that are given by layers ``start`` to ``end - 1``."""
+    """Base of units that are given by layers ``start`` to ``end - 1``."""
 
     start: int
     end: int
@@ -137,7 +136,7 @@ class LayerSpan(msgspec.Struct, frozen=True):
         return {(layer, 0) for layer in self.layers}
 
     def of_cells(self, cells: set[Cell]) -> list[Self]:
-        """A range for each run of neighbouring layers."""
+        """Return one range for each run of neighbouring layers."""
         ranges: list[tuple[int, int]] = []
         for layer, _ in sorted(cells):
             if ranges and ranges[-1][1] == layer:
@@ -158,13 +157,13 @@ class LayerSpan(msgspec.Struct, frozen=True):
 
 
 class LayerNumbers(msgspec.Struct, frozen=True):
-    """What units have in common that are given by numbers, of heads say, layer by layer.
+    """Base of units that are given by numbers in each layer, such as the numbers of heads.
 
-    The field that has them is named as the kind is.
+    The field with the numbers has the name of the kind.
 
     Attributes:
-        one: Of what the numbers are.
-        in_full: The same in more words.
+        one: Noun for the numbered part, such as "head".
+        in_full: Full noun for the numbered part, such as "KV head".
     """
 
     kind: ClassVar[str]
@@ -185,10 +184,10 @@ class LayerNumbers(msgspec.Struct, frozen=True):
         return f"{self.kind} {' '.join(parts)}"
 
     def check_numbers(self, num_layers: int, count: int) -> None:
-        """Refuse layers that are not there, and numbers that are none of a layer's ``count``.
+        """Refuse unknown or empty layers, and numbers that are repeated or not below ``count``.
 
         Raises:
-            MigrationError: With the first that is wrong.
+            MigrationError: A layer or number is wrong; the message states the first one.
         """
         if not self.by_layer:
             raise MigrationError(f"no {self.kind} are named")
@@ -209,7 +208,7 @@ class LayerNumbers(msgspec.Struct, frozen=True):
         return {(layer, number) for layer, some in self.by_layer.items() for number in some}
 
     def of_cells(self, cells: set[Cell]) -> list[Self]:
-        """One set of all of them."""
+        """Return one unit with all cells; none for no cells."""
         numbers: dict[int, tuple[int, ...]] = {}
         for layer, number in sorted(cells):
             numbers[layer] = (*numbers.get(layer, ()), number)
@@ -231,12 +230,12 @@ class LayerNumbers(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, numbers: Mapping[int, Sequence[int]]) -> Self:
-        """With the numbers of each layer in ascending order."""
+        """Return a unit with the numbers of each layer in ascending order."""
         return cls({layer: tuple(sorted(some)) for layer, some in numbers.items()})
 
 
 def overlap(one: MigrationUnit, other: MigrationUnit) -> str | None:
-    """The first part that two units have in common, in words; None where they have none."""
+    """Return the first part that two units have in common, in words; None if there is none."""
     if one.kind == other.kind:
         cells = one.cells() & other.cells()
         return one.describe_cell(min(cells)) if cells else None
@@ -245,14 +244,14 @@ def overlap(one: MigrationUnit, other: MigrationUnit) -> str | None:
 
 
 def check_free(modules: MigrationUnit, others: Mapping[str, MigrationUnit]) -> None:
-    """Refuse modules that another unit holds, remote or on their way.
+    """Refuse modules that belong to another unit, which is away or moving.
 
     Args:
-        modules: What is to move.
+        modules: Unit that is to move.
         others: Every unit that is not wholly at home, by its id.
 
     Raises:
-        MigrationError: They overlap.
+        MigrationError: The modules overlap with another unit.
     """
     for unit_id, held in others.items():
         shared = overlap(modules, held)
@@ -264,6 +263,6 @@ def check_free(modules: MigrationUnit, others: Mapping[str, MigrationUnit]) -> N
 
 
 def layers_left(modules: Iterable[MigrationUnit], num_layers: int) -> set[int]:
-    """Layers whose weights none of ``modules`` takes along."""
+    """Return the layers whose weights remain on the host when ``modules`` move."""
     gone = {layer for one in modules if one.has_weights for layer in one.layers}
     return set(range(num_layers)) - gone

@@ -63,30 +63,30 @@ class Context(LayerSpan, frozen=True, tag="context"):
         return 0
 
     def kv_pages(self, num_kv_heads: int) -> float:
-        """The most that they can be: every block of the layers."""
+        """Return the maximum: every block of the layers."""
         return float(len(self.layers))
 
     def num_pages(self, num_kv_heads: int) -> float:
-        """None: older blocks come and go."""
+        """Return 0: the number of older blocks that are away varies."""
         return 0.0
 
     def move_request(self, source: str, target: str) -> MoveContext:
         return MoveContext(source, target, (self.start, self.end))
 
     def return_request(self, source: str) -> Return:
-        """By its layers: whatever of them is away."""
+        """Return a request that names the layers: all of their modules that are away come home."""
         return Return(source, layers=(self.start, self.end))
 
     def as_modules(self) -> list[Module]:
-        """None: only a person moves them."""
+        """Return no modules: only an operator moves older blocks."""
         return []
 
     def modelled(self, own: ModelGeometry, model: ModelGeometry) -> list[Module]:
-        """None: what they take depends on who is served."""
+        """Return no modules: the cost of older blocks depends on the requests being served."""
         return []
 
     def check_attention(self, attention: Any, name: str) -> None:
-        """It may look at no more than keys and queries."""
+        """Refuse an attention that uses more than keys and queries, or has other head sizes."""
         impl = getattr(attention.impl, "inner", attention.impl)
         checks.check_heads(attention, name)
         limits = (impl.sliding_window, "a sliding window"), (impl.logits_soft_cap, "a cap")
@@ -101,20 +101,21 @@ class Context(LayerSpan, frozen=True, tag="context"):
 
 
 class BuildContext(messages.Build, frozen=True, tag=True):
-    """Make room for older blocks of some layers, whose slices are all KV heads."""
+    """Request to make room for older blocks of some layers; the slices have all KV heads."""
 
     slices: tuple[messages.AttentionSlice, ...]
 
 
 class RunContext(messages.Run, frozen=True, tag=True):
-    """One layer's step over older blocks; the first tensor is the query of those that ask.
+    """Request for one layer's step over older blocks; the first tensor has the queries.
 
-    Answered with output and log-sum-exp, float32.
+    The queries are those of the sequences with blocks in the guest. The answer is the output and
+    the log-sum-exp, float32.
 
     Attributes:
-        step_id: Names the step; ``step`` is None where the unit has been told of it.
-        step: ``block_table``, ``query_start`` and ``num_tokens`` of the sequences that ask: what
-            ``kernels.interface.Batch`` has of them where nothing is masked.
+        step_id: Id of the step; ``step`` is None if the unit has this step's description already.
+        step: ``block_table``, ``query_start`` and ``num_tokens`` of these sequences: the fields of
+            ``kernels.interface.Batch`` that are needed without a mask.
     """
 
     step_id: int
@@ -126,22 +127,22 @@ class RunContext(messages.Run, frozen=True, tag=True):
 
 
 class ContextSplits:
-    """Attentions of an engine that may be split between newer blocks here and older elsewhere."""
+    """Attentions of an engine that may be split: newer blocks here, older ones in a guest."""
 
     def __init__(self, engine: HostEngine) -> None:
         self._engine = engine
         self._contexts: dict[str, ContextAttention] = {}
 
     def unit(self, unit_id: str, modules: Context) -> HostContext:
-        """Older blocks that are at home.
+        """Return a unit of older blocks that are at home.
 
         Raises:
-            MigrationError: They cannot be read as they are kept.
+            MigrationError: The blocks cannot be read in the layout in which they are kept.
         """
         return HostContext(unit_id, modules, self._engine, self)
 
     def arrange(self, name: str, remote: ContextChannel | None, pages: Pages) -> None:
-        """Say where an attention's older blocks are; None: here."""
+        """Set the channel to the guest with an attention's older blocks; None: all are here."""
         if name not in self._contexts:
             engine = self._engine
             self._contexts[name] = ContextAttention(
@@ -159,8 +160,8 @@ class HostContext(HostUnit):
     """Older blocks of some of this engine's layers.
 
     Attributes:
-        away: Which of them are in the guest. Those that are overwritten lose their poison.
-        pages: How they are read.
+        away: Blocks that are in the guest. A block that is overwritten loses its NaN poison first.
+        pages: Attention over the pages of the KV cache.
     """
 
     blocks_come_home = True
@@ -180,7 +181,7 @@ class HostContext(HostUnit):
         self._splits = splits
 
     def build_request(self) -> BuildContext:
-        # Copies back the memory that they need.
+        # 0 backed blocks: the guest's memory is backed as copies touch it.
         return BuildContext(self.unit_id, self._engine.kv_shape, 0, self.attention_slices())
 
     def install(self) -> None:
@@ -199,7 +200,7 @@ class HostContext(HostUnit):
         self.away.set(dirty_blocks.full())
 
     def moved_heads(self, name: str) -> Sequence[int]:
-        """None: of each head some blocks are at home."""
+        """Return no heads: some blocks of each head are at home."""
         return ()
 
     @property
@@ -210,7 +211,7 @@ class HostContext(HostUnit):
         return self.away.holding(blocks)
 
     def make_room(self) -> None:
-        """Back its KV at home; whole pages come home, and beside them lie new ones."""
+        """Back the KV at home, without healing: whole pages come home, beside pages in use."""
         for name in self.names:
             self._engine.kv.populate(name, self._engine.kv.num_blocks)
 
@@ -246,7 +247,7 @@ class RemoteContext:
         return self._residence.link
 
     def plan(self) -> ContextPlan | None:
-        """How the step under way is divided: once for all layers."""
+        """Return the division of the step under way, made once for all layers."""
         step_context = self._step_context
         if self._planned_step != step_context.step_id:
             assert step_context.common is not None
@@ -274,7 +275,7 @@ class RemoteContext:
         self.link.submit(request, bundle)
 
     def collect(self, query: torch.Tensor) -> PartialAttention:
-        """Attention over the guest's blocks, float32."""
+        """Return the attention over the guest's blocks, float32."""
         outputs = self.link.collect(self._step_context.num_tokens)
         if len(outputs) != 2:
             raise self.link.give_up("a step over older blocks was answered without log-sum-exp")
@@ -293,7 +294,7 @@ class OlderBlocks:
 
     Args:
         kv_caches: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]`` by attention.
-        scales: Of the scores, by attention.
+        scales: Scale of the scores, by attention.
     """
 
     def __init__(
@@ -308,10 +309,10 @@ class OlderBlocks:
         self._step: tuple[int, Batch] | None = None
 
     def describe(self, step_id: int, fields: Mapping[str, Any]) -> None:
-        """Take what the layers of a step have in common.
+        """Set the batch that the layers of a step share.
 
         Raises:
-            ProtocolError: It is no step, or names blocks that are not here.
+            ProtocolError: The fields do not describe a step, or name unknown blocks.
         """
         try:
             table, lengths = fields["block_table"], fields["num_tokens"]
@@ -333,7 +334,7 @@ class OlderBlocks:
         self._step = step_id, batch
 
     def run(self, name: str, step_id: int, query: torch.Tensor) -> PartialAttention:
-        """Attention over the step's blocks, float32.
+        """Return the attention over the step's blocks, float32.
 
         Raises:
             ProtocolError: The step has not been described.
@@ -383,7 +384,7 @@ class GuestContext(GuestUnit):
         step: Mapping[str, Any] | None,
         tensors: Sequence[Tensor],
     ) -> PartialAttention:
-        """Attention of one layer over older blocks; ``step`` as in ``RunContext``."""
+        """Return one layer's attention over older blocks; ``step`` as in ``RunContext``."""
         assert self._older is not None
         if step is not None:
             self._older.describe(step_id, restore(step, tensors))

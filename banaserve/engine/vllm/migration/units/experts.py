@@ -1,7 +1,8 @@
 """Expert sets: some routed experts of mixture-of-experts layers compute in a guest.
 
-They have weights and no KV: nothing is copied, and a guest builds them from its own checkpoint.
-Their host keeps its weights, as it does those of layers: one that is lost costs no reading.
+Experts have weights and no KV: nothing is copied, and a guest builds them from its own checkpoint.
+The host keeps the weights of moved experts, as it keeps those of moved layers: when a guest is
+lost, no weights have to be read.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class ExpertSet(LayerNumbers, frozen=True, tag="experts"):
         self.check_numbers(shape.num_layers, shape.num_experts)
 
     def weight_bytes(self, layer_weight_bytes: int) -> int:
-        """A guest loads a whole layer before it drops what it does not need of it."""
+        """Return the bytes of whole layers: a guest loads a layer before it drops the rest."""
         return len(self.layers) * layer_weight_bytes
 
     def kv_pages(self, num_kv_heads: int) -> float:
@@ -71,22 +72,22 @@ class ExpertSet(LayerNumbers, frozen=True, tag="experts"):
         return Return(source, experts=self.experts)
 
     def as_modules(self) -> list[Module]:
-        """None: only a person moves them."""
+        """Return no modules: only an operator moves experts."""
         return []
 
     def modelled(self, own: ModelGeometry, model: ModelGeometry) -> list[Module]:
-        """None: the models of GPUs that are modelled are dense."""
+        """Return no modules: the models of modelled GPUs are dense."""
         return []
 
     def check_attention(self, attention: Any, name: str) -> None:
-        """Attention stays where it is."""
+        """Accept every attention: attention does not move."""
 
 
 class BuildExperts(messages.Build, frozen=True, tag=True):
-    """Build experts of layers of the model's list ``path`` from the checkpoint.
+    """Request to build experts of layers of the model's list ``path`` from the checkpoint.
 
     Attributes:
-        experts: By layer, both ascending; the guest numbers them in this order.
+        experts: Expert numbers by layer, both ascending; the guest numbers them in this order.
     """
 
     path: str
@@ -98,11 +99,11 @@ class BuildExperts(messages.Build, frozen=True, tag=True):
 
 
 class RunExperts(messages.Run, frozen=True, tag=True):
-    """One step of a unit's experts of ``layer``.
+    """Request for one step of a unit's experts of ``layer``.
 
-    The tensors are the tokens that have chosen one of them ``[n, hidden_size]``, the weights of
-    what each has chosen ``[n, k]``, and the experts as the guest numbers them, ``NOT_HERE`` where
-    another place has them. Answered with their weighted sum for each token.
+    The tensors are the tokens that have chosen one of the unit's experts ``[n, hidden_size]``, the
+    weights of each token's chosen experts ``[n, k]``, and the guest's numbers of these experts,
+    ``NOT_HERE`` for experts of another place. The answer is the weighted sum for each token.
     """
 
     layer: int
@@ -112,7 +113,7 @@ class RunExperts(messages.Run, frozen=True, tag=True):
 
 
 class HostExperts(HostUnit):
-    """Some experts of this engine's layers."""
+    """A unit of experts of this engine's layers."""
 
     microbatch_blocker = "experts of some layers are elsewhere"
     replaces_modules = True
@@ -167,7 +168,7 @@ class RemoteExperts:
 
 
 class GuestExperts(GuestUnit):
-    """Some experts of some layers: weights, no KV."""
+    """A unit of experts in a guest: weights, no KV."""
 
     serves = RunExperts
 
@@ -181,7 +182,7 @@ class GuestExperts(GuestUnit):
         self._offer_nothing(epoch)
 
     def _load(self, config: VllmConfig, request: BuildExperts, layers: Sequence[int]) -> None:
-        """Experts of neighbouring layers: the rest of these is dropped once it has been read."""
+        """Load the experts of neighbouring layers; drop the rest of these layers once read."""
         start, end = layers[0], layers[-1] + 1
         model = PartialModel(config, request.path, start, end, self._device)
         try:
@@ -213,7 +214,7 @@ class GuestExperts(GuestUnit):
 
 
 def _keep(experts: RoutedExperts, ids: Sequence[int]) -> int:
-    """Drop the weights of all others; these are numbered from 0 on. Returns the bytes left."""
+    """Keep only the experts ``ids``, numbered anew from 0; return the bytes of their weights."""
     num_bytes = 0
     for parameter in weights_by_expert(experts):
         index = torch.tensor(ids, device=parameter.device)
@@ -225,7 +226,7 @@ def _keep(experts: RoutedExperts, ids: Sequence[int]) -> int:
 
 
 def _runs(layers: Sequence[int]) -> list[list[int]]:
-    """Runs of neighbouring layers, of those that are given in ascending order."""
+    """Return the runs of neighbouring layers; ``layers`` is in ascending order."""
     found = [list(layers[:1])] if layers else []
     for before, layer in pairwise(layers):
         if layer == before + 1:
@@ -236,10 +237,10 @@ def _runs(layers: Sequence[int]) -> list[list[int]]:
 
 
 def _check_step(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, count: int) -> None:
-    """Refuse what the kernels would read past their ends with.
+    """Refuse tensors with which the kernels would read out of bounds.
 
     Raises:
-        ProtocolError: Shapes do not fit, or an expert is not here.
+        ProtocolError: Shapes or types do not fit, or an expert is not here.
     """
     if x.dim() != 2 or weights.dim() != 2 or ids.shape != weights.shape or len(ids) != len(x):
         raise ProtocolError("a step of experts has tensors of shapes that do not fit")

@@ -29,10 +29,11 @@ _ADVANCE_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class GuestServices:
-    """What a guest lends to a unit that runs a step.
+    """Services of a guest for a unit that runs a step.
 
     Attributes:
-        computing: Whatever computes runs within one: it bounds the guest's share.
+        computing: Factory of contexts; all computing runs within one, which bounds the guest's
+            share.
         expect: Called with the number of messages that the host sends without waiting.
     """
 
@@ -41,17 +42,17 @@ class GuestServices:
 
 
 class GuestUnit(ABC):
-    """One offered region with the KV of all attentions of the unit, and the epoch of its use.
+    """A unit in a guest: one offered region with the KV of its attentions, and its epoch.
 
     Args:
-        config: Of the guest.
-        transport: Offers the KV to the host.
+        config: vLLM config of the guest.
+        transport: Transport that offers the KV to the host.
 
     Attributes:
-        serves: Messages with which its host asks for steps.
+        serves: Type of the messages with which the host asks for steps.
         places: Offset of each attention's KV in the region, by name.
-        epoch: None until the host has activated the unit.
-        slots: Copies blocks to the host's store; None where the host does that.
+        epoch: Epoch of the unit; None until the host has activated the unit.
+        slots: Writer of blocks to the host's store; None if the host saves them.
     """
 
     serves: ClassVar[type[Run]]
@@ -70,22 +71,22 @@ class GuestUnit(ABC):
 
     @abstractmethod
     def serve(self, request: Any, tensors: Sequence[Tensor], services: GuestServices) -> Answer:
-        """Run one step; ``request`` is of its kind and for the epoch that it runs for.
+        """Run one step; ``request`` has the type ``serves`` and the unit's epoch.
 
         Raises:
-            ProtocolError: The request makes no sense.
+            ProtocolError: The request is invalid.
         """
 
     def _offer(
         self, request: Build, heads: Mapping[str, int], epoch: int
     ) -> dict[str, torch.Tensor]:
-        """Reserve and offer the KV caches: ``[num_blocks, num_heads, ...]`` by name.
+        """Reserve, offer and return the KV caches ``[num_blocks, num_heads, ...]`` by name.
 
         Args:
-            heads: KV heads of each attention.
+            heads: Number of KV heads of each attention.
 
         Raises:
-            MigrationError: There is no memory for the blocks that are to be backed by it.
+            MigrationError: There is no memory to back the requested number of blocks.
         """
         kv = request.kv
         if self._kernels is not None:
@@ -113,11 +114,11 @@ class GuestUnit(ABC):
         }
 
     def _offer_nothing(self, epoch: int) -> None:
-        """For a unit without KV: a page that nobody reads, since hosts open what is offered."""
+        """Offer an unused page for a unit without KV, since a host opens each unit's region."""
         self._region = self._transport.offer(PAGE_BYTES, epoch)
 
     def _back(self, first_byte: int, num_bytes: int) -> None:
-        """Take pages before a step or a copy has to wait for them."""
+        """Back pages with memory before a step or a copy has to wait for them."""
         assert self._region is not None
         length = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
         try:
@@ -125,7 +126,7 @@ class GuestUnit(ABC):
                 self._region.memory.address + first_byte, length, linux.MADV_POPULATE_WRITE
             )
         except OSError as error:
-            if error.errno != errno.EINVAL:  # Linux before 5.14 takes them one by one.
+            if error.errno != errno.EINVAL:  # Linux before 5.14 backs pages on first touch only.
                 self._region.close()
                 raise MigrationError(f"there is no memory for its KV: {error.strerror}") from None
 
@@ -136,27 +137,27 @@ class GuestUnit(ABC):
 
     @property
     def landing_bytes(self) -> int:
-        """Of a region that only has pages on their way; 0: the region holds the KV itself."""
+        """Return the size of a region with pages on their way only; 0 if it holds the KV itself."""
         return 0 if self._landing is None else self._landing.region.memory.num_bytes
 
     def copy_pages(self, request: CopyPages) -> None:
-        """Take pages that have landed, or let pages be fetched.
+        """Copy pages from the region to the device, or put pages there for the host to fetch.
 
         Raises:
-            ProtocolError: The KV lies in the region, or the request makes no sense.
+            ProtocolError: The region holds the KV itself, or the request is invalid.
         """
         if self._landing is None:
             raise ProtocolError(f"the KV of {request.unit_id} lies in its region")
         self._landing.copy(request)
 
     def activate(self, epoch: int) -> None:
-        """Run for messages of ``epoch`` only, and take no copies of an older one."""
+        """Run for messages of ``epoch`` only, and accept no copies of an older epoch."""
         assert self._region is not None
         self._region.advance(epoch, _ADVANCE_TIMEOUT_S)
         self.epoch = epoch
 
     def close(self) -> None:
-        """Let go of the KV."""
+        """Release the KV."""
         if self._landing is not None:
             self._landing.close()
         elif self._region is not None:

@@ -1,4 +1,4 @@
-"""Head sets: KV heads of some layers attend in a guest, and others stay beside them."""
+"""Head sets: attention of some KV heads of a layer runs in a guest, that of the others here."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class HeadSet(LayerNumbers, frozen=True, tag="heads"):
         return Return(source, heads=self.heads)
 
     def as_modules(self) -> list[Module]:
-        """Neighbouring layers with equal heads together."""
+        """Return one module for each run of neighbouring layers with equal heads."""
         found: list[Module] = []
         for layer in self.layers:
             heads = tuple(sorted(self.heads[layer]))
@@ -84,7 +84,7 @@ class HeadSet(LayerNumbers, frozen=True, tag="heads"):
         return found
 
     def check_attention(self, attention: Any, name: str) -> None:
-        """Heads have to be alike."""
+        """Refuse an attention whose heads are not alike."""
         checks.check_heads(attention, name)
 
 
@@ -94,17 +94,17 @@ def _of_module(module: Module) -> HeadSet | None:
 
 
 class BuildHeads(messages.Build, frozen=True, tag=True):
-    """Build the attention of some heads."""
+    """Request to build the attention of some heads."""
 
     slices: tuple[messages.AttentionSlice, ...]
 
 
 class RunHeads(messages.Run, frozen=True, tag=True):
-    """One step of some heads of one layer; the first three tensors are query, key and value.
+    """Request for one step of heads of one layer; the first tensors are query, key and value.
 
     Attributes:
-        step_id: Names the step; ``step`` is None where this guest has its metadata already.
-        name: The attention on the host.
+        step_id: Id of the step; ``step`` is None if this guest has the step's metadata already.
+        name: Name of the attention on the host.
     """
 
     step_id: int
@@ -116,7 +116,7 @@ class RunHeads(messages.Run, frozen=True, tag=True):
 
 
 class HeadSplits:
-    """Attentions of an engine of which some heads are elsewhere, in the hands of several units."""
+    """Attentions of an engine with heads in guests; the heads may belong to several units."""
 
     def __init__(self, engine: HostEngine) -> None:
         self._engine = engine
@@ -124,11 +124,11 @@ class HeadSplits:
         self._splits: dict[str, SplitAttention] = {}
 
     def unit(self, unit_id: str, modules: HeadSet) -> HostHeads:
-        """Heads that are at home."""
+        """Return a unit of heads that are at home."""
         return HostHeads(unit_id, modules, self._engine, self)
 
     def put(self, unit: HostHeads) -> None:
-        """Arrange a unit's layers by where it is now."""
+        """Arrange a unit's layers for the unit's current place."""
         if unit.residence is None:
             self._away.pop(unit.unit_id, None)
         else:
@@ -161,7 +161,7 @@ class HostHeads(HostUnit):
         self._splits = splits
 
     def heads(self, name: str) -> tuple[int, ...]:
-        """Which KV heads of an attention belong to it, ascending."""
+        """Return the unit's KV heads of an attention, ascending."""
         return self._heads[name]
 
     def build_request(self) -> BuildHeads:
@@ -207,7 +207,7 @@ class RemoteHeads:
         link.submit(request, bundle)
 
     def collect(self) -> torch.Tensor:
-        """Their attention's output, ``[num_tokens, query heads, head_size]``."""
+        """Return the heads' attention output, ``[num_tokens, query heads, head_size]``."""
         query, self._query = self._query, None
         assert query is not None
         outputs = self.link.collect(self._step_context.num_tokens)
@@ -219,7 +219,7 @@ class RemoteHeads:
 
 
 class HeadStep:
-    """One step's metadata, built once for all layers that have as many heads."""
+    """Metadata of one step, built once for all layers that have the same number of heads."""
 
     def __init__(self, common: CommonAttentionMetadata) -> None:
         self.common = common
@@ -232,20 +232,20 @@ class HeadStep:
 
 
 class DescribedStep:
-    """The step that a guest was last told of: once for all units of heads that it has."""
+    """The step that was last described to a guest, once for all its units of heads."""
 
     def __init__(self) -> None:
         self._last: tuple[int, HeadStep] | None = None
 
     def set(self, step_id: int, step: HeadStep) -> None:
-        """A step has been described."""
+        """Record a step that has been described."""
         self._last = step_id, step
 
     def get(self, step_id: int) -> HeadStep:
-        """The step of this id.
+        """Return the step of this id.
 
         Raises:
-            ProtocolError: It has not been described.
+            ProtocolError: The step has not been described.
         """
         if self._last is None or self._last[0] != step_id:
             raise ProtocolError(f"step {step_id} has not been described")
@@ -253,7 +253,7 @@ class DescribedStep:
 
 
 class GuestHeads(GuestUnit):
-    """Heads of some layers: KV and attention, no weights."""
+    """A unit of heads in a guest: KV and attention, no weights."""
 
     serves = RunHeads
 
@@ -289,13 +289,13 @@ class GuestHeads(GuestUnit):
         return messages.StepOutputs(False, (0,)), bundle
 
     def read_step(self, step: Mapping[str, Any], tensors: Sequence[Tensor]) -> HeadStep:
-        """What describes a step, for all units of heads in this guest."""
+        """Return the description of a step, for all units of heads in this guest."""
         return HeadStep(common_from(restore(step, tensors, self._device)))
 
     def run(
         self, name: str, step: HeadStep, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """Attention of one layer's heads; query, key and value as they came."""
+        """Return the attention of one layer's heads; query, key and value are as received."""
         query, key, value = (to_device(tensor, self._device) for tensor in (query, key, value))
         attention = self._attentions[name]
         metadata = step.metadata(attention, key.shape[1])

@@ -1,4 +1,4 @@
-"""Units as their host sees them: what each kind does on an engine whose parts move."""
+"""Units as their host sees them: the work of each kind on the engine whose parts move."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from banaserve.errors import GuestLostError, MigrationError
 
 
 class UnitLocation:
-    """One unit in one guest.
+    """Location of a unit: its place in one guest.
 
     Attributes:
-        link: To the guest.
-        kv: The unit's KV there.
-        epoch: In which it was put to work; None until then.
-        weight_bytes: That the guest has loaded for it.
-        saves: Whether the guest can save it to the store.
+        link: Connection to the guest.
+        kv: The unit's KV in the guest.
+        epoch: Epoch in which the unit was activated; None until then.
+        weight_bytes: Bytes of weights that the guest has loaded for the unit.
+        saves: True if the guest can save the unit's blocks to the store.
     """
 
     saves = False
@@ -45,13 +45,13 @@ class UnitLocation:
         self.epoch: int | None = None
 
     def activate(self, epoch: int) -> None:
-        """Put it to work: from here on it takes messages and copies of ``epoch`` only."""
+        """Activate the unit: from now on it accepts messages and copies of ``epoch`` only."""
         self.link.ask(messages.Activate(self.unit_id, epoch), messages.StepsDone)
         self.kv.epoch = epoch
         self.epoch = epoch
 
     def leave(self) -> None:
-        """Let the guest forget the unit; a guest that is lost has forgotten already."""
+        """Release the unit in the guest; a lost guest has nothing to release."""
         self.kv.close()
         try:
             self.link.ask(messages.ReleaseUnit(self.unit_id), messages.StepsDone)
@@ -62,7 +62,7 @@ class UnitLocation:
 
     @property
     def has_landed(self) -> bool:
-        """Whether the guest has to be asked for each copy of its KV."""
+        """Return whether the guest has to be asked for each copy of the unit's KV."""
         return isinstance(self.kv, StagedRemoteKv)
 
     @property
@@ -76,16 +76,16 @@ class HostEngine:
     """Parts of an engine that its units use.
 
     Attributes:
-        path: Of the model's list of layers.
-        layers: That list.
-        attentions: By name, in layer order.
-        kv_shape: How a guest has to lay out its KV.
+        path: Path of the model's list of layers in the model.
+        layers: The model's list of layers.
+        attentions: Attention modules by name, in layer order.
+        kv_shape: Shape and layout that a guest has to give its KV.
         on_lost: Called with a guest that is lost in the middle of a step.
-        poisons: Whether KV that has moved away is overwritten with NaN.
-        store: That guests may save blocks to; None where there is none.
-        experts: Of the layers that have any, by layer.
-        compiled: The model, where it may be compiled.
-        ranks: Of the engine, which run a part of each layer.
+        poisons: True if KV that has moved away is overwritten with NaN.
+        store: Store that guests may save blocks to; None if there is none.
+        experts: Routed experts by layer, for the layers that have experts.
+        compiled: The model, if it may be compiled; None otherwise.
+        ranks: Tensor-parallel ranks of the engine, each of which runs a part of each layer.
     """
 
     config: VllmConfig
@@ -103,22 +103,23 @@ class HostEngine:
     ranks: Ranks = field(default_factory=Ranks)
 
     def names(self, layers: Iterable[int]) -> list[str]:
-        """Of the attentions of these layers."""
+        """Return the names of the attentions of these layers."""
         every = list(self.kv.tensors)
         return [every[layer] for layer in layers]
 
 
 class HostUnit(ABC):
-    """A unit with one place at a time; a kind overrides where it is not about whole pages.
+    """A unit, which is in one place at a time; a kind overrides what differs for parts of pages.
 
     Attributes:
-        unit_id: Named by the coordinator through the move that took it away first.
-        modules: What it is.
-        names: Of its attentions, in layer order; none where no KV goes with it.
-        residence: Where it runs; None at home.
-        blocks_come_home: Whether single blocks come home by being written while it is away.
-        microbatch_blocker: Why steps cannot be cut while it is away; empty where they can.
-        replaces_modules: Whether something stands in the place of modules that graphs would hold.
+        unit_id: Id of the unit: the id of the move that first took the unit away.
+        modules: Modules of the unit, as the controller plans with them.
+        names: Names of the unit's attentions, in layer order; empty if no KV moves with the unit.
+        residence: Location in the guest that runs the unit; None at home.
+        blocks_come_home: True if a write to a single block brings it home while the unit is away.
+        microbatch_blocker: Reason why steps cannot be cut while the unit is away; empty if they
+            can.
+        replaces_modules: True if the unit replaces modules that compiled graphs would hold.
     """
 
     blocks_come_home = False
@@ -132,56 +133,56 @@ class HostUnit(ABC):
         self.residence: UnitLocation | None = None
         self._engine = engine
 
-    # ---- what each kind says
+    # ---- what each kind defines
 
     @abstractmethod
     def build_request(self) -> messages.Build:
-        """Message that lets a guest build it."""
+        """Return the message that lets a guest build the unit."""
 
     @abstractmethod
     def install(self) -> None:
-        """Let the model run it at ``residence``, or at home where that is None.
+        """Let the model run the unit at ``residence``, or at home if ``residence`` is None.
 
-        Between two steps, or when its guest is lost in one.
+        Called between two steps, or when the unit's guest is lost in a step.
         """
 
     def heads(self, name: str) -> tuple[int, ...] | None:
-        """Which KV heads of an attention belong to it, ascending; None: all, with the layer."""
+        """Return the unit's KV heads of an attention, ascending; None: the whole layer."""
         return None
 
     def left_home(self, dirty_blocks: DirtyBlockTracker) -> None:
-        """Take note of the blocks that have been copied: it leaves home with this commit."""
+        """Record the blocks that have been copied; the unit leaves home with this commit."""
         return
 
     # ---- its blocks
 
     def moved_heads(self, name: str) -> Sequence[int]:
-        """KV heads of which every block is where the unit is."""
+        """Return the KV heads of which every block is where the unit is."""
         heads = self.heads(name)
         return range(self._engine.kv.num_heads) if heads is None else heads
 
     @property
     def single_blocks(self) -> RemoteBlocks | None:
-        """Which blocks are where the unit is; None: all of ``moved_heads``."""
+        """Return the set of blocks that are where the unit is; None: all of ``moved_heads``."""
         return None
 
     def holding(self, blocks: Sequence[int]) -> contextlib.AbstractContextManager[Sequence[int]]:
-        """Those of ``blocks`` that are where the unit is; none comes home inside of it."""
+        """Return a context with those ``blocks`` that are at the unit; none comes home within."""
         return contextlib.nullcontext(blocks)
 
     def make_room(self) -> None:
-        """Back its KV at home with memory again, and let it be finite."""
+        """Back the unit's KV at home with memory again, and remove its NaN poison."""
         for name in self.names:
             self._engine.kv.populate(name, self._engine.kv.num_blocks)
         self.heal()
 
     def heal(self) -> None:
-        """Overwrite what poison has left of its KV at home, where that is used."""
+        """Overwrite the unit's NaN poison at home with zeros, if the engine uses poison."""
         for name in self.names if self._engine.poisons else ():
             self._engine.kv.heal(name, self.heads(name))
 
     def poison(self) -> None:
-        """Overwrite its KV at home with NaN, where that is asked for."""
+        """Overwrite the unit's KV at home with NaN, if the engine uses poison."""
         for name in self.names if self._engine.poisons else ():
             self._engine.kv.poison(name, self.heads(name), self._blocks_away())
 
@@ -189,11 +190,11 @@ class HostUnit(ABC):
         return range(self._engine.kv.num_blocks)
 
     def free(self) -> list[Freed]:
-        """Give the memory of its KV at home back to the system."""
+        """Give the memory of the unit's KV at home back to the system."""
         return [self._engine.kv.free(name, self.heads(name)) for name in self.names]
 
     def attention_slices(self) -> tuple[messages.AttentionSlice, ...]:
-        """Its heads of each layer, as a guest has to build their attention."""
+        """Return the unit's heads of each layer, as a guest has to build their attention."""
         return tuple(self._slice(name) for name in self.names)
 
     def _slice(self, name: str) -> messages.AttentionSlice:

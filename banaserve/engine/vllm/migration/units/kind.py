@@ -21,16 +21,18 @@ class UnitKind:
     """Entry of a kind of unit in the registry.
 
     Attributes:
-        unit: Its values.
-        request: Of the admin API that moves one.
-        asked: The value that a ``request`` names.
-        asked_home: The value that a ``Return`` names; None where it names none of this kind.
-        of_module: The value that stands for a module of the orchestrator's; None where it has
-            another kind.
-        build: Message that lets a guest build one.
-        run: Message that lets a guest run a step of one.
-        host_units: For each engine, what makes its units by id and value.
-        guest_units: For each guest, what builds its units by message, each offered at an epoch.
+        unit: Type of the units of this kind.
+        request: Type of the admin API's request that moves such a unit.
+        asked: Function that returns the unit that a ``request`` names.
+        asked_home: Function that returns the unit that a ``Return`` names; None if it names none
+            of this kind.
+        of_module: Function that returns the unit for one of the orchestrator's modules; None if
+            the module is of another kind.
+        build: Type of the message that lets a guest build a unit.
+        run: Type of the message that lets a guest run a step of a unit.
+        host_units: Function that returns, for an engine, the maker of host units by id and unit.
+        guest_units: Function that returns, for a guest, the builder of units by message and the
+            epoch of the offer.
     """
 
     unit: type[MigrationUnit]

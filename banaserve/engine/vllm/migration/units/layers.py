@@ -1,4 +1,4 @@
-"""Layer ranges: weights and KV run in a guest, and a proxy stands in the model's list."""
+"""Layer ranges: layers run in a guest with weights and KV; proxies replace them in the model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class LayerRange(LayerSpan, frozen=True, tag="layers"):
             raise MigrationError("every layer would leave: keep at least one on the host")
 
     def covers(self, other: MigrationUnit) -> bool:
-        """Whatever of these layers is away: to name layers is to name all of them."""
+        """Return whether all layers of ``other``, of any kind, are in this range."""
         return set(other.layers) <= set(self.layers)
 
     def weight_bytes(self, layer_weight_bytes: int) -> int:
@@ -77,14 +77,15 @@ class LayerRange(LayerSpan, frozen=True, tag="layers"):
         return [Module(start, end)]
 
     def check_attention(self, attention: Any, name: str) -> None:
-        """Whole layers can all move."""
+        """Accept every attention: whole layers can always move."""
 
 
 class BuildLayers(messages.Build, frozen=True, tag=True):
-    """Build layers ``start`` to ``end - 1`` of the model's list ``path`` from the checkpoint.
+    """Request to build layers ``start`` to ``end - 1`` of the list ``path`` from the checkpoint.
 
     Attributes:
-        store: Where the guest may save blocks itself; None where it may not.
+        path: Path of the model's list of layers in the model.
+        store: Store that the guest may save blocks to itself; None if it may not.
     """
 
     path: str
@@ -98,13 +99,13 @@ class BuildLayers(messages.Build, frozen=True, tag=True):
 
 
 class RunLayers(messages.Run, frozen=True, tag=True):
-    """One step of a range of layers.
+    """Request for one step of a range of layers.
 
     Attributes:
         step: Attention metadata by field: a plain value, or a list that begins with the index of
             a tensor.
-        arguments: Of the first layer by parameter name, likewise.
-        num_follow: Messages that the host sends next without waiting for this one's answer.
+        arguments: Arguments of the first layer by parameter name, encoded like ``step``.
+        num_follow: Number of messages that the host sends next without waiting for this answer.
         saves: Blocks to copy to the store before the answer, as they are after the step.
     """
 
@@ -176,13 +177,13 @@ class RemoteLayers:
 
     @property
     def can_save(self) -> bool:
-        """Whether the guest can save blocks of the layers to the store."""
+        """Return whether the guest can save blocks of the layers to the store."""
         return self._residence.saves and self.link.can_be_ended
 
     def run(
         self, arguments: Mapping[str, Any], saves: SlotCopies | None = None
     ) -> Sequence[torch.Tensor | None]:
-        """One step there and back.
+        """Run one step in the guest and return its values.
 
         Raises:
             GuestLostError: The guest is lost.
@@ -207,7 +208,7 @@ class RemoteLayers:
         self.link.submit(*self._message(arguments, num_follow, saves))
 
     def collect(self, hidden_states: torch.Tensor) -> Sequence[torch.Tensor | None]:
-        """What the layers return for the part that was submitted first, with ``hidden_states``.
+        """Return the values for the part submitted first, whose input is ``hidden_states``.
 
         Raises:
             GuestLostError: The guest is lost.
@@ -242,7 +243,7 @@ class RemoteLayers:
 
 
 class GuestLayers(GuestUnit):
-    """A range of layers with weights and KV."""
+    """A unit of layers in a guest, with weights and KV."""
 
     serves = RunLayers
 
@@ -278,7 +279,7 @@ class GuestLayers(GuestUnit):
         return messages.StepOutputs(is_tuple, indices, seconds, save_s), bundle
 
     def _save(self, copies: SlotCopies | None, around: Around) -> float | None:
-        """Copy blocks to the host's store; the seconds, or None where they were not copied."""
+        """Copy blocks to the host's store; return the seconds, or None if not copied."""
         began_s = time.perf_counter()
         if copies is None or self.slots is None or not self.slots.write(copies, around):
             return None

@@ -1,6 +1,6 @@
-"""Kinds of migration units. To add one: write its file, and name it here.
+"""Kinds of migration units. To add one: write its file, and list its kind here.
 
-Nothing else asks for the kind of a unit: what differs is a method of ``MigrationUnit``,
+No other code depends on the kind of a unit: the differences are methods of ``MigrationUnit``,
 ``HostUnit`` or ``GuestUnit``.
 """
 
@@ -39,17 +39,17 @@ _BY_REQUEST = {kind.request: kind for kind in KINDS}
 decode_request = messages.request_decoder(
     [kind.build for kind in KINDS] + [kind.run for kind in KINDS]
 )
-"""Reads what a host says to a guest; see ``messages.request_decoder``."""
+"""Decoder of a host's requests to a guest; see ``messages.request_decoder``."""
 
 
 # ---- forms of a unit
 
 
 def read_modules(given: Mapping[str, Any]) -> MigrationUnit:
-    """A unit as a coordinator names it.
+    """Return the unit that a coordinator's message names.
 
     Raises:
-        ValidationError: It is malformed.
+        ValidationError: The message is malformed.
     """
     kind = _BY_NAME.get(str(given.get("type")))
     if kind is None:
@@ -58,15 +58,15 @@ def read_modules(given: Mapping[str, Any]) -> MigrationUnit:
 
 
 def write_modules(modules: MigrationUnit) -> dict[str, Any]:
-    """The inverse of ``read_modules``."""
+    """Return the message that names a unit, the inverse of ``read_modules``."""
     return {"type": modules.kind, **modules.to_wire()}
 
 
 def unit_asked(ask: MigrationRequest) -> MigrationUnit | None:
-    """What a request to the coordinator is about; None: all that is away.
+    """Return the unit that a request to the coordinator names; None: all modules that are away.
 
     Raises:
-        MigrationError: It names several kinds.
+        MigrationError: The request names several kinds.
     """
     if not isinstance(ask, Return):
         return _BY_REQUEST[type(ask)].asked(ask)
@@ -78,7 +78,7 @@ def unit_asked(ask: MigrationRequest) -> MigrationUnit | None:
 
 
 def unit_of(module: Module) -> MigrationUnit:
-    """The unit that a module of the orchestrator's is."""
+    """Return the unit for one of the orchestrator's modules."""
     found = (kind.of_module(module) for kind in KINDS)
     return next(unit for unit in found if unit is not None)
 
@@ -87,22 +87,22 @@ def unit_of(module: Module) -> MigrationUnit:
 
 
 class HostUnits:
-    """Makes an engine's units."""
+    """Maker of an engine's units."""
 
     def __init__(self, engine: HostEngine) -> None:
         self._makers = {kind.name: kind.host_units(engine) for kind in KINDS}
 
     def make(self, unit_id: str, modules: MigrationUnit) -> HostUnit:
-        """Modules that are at home, as a unit.
+        """Return modules that are at home as a unit.
 
         Raises:
-            MigrationError: They cannot be read as they are kept.
+            MigrationError: The modules cannot form a unit here, such as KV in an unreadable layout.
         """
         return self._makers[modules.kind](unit_id, modules)
 
 
 class GuestUnits:
-    """Builds a guest's units, and lets them run."""
+    """Builder of a guest's units."""
 
     def __init__(self, config: VllmConfig, transport: Transport) -> None:
         self._builders: dict[type[messages.Build], Callable[[Any, int], GuestUnit]] = {
@@ -110,9 +110,9 @@ class GuestUnits:
         }
 
     def build(self, request: messages.Build, epoch: int) -> GuestUnit:
-        """A unit whose KV is offered at ``epoch``.
+        """Build a unit and offer its KV at ``epoch``.
 
         Raises:
-            MigrationError: It cannot be built here.
+            MigrationError: The unit cannot be built here.
         """
         return self._builders[type(request)](request, epoch)
