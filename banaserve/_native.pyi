@@ -5,7 +5,7 @@ from banaserve.orchestrator.replicas.interface import ReplicaId
 from banaserve.orchestrator.replicas.prefixes.tree import TreeEntry
 
 def copy_instructions() -> list[str]:
-    """What streaming copies may use on this processor, widest first: avx512, avx2."""
+    """Instruction sets for streaming copies on this processor, widest first: avx512, avx2."""
 
 def copy_regions(
     dst_base: int,

@@ -9,7 +9,7 @@ def copy_batch(
     Args:
         dst: ``[num_copies]`` addresses in device memory or pinned host memory. Read at once.
         src: The same.
-        num_bytes: Of each copy.
+        num_bytes: Size of each copy, in bytes.
         stream: A CUDA stream's handle; not the default stream.
 
     Raises:

@@ -52,7 +52,7 @@ CELLS = tuple(
         ("code-opt", (_OPT, CODE, "bursts", 0.85, 1, 1), 0.0, 2.0),
     )
 )
-"""The four cells that issues ask for by name, loads of both devices that are in no file of data, and
+"""Four cells with the lengths of Alpaca and LongBench, others with lengths of no data file, and
 code completion at and below saturation."""
 
 
