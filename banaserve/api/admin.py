@@ -36,7 +36,7 @@ _MAX_BODY_BYTES = 1 << 20
 _migrations: msgspec.json.Decoder[MigrationRequest] = msgspec.json.Decoder(MigrationRequest)
 
 
-class AdminDoor:
+class AdminMiddleware:
     """Middleware that answers paths below ``/admin`` and passes on all other requests.
 
     The users' API keys are not valid for the admin API, nor the admin key for the users' API. A

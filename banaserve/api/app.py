@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class DoorOptions:
+class ApiServerOptions:
     """Options of the front door: keys, limits of requests, and the time dilation."""
 
     keys: Sequence[TenantKey]
@@ -77,7 +77,7 @@ async def make_app(
     client: DisaggregatedClient,
     cluster: Cluster,
     metrics: MetricsPage,
-    options: DoorOptions,
+    options: ApiServerOptions,
     grammars: ChecksGrammars | None,
 ) -> ASGIApp:
     """Return vLLM's application with all its endpoints, preceded by our own."""
@@ -95,7 +95,7 @@ async def make_app(
     return CallTimes(guarded(app, options, grammars), client.tracer)
 
 
-def guarded(app: ASGIApp, options: DoorOptions, grammars: ChecksGrammars | None) -> ASGIApp:
+def guarded(app: ASGIApp, options: ApiServerOptions, grammars: ChecksGrammars | None) -> ASGIApp:
     """Return ``app`` behind every middleware that may refuse a request."""
     held_bytes = max(_MAX_HELD_BYTES, options.max_body_bytes)
     looked_at = BodyGuard(app, options.bounds, grammars)
@@ -212,7 +212,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-class Door:
+class ApiServer:
     """Front door's HTTP server, which listens until told to stop."""
 
     def __init__(
@@ -240,10 +240,10 @@ class Door:
         self._retired_s = 0.0
 
     async def open(self) -> asyncio.Task[None]:
-        """Start listening; the returned task ends when the door has closed.
+        """Start listening; the returned task ends when the server has closed.
 
         Raises:
-            UserError: The door cannot listen.
+            UserError: The server cannot listen.
         """
         try:
             tls = tls_of(self._args)

@@ -43,7 +43,7 @@ class StopSignals:
         self.stop.set()
 
 
-class ClosingDoor:
+class ClosingMiddleware:
     """Middleware that counts requests under way and, once closing, refuses new ones with 503.
 
     ``/ready`` is answered 503 too.

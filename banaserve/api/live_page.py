@@ -16,7 +16,7 @@ from starlette.routing import Route
 from banaserve.api.admin_answers import PREFIX
 from banaserve.api.admin_control import Control
 from banaserve.api.edge.refusals import refuse
-from banaserve.api.metrics import StoreAsker
+from banaserve.api.metrics import StoreStatsReader
 from banaserve.api.page_access import PageAccess
 from banaserve.api.status import status_of
 from banaserve.clock import Clock
@@ -28,7 +28,7 @@ from banaserve.engine.vllm.tracing.request_log import RequestLog
 from banaserve.kvstore.stats import StoreStats
 from banaserve.ui.figures import WINDOW_S
 from banaserve.ui.snapshot import modules_away, snapshot_of
-from banaserve.ui.viewers import Look, Viewers
+from banaserve.ui.viewers import PageState, Viewers
 
 _DECISIONS, _REQUESTS = 40, 30
 _STORE_S = 0.5
@@ -63,12 +63,12 @@ class LivePage:
         self._coordinator = coordinator
         self._requests = requests
         self._clock = clock
-        self._store = StoreAsker(store_stats, _STORE_S) if store_stats is not None else None
+        self._store = StoreStatsReader(store_stats, _STORE_S) if store_stats is not None else None
         self.access = PageAccess(clock)
-        self.viewers = Viewers(self.look, clock)
+        self.viewers = Viewers(self.read_state, clock)
         psutil.cpu_percent()  # the next call counts from here
 
-    async def look(self) -> Look:
+    async def read_state(self) -> PageState:
         """Return everything that the page shows."""
         control, coordinator = self._control, self._coordinator
         stats = await self._store.stats() if self._store is not None else None
@@ -107,7 +107,7 @@ class LivePage:
             self._requests.last(_REQUESTS),
             psutil.cpu_percent() / 100,
         )
-        return Look(snapshot, control.controller.log.last(_DECISIONS))
+        return PageState(snapshot, control.controller.log.last(_DECISIONS))
 
 
 def _plain(unit: MigrationUnit) -> UnitModules:

@@ -98,7 +98,7 @@ class _Page(NamedTuple):
     is_open: bool
 
 
-class StoreAsker:
+class StoreStatsReader:
     """Reader of the store's statistics in a separate thread: a hanging store blocks no other work.
 
     Args:
@@ -142,7 +142,7 @@ class MetricsPage:
         registries: Callable[[], Registries],
         store_stats: Callable[[], StoreStats] | None,
     ) -> None:
-        self._store = StoreAsker(store_stats) if store_stats is not None else None
+        self._store = StoreStatsReader(store_stats) if store_stats is not None else None
         self._labelled = _Labelled(registries)
         self._thread = ThreadPoolExecutor(1, "metrics")
         self._pages: SharedCalls[_Page, bytes] = SharedCalls(self._made)

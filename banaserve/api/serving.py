@@ -19,13 +19,13 @@ from typing import Any, TypeVar
 
 from starlette.types import ASGIApp
 
-from banaserve.api.admin import AdminDoor
+from banaserve.api.admin import AdminMiddleware
 from banaserve.api.admin_control import Control
 from banaserve.api.admin_traces import Traces
-from banaserve.api.app import Door, DoorOptions, make_app
+from banaserve.api.app import ApiServer, ApiServerOptions, make_app
 from banaserve.api.bodies.bounds import RequestBounds
 from banaserve.api.bodies.grammar_checker import GrammarChecker
-from banaserve.api.closing import ClosingDoor, StopSignals, until_none
+from banaserve.api.closing import ClosingMiddleware, StopSignals, until_none
 from banaserve.api.edge.limits import EdgeLimits, edge_limits
 from banaserve.api.front_socket import FrontSocket
 from banaserve.api.live_page import LivePage
@@ -84,7 +84,7 @@ from banaserve.orchestrator.routing.legs import LegOptions
 from banaserve.platform.packages import vllm_version
 from banaserve.run_dir import AdminAccess, RunDir, remove_admin, write_admin
 from banaserve.types import InstanceId, Role
-from banaserve.ui.page import PageDoor
+from banaserve.ui.page import PageMiddleware
 from banaserve.ui.records import PageInfo
 
 Say = Callable[[str], None]
@@ -181,19 +181,19 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[str], None]) -> None:
         client.tracer = await stack.enter_async_context(_tracing(parts, collector))
         grammars = GrammarChecker(client.grammar_vocabulary)
         stack.callback(grammars.close)
-        closing = ClosingDoor(await _app(parts, client, cluster, factory, grammars))
+        closing = ClosingMiddleware(await _app(parts, client, cluster, factory, grammars))
         key = parts.config.admin_key or secrets.token_urlsafe(32)
         page = _page(parts, control, coordinator, client)
         if page is not None:
             stack.callback(page.viewers.close)
-        app: ASGIApp = AdminDoor(closing, coordinator, key, control, traces, page)
+        app: ASGIApp = AdminMiddleware(closing, coordinator, key, control, traces, page)
         if page is not None:
-            app = PageDoor(app, PageInfo("live", parts.model_name, parts.time))
+            app = PageMiddleware(app, PageInfo("live", parts.model_name, parts.time))
         sock = await parts.front.obtain(say)
-        door = Door(app, sock, parts.args, _edge_limits(parts.config, say))
-        closed = await door.open()
+        server = ApiServer(app, sock, parts.args, _edge_limits(parts.config, say))
+        closed = await server.open()
         await parts.front.serves(say)
-        offer = await stack.enter_async_context(_offering(parts, sock, door))
+        offer = await stack.enter_async_context(_offering(parts, sock, server))
         _write_admin(parts, sock, key)
         on_open(page.access.new_code() if page is not None else "")
         over = (stop, offer.retired, cluster.supervisor.failed)
@@ -210,7 +210,7 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[str], None]) -> None:
                 f"requests are under way, waiting up to {drain_s:g} s for them and for open "
                 "connections"
             )
-            await until_none(door.num_connections, drain_s, signals.now, cluster.serving)
+            await until_none(server.num_connections, drain_s, signals.now, cluster.serving)
         elif closing.num_requests and drain_s and stop.is_set() and not signals.now.is_set():
             say(
                 f"{closing.num_requests} requests are under way: waiting up to {drain_s:g} s for "
@@ -219,7 +219,7 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[str], None]) -> None:
         if not offer.retired.is_set():
             await closing.close(drain_s, signals.now, cluster.serving)
         say("stopping")
-        door.close()
+        server.close()
         cluster.refuse()
         with contextlib.suppress(asyncio.CancelledError):
             await closed
@@ -403,7 +403,7 @@ async def _app(
         client,
         cluster,
         MetricsPage(lambda: factory.series.registries, _store_stats(parts)),
-        DoorOptions(
+        ApiServerOptions(
             keys=parts.config.keys,
             metrics_key=parts.config.metrics_key,
             max_concurrent_requests=parts.config.max_concurrent_requests,
@@ -605,8 +605,10 @@ def _forecast_routing(config: ServeConfig) -> str:
 
 
 @contextlib.asynccontextmanager
-async def _offering(parts: Parts, sock: socket.socket, door: Door) -> AsyncIterator[SocketOffer]:
-    """Let another server take ``sock`` over; the door then accepts no more connections."""
+async def _offering(
+    parts: Parts, sock: socket.socket, server: ApiServer
+) -> AsyncIterator[SocketOffer]:
+    """Let another server take ``sock`` over; ``server`` then accepts no more connections."""
     config = parts.config
     said = Offer(os.getpid(), config.host, config.port, scheme_of(parts.args))
     offer = SocketOffer(parts.run.offer, sock, said)
@@ -614,7 +616,7 @@ async def _offering(parts: Parts, sock: socket.socket, door: Door) -> AsyncItera
     async def retire() -> None:
         await offer.taken.wait()
         remove_admin(parts.run.logs)
-        door.retire()
+        server.retire()
         offer.retired.set()
 
     retiring = asyncio.create_task(retire())

@@ -122,11 +122,11 @@ class SocketOffer:
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
         """Accept claimants while the block runs."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
-            door.setblocking(False)
-            door.bind(str(self._path))
-            door.listen()
-            self._begin(self._admit(door))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.setblocking(False)
+            listener.bind(str(self._path))
+            listener.listen()
+            self._begin(self._admit(listener))
             try:
                 yield
             finally:
@@ -135,9 +135,9 @@ class SocketOffer:
                 await asyncio.gather(*self._tasks, return_exceptions=True)
                 self._path.unlink(missing_ok=True)
 
-    async def _admit(self, door: socket.socket) -> None:
+    async def _admit(self, listener: socket.socket) -> None:
         while True:
-            connection, _ = await asyncio.get_running_loop().sock_accept(door)
+            connection, _ = await asyncio.get_running_loop().sock_accept(listener)
             self._begin(self._attend(connection))
 
     def _begin(self, work: Coroutine[None, None, None]) -> None:

@@ -115,7 +115,7 @@ class StoreClient:
         """
         _check_keys(keys)
         with self._lock:
-            reply = self._link.call(lambda seq: wire.LookupKeys(seq, list(keys)), wire.Looked)
+            reply = self._link.call(lambda seq: wire.LookupKeys(seq, list(keys)), wire.LookupStates)
         if reply is None:
             return [Lookup.MISS] * len(keys)
         return [_LOOKUPS[state] for state in reply.states]

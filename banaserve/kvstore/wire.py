@@ -172,7 +172,7 @@ class ClientRefused(_Message, frozen=True, tag="refused"):
     message: str
 
 
-class Looked(_Message, frozen=True, tag="looked"):
+class LookupStates(_Message, frozen=True, tag="looked"):
     """States of the keys, with the value of a ``Lookup`` in each byte."""
 
     seq: Number
@@ -241,7 +241,9 @@ Request = (
     | SetPeers
     | Goodbye
 )
-Reply = Welcome | ClientRefused | Looked | SlotsGranted | Committed | Stats | Cleared | PeersSet
+Reply = (
+    Welcome | ClientRefused | LookupStates | SlotsGranted | Committed | Stats | Cleared | PeersSet
+)
 
 OneWay = PushBlocks | LayersWritten | Abandon | ReleaseLeases | EndHold
 """Requests without an answer that name a generation."""

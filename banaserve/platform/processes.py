@@ -58,10 +58,10 @@ def own_folder(parent: Path) -> Path:
 
 def end_child(pid: int, patience_s: float) -> None:
     """Wait ``patience_s`` at most for a child's end, then kill the child; reap it. Blocking."""
-    leash = Leash.on(pid)
-    if leash is not None:
-        leash.end(patience_s)
-        leash.close()
+    handle = ProcessHandle.open(pid)
+    if handle is not None:
+        handle.end(patience_s)
+        handle.close()
     with contextlib.suppress(ChildProcessError):
         os.waitpid(pid, 0)
 
@@ -182,7 +182,7 @@ def in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
     return future
 
 
-class Leash:
+class ProcessHandle:
     """Handle of a process that reliably ends it.
 
     Args:
@@ -194,18 +194,18 @@ class Leash:
         self._lock = threading.Lock()
 
     @classmethod
-    def on(cls, pid: int) -> Leash | None:
-        """Return a leash on process ``pid``; None if it does not exist or may not be signalled."""
+    def open(cls, pid: int) -> ProcessHandle | None:
+        """Return a handle of process ``pid``; None if it does not exist or may not be signalled."""
         try:
-            leash = cls(os.pidfd_open(pid))
+            handle = cls(os.pidfd_open(pid))
         except OSError:
             return None
         try:
-            signal.pidfd_send_signal(leash._descriptor, 0)
+            signal.pidfd_send_signal(handle._descriptor, 0)
         except OSError:
-            leash.close()
+            handle.close()
             return None
-        return leash
+        return handle
 
     def end(self, patience_s: float) -> None:
         """Wait for the process's end; kill the process unless it ends within ``patience_s``."""

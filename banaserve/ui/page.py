@@ -57,7 +57,7 @@ def page_files() -> dict[str, PageFile]:
     return found
 
 
-class PageDoor:
+class PageMiddleware:
     """Middleware that answers ``/ui``, redirects ``/`` to it, and passes on all other requests."""
 
     def __init__(self, app: ASGIApp, info: PageInfo) -> None:

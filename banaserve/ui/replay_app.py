@@ -13,7 +13,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from banaserve.records import unpacked
-from banaserve.ui.page import SECURITY_HEADERS, PageDoor
+from banaserve.ui.page import SECURITY_HEADERS, PageMiddleware
 from banaserve.ui.records import PageInfo
 from banaserve.ui.replay import Replay, read_decisions
 
@@ -50,8 +50,8 @@ def replay_app(replay: Replay, title: str) -> ASGIApp:
         Route("/replay/index.json", answer_index),
         Route("/replay/moment.json", answer_moment),
     ]
-    door = PageDoor(Starlette(routes=routes), PageInfo("replay", title, replay.time))
-    return TrustedHostMiddleware(door, _HOSTS)
+    page = PageMiddleware(Starlette(routes=routes), PageInfo("replay", title, replay.time))
+    return TrustedHostMiddleware(page, _HOSTS)
 
 
 def _json(body: bytes) -> Response:

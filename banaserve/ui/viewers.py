@@ -18,14 +18,14 @@ from banaserve.ui.snapshot import Mark, is_open, mark_of
 logger = logging.getLogger(__name__)
 
 INTERVAL_S, MOVING_S = 1.0, 0.25
-"""Time from one look to the next, in seconds, and while a move is under way, whose phases take
+"""Time from one reading to the next, in seconds, and while a move is under way, whose phases take
 less than a second."""
 MAX_VIEWERS = 32
 _END = b"event: end\r\ndata: {}\r\n\r\n"
 
 
-class Look(NamedTuple):
-    """State of a server at one look: the snapshot, and the last decisions, the oldest first."""
+class PageState(NamedTuple):
+    """State of a server at one reading: the snapshot, and the last decisions, the oldest first."""
 
     snapshot: PageSnapshot
     decisions: list[DecisionRecord]
@@ -40,7 +40,7 @@ class SentDecision(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A look as events for browsers.
+    """State of a server as events for browsers.
 
     Attributes:
         number: Number of the picture, counted from 1.
@@ -66,18 +66,18 @@ class Viewers:
     no other viewer and takes no memory.
 
     Args:
-        look: Reads the server's state.
-        interval_s: Maximum time from one look to the next, in seconds.
+        read_state: Reads the server's state.
+        interval_s: Maximum time from one reading to the next, in seconds.
     """
 
     def __init__(
         self,
-        look: Callable[[], Awaitable[Look]],
+        read_state: Callable[[], Awaitable[PageState]],
         clock: Clock,
         interval_s: float = INTERVAL_S,
         max_viewers: int = MAX_VIEWERS,
     ) -> None:
-        self._look = look
+        self._read_state = read_state
         self._clock = clock
         self._interval_s = interval_s
         self._max_viewers = max_viewers
@@ -85,7 +85,7 @@ class Viewers:
         self._is_closed = False
         self._picture: Picture | None = None
         self._newer = asyncio.Event()
-        self._looking: asyncio.Task[None] | None = None
+        self._reading: asyncio.Task[None] | None = None
 
     @property
     def num_viewers(self) -> int:
@@ -121,23 +121,23 @@ class Viewers:
         """End the events of all viewers, and of later viewers at once."""
         self._is_closed = True
         self._newer.set()
-        self._stop_looking()
+        self._stop_reading()
 
     def _join(self) -> None:
         self._num_viewers += 1
-        if self._looking is None and not self._is_closed:
-            self._looking = asyncio.create_task(self._keep_looking())
+        if self._reading is None and not self._is_closed:
+            self._reading = asyncio.create_task(self._keep_reading())
 
     def _leave(self) -> None:
         self._num_viewers -= 1
         if not self._num_viewers:
-            self._stop_looking()
+            self._stop_reading()
             self._picture = None
 
-    def _stop_looking(self) -> None:
-        if self._looking is not None:
-            self._looking.cancel()
-            self._looking = None
+    def _stop_reading(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
 
     async def _newer_than(self, number: int) -> Picture | None:
         """Return the newest picture once it is newer than ``number``; None once closed."""
@@ -147,29 +147,29 @@ class Viewers:
             await self._newer.wait()
         return None
 
-    async def _keep_looking(self) -> None:
+    async def _keep_reading(self) -> None:
         number = 0
         while True:
             pause_s = self._interval_s
             try:
-                look = await self._look()
+                state = await self._read_state()
             except Exception:  # the page reports missing updates; the server goes on
                 logger.exception("the page could not be drawn")
             else:
                 number += 1
-                self._show(number, look)
-                if any(is_open(one.state) for one in look.snapshot.moves):
+                self._show(number, state)
+                if any(is_open(one.state) for one in state.snapshot.moves):
                     pause_s = min(pause_s, MOVING_S)
             await self._clock.sleep(pause_s)
 
-    def _show(self, number: int, look: Look) -> None:
+    def _show(self, number: int, state: PageState) -> None:
         before = self._picture.decisions if self._picture is not None else {}
         decisions: dict[int, SentDecision] = {}
-        for one in look.decisions:
+        for one in state.decisions:
             mark, known = mark_of(one), before.get(one.number)
             if known is None or known.mark != mark:
                 known = SentDecision(mark, event_of("decision", one))
             decisions[one.number] = known
-        self._picture = Picture(number, event_of("snapshot", look.snapshot), decisions)
+        self._picture = Picture(number, event_of("snapshot", state.snapshot), decisions)
         self._newer.set()
         self._newer = asyncio.Event()

@@ -19,7 +19,7 @@ import uvloop
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from banaserve.access.tenants import TenantKey
-from banaserve.api.app import Door
+from banaserve.api.app import ApiServer
 from banaserve.api.auth import KeyMiddleware
 from banaserve.api.edge import refusals
 from banaserve.api.edge.edge import Edge
@@ -160,7 +160,7 @@ def patient(**more: Any) -> EdgeLimits:
 class Rig:
     """A door and its callers. Time passes for connections where a test says so, and only there."""
 
-    def __init__(self, door: Door, app: Application, address: tuple[str, int]) -> None:
+    def __init__(self, door: ApiServer, app: Application, address: tuple[str, int]) -> None:
         self.door, self.app, self.address = door, app, address
         self.edge: Edge = door._edge
         self.limits = self.edge.limits
@@ -224,7 +224,7 @@ async def serving(
     )
     with socket.create_server(("127.0.0.1", 0)) as sock:
         with mock.patch.dict(os.environ, {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600"}):
-            door = Door(stack, sock, args, limits or patient())
+            door = ApiServer(stack, sock, args, limits or patient())
         rig = Rig(door, app, sock.getsockname())
         closed = await door.open()
         try:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import executor_doubles as doubles
-from banaserve.api.admin import AdminDoor
+from banaserve.api.admin import AdminMiddleware
 from banaserve.api.admin_control import Control
 from banaserve.api.admin_traces import Traces
 from banaserve.api.live_page import LivePage
@@ -64,7 +64,7 @@ async def users_app(scope: Any, receive: Any, send: Any) -> None:
 class Served:
     """The admin API over instances without engines; the loop of the orchestrator stands."""
 
-    async def open(self, folder: Path) -> AdminDoor:
+    async def open(self, folder: Path) -> AdminMiddleware:
         self.world = doubles.World(folder)
         self.world.overseer.start()
         await self.world.executor.discover()
@@ -95,7 +95,7 @@ class Served:
         self.requests = RequestLog(WallClock())
         self.page = LivePage(control, coordinator, self.requests, WallClock(), None)
         traces: Any = Traces(self.requests, TraceCollector(instances, WallClock()))
-        return AdminDoor(users_app, coordinator, KEY, control, traces, self.page)
+        return AdminMiddleware(users_app, coordinator, KEY, control, traces, self.page)
 
     async def close(self) -> None:
         self.page.viewers.close()

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from admin_server import AdminServer
-from banaserve.api.admin import AdminDoor
+from banaserve.api.admin import AdminMiddleware
 from banaserve.cli.admin.decisions import lines_of
 from banaserve.cli.main import main
 from banaserve.cli.serve.options.command_line import parse_serve_argv
@@ -318,7 +318,7 @@ class Server(AdminServer):
         super().__init__(self._door)
 
     @asynccontextmanager
-    async def _door(self) -> AsyncIterator[AdminDoor]:
+    async def _door(self) -> AsyncIterator[AdminMiddleware]:
         self.served = Served()
         yield await self.served.open(self._folder)
         await self.served.close()

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from banaserve.api.closing import ClosingDoor, StopSignals
+from banaserve.api.closing import ClosingMiddleware, StopSignals
 from waiting import turns
 
 
@@ -27,17 +27,17 @@ class App:
         await send({"type": "http.response.body", "body": b"done"})
 
 
-def client(door: ClosingDoor) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://door")
+def client(middleware: ClosingMiddleware) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(middleware), base_url="http://door")
 
 
 async def test_what_is_under_way_ends_and_nothing_else_begins() -> None:
     app = App()
-    door, now = ClosingDoor(app), asyncio.Event()
-    async with client(door) as asks:
+    middleware, now = ClosingMiddleware(app), asyncio.Event()
+    async with client(middleware) as asks:
         first = asyncio.create_task(asks.post("/v1/completions"))
-        await turns(lambda: door.num_requests == 1)
-        closing = asyncio.create_task(door.close(60.0, now, lambda: True))
+        await turns(lambda: middleware.num_requests == 1)
+        closing = asyncio.create_task(middleware.close(60.0, now, lambda: True))
         await asyncio.sleep(0)
         refused, ready = await asks.post("/v1/completions"), await asks.get("/ready")
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
@@ -55,13 +55,13 @@ async def test_what_is_under_way_ends_and_nothing_else_begins() -> None:
 )
 async def test_nothing_is_waited_for_in_vain(timeout_s: float, is_now: bool, serves: bool) -> None:
     app = App()
-    door, now = ClosingDoor(app), asyncio.Event()
-    async with client(door) as asks:
+    middleware, now = ClosingMiddleware(app), asyncio.Event()
+    async with client(middleware) as asks:
         first = asyncio.create_task(asks.post("/v1/completions"))
-        await turns(lambda: door.num_requests == 1)
+        await turns(lambda: middleware.num_requests == 1)
         if is_now:
             now.set()
-        await asyncio.wait_for(door.close(timeout_s, now, lambda: serves), 30.0)
+        await asyncio.wait_for(middleware.close(timeout_s, now, lambda: serves), 30.0)
         assert not first.done()
         app.may_end.set()
         await first

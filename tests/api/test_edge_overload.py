@@ -20,7 +20,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from banaserve.api.app import Door
+from banaserve.api.app import ApiServer
 from banaserve.api.edge import http_protocol, refusals
 from banaserve.api.edge.limits import EdgeLimits
 from edge_door import (
@@ -184,7 +184,7 @@ async def test_a_connection_that_says_nothing_is_closed() -> None:
 @on_uvloop
 async def test_time_passes_by_itself_too() -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:
-        door = Door(Application(), sock, ARGS, EdgeLimits(head_s=0.05))
+        door = ApiServer(Application(), sock, ARGS, EdgeLimits(head_s=0.05))
         closed = await door.open()
         caller = Caller(*await asyncio.open_connection(*sock.getsockname()))
         await until(lambda: len(door._edge.table) == 1)

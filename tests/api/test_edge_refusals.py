@@ -21,7 +21,7 @@ pytest.importorskip("vllm")
 
 from banaserve.access.tenants import TENANT_FIELD, TenantKey
 from banaserve.api import app as front_app
-from banaserve.api.app import DoorOptions, guarded
+from banaserve.api.app import ApiServerOptions, guarded
 from banaserve.api.bodies.bounds import BodyRefusedError, RequestBounds
 from banaserve.api.bodies.grammars import GrammarSpec
 from banaserve.api.edge import refusals
@@ -30,7 +30,7 @@ from edge_door import HEAD, KEY, NUM_EVENTS, Caller, Rig, on_uvloop, patient, se
 from waiting import until
 
 TIMES = 3
-OPTIONS = DoorOptions(
+OPTIONS = ApiServerOptions(
     keys=(TenantKey(key="good"), TenantKey(key="balancer", is_balancer=True)),
     metrics_key="figures",
     max_concurrent_requests=64,
@@ -118,14 +118,14 @@ class Case:
     cause: str
     says: str
     provoke: Provoke
-    options: DoorOptions = OPTIONS
+    options: ApiServerOptions = OPTIONS
     limits: EdgeLimits = field(default_factory=patient)
     grammars: Refusing | None = None
     patches: dict[str, Any] = field(default_factory=dict)
     is_closed: bool = False
 
 
-def keys(**limits: int) -> DoorOptions:
+def keys(**limits: int) -> ApiServerOptions:
     return replace(OPTIONS, keys=(TenantKey(key="good", **limits),))
 
 

@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from banaserve import run_dir
 from banaserve.access.tenants import TenantKey
-from banaserve.api.app import Door
+from banaserve.api.app import ApiServer
 from banaserve.api.auth import KeyMiddleware
 from banaserve.api.limits import BodyLimit, ConcurrencyLimit
 from banaserve.api.request_limits import TPOT_HEADER, TTFT_HEADER, RequestLimitsReader
@@ -432,7 +432,7 @@ async def test_a_door_that_cannot_open_says_why(tmp_path: Path) -> None:
         disable_uvicorn_access_log=True,
     )
     with socket.socket() as sock, pytest.raises(UserError, match=r"cannot open: .*No such file"):
-        await Door(echo, sock, args).open()
+        await ApiServer(echo, sock, args).open()
 
 
 def test_a_file_holds_the_same_options_and_the_command_line_wins(tmp_path: Path) -> None:

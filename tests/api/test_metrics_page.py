@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from banaserve.api import metrics
-from banaserve.api.metrics import MetricsPage, StoreAsker
+from banaserve.api.metrics import MetricsPage, StoreStatsReader
 from banaserve.api.shared_calls import SharedCalls, TooManyCallsError
 from banaserve.errors import StoreUnavailableError
 from banaserve.kvstore.stats import StoreStats
@@ -191,14 +191,14 @@ async def test_a_store_that_hangs_takes_one_thread_and_none_of_others() -> None:
         lets_go.wait()
         return unavailable()
 
-    asker = StoreAsker(hanging, patience_s=0.01)
-    assert await asyncio.gather(*(asker.stats() for _ in range(40))) == [None] * 40
-    assert await asker.stats() is None
+    reader = StoreStatsReader(hanging, patience_s=0.01)
+    assert await asyncio.gather(*(reader.stats() for _ in range(40))) == [None] * 40
+    assert await reader.stats() is None
     assert num_asked == 1
     assert await asyncio.to_thread(lambda: "free") == "free"
     lets_go.set()
-    await until(lambda: asker._asked is not None and asker._asked.done())
-    assert await asker.stats() is None
+    await until(lambda: reader._asked is not None and reader._asked.done())
+    assert await reader.stats() is None
     assert num_asked == 2
 
 

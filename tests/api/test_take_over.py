@@ -21,7 +21,7 @@ import uvloop
 pytest.importorskip("vllm")
 
 from banaserve.api import front_socket, take_over
-from banaserve.api.app import Door
+from banaserve.api.app import ApiServer
 from banaserve.api.front_socket import ClaimedSocket
 from banaserve.api.take_over import (
     Ask,
@@ -436,7 +436,7 @@ async def _requests_on_either_side_of_it(
     url = "{}://{}:{}".format(scheme, *front.getsockname())
     args = Namespace(**{**vars(ARGS), "ssl_certfile": certificate, "ssl_keyfile": key})
     old, new = Named("old"), Named("new")
-    first, second = Door(old, front.dup(), args), Door(new, front.dup(), args)
+    first, second = ApiServer(old, front.dup(), args), ApiServer(new, front.dup(), args)
     closed = [await first.open()]
     trusted = ssl.create_default_context(cafile=certificate) if certificate else True
     options: dict[str, Any] = {"base_url": url, "timeout": 60.0, "verify": trusted}

@@ -25,7 +25,7 @@ from banaserve.engine.vllm.kv_connector.metadata import (
     StepPlan,
     StepResult,
 )
-from banaserve.engine.vllm.kv_connector.tracer import Moment
+from banaserve.engine.vllm.kv_connector.tracer import TracePoint
 from banaserve.engine.vllm.kv_connector.worker import RankShare, StoreConnectorWorker
 from banaserve.errors import StoreUnavailableError, UserError
 from banaserve.kvstore.client import StoreClient
@@ -485,14 +485,14 @@ def test_the_trace_is_in_the_order_of_the_pipeline(engine: Callable[..., Engine]
     other.step(loads=other.acquire(range(2)))
     (saved,), (loaded,) = one.worker.trace.steps, other.worker.trace.steps
     for layer in loaded.layers:
-        assert layer[Moment.LOAD] <= layer[Moment.LOADED] <= layer[Moment.WAITED]
-        assert layer[Moment.WAIT] <= layer[Moment.WAITED] <= layer[Moment.ATTENDED]
-        assert math.isnan(layer[Moment.SAVE])
+        assert layer[TracePoint.LOAD] <= layer[TracePoint.LOADED] <= layer[TracePoint.WAITED]
+        assert layer[TracePoint.WAIT] <= layer[TracePoint.WAITED] <= layer[TracePoint.ATTENDED]
+        assert math.isnan(layer[TracePoint.SAVE])
     for layer in saved.layers:
-        assert math.isnan(layer[Moment.LOAD])
-        assert layer[Moment.ATTENDED] <= layer[Moment.SAVE] <= layer[Moment.SAVED]
-        assert layer[Moment.SAVED] <= saved.ended_s
-    loads = [layer[Moment.LOAD] for layer in loaded.layers]
+        assert math.isnan(layer[TracePoint.LOAD])
+        assert layer[TracePoint.ATTENDED] <= layer[TracePoint.SAVE] <= layer[TracePoint.SAVED]
+        assert layer[TracePoint.SAVED] <= saved.ended_s
+    loads = [layer[TracePoint.LOAD] for layer in loaded.layers]
     assert loads == sorted(loads)
     assert loaded.began_s <= loaded.forward_s <= loaded.computed_s <= loaded.ended_s
 

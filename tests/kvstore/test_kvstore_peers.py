@@ -20,7 +20,6 @@ from banaserve.kvstore.admin import set_peers
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.interface import Lookup
-from banaserve.kvstore.peers.door import PeerDoor
 from banaserve.kvstore.peers.messages import (
     VERSION,
     PeerHello,
@@ -29,6 +28,7 @@ from banaserve.kvstore.peers.messages import (
     reply_in,
 )
 from banaserve.kvstore.peers.options import KEY_VARIABLE, PeerOptions
+from banaserve.kvstore.peers.server import PeerServer
 from banaserve.transport.connect import over_tcp
 from banaserve.transport.service import MAX_STRANGERS, ConnectionPlaces
 from peer_store import DEADLINE_S, FINGERPRINT, KEY, NUM_SLOTS, SLOT_BYTES, PeerStore, chain
@@ -226,21 +226,21 @@ class _NoBlocks:
 
 def test_silent_strangers_make_way_for_peers_and_peers_for_nobody() -> None:
     def peer() -> Any:
-        sock = socket.create_connection(("127.0.0.1", door.port))
+        sock = socket.create_connection(("127.0.0.1", server.port))
         return over_tcp(sock, KEY.encode(), time.monotonic() + DEADLINE_S, listening=False)
 
     def is_served(channel: Any) -> bool:
         reply = channel.call(message_of(PeerHello(VERSION)), DEADLINE_S)
         return reply_in(reply) == PeerWelcome(VERSION)
 
-    door = PeerDoor("127.0.0.1", 0, KEY.encode(), _NoBlocks(), None)  # type: ignore[arg-type]
+    server = PeerServer("127.0.0.1", 0, KEY.encode(), _NoBlocks(), None)  # type: ignore[arg-type]
     with ExitStack() as stack:
-        stack.callback(door.close)
+        stack.callback(server.close)
         first = peer()
         stack.callback(first.close)
         assert is_served(first)
         for _ in range(3 * MAX_STRANGERS):
-            stranger = socket.create_connection(("127.0.0.1", door.port))
+            stranger = socket.create_connection(("127.0.0.1", server.port))
             stack.callback(stranger.close)
         second = peer()
         stack.callback(second.close)
@@ -251,14 +251,14 @@ def test_silent_strangers_make_way_for_peers_and_peers_for_nobody() -> None:
 def test_peers_of_thirty_nodes_have_their_places_beside_strangers() -> None:
     """Five connections each, as a store opens them: more than strangers ever have."""
     with ExitStack() as stack:
-        door = PeerDoor("127.0.0.1", 0, KEY.encode(), _NoBlocks(), None)  # type: ignore[arg-type]
-        stack.callback(door.close)
+        server = PeerServer("127.0.0.1", 0, KEY.encode(), _NoBlocks(), None)  # type: ignore[arg-type]
+        stack.callback(server.close)
         peers = []
         for number in range(5 * 30):
             if number % 5 == 0:
-                stranger = socket.create_connection(("127.0.0.1", door.port))
+                stranger = socket.create_connection(("127.0.0.1", server.port))
                 stack.callback(stranger.close)
-            sock = socket.create_connection(("127.0.0.1", door.port))
+            sock = socket.create_connection(("127.0.0.1", server.port))
             peers.append(
                 over_tcp(sock, KEY.encode(), time.monotonic() + DEADLINE_S, listening=False)
             )
@@ -317,10 +317,10 @@ def test_strangers_of_one_address_make_way_for_those_of_others() -> None:
 
 
 def test_a_peer_of_another_address_is_served_while_strangers_connect_without_pause() -> None:
-    door = PeerDoor("127.0.0.1", 0, KEY.encode(), _NoBlocks(), None)  # type: ignore[arg-type]
-    at, deadline = ("127.0.0.1", door.port), time.monotonic() + DEADLINE_S
+    server = PeerServer("127.0.0.1", 0, KEY.encode(), _NoBlocks(), None)  # type: ignore[arg-type]
+    at, deadline = ("127.0.0.1", server.port), time.monotonic() + DEADLINE_S
     with ExitStack() as stack:
-        stack.callback(door.close)
+        stack.callback(server.close)
         sock = socket.create_connection(at, source_address=("127.0.0.2", 0))
         for _ in range(3 * MAX_STRANGERS):  # between its connection and its proof
             stack.callback(socket.create_connection(at).close)

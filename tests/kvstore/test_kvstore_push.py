@@ -18,7 +18,6 @@ from banaserve.fail_points import VARIABLE, FailPoint
 from banaserve.kvstore.admin import set_peers
 from banaserve.kvstore.interface import Exchanged, Lookup, Slot
 from banaserve.kvstore.mailbox import Mailbox
-from banaserve.kvstore.peers.door import PeerDoor
 from banaserve.kvstore.peers.link import connect_to_peer, exchange
 from banaserve.kvstore.peers.messages import (
     AskBlocks,
@@ -32,6 +31,7 @@ from banaserve.kvstore.peers.messages import (
 )
 from banaserve.kvstore.peers.push import Push, PushLink
 from banaserve.kvstore.peers.reception import Reception
+from banaserve.kvstore.peers.server import PeerServer
 from banaserve.transport.channel import StreamChannel
 from banaserve.transport.errors import PeerGoneError, TransportError
 from banaserve.transport.interface import Tensor
@@ -431,7 +431,7 @@ def test_a_failure_between_two_ranges(
     eventually(lambda: can_be_emptied(*left))
 
 
-# ---- what the door makes of wrong messages
+# ---- what the server makes of wrong messages
 
 
 def offer(keys: Sequence[bytes], push_id: int = 1, num_bytes: int = SLOT_BYTES) -> OfferPush:
@@ -582,8 +582,8 @@ class Sink:
 def test_a_link_that_is_behind_sends_many_layers_at_once() -> None:
     """Of the same blocks only, in order, and nothing twice."""
     sink, over = Sink(), Mailbox[Push]()
-    door = PeerDoor("127.0.0.1", 0, KEY.encode(), None, sink)  # type: ignore[arg-type]
-    link = PushLink(("127.0.0.1", door.port), KEY.encode(), over)
+    server = PeerServer("127.0.0.1", 0, KEY.encode(), None, sink)  # type: ignore[arg-type]
+    link = PushLink(("127.0.0.1", server.port), KEY.encode(), over)
     blocks = [block(key) for key in chain(0, 3)]
     push = Push(offer(chain(0, 3)), blocks)
     link.begin(push)
@@ -600,5 +600,5 @@ def test_a_link_that_is_behind_sends_many_layers_at_once() -> None:
     eventually(lambda: not over.is_empty)
     assert over.take() == [push]
     link.close()
-    door.close()
+    server.close()
     over.close()

@@ -15,7 +15,7 @@ from banaserve.errors import StoreUnavailableError, UserError
 from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.daemon.options import StoreOptions
-from banaserve.kvstore.daemon.supervised import StorePatience, SupervisedStore
+from banaserve.kvstore.daemon.supervised import StoreTimeouts, SupervisedStore
 from banaserve.kvstore.interface import Lookup
 from banaserve.kvstore.peers.options import PeerOptions
 from banaserve.kvstore.tiers.ssd.check import check_folder
@@ -57,7 +57,7 @@ async def test_blocks_outlive_a_killed_daemon_and_a_stop(tmp_path: Path) -> None
     assert check_folder(tmp_path / "ssd").num_ok == len(KEYS)
 
 
-QUICK = StorePatience(probe_s=0.02, answer_s=1.0, stall_s=4.0, spin_s=1e6)
+QUICK = StoreTimeouts(probe_s=0.02, answer_s=1.0, stall_s=4.0, spin_s=1e6)
 
 
 async def test_a_daemon_that_hangs_is_started_again(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from banaserve.kvstore.interface import Lookup
-from banaserve.kvstore.tiers import mooncake_keeper
+from banaserve.kvstore.tiers import mooncake_supervisor
 from banaserve.kvstore.tiers.interface import BlockBytes, BlockName, Completion, TierOutcome
 from banaserve.kvstore.tiers.mooncake import MooncakeTier
 from banaserve.kvstore.tiers.mooncake_config import parse_url
@@ -105,7 +105,7 @@ class OtherProcess:
 @pytest.fixture(autouse=True)
 def _no_goodbyes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masters end right after their clients, who need not take leave of them for two seconds."""
-    monkeypatch.setattr(mooncake_keeper, "_LEAVE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(mooncake_supervisor, "_LEAVE_TIMEOUT_S", 0.1)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from dictionary_tier import DictionaryTier
 
 from banaserve.errors import UserError
 from banaserve.kvstore.interface import Lookup
-from banaserve.kvstore.tiers import mooncake_keeper
+from banaserve.kvstore.tiers import mooncake_supervisor
 from banaserve.kvstore.tiers.interface import (
     BlockBytes,
     BlockName,
@@ -34,7 +34,7 @@ _masters = ExitStack()
 @pytest.fixture(autouse=True)
 def _no_goodbyes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masters end right after their clients, who need not take leave of them for two seconds."""
-    monkeypatch.setattr(mooncake_keeper, "_LEAVE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(mooncake_supervisor, "_LEAVE_TIMEOUT_S", 0.1)
 
 
 def mooncake(folder: Path, capacity_bytes: int) -> StoreTier:

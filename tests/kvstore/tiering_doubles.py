@@ -223,7 +223,7 @@ class Store:
 
     def lookup(self, *keys: bytes) -> list[Lookup]:
         looked = self.service.answer(1, wire.LookupKeys(4, list(keys)))
-        assert isinstance(looked, wire.Looked)
+        assert isinstance(looked, wire.LookupStates)
         return [Lookup(state) for state in looked.states]
 
     def report(self, number: int = 0) -> TierReport:

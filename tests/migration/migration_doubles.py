@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from banaserve.engine.vllm.launch.launcher import OnThisMachine
+from banaserve.engine.vllm.launch.launcher import LocalLauncher
 from banaserve.engine.vllm.migration.api import Migration, MoveLayers
 from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
 from banaserve.engine.vllm.migration.controller.guest_pool import GuestHandle, GuestPool
@@ -267,7 +267,7 @@ class Instance:
         self.llm = self.engine = Engine()
 
 
-class SleepLauncher(OnThisMachine):
+class SleepLauncher(LocalLauncher):
     """Guests are processes that do nothing: they can be killed, stopped and waited for."""
 
     def __init__(self) -> None:

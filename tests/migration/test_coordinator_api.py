@@ -20,7 +20,7 @@ import migration_doubles as doubles
 from admin_server import AdminServer
 from banaserve.access.tenants import TenantKey
 from banaserve.api import admin_client
-from banaserve.api.admin import AdminDoor
+from banaserve.api.admin import AdminMiddleware
 from banaserve.api.admin_client import AdminClient, OperationClient
 from banaserve.api.auth import KeyMiddleware
 from banaserve.cli.main import main
@@ -41,7 +41,7 @@ async def users_app(scope: Any, receive: Any, send: Any) -> None:
 @pytest.fixture
 async def door(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
     cluster = doubles.Cluster(tmp_path)
-    app = AdminDoor(
+    app = AdminMiddleware(
         KeyMiddleware(users_app, [TenantKey(key="users-key")]), cluster.coordinator, KEY
     )
     transport = httpx.ASGITransport(app=app)
@@ -185,9 +185,9 @@ class Server(AdminServer):
         super().__init__(self._door)
 
     @asynccontextmanager
-    async def _door(self) -> AsyncIterator[AdminDoor]:
+    async def _door(self) -> AsyncIterator[AdminMiddleware]:
         self.cluster = doubles.Cluster(self._folder)
-        yield AdminDoor(users_app, self.cluster.coordinator, KEY)
+        yield AdminMiddleware(users_app, self.cluster.coordinator, KEY)
         await self.cluster.close()
 
 

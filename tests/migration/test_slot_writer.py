@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 from banaserve.engine.vllm.migration.kv.slot_writer import SlotWriter
 from banaserve.engine.vllm.migration.rpc.messages import SlotCopies, StorePlace
 from banaserve.kvstore.interface import Slot
-from banaserve.platform.processes import Leash
+from banaserve.platform.processes import ProcessHandle
 from banaserve.transport.memory import Memory
 from store_rig import FINGERPRINT, KEYS, Store, opened
 from waiting import eventually
@@ -126,12 +126,12 @@ def test_a_process_that_stands_still_is_ended(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE
     )
-    leash = Leash.on(process.pid)
-    assert leash is not None
+    handle = ProcessHandle.open(process.pid)
+    assert handle is not None
     os.kill(process.pid, signal.SIGSTOP)
-    leash.kill()
+    handle.kill()
     assert process.poll() == -signal.SIGKILL
-    leash.kill()
-    leash.close()
-    leash.kill()
-    assert Leash.on(process.pid) is None
+    handle.kill()
+    handle.close()
+    handle.kill()
+    assert ProcessHandle.open(process.pid) is None

@@ -16,7 +16,7 @@ from banaserve.engine.vllm.launch import launcher, messages, spawn
 from banaserve.engine.vllm.launch.launcher import ForkLauncher
 from banaserve.engine.vllm.launch.parent_link import ORDER_S, ParentLink, start_parent
 from banaserve.engine.vllm.liveness import probe
-from banaserve.kvstore.daemon.supervised import StorePatience, SupervisedStore
+from banaserve.kvstore.daemon.supervised import StoreTimeouts, SupervisedStore
 from mock_facts import HOST_VARIABLE, MockOptions
 
 _CLONE_NEWNS, _CLONE_NEWNET = 0x00020000, 0x40000000
@@ -49,11 +49,11 @@ def mock_engines() -> None:
 
 def set_patience(share: float) -> None:
     """Set the share of the usual time for which what says nothing is borne with."""
-    usual = StorePatience()
-    told = {name: share * getattr(usual, name) for name in StorePatience.__slots__}
+    usual = StoreTimeouts()
+    told = {name: share * getattr(usual, name) for name in StoreTimeouts.__slots__}
     begin = SupervisedStore.__init__
     begin.__defaults__ = tuple(
-        StorePatience(**told) if one == usual else one for one in begin.__defaults__ or ()
+        StoreTimeouts(**told) if one == usual else one for one in begin.__defaults__ or ()
     )
     ParentLink.order.__defaults__ = (share * ORDER_S,)
     launcher.ORDER_S *= share

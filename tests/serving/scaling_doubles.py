@@ -10,7 +10,7 @@ from typing import Any
 import executor_doubles as doubles
 from banaserve.clock import WallClock
 from banaserve.engine.interface import NodeStatus
-from banaserve.engine.vllm.launch.launcher import OnThisMachine
+from banaserve.engine.vllm.launch.launcher import LocalLauncher
 from banaserve.engine.vllm.roles.drain import Drains
 from banaserve.engine.vllm.scaling.scaler import Scaler
 from banaserve.errors import InstanceDeadError, MigrationError, UserError
@@ -62,7 +62,7 @@ class Cluster:
         self._coordinator.instance_ended(name)
 
 
-class Machines(OnThisMachine):
+class Machines(LocalLauncher):
     """Nodes without machines; see ``Launcher``.
 
     Attributes:

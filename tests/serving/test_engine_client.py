@@ -29,7 +29,7 @@ from banaserve.clock import WallClock
 from banaserve.engine.vllm.client import DisaggregatedClient, tenant
 from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.compat import engine as compat
-from banaserve.engine.vllm.compat.server import StaysUp
+from banaserve.engine.vllm.compat.server import ServerStub
 from banaserve.engine.vllm.liveness.timeouts import ClusterTimeouts
 from banaserve.engine.vllm.requests.lora import Adapters
 from banaserve.engine.vllm.requests.router import Router
@@ -292,7 +292,7 @@ async def test_an_error_of_an_engine_is_answered_in_the_api_s_form() -> None:
     init_exception_handler(app)
     app.state.args = SimpleNamespace(log_error_stack=False)
     app.state.engine_client = SimpleNamespace(errored=True, is_running=False)
-    app.state.server = StaysUp()
+    app.state.server = ServerStub()
 
     @app.post("/v1/x")
     async def fail() -> None:

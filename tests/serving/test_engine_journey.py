@@ -26,13 +26,13 @@ from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.continuation import output_of, with_output
 from banaserve.engine.vllm.instance import DRAINED
 from banaserve.engine.vllm.kv_connector.handover import Handover
+from banaserve.engine.vllm.requests.decode_batching import DecodeBatching
 from banaserve.engine.vllm.requests.disagg_request import EnginesDiedError, run_request
-from banaserve.engine.vllm.requests.gathering import Gathering
 from banaserve.engine.vllm.requests.prefix_lookup import HoldEnd, PrefixLookups
 from banaserve.engine.vllm.requests.request_context import Prediction, RequestContext
+from banaserve.engine.vllm.requests.retry_turns import RetryTurns
 from banaserve.engine.vllm.requests.router import WeightsReplacedError
 from banaserve.engine.vllm.requests.sequences import run_sequences, sequences_of
-from banaserve.engine.vllm.requests.trials import Trials
 from banaserve.engine.vllm.tracing.events import TraceLine
 from banaserve.engine.vllm.tracing.request_log import RequestNotes
 from banaserve.engine.vllm.tracing.spans import FRONT_DOOR, spans_of
@@ -144,9 +144,9 @@ class Engines:
     """Sends each request to the next engine; two legs where ``prefill`` is given."""
 
     def __init__(self, *engines: Engine, prefill: Engine | None = None) -> None:
-        self.trials = Trials()
+        self.retry_turns = RetryTurns()
         self.lookups = PrefixLookups(cast("Any", self))
-        self.gathering = Gathering(GATHER_S)
+        self.decode_batching = DecodeBatching(GATHER_S)
         self.cluster = self
         self._left = list(engines)
         self._prefill = prefill.id if prefill else None
@@ -399,7 +399,7 @@ async def test_of_requests_that_die_together_the_cause_alone_is_given_up() -> No
 async def test_a_request_whose_time_is_over_before_its_turn_comes_is_told_so() -> None:
     engines = [Engine(f"d{i}") for i in range(3)]
     cluster = Engines(*engines)
-    async with cluster.trials.turn(asyncio.get_running_loop().time() + 60.0):
+    async with cluster.retry_turns.turn(asyncio.get_running_loop().time() + 60.0):
         context = job(streamed())
         reader = Reader(context, cluster)
         for engine in engines[:2]:
@@ -770,7 +770,7 @@ async def test_decode_legs_whose_prompts_are_computed_together_begin_together() 
 async def test_a_decode_leg_that_waits_for_others_is_told_when_its_instance_goes(how: str) -> None:
     prefill, first, second = Engine("p0"), Engine("d0"), Engine("d1")
     engines = Engines(first, second, prefill=prefill)
-    with engines.gathering.coming(first.id):
+    with engines.decode_batching.coming(first.id):
         reader = Reader(job(streamed()), engines)
         await reader.reaches(prefill)
         prefill.compute(1)
@@ -792,7 +792,7 @@ async def test_a_decode_leg_that_waits_for_others_is_told_when_its_instance_goes
 async def test_a_request_that_ends_while_its_decode_leg_waits_has_none(by: str) -> None:
     prefill, decode = Engine("p0"), Engine("d0")
     engines = Engines(decode, prefill=prefill)
-    with engines.gathering.coming(decode.id):
+    with engines.decode_batching.coming(decode.id):
         work = job(streamed())
         reader = Reader(work, engines)
         await reader.reaches(prefill)

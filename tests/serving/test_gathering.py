@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import ExitStack
 
-from banaserve.engine.vllm.requests.gathering import Gathering
+from banaserve.engine.vllm.requests.decode_batching import DecodeBatching
 from banaserve.types import InstanceId
 
 HERE, THERE = InstanceId("d0"), InstanceId("d1")
@@ -13,47 +13,47 @@ LONG_S = 600.0
 
 
 async def test_nobody_waits_without_a_limit_or_without_others() -> None:
-    off, on = Gathering(), Gathering(LONG_S)
+    off, on = DecodeBatching(), DecodeBatching(LONG_S)
     with off.coming(HERE), on.coming(THERE):
         assert not off.waits(HERE)
         assert not on.waits(HERE)
-        await off.gathered(HERE)
-        await on.gathered(HERE)
+        await off.wait_for_group(HERE)
+        await on.wait_for_group(HERE)
         assert on.waits(THERE)
 
 
 async def test_a_group_begins_when_those_are_done_that_the_first_has_met() -> None:
-    gathering, stack = Gathering(LONG_S), ExitStack()
-    with gathering.coming(HERE):
-        first = asyncio.create_task(gathering.gathered(HERE))
+    batching, stack = DecodeBatching(LONG_S), ExitStack()
+    with batching.coming(HERE):
+        first = asyncio.create_task(batching.wait_for_group(HERE))
         await asyncio.sleep(0)
-        stack.enter_context(gathering.coming(HERE))  # one that came later is not waited for
-        second = asyncio.create_task(gathering.gathered(HERE))  # but goes along
+        stack.enter_context(batching.coming(HERE))  # one that came later is not waited for
+        second = asyncio.create_task(batching.wait_for_group(HERE))  # but goes along
         await asyncio.sleep(0)
         assert not first.done()
         assert not second.done()
     await asyncio.gather(first, second)
-    third = asyncio.create_task(gathering.gathered(HERE))
+    third = asyncio.create_task(batching.wait_for_group(HERE))
     await asyncio.sleep(0)
     assert not third.done(), "it waits for the one that is still being computed"
     stack.close()
     await third
-    assert not gathering.waits(HERE)
+    assert not batching.waits(HERE)
 
 
 async def test_a_group_waits_no_longer_than_the_limit() -> None:
-    gathering = Gathering(0.01)
-    with gathering.coming(HERE):
-        await gathering.gathered(HERE)
-        await gathering.gathered(HERE)  # each group has its own time
-    await gathering.gathered(HERE)
+    batching = DecodeBatching(0.01)
+    with batching.coming(HERE):
+        await batching.wait_for_group(HERE)
+        await batching.wait_for_group(HERE)  # each group has its own time
+    await batching.wait_for_group(HERE)
 
 
 async def test_one_that_leaves_keeps_nobody() -> None:
-    gathering = Gathering(LONG_S)
-    with gathering.coming(HERE):
-        leaves = asyncio.create_task(gathering.gathered(HERE))
-        stays = asyncio.create_task(gathering.gathered(HERE))
+    batching = DecodeBatching(LONG_S)
+    with batching.coming(HERE):
+        leaves = asyncio.create_task(batching.wait_for_group(HERE))
+        stays = asyncio.create_task(batching.wait_for_group(HERE))
         await asyncio.sleep(0)
         leaves.cancel()
         await asyncio.sleep(0)

@@ -16,7 +16,7 @@ from prometheus_client import REGISTRY
 import executor_doubles as doubles
 from banaserve.clock import WallClock
 from banaserve.engine.vllm.launch.devices import Devices
-from banaserve.engine.vllm.launch.launcher import OnThisMachine
+from banaserve.engine.vllm.launch.launcher import LocalLauncher
 from banaserve.engine.vllm.migration.api import MoveLayers
 from banaserve.engine.vllm.migration.controller import guest_monitor
 from banaserve.engine.vllm.monitoring import metrics
@@ -444,7 +444,7 @@ def test_more_instances_need_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(factories, "available_memory_bytes", lambda: 3 << 30)
     monkeypatch.setattr(factories, "EngineSeries", lambda _: None)
     nothing: Any = None
-    here: Any = OnThisMachine()
+    here: Any = LocalLauncher()
     one = factories.InstanceFactory(nothing, here, *[nothing] * 4, instance_bytes=1 << 30)
     one.check_memory(3)
     with pytest.raises(MigrationError, match="4 more instances need about 4 GiB"):

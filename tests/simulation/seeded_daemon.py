@@ -86,7 +86,7 @@ class VirtualDaemon(SupervisedStore):
 
     async def _in_daemon_thread(self, work: Callable[[], T]) -> T:
         if self._store.is_hung:
-            await asyncio.sleep(self._patience.answer_s)
+            await asyncio.sleep(self._timeouts.answer_s)
             if self._store.is_hung:
                 raise StoreUnavailableError("it does not answer")
         await asyncio.sleep(self._troubles.some_s(0.1))

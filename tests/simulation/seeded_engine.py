@@ -244,7 +244,7 @@ class StoreLink:
         looked = self._answer(wire.LookupKeys(4, list(keys)))
         if looked is None:
             return [Lookup.MISS] * len(keys)
-        assert isinstance(looked, wire.Looked)
+        assert isinstance(looked, wire.LookupStates)
         return [Lookup(state) for state in looked.states]
 
     def arrivals(self, slots: Sequence[Slot]) -> list[Lookup]:

@@ -227,8 +227,8 @@ class GuestProcess:
             asyncio.get_running_loop().call_soon(self._machine.kill, process.pid)
 
 
-class VirtualLeash:
-    """See ``platform.processes.Leash``."""
+class VirtualProcessHandle:
+    """See ``platform.processes.ProcessHandle``."""
 
     def __init__(self, machine: Machine, pid: int) -> None:
         self._machine, self._pid = machine, pid

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 import zmq
 
-from banaserve.engine.vllm.launch.launcher import OnThisMachine
+from banaserve.engine.vllm.launch.launcher import LocalLauncher
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
 from banaserve.errors import InstanceDeadError
 from banaserve.sim.timeline import Timeline, VirtualTimeLoop
@@ -137,7 +137,7 @@ class HandshakeSocket:
         del self._addresses[self._address]
 
 
-class Machine(OnThisMachine):
+class Machine(LocalLauncher):
     """Starts processes and ends them; stands in for ``os``, ``zmq`` and ``platform.processes``.
 
     Args:

@@ -71,7 +71,7 @@ from banaserve.types import InstanceId, Role
 from seeded_answers import MAX_MODEL_LEN, Answer, ClientRequest, fits
 from seeded_daemon import VirtualDaemon
 from seeded_engine import WORDS, Core, SharedStore, StoreLink, hash_blocks
-from seeded_guests import GuestProcess, Network, VirtualLeash, VirtualPulse
+from seeded_guests import GuestProcess, Network, VirtualProcessHandle, VirtualPulse
 from seeded_host import HostSide
 from seeded_machine import LoopClock, Machine, Process, Troubles
 from seeded_modules import BLOCK, FACTS, NUM_HEADS, NUM_LAYERS
@@ -599,7 +599,7 @@ class Server:
             assert not llm.output_processor.external_req_ids
             assert not llm.core.requests, f"{one.id} computes for nobody"
             self._check_memory(one.id, llm.core.side)
-        assert not self.router.trials._turns.locked()
+        assert not self.router.retry_turns._turns.locked()
         assert not self.client._sequences
         assert not self.client.requests._open
         stats = self.store.service.stats()
@@ -676,8 +676,8 @@ def _in_virtual_machine(server: Server) -> Iterator[None]:
         patch.setattr(host, "Move", WatchedMove)
         patch.setattr(guest_client, "select", Select)
         patch.setattr(guest_client, "Pulse", VirtualPulse)
-        leash = SimpleNamespace(on=lambda pid: VirtualLeash(machine, pid))
-        patch.setattr(guest_client, "Leash", leash)
+        handle = SimpleNamespace(open=lambda pid: VirtualProcessHandle(machine, pid))
+        patch.setattr(guest_client, "ProcessHandle", handle)
         patch.setattr(messages, "connect", server.network.connect)
         patch.setattr(messages, "create", server.network.transport)
         patch.setattr(guest_pool, "processes", machine)

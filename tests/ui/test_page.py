@@ -20,7 +20,7 @@ from admin_server import AdminServer
 from banaserve.engine.vllm.tracing.events import LegBegan
 from banaserve.engine.vllm.tracing.request_log import TracedLeg
 from banaserve.types import InstanceReport
-from banaserve.ui.page import PageDoor
+from banaserve.ui.page import PageMiddleware
 from banaserve.ui.records import PageInfo, page_link
 from banaserve.ui.replay import Replay, read_decisions
 from banaserve.ui.replay_app import replay_app
@@ -67,7 +67,7 @@ class Live:
         app = await self.served.open(self._folder)
         self._loop = asyncio.get_running_loop()
         self.served.page.viewers._interval_s = 0.1
-        yield PageDoor(app, PageInfo("live", "tiny", MODELLED))
+        yield PageMiddleware(app, PageInfo("live", "tiny", MODELLED))
         await self.served.close()
 
     def stop(self) -> None:

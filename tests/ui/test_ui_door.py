@@ -22,7 +22,7 @@ from banaserve.api.page_access import CODE_S, PageAccess
 from banaserve.api.serving import _page
 from banaserve.cli.serve.command import _page as _page_line
 from banaserve.cli.serve.options.command_line import parse_serve_argv
-from banaserve.ui.page import PageDoor, page_files
+from banaserve.ui.page import PageMiddleware, page_files
 from banaserve.ui.records import PageInfo
 from banaserve.ui.replay_app import replay_app
 from served_admin import KEY, Served
@@ -84,7 +84,7 @@ class Stream:
 async def served(tmp_path: Path) -> AsyncIterator[Served]:
     one = Served()
     app = await one.open(tmp_path)
-    one.app = PageDoor(app, PageInfo("live", "tiny", ""))  # type: ignore[attr-defined]
+    one.app = PageMiddleware(app, PageInfo("live", "tiny", ""))  # type: ignore[attr-defined]
     yield one
     await one.close()
 
@@ -290,10 +290,10 @@ async def test_a_move_is_seen_on_the_stream(served):
         ask = {"kind": "layers", "from": "d0", "to": "p0", "layers": [10, 20]}
         await client.post("/admin/migrations", json=ask, headers=AUTH)
         await client.get("/admin/migrations/m1?wait_s=20", headers=AUTH)
-    look = await served.page.look()
-    (away,) = look.snapshot.instances[0].away
+    state = await served.page.read_state()
+    (away,) = state.snapshot.instances[0].away
     assert (away.at, away.kind, away.words) == ("p0", "layers", "layers 10:20")
-    assert [(one.id, one.state, one.target) for one in look.snapshot.moves] == [
+    assert [(one.id, one.state, one.target) for one in state.snapshot.moves] == [
         ("m1", "done", "p0")
     ]
     await stream.leave()
@@ -336,10 +336,10 @@ async def test_requests_are_on_the_page(served):
     with served.requests.following("chatcmpl-1", 12, now_s, 1.7e9) as notes:
         notes.first_token("decode", None)
         notes.tokens_so_far = lambda: 5
-        look = await served.page.look()
-        assert look.snapshot.figures.ttft_p50_s is not None
-        assert [one.output_tokens for one in look.snapshot.requests] == [5], "those so far"
-    assert [one.id for one in look.snapshot.requests] == ["chatcmpl-1"]
+        state = await served.page.read_state()
+        assert state.snapshot.figures.ttft_p50_s is not None
+        assert [one.output_tokens for one in state.snapshot.requests] == [5], "those so far"
+    assert [one.id for one in state.snapshot.requests] == ["chatcmpl-1"]
     ended = served.requests.lately(now_s)
     assert [one.end_s is not None for one in ended] == [True]
     assert served.requests.lately(now_s + 3600) == []

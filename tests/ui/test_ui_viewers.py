@@ -16,7 +16,7 @@ from banaserve.controller.schemas import (
     WantedStep,
 )
 from banaserve.ui.records import Figures, MoveProgress, PageSnapshot
-from banaserve.ui.viewers import Look, Viewers
+from banaserve.ui.viewers import PageState, Viewers
 
 
 class StepClock:
@@ -60,13 +60,13 @@ class Server:
         self.broken = False
         self.moves: list[MoveProgress] = []
 
-    async def look(self) -> Look:
+    async def read_state(self) -> PageState:
         self.num_looks += 1
         if self.broken:
             raise RuntimeError("it cannot be seen")
         controller = ControllerStatus(ControllerState.RUNNING, "on", "repaired", 2.0)
         snapshot = PageSnapshot(float(self.num_looks), 0, 0, controller, [], self.moves, Figures())
-        return Look(snapshot, list(self.decisions))
+        return PageState(snapshot, list(self.decisions))
 
 
 def decision(number: int, *steps: WantedStep) -> DecisionRecord:
@@ -87,7 +87,7 @@ def told(event: bytes) -> tuple[str, float]:
 class Rig:
     def __init__(self, max_viewers: int = 32) -> None:
         self.clock, self.server = StepClock(), Server()
-        self.viewers = Viewers(self.server.look, self.clock, max_viewers=max_viewers)
+        self.viewers = Viewers(self.server.read_state, self.clock, max_viewers=max_viewers)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ _SHORTEST_WAIT_S = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class PromotionRequest:
     """Request of an exchange to acquire blocks.
 
     Attributes:
@@ -43,8 +43,8 @@ class Wish:
 
 
 @dataclass(slots=True)
-class Climb:
-    """Outcome of a ``Wish``.
+class PromotionResult:
+    """Outcome of a ``PromotionRequest``.
 
     Attributes:
         grant: Lease; None if there is nothing to lease.
@@ -104,25 +104,25 @@ class Promoter:
         found = self._loads.get(entry.serial)
         return found and found[0]
 
-    def climb(self, grant: Grant | None, wish: Wish) -> Climb:
+    def promote(self, grant: Grant | None, request: PromotionRequest) -> PromotionResult:
         """Extend a lease by the blocks after it that are in memory or worth fetching.
 
         Args:
             grant: Lease of the prefix of the keys that is in memory; None if that is empty.
-            wish: Keys to acquire and their conditions.
+            request: Keys to acquire and their conditions.
         """
-        result = Climb(grant)
+        result = PromotionResult(grant)
         at = 0
         if grant is not None:
             at = len(grant.entries)
             self._join(result, grant.entries)
-        while at < len(wish.keys):
-            found = self._carved.index.find(wish.keys[at:])
+        while at < len(request.keys):
+            found = self._carved.index.find(request.keys[at:])
             if found:
-                self._lease(result, wish, found)
+                self._lease(result, request, found)
                 self._join(result, found)
                 at += len(found)
-            num_promoted = self._promote_run(result, wish, at)
+            num_promoted = self._promote_run(result, request, at)
             if not num_promoted:
                 break
             at += num_promoted
@@ -190,12 +190,12 @@ class Promoter:
                 tier.queued_bytes -= self._carved.slot_bytes
                 self._give_up(load.entry)
 
-    def _join(self, result: Climb, entries: Sequence[IndexEntry]) -> None:
+    def _join(self, result: PromotionResult, entries: Sequence[IndexEntry]) -> None:
         coming = [entry for entry in entries if not entry.ready]
         self.num_joined += len(coming)
         self._wait_for(result, coming)
 
-    def _wait_for(self, result: Climb, coming: Sequence[IndexEntry]) -> None:
+    def _wait_for(self, result: PromotionResult, coming: Sequence[IndexEntry]) -> None:
         now_s = self._clock()
         for entry in coming:
             if (left_s := self._expected.get(entry.serial)) is not None:
@@ -205,30 +205,32 @@ class Promoter:
                 wait_s = load.began_s + load.predicted_s - now_s
             result.wait_s = max(result.wait_s, wait_s, _SHORTEST_WAIT_S)
 
-    def _lease(self, result: Climb, wish: Wish, entries: Sequence[IndexEntry]) -> None:
+    def _lease(
+        self, result: PromotionResult, request: PromotionRequest, entries: Sequence[IndexEntry]
+    ) -> None:
         if result.grant is None:
-            result.grant = self._carved.index.lease(entries, wish.owner)
+            result.grant = self._carved.index.lease(entries, request.owner)
         else:
             self._carved.index.extend(result.grant, entries)
 
-    def _promote_run(self, result: Climb, wish: Wish, at: int) -> int:
-        """Promote the next keys; return their number if ``climb`` may go on after them, else 0."""
+    def _promote_run(self, result: PromotionResult, request: PromotionRequest, at: int) -> int:
+        """Promote the next keys; return their number, or 0 if ``promote`` ends after them."""
         index = self._carved.index
-        absent = list(takewhile(lambda key: index.get(key) is None, wish.keys[at:]))
+        absent = list(takewhile(lambda key: index.get(key) is None, request.keys[at:]))
         sources, undecided = self._sources(absent)
         if not sources:
             result.undecided = undecided
             return 0
         offers = [TierOffer(tier.speed, tier.queued_bytes) for tier in self._tiers]
         num_chosen = choose(
-            sources, offers, self._carved.slot_bytes, wish.compute_block_s, result.wait_s
+            sources, offers, self._carved.slot_bytes, request.compute_block_s, result.wait_s
         ).num_blocks
-        promoted = self._start(wish, at, sources[:num_chosen], result)
+        promoted = self._start(request, at, sources[:num_chosen], result)
         self._wait_for(result, promoted)
         result.num_unfetched = num_chosen - len(promoted)
         if num_chosen < len(sources):
             result.num_declined = len(sources) - num_chosen
-            self._decline(wish, at + num_chosen, sources[num_chosen:])
+            self._decline(request, at + num_chosen, sources[num_chosen:])
         elif len(promoted) == len(sources):
             result.undecided = undecided
             return 0 if undecided else len(promoted)
@@ -250,23 +252,27 @@ class Promoter:
         return run, len(run) in undecided
 
     def _start(
-        self, wish: Wish, at: int, sources: Sequence[int], result: Climb | None
+        self,
+        request: PromotionRequest,
+        at: int,
+        sources: Sequence[int],
+        result: PromotionResult | None,
     ) -> list[IndexEntry]:
         """Begin to fetch the keys from ``at`` on, as long as slots are available."""
         index = self._carved.index
         max_promoting = max(1, int(index.num_slots * MAX_PROMOTING_FRACTION))
         started: list[IndexEntry] = []
         for number, source in enumerate(sources, at):
-            parent = wish.keys[number - 1] if number else wish.first_parent
+            parent = request.keys[number - 1] if number else request.first_parent
             if index.num_promoting >= max_promoting:
                 break
-            entry = index.promote(wish.keys[number], parent, wish.tenant)
+            entry = index.promote(request.keys[number], parent, request.tenant)
             if entry is None:
                 break
             self._enqueue(self._tiers[source], entry)
             started.append(entry)
             if result is not None:
-                self._lease(result, wish, [entry])
+                self._lease(result, request, [entry])
         return started
 
     def _enqueue(self, tier: AttachedTier, entry: IndexEntry) -> None:
@@ -276,12 +282,12 @@ class Promoter:
         tier.waiting.append(load)
         self._loads[entry.serial] = (tier, load)
 
-    def _decline(self, wish: Wish, at: int, sources: Sequence[int]) -> None:
+    def _decline(self, request: PromotionRequest, at: int, sources: Sequence[int]) -> None:
         for source in sources:
             self._tiers[source].counters.declined += 1
         tier = self._tiers[sources[0]]
         if not tier.queued_bytes and self._clock() - tier.last_load_s > PROBE_AFTER_S:
-            self._start(wish, at, sources[:1], None)
+            self._start(request, at, sources[:1], None)
 
     def _fail(self, tier: AttachedTier, load: TierLoad) -> None:
         """Queue a failed load in a tier below ``tier`` that has its block, or give it up."""

@@ -16,17 +16,17 @@ from banaserve.fail_points import FailPoint, reach
 from banaserve.kvstore import wire
 from banaserve.kvstore.daemon.attached_tier import AttachedTier, attach
 from banaserve.kvstore.daemon.calls import DaemonCalls
-from banaserve.kvstore.daemon.lending import Lending
 from banaserve.kvstore.daemon.listener import Connection, StoreListener, make_way
+from banaserve.kvstore.daemon.pool_access import PoolAccess
 from banaserve.kvstore.daemon.pushing import Pushing
 from banaserve.kvstore.daemon.quarantine import Quarantine
 from banaserve.kvstore.daemon.service import StoreService
 from banaserve.kvstore.daemon.tiering import NOTE_EVERY_S, Tiering
 from banaserve.kvstore.daemon.watcher import PoolWatcher
 from banaserve.kvstore.mailbox import Mailbox
-from banaserve.kvstore.peers.door import PeerDoor
 from banaserve.kvstore.peers.options import NO_PEERS, PeerOptions
 from banaserve.kvstore.peers.push import Push, PushLink
+from banaserve.kvstore.peers.server import PeerServer
 from banaserve.kvstore.peers.tier import PeersTier
 from banaserve.kvstore.pool import Board, SlotPool
 from banaserve.kvstore.sizes import format_size
@@ -120,10 +120,12 @@ class StoreServer:
         # Listen only now: filling the memory and reading the tiers' indexes take long, and a client
         # that connects is to be answered at once.
         self._calls = DaemonCalls(self._selector)
-        self._door: PeerDoor | None = None
+        self._peer_server: PeerServer | None = None
         try:
             if config.peers.listen:
-                self._door = _open_door(config.peers, Lending(self._service, self._calls))
+                self._peer_server = _open_peer_server(
+                    config.peers, PoolAccess(self._service, self._calls)
+                )
             self._listener = StoreListener(config.socket_path)
         except BaseException:
             self._close_peers()
@@ -192,11 +194,11 @@ class StoreServer:
     @property
     def peer_port(self) -> int:
         """Port where peers fetch blocks; 0 if they cannot."""
-        return self._door.port if self._door is not None else 0
+        return self._peer_server.port if self._peer_server is not None else 0
 
     def _close_peers(self) -> None:
-        if self._door is not None:
-            self._door.close()
+        if self._peer_server is not None:
+            self._peer_server.close()
         if self._pushing is not None:
             self._pushing.close()
         self._calls.close()
@@ -328,9 +330,9 @@ def _attached_tiers(config: DaemonConfig, peers: PeersTier | None) -> list[Attac
     return found
 
 
-def _open_door(options: PeerOptions, lending: Lending) -> PeerDoor:
+def _open_peer_server(options: PeerOptions, access: PoolAccess) -> PeerServer:
     host, port = host_and_port("--kv-store-listen", options.listen)
-    return PeerDoor(host, port, options.secret, lending, lending)
+    return PeerServer(host, port, options.secret, access, access)
 
 
 def _pushing(options: PeerOptions, selector: selectors.BaseSelector) -> Pushing | None:

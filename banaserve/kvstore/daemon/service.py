@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from banaserve.errors import ProtocolError, UserError
 from banaserve.kvstore import wire
 from banaserve.kvstore.daemon.carved_pool import CarvedPool
-from banaserve.kvstore.daemon.promoter import Climb, Wish
+from banaserve.kvstore.daemon.promoter import PromotionRequest, PromotionResult
 from banaserve.kvstore.daemon.pushing import Pushing, PushTerms
 from banaserve.kvstore.daemon.receiving import Receiving
 from banaserve.kvstore.daemon.tiering import Tiering
@@ -32,7 +32,7 @@ SETTLE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Loan:
+class LentBlock:
     """Block that is being sent to another machine's store; pinned in its slot meanwhile.
 
     Attributes:
@@ -164,7 +164,7 @@ class StoreService:
                 states = self._index.lookup(keys)
                 if self._tiering.has_tiers:
                     self._tiering.promoter.lookup(keys, states)
-                return wire.Looked(request.seq, bytes(states))
+                return wire.LookupStates(request.seq, bytes(states))
             case wire.ExchangeSlots():
                 return self._exchange(session, request)
             case wire.PushBlocks() if request.generation == self._generation:
@@ -201,7 +201,7 @@ class StoreService:
         """Return which keys can be lent; not those in tiers, since each store has its own tiers."""
         return self._index.lookup(keys)
 
-    def lend(self, key: bytes, num_bytes: int) -> Loan | None:
+    def lend(self, key: bytes, num_bytes: int) -> LentBlock | None:
         """Pin a block until ``take_back``; None if there is no such block of ``num_bytes``."""
         entry = self._index.get(key)
         if self._carved is None or num_bytes != self._slot_bytes:
@@ -210,18 +210,18 @@ class StoreService:
             return None
         self._index.pin(entry)
         self._num_loans += 1
-        return Loan(entry, self._index, self._carved.bytes_of(entry))
+        return LentBlock(entry, self._index, self._carved.bytes_of(entry))
 
     def end_hold(self, hold: int, reader: int | None) -> None:
         """End a hold for a decode leg at another store that has its blocks; None for all legs."""
         self._index.end_hold(hold, reader)
 
-    def take_back(self, loan: Loan) -> None:
-        """End a loan."""
+    def take_back(self, block: LentBlock) -> None:
+        """Unpin a lent block."""
         self._num_loans -= 1
         self._num_lent += 1
-        self._lent_bytes += loan.memory.size
-        loan.index.unpin(loan.entry)
+        self._lent_bytes += block.memory.size
+        block.index.unpin(block.entry)
 
     def leave(self, session_id: int) -> str | None:
         """Forget a connection that is gone. Its leases and reservations stay until ``drop``.
@@ -353,7 +353,7 @@ class StoreService:
     def _exchange(self, session: Session, request: wire.ExchangeSlots) -> wire.SlotsGranted:
         namespace = session.namespace
         keys = [namespace + key for key in request.acquire]
-        climb = self._acquire(keys, session, request)
+        promotion = self._acquire(keys, session, request)
         to_write = [namespace + key for key, _ in request.reserve]
         # Hold once before the reservations, so that these do not evict blocks of the same prompt.
         self._hold(request, (*keys, *to_write))
@@ -372,20 +372,20 @@ class StoreService:
         if not self._index.is_at_quota(request.tenant):
             lacking = (key for key, one in zip(to_write, reserved, strict=True) if one is None)
             num_refused = sum(self._index.get(key) is None for key in lacking)
-        grant = climb.grant
+        grant = promotion.grant
         return wire.SlotsGranted(
             request.seq,
             None if grant is None else grant.lease_id,
             [] if grant is None else grant.slots,
             reserved,
             0 if grant is None else grant.num_ready,
-            climb.wait_s,
-            climb.undecided,
-            climb.num_declined,
+            promotion.wait_s,
+            promotion.undecided,
+            promotion.num_declined,
             num_refused,
             request.hold,
             self._index.num_held,
-            climb.num_unfetched,
+            promotion.num_unfetched,
         )
 
     def _hold(self, request: wire.ExchangeSlots, keys: Sequence[bytes]) -> None:
@@ -394,18 +394,22 @@ class StoreService:
             self._index.expire_holds(now_s)
             self._index.hold(request.hold, keys, now_s + HOLD_S, request.num_readers)
 
-    def _acquire(self, keys: list[bytes], session: Session, request: wire.ExchangeSlots) -> Climb:
+    def _acquire(
+        self, keys: list[bytes], session: Session, request: wire.ExchangeSlots
+    ) -> PromotionResult:
         grant = self._index.acquire(keys, session.id)
         promoter = self._tiering.promoter
         if not keys or not (self._tiering.has_tiers or promoter.expects_any):
-            return Climb(grant)
+            return PromotionResult(grant)
         first_parent = None
         if grant is None:
             # The first key's parent is not among the keys, but may be among those to write.
             parent = dict(request.reserve).get(request.acquire[0])
             first_parent = parent and session.namespace + parent
-        wish = Wish(keys, first_parent, session.id, request.tenant, request.compute_block_s)
-        return promoter.climb(grant, wish)
+        wanted = PromotionRequest(
+            keys, first_parent, session.id, request.tenant, request.compute_block_s
+        )
+        return promoter.promote(grant, wanted)
 
     def _push(self, session: Session, fingerprint: Fingerprint, request: wire.PushBlocks) -> None:
         if self._pushing is None or self._carved is None:

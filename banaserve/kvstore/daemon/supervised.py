@@ -31,7 +31,7 @@ and close them."""
 
 
 @dataclass(frozen=True, slots=True)
-class StorePatience:
+class StoreTimeouts:
     """Time limits after which a daemon that does not answer is killed.
 
     Attributes:
@@ -56,8 +56,8 @@ class SupervisedStore:
         options: Options of the daemon.
         log_path: File to which the daemon's output is appended.
         on_restart: Callback before each restart of the daemon.
-        patience: Time limits for a daemon that does not answer.
-        now_s: Clock for the silence that ``patience`` limits, in seconds.
+        timeouts: Time limits for a daemon that does not answer.
+        now_s: Clock for the silence that ``timeouts`` limits, in seconds.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class SupervisedStore:
         options: StoreOptions,
         log_path: Path,
         on_restart: Callable[[], None],
-        patience: StorePatience = StorePatience(),
+        timeouts: StoreTimeouts = StoreTimeouts(),
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.socket_path = socket_path
@@ -74,7 +74,7 @@ class SupervisedStore:
         self._options = options
         self._log_path = log_path
         self._on_restart = on_restart
-        self._patience = patience
+        self._timeouts = timeouts
         self._now_s = now_s
         self._process: subprocess.Popen[bytes] | None = None
         self._keeper: asyncio.Task[None] | None = None
@@ -144,7 +144,7 @@ class SupervisedStore:
         watch = self._watch()
         try:
             while not written.done():
-                await asyncio.wait({written}, timeout=self._patience.probe_s)
+                await asyncio.wait({written}, timeout=self._timeouts.probe_s)
                 if not written.done() and watch.has_stalled_starting(process.pid, self._now_s()):
                     log.error("the KV cache store hangs while it starts: it is ended")
                     process.kill()
@@ -153,7 +153,7 @@ class SupervisedStore:
             await asyncio.gather(written, return_exceptions=True)
 
     def _watch(self) -> StallWatch:
-        return StallWatch(self._patience.stall_s, self._patience.spin_s, counts_work=True)
+        return StallWatch(self._timeouts.stall_s, self._timeouts.spin_s, counts_work=True)
 
     def _spawn(self, ready_fd: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "banaserve.kvstore.daemon", "--die-with-parent"]
@@ -206,7 +206,7 @@ class SupervisedStore:
         watch, heard_s = self._watch(), self._now_s()
         was_silent = is_silent = False
         while not (was_silent and is_silent):
-            await asyncio.sleep(self._patience.probe_s)
+            await asyncio.sleep(self._timeouts.probe_s)
             # Checked before and after a probe: perhaps this process was stalled, not the daemon.
             was_silent = watch.has_stalled(process.pid, heard_s, self._now_s())
             if await self._answers():
@@ -217,7 +217,7 @@ class SupervisedStore:
         process.kill()
 
     async def _answers(self) -> bool:
-        answer_s = self._patience.answer_s
+        answer_s = self._timeouts.answer_s
         try:
             await in_daemon_thread(lambda: fetch_stats(self.socket_path, answer_s))
         except StoreUnavailableError:

@@ -86,8 +86,8 @@ class PeerLink:
     """Link to another store: one connection for questions about blocks, others for blocks.
 
     Args:
-        host: Host of the peer's door.
-        port: Port of the peer's door.
+        host: Host of the peer's server.
+        port: Port of the peer's server.
         key: Key that both sides know.
         events: Mailbox for the link's events.
 
@@ -95,7 +95,7 @@ class PeerLink:
         queued_bytes: Bytes of loads that have not ended; the link's owner counts them.
         problem: Reason why the peer is not asked, empty if it is; the link's owner sets it from
             ``LinkChange`` events.
-        address: Host and port of the peer's door.
+        address: Host and port of the peer's server.
     """
 
     def __init__(self, host: str, port: int, key: bytes, events: Mailbox[PeerEvent]) -> None:

@@ -91,7 +91,7 @@ class PushLink:
     If the peer cannot be reached, or is lost, only the pushes under way fail.
 
     Args:
-        address: Host and port of the peer's door.
+        address: Host and port of the peer's server.
         key: Key that both sides know.
         over: Mailbox for each push that is over: its memory is no longer read.
     """

@@ -68,7 +68,7 @@ class PeersTier:
     short time. A peer that does not answer counts as having no blocks: they are computed again.
 
     Args:
-        addresses: Host and port of each peer's door.
+        addresses: Host and port of each peer's server.
         key: Key that all stores know.
         clock: Monotonic clock, in seconds.
     """

@@ -92,7 +92,7 @@ class Staging:
 class MooncakeChild:
     """Process of Mooncake's client, from one start to its end.
 
-    No method waits for the process, except ``end`` and ``epitaph`` for a moment.
+    No method waits for the process, except ``end`` and ``exit_reason`` for a moment.
 
     Attributes:
         is_ready: True once the process has joined the store.
@@ -178,7 +178,7 @@ class MooncakeChild:
             self._process.wait()
         self._close_fds()
 
-    def epitaph(self) -> str:
+    def exit_reason(self) -> str:
         """Describe why the process has ended, once its socket is closed."""
         try:
             code = self._process.wait(_EXIT_TIMEOUT_S)

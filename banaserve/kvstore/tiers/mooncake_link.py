@@ -21,7 +21,6 @@ from banaserve.kvstore.tiers.mooncake_events import (
     Order,
     Removed,
 )
-from banaserve.kvstore.tiers.mooncake_keeper import Keeper
 from banaserve.kvstore.tiers.mooncake_process import (
     NOT_FOUND,
     TOO_LARGE,
@@ -31,6 +30,7 @@ from banaserve.kvstore.tiers.mooncake_process import (
     Put,
     Remove,
 )
+from banaserve.kvstore.tiers.mooncake_supervisor import MooncakeSupervisor
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class MooncakeLink:
         self._staging = Staging(config.depth, config.max_block_bytes)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self.orders.fd, selectors.EVENT_READ, self._on_orders)
-        self._keeper = Keeper(
+        self._supervisor = MooncakeSupervisor(
             config,
             self._staging.fd,
             self._selector,
@@ -75,12 +75,12 @@ class MooncakeLink:
     @property
     def health(self) -> Health:
         """Last known health of the store."""
-        return self._keeper.health
+        return self._supervisor.health
 
     @property
     def pid(self) -> int | None:
         """Pid of Mooncake's process; None if there is none."""
-        return self._keeper.pid
+        return self._supervisor.pid
 
     def close(self) -> None:
         """Finish or fail the transfers under way, then leave the store."""
@@ -98,11 +98,11 @@ class MooncakeLink:
                 self._turn()
             except Exception:
                 log.exception("Mooncake's thread goes on after an error")
-                self._keeper.lose("an internal error, see the log")
-        self._keeper.leave()
+                self._supervisor.lose("an internal error, see the log")
+        self._supervisor.leave()
 
     def _turn(self) -> None:
-        self._keeper.look_after()
+        self._supervisor.look_after()
         for key, _ in self._selector.select(self._wait_s()):
             key.data()
         self._expire()
@@ -113,7 +113,7 @@ class MooncakeLink:
         return self.orders.is_empty and not is_busy and not self._waiting
 
     def _wait_s(self) -> float:
-        due_s = [self._keeper.due_s()]
+        due_s = [self._supervisor.due_s()]
         due_s += [job.deadline_s for job in self._waiting]
         due_s += [s.job.deadline_s for s in self._sent.values() if s.job and not s.job.outcome]
         return max(0.0, min(due_s) - time.monotonic())
@@ -125,10 +125,10 @@ class MooncakeLink:
                 case MooncakeJob():
                     self._waiting.append(order)
                 case AskedKeys(keys, _) if self.health.available:
-                    self._call(AskPresent(self._keeper.next_seq(), keys))
+                    self._call(AskPresent(self._supervisor.next_seq(), keys))
                 case Removed(keys) if self.health.available:
                     self._removing.update(keys)
-                    self._call(Remove(self._keeper.next_seq(), keys))
+                    self._call(Remove(self._supervisor.next_seq(), keys))
                 case _:
                     self.events.put(order)
 
@@ -152,11 +152,11 @@ class MooncakeLink:
         kind = Put if job.is_store else Get
         first_byte = self._staging.first_byte(job.slot)
         num_bytes = job.memory.size + TRAILER_BYTES
-        self._call(kind(self._keeper.next_seq(), job.key, first_byte, num_bytes), job)
+        self._call(kind(self._supervisor.next_seq(), job.key, first_byte, num_bytes), job)
 
     def _call(self, call: Call, job: MooncakeJob | None = None) -> None:
         self._sent[call.seq] = _Sent(call, job, time.monotonic())
-        self._keeper.send(call)
+        self._supervisor.send(call)
 
     def _end(self, job: MooncakeJob, outcome: TierOutcome) -> None:
         if job.outcome is None:
@@ -174,7 +174,7 @@ class MooncakeLink:
                 self._end(sent.job, TierOutcome.FAILED)
         oldest_s = min((sent.at_s for sent in self._sent.values()), default=now_s)
         if now_s - oldest_s > _PATIENCE * max(1.0, self._timeout_s):
-            self._keeper.lose("Mooncake's client does not answer")
+            self._supervisor.lose("Mooncake's client does not answer")
 
     def _on_done(self, seq: int, codes: list[int]) -> None:
         if not codes:
@@ -191,7 +191,7 @@ class MooncakeLink:
                 assert job is not None
                 self._on_transferred(job, codes[0])
         if codes[0] < 0 and codes[0] != NOT_FOUND:
-            self._keeper.doubt()
+            self._supervisor.doubt()
 
     def _on_transferred(self, job: MooncakeJob, code: int) -> None:
         assert job.slot is not None

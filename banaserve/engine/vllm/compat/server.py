@@ -38,7 +38,7 @@ __all__ = [
     "EngineClient",
     "FlexibleArgumentParser",
     "InputProcessor",
-    "StaysUp",
+    "ServerStub",
     "bind_engines",
     "build_app",
     "extract_prompt_components",
@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 
-class StaysUp:
+class ServerStub:
     """Stand-in for the server that vLLM's handler of engine errors ends: here engines restart."""
 
     should_exit = False
@@ -99,7 +99,7 @@ async def bind_engines(app: Any, args: Namespace, client: EngineClient, tasks: A
         if args.tool_call_parser or args.reasoning_parser:
             raise UserError(str(unfit).partition("\n")[0]) from unfit
         raise
-    app.state.server = StaysUp()
+    app.state.server = ServerStub()
 
 
 def xgrammar_vocabulary(config: VllmConfig) -> str:

@@ -11,8 +11,8 @@ from math import nan
 _KEPT_STEPS = 256
 
 
-class Moment(IntEnum):
-    """Moments at which a layer is stamped, in the order in which they happen.
+class TracePoint(IntEnum):
+    """Points at which a layer is stamped, in the order in which they are reached.
 
     A layer computes from WAITED to the next layer's WAIT. On a GPU the copies and the forward pass
     are stamped when they are queued.
@@ -37,7 +37,7 @@ class StepTrace:
         forward_s: Time at which the forward pass could begin, its first fetches having ended.
         computed_s: End of the forward pass; the wait for saves follows.
         ended_s: Time at which all copies had ended and were committed.
-        layers: Times ``[num_layers][Moment]``; nan for moments that did not happen.
+        layers: Times ``[num_layers][TracePoint]``; nan for points that were not reached.
         fetched_blocks: Number of blocks that the step fetched.
     """
 
@@ -64,16 +64,16 @@ class Tracer:
 
     def begin(self, step: int, began_s: float) -> None:
         if self.enabled:
-            layers = [[nan] * len(Moment) for _ in range(self.num_layers)]
+            layers = [[nan] * len(TracePoint) for _ in range(self.num_layers)]
             self._current = StepTrace(step, began_s, layers, forward_s=began_s)
 
     def forward_begins(self) -> None:
         if self._current is not None:
             self._current.forward_s = time.perf_counter()
 
-    def stamp(self, layer: int, moment: Moment) -> None:
+    def stamp(self, layer: int, point: TracePoint) -> None:
         if self._current is not None:
-            self._current.layers[layer][moment] = time.perf_counter()
+            self._current.layers[layer][point] = time.perf_counter()
 
     def end(self, computed_s: float, fetched_blocks: int) -> None:
         if self._current is not None:

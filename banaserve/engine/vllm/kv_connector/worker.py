@@ -27,7 +27,7 @@ from banaserve.engine.vllm.kv_connector.metadata import (
     StepPlan,
     StepResult,
 )
-from banaserve.engine.vllm.kv_connector.tracer import Moment, Tracer
+from banaserve.engine.vllm.kv_connector.tracer import TracePoint, Tracer
 from banaserve.fail_points import FailPoint, reach
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.interface import Slot
@@ -230,16 +230,16 @@ class StoreConnectorWorker:
 
     def wait_for_load(self, layer_name: str) -> None:
         layer = self._layer_index[layer_name]
-        self.trace.stamp(layer, Moment.WAIT)
+        self.trace.stamp(layer, TracePoint.WAIT)
         if self._step.loads:
             began_s = time.perf_counter()
             self._step.loads[layer].result().join()
             self._waited(time.perf_counter() - began_s)
-        self.trace.stamp(layer, Moment.WAITED)
+        self.trace.stamp(layer, TracePoint.WAITED)
 
     def save_layer(self, layer_name: str, plan: StepPlan) -> None:
         layer = self._layer_index[layer_name]
-        self.trace.stamp(layer, Moment.ATTENDED)
+        self.trace.stamp(layer, TracePoint.ATTENDED)
         if plan.saves and self.options.arrangement == "pipelined":
             self._submit_save(layer, plan)
         elif plan.saves:
@@ -266,8 +266,8 @@ class StoreConnectorWorker:
         """
         assert self._step.target is not None
         for name in layer_names:
-            for moment in (Moment.ATTENDED, Moment.SAVE, Moment.SAVED):
-                self.trace.stamp(self._layer_index[name], moment)
+            for point in (TracePoint.ATTENDED, TracePoint.SAVE, TracePoint.SAVED):
+                self.trace.stamp(self._layer_index[name], point)
             save: Future[Copy | None] = Future()
             save.set_result(EndedCopy(seconds / len(layer_names)))
             self._step.saves.append(save)
@@ -366,10 +366,10 @@ class StoreConnectorWorker:
     def _load(self, layer: int, source: MappedCopies, after: object) -> Copy:
         assert self._copier is not None
         assert source.view is not None
-        self.trace.stamp(layer, Moment.LOAD)
+        self.trace.stamp(layer, TracePoint.LOAD)
         reach(FailPoint.CONNECTOR_LOAD)
         copy = self._copier.load(layer, source.view, source.block_ids, source.slots, after)
-        self.trace.stamp(layer, Moment.LOADED)
+        self.trace.stamp(layer, TracePoint.LOADED)
         self.stats.add(loaded_bytes=len(source.copies) * self._page_bytes)
         return copy
 
@@ -379,11 +379,11 @@ class StoreConnectorWorker:
         target = step.target_of(copies, self._client)
         if target.view is None:
             return None
-        self.trace.stamp(layer, Moment.SAVE)
+        self.trace.stamp(layer, TracePoint.SAVE)
         copy: Copy = EndedCopy(0.0)
         if self._share.writes(layer):
             copy = self._copy_out(layer, target, after)
-        self.trace.stamp(layer, Moment.SAVED)
+        self.trace.stamp(layer, TracePoint.SAVED)
         if step.pushed:
             copy.finish()  # a layer must not be sent before it is copied
             step.note_written([layer], self._client, self._part)

@@ -209,7 +209,7 @@ class Launcher(Protocol):
         ...
 
 
-class OnThisMachine:
+class LocalLauncher:
     """Common part of the launchers of processes on this machine."""
 
     async def open(self, say: Callable[[str], None]) -> None:
@@ -281,7 +281,7 @@ def _refuse_nodes() -> NoReturn:
     )
 
 
-class ForkLauncher(OnThisMachine):
+class ForkLauncher(LocalLauncher):
     """Launcher that orders forks from the engine parent, and replaces a lost parent.
 
     A parent that does not answer keeps its engines, which may be fine, and is ended after the last
@@ -376,7 +376,7 @@ class ForkLauncher(OnThisMachine):
         self._parent.close()
 
 
-class SpawnLauncher(OnThisMachine):
+class SpawnLauncher(LocalLauncher):
     """Launcher that starts a new Python process for each engine core.
 
     Args:

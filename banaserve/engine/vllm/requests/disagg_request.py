@@ -73,7 +73,9 @@ async def run_request(
         try:
             context.resident_tokens = router.resident_tokens(context.request)
             if context.is_suspect:
-                context.trial = await turn.enter_async_context(router.trials.turn(context.deadline))
+                context.retry_turn = await turn.enter_async_context(
+                    router.retry_turns.turn(context.deadline)
+                )
             async with asyncio.timeout_at(context.deadline):
                 if dead is not None and not context.tokens_so_far:
                     # Until then the store keeps the prompt's blocks reserved for the dead engine.
@@ -100,7 +102,7 @@ async def run_request(
                 router.lookups.end_hold(context.hold, context.hold_stores)
                 context.hold, context.computed_by = router.lookups.new_hold(), computes
                 context.hold_stores = (computes.store, decodes.store)
-                with decodes.expecting(), router.gathering.coming(route.decode):
+                with decodes.expecting(), router.decode_batching.coming(route.decode):
                     await prefill(context, computes, push_to)
                 if context.prefilled:
                     router.has_computed(route.prefill, context.request)
@@ -125,7 +127,7 @@ async def run_request(
             _count_way(context, route, attempt)
             context.is_stored = _comes_from_store(context, route)
             async with contextlib.aclosing(
-                decode(context, cluster.instance(route.decode), router.gathering)
+                decode(context, cluster.instance(route.decode), router.decode_batching)
             ) as outputs:
                 async for output in outputs:
                     context.comes()
@@ -164,7 +166,7 @@ async def run_request(
             if not goes_on:
                 router.lookups.end_hold(context.hold, context.hold_stores, context.reader)
             await turn.aclose()
-            context.trial = None
+            context.retry_turn = None
 
 
 def _instance_of(leg: str, route: Route) -> InstanceId:

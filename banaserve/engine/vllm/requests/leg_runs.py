@@ -17,7 +17,7 @@ from banaserve.engine.vllm.continuation import logprob_rows
 from banaserve.engine.vllm.instance import Instance
 from banaserve.engine.vllm.monitoring import metrics
 from banaserve.engine.vllm.monitoring.leg_stats import IterationByLeg
-from banaserve.engine.vllm.requests.gathering import Gathering
+from banaserve.engine.vllm.requests.decode_batching import DecodeBatching
 from banaserve.engine.vllm.requests.leg_output import LegMovedError, LegOutputCollector
 from banaserve.engine.vllm.requests.legs import decode_leg, prefill_leg
 from banaserve.engine.vllm.requests.request_context import RequestContext
@@ -91,7 +91,7 @@ async def prefill(context: RequestContext, instance: Instance, push_to: str = ""
 
 
 async def decode(
-    context: RequestContext, instance: Instance, gathering: Gathering
+    context: RequestContext, instance: Instance, batching: DecodeBatching
 ) -> AsyncGenerator[RequestOutput, None]:
     """Run the decode leg, or the whole request if there was no prefill leg."""
     assert context.request.sampling_params is not None
@@ -132,14 +132,14 @@ async def decode(
                     instance.store_beside(context.computed_by) if context.computed_by else "",
                 )
                 begins = context.prefilled and not num_resumed
-                if not (begins and gathering.waits(instance.id)):
+                if not (begins and batching.waits(instance.id)):
                     await _send(llm, leg, queue)
                     leg = None
             finished = False
             while not finished:
                 output = queue.get_nowait()
                 if output is None and leg is not None:  # the client has prefill's output
-                    await gathering.gathered(instance.id, queue.ready)
+                    await batching.wait_for_group(instance.id, queue.ready)
                     if context.aborted:  # the engine does not have the leg yet: end it here
                         await _abort(llm, context.request.request_id)
                     output = queue.get_nowait()

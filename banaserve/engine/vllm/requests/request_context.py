@@ -15,7 +15,7 @@ from banaserve.engine.vllm.compat.requests import RequestOutput, RequestOutputKi
 from banaserve.engine.vllm.instance import Instance
 from banaserve.engine.vllm.monitoring import metrics
 from banaserve.engine.vllm.monitoring.leg_stats import Leg, LegRequestStats, Sequences
-from banaserve.engine.vllm.requests.trials import Trial
+from banaserve.engine.vllm.requests.retry_turns import RetryTurn
 from banaserve.engine.vllm.tracing.request_log import RequestNotes
 from banaserve.types import NO_LIMITS, NOWHERE, InstanceId, RequestLimits, Route
 
@@ -94,7 +94,7 @@ class RequestContext:
             way to one instance; then other sequences of the same prompt may begin.
         is_sibling: True if another sequence counts as the request, in metrics and notes.
         has_siblings: True if it counts as the request and has siblings, which do not.
-        trial: Turn of a retry after instances died under the request; None if none is pending.
+        retry_turn: Turn of a retry after instances died under the request; None if none is pending.
         weights: Identity of the weights of the engines that compute it; empty before the first.
         hold: Number under which the store holds its prompt's blocks for decode; 0 for none.
         reader: Index among the sequences that read these blocks.
@@ -129,7 +129,7 @@ class RequestContext:
     prompt_leg_ended: asyncio.Event = field(default_factory=asyncio.Event)
     is_sibling: bool = False
     has_siblings: bool = False
-    trial: Trial | None = None
+    retry_turn: RetryTurn | None = None
     weights: str = ""
     rebalanced_s: float | None = None
     hold: int = 0
@@ -144,14 +144,14 @@ class RequestContext:
     def died(self) -> None:
         """Record that an instance died under the request, which may be the cause.
 
-        All requests on the instance share the blame equally. A request on trial gets at least half
-        of it: the others had made progress since the last death, or had just begun. Progress since
-        the last death clears earlier deaths and blame.
+        All requests on the instance share the blame equally. A request in its retry turn gets at
+        least half of it: the others had made progress since the last death, or had just begun.
+        Progress since the last death clears earlier deaths and blame.
         """
         if self._come > self._furthest:
             self.num_deaths, self._blame, self._furthest = 0, 0.0, self._come
         self.num_deaths += 1
-        is_tried = self.trial is not None and self.trial.is_on
+        is_tried = self.retry_turn is not None and self.retry_turn.is_on
         self._blame += 1.0 / min(self.num_beside, 2 if is_tried else self.num_beside)
 
     def take_other_id(self) -> None:
@@ -165,9 +165,9 @@ class RequestContext:
         self.request.request_id = f"{stem}-m{self._num_ids}"
 
     def comes(self) -> None:
-        """End the trial if the request has progressed since an instance last died under it."""
-        if self.trial is not None and self._come > self._furthest:
-            self.trial.end()
+        """End the retry turn if the request has progressed since an instance last died under it."""
+        if self.retry_turn is not None and self._come > self._furthest:
+            self.retry_turn.end()
 
     @property
     def num_readers(self) -> int:

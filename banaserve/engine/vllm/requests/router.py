@@ -13,10 +13,10 @@ from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.compat.requests import GracefulHTTPError
 from banaserve.engine.vllm.generations import candidates, is_lost
-from banaserve.engine.vllm.requests.gathering import Gathering
+from banaserve.engine.vllm.requests.decode_batching import DecodeBatching
 from banaserve.engine.vllm.requests.prefix_lookup import PrefixLookups
 from banaserve.engine.vllm.requests.residency import Residency
-from banaserve.engine.vllm.requests.trials import Trials
+from banaserve.engine.vllm.requests.retry_turns import RetryTurns
 from banaserve.engine.vllm.tracing.events import NoInstance
 from banaserve.engine.vllm.tracing.request_log import RequestNotes
 from banaserve.errors import NoInstanceError, PolicyError
@@ -60,8 +60,8 @@ class Router:
         lookups: Lookups of prompts in the store.
         residency: KV in the engines' own caches; None if the policy does not use it.
         output_lengths: Lengths of the last answers, for the policy.
-        trials: Turns for retries of requests under which instances died.
-        gathering: Groups of decode legs that begin together.
+        retry_turns: Turns for retries of requests under which instances died.
+        decode_batching: Groups of decode legs that begin together.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class Router:
         self.lookups = PrefixLookups(cluster)
         self.residency: Residency | None = None
         self.output_lengths = OutputLengthWindow()
-        self.trials = Trials()
-        self.gathering = Gathering(gather_s)
+        self.retry_turns = RetryTurns()
+        self.decode_batching = DecodeBatching(gather_s)
         self._clock = clock
         self._no_instance_s = no_instance_s
         self._has_shown_failure = False

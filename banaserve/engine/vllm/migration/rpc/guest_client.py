@@ -16,7 +16,7 @@ import torch
 from banaserve.engine.vllm.migration.rpc import messages
 from banaserve.engine.vllm.migration.rpc.tensors import TensorBundle, from_wire
 from banaserve.errors import GuestLostError, MigrationError, ProtocolError
-from banaserve.platform.processes import Leash, Pulse
+from banaserve.platform.processes import ProcessHandle, Pulse
 from banaserve.transport.errors import PeerGoneError, TransferTimeoutError, TransportError
 from banaserve.transport.interface import Channel, Message, Transport
 
@@ -95,7 +95,7 @@ class GuestClient:
         self.save_s: float | None = None
         self.num_saved = 0
         self._may_write = False
-        self._leash: Leash | None = None
+        self._process: ProcessHandle | None = None
         self._submitted_s: deque[float] = deque()
         self._answered_s = 0.0
         self._channel = channel
@@ -144,12 +144,12 @@ class GuestClient:
     def watch(self, pid: int) -> None:
         """Watch the guest's process on this machine, to see whether a silent guest works."""
         self._pulse = Pulse(pid)
-        self._leash = Leash.on(pid)
+        self._process = ProcessHandle.open(pid)
 
     @property
     def can_be_ended(self) -> bool:
         """Return whether a guest that is given up is certain to write nowhere any more."""
-        return self._leash is not None
+        return self._process is not None
 
     def check(self) -> None:
         """Detect a guest that has died between two messages.
@@ -260,11 +260,11 @@ class GuestClient:
     def _let_go(self, reason: str, *, ends: bool = False) -> None:
         self.lost = self.lost or reason
         self._channel.close()
-        if self._leash is not None:
+        if self._process is not None:
             # The slots of the store that the guest may be writing to will get other owners.
             if self._may_write or ends:
-                self._leash.kill()
-            self._leash.close()
+                self._process.kill()
+            self._process.close()
 
     def _send(self, request: messages.Request, bundle: TensorBundle, timeout_s: float) -> None:
         message = Message(messages.encode(request), tuple(bundle.tensors), self._epoch())

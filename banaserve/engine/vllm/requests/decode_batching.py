@@ -31,7 +31,7 @@ class _Group:
         self.timer: asyncio.TimerHandle | None = None
 
 
-class Gathering:
+class DecodeBatching:
     """Groups of decode legs, of all decode instances.
 
     Args:
@@ -65,7 +65,7 @@ class Gathering:
         """Return whether a decode leg that is about to begin at ``instance`` should wait."""
         return self._limit_s > 0 and bool(self._coming.get(instance))
 
-    async def gathered(self, instance: InstanceId, news: asyncio.Event | None = None) -> None:
+    async def wait_for_group(self, instance: InstanceId, news: asyncio.Event | None = None) -> None:
         """Return when the group of a decode leg that is about to begin at ``instance`` is complete.
 
         Args:

@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 
-class Trial:
+class RetryTurn:
     """Turn of a request, until the request makes progress or its attempt ends."""
 
     def __init__(self, turns: asyncio.Lock) -> None:
@@ -30,15 +30,15 @@ class Trial:
             turns.release()
 
 
-class Trials:
+class RetryTurns:
     """Queue of turns, given in the order in which they are requested."""
 
     def __init__(self) -> None:
         self._turns = asyncio.Lock()
 
     @contextlib.asynccontextmanager
-    async def turn(self, deadline: float) -> AsyncIterator[Trial]:
-        """Wait for a turn, and hold it until ``Trial.end`` or the end of the block.
+    async def turn(self, deadline: float) -> AsyncIterator[RetryTurn]:
+        """Wait for a turn, and hold it until ``RetryTurn.end`` or the end of the block.
 
         Args:
             deadline: Deadline on the event loop's clock, in seconds.
@@ -48,8 +48,8 @@ class Trials:
         """
         async with asyncio.timeout_at(deadline):
             await self._turns.acquire()
-        trial = Trial(self._turns)
+        turn = RetryTurn(self._turns)
         try:
-            yield trial
+            yield turn
         finally:
-            trial.end()
+            turn.end()

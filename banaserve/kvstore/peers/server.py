@@ -73,7 +73,7 @@ class BlockSource(Protocol):
         ...
 
 
-class PeerDoor:
+class PeerServer:
     """Server of blocks to peers until ``close``.
 
     Args:

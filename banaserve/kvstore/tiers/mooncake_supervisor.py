@@ -1,4 +1,4 @@
-"""Keeper of Mooncake's process, which also finds out whether the store can be used."""
+"""Supervisor of Mooncake's process, which also finds out whether the store can be used."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _JOIN_TIMEOUT_S = 30.0
 _LEAVE_TIMEOUT_S = 2.0
 
 
-class Keeper:
-    """Keeper that restarts the process with growing pauses and asks the master every second.
+class MooncakeSupervisor:
+    """Supervisor that restarts the process with growing pauses and asks the master every second.
 
     One thread calls all methods.
 
@@ -90,7 +90,7 @@ class Keeper:
         try:
             child.send(call)
         except (BrokenPipeError, ConnectionResetError):
-            self.lose(f"Mooncake's client has ended ({child.epitaph()})")
+            self.lose(f"Mooncake's client has ended ({child.exit_reason()})")
         except OSError as error:
             self.lose(f"Mooncake's client is gone: {error}")
 
@@ -178,7 +178,7 @@ class Keeper:
                     case OperationDone(seq, codes):
                         self._on_done(seq, codes)
         except (EOFError, OSError, ValueError, LookupError) as error:
-            reason = child.epitaph() if isinstance(error, EOFError | OSError) else repr(error)
+            reason = child.exit_reason() if isinstance(error, EOFError | OSError) else repr(error)
             self.lose(f"Mooncake's client has ended ({reason})")
 
     def _on_pong(self, codes: list[int]) -> None:

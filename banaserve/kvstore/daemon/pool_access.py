@@ -13,7 +13,7 @@ from banaserve.kvstore.peers.reception import Reception
 from banaserve.kvstore.tiers.interface import BlockBytes
 
 
-class Lending:
+class PoolAccess:
     """Lender of blocks to peers and receiver of theirs; see ``BlockSource`` and ``BlockSink``.
 
     Args:
@@ -32,14 +32,14 @@ class Lending:
     @contextmanager
     def lent(self, key: bytes, num_bytes: int) -> Iterator[BlockBytes | None]:
         """Lend the bytes of a block, which stay while the context lasts; None if it is absent."""
-        loan = self._calls.call(lambda: self._service.lend(key, num_bytes))
-        if loan is None:
+        block = self._calls.call(lambda: self._service.lend(key, num_bytes))
+        if block is None:
             yield None
             return
         try:
-            yield loan.memory
+            yield block.memory
         finally:
-            self._calls.submit(lambda: self._service.take_back(loan))
+            self._calls.submit(lambda: self._service.take_back(block))
 
     def accept(self, offer: OfferPush) -> Reception:
         """Give slots to those blocks of an offer that are not in the pool, if there is room."""
