@@ -48,6 +48,7 @@ def test_tokens_that_come_within_the_window(
     assert paper._in_window(request) == pytest.approx(expected)
 
 
+@pytest.mark.deep
 def test_a_run_below_saturation_serves_what_is_offered(paper: Any) -> None:
     found = {
         name: paper.measure(paper.PaperRun(9, "reference", name, 2, 1)) for name in paper.SYSTEMS

@@ -178,6 +178,7 @@ def test_a_restart_finds_the_blocks_on_the_disk(store: Store) -> None:
     assert client.exchange(acquire=keys).num_ready == 10
 
 
+@pytest.mark.deep
 def test_kills_during_writes_never_yield_a_wrong_block(store: Store) -> None:
     pick = random.Random(chosen_seed(7))
     num_read = 0

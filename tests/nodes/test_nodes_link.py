@@ -214,6 +214,7 @@ def test_silence_is_noticed_and_beats_are_none(monkeypatch: pytest.MonkeyPatch) 
     asyncio.run(run())
 
 
+@pytest.mark.deep
 def test_a_node_that_prepares_may_be_silent_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clients, "SILENT_S", 0.2)
 

@@ -11,6 +11,8 @@ from mock_facts import MockOptions
 from mock_run import mock_run
 from observing import until
 
+pytestmark = pytest.mark.deep
+
 
 @pytest.mark.parametrize(
     ("options", "named"),
