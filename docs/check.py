@@ -34,6 +34,7 @@ def documents() -> list[Path]:
         *ROOT.glob("*.md"),
         *(ROOT / "docs").rglob("*.md"),
         *(ROOT / "benchmarks").glob("*.md"),
+        *(ROOT / "benchmarks" / "log").glob("*.md"),
         *(ROOT / "examples").rglob("*.md"),
         ROOT / "docker" / "README.md",
         ROOT / "banaserve" / "kernels" / "README.md",

@@ -119,7 +119,8 @@ def names_in(document: Path) -> Iterator[Finding]:
         (r"make bench NAME=([a-z-]+)", BENCHMARKS, "make bench NAME="),
         (r"python -m benchmarks ([a-z-]+)", BENCHMARKS, "python -m benchmarks"),
     ]
-    if document.name != "LOG.md":  # history: its first lines say how commands are called now
+    # History: the first lines of LOG.md say how commands are called now.
+    if document.name != "LOG.md" and document.parent != ROOT / "benchmarks" / "log":
         looked_up.append((r"banaserve bench ([a-z][a-z-]+)", bench.BENCHMARKS, "banaserve bench"))
     for number, line in enumerate(document.read_text().splitlines(), start=1):
         for pattern, known, command in looked_up:
