@@ -74,6 +74,8 @@ class HttpStreams:
             raise
         if connection.is_open:
             self._idle.append(connection)
+        else:  # the server has said that it closes, and may wait for the client to do so
+            connection.close()
 
     def close(self) -> None:
         """Close the idle connections."""
