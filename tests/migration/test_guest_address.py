@@ -42,7 +42,8 @@ def until_it_listens(path: Path, before: object = None) -> object:
             status = path.stat()
             # The number alone is given again to the next file.
             found[:] = [(status.st_ino, status.st_ctime_ns)]
-            return found[0] != before
+            # A file that is removed just then is still found, with a new time of change.
+            return status.st_nlink > 0 and found[0] != before
         return False
 
     eventually(is_another)
