@@ -2,8 +2,8 @@
 
 A result is stale if a statement of that code differs from the commit that the result names.
 Comments, docstrings and the layout of lines do not count. If the commit is not in the history, as
-after a rebase, the commit is used instead in which the result's file began to name it: later changes
-of the file's layout do not make a result younger.
+after a rebase, the commit is used instead in which the result's file began to name it: a later
+change of the file's layout does not make a result younger.
 """
 
 from __future__ import annotations

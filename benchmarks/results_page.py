@@ -105,6 +105,23 @@ def built_pages() -> frozenset[Path]:
     return frozenset({Path(NAME)} | own | compared)
 
 
+def site_link(place: Path) -> str | None:
+    """Return where the built pages show a result file or a folder of results, from their folder.
+
+    None if ``place`` is neither.
+    """
+    if place == RESULTS:
+        return NAME
+    if not place.is_relative_to(RESULTS):
+        return None
+    path = place.relative_to(RESULTS)
+    if place.is_dir():
+        return f"results/{path}/{COMPARED_NAME}"
+    if place.stem in OWN_PAGES:
+        return f"results/{path.with_suffix('.md')}"
+    return f"{NAME}#{_anchor(_title(path))}"
+
+
 def _is_compared(path: Path) -> bool:
     return path.parent.name != RESULTS.name
 
@@ -149,11 +166,11 @@ def page(folder: Path, stale_paths: Collection[Path] | None = ()) -> str:
         UserError: There is no result, or a file is not one.
     """
     parts = [
-        f"# Results\n\nBuilt by `{COMMAND}` from the files of `benchmarks/results/`.\nOne section a "
-        "result. Figures are medians over the runs, with the smallest and largest run and the "
-        "spread (largest less\nsmallest, over the median). `benchmarks/README.md` says what each "
-        "figure means and what this\nsystem loses, `benchmarks/LOG.md` what did not work. Where a "
-        "machine has no GPU, nothing was\nmeasured on one.\n\nA result is stale where a statement "
+        f"# Results\n\nBuilt by `{COMMAND}` from the files of\n`benchmarks/results/`. One section "
+        "a result. Figures are medians over the runs, with the smallest\nand largest run and the "
+        "spread (largest less smallest, over the median). `benchmarks/README.md`\nsays what each "
+        "figure means and what this system loses, `benchmarks/LOG.md` what did not work.\nWhere a "
+        "machine has no GPU, nothing was measured on one.\n\nA result is stale where a statement "
         "of the code that it measures has changed since\n(`benchmarks/measured_code.py` says which "
         "code that is): run anew it may differ."
     ]
