@@ -70,10 +70,9 @@ def named_documents(source: Path) -> Iterator[str]:
 
 def is_built(path: Path) -> bool:
     """Return whether only ``make docs`` makes this page: no link in a clone leads to it."""
-    is_of_results = path.name == "RESULTS.md" or (
-        RESULTS in path.parents and path.suffix != ".json"
-    )
-    return path.parent == REFERENCE or (is_of_results and not path.is_dir())
+    if path == RESULTS.with_name("RESULTS.md") or path.parent == REFERENCE:
+        return True
+    return RESULTS in path.parents and path.suffix != ".json" and not path.is_dir()
 
 
 def findings_in(document: Path) -> Iterator[str]:

@@ -1,10 +1,10 @@
 """Write the sources of the site: ``python -m docs.generate [FOLDER]``; ``make docs`` builds it.
 
 The folder has the documents in the places that they have in the repository, so that their links
-lead somewhere here and there, with the files that they link to, the reference pages and the pages of
-results. A link to a result leads to the page that shows it. A link to another folder, which is no
-page, leads to the repository's web address where ``mkdocs.yml`` has one as ``repo_url``, and is the
-folder's name elsewhere.
+lead somewhere here and there, with the files that they link to, the reference pages and the pages
+of results. A link to a result leads to the page that shows it. A link to another folder, which is
+no page, leads to the repository's web address where ``mkdocs.yml`` has one as ``repo_url``, and is
+the folder's name elsewhere.
 """
 
 from __future__ import annotations
