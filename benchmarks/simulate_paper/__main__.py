@@ -19,10 +19,11 @@ from pathlib import Path
 
 from banaserve.arguments import Parser
 from banaserve.bench.results import result
+from banaserve.bench.results.result import Result
 from banaserve.sim.result import SIMULATED
 from benchmarks.location import ROOT
 from benchmarks.script import run_script
-from benchmarks.simulate_paper.report import MEANINGS, figures_of, limits_name
+from benchmarks.simulate_paper.report import MEANINGS, Runs, figures_of, limits_name
 from benchmarks.simulate_paper.runs import (
     FIGURES,
     LIMIT_FACTOR,
@@ -50,7 +51,15 @@ def main(argv: Sequence[str]) -> int:
     started_at = datetime.now(UTC)
     cache = given.cache or given.json.with_name(f".simulate-paper-{fingerprint()}.jsonl")
     runs = measured(cache, given.jobs)
-    record = result.result(
+    result.write(result_of(runs, started_at), given.json)
+    if given.cache is None:
+        cache.unlink()
+    return 0
+
+
+def result_of(runs: Runs, started_at: datetime) -> Result:
+    """Return the result of all runs."""
+    return result.result(
         "simulate-paper",
         seed=SEEDS[0],
         options={
@@ -70,10 +79,6 @@ def main(argv: Sequence[str]) -> int:
             for reading in READINGS
         },
     )
-    result.write(record, given.json)
-    if given.cache is None:
-        cache.unlink()
-    return 0
 
 
 if __name__ == "__main__":
