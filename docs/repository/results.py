@@ -39,7 +39,7 @@ def findings() -> Iterator[Finding]:
     yield from too_few(RESULTS, paths, 20, "results")
     for path in paths:
         yield from result_findings(path)
-    yield from _quoted(README.read_text(), results_page.stale_results(RESULTS))
+    yield from quoted_findings(README.read_text(), results_page.stale_results(RESULTS))
     yield from _pictures()
 
 
@@ -52,7 +52,7 @@ def result_findings(path: Path) -> Iterator[Finding]:
         yield Finding(path, 1, str(error))
 
 
-def _quoted(readme: str, stale: Collection[Path] | None) -> Iterator[Finding]:
+def quoted_findings(readme: str, stale: Collection[Path] | None) -> Iterator[Finding]:
     """Yield figures of README that its results do not have, and results that it calls too young.
 
     Args:
