@@ -3,9 +3,9 @@
     python -m benchmarks results [--out build/docs/benchmarks]    # prints where the first page is
 
 ``RESULTS.md`` has a section for each result; results of comparisons and simulations also have pages
-of their own, with plots where matplotlib is installed. The pages depend only on the result files,
-the list of benchmarks and, as to which results are stale, the code since. ``make docs`` builds them
-into the site.
+of their own, with plots, which need matplotlib. The pages depend only on the result files, the list
+of benchmarks and, as to which results are stale, the code since. ``make docs`` builds them into the
+site.
 """
 
 from __future__ import annotations
@@ -83,8 +83,10 @@ def build(out: Path) -> Path:
     """Write all pages, their plots and the result files below ``out``; return the first page.
 
     Raises:
-        UserError: There is no result, or a file is not one.
+        UserError: matplotlib is missing, there is no result, or a file is not one.
     """
+    if not drawing.is_possible():
+        raise UserError("the package matplotlib is missing: pip install matplotlib")
     for path in result_files(RESULTS):
         copy = out / "results" / path.relative_to(RESULTS)
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -130,7 +132,7 @@ def _write_own_page(record: Result, path: Path) -> None:
     name = _name(record)
     if name in OWN_PAGES:
         path.write_text(OWN_PAGES[name](record))
-    if name == "simulate-paper" and drawing.is_possible():
+    if name == "simulate-paper":
         for figure in FIGURES:
             simulate_paper.plot(record, figure, path.with_name(simulate_paper.picture_name(figure)))
 
@@ -144,16 +146,17 @@ def stale_results(folder: Path) -> frozenset[Path] | None:
         UserError: The code that a result's benchmark measures is not declared.
     """
     history = History(ROOT)
+    is_whole = history.is_whole()
     found = set()
     for path in result_files(folder):
         record = result.read(path)
         measured = MEASURED.get(_name(record))
         if measured is None:
             raise UserError(f"benchmarks/measured_code.py does not say what {record.name} measures")
-        commit = history.measured_at(record.commit, path)
+        commit = history.measured_at(record.commit, path) if is_whole else None
         if commit is not None and history.has_changed(commit, measured):
             found.add(path.relative_to(folder))
-    return frozenset(found) if history.is_whole() else None
+    return frozenset(found) if is_whole else None
 
 
 def page(folder: Path, stale_paths: Collection[Path] | None = ()) -> str:
@@ -276,7 +279,7 @@ def _figures(path: Path, record: Result) -> str:
     table += [_row(name, one) for name, one in shown.items()]
     left = len(record.figures) - len(shown)
     rest = f"\n\n{left} more figures are in the file." if left else ""
-    rest += f"\n\nIn words: [{own}](results/{own})." if own else ""
+    rest += f"\n\nOn a page of its own: [{own}](results/{own})." if own else ""
     return tables.as_markdown(table) + rest
 
 

@@ -39,7 +39,13 @@ def findings() -> Iterator[Finding]:
     yield from too_few(RESULTS, paths, 20, "results")
     for path in paths:
         yield from result_findings(path)
-    yield from quoted_findings(README.read_text(), results_page.stale_results(RESULTS))
+    try:
+        stale = results_page.stale_results(RESULTS)
+        results_page.page(RESULTS, stale)
+    except UserError as error:
+        yield Finding(RESULTS, 1, str(error))
+    else:
+        yield from quoted_findings(README.read_text(), stale)
     yield from _pictures()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -46,6 +47,15 @@ def test_own_pages_say_what_the_result_says(built: Path) -> None:
     most = max(one.median for name, one in record.figures.items() if "_over_static" in name)
     assert f" to {most:.2f} |" in paper
     assert "MODELLED" in (built / "results" / "compare-paced" / "report.md").read_text()
+
+
+def test_without_matplotlib_nothing_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UserError, match="pip install matplotlib"):
+        results_page.build(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
