@@ -63,13 +63,13 @@ def figures_of(runs: Runs) -> dict[str, result.Figure]:
     for run, found in sorted(runs, key=lambda entry: entry[0].seed):
         samples[run.figure, run.reading, run.system, run.rate_per_s].append(found)
     figures = {}
-    for key, found in sorted(samples.items()):
+    for key, outcomes in sorted(samples.items()):
         number, reading, system, rate = key
         name = _name(key)
-        offered = [f["offered_tokens_per_s"] for f in found]
+        offered = [f["offered_tokens_per_s"] for f in outcomes]
         figures[_offered_name(number, reading, rate)] = result.figure(offered, "tokens/s")
         for metric, _, unit in METRICS:
-            figures[f"{name}_{metric}"] = result.figure([f[metric] for f in found], unit)
+            figures[f"{name}_{metric}"] = result.figure([f[metric] for f in outcomes], unit)
         if system in _OURS:
             for other in ("static", "colocated"):
                 values = ratios(samples, key, other, "tokens_per_s")
