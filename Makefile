@@ -188,7 +188,7 @@ lint-docker: $(VENV_STAMP)  ## Check the Dockerfiles with hadolint, from PyPI.
 pin-images:  ## Name base images by the digests that their registries tell; needs the network.
 	@python3 docker/pin_images.py
 
-docs: install $(VENV)/docs/.installed  ## Build the site of the documents into build/site.
+docs: install $(VENV)/docs/.installed  ## Build the site of the documents, with pages of all results, into build/site.
 	@PYTHONSAFEPATH= $(BIN)/python -m docs.generate
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --quiet --strict
 	@echo build/site/index.html

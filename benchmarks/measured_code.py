@@ -2,7 +2,8 @@
 
 A result is stale if a statement of that code differs from the commit that the result names.
 Comments, docstrings and the layout of lines do not count. If the commit is not in the history, as
-after a rebase, the commit that added the result's file is used instead.
+after a rebase, the commit is used instead in which the result's file began to name it: a later
+change of the file's layout does not make a result younger.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ class History:
         """
         if commit and self._is_ancestor(commit):
             return commit
-        return self._git("log", "-1", "--format=%H", "--", str(file)).strip() or None
+        began_to_name = [f"-S{commit}"] if commit else []
+        found = self._git("log", "-1", "--format=%H", *began_to_name, "--", str(file))
+        return found.strip() or None
 
     def has_changed(self, commit: str, paths: Sequence[str]) -> bool:
         """Return whether a statement below ``paths`` differs between ``commit`` and the files."""

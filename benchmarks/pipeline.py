@@ -59,8 +59,6 @@ _NOTES = [
     "cut_vs_best: step of the cut prompt over the shorter one of pipelined and computed",
     "visible: waits for a layer's fetch, and what follows the forward pass, the commit included",
     "the first layer's fetch and the last layer's save can hide behind nothing: 1/layers of each",
-    "layers_of_first_run: load, loaded, wait, waited, attended, save, saved; seconds from the "
-    "step's beginning",
     "float32, one OMP thread, a prompt is one step",
 ]
 
@@ -360,9 +358,6 @@ def _raw(samples: _Samples, predicted: Prefill, set_by: float) -> dict[str, Any]
             for (a, f), runs in samples.cached.items()
             for times in runs
         ],
-        "layers_of_first_run": {
-            f"{a} {f}": runs[0].layers for (a, f), runs in samples.cached.items()
-        },
     }
 
 

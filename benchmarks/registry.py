@@ -93,7 +93,7 @@ BENCHMARKS = {
     ),
     "regions": Benchmark("benchmarks.regions", "What does a policy give clients of three regions?"),
     "results": Benchmark(
-        "benchmarks.results_page", "What do all committed results say, as benchmarks/RESULTS.md?"
+        "benchmarks.results_page", "What do all committed results say, as pages with plots?"
     ),
     "router": Benchmark(
         "benchmarks.router.__main__", "What does a router cost a request and a streamed part?"

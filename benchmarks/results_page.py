@@ -1,39 +1,46 @@
-"""Page of all committed results: ``benchmarks/RESULTS.md`` from the files of ``results/``.
+"""Pages of all committed results, built from the files of ``results/`` and not committed.
 
-    python -m benchmarks results            # writes the page
-    python -m benchmarks results --check    # one line and exit code 1 if the page is stale
+    python -m benchmarks results [--out build/docs/benchmarks]    # prints where the first page is
 
-The page depends only on the result files, the list of benchmarks and, as to which results are
-stale, the code since: equal files give an equal page.
+``RESULTS.md`` has a section for each result; results of comparisons and simulations also have pages
+of their own, with plots, which need matplotlib. The pages depend only on the result files, the list
+of benchmarks and, as to which results are stale, the code since. ``make docs`` builds them into the
+site.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Sequence
+import shutil
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from banaserve.arguments import Parser
-from banaserve.bench.report import tables
-from banaserve.bench.report.report import result_files
+from banaserve.bench.report import drawing, tables
+from banaserve.bench.report.report import result_files, write_report
 from banaserve.bench.report.section import section_of
 from banaserve.bench.results import result
 from banaserve.bench.results.digits import row, scaled
 from banaserve.bench.results.result import Figure, Result
 from banaserve.bench.results.statistics import spread_fraction
 from banaserve.errors import UserError
+from benchmarks.break_even import page as break_even
 from benchmarks.location import ROOT
 from benchmarks.measured_code import MEASURED, History
 from benchmarks.registry import BENCHMARKS
 from benchmarks.script import run_script
+from benchmarks.simulate_paper import report as simulate_paper
+from benchmarks.simulate_paper.runs import FIGURES
+from benchmarks.simulate_seeds import report as simulate_seeds
 
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "benchmarks" / "RESULTS.md"
+BUILT = ROOT / "build" / "docs" / "benchmarks"
+NAME = "RESULTS.md"
+COMPARED_NAME = "report.md"
 MAX_FIGURES = 110
 COMMAND = "python -m benchmarks results"
-_STALE_LINE = re.compile(r"^- STALE: the code that (\S+) measures", re.MULTILINE)
 
 # Figures that are shown of results with more figures than a page holds. A result that has a table
 # or a page of its own (``compare``, the simulations) shows or links that one.
@@ -47,7 +54,14 @@ _SHOWN = {
     ),
     "migration": ("layers_10.*", "stop_and_copy_10.*", "heads_2.*", "batch.*"),
 }
-_OWN_PAGES = {"simulate-paper": "simulate-paper.md", "simulate-seeds": "simulate-seeds.md"}
+OWN_PAGES: Mapping[str, Callable[[Result], str]] = MappingProxyType(
+    {
+        "break-even": break_even.page,
+        "simulate-paper": simulate_paper.markdown,
+        "simulate-seeds": simulate_seeds.markdown,
+    }
+)
+"""Pages of results that have one of their own beside their file, by benchmark."""
 
 
 class Asked(NamedTuple):
@@ -58,77 +72,115 @@ class Asked(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the page, or compare it with ``--check``; return the exit code."""
+    """Build the pages and print the path of the first; return the exit code."""
     parser = Parser(prog=COMMAND, description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; 1 where it is stale")
-    given = parser.parse_args(list(argv))
-    text = page(RESULTS, stale_results(RESULTS))
-    if not given.check:
-        PAGE.write_text(text)
-        print(PAGE.relative_to(ROOT))
-        return 0
-    problem = stale(text, PAGE)
-    if problem:
-        print(problem)
-    return 1 if problem else 0
+    parser.add_argument("--out", type=Path, default=BUILT, metavar="DIR")
+    print(build(parser.parse_args(list(argv)).out))
+    return 0
 
 
-def stale(text: str, path: Path) -> str:
-    """Return one line that says how to renew ``path`` where it does not hold ``text``, else ""."""
-    if path.is_file() and path.read_text() == text:
-        return ""
-    return (
-        f"{path.name} is not that of the result files, or code has changed that a result measures: "
-        f"run {COMMAND}"
-    )
+def build(out: Path) -> Path:
+    """Write all pages, their plots and the result files below ``out``; return the first page.
+
+    Raises:
+        UserError: matplotlib is missing, there is no result, or a file is not one.
+    """
+    if not drawing.is_possible():
+        raise UserError("the package matplotlib is missing: pip install matplotlib")
+    for path in result_files(RESULTS):
+        copy = out / "results" / path.relative_to(RESULTS)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
+        _write_own_page(result.read(path), copy.with_suffix(".md"))
+    for folder in sorted(RESULTS.glob("*/")):
+        write_report(folder, out / "results" / folder.name, "Systems side by side")
+    first = out / NAME
+    first.write_text(page(RESULTS, stale_results(RESULTS)))
+    return first
 
 
-def stale_results(folder: Path) -> frozenset[Path]:
+def built_pages() -> frozenset[Path]:
+    """Return the pages that ``build`` writes, from its folder."""
+    files = [path.relative_to(RESULTS.parent) for path in result_files(RESULTS)]
+    own = {path.with_suffix(".md") for path in files if path.stem in OWN_PAGES}
+    compared = {path.with_name(COMPARED_NAME) for path in files if _is_compared(path)}
+    return frozenset({Path(NAME)} | own | compared)
+
+
+def site_link(place: Path) -> str | None:
+    """Return where the built pages show a result file or a folder of results, from their folder.
+
+    None if ``place`` is neither.
+    """
+    if place == RESULTS:
+        return NAME
+    if not place.is_relative_to(RESULTS):
+        return None
+    path = place.relative_to(RESULTS)
+    if place.is_dir():
+        return f"results/{path}/{COMPARED_NAME}"
+    if place.stem in OWN_PAGES:
+        return f"results/{path.with_suffix('.md')}"
+    return f"{NAME}#{_anchor(_title(path))}"
+
+
+def _is_compared(path: Path) -> bool:
+    return path.parent.name != RESULTS.name
+
+
+def _write_own_page(record: Result, path: Path) -> None:
+    name = _name(record)
+    if name in OWN_PAGES:
+        path.write_text(OWN_PAGES[name](record))
+    if name == "simulate-paper":
+        for figure in FIGURES:
+            simulate_paper.plot(record, figure, path.with_name(simulate_paper.picture_name(figure)))
+
+
+def stale_results(folder: Path) -> frozenset[Path] | None:
     """Return the committed results, from ``folder``, whose measured code has changed since.
 
-    Without the whole history this is unknown: the returned results are those of the committed page.
+    None if that is unknown, as it is without the whole history.
 
     Raises:
         UserError: The code that a result's benchmark measures is not declared.
     """
     history = History(ROOT)
-    if not history.is_whole():
-        return frozenset(map(Path, _STALE_LINE.findall(PAGE.read_text())))
+    is_whole = history.is_whole()
     found = set()
     for path in result_files(folder):
         record = result.read(path)
         measured = MEASURED.get(_name(record))
         if measured is None:
             raise UserError(f"benchmarks/measured_code.py does not say what {record.name} measures")
-        commit = history.measured_at(record.commit, path)
+        commit = history.measured_at(record.commit, path) if is_whole else None
         if commit is not None and history.has_changed(commit, measured):
             found.add(path.relative_to(folder))
-    return frozenset(found)
+    return frozenset(found) if is_whole else None
 
 
-def page(folder: Path, stale_paths: Collection[Path] = ()) -> str:
+def page(folder: Path, stale_paths: Collection[Path] | None = ()) -> str:
     """Return the page of all results below ``folder``, in the order of their paths.
 
     Args:
-        stale_paths: Stale results, as paths from ``folder``.
+        stale_paths: Stale results, as paths from ``folder``; None if they are unknown.
 
     Raises:
         UserError: There is no result, or a file is not one.
     """
     parts = [
-        f"# Results\n\nGenerated by `{COMMAND}` from the files of [results/](results/); do not "
-        "edit.\nOne section a result. Figures are medians over the runs, with the smallest and "
-        "largest run\nand the spread (largest less smallest, over the median). "
-        "[README.md](README.md) says what\neach figure means and what this system loses, "
-        "[LOG.md](LOG.md) what did not work. Where a\nmachine has no GPU, nothing was measured on "
-        "one.\n\nA result is stale where a statement of the code that it measures has changed "
-        "since\n([measured_code.py](measured_code.py) says which code that is): run anew it may "
-        "differ."
+        f"# Results\n\nBuilt by `{COMMAND}` from the files of\n`benchmarks/results/`. One section "
+        "a result. Figures are medians over the runs, with the smallest\nand largest run and the "
+        "spread (largest less smallest, over the median). `benchmarks/README.md`\nsays what each "
+        "figure means and what this system loses, `benchmarks/LOG.md` what did not work.\nWhere a "
+        "machine has no GPU, nothing was measured on one.\n\nA result is stale where a statement "
+        "of the code that it measures has changed since\n(`benchmarks/measured_code.py` says which "
+        "code that is): run anew it may differ."
     ]
     paths = result_files(folder)
     records = [(path.relative_to(folder), result.read(path)) for path in paths]
     parts.append(_contents(records, stale_paths))
-    parts += [_section(path, record, path in stale_paths) for path, record in records]
+    parts += [_section(path, record, path in (stale_paths or ())) for path, record in records]
     return "\n\n".join(parts) + "\n"
 
 
@@ -162,12 +214,14 @@ def _arguments(record: Result) -> str:
     return "" if profile in (None, "None") else f"--pace {profile}"
 
 
-def _contents(records: Sequence[tuple[Path, Result]], stale_paths: Collection[Path]) -> str:
+def _contents(records: Sequence[tuple[Path, Result]], stale_paths: Collection[Path] | None) -> str:
     lines = ["| Result | Question | Date | Code since |", "| --- | --- | --- | --- |"]
     for path, record in records:
         title = _title(path)
         date = f"{record.started_at:%Y-%m-%d}"
-        state = "changed: stale" if path in stale_paths else "the same"
+        state = "unknown: the history is not whole"
+        if stale_paths is not None:
+            state = "changed: stale" if path in stale_paths else "the same"
         lines.append(
             f"| [{title}](#{_anchor(title)}) | {asked(record).question} | {date} | {state} |"
         )
@@ -200,13 +254,17 @@ def _section(path: Path, record: Result, is_stale: bool) -> str:
 
 
 def _figures(path: Path, record: Result) -> str:
-    if _name(record) in _OWN_PAGES:
-        own = path.with_name(_OWN_PAGES[_name(record)])
+    own = path.with_suffix(".md") if _name(record) in OWN_PAGES else None
+    if own and len(record.figures) > MAX_FIGURES:
         return f"{len(record.figures)} figures, in tables of their own: [{own}](results/{own})."
     if "systems" in record.raw:
         section = section_of(record)
-        answer = "\n".join(f"- {sentence}" for sentence in section.answer)
-        return f"{answer}\n\n{tables.as_markdown(section.table)}\n\n{section.table_note}"
+        parts = ["\n".join(f"- {sentence}" for sentence in section.answer)]
+        parts += [tables.as_markdown(section.table), section.table_note]
+        if path.parent != Path():
+            report = path.with_name(COMPARED_NAME)
+            parts.append(f"With plots and latencies: [{report}](results/{report}).")
+        return "\n\n".join(filter(None, parts))
     shown = record.figures
     if len(shown) > MAX_FIGURES:
         patterns = _SHOWN.get(_name(record), ())
@@ -221,6 +279,7 @@ def _figures(path: Path, record: Result) -> str:
     table += [_row(name, one) for name, one in shown.items()]
     left = len(record.figures) - len(shown)
     rest = f"\n\n{left} more figures are in the file." if left else ""
+    rest += f"\n\nOn a page of its own: [{own}](results/{own})." if own else ""
     return tables.as_markdown(table) + rest
 
 

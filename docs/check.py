@@ -16,8 +16,9 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# Written by ``make docs``, not committed.
+# Pages of the reference and of results are written by ``make docs``, not committed.
 REFERENCE = ROOT / "docs" / "reference"
+RESULTS = ROOT / "benchmarks" / "results"
 REFERENCE_PAGES = ("commands.md", "admin-api.md", "metrics.md", "configuration.md")
 
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -62,9 +63,16 @@ def named_documents(source: Path) -> Iterator[str]:
     """Yield one line for each path of a document in a source that leads nowhere in a clone."""
     for number, line in enumerate(source.read_text().splitlines(), start=1):
         for name in _DOCUMENT.findall(line):
-            if not (ROOT / name).is_file() or (ROOT / name).parent == REFERENCE:
+            if not (ROOT / name).is_file() or is_built(ROOT / name):
                 place = source.relative_to(ROOT) if ROOT in source.parents else source
                 yield f"{place}:{number}: there is no document {name}"
+
+
+def is_built(path: Path) -> bool:
+    """Return whether only ``make docs`` makes this page: no link in a clone leads to it."""
+    if path == RESULTS.with_name("RESULTS.md") or path.parent == REFERENCE:
+        return True
+    return RESULTS in path.parents and path.suffix != ".json" and not path.is_dir()
 
 
 def findings_in(document: Path) -> Iterator[str]:
@@ -123,7 +131,7 @@ def _link_problem(document: Path, target: str) -> str:
         return ""
     name, _, anchor = target.partition("#")
     path = (document.parent / name).resolve() if name else document
-    if path.parent == REFERENCE:  # nor where an earlier build has left it
+    if is_built(path):  # nor where an earlier build has left it
         return f"dead link {target}: only `make docs` makes this page"
     if not path.exists():
         return f"dead link {target}"

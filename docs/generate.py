@@ -1,19 +1,22 @@
 """Write the sources of the site: ``python -m docs.generate [FOLDER]``; ``make docs`` builds it.
 
 The folder has the documents in the places that they have in the repository, so that their links
-lead somewhere here and there, with the files that they link to and the reference pages. A link to a
-folder, which is no page, leads to the repository's web address where ``mkdocs.yml`` has one as
-``repo_url``, and is the folder's name elsewhere.
+lead somewhere here and there, with the files that they link to, the reference pages and the pages
+of results. A link to a result leads to the page that shows it. A link to another folder, which is
+no page, leads to the repository's web address where ``mkdocs.yml`` has one as ``repo_url``, and is
+the folder's name elsewhere.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import sys
 from pathlib import Path
 
+from benchmarks import results_page
 from docs import reference
 from docs.check import REFERENCE, REFERENCE_PAGES, ROOT, documents
 
@@ -49,6 +52,7 @@ def generate(folder: Path) -> None:
     assert set(pages) == set(REFERENCE_PAGES), "docs/check.py has the list of pages"
     for name, text in pages.items():
         (out / name).write_text(text)
+    results_page.build(folder / results_page.RESULTS.parent.relative_to(ROOT))
     (out / "openapi.json").write_text(json.dumps(reference.openapi(), indent=2) + "\n")
 
 
@@ -65,13 +69,13 @@ def _copy(path: Path, folder: Path, repository: str) -> None:
     place = folder / path.relative_to(ROOT)
     place.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".md":
-        place.write_text(without_folders(path.read_text(), path.parent, repository))
+        place.write_text(with_links_of_the_site(path.read_text(), path.parent, repository))
     else:
         shutil.copyfile(path, place)
 
 
-def without_folders(text: str, folder: Path, repository: str) -> str:
-    """Return a document's text in which no link leads to a folder of the repository.
+def with_links_of_the_site(text: str, folder: Path, repository: str) -> str:
+    """Return a document's text with links to the pages of results, and with none to a folder.
 
     Args:
         folder: Of the document.
@@ -81,6 +85,8 @@ def without_folders(text: str, folder: Path, repository: str) -> str:
     def told(link: re.Match[str]) -> str:
         words, target = link.groups()
         place = (folder / target).resolve()
+        if shown := results_page.site_link(place):
+            return f"[{words}]({os.path.relpath(results_page.RESULTS.parent / shown, folder)})"
         if not (place.is_dir() and place.is_relative_to(ROOT)):
             return link[0]
         name = place.relative_to(ROOT).as_posix()

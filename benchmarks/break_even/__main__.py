@@ -1,13 +1,11 @@
 """Under which model, batch, link and limits do moved modules gain more than a switch of roles?
 
     python -m benchmarks break-even [--sizes 2,4] [--links 12.5,50,450] [--json FILE]
-    python -m benchmarks break-even --page     # writes docs/break-even.md
-    python -m benchmarks break-even --check    # one line and exit code 1 where the page is stale
 
 Computed by the cost model in closed form, and in the simulator: every fixed arrangement with all
 modules at home, and each with an eighth, a quarter or a half of the layers or heads of one side
-away at the other. No engine runs. The page holds both, the simulator's part from the committed
-result.
+away at the other. No engine runs. ``python -m benchmarks results`` makes the page of both, the
+simulator's part from the committed result.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ from banaserve.arguments import Parser
 from banaserve.bench.results import result
 from banaserve.bench.results.result import Figure, figure
 from banaserve.costs import profile as profiles
-from benchmarks.break_even import page
 from benchmarks.break_even.gains import PROFILES
 from benchmarks.break_even.simulated import WORTH_IT, Compared, compared, questions
 from benchmarks.script import run_script
@@ -31,17 +28,13 @@ from benchmarks.workers import workers
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the comparisons, or write or check the page; return the exit code."""
+    """Run the comparisons; return the exit code."""
     parser = Parser(prog="python -m benchmarks break-even", description=__doc__)
     parser.add_argument("--sizes", default="2,4", help="numbers of instances")
     parser.add_argument("--links", default="12.5,50,450", help="GB/s, of the smallest size alone")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--page", action="store_true", help="write docs/break-even.md alone")
-    parser.add_argument("--check", action="store_true", help="write nothing; 1 where it is stale")
     given = parser.parse_args(list(argv))
-    if given.page or given.check:
-        return page.written(given.check)
     started_at, console = datetime.now(UTC), Console(width=200)
     sizes = [int(one) for one in given.sizes.split(",")]
     links = [1e9 * float(one) for one in given.links.split(",")]

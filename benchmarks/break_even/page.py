@@ -1,4 +1,4 @@
-"""Page of the break-even of moved modules: ``docs/break-even.md``."""
+"""Page of the break-even of moved modules, which is built with the pages of results."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from banaserve.bench.results import result
+from banaserve.bench.results.result import Result
 from banaserve.costs import profile as profiles
 from banaserve.costs.profile import Profile
 from benchmarks.break_even.gains import (
@@ -24,32 +24,14 @@ from benchmarks.break_even.gains import (
     with_link,
 )
 from benchmarks.break_even.simulated import WORTH_IT, Compared
-from benchmarks.location import ROOT
 
-PAGE = ROOT / "docs" / "break-even.md"
-RESULT = ROOT / "benchmarks" / "results" / "break-even.json"
 _TEMPLATE = Path(__file__).parent / "template.md"
-COMMAND = "python -m benchmarks break-even --page"
-
 _CONTEXTS = (500, 2000, 8000, 32_000)
 
 
-def written(only_check: bool) -> int:
-    """Write the page, or say whether it is stale; return the exit code."""
-    text = page(RESULT)
-    if not only_check:
-        PAGE.write_text(text)
-        print(PAGE.relative_to(ROOT))
-        return 0
-    if PAGE.exists() and PAGE.read_text() == text:
-        return 0
-    print(f"{PAGE.relative_to(ROOT)} is stale: run {COMMAND}")
-    return 1
-
-
-def page(path: Path) -> str:
-    """Return the page; the simulator's part comes from the result at ``path``."""
-    found = [msgspec.convert(one, Compared) for one in result.read(path).raw.values()]
+def page(record: Result) -> str:
+    """Return the page; the simulator's part comes from the result of ``break-even``."""
+    found = [msgspec.convert(one, Compared) for one in record.raw.values()]
     speeds: list[str] = []
     for name in PROFILES:
         speeds += [f"### {name}", "", *_speeds(profiles.load(name)), ""]

@@ -1,8 +1,8 @@
 """BanaServe's figures 8 to 11 in the simulator: two models, two workloads, 1 to 20 requests/s.
 
-``python -m benchmarks simulate-paper [--out benchmarks/results] [--jobs 2]``; plots need
-matplotlib (``pip install .[plots]``). Writes ``simulate-paper.json``, ``simulate-paper.md`` and a
-PNG for each figure. An interrupted call is resumed as long as the code is the same.
+``python -m benchmarks simulate-paper [--json benchmarks/results/simulate-paper.json] [--jobs 2]``;
+``python -m benchmarks results`` makes page and plots of the file. An interrupted call is resumed as
+long as the code is the same.
 
 Time is modelled, no engine runs. The paper names neither the number of GPUs nor how its baselines
 were set up, nor how long the answers were; the assumptions made instead are the same for all
@@ -15,15 +15,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib.util import find_spec
 from pathlib import Path
 
 from banaserve.arguments import Parser
 from banaserve.bench.results import result
+from banaserve.bench.results.result import Result
 from banaserve.sim.result import SIMULATED
 from benchmarks.location import ROOT
 from benchmarks.script import run_script
-from benchmarks.simulate_paper.report import MEANINGS, figures_of, markdown, plot
+from benchmarks.simulate_paper.report import MEANINGS, Runs, figures_of, limits_name
 from benchmarks.simulate_paper.runs import (
     FIGURES,
     LIMIT_FACTOR,
@@ -38,20 +38,28 @@ from benchmarks.simulate_paper.runs import (
     measured,
 )
 
+DEFAULT = ROOT / "benchmarks" / "results" / "simulate-paper.json"
+
 
 def main(argv: Sequence[str]) -> int:
-    """Run what is not kept yet and write results, page and plots; return the exit code."""
+    """Run what is not kept yet and write the result; return the exit code."""
     parser = Parser(prog="python -m benchmarks simulate-paper", description=__doc__)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--json", type=Path, default=DEFAULT)
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--cache", type=Path, help="default: a file beside the results, removed")
+    parser.add_argument("--cache", type=Path, help="default: a file beside the result, removed")
     given = parser.parse_args(list(argv))
-    if find_spec("matplotlib") is None:
-        parser.error("the package matplotlib is missing: pip install .[plots]")
     started_at = datetime.now(UTC)
-    cache = given.cache or given.out / f".simulate-paper-{fingerprint()}.jsonl"
+    cache = given.cache or given.json.with_name(f".simulate-paper-{fingerprint()}.jsonl")
     runs = measured(cache, given.jobs)
-    record = result.result(
+    result.write(result_of(runs, started_at), given.json)
+    if given.cache is None:
+        cache.unlink()
+    return 0
+
+
+def result_of(runs: Runs, started_at: datetime) -> Result:
+    """Return the result of all runs."""
+    return result.result(
         "simulate-paper",
         seed=SEEDS[0],
         options={
@@ -66,18 +74,11 @@ def main(argv: Sequence[str]) -> int:
         figures=figures_of(runs),
         notes=[SIMULATED, *(f"{name}: {words}" for name, words in READINGS.items()), *MEANINGS],
         raw={
-            f"fig{figure.number}_{reading}_limits": asdict(limits_of(figure, reading))
+            limits_name(figure, reading): asdict(limits_of(figure, reading))
             for figure in FIGURES
             for reading in READINGS
         },
     )
-    result.write(record, given.out / "simulate-paper.json")
-    (given.out / "simulate-paper.md").write_text(markdown(runs))
-    for figure in FIGURES:
-        plot(figure, runs, given.out / f"simulate-paper-figure{figure.number}.png")
-    if given.cache is None:
-        cache.unlink()
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""Page and plots of BanaServe's figures, as the simulator gives them."""
+"""Figures of the result of ``simulate-paper``, and its page and plots, made of the result alone."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 
 from banaserve.bench.results import result
+from banaserve.bench.results.result import Result
 from banaserve.bench.results.statistics import Interval, mean_interval, paired_ratios
 from banaserve.sim.result import SIMULATED
 from benchmarks.simulate_paper.runs import (
@@ -19,7 +21,6 @@ from benchmarks.simulate_paper.runs import (
     SYSTEMS,
     PaperFigure,
     PaperRun,
-    limits_of,
 )
 
 Found = Mapping[str, float]
@@ -56,11 +57,42 @@ MEANINGS = (
 """Meanings of the figures, a sentence each."""
 
 
-def gathered(runs: Runs) -> Samples:
-    """Return the outcomes by figure, reading, system and rate, in the order of the seeds."""
+def figures_of(runs: Runs) -> dict[str, result.Figure]:
+    """Return what is offered, every metric of every system and rate, and ratios of throughput."""
     samples: Samples = defaultdict(list)
     for run, found in sorted(runs, key=lambda entry: entry[0].seed):
         samples[run.figure, run.reading, run.system, run.rate_per_s].append(found)
+    figures = {}
+    for key, outcomes in sorted(samples.items()):
+        number, reading, system, rate = key
+        name = _name(key)
+        offered = [f["offered_tokens_per_s"] for f in outcomes]
+        figures[_offered_name(number, reading, rate)] = result.figure(offered, "tokens/s")
+        for metric, _, unit in METRICS:
+            figures[f"{name}_{metric}"] = result.figure([f[metric] for f in outcomes], unit)
+        if system in _OURS:
+            for other in ("static", "colocated"):
+                values = ratios(samples, key, other, "tokens_per_s")
+                figures[f"{name}_over_{other}"] = result.figure(values, "times")
+    return figures
+
+
+def samples_of(figures: Mapping[str, result.Figure]) -> Samples:
+    """Return the outcomes by figure, reading, system and rate, in the order of the seeds.
+
+    A system or metric that was not simulated is left out.
+    """
+    samples: Samples = {}
+    for key in product((f.number for f in FIGURES), READINGS, (*SYSTEMS, *SPLITS), RATES):
+        number, reading, _, rate = key
+        named = {metric: f"{_name(key)}_{metric}" for metric, _, _ in METRICS}
+        named["offered_tokens_per_s"] = _offered_name(number, reading, rate)
+        columns = {
+            metric: figures[name].samples for metric, name in named.items() if name in figures
+        }
+        if "tokens_per_s" in columns:
+            rows = zip(*columns.values(), strict=True)
+            samples[key] = [dict(zip(columns, row, strict=True)) for row in rows]
     return samples
 
 
@@ -73,44 +105,51 @@ def ratios(
     return paired_ratios([f[metric] for f in samples[key]], [f[metric] for f in theirs])
 
 
-def figures_of(runs: Runs) -> dict[str, result.Figure]:
-    """Return every metric of every system and rate, and the ratios of throughput."""
-    samples = gathered(runs)
-    figures = {}
-    for (figure, reading, system, rate), found in sorted(samples.items()):
-        name = f"fig{figure}_{reading}_{system.replace(' ', '_').replace(':', '_')}_{rate:g}rps"
-        for metric, _, unit in METRICS:
-            figures[f"{name}_{metric}"] = result.figure([f[metric] for f in found], unit)
-        if system in _OURS:
-            for other in ("static", "colocated"):
-                values = ratios(samples, (figure, reading, system, rate), other, "tokens_per_s")
-                figures[f"{name}_over_{other}"] = result.figure(values, "times")
-    return figures
+def _name(key: tuple[int, str, str, float]) -> str:
+    figure, reading, system, rate = key
+    return f"fig{figure}_{reading}_{system.replace(' ', '_').replace(':', '_')}_{rate:g}rps"
 
 
-def markdown(runs: Runs) -> str:
-    """Return the whole report."""
-    samples = gathered(runs)
-    lines = [*_HEAD.splitlines(), ""]
-    lines += [f"- *{name}*: {words}." for name, words in READINGS.items()]
-    lines += ["", "What is measured:", ""]
-    lines += [f"- {words[0].upper()}{words[1:]}." for words in MEANINGS]
-    for part in (_summary, _goodput, _needed, _splits):
-        lines += ["", *part(samples)]
+def _offered_name(figure: int, reading: str, rate: float) -> str:
+    return f"fig{figure}_{reading}_{rate:g}rps_offered_tokens_per_s"
+
+
+def markdown(record: Result) -> str:
+    """Return the page of a result, with the systems and metrics that the result has."""
+    samples = samples_of(record.figures)
+    lines = [*_HEAD.splitlines(), "", *(f"- {note}." for note in record.notes)]
+    if missing := ", ".join(name for name in SYSTEMS if name not in _systems(samples)):
+        lines += ["", f"This result has no runs of {missing}."]
+    for part in (_summary(samples), _goodput(record, samples), _needed(samples), _splits(samples)):
+        lines += ["", *part] if part else []
     lines.append("")
     for figure in FIGURES:
-        lines += [f"## F{figure.name[1:]}", "", f"![](simulate-paper-figure{figure.number}.png)"]
+        lines += [f"## F{figure.name[1:]}", "", f"![]({picture_name(figure)})"]
         for reading in READINGS:
             lines += ["", *_table(samples, figure, reading)]
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 
 
+def picture_name(figure: PaperFigure) -> str:
+    """Return the name of the file of a figure's plot, beside the page."""
+    return f"simulate-paper-figure{figure.number}.png"
+
+
+def _systems(samples: Samples) -> list[str]:
+    return [name for name in SYSTEMS if any(name == system for _, _, system, _ in samples)]
+
+
+def _metrics(samples: Samples) -> list[tuple[str, str, str]]:
+    found = next(iter(samples.values()))[0]
+    return [one for one in METRICS if one[0] in found]
+
+
 _HEAD = f"""# BanaServe's figures 8 to 11, simulated
 
-Written by `python -m benchmarks simulate-paper`. **{SIMULATED.capitalize()}.**
+Made of [simulate-paper.json](simulate-paper.json). **{SIMULATED.capitalize()}.**
 
-Four systems with four GPUs each get the same Poisson arrivals, {RATES[0]} to {RATES[-1]} requests
+Systems with four GPUs each get the same Poisson arrivals, {RATES[0]} to {RATES[-1]} requests
 a second, with {len(SEEDS)} seeds; intervals are 95%. *colocated* is a vLLM on every GPU, *static*
 has two prefill and two decode instances (DistServe), *banaserve* begins so and has the global
 store and the repaired migration policy, *elastic* begins with four that do both and has the store
@@ -121,10 +160,14 @@ LongBench; prompts are cut to the model's context (2,048 and 4,096 tokens). Thro
 tokens that come after a minute of warm-up while requests still arrive, total time runs from the
 first arrival to the last token, latency and goodput are of the requests that came after the
 warm-up. The paper does not say how many GPUs it used, how its baselines were set up or how long
-answers were, so there are two readings:"""
+answers were, so there are two readings, *reference* and *capped*:"""
 
 
 def _summary(samples: Samples) -> list[str]:
+    ours = [system for system in _OURS if system in _systems(samples)]
+    heading = ["Figure", "Reading"]
+    for other, baseline in (("static", "DistServe"), ("colocated", "vLLM")):
+        heading += [*(f"{system} over {other}" for system in ours), f"the paper: over {baseline}"]
     lines = [
         "## Ratios of throughput",
         "",
@@ -132,10 +175,8 @@ def _summary(samples: Samples) -> list[str]:
         "banaserve over those rates at which both systems serve at least",
         f"{_SATURATED_BELOW:.0%} of the offered tokens.",
         "",
-        "| Figure | Reading | banaserve over static | elastic over static | "
-        "the paper: over DistServe | banaserve over colocated | elastic over colocated | "
-        "the paper: over vLLM | below saturation |",
-        "| --- " * 9 + "|",
+        f"| {' | '.join([*heading, 'below saturation'])} |",
+        "| --- " * (len(heading) + 1) + "|",
     ]
     for figure in FIGURES:
         for reading in READINGS:
@@ -146,7 +187,7 @@ def _summary(samples: Samples) -> list[str]:
                 ("static", figure.over_static),
                 ("colocated", figure.over_colocated),
             ):
-                for system in _OURS:
+                for system in ours:
                     means = _mean_ratios(samples, place, system, other)
                     cells.append(_span(list(means.values())))
                     if system == "banaserve":
@@ -173,7 +214,10 @@ def _mean_ratios(
     }
 
 
-def _goodput(samples: Samples) -> list[str]:
+def _goodput(record: Result, samples: Samples) -> list[str]:
+    systems = _systems(samples)
+    if "goodput_fraction" not in [metric for metric, _, _ in _metrics(samples)]:
+        return []
     rates = ", ".join(f"{rate:g}" for rate in RATES)
     lines = [
         "## Goodput",
@@ -181,19 +225,19 @@ def _goodput(samples: Samples) -> list[str]:
         f"Share of the requests within the limits at {rates} requests a second, means over the",
         "seeds.",
         "",
-        f"| Figure | Reading | limit of TTFT | limit of TPOT | {' | '.join(SYSTEMS)} |",
-        "| --- " * (4 + len(SYSTEMS)) + "|",
+        f"| Figure | Reading | limit of TTFT | limit of TPOT | {' | '.join(systems)} |",
+        "| --- " * (4 + len(systems)) + "|",
     ]
     for figure in FIGURES:
         for reading in READINGS:
-            limits = limits_of(figure, reading)
+            limits = record.raw[limits_name(figure, reading)]
             cells = [
                 f"{figure.number}: {figure.model}, {figure.dataset}",
                 reading,
-                f"{limits.ttft_s:.3g} s",
-                f"{1e3 * limits.tpot_s:.0f} ms",
+                f"{limits['ttft_s']:.3g} s",
+                f"{1e3 * limits['tpot_s']:.0f} ms",
             ]
-            for system in SYSTEMS:
+            for system in systems:
                 shares = [
                     _mean(samples[figure.number, reading, system, rate], "goodput_fraction")
                     for rate in RATES
@@ -201,6 +245,11 @@ def _goodput(samples: Samples) -> list[str]:
                 cells.append(", ".join(f"{share:.2f}" for share in shares))
             lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def limits_name(figure: PaperFigure, reading: str) -> str:
+    """Return the name of the limits of a cell among the raw data of a result."""
+    return f"fig{figure.number}_{reading}_limits"
 
 
 def _mean(found: Sequence[Found], metric: str) -> float:
@@ -252,10 +301,11 @@ def _missing(samples: Samples, place: tuple[int, str], other: str, wanted: float
     """Return what would have to be different to reach ``wanted``."""
     full = [rate for rate in RATES if not _served(samples, place, other, rate)]
     if not full:
+        first = RATES[-1] / wanted
         return (
-            f"At {RATES[-1]} requests a second {other} still serves what is offered, and nobody "
-            f"can serve more: it would have to be saturated from {RATES[-1] / wanted:.1f} requests "
-            "a second on, with fewer or slower GPUs or longer answers."
+            f"At {RATES[-1]} requests a second {other} still serves what is offered, and no system "
+            f"can serve more: it would have to be saturated from {first:.1f} requests a second on, "
+            "with fewer or slower GPUs or longer answers."
         )
     theirs, ours = _most(samples, place, other), _most(samples, place, "banaserve")
     return (
@@ -270,20 +320,20 @@ def _most(samples: Samples, place: tuple[int, str], system: str) -> float:
 
 
 def _splits(samples: Samples) -> list[str]:
-    rate = RATES[-1]
+    rate, systems = RATES[-1], (*_systems(samples), *SPLITS)
     lines = [
         "## What the split of the GPUs is worth",
         "",
         f"Tokens a second at {rate} requests a second. The right columns begin with another split",
         "of the four GPUs into prefill and decode.",
         "",
-        f"| Figure | Reading | {' | '.join((*SYSTEMS, *SPLITS))} |",
-        "| --- " * (2 + len(SYSTEMS) + len(SPLITS)) + "|",
+        f"| Figure | Reading | {' | '.join(systems)} |",
+        "| --- " * (2 + len(systems)) + "|",
     ]
     for figure in FIGURES:
         for reading in READINGS:
             cells = [f"{figure.number}: {figure.model}, {figure.dataset}", reading]
-            for system in (*SYSTEMS, *SPLITS):
+            for system in systems:
                 found = samples[figure.number, reading, system, rate]
                 cells.append(_shown(mean_interval([f["tokens_per_s"] for f in found])))
             lines.append(f"| {' | '.join(cells)} |")
@@ -291,7 +341,8 @@ def _splits(samples: Samples) -> list[str]:
 
 
 def _table(samples: Samples, figure: PaperFigure, reading: str) -> list[str]:
-    heading = [f"{words}, {unit}" for _, words, unit in METRICS]
+    metrics = _metrics(samples)
+    heading = [f"{words}, {unit}" for _, words, unit in metrics]
     lines = [
         f"Reading *{reading}*:",
         "",
@@ -299,9 +350,9 @@ def _table(samples: Samples, figure: PaperFigure, reading: str) -> list[str]:
         "| --- " * (2 + len(heading)) + "|",
     ]
     for rate in RATES:
-        for system in SYSTEMS:
+        for system in _systems(samples):
             found = samples[figure.number, reading, system, rate]
-            cells = [_shown(mean_interval([f[metric] for f in found])) for metric, _, _ in METRICS]
+            cells = [_shown(mean_interval([f[metric] for f in found])) for metric, _, _ in metrics]
             lines.append(f"| {rate:g} | {system} | {' | '.join(cells)} |")
     return lines
 
@@ -315,21 +366,23 @@ def _number(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def plot(figure: PaperFigure, runs: Runs, path: Path) -> None:
+def plot(record: Result, figure: PaperFigure, path: Path) -> None:
     """Write one figure: readings as rows, metrics as columns. White behind it, for any page."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    samples = gathered(runs)
+    samples = samples_of(record.figures)
+    systems, metrics = _systems(samples), _metrics(samples)
     canvas, rows = plt.subplots(
-        len(READINGS), len(METRICS), figsize=(14.0, 5.6), facecolor="white", layout="constrained"
+        len(READINGS), len(metrics), figsize=(14.0, 5.6), facecolor="white", layout="constrained"
     )
     canvas.suptitle(f"Simulated, after the paper's {figure.name}", fontsize=11)
     for row, reading in zip(rows, READINGS, strict=True):
-        for axes, (metric, words, unit) in zip(row, METRICS, strict=True):
-            for system, (colour, marker, line) in _STYLES.items():
+        for axes, (metric, words, unit) in zip(row, metrics, strict=True):
+            for system in systems:
+                colour, marker, line = _STYLES[system]
                 cells = [
                     mean_interval(
                         [f[metric] for f in samples[figure.number, reading, system, rate]]

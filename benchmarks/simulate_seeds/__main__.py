@@ -1,7 +1,6 @@
 """Tables of SkyWalker, GORGO and Preble, compared with the simulator's figures.
 
     python -m benchmarks simulate-seeds [--seeds 5] [--only skywalker] [--json FILE]
-    python -m benchmarks simulate-seeds --json FILE --report FILE.md
 
 All systems of a seed get the same clients. Requests that have not ended when the time is over are
 counted ("open"), and their waiting so far is in the latencies. Throughput is given as output tokens
@@ -27,7 +26,6 @@ from banaserve.errors import UserError
 from benchmarks.script import run_script
 from benchmarks.simulate_seeds.cases import PAPERS
 from benchmarks.simulate_seeds.figures import run, table
-from benchmarks.simulate_seeds.report import markdown
 
 
 def main(argv: Sequence[str]) -> int:
@@ -37,7 +35,6 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--only", choices=PAPERS)
     parser.add_argument("--cases", type=int, help="run so many that the file lacks, then end")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--report", type=Path, help="write the tables")
     given = parser.parse_args(list(argv))
     if given.seeds < 2:
         parser.error("one seed tells nothing of the spread: give 2 or more")
@@ -65,8 +62,6 @@ def main(argv: Sequence[str]) -> int:
                 if given.json is not None:
                     result.write(record, given.json)
             console.print(table(case, figures))
-    if given.report is not None:
-        given.report.write_text(markdown(figures, given.seeds))
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from banaserve.bench.results.result import Figure
+from banaserve.bench.results.result import Figure, Result
 from banaserve.bench.results.statistics import mean_interval, paired_ratios
 from banaserve.sim.result import SIMULATED
 from benchmarks.simulate_seeds.cases import PAPERS
@@ -14,12 +14,13 @@ from benchmarks.simulate_seeds.figures import MEASURES, cell, figure_name
 Figures = Mapping[str, Figure]
 
 
-def markdown(figures: Figures, seeds: int) -> str:
-    """Return the page; a claim or case that ``figures`` lack is left out."""
+def markdown(record: Result) -> str:
+    """Return the page of a result; a claim or case that it lacks is left out."""
+    figures, seeds = record.figures, record.options["seeds"]
     lines = [
         "# SkyWalker, GORGO and Preble, simulated",
         "",
-        f"Written by `python -m benchmarks simulate-seeds --report`. **{SIMULATED.capitalize()}.**",
+        f"Made of [simulate-seeds.json](simulate-seeds.json). **{SIMULATED.capitalize()}.**",
         "",
         f"{seeds} seeds; a ratio is taken seed by seed, and its interval is 95 % (Student). All",
         "systems of a seed meet the same clients. What the papers do not give (hardware times,",

@@ -14,6 +14,7 @@ import yaml
 
 from banaserve.cli import bench
 from banaserve.cli.main import COMMANDS
+from benchmarks import results_page
 from benchmarks.registry import BENCHMARKS
 from docs import check, commands
 from docs.repository.findings import ROOT, Finding, at, too_few
@@ -31,7 +32,6 @@ OTHERS = {
     "--attention-backend",
     # Of the checker of another vLLM, which is no command.
     *("--only-breaks", "--cache"),
-    "--page",  # of a benchmark, whose options are its own
     *("--otlp-traces-endpoint", "--enable-feature"),  # of vLLM, and of Prometheus
 }
 """Options that documents name and that no command of banaserve takes."""
@@ -142,6 +142,7 @@ def _site() -> Iterator[Finding]:
     named = set(re.findall(r"[\w./-]+\.md", json.dumps(settings["nav"])))
     pages = {str(path.relative_to(ROOT)) for path in check.documents()}
     pages |= {f"docs/reference/{name}" for name in check.REFERENCE_PAGES}
+    pages |= {f"benchmarks/{page}" for page in results_page.built_pages()}
     for page in sorted(named - pages):
         yield at(file, page, f"there is no {page}")
     for page in sorted(pages - named):

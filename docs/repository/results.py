@@ -1,42 +1,51 @@
-"""Committed results: each is one, and the pages and pictures made of them are those of today."""
+"""Committed results: each is one, and README shows its figures and a picture of them."""
 
 from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from banaserve.bench.report.report import markdown_without_drawing
 from banaserve.bench.results import result
 from banaserve.errors import UserError
 from benchmarks import pictures, results_page
-from benchmarks.break_even import page as break_even
 from docs.repository.findings import ROOT, Finding, at, too_few
 
 RESULTS = results_page.RESULTS
 README = ROOT / "README.md"
-COMPARED_TITLE = "Systems side by side"
+QUOTED = (
+    ("prefix-ttft", "ttft_90_memory", "{:.2f} s"),
+    ("prefix-ttft", "ttft_recompute", "{:.1f} s"),
+    ("migration", "layers_10.1000.stall", "{:.1f} ms"),
+    ("migration", "stop_and_copy_10.1000.stall", "{:.1f} ms"),
+    ("recovery", "pause.2000", "{:.2f} s"),
+    ("recovery", "pause_recompute.2000", "{:.1f} s"),
+    ("elastic-cpu", "shared-prefixes.requests_ratio.prefix-affinity", "{:.2f}"),
+    ("elastic-cpu", "chats.requests_ratio.prefix-affinity", "{:.2f} times"),
+    ("elastic-paced", "summaries-llama-swing.elastic.paced.goodput", "{:.0%}"),
+    ("elastic-paced", "summaries-llama-swing.colocated.paced.goodput", "{:.0%}"),
+)
+"""Figures that README's table shows, with their form there: result, figure, form."""
+STALE_WORDS = "the measured code has changed since"
 MAX_BYTES = 300_000
 MIN_WORDS = 6
 _SPACE = "{http://www.w3.org/2000/svg}"
 
 
 def findings() -> Iterator[Finding]:
-    """Yield files that are no results, pages that are stale, and pictures of other figures."""
+    """Yield files that are no results, and figures and pictures of README that are of others."""
     paths = sorted(RESULTS.rglob("*.json"))
     yield from too_few(RESULTS, paths, 20, "results")
     for path in paths:
         yield from result_findings(path)
-    text = results_page.page(RESULTS, results_page.stale_results(RESULTS))
-    if problem := results_page.stale(text, results_page.PAGE):
-        yield Finding(results_page.PAGE, 1, problem)
-    if break_even.PAGE.read_text() != break_even.page(break_even.RESULT):
-        yield Finding(break_even.PAGE, 1, f"is stale: run {break_even.COMMAND}")
-    for folder in sorted(RESULTS.glob("compare-*/")):
-        if (folder / "report.md").read_text() != markdown_without_drawing(folder, COMPARED_TITLE):
-            again = f"banaserve bench report {folder.relative_to(ROOT)} --title '{COMPARED_TITLE}'"
-            yield Finding(folder / "report.md", 1, f"is stale: run {again}")
+    try:
+        stale = results_page.stale_results(RESULTS)
+        results_page.page(RESULTS, stale)
+    except UserError as error:
+        yield Finding(RESULTS, 1, str(error))
+    else:
+        yield from quoted_findings(README.read_text(), stale)
     yield from _pictures()
 
 
@@ -47,6 +56,26 @@ def result_findings(path: Path) -> Iterator[Finding]:
             yield Finding(path, 1, "has no figures")
     except UserError as error:
         yield Finding(path, 1, str(error))
+
+
+def quoted_findings(readme: str, stale: Collection[Path] | None) -> Iterator[Finding]:
+    """Yield figures of README that its results do not have, and results that it calls too young.
+
+    Args:
+        stale: Stale results; None if they are unknown.
+    """
+    for name, key, form in QUOTED:
+        record = result.read(RESULTS / f"{name}.json")
+        shown = form.format(record.figures[key].median)
+        rows = [line for line in readme.splitlines() if f"make bench NAME={name}" in line]
+        if not any(re.search(rf"(?<![\d.]){re.escape(shown)}", line) for line in rows):
+            yield at(README, f"NAME={name}", f"{key} of {name} is {shown}")
+    if stale is None:
+        return
+    changed = sorted({name for name, _, _ in QUOTED if Path(f"{name}.json") in stale})
+    if bool(changed) != (STALE_WORDS in readme):
+        told = f"the code of {', '.join(changed)} has changed" if changed else "no code has changed"
+        yield at(README, "## Five figures", f"{told}: say so, or not, as '{STALE_WORDS}'")
 
 
 def words_of(picture: str) -> list[str]:

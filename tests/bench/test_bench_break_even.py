@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import re
 
 import pytest
 
+from banaserve.bench.results import result
 from banaserve.costs import profile as profiles
 from benchmarks.break_even import page
 from benchmarks.break_even.__main__ import figures
@@ -97,14 +98,14 @@ def test_prompts_in_long_steps_gain_by_layers_away() -> None:
     assert prompt_gain(with_link(OPT, at / 1.1), "layers", 2048) < 0 < gained[1]
 
 
-def test_a_stale_page_is_one_line_with_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stale = ROOT / "build" / tmp_path.name / "break-even.md"
-    monkeypatch.setattr(page, "PAGE", stale)
-    assert page.written(only_check=True) == 1
-    (line,) = capsys.readouterr().out.splitlines()
-    assert page.COMMAND in line
+def test_the_page_has_all_its_parts() -> None:
+    record = result.read(ROOT / "benchmarks" / "results" / "break-even.json")
+    text = page.page(record)
+    assert not re.findall(r"{\w+}", text)
+    for name in PROFILES:
+        gain, worth_it = (record.figures[f"{kind}.{name}"] for kind in ("gain", "worth_it"))
+        num_worth_it = round(worth_it.median * len(gain.samples))
+        assert f"{num_worth_it} of {len(gain.samples)} on {name} (at most {gain.max:+.3f})" in text
 
 
 def test_figures_count_what_is_worth_it() -> None:

@@ -19,7 +19,7 @@ from banaserve.bench.loadgen.client import RequestRecord
 from banaserve.bench.report import pages, tables
 from banaserve.bench.report.drawing import DARK, LIGHT
 from banaserve.bench.report.plots import cdf
-from banaserve.bench.report.report import main, markdown_without_drawing, write_report
+from banaserve.bench.report.report import main, write_report
 from banaserve.bench.results import result
 from banaserve.bench.serving.cell import CellId, Sent
 from banaserve.bench.serving.run import as_result
@@ -141,10 +141,6 @@ def test_a_page_asks_no_network(drawn: Drawn) -> None:
     leading = re.findall(r"""(?:href|src)=["']([^"']*)""", text)
     assert leading
     assert all(one.startswith("#") for one in leading)
-
-
-def test_the_page_is_known_without_drawing_its_plots(drawn: Drawn) -> None:
-    assert markdown_without_drawing(drawn.folder, "t") == drawn.markdown
 
 
 def test_without_matplotlib_the_rest_is_there(

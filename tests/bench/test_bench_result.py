@@ -56,6 +56,18 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == ["run.json"]
 
 
+def test_numbers_are_rounded_and_a_figure_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    pause = figure([0.123456789, 123456.123456789, 1 / 3, 1 / 7], "s")
+    record = example(pause=pause, **{f"n{number}": figure([number], "1") for number in range(9)})
+    write(msgspec.structs.replace(record, raw={"at_s": [[1 / 3] * 100, [1e9]]}), path)
+    found = read(path)
+    assert found.figures["pause"].samples == [0.1234568, 123456.123457, 0.3333333, 0.1428571]
+    assert found.raw == {"at_s": [[0.3333333] * 100, [1e9]]}
+    [line] = [one for one in path.read_text().splitlines() if '"pause": ' in one]
+    assert line.count("samples") == 1
+
+
 def test_a_record_that_cannot_be_read_is_not_written(tmp_path: Path) -> None:
     record = msgspec.structs.replace(example(), started_at=datetime(2030, 1, 2))
     with pytest.raises(msgspec.ValidationError, match="timezone"):
@@ -75,7 +87,7 @@ def test_unwritable_place(tmp_path: Path) -> None:
         ('"seed": 7', '"seed": "7"', "seed"),
         ('"seed": 7', '"sead": 7', "seed|sead"),
         ('"notes"', '"extra": 1, "notes"', "extra"),
-        ('"median": 1.1', '"median": 1.0', "not those of the samples"),
+        ('"median":1.1', '"median":1.0', "not those of the samples"),
         ('"schema_version": 1', '"schema_version": 2', "schema_version"),
         ('"schema_version": 1,', "", "schema_version"),
         ('05Z"', '05"', "timezone"),

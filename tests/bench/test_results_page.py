@@ -1,27 +1,79 @@
-"""``python -m benchmarks results``: a page is stale where its files have changed."""
+"""``python -m benchmarks results``: pages of the result files, and of nothing else."""
 
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
 
+from banaserve.bench.results import result
 from banaserve.errors import UserError
 from benchmarks import results_page
 
+LINK = re.compile(r"\]\(([^)#\s]+)\)")
 
-def test_a_stale_page_is_one_line_with_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("built")
+    with redirect_stdout(StringIO()) as printed:
+        assert results_page.main(["--out", str(folder)]) == 0
+    assert printed.getvalue() == f"{folder / results_page.NAME}\n"
+    return folder
+
+
+@pytest.mark.room
+def test_every_result_has_a_section_and_links_lead_to_built_files(built: Path) -> None:
+    text = (built / results_page.NAME).read_text()
+    for path in results_page.RESULTS.rglob("*.json"):
+        assert f"## {path.relative_to(results_page.RESULTS).with_suffix('')}\n" in text
+    pages = {path.relative_to(built) for path in built.rglob("*.md")}
+    assert pages == results_page.built_pages()
+    for page in pages:
+        for target in LINK.findall((built / page).read_text()):
+            assert (built / page.parent / target).is_file(), (page, target)
+
+
+@pytest.mark.room
+def test_own_pages_say_what_the_result_says(built: Path) -> None:
+    paper = (built / "results" / "simulate-paper.md").read_text()
+    record = result.read(results_page.RESULTS / "simulate-paper.json")
+    most = max(one.median for name, one in record.figures.items() if "_over_static" in name)
+    assert f" to {most:.2f} |" in paper
+    assert "MODELLED" in (built / "results" / "compare-paced" / "report.md").read_text()
+
+
+def test_without_matplotlib_nothing_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(results_page, "PAGE", tmp_path / "RESULTS.md")
-    assert results_page.main(["--check"]) == 1
-    [line] = capsys.readouterr().out.splitlines()
-    assert results_page.COMMAND in line
-    assert not (tmp_path / "RESULTS.md").exists()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UserError, match="pip install matplotlib"):
+        results_page.build(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_changed_file_makes_the_page_stale(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stale", "said"),
+    [
+        ((), "| the same |"),
+        ([Path("stall.json")], "| changed: stale |"),
+        (None, "| unknown: the history is not whole |"),
+    ],
+)
+def test_a_stale_result_is_named(stale: list[Path] | None, said: str, tmp_path: Path) -> None:
+    shutil.copy(results_page.RESULTS / "stall.json", tmp_path)
+    text = results_page.page(tmp_path, stale)
+    assert said in text
+    assert ("STALE" in text) is bool(stale)
+
+
+def test_a_changed_file_changes_the_page(tmp_path: Path) -> None:
     source = json.loads((results_page.RESULTS / "stall.json").read_text())
     (tmp_path / "stall.json").write_text(json.dumps(source))
     before = results_page.page(tmp_path)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from banaserve.errors import UserError
+from banaserve.bench.results.result import Result
 from banaserve.sim.request import SimRequest
 from benchmarks.simulate_paper import __main__ as command
 from benchmarks.simulate_paper import report as simulate_paper_report
@@ -100,9 +102,13 @@ def made_up(paper: Any, most: dict[str, float]) -> list[tuple[Any, dict[str, flo
     return runs
 
 
+def recorded(runs: list[tuple[Any, dict[str, float]]]) -> Result:
+    return command.result_of(runs, datetime(2030, 1, 2, tzinfo=UTC))
+
+
 def test_the_report_tells_what_is_reached_and_what_is_missing(paper: Any, report: Any) -> None:
     most = {"static": 400.0, "colocated": 2000.0, "elastic": 800.0}
-    text = report.markdown(made_up(paper, most))
+    text = report.markdown(recorded(made_up(paper, most)))
     assert "Simulated: step times come from a cost model" in text
     assert (
         "Figure 8, capped, over DistServe: 1.50 at most, the paper has up to 1.2. Reached." in text
@@ -144,13 +150,19 @@ def test_a_run_that_was_killed_goes_on_from_its_last_whole_line(paper: Any, tmp_
     assert cache.read_text() == line  # what is written next begins a line
 
 
-def test_matplotlib_is_missed_before_anything_runs(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_the_report_of_a_result_without_a_system_or_a_metric(
+    paper: Any, report: Any, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(command, "find_spec", lambda name: None)
-    monkeypatch.setattr(command, "measured", lambda cache, jobs: pytest.fail("it ran"))
-    with pytest.raises(UserError, match=r"matplotlib is missing: pip install \.\[plots\]"):
-        command.main(["--out", str(tmp_path)])
+    record = recorded([pair for pair in made_up(paper, {}) if pair[0].system != "elastic"])
+    figures = {k: one for k, one in record.figures.items() if "goodput_fraction" not in k}
+    text = report.markdown(msgspec.structs.replace(record, figures=figures))
+    assert "This result has no runs of elastic." in text
+    assert "elastic over static" not in text
+    assert "## Goodput" not in text
+    assert "| 1 | banaserve | 50 ± " in text
+    picture = tmp_path / "figure.png"
+    report.plot(record, paper.FIGURES[0], picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_cache_is_that_of_the_code_it_was_made_with(paper: Any) -> None:

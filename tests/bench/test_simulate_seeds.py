@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 
-from banaserve.bench.results.result import figure
+from banaserve.bench.results.result import figure, result
 from benchmarks.simulate_seeds import claims, report
 from benchmarks.simulate_seeds import figures as seeds_figures
 from benchmarks.simulate_seeds.cases import PAPERS
@@ -53,7 +54,14 @@ def test_a_case_is_simulated_and_told_with_its_claims(monkeypatch: Any) -> None:
     )
     figures = seeds_figures.run(case.__class__(case.name, short, case.systems, case.paper), [0, 1])
     assert len(figures) == len(case.systems) * len(seeds_figures.MEASURES)
-    page = report.markdown(figures, 2)
+    record = result(
+        "simulate_seeds",
+        seed=0,
+        options={"seeds": 2},
+        started_at=datetime(2030, 1, 2, tzinfo=UTC),
+        figures=figures,
+    )
+    page = report.markdown(record)
     assert "pushing by pending over blind" in page
     assert f"### {claims.PUSH}" in page
     assert claims.CHAT not in page

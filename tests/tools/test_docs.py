@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from banaserve.cli.main import COMMANDS
+from benchmarks import results_page
 from docs import check, generate, reference
 from docs.repository import documents
 
@@ -46,13 +47,24 @@ def test_a_page_that_only_a_build_makes_is_a_dead_link(
     reference_folder = tmp_path / "docs" / "reference"
     reference_folder.mkdir(parents=True)
     monkeypatch.setattr(check, "REFERENCE", reference_folder)
-    if built:
-        (reference_folder / "commands.md").write_text("# Commands\n")
+    monkeypatch.setattr(check, "RESULTS", tmp_path / "benchmarks" / "results")
+    targets = ["docs/reference/commands.md", "benchmarks/RESULTS.md"]
+    targets += ["benchmarks/results/simulate-paper.md", "benchmarks/results/compare/report.html"]
     document = tmp_path / "README.md"
-    document.write_text("[options](docs/reference/commands.md#commands)\n")
-    [line] = check.findings_in(document)
-    assert "docs/reference/commands.md" in line
-    assert "make docs" in line
+    document.write_text("".join(f"[options]({target}#commands)\n" for target in targets))
+    for target in targets if built else []:
+        (tmp_path / target).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / target).write_text("# Commands\n")
+    for target, line in zip(targets, check.findings_in(document), strict=True):
+        assert target in line
+        assert "make docs" in line
+
+
+def test_a_link_to_a_result_leads_somewhere_in_a_clone(tmp_path: Path) -> None:
+    document = tmp_path / "page.md"
+    results = ROOT / "benchmarks" / "results"
+    document.write_text(f"[all]({results}) [one]({results}/stall.json)\n")
+    assert list(check.findings_in(document)) == []
 
 
 def test_a_message_that_names_no_document_of_a_clone_is_found(tmp_path: Path) -> None:
@@ -85,6 +97,12 @@ def test_the_site_has_what_its_pages_link_to(site: Path) -> None:
                 assert (page.parent / target).is_file(), (page, target)
 
 
+def test_built_pages_name_code_and_headings_that_are_there(site: Path) -> None:
+    for page in results_page.built_pages():
+        assert list(check.findings_in(site / "benchmarks" / page)) == []
+        assert list(documents.names_in(site / "benchmarks" / page)) == []
+
+
 @pytest.mark.parametrize(
     ("repository", "said"),
     [
@@ -99,7 +117,36 @@ def test_a_link_to_a_folder_leads_to_the_repository_or_is_its_name(
     repository: str, said: str
 ) -> None:
     text = "[choices](../adr/) and [a page](../store.md)"
-    assert generate.without_folders(text, ROOT / "docs" / "guides", repository) == said
+    folder = ROOT / "docs" / "guides"
+    assert generate.with_links_of_the_site(text, folder, repository) == said
+
+
+@pytest.mark.parametrize(
+    ("target", "shown"),
+    [
+        ("../../benchmarks/results/", "../../benchmarks/RESULTS.md"),
+        ("../../benchmarks/results/stall.json", "../../benchmarks/RESULTS.md#stall"),
+        (
+            "../../benchmarks/results/compare-paced/compare-alpaca.json",
+            "../../benchmarks/RESULTS.md#compare-pacedcompare-alpaca",
+        ),
+        ("../../benchmarks/results/compare-cpu/", "../../benchmarks/results/compare-cpu/report.md"),
+        (
+            "../../benchmarks/results/break-even.json",
+            "../../benchmarks/results/break-even.md",
+        ),
+        ("../../benchmarks/LOG.md", "../../benchmarks/LOG.md"),
+    ],
+)
+def test_a_link_to_a_result_leads_to_its_page_on_the_site(
+    target: str, shown: str, site: Path
+) -> None:
+    folder = ROOT / "docs" / "guides"
+    assert generate.with_links_of_the_site(f"[a]({target})", folder, "") == f"[a]({shown})"
+    document = site / "docs" / "guides" / "page-of-this-test.md"
+    document.write_text(f"[a]({shown})\n")
+    assert list(check.findings_in(document)) == []
+    document.unlink()
 
 
 def test_the_site_has_a_search_a_dark_switch_and_nothing_from_elsewhere() -> None:

@@ -17,6 +17,7 @@ from docs.repository import (
     documents,
     kubernetes,
     packages,
+    results,
     vllm_names,
     waits,
     words,
@@ -312,3 +313,27 @@ def test_a_readme_that_does_not_say_how_much_of_vllm_is_changed_is_found(tmp_pat
     assert [one.path for one in vllm_names.count_findings(readme)] == [readme]
     readme.write_text((ROOT / "README.md").read_text())
     assert list(vllm_names.count_findings(readme)) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "stale", "words"),
+    [
+        ("0.79 s", "0.70 s", None, ["ttft_90_memory of prefix-ttft is 0.79 s"]),
+        ("0.79 s", "10.79 s", None, ["ttft_90_memory of prefix-ttft is 0.79 s"]),
+        ("| 87% |", "| 88% |", None, [r"goodput of elastic-paced is 87%"]),
+        ("", "", ["front.json"], ["no code has changed"]),
+        (results.STALE_WORDS, "", ["ui.json"], []),
+        ("", "", ["migration.json"], []),
+        (results.STALE_WORDS, "", ["migration.json"], ["the code of migration has changed"]),
+    ],
+)
+def test_figures_of_the_readme_are_those_of_the_results_and_as_old(
+    old: str, new: str, stale: list[str] | None, words: list[str]
+) -> None:
+    text = results.README.read_text()
+    assert old in text
+    changed = None if stale is None else [Path(name) for name in stale]
+    found = told(results.quoted_findings(text.replace(old, new) if old else text, changed))
+    assert len(found) == len(words)
+    for finding, expected in zip(found, words, strict=True):
+        assert expected in finding

@@ -155,7 +155,11 @@ def as_result(
         notes=_notes(given, systems, ran),
         raw={
             "systems": {name: _cells(one.cells) for name, one in ran.items()},
-            "simulated": {name: _cells(simulated[name]) for name in ran if name in simulated},
+            "simulated": {
+                name: _cells(simulated[name], with_samples=False)
+                for name in ran
+                if name in simulated
+            },
             "timelines": {name: msgspec.to_builtins(one.timeline) for name, one in ran.items()},
             "decisions": {name: one.decisions for name, one in ran.items() if one.decisions},
         },
@@ -183,14 +187,18 @@ def _notes(
     ]
 
 
-def _cells(cells: Sequence[Summary]) -> list[Any]:
-    """Return the cells' figures, with as many samples as a plot of their distribution shows."""
+def _cells(cells: Sequence[Summary], with_samples: bool = True) -> list[Any]:
+    """Return the cells' figures, with as many samples as a plot of their distribution shows.
+
+    Args:
+        with_samples: False leaves them out, where no plot shows them.
+    """
     slim = []
     for cell in cells:
         kept = {
             name: sorted(values)[:: -(-len(values) // _MAX_SAMPLES) or 1]
             for name, values in cell.samples.items()
-            if name != "itl"
+            if with_samples and name != "itl"
         }
         slim.append(msgspec.to_builtins(msgspec.structs.replace(cell, samples=kept)))
     return slim

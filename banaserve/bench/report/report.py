@@ -82,27 +82,12 @@ def result_files(folder: Path) -> list[Path]:
     return found
 
 
-def markdown_without_drawing(folder: Path, title: str) -> str:
-    """Return report.md as ``write_report`` writes it with matplotlib, without drawing a plot.
-
-    Raises:
-        UserError: There is no folder, no result in it, or a file that is not a result.
-    """
-    sections = [section_of(result.read(path)) for path in result_files(folder)]
-    return as_markdown(title, sections, _plot_names([len(one.plots) for one in sections]), "")
-
-
-def _plot_names(counts: Sequence[int]) -> list[list[str]]:
-    """Return the names of the files of each section's plots."""
-    return [
-        [f"plots/{number}-{place}.svg" for place in range(count)]
-        for number, count in enumerate(counts, start=1)
-    ]
-
-
 def _written(drawn: Sequence[Sequence[str]], out: Path) -> list[list[str]]:
     """Write each section's plots as files; return their names."""
-    names = _plot_names([len(svgs) for svgs in drawn])
+    names = [
+        [f"plots/{number}-{place}.svg" for place in range(len(svgs))]
+        for number, svgs in enumerate(drawn, start=1)
+    ]
     for section, svgs in zip(names, drawn, strict=True):
         for name, document in zip(section, svgs, strict=True):
             (out / "plots").mkdir(exist_ok=True)

@@ -12,7 +12,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,6 +26,7 @@ import banaserve
 from banaserve.bench.results.statistics import median, spread_fraction
 from banaserve.errors import UserError
 
+_MAX_LINE = 400
 _CODE = ("banaserve", "csrc", "setup.py", "pyproject.toml", ":(glob)benchmarks/**/*.py")
 
 
@@ -231,11 +232,20 @@ def result(
 def write(record: Result, path: Path) -> None:
     """Write ``record`` as JSON; a reader sees the old file or the whole new one.
 
+    Numbers are rounded to a millionth, and to seven digits below one: no clock tells more.
+
     Raises:
         UserError: The file cannot be written.
         msgspec.ValidationError: ``read`` would refuse the record.
     """
-    data = msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
+    rounded = msgspec.structs.replace(
+        record,
+        figures={
+            name: figure(_rounded(one.samples), one.unit) for name, one in record.figures.items()
+        },
+        raw=_rounded(msgspec.to_builtins(record.raw)),
+    )
+    data = "\n".join([*_lines(msgspec.to_builtins(rounded)), ""]).encode()
     msgspec.json.decode(data, type=Result)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -252,6 +262,40 @@ def write(record: Result, path: Path) -> None:
                 raise
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _rounded(value: Any) -> Any:
+    match value:
+        case float():
+            return round(value, 6) if abs(value) >= 1 else float(f"{value:.7g}")
+        case list():
+            return [_rounded(one) for one in value]
+        case dict():
+            return {name: _rounded(one) for name, one in value.items()}
+    return value
+
+
+def _lines(value: Any, name: str = "", comma: str = "", indent: str = "") -> Iterator[str]:
+    """Yield JSON in lines of about 400 characters, so that a difference of two files is read."""
+    text = _text(value)
+    is_nested = isinstance(value, dict) or (
+        isinstance(value, list) and any(isinstance(one, list | dict) for one in value)
+    )
+    if len(text) <= _MAX_LINE or not is_nested:
+        yield f"{indent}{name}{text}{comma}"
+        return
+    if isinstance(value, dict):
+        inner = [(f"{_text(key)}: ", one) for key, one in value.items()]
+    else:
+        inner = [("", one) for one in value]
+    yield f"{indent}{name}{text[0]}"
+    for place, (key, one) in enumerate(inner, start=1):
+        yield from _lines(one, key, "," if place < len(inner) else "", f"{indent} ")
+    yield f"{indent}{text[-1]}{comma}"
+
+
+def _text(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
 
 
 def read(path: Path) -> Result:
