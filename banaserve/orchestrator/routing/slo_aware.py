@@ -9,9 +9,10 @@ since engines know no role.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from math import exp
+from math import exp, inf
+from operator import attrgetter
 from typing import ClassVar, NamedTuple
 
 from banaserve.errors import UserError
@@ -40,6 +41,7 @@ from banaserve.types import (
 
 _UNKNOWN_LENGTHS = OutputLengths(128.0, (128,), (128,))
 _STEEPNESS = 10
+_LATENCY = attrgetter("latency_s")
 _MOST_RATIO = 100.0
 
 
@@ -87,28 +89,16 @@ class LegCandidate(NamedTuple):
     Attributes:
         prefill: Instance of the prefill leg; None if ``decode`` serves both legs.
         ttft_s, tpot_s: Predicted latencies of the request.
-        excess: Expected number of requests that miss a limit because of it, including itself.
         latency_s: Time until its last token, plus the delay of other requests because of it.
+        begins_s: Additional time between the first and the second output token.
     """
 
     prefill: InstanceId | None
     decode: InstanceId
     ttft_s: float
     tpot_s: float
-    excess: float
     latency_s: float
-
-
-class Harm(NamedTuple):
-    """Cost of a leg for the other requests at its instance.
-
-    Attributes:
-        excess: Expected number of requests that additionally miss a limit.
-        delay_s: Sum of the delays, in seconds.
-    """
-
-    excess: float
-    delay_s: float
+    begins_s: float
 
 
 class RouteSituation(NamedTuple):
@@ -123,8 +113,6 @@ class RouteSituation(NamedTuple):
         own_lengths: Output lengths that the request may have.
         limits: Limits of the request.
         others_tpot_s: TPOT limit of the requests that decode; 0 is no limit.
-        others_missed: Probability that such a request misses this limit anyway, by instance; empty
-            without a limit.
         whole: Instances whose role is to serve the whole request, if it has one leg only.
         is_whole: True if the request has one leg only.
         first_token_waits: Flag ``first_token_waits`` of the ``RequestView``.
@@ -139,8 +127,7 @@ class RouteSituation(NamedTuple):
     own_lengths: Sequence[int]
     limits: Limits
     others_tpot_s: float
-    others_missed: Mapping[InstanceId, float]
-    whole: Sequence[InstanceView]
+    whole: Set[InstanceId]
     is_whole: bool
     first_token_waits: bool
     may_leave_role: bool
@@ -149,6 +136,11 @@ class RouteSituation(NamedTuple):
         """Return the request's leg at ``instance``, which may have KV of its prompt already."""
         resident = self.resident.get(instance, 0)
         return self.leg.where(resident) if resident else self.leg
+
+    @property
+    def tokens(self) -> float:
+        """Mean number of tokens of the request while it decodes."""
+        return self.leg.prompt + self.leg.output / 2
 
 
 def missed(ratio: float) -> float:
@@ -166,26 +158,40 @@ def choose(situation: RouteSituation, options: SloAwareOptions) -> LegCandidate:
     """Return the candidate of least latency among those of about the least excess.
 
     Pure. There is at least one candidate: ``plan_legs`` has found an instance for each leg.
+    Candidates are examined by their latency, and an excess, which takes most of the time, is only
+    computed if it can decide.
     """
-    found = [*_whole(situation, options), *_apart(situation, options)]
-    least = min(one.excess for one in found) + options.tolerance
-    return min((one for one in found if one.excess <= least), key=lambda one: one.latency_s)
+    found = [*_whole(situation, options), *_apart(situation)]
+    found.sort(key=_LATENCY)
+    excesses, least = _Excesses(situation, options), inf
+    for one in found:
+        excess = excesses.of(one)
+        if excess > least + options.tolerance:
+            continue
+        for other in found if excess > excesses.LEAST + options.tolerance else ():
+            if excesses.least_of(other) + options.tolerance < excess:
+                least = min(least, excesses.of(other))
+                if excess > least + options.tolerance:
+                    break
+        else:
+            return one
+    raise AssertionError("the candidate of the least excess is within the tolerance")
 
 
 def _whole(s: RouteSituation, options: SloAwareOptions) -> Iterator[LegCandidate]:
     """Yield the candidates with one instance for both legs, the role of colocated instances."""
-    mean = s.lengths.mean_tokens
+    mean, tokens, output = s.lengths.mean_tokens, s.tokens, s.leg.output
     for view in s.views:
-        is_own = view.role is Role.COLOCATED or (s.is_whole and view in s.whole)
+        is_own = view.role is Role.COLOCATED or (s.is_whole and view.id in s.whole)
         if not is_own and not s.may_leave_role:
             continue
         times, leg = s.times[view.id], s.leg_at(view.id)
-        tokens = leg.prompt + leg.output / 2
-        ttft_s = times.first_token_s(leg) + times.room_s(leg.prompt + leg.output, mean)
-        own = _tokens(s, times, times.token_s_with(1, tokens), tokens, 0.0)
-        harm = _harm(s, view.id, times.leg_s(leg), times.added_token_s(tokens))
+        ttft_s = times.first_token_s(leg) + times.room_s(leg.prompt + output, mean)
+        tpot_s = times.token_s_with(1, tokens)
+        delay_s = _delay_s(times, times.leg_s(leg), times.added_token_s(tokens), mean)
+        latency_s = ttft_s + tpot_s * max(0.0, output - 1) + delay_s
         factor = 1.0 if is_own else _off_role_factor(view, leg, options)
-        yield _candidate(s, options, None, view.id, ttft_s, own, harm, factor)
+        yield LegCandidate(None, view.id, ttft_s, tpot_s, factor * latency_s, 0.0)
 
 
 def _off_role_factor(view: InstanceView, leg: LegLoad, options: SloAwareOptions) -> float:
@@ -197,7 +203,7 @@ def _off_role_factor(view: InstanceView, leg: LegLoad, options: SloAwareOptions)
     return 1 + (options.off_role_factor - 1) * share
 
 
-def _apart(s: RouteSituation, options: SloAwareOptions) -> Iterator[LegCandidate]:
+def _apart(s: RouteSituation) -> Iterator[LegCandidate]:
     """Yield the candidates with one instance for prefill and another one for decode.
 
     Pairs of colocated instances are left out: the gain of one from handing over is lost by
@@ -206,99 +212,117 @@ def _apart(s: RouteSituation, options: SloAwareOptions) -> Iterator[LegCandidate
     roles = {view.role for view in s.views}
     if s.is_whole or len(roles) < 2:
         return
-    mean, leg = s.lengths.mean_tokens, s.leg
+    mean, leg, tokens = s.lengths.mean_tokens, s.leg, s.tokens
+    further = max(0.0, leg.output - 1)
     firsts = []
     for view in s.views:
         if view.role is Role.PREFILL or (view.role is Role.COLOCATED and Role.DECODE in roles):
             times, own_leg = s.times[view.id], s.leg_at(view.id)
             ttft_s = times.first_token_s(own_leg) + times.room_s(leg.prompt, mean)
-            firsts.append((view, ttft_s, _harm(s, view.id, times.leg_s(own_leg), 0.0)))
+            firsts.append((view, ttft_s, _delay_s(times, times.leg_s(own_leg), 0.0, mean)))
     for view in s.views:
         if view.role is Role.PREFILL or (view.role is Role.COLOCATED and Role.PREFILL not in roles):
             continue
         times = s.times[view.id]
-        tokens = leg.prompt + leg.output / 2
         fetched = leg.prompt - s.leg_at(view.id).resident
         room_s = times.room_s(leg.prompt + leg.output, mean)
         token_s = times.token_s_behind(1, tokens, leg.output)
-        harm = _harm(s, view.id, 0.0, times.added_token_s(tokens))
-        by_way: dict[float, tuple[_Tokens, float]] = {}
-        for first, ttft_s, first_harm in firsts:
-            if first.id == view.id or first.role is view.role:
+        delay_s = _delay_s(times, 0.0, times.added_token_s(tokens), mean)
+        by_way: dict[float, tuple[float, float, float]] = {}
+        for first, ttft_s, first_delay_s in firsts:
+            if first.role is view.role:
                 continue
             taken_s = way_s(first, view, fetched)
             if (begun := by_way.get(taken_s)) is None:
                 begins_s, waits_s = room_s + times.handover_s(fetched, taken_s), 0.0
                 if s.first_token_waits:
                     begins_s, waits_s = 0.0, begins_s + token_s
-                begun = by_way[taken_s] = _tokens(s, times, token_s, tokens, begins_s), waits_s
-            own, waits_s = begun
-            both = Harm(first_harm.excess + harm.excess, first_harm.delay_s + harm.delay_s)
-            yield _candidate(s, options, first.id, view.id, ttft_s + waits_s, own, both, 1.0)
+                tpot_s = token_s + begins_s / max(1.0, leg.output - 1)
+                begun = by_way[taken_s] = begins_s, waits_s, tpot_s
+            begins_s, waits_s, tpot_s = begun
+            first_s = ttft_s + waits_s
+            latency_s = first_s + tpot_s * further + (first_delay_s + delay_s)
+            yield LegCandidate(first.id, view.id, first_s, tpot_s, latency_s, begins_s)
 
 
-class _Tokens(NamedTuple):
-    """Tokens of the request after the first: their mean time, and the probability that their limit
-    is missed."""
-
-    tpot_s: float
-    missed: float
-
-
-def _tokens(
-    s: RouteSituation, times: InstanceTimes, token_s: float, tokens: float, begins_s: float
-) -> _Tokens:
-    """Return the predicted times of the output tokens of a request.
-
-    Args:
-        token_s: Mean time of an output token.
-        tokens: Mean number of tokens of the request while it decodes.
-        begins_s: Additional time between the first and the second output token.
-    """
-    tpot_s = token_s + begins_s / max(1.0, s.leg.output - 1)
-    if not s.limits.tpot_s:
-        return _Tokens(tpot_s, 0.0)
-    step_s = times.step_s_with(1, tokens)
-    return _Tokens(tpot_s, missed_by(times, s.own_lengths, s.limits.tpot_s, step_s, begins_s))
-
-
-def _candidate(
-    s: RouteSituation,
-    options: SloAwareOptions,
-    prefill: InstanceId | None,
-    decode: InstanceId,
-    ttft_s: float,
-    tokens: _Tokens,
-    harm: Harm,
-    factor: float,
-) -> LegCandidate:
-    ttft_ratio = ttft_s / s.limits.ttft_s if s.limits.ttft_s else 0.0
-    has_tokens = s.leg.output > 1 and s.limits.tpot_s
-    ratio = max(ttft_ratio, tokens.tpot_s / s.limits.tpot_s if has_tokens else 0.0)
-    own = 1 - (1 - missed(ttft_ratio)) * (1 - tokens.missed)
-    excess = own + options.late_weight * max(0.0, ratio - 1) + harm.excess
-    latency_s = ttft_s + tokens.tpot_s * max(0.0, s.leg.output - 1) + harm.delay_s
-    return LegCandidate(prefill, decode, ttft_s, tokens.tpot_s, excess, factor * latency_s)
-
-
-def _harm(s: RouteSituation, instance: InstanceId, once_s: float, token_s: float) -> Harm:
-    """Return the cost of a leg for the requests that decode at its instance, or will before it.
+def _delay_s(times: InstanceTimes, once_s: float, token_s: float, output_tokens: float) -> float:
+    """Return the sum of the delays of the other requests at an instance because of a leg.
 
     Args:
         once_s: Time that each of these requests waits once, for a prompt.
         token_s: Time by which each of their steps becomes longer.
+        output_tokens: Their mean output length; on average, half of it is still to be generated.
     """
-    times = s.times[instance]
-    count = times.all_requests
-    if not count:
-        return Harm(0.0, 0.0)
-    # On average, half of their tokens are still to be generated.
-    delay_s = count * (once_s + token_s * s.lengths.mean_tokens / 2)
-    if not s.others_tpot_s:
-        return Harm(0.0, delay_s)
-    lengths, step_s = s.lengths.present_tokens, times.step_s_with() + token_s
-    after = missed_by(times, lengths, s.others_tpot_s, step_s, once_s)
-    return Harm(count * (after - s.others_missed[instance]), delay_s)
+    return times.all_requests * (once_s + token_s * output_tokens / 2)
+
+
+class _Excesses:
+    """Excess of candidates: the expected number of requests that miss a limit because of one.
+
+    The request itself is among them. Parts that candidates share are computed once.
+    """
+
+    LEAST: ClassVar = -1e-6
+    """Bound of every excess from below: a leg makes no request faster, but for rounding."""
+
+    def __init__(self, situation: RouteSituation, options: SloAwareOptions) -> None:
+        self._situation = situation
+        self._late_weight = options.late_weight
+        self._harms: dict[tuple[InstanceId, float, float], float] = {}
+        self._own: dict[tuple[InstanceId, float], float] = {}
+
+    def of(self, one: LegCandidate) -> float:
+        """Return the excess of ``one``."""
+        s = self._situation
+        ttft_ratio = one.ttft_s / s.limits.ttft_s if s.limits.ttft_s else 0.0
+        own = 1 - (1 - missed(ttft_ratio)) * (1 - self._own_missed(one))
+        token_s = s.times[one.decode].added_token_s(s.tokens)
+        prefill = one.decode if one.prefill is None else one.prefill
+        prompt_s = s.times[prefill].leg_s(s.leg_at(prefill))
+        if one.prefill is None:
+            harm = self._harm(one.decode, prompt_s, token_s)
+        else:
+            harm = self._harm(prefill, prompt_s, 0.0) + self._harm(one.decode, 0.0, token_s)
+        return own + self._late(one) + harm
+
+    def least_of(self, one: LegCandidate) -> float:
+        """Return a bound of the excess of ``one`` from below, which takes little time."""
+        return self._late(one) + self.LEAST
+
+    def _late(self, one: LegCandidate) -> float:
+        s = self._situation
+        ttft_ratio = one.ttft_s / s.limits.ttft_s if s.limits.ttft_s else 0.0
+        has_tokens = s.leg.output > 1 and s.limits.tpot_s
+        ratio = max(ttft_ratio, one.tpot_s / s.limits.tpot_s if has_tokens else 0.0)
+        return self._late_weight * max(0.0, ratio - 1)
+
+    def _own_missed(self, one: LegCandidate) -> float:
+        """Return the probability that the request misses its limit per token."""
+        s, key = self._situation, (one.decode, one.begins_s)
+        if not s.limits.tpot_s:
+            return 0.0
+        if key not in self._own:
+            times = s.times[one.decode]
+            step_s = times.step_s_with(1, s.tokens)
+            self._own[key] = missed_by(times, s.own_lengths, s.limits.tpot_s, step_s, one.begins_s)
+        return self._own[key]
+
+    def _harm(self, instance: InstanceId, once_s: float, token_s: float) -> float:
+        """Return the expected number of other requests that miss their limit because of a leg.
+
+        They are those that decode at its instance, or will before it. Arguments as of
+        ``_delay_s``.
+        """
+        s, key = self._situation, (instance, once_s, token_s)
+        times = s.times[instance]
+        if not times.all_requests or not s.others_tpot_s:
+            return 0.0
+        if key not in self._harms:
+            lengths, step_s = s.lengths.present_tokens, times.step_s_with()
+            before = missed_by(times, lengths, s.others_tpot_s, step_s)
+            after = missed_by(times, lengths, s.others_tpot_s, step_s + token_s, once_s)
+            self._harms[key] = times.all_requests * (after - before)
+        return self._harms[key]
 
 
 def missed_by(
@@ -388,38 +412,39 @@ class SloAware:
             options.ttft_s if own.ttft_s is None else own.ttft_s,
             options.tpot_s if own.tpot_s is None else own.tpot_s,
         )
-        assumed, limit_s = assumed_coefficients(ready), options.tpot_s
-        times = {
-            view.id: self._times(view, lengths.mean_tokens, assumed, cluster.now_s)
-            for view in ready
-        }
-        others_missed = {
-            name: missed_by(one, lengths.present_tokens, limit_s, one.step_s_with())
-            for name, one in times.items()
-            if limit_s
-        }
         return RouteSituation(
             self._turns.order(ready),
-            times,
+            self._times(ready, lengths.mean_tokens, cluster.now_s),
             LegLoad(max(1, request.uncached_tokens), request.cached_tokens, output),
             request.resident_tokens,
             lengths,
             own_lengths,
             limits,
-            limit_s,
-            others_missed,
-            legs.decode,
+            options.tpot_s,
+            {view.id for view in legs.decode},
             not legs.prefill,
             request.first_token_waits,
             self._legs.fallback,
         )
 
     def _times(
-        self, view: InstanceView, output_tokens: float, assumed: tuple[float, ...], now_s: float
-    ) -> InstanceTimes:
-        coming = [one.tokens for one in self._promises if one.instance == view.id]
-        recent = self._prompts_at(view.id, now_s)
-        return times_of(view, output_tokens, assumed, recent, len(coming), sum(coming))
+        self, ready: Sequence[InstanceView], output_tokens: float, now_s: float
+    ) -> dict[InstanceId, InstanceTimes]:
+        assumed = assumed_coefficients(ready)
+        coming: dict[InstanceId, list[int]] = {}
+        for one in self._promises:
+            coming.setdefault(one.instance, []).append(one.tokens)
+        return {
+            view.id: times_of(
+                view,
+                output_tokens,
+                assumed,
+                self._prompts_at(view.id, now_s),
+                len(tokens := coming.get(view.id, ())),
+                sum(tokens),
+            )
+            for view in ready
+        }
 
     def _prompts_at(self, instance: InstanceId, now_s: float) -> RecentPrompts:
         at_s, recent = self._prompts.get(instance, (now_s, NO_PROMPTS))
