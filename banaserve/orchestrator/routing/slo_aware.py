@@ -209,19 +209,20 @@ def _apart(s: RouteSituation) -> Iterator[LegCandidate]:
     Pairs of colocated instances are left out: the gain of one from handing over is lost by
     computing prompts of the other.
     """
-    roles = {view.role for view in s.views}
-    if s.is_whole or len(roles) < 2:
+    if s.is_whole:
         return
+    has_prefill = any(view.role is Role.PREFILL for view in s.views)
+    has_decode = any(view.role is Role.DECODE for view in s.views)
     mean, leg, tokens = s.lengths.mean_tokens, s.leg, s.tokens
     further = max(0.0, leg.output - 1)
     firsts = []
     for view in s.views:
-        if view.role is Role.PREFILL or (view.role is Role.COLOCATED and Role.DECODE in roles):
+        if view.role is Role.PREFILL or (view.role is Role.COLOCATED and has_decode):
             times, own_leg = s.times[view.id], s.leg_at(view.id)
             ttft_s = times.first_token_s(own_leg) + times.room_s(leg.prompt, mean)
             firsts.append((view, ttft_s, _delay_s(times, times.leg_s(own_leg), 0.0, mean)))
     for view in s.views:
-        if view.role is Role.PREFILL or (view.role is Role.COLOCATED and Role.PREFILL not in roles):
+        if view.role is Role.PREFILL or (view.role is Role.COLOCATED and not has_prefill):
             continue
         times = s.times[view.id]
         fetched = leg.prompt - s.leg_at(view.id).resident
@@ -447,7 +448,9 @@ class SloAware:
         }
 
     def _prompts_at(self, instance: InstanceId, now_s: float) -> RecentPrompts:
-        at_s, recent = self._prompts.get(instance, (now_s, NO_PROMPTS))
+        if instance not in self._prompts:
+            return NO_PROMPTS
+        at_s, recent = self._prompts[instance]
         return recent.after(now_s - at_s, self._options.rate_window_s)
 
     def _remember(self, chosen: LegCandidate, situation: RouteSituation, now_s: float) -> None:
