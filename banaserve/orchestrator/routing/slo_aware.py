@@ -161,19 +161,21 @@ def choose(situation: RouteSituation, options: SloAwareOptions) -> LegCandidate:
     Candidates are examined by their latency, and an excess, which takes most of the time, is only
     computed if it can decide.
     """
+    excesses = _Excesses(situation, options)
     found = [*_whole(situation, options), *_apart(situation)]
-    found.sort(key=_LATENCY)
-    excesses, least = _Excesses(situation, options), inf
-    for one in found:
-        excess = excesses.of(one)
-        if excess > least + options.tolerance:
+    first = min(found, key=_LATENCY)
+    if excesses.of(first) <= excesses.LEAST + options.tolerance:
+        return first
+    most, rivals = inf, sorted(found, key=excesses.least_of, reverse=True)
+    for one in sorted(found, key=_LATENCY):
+        if excesses.least_of(one) > most:
             continue
-        for other in found if excess > excesses.LEAST + options.tolerance else ():
-            if excesses.least_of(other) + options.tolerance < excess:
-                least = min(least, excesses.of(other))
-                if excess > least + options.tolerance:
-                    break
-        else:
+        excess = excesses.of(one)
+        while excess <= most and rivals:
+            if excess <= excesses.least_of(rivals[-1]) + options.tolerance:
+                return one
+            most = min(most, excesses.of(rivals.pop()) + options.tolerance)
+        if excess <= most:
             return one
     raise AssertionError("the candidate of the least excess is within the tolerance")
 
@@ -269,60 +271,70 @@ class _Excesses:
     def __init__(self, situation: RouteSituation, options: SloAwareOptions) -> None:
         self._situation = situation
         self._late_weight = options.late_weight
-        self._harms: dict[tuple[InstanceId, float, float], float] = {}
+        self._known: dict[tuple[InstanceId | None, InstanceId], float] = {}
         self._own: dict[tuple[InstanceId, float], float] = {}
+        self._harms: dict[tuple[InstanceId, bool, bool], float] = {}
+        self._anyway: dict[InstanceId, float] = {}
 
     def of(self, one: LegCandidate) -> float:
         """Return the excess of ``one``."""
-        s = self._situation
-        ttft_ratio = one.ttft_s / s.limits.ttft_s if s.limits.ttft_s else 0.0
-        own = 1 - (1 - missed(ttft_ratio)) * (1 - self._own_missed(one))
-        token_s = s.times[one.decode].added_token_s(s.tokens)
-        prefill = one.decode if one.prefill is None else one.prefill
-        prompt_s = s.times[prefill].leg_s(s.leg_at(prefill))
-        if one.prefill is None:
-            harm = self._harm(one.decode, prompt_s, token_s)
-        else:
-            harm = self._harm(prefill, prompt_s, 0.0) + self._harm(one.decode, 0.0, token_s)
-        return own + self._late(one) + harm
+        prefill, decode = key = one.prefill, one.decode
+        if key not in self._known:
+            own, late = self._of_first_token(one)
+            own = 1 - (1 - own) * (1 - self._own_missed(decode, one.begins_s))
+            if prefill is None:
+                harm = self._harm(decode, True, True)
+            else:
+                harm = self._harm(prefill, True, False) + self._harm(decode, False, True)
+            self._known[key] = own + late + harm
+        return self._known[key]
 
     def least_of(self, one: LegCandidate) -> float:
         """Return a bound of the excess of ``one`` from below, which takes little time."""
-        return self._late(one) + self.LEAST
+        own, late = self._of_first_token(one)
+        return own + late + self.LEAST
 
-    def _late(self, one: LegCandidate) -> float:
-        s = self._situation
-        ttft_ratio = one.ttft_s / s.limits.ttft_s if s.limits.ttft_s else 0.0
-        has_tokens = s.leg.output > 1 and s.limits.tpot_s
-        ratio = max(ttft_ratio, one.tpot_s / s.limits.tpot_s if has_tokens else 0.0)
-        return self._late_weight * max(0.0, ratio - 1)
+    def _of_first_token(self, one: LegCandidate) -> tuple[float, float]:
+        """Return the probability that the first token is late, and the weighted lateness."""
+        limits, ttft_ratio, ratio = self._situation.limits, 0.0, 0.0
+        if limits.ttft_s:
+            ttft_ratio = ratio = one.ttft_s / limits.ttft_s
+        if limits.tpot_s and self._situation.leg.output > 1:
+            ratio = max(ratio, one.tpot_s / limits.tpot_s)
+        return missed(ttft_ratio), self._late_weight * max(0.0, ratio - 1)
 
-    def _own_missed(self, one: LegCandidate) -> float:
+    def _own_missed(self, decode: InstanceId, begins_s: float) -> float:
         """Return the probability that the request misses its limit per token."""
-        s, key = self._situation, (one.decode, one.begins_s)
+        s, key = self._situation, (decode, begins_s)
         if not s.limits.tpot_s:
             return 0.0
         if key not in self._own:
-            times = s.times[one.decode]
+            times = s.times[decode]
             step_s = times.step_s_with(1, s.tokens)
-            self._own[key] = missed_by(times, s.own_lengths, s.limits.tpot_s, step_s, one.begins_s)
+            self._own[key] = missed_by(times, s.own_lengths, s.limits.tpot_s, step_s, begins_s)
         return self._own[key]
 
-    def _harm(self, instance: InstanceId, once_s: float, token_s: float) -> float:
+    def _harm(self, instance: InstanceId, prefills: bool, decodes: bool) -> float:
         """Return the expected number of other requests that miss their limit because of a leg.
 
-        They are those that decode at its instance, or will before it. Arguments as of
-        ``_delay_s``.
+        They are those that decode at its instance, or will before it.
+
+        Args:
+            prefills, decodes: True if the prompt is computed there, and if the request decodes
+                there.
         """
-        s, key = self._situation, (instance, once_s, token_s)
-        times = s.times[instance]
-        if not times.all_requests or not s.others_tpot_s:
+        s, key = self._situation, (instance, prefills, decodes)
+        times, limit_s = s.times[instance], s.others_tpot_s
+        if not times.all_requests or not limit_s:
             return 0.0
         if key not in self._harms:
             lengths, step_s = s.lengths.present_tokens, times.step_s_with()
-            before = missed_by(times, lengths, s.others_tpot_s, step_s)
-            after = missed_by(times, lengths, s.others_tpot_s, step_s + token_s, once_s)
-            self._harms[key] = times.all_requests * (after - before)
+            if instance not in self._anyway:
+                self._anyway[instance] = missed_by(times, lengths, limit_s, step_s)
+            once_s = times.leg_s(s.leg_at(instance)) if prefills else 0.0
+            step_s += times.added_token_s(s.tokens) if decodes else 0.0
+            after = missed_by(times, lengths, limit_s, step_s, once_s)
+            self._harms[key] = times.all_requests * (after - self._anyway[instance])
         return self._harms[key]
 
 
@@ -346,18 +358,23 @@ def missed_by(
         once_s: Time that the request waits once.
     """
     mean_s, token_s = times.interrupted(step_s)
-    rate, chance = -times.prompts_per_s, 0.0
+    rate, chance, before = -times.prompts_per_s, 0.0, 0
     for length in lengths:
         if length > 1:
-            own_s = step_s + once_s / (length - 1)
-            quiet = exp(rate * length * token_s)
-            ratio = own_s / limit_s
-            within = 1 / (1 + (ratio if ratio < _MOST_RATIO else _MOST_RATIO) ** _STEEPNESS)
-            chance += quiet * (1 - within)
-            if quiet < 1:
-                ratio = (own_s + mean_s / (1 - quiet)) / limit_s
+            if length != before:
+                before = length
+                own_s = step_s + once_s / (length - 1)
+                quiet = exp(rate * length * token_s)
+                ratio = own_s / limit_s
                 within = 1 / (1 + (ratio if ratio < _MOST_RATIO else _MOST_RATIO) ** _STEEPNESS)
-                chance += (1 - quiet) * (1 - within)
+                missed_quiet = quiet * (1 - within)
+                missed_else = 0.0
+                if quiet < 1:
+                    ratio = (own_s + mean_s / (1 - quiet)) / limit_s
+                    within = 1 / (1 + (ratio if ratio < _MOST_RATIO else _MOST_RATIO) ** _STEEPNESS)
+                    missed_else = (1 - quiet) * (1 - within)
+            chance += missed_quiet
+            chance += missed_else
     return chance / len(lengths)
 
 
