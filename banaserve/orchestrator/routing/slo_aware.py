@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import exp, inf
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import ClassVar, NamedTuple
 
 from banaserve.errors import UserError
@@ -166,15 +166,18 @@ def choose(situation: RouteSituation, options: SloAwareOptions) -> LegCandidate:
     first = min(found, key=_LATENCY)
     if excesses.of(first) <= excesses.LEAST + options.tolerance:
         return first
-    most, rivals = inf, sorted(found, key=excesses.least_of, reverse=True)
-    for one in sorted(found, key=_LATENCY):
-        if excesses.least_of(one) > most:
+    bounded = [(excesses.least_of(one), one) for one in sorted(found, key=_LATENCY)]
+    most, rivals = inf, sorted(bounded, key=itemgetter(0), reverse=True)
+    for bound, one in bounded:
+        if bound > most:
             continue
         excess = excesses.of(one)
         while excess <= most and rivals:
-            if excess <= excesses.least_of(rivals[-1]) + options.tolerance:
+            bound, rival = rivals[-1]
+            if excess <= bound + options.tolerance:
                 return one
-            most = min(most, excesses.of(rivals.pop()) + options.tolerance)
+            rivals.pop()
+            most = min(most, excesses.of(rival) + options.tolerance)
         if excess <= most:
             return one
     raise AssertionError("the candidate of the least excess is within the tolerance")
