@@ -101,14 +101,39 @@ class LegCandidate(NamedTuple):
     begins_s: float
 
 
+class LegPlace(NamedTuple):
+    """The request at one instance.
+
+    Attributes:
+        leg: Tokens of the request, with those of its prompt in the instance's own cache.
+        prompt_s: Time that its prompt adds to the steps that compute it.
+        added_s: Time that it adds to each step while it decodes.
+    """
+
+    view: InstanceView
+    times: InstanceTimes
+    leg: LegLoad
+    prompt_s: float
+    added_s: float
+
+    def delay_s(self, once_s: float, token_s: float, output_tokens: float) -> float:
+        """Return the sum of the delays of the other requests there because of a leg.
+
+        Args:
+            once_s: Time that each of these requests waits once, for a prompt.
+            token_s: Time by which each of their steps becomes longer.
+            output_tokens: Their mean output length; on average, half of it is still to come.
+        """
+        return self.times.all_requests * (once_s + token_s * output_tokens / 2)
+
+
 class RouteSituation(NamedTuple):
     """Input of a choice.
 
     Attributes:
-        views: Ready instances; among equals, the first is preferred.
-        times: Predicted times, by instance.
+        places: The request at each ready instance; among equals, the first is preferred.
         leg: Tokens of the request, without tokens in instances' own caches.
-        resident: Tokens of the prompt in an instance's own cache, by instance.
+        tokens: Mean number of tokens of the request while it decodes.
         lengths: Output lengths of recent requests.
         own_lengths: Output lengths that the request may have.
         limits: Limits of the request.
@@ -119,10 +144,9 @@ class RouteSituation(NamedTuple):
         may_leave_role: True if instances may serve legs of another role.
     """
 
-    views: Sequence[InstanceView]
-    times: Mapping[InstanceId, InstanceTimes]
+    places: Mapping[InstanceId, LegPlace]
     leg: LegLoad
-    resident: Mapping[InstanceId, int]
+    tokens: float
     lengths: OutputLengths
     own_lengths: Sequence[int]
     limits: Limits
@@ -131,16 +155,6 @@ class RouteSituation(NamedTuple):
     is_whole: bool
     first_token_waits: bool
     may_leave_role: bool
-
-    def leg_at(self, instance: InstanceId) -> LegLoad:
-        """Return the request's leg at ``instance``, which may have KV of its prompt already."""
-        resident = self.resident.get(instance, 0)
-        return self.leg.where(resident) if resident else self.leg
-
-    @property
-    def tokens(self) -> float:
-        """Mean number of tokens of the request while it decodes."""
-        return self.leg.prompt + self.leg.output / 2
 
 
 def missed(ratio: float) -> float:
@@ -185,17 +199,18 @@ def choose(situation: RouteSituation, options: SloAwareOptions) -> LegCandidate:
 
 def _whole(s: RouteSituation, options: SloAwareOptions) -> Iterator[LegCandidate]:
     """Yield the candidates with one instance for both legs, the role of colocated instances."""
-    mean, tokens, output = s.lengths.mean_tokens, s.tokens, s.leg.output
-    for view in s.views:
+    mean, tokens, leg = s.lengths.mean_tokens, s.tokens, s.leg
+    all_tokens, further = leg.prompt + leg.output, max(0.0, leg.output - 1)
+    for place in s.places.values():
+        view, times = place.view, place.times
         is_own = view.role is Role.COLOCATED or (s.is_whole and view.id in s.whole)
         if not is_own and not s.may_leave_role:
             continue
-        times, leg = s.times[view.id], s.leg_at(view.id)
-        ttft_s = times.first_token_s(leg) + times.room_s(leg.prompt + output, mean)
+        ttft_s = times.first_token_s(place.leg) + times.room_s(all_tokens, mean)
         tpot_s = times.token_s_with(1, tokens)
-        delay_s = _delay_s(times, times.leg_s(leg), times.added_token_s(tokens), mean)
-        latency_s = ttft_s + tpot_s * max(0.0, output - 1) + delay_s
-        factor = 1.0 if is_own else _off_role_factor(view, leg, options)
+        delay_s = place.delay_s(place.prompt_s, place.added_s, mean)
+        latency_s = ttft_s + tpot_s * further + delay_s
+        factor = 1.0 if is_own else _off_role_factor(view, place.leg, options)
         yield LegCandidate(None, view.id, ttft_s, tpot_s, factor * latency_s, 0.0)
 
 
@@ -216,24 +231,25 @@ def _apart(s: RouteSituation) -> Iterator[LegCandidate]:
     """
     if s.is_whole:
         return
-    has_prefill = any(view.role is Role.PREFILL for view in s.views)
-    has_decode = any(view.role is Role.DECODE for view in s.views)
+    places = s.places.values()
+    has_prefill = any(place.view.role is Role.PREFILL for place in places)
+    has_decode = any(place.view.role is Role.DECODE for place in places)
     mean, leg, tokens = s.lengths.mean_tokens, s.leg, s.tokens
     further = max(0.0, leg.output - 1)
     firsts = []
-    for view in s.views:
+    for place in places:
+        view, times = place.view, place.times
         if view.role is Role.PREFILL or (view.role is Role.COLOCATED and has_decode):
-            times, own_leg = s.times[view.id], s.leg_at(view.id)
-            ttft_s = times.first_token_s(own_leg) + times.room_s(leg.prompt, mean)
-            firsts.append((view, ttft_s, _delay_s(times, times.leg_s(own_leg), 0.0, mean)))
-    for view in s.views:
+            ttft_s = times.first_token_s(place.leg) + times.room_s(leg.prompt, mean)
+            firsts.append((view, ttft_s, place.delay_s(place.prompt_s, 0.0, mean)))
+    for place in places:
+        view, times = place.view, place.times
         if view.role is Role.PREFILL or (view.role is Role.COLOCATED and not has_prefill):
             continue
-        times = s.times[view.id]
-        fetched = leg.prompt - s.leg_at(view.id).resident
+        fetched = leg.prompt - place.leg.resident
         room_s = times.room_s(leg.prompt + leg.output, mean)
         token_s = times.token_s_behind(1, tokens, leg.output)
-        delay_s = _delay_s(times, 0.0, times.added_token_s(tokens), mean)
+        delay_s = place.delay_s(0.0, place.added_s, mean)
         by_way: dict[float, tuple[float, float, float]] = {}
         for first, ttft_s, first_delay_s in firsts:
             if first.role is view.role:
@@ -249,17 +265,6 @@ def _apart(s: RouteSituation) -> Iterator[LegCandidate]:
             first_s = ttft_s + waits_s
             latency_s = first_s + tpot_s * further + (first_delay_s + delay_s)
             yield LegCandidate(first.id, view.id, first_s, tpot_s, latency_s, begins_s)
-
-
-def _delay_s(times: InstanceTimes, once_s: float, token_s: float, output_tokens: float) -> float:
-    """Return the sum of the delays of the other requests at an instance because of a leg.
-
-    Args:
-        once_s: Time that each of these requests waits once, for a prompt.
-        token_s: Time by which each of their steps becomes longer.
-        output_tokens: Their mean output length; on average, half of it is still to be generated.
-    """
-    return times.all_requests * (once_s + token_s * output_tokens / 2)
 
 
 class _Excesses:
@@ -312,7 +317,7 @@ class _Excesses:
         if not s.limits.tpot_s:
             return 0.0
         if key not in self._own:
-            times = s.times[decode]
+            times = s.places[decode].times
             step_s = times.step_s_with(1, s.tokens)
             self._own[key] = missed_by(times, s.own_lengths, s.limits.tpot_s, step_s, begins_s)
         return self._own[key]
@@ -327,15 +332,16 @@ class _Excesses:
                 there.
         """
         s, key = self._situation, (instance, prefills, decodes)
-        times, limit_s = s.times[instance], s.others_tpot_s
+        place, limit_s = s.places[instance], s.others_tpot_s
+        times = place.times
         if not times.all_requests or not limit_s:
             return 0.0
         if key not in self._harms:
             lengths, step_s = s.lengths.present_tokens, times.step_s_with()
             if instance not in self._anyway:
                 self._anyway[instance] = missed_by(times, lengths, limit_s, step_s)
-            once_s = times.leg_s(s.leg_at(instance)) if prefills else 0.0
-            step_s += times.added_token_s(s.tokens) if decodes else 0.0
+            once_s = place.prompt_s if prefills else 0.0
+            step_s += place.added_s if decodes else 0.0
             after = missed_by(times, lengths, limit_s, step_s, once_s)
             self._harms[key] = times.all_requests * (after - self._anyway[instance])
         return self._harms[key]
@@ -433,11 +439,19 @@ class SloAware:
             options.ttft_s if own.ttft_s is None else own.ttft_s,
             options.tpot_s if own.tpot_s is None else own.tpot_s,
         )
+        leg = LegLoad(max(1, request.uncached_tokens), request.cached_tokens, output)
+        tokens = leg.prompt + output / 2
+        times = self._times(ready, lengths.mean_tokens, cluster.now_s)
+        places = {}
+        for view in self._turns.order(ready):
+            resident, one = request.resident_tokens.get(view.id, 0), times[view.id]
+            own_leg = leg.where(resident) if resident else leg
+            added_s = one.added_token_s(tokens)
+            places[view.id] = LegPlace(view, one, own_leg, one.leg_s(own_leg), added_s)
         return RouteSituation(
-            self._turns.order(ready),
-            self._times(ready, lengths.mean_tokens, cluster.now_s),
-            LegLoad(max(1, request.uncached_tokens), request.cached_tokens, output),
-            request.resident_tokens,
+            places,
+            leg,
+            tokens,
             lengths,
             own_lengths,
             limits,
@@ -476,11 +490,10 @@ class SloAware:
     def _remember(self, chosen: LegCandidate, situation: RouteSituation, now_s: float) -> None:
         first = chosen.decode if chosen.prefill is None else chosen.prefill
         recent = self._prompts_at(first, now_s)
-        leg = situation.leg_at(first)
-        self._prompts[first] = (now_s, recent.and_one(leg, self._options.rate_window_s))
-        by_id = {view.id: view for view in situation.views}
-        self._turns.take(by_id[first])
+        place = situation.places[first]
+        self._prompts[first] = (now_s, recent.and_one(place.leg, self._options.rate_window_s))
+        self._turns.take(place.view)
         if chosen.prefill is not None:
-            self._turns.take(by_id[chosen.decode])
+            self._turns.take(situation.places[chosen.decode].view)
             until_s = now_s + chosen.ttft_s
             self._promises.append(_Promise(until_s, chosen.decode, situation.leg.prompt))
