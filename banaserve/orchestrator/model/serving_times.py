@@ -274,8 +274,10 @@ def _step(
         token_s = 1 / view.prefill_tokens_per_s if view.prefill_tokens_per_s > 0 else 1.0
         return (report.step_s if report is not None else 0.0), token_s, 0.0, 0.0, token_s
     fixed_s, token_s, pair_s, context_s, request_s, call_s = _filled(coefficients, assumed)
-    calls = sum(p.module.num_layers if p.module.heads else 1 for p in view.placements)
-    return fixed_s + call_s * calls, token_s, pair_s, context_s, request_s
+    if view.placements:
+        calls = sum(p.module.num_layers if p.module.heads else 1 for p in view.placements)
+        fixed_s += call_s * calls
+    return fixed_s, token_s, pair_s, context_s, request_s
 
 
 @lru_cache(maxsize=1024)

@@ -106,6 +106,7 @@ class LegPlace(NamedTuple):
 
     Attributes:
         leg: Tokens of the request, with those of its prompt in the instance's own cache.
+        first_s: Time until its prompt is computed, once there is room for its KV.
         prompt_s: Time that its prompt adds to the steps that compute it.
         added_s: Time that it adds to each step while it decodes.
     """
@@ -113,6 +114,7 @@ class LegPlace(NamedTuple):
     view: InstanceView
     times: InstanceTimes
     leg: LegLoad
+    first_s: float
     prompt_s: float
     added_s: float
 
@@ -206,7 +208,7 @@ def _whole(s: RouteSituation, options: SloAwareOptions) -> Iterator[LegCandidate
         is_own = view.role is Role.COLOCATED or (s.is_whole and view.id in s.whole)
         if not is_own and not s.may_leave_role:
             continue
-        ttft_s = times.first_token_s(place.leg) + times.room_s(all_tokens, mean)
+        ttft_s = place.first_s + times.room_s(all_tokens, mean)
         tpot_s = times.token_s_with(1, tokens)
         delay_s = place.delay_s(place.prompt_s, place.added_s, mean)
         latency_s = ttft_s + tpot_s * further + delay_s
@@ -240,7 +242,7 @@ def _apart(s: RouteSituation) -> Iterator[LegCandidate]:
     for place in places:
         view, times = place.view, place.times
         if view.role is Role.PREFILL or (view.role is Role.COLOCATED and has_decode):
-            ttft_s = times.first_token_s(place.leg) + times.room_s(leg.prompt, mean)
+            ttft_s = place.first_s + times.room_s(leg.prompt, mean)
             firsts.append((view, ttft_s, place.delay_s(place.prompt_s, 0.0, mean)))
     for place in places:
         view, times = place.view, place.times
@@ -446,8 +448,14 @@ class SloAware:
         for view in self._turns.order(ready):
             resident, one = request.resident_tokens.get(view.id, 0), times[view.id]
             own_leg = leg.where(resident) if resident else leg
-            added_s = one.added_token_s(tokens)
-            places[view.id] = LegPlace(view, one, own_leg, one.leg_s(own_leg), added_s)
+            places[view.id] = LegPlace(
+                view,
+                one,
+                own_leg,
+                one.first_token_s(own_leg),
+                one.leg_s(own_leg),
+                one.added_token_s(tokens),
+            )
         return RouteSituation(
             places,
             leg,
