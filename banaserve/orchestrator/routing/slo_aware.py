@@ -177,11 +177,12 @@ def choose(situation: RouteSituation, options: SloAwareOptions) -> LegCandidate:
     Candidates are examined by their latency, and an excess, which takes most of the time, is only
     computed if it can decide.
     """
-    excesses = _Excesses(situation, options)
-    found = [*_whole(situation, options), *_apart(situation)]
-    first = min(found, key=_LATENCY)
+    excesses, firsts = _Excesses(situation, options), _firsts(situation)
+    whole = [*_whole(situation, options)]
+    first = min((*whole, *_apart(situation, _fastest(firsts))), key=_LATENCY)
     if excesses.of(first) <= excesses.LEAST + options.tolerance:
         return first
+    found = [*whole, *_apart(situation, firsts)]
     bounded = [(excesses.least_of(one), one) for one in sorted(found, key=_LATENCY)]
     most, rivals = inf, sorted(bounded, key=itemgetter(0), reverse=True)
     for bound, one in bounded:
@@ -225,25 +226,56 @@ def _off_role_factor(view: InstanceView, leg: LegLoad, options: SloAwareOptions)
     return 1 + (options.off_role_factor - 1) * share
 
 
-def _apart(s: RouteSituation) -> Iterator[LegCandidate]:
-    """Yield the candidates with one instance for prefill and another one for decode.
+class _First(NamedTuple):
+    """A prefill leg of two legs: its time to the first token, and the delay of others by it."""
+
+    view: InstanceView
+    ttft_s: float
+    delay_s: float
+
+    def is_as_fast_as(self, other: _First) -> bool:
+        """Return whether no candidate with ``other`` is faster than the same one with this leg."""
+        is_faster = self.ttft_s <= other.ttft_s and self.delay_s <= other.delay_s
+        return is_faster and self.view.role is other.view.role and not self.view.far
+
+
+def _firsts(s: RouteSituation) -> list[_First]:
+    """Return the prefill legs of candidates with two instances.
 
     Pairs of colocated instances are left out: the gain of one from handing over is lost by
     computing prompts of the other.
     """
     if s.is_whole:
-        return
-    places = s.places.values()
-    has_prefill = any(place.view.role is Role.PREFILL for place in places)
+        return []
+    places, mean = s.places.values(), s.lengths.mean_tokens
     has_decode = any(place.view.role is Role.DECODE for place in places)
-    mean, leg, tokens = s.lengths.mean_tokens, s.leg, s.tokens
+    return [
+        _First(
+            place.view,
+            place.first_s + place.times.room_s(s.leg.prompt, mean),
+            place.delay_s(place.prompt_s, 0.0, mean),
+        )
+        for place in places
+        if place.view.role is Role.PREFILL or (place.view.role is Role.COLOCATED and has_decode)
+    ]
+
+
+def _fastest(firsts: Sequence[_First]) -> list[_First]:
+    """Return the legs without those that the leg of an earlier instance makes unnecessary."""
+    kept: list[_First] = []
+    for one in firsts:
+        if not any(other.is_as_fast_as(one) for other in kept):
+            kept.append(one)
+    return kept
+
+
+def _apart(s: RouteSituation, firsts: Sequence[_First]) -> Iterator[LegCandidate]:
+    """Yield the candidates with one of ``firsts`` and another instance for decode."""
+    if not firsts:
+        return
+    places, mean, leg, tokens = s.places.values(), s.lengths.mean_tokens, s.leg, s.tokens
+    has_prefill = any(place.view.role is Role.PREFILL for place in places)
     further = max(0.0, leg.output - 1)
-    firsts = []
-    for place in places:
-        view, times = place.view, place.times
-        if view.role is Role.PREFILL or (view.role is Role.COLOCATED and has_decode):
-            ttft_s = place.first_s + times.room_s(leg.prompt, mean)
-            firsts.append((view, ttft_s, place.delay_s(place.prompt_s, 0.0, mean)))
     for place in places:
         view, times = place.view, place.times
         if view.role is Role.PREFILL or (view.role is Role.COLOCATED and not has_prefill):
