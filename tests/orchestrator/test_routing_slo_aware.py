@@ -14,9 +14,10 @@ from banaserve.orchestrator.model.serving_times import (
     assumed_coefficients,
     times_of,
 )
+from banaserve.orchestrator.routing.excess import missed, missed_by
 from banaserve.orchestrator.routing.legs import LegOptions
 from banaserve.orchestrator.routing.registry import make
-from banaserve.orchestrator.routing.slo_aware import SloAware, SloAwareOptions, missed, missed_by
+from banaserve.orchestrator.routing.slo_aware import SloAware, SloAwareOptions
 from banaserve.types import (
     ClusterView,
     InstanceId,
