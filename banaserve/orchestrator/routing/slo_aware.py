@@ -100,6 +100,7 @@ def choose(situation: RouteSituation, options: SloAwareOptions) -> LegCandidate:
         if bound > most:
             continue
         excess = excesses.of(one)
+        # It is chosen once no rival left can have an excess that excludes it.
         while excess <= most and rivals:
             bound, rival = rivals[-1]
             if excess <= bound + options.tolerance:
