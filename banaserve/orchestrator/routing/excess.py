@@ -61,7 +61,7 @@ class LegPlace(NamedTuple):
         Args:
             once_s: Time that each of these requests waits once, for a prompt.
             token_s: Time by which each of their steps becomes longer.
-            output_tokens: Their mean output length; on average, half of it is still to come.
+            output_tokens: Mean output length of these requests; half of it is still to come.
         """
         return self.times.all_requests * (once_s + token_s * output_tokens / 2)
 
