@@ -12,7 +12,7 @@ import typer
 import yaml
 
 from banaserve.cli.node import app
-from banaserve.cli.serve.options.command_line import parse_serve_argv
+from banaserve.cli.serve.command_line import parse_serve_argv
 from banaserve.errors import UserError
 from docs.repository.findings import ROOT, Finding, at
 

@@ -9,7 +9,7 @@ import pytest
 from banaserve.access.key_files import key_of, keys_of, read_keys
 from banaserve.balancer.config import BalancerSettings
 from banaserve.cli import route
-from banaserve.cli.serve.options.command_line import parse_serve_argv
+from banaserve.cli.serve.command_line import parse_serve_argv
 from banaserve.errors import UserError
 
 

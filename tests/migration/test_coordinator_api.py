@@ -394,7 +394,7 @@ def test_the_client_waits_for_the_end(server):
 
 
 def test_serve_options(monkeypatch):
-    from banaserve.cli.serve.options.command_line import parse_serve_argv
+    from banaserve.cli.serve.command_line import parse_serve_argv
 
     monkeypatch.delenv("BANASERVE_ADMIN_KEY", raising=False)
     config = parse_serve_argv(["--migration", "off", "--admin-key", "a", "--api-key", "b"])
