@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
@@ -35,6 +36,7 @@ class Rule:
 
 
 ABOVE_0 = Rule(lambda value: value > 0, "must be more than 0")
+AT_LEAST_1 = Rule(lambda value: value >= 1, "must be at least 1")
 NOT_NEGATIVE = Rule(lambda value: value >= 0, "must not be negative")
 
 
@@ -68,7 +70,8 @@ def extra(
 ) -> Option:
     """Return an option that is no field: the readers of other fields use it.
 
-    A default of True or False makes a flag, a tuple an option that may be repeated.
+    A default of False makes a flag, one of True a flag that begins with ``--no-`` or a pair of
+    flags, and a tuple an option that may be repeated.
 
     Args:
         help: Help text; ``{names}`` stands for the names that ``add_options`` is given.
@@ -80,7 +83,8 @@ def extra(
     if isinstance(default, bool) and "choices" in settings:
         settings["default"] = "on" if default else "off"
     elif isinstance(default, bool):
-        settings.setdefault("action", "store_false" if default else "store_true")
+        usual = "store_false" if name.startswith("--no-") else argparse.BooleanOptionalAction
+        settings.setdefault("action", usual if default else "store_true")
         settings["default"] = default
     elif isinstance(default, tuple) and "action" not in settings:
         settings |= {"default": []} if "nargs" in settings else {"action": "append", "default": []}
@@ -204,6 +208,8 @@ class Formatter(argparse.HelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         words, default = action.help or "", action.default
+        if action.required and action.option_strings:
+            return f"{words} (required)"
         is_said = words.endswith(")")
         # A flag's default says nothing; a zero or empty default has a special meaning.
         if is_said or not default or isinstance(default, bool) or default == argparse.SUPPRESS:
@@ -216,6 +222,7 @@ class Parser(argparse.ArgumentParser):
 
     Attributes:
         groups: Options of each group that ``add_options`` has added.
+        ending: Lines after the help.
 
     Raises:
         UserError: From ``parse_args``: an argument or a value is invalid.
@@ -224,6 +231,10 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.groups: dict[str, list[argparse.Action]] = {}
+        self.ending = ""
+
+    def format_help(self) -> str:
+        return super().format_help() + self.ending
 
     def add_options(self, kind: type, names: Mapping[str, Sequence[str]] = _NO_NAMES) -> None:
         """Add the options of a dataclass.
@@ -231,6 +242,7 @@ class Parser(argparse.ArgumentParser):
         Args:
             names: Values that are registered elsewhere, by the name of the option that takes them.
         """
+        sections: dict[str, argparse._ActionsContainer] = {"": self}
         for one in options_of(kind):
             settings = dict(one.settings)
             if one.name in names:
@@ -240,7 +252,23 @@ class Parser(argparse.ArgumentParser):
             takes_word = "choices" not in settings and settings.get("action", "append") == "append"
             if one.name.startswith("-") and takes_word:
                 settings.setdefault("metavar", one.name.lstrip("-").replace("-", "_").upper())
-            self.groups.setdefault(one.group, []).append(self.add_argument(one.name, **settings))
+            if one.group and one.group not in sections:
+                sections[one.group] = self.add_argument_group(one.group)
+            action = sections[one.group].add_argument(one.name, **settings)
+            self.groups.setdefault(one.group, []).append(action)
+
+    def options(self) -> dict[str, argparse.Action]:
+        """Return the options by name, aliases and ``--help`` included."""
+        return {name: action for action in self._actions for name in action.option_strings}
+
+    def parse_args(self, words: Any = None, known: Any = None) -> Any:
+        """Return the values of all options; an unknown word is an error."""
+        found, unknown = self.parse_known_args(words, known)
+        if unknown:
+            near = difflib.get_close_matches(unknown[0], self.options(), 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return found
 
     def error(self, message: str) -> NoReturn:
         name = self.prog.removeprefix("banaserve ")

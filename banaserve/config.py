@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from argparse import BooleanOptionalAction, Namespace
+from argparse import Namespace
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -523,7 +523,6 @@ class ServeConfig:
         "store (on)",
         True,
         name="--rebalance",
-        action=BooleanOptionalAction,
     )
     gather_decode_s: float = _routing(
         "time that a decode leg waits for prompts that are being computed for the same instance, "
