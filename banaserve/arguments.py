@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 
 from banaserve.errors import UserError
 
+Options = tuple[tuple[str, str | int | float], ...]
+"""Options of a policy, as pairs of a name and a value."""
 Reader = Callable[[argparse.Namespace], Any]
 _MAX_WIDTH = 100
 _OPTION_WIDTH = 34
@@ -308,6 +310,6 @@ def read_pair(option: str, text: str) -> tuple[str, str | int | float]:
     return key.replace("-", "_"), word
 
 
-def read_pairs(option: str, texts: Iterable[str]) -> tuple[tuple[str, str | int | float], ...]:
+def read_pairs(option: str, texts: Iterable[str]) -> Options:
     """Return the pairs of an option that was given several times; see ``read_pair``."""
     return tuple(read_pair(option, text) for text in texts)

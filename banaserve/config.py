@@ -14,6 +14,7 @@ from banaserve.access.tenants import TenantKey, read_tenants
 from banaserve.arguments import (
     ABOVE_0,
     NOT_NEGATIVE,
+    Options,
     Rule,
     check_rules,
     derived,
@@ -52,8 +53,6 @@ _STARTS = ("auto", "fork", "spawn")
 SLO_AWARE = "slo_aware"
 """Name of the routing policy that uses the limits of ``--slo-ttft`` and ``--slo-tpot``."""
 _LIMIT = Rule(lambda value: value >= 0, "seconds above 0, or 0 for no limit")
-
-Options = tuple[tuple[str, str | int | float], ...]
 
 
 def parse_pd(text: str) -> tuple[int, int]:

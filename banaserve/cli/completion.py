@@ -7,10 +7,9 @@ options of the installed version. Without candidates, shells offer files.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
 
 from banaserve.errors import UserError
 
@@ -102,29 +101,17 @@ def _words_after(words: Sequence[str]) -> CommandWords:
     if name == "completion":
         return CommandWords([*SCRIPTS])
     command = COMMANDS[name]
-    if command.attribute == "app":
-        return _of_typer(getattr(import_module(command.module), command.attribute), rest)
     module = import_module(BENCHMARKS[rest[0]].module if name == "bench" else command.module)
+    if command.attribute == "app":
+        word = rest[0] if rest and rest[0] in module.app.commands else ""
+        commands = () if word else module.app.commands
+        return _of_parser(module.app.parser(f"banaserve {name}", word), commands)
     return _of_parser(module.make_parser()) if hasattr(module, "make_parser") else CommandWords()
 
 
-def _of_parser(parser: argparse.ArgumentParser) -> CommandWords:
+def _of_parser(parser: argparse.ArgumentParser, commands: Iterable[str] = ()) -> CommandWords:
     options: dict[str, Sequence[str] | None] = {}
     for action in parser._actions:
         values = None if action.nargs == 0 else [str(one) for one in action.choices or ()]
         options |= dict.fromkeys(action.option_strings, values)
-    return CommandWords(options=options)
-
-
-def _of_typer(app: Any, words: Sequence[str]) -> CommandWords:
-    from typer.core import TyperOption
-    from typer.main import get_command
-
-    command: Any = get_command(app)
-    for word in words:
-        command = getattr(command, "commands", {}).get(word, command)
-    options: dict[str, Sequence[str] | None] = {"--help": None}
-    for one in command.params:
-        if isinstance(one, TyperOption):
-            options |= dict.fromkeys([*one.opts, *one.secondary_opts], None if one.is_flag else ())
-    return CommandWords([*getattr(command, "commands", {})], options)
+    return CommandWords([*commands], options)
