@@ -21,6 +21,8 @@ Options = tuple[tuple[str, str | int | float], ...]
 Reader = Callable[[argparse.Namespace], Any]
 _MAX_WIDTH = 100
 _OPTION_WIDTH = 34
+_LIKENESS = 0.75
+"""Least likeness of a word to the option that an error suggests instead."""
 _UNITS = {"_s": "SECONDS", "_tokens": "TOKENS"}
 _NO_NAMES: Mapping[str, Sequence[str]] = {}
 
@@ -267,7 +269,7 @@ class Parser(argparse.ArgumentParser):
         """Return the values of all options; an unknown word is an error."""
         found, unknown = self.parse_known_args(words, known)
         if unknown:
-            near = difflib.get_close_matches(unknown[0], self.options(), 1)
+            near = difflib.get_close_matches(unknown[0], self.options(), 1, _LIKENESS)
             hint = f"; did you mean {near[0]}?" if near else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return found

@@ -16,12 +16,12 @@ Function = Callable[[Any], int | None]
 
 
 @dataclass(frozen=True)
-class NoOptions:
+class BareOptions:
     """Options of a command that has none."""
 
 
-def _missing(_: NoOptions) -> None:
-    raise UserError("a command is missing: --help lists them")
+def _missing(_: BareOptions) -> None:
+    """Stand for the function of an ``App`` that has only sub-commands; ``parse`` refuses it."""
 
 
 class App:
@@ -53,10 +53,11 @@ class App:
         word = argv[0] if argv else ""
         if word in self.commands:
             function, rest, parser = self.commands[word], argv[1:], self.parser(prog, word)
-        elif self.commands and word and not word.startswith("-"):
+        elif self.commands and not word.startswith("-") and (word or self._main is _missing):
             near = get_close_matches(word, self.commands, 1)
             hint = f"did you mean {near[0]}?" if near else f"give one of {', '.join(self.commands)}"
-            raise UserError(f"{prog}: there is no command {word}: {hint}")
+            wrong = f"there is no command {word}" if word else "a command is missing"
+            raise UserError(f"{prog.removeprefix('banaserve ')}: {wrong}: {hint}")
         else:
             function, rest, parser = self._main, argv, self.parser(prog)
         kind = _kind(function)

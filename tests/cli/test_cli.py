@@ -150,9 +150,9 @@ def test_a_wrong_word_is_one_line(argv, line, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        ([], "a command is missing: --help lists them"),
-        (["ru"], "banaserve probe: there is no command ru: did you mean run?"),
-        (["xyzzy"], "banaserve probe: there is no command xyzzy: give one of run"),
+        ([], "probe: a command is missing: give one of run"),
+        (["ru"], "probe: there is no command ru: did you mean run?"),
+        (["xyzzy"], "probe: there is no command xyzzy: give one of run"),
     ],
 )
 def test_a_wrong_sub_command_is_one_line(argv, line, monkeypatch, capsys):

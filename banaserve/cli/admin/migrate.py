@@ -41,21 +41,21 @@ class SourceOptions(JsonOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoveOptions(SourceOptions):
+class TargetOptions(SourceOptions):
     """Options of a move to another instance."""
 
     target: str = option("the instance beside which they will run", name="--to", metavar="INSTANCE")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpanOptions(MoveOptions):
+class SpanOptions(TargetOptions):
     """Options of a move of whole layers, or of their context."""
 
     span: str = option("START:END, END not included", name="--layers")
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadsOptions(MoveOptions):
+class HeadsOptions(TargetOptions):
     """Options of a move of heads."""
 
     layer: str = option("a layer, or several: 5,6 or 5:8")
@@ -63,7 +63,7 @@ class HeadsOptions(MoveOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertsOptions(MoveOptions):
+class ExpertsOptions(TargetOptions):
     """Options of a move of experts."""
 
     layer: str = option("a layer, or several: 5,6 or 5:8")
