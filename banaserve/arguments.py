@@ -10,7 +10,7 @@ import argparse
 import contextlib
 import difflib
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any, NoReturn
 
@@ -131,6 +131,16 @@ def option(
 def derived(default: Any, read: Reader, *also: Option, is_shown: bool = True) -> Any:
     """Declare a field that has no option of its own: ``read`` makes it of other options."""
     return field(default=default, repr=is_shown, metadata={"also": also, "read": read})
+
+
+def pairs(help: str, *, name: str, metavar: str = "KEY=VALUE", **settings: Any) -> Any:
+    """Declare a field of ``Options`` and the option, given once for each pair, that sets it."""
+    dest = name.lstrip("-").replace("-", "_")
+
+    def read(known: argparse.Namespace) -> Options:
+        return tuple(read_pair(name, text) for text in getattr(known, dest))
+
+    return derived((), read, extra(name, help, (), metavar=metavar, **settings))
 
 
 def argument(help: str, default: Any = MISSING, **settings: Any) -> Any:
@@ -265,9 +275,9 @@ class Parser(argparse.ArgumentParser):
         """Return the options by name, aliases and ``--help`` included."""
         return {name: action for action in self._actions for name in action.option_strings}
 
-    def parse_args(self, words: Any = None, known: Any = None) -> Any:
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Return the values of all options; an unknown word is an error."""
-        found, unknown = self.parse_known_args(words, known)
+        found, unknown = self.parse_known_args(args, namespace)
         if unknown:
             near = difflib.get_close_matches(unknown[0], self.options(), 1, _LIKENESS)
             hint = f"; did you mean {near[0]}?" if near else ""
@@ -310,8 +320,3 @@ def read_pair(option: str, text: str) -> tuple[str, str | int | float]:
         with contextlib.suppress(ValueError):
             return key.replace("-", "_"), kind(word)
     return key.replace("-", "_"), word
-
-
-def read_pairs(option: str, texts: Iterable[str]) -> Options:
-    """Return the pairs of an option that was given several times; see ``read_pair``."""
-    return tuple(read_pair(option, text) for text in texts)

@@ -21,7 +21,7 @@ from banaserve.arguments import (
     extra,
     option,
     options_of,
-    read_pairs,
+    pairs,
     values_of,
 )
 from banaserve.errors import UserError
@@ -123,12 +123,10 @@ class OrchestratorConfig:
     slo_tpot_s: float = _orchestrator(
         "limit of the mean time per output token after the first (0: no limit)", 0.0, rule=_LIMIT
     )
-    options: Options = _orchestrator(
+    options: Options = pairs(
         "option of the policy, such as delta_up=0.3; repeat for several",
-        (),
         name="--orchestrator-option",
-        metavar="KEY=VALUE",
-        read=lambda known: read_pairs("--orchestrator-option", known.options),
+        group="orchestrator",
     )
     interval_s: float = _orchestrator(
         "time between two decisions",
@@ -280,6 +278,7 @@ class ServeConfig:
                 "policy",
                 0,
                 group="instances",
+                rule=NOT_NEGATIVE,
             ),
             extra(
                 "--elastic",
@@ -435,12 +434,11 @@ class ServeConfig:
         30.0,
         rule=ABOVE_0,
     )
-    request_bounds: Options = _server(
+    request_bounds: Options = pairs(
         "what a request may hold at most, such as messages=4096; repeat for several",
-        (),
         name="--request-bound",
         metavar="NAME=N",
-        read=lambda known: read_pairs("--request-bound", known.request_bounds),
+        group="server",
     )
     request_timeout_s: float = _server(
         "time for a whole request, all of its legs", 600.0, rule=ABOVE_0
@@ -505,12 +503,10 @@ class ServeConfig:
             known.routing_policy or (SLO_AWARE if OrchestratorConfig.of(known).is_elastic else None)
         ),
     )
-    routing_options: Options = _routing(
+    routing_options: Options = pairs(
         "option of the routing policy, such as preset=published; repeat for several",
-        (),
         name="--routing-option",
-        metavar="KEY=VALUE",
-        read=lambda known: read_pairs("--routing-option", known.routing_options),
+        group="routing",
     )
     skip_prefill_below_tokens: int = _routing(
         "most tokens of a prompt, cached ones left out, that decode computes itself",

@@ -97,7 +97,8 @@ def key_option(
         help: Help text of the option; empty if only a file and the variable can give the key.
         is_repeated: True if the field is a tuple, with all keys of the option and the file.
     """
-    dest, default = name.lstrip("-").replace("-", "_"), () if is_repeated else None
+    dest = name.lstrip("-").replace("-", "_")
+    default: Any = () if is_repeated else None
     file = extra(f"{name}-file", file_help, kind=Path, metavar="FILE", group=group)
 
     def read(known: Namespace) -> str | tuple[str, ...]:

@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-import msgspec
-
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -26,6 +24,8 @@ def print_error(message: str) -> None:
 
 def print_json(found: Any) -> None:
     """Print messages, or a structure of them, as indented JSON."""
+    import msgspec
+
     print(json.dumps(msgspec.to_builtins(found), indent=2))
 
 

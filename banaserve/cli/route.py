@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from banaserve.access.key_files import key_option
-from banaserve.arguments import Formatter, Options, Parser, option, read_pairs, values_of
+from banaserve.arguments import Formatter, Options, Parser, option, pairs, values_of
 from banaserve.balancer.balancer import Balancer, max_connections
 from banaserve.balancer.config import (
     BalancerSettings,
@@ -41,12 +41,9 @@ class RouteOptions:
     replica: tuple[str, ...] = option("one server; repeat for several", (), metavar="URL")
     policy: str = option("{names}", _DEFAULTS.policy.name)
     preset: str = option("set of the policy's options to start from", "")
-    policy_options: Options = option(
+    policy_options: Options = pairs(
         "option of the policy; repeat for several",
-        (),
         name="--policy-option",
-        metavar="KEY=VALUE",
-        read=lambda known: read_pairs("--policy-option", known.policy_options),
     )
     seed: int = option("seed of the policy's random choices", 0)
     host: str = option("address to listen at; other than loopback needs --api-key", _DEFAULTS.host)

@@ -47,8 +47,6 @@ def parse_serve_argv(argv: Sequence[str]) -> ServeConfig:
 
 
 def _check_instances(known: argparse.Namespace) -> None:
-    if known.instances < 0:
-        raise UserError(f"--instances {known.instances}: must not be negative")
     given = [name for name in ("pd", "colocated", "instances") if getattr(known, name)]
     if len(given) > 1:
         raise UserError(f"--{given[0]} and --{given[1]} exclude each other")
@@ -60,18 +58,18 @@ def _check_instances(known: argparse.Namespace) -> None:
         raise UserError(f"--elastic and --orchestrator-policy {known.policy} exclude each other")
 
 
-def _flags_and_valued(parser: argparse.ArgumentParser) -> tuple[set[str], set[str]]:
+def _flags_and_valued(parser: ServeParser) -> tuple[set[str], set[str]]:
     """Return our options without a value, and those with one."""
-    flags = {name for a in parser._actions if a.nargs == 0 for name in a.option_strings}
-    return flags, {name for a in parser._actions for name in a.option_strings} - flags
+    options = parser.options()
+    flags = {name for name, action in options.items() if action.nargs == 0}
+    return flags, options.keys() - flags
 
 
-def _catch_misspelt(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> None:
+def _catch_misspelt(parser: ServeParser, unknown: Sequence[str]) -> None:
     """Refuse an unknown option that resembles one of ours: it is no option of vLLM."""
-    own = [name for action in parser._actions for name in action.option_strings]
     for word in unknown:
         # An option of ours for one role ends like an option of vLLM, which remains vLLM's.
-        likely = [name for name in own if not name.endswith(word[1:])]
+        likely = [name for name in parser.options() if not name.endswith(word[1:])]
         if word.startswith("--") and (near := difflib.get_close_matches(word, likely, 1, 0.87)):
             raise UserError(f"unknown option {word}; did you mean {near[0]}?")
 
