@@ -153,6 +153,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     try:
         return _dispatch(given)
+    except SystemExit:  # help has been printed
+        sys.stdout.flush()
+        raise
     except OSError as error:
         # A fallback: a command's own message about a path says more.
         if error.filename is None or not _names(given, os.fspath(error.filename)):

@@ -255,7 +255,7 @@ EXPERTS = ("experts", "--from", "d0", "--to", "p0", "--layer", "5")
         ((*EXPERTS, "--load", "0.5"), "this model has no experts"),
         ((*EXPERTS, "--experts", "1"), "this model has no experts"),
         (("return", "--from", "d0", "--heads", "1"), "goes together"),
-        (("layers", "--from", "d0"), "see `banaserve migrate --help`"),
+        (("layers", "--from", "d0"), "see banaserve migrate layers --help"),
     ],
 )
 def test_what_is_refused_is_one_line_and_exit_code_2(banaserve, capsys, argv, words):
