@@ -91,7 +91,7 @@ def extra(
         settings.setdefault("action", usual if default else "store_true")
         settings["default"] = default
     elif isinstance(default, tuple) and "action" not in settings:
-        settings |= {"default": []} if "nargs" in settings else {"action": "append", "default": []}
+        settings |= {"action": "append", "default": []}
     elif default is not MISSING:
         settings["default"] = default or None if isinstance(default, tuple) else default
         kind = kind or (type(default) if isinstance(default, (int, float)) else None)
@@ -111,7 +111,6 @@ def option(
     read: Reader | None = None,
     also: Sequence[Option] = (),
     decided: bool = False,
-    is_shown: bool = True,
     **settings: Any,
 ) -> Any:
     """Declare a field of a dataclass and the option that sets it; see ``extra``.
@@ -121,15 +120,19 @@ def option(
         read: Function that makes the field's value of all parsed options.
         also: Further options, shown after this one.
         decided: True if the value depends on other options where this one is not given.
-        is_shown: False keeps the field out of the object's representation.
     """
-    own = extra(name, help, None if decided else default, kind, **settings)
-    metadata = {"own": own, "also": also, "read": read}
-    return field(default=default, repr=is_shown, metadata=metadata)
+    own = extra(name, help, default, kind, **settings)
+    if decided:
+        own = replace(own, settings={**own.settings, "default": None})
+    return field(default=default, metadata={"own": own, "also": also, "read": read})
 
 
 def derived(default: Any, read: Reader, *also: Option, is_shown: bool = True) -> Any:
-    """Declare a field that has no option of its own: ``read`` makes it of other options."""
+    """Declare a field that ``read`` makes of other options, such as those in ``also``.
+
+    Args:
+        is_shown: False keeps the field out of the object's representation.
+    """
     return field(default=default, repr=is_shown, metadata={"also": also, "read": read})
 
 

@@ -137,14 +137,12 @@ class OrchestratorConfig:
     concurrent: int = _orchestrator(
         "changes that may be under way at once (2; elastic: any)",
         2,
-        int,
         name="--orchestrator-concurrent",
         decided=True,
     )
     per_minute: int = _orchestrator(
         "changes that may begin within a minute (6; elastic: any)",
         6,
-        int,
         name="--orchestrator-per-minute",
         decided=True,
     )
