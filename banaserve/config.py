@@ -1,15 +1,29 @@
-"""Options of ``banaserve serve``: one frozen schema for command line and configuration file."""
+"""Configuration of ``banaserve serve``: each field is declared together with its option."""
 
 from __future__ import annotations
 
 import re
-import tomllib
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from argparse import Namespace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from banaserve.access.tenants import TenantKey
+from banaserve.access.key_files import CLUSTER_KEY_VARIABLE, PEER_KEY_VARIABLE, key_option
+from banaserve.access.tenants import TenantKey, read_tenants
+from banaserve.arguments import (
+    ABOVE_0,
+    NOT_NEGATIVE,
+    Options,
+    Rule,
+    check_rules,
+    derived,
+    extra,
+    option,
+    options_of,
+    pairs,
+    values_of,
+)
 from banaserve.errors import UserError
 from banaserve.types import InstanceId, Role
 
@@ -33,9 +47,27 @@ LEAST_GUEST_SHARE = 0.05
 _MAX_DILATION = 1000.0
 _SHARE_OF_SEVERAL = 0.5
 """Largest store share of one of several tenants: it cannot evict all blocks of the others."""
+_ANY = 10_000
+"""Limit of changes that are carried out as a whole."""
+_STARTS = ("auto", "fork", "spawn")
+SLO_AWARE = "slo_aware"
+"""Name of the routing policy that uses the limits of ``--slo-ttft`` and ``--slo-tpot``."""
+_LIMIT = Rule(lambda value: value >= 0, "seconds above 0, or 0 for no limit")
 
 
-Options = tuple[tuple[str, str | int | float], ...]
+def parse_pd(text: str) -> tuple[int, int]:
+    """Return the two numbers of ``P:D``, each at least 1.
+
+    Raises:
+        UserError: ``text`` has another form.
+    """
+    match = re.fullmatch(r"(\d{1,3}):(\d{1,3})", text.strip())
+    if match is None or 0 in (prefill := int(match[1]), decode := int(match[2])):
+        raise UserError(
+            f"--pd {text}: write the number of prefill and of decode instances, such as 1:1 or "
+            "2:2 (for engines that do both, use --colocated N)"
+        )
+    return prefill, decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,39 +86,90 @@ class Budget:
         return bool(self.num_tokens or self.num_requests)
 
 
+_orchestrator = partial(option, group="orchestrator")
+
+
 @dataclass(frozen=True, slots=True)
 class OrchestratorConfig:
     """Configuration of the orchestrator, which balances instances.
 
     Attributes:
-        mode: ``off``, ``dry-run`` (decides and moves nothing) or ``on``.
-        slo_ttft_s, slo_tpot_s: SLO limits of a request, in seconds; 0 is no limit.
-        policy: Name of the migration policy.
-        options: Options of that policy.
-        interval_s: Time between two decisions, in seconds.
-        concurrent: Maximum number of steps under way at once.
-        per_minute: Maximum number of steps that begin within a minute.
-        decision_log: File to which decisions are appended as JSON lines; None for no file.
+        options: Options of the policy.
+        concurrent, per_minute: Maximum numbers of steps under way at once, and of steps that begin
+            within a minute.
     """
 
-    mode: str = "dry-run"
-    slo_ttft_s: float = 0.0
-    slo_tpot_s: float = 0.0
-    policy: str = "repaired"
-    options: Options = ()
-    interval_s: float = 2.0
-    concurrent: int = 2
-    per_minute: int = 6
-    decision_log: Path | None = None
+    mode: str = _orchestrator(
+        "who moves layers, heads and roles: off, on, or dry-run, which decides and moves nothing "
+        "(dry-run; off without a store)",
+        "dry-run",
+        name="--orchestrator",
+        choices=("off", "dry-run", "on"),
+        decided=True,
+    )
+    policy: str = _orchestrator(
+        "one of {names} (repaired)",
+        "repaired",
+        name="--orchestrator-policy",
+        metavar="NAME",
+        decided=True,
+        read=lambda known: known.policy or None,
+    )
+    slo_ttft_s: float = _orchestrator(
+        "limit of the time to first token; a request may name its own in a header (0: no limit)",
+        0.0,
+        rule=_LIMIT,
+    )
+    slo_tpot_s: float = _orchestrator(
+        "limit of the mean time per output token after the first (0: no limit)", 0.0, rule=_LIMIT
+    )
+    options: Options = pairs(
+        "option of the policy, such as delta_up=0.3; repeat for several",
+        name="--orchestrator-option",
+        group="orchestrator",
+    )
+    interval_s: float = _orchestrator(
+        "time between two decisions",
+        2.0,
+        name="--orchestrator-interval",
+        rule=Rule(lambda value: value > 0, "must be above 0"),
+    )
+    concurrent: int = _orchestrator(
+        "changes that may be under way at once (2; elastic: any)",
+        2,
+        name="--orchestrator-concurrent",
+        decided=True,
+    )
+    per_minute: int = _orchestrator(
+        "changes that may begin within a minute (6; elastic: any)",
+        6,
+        name="--orchestrator-per-minute",
+        decided=True,
+    )
+    decision_log: Path | None = _orchestrator(
+        "file to append decisions to, as JSON lines", None, Path, metavar="FILE"
+    )
+
+    def __post_init__(self) -> None:
+        check_rules(self)
+
+    @classmethod
+    def of(cls, known: Namespace) -> OrchestratorConfig:
+        """Return the configuration; without a store nothing is measured, so the default is off."""
+        is_elastic = known.elastic or (known.instances and known.mode is None)
+        usual: dict[str, Any] = {"policy": "elastic", "mode": "on"} if is_elastic else {}
+        if not known.kv_store:
+            usual["mode"] = "off"
+        given = values_of(cls, known)
+        if {**usual, **given}.get("policy") == "elastic":
+            # Role changes of this policy drain nothing, and a plan is carried out as a whole.
+            usual |= {"concurrent": _ANY, "per_minute": _ANY}
+        return cls(**usual | given)
 
     @property
     def is_elastic(self) -> bool:
         """True if the orchestrator decides by forecasts, that is, by the elastic policy."""
         return self.policy == "elastic" and self.mode != "off"
-
-
-SLO_AWARE = "slo_aware"
-"""Name of the routing policy that uses the limits of ``--slo-ttft`` and ``--slo-tpot``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,153 +182,434 @@ class TakeOver:
 
     run_dir: Path | None = None
 
+    @classmethod
+    def of(cls, run_dir: str) -> TakeOver:
+        return cls(Path(run_dir) if run_dir else None)
+
+
+_instances = partial(option, group="instances")
+_nodes = partial(option, group="nodes")
+_server = partial(option, group="server")
+_server_key = partial(key_option, group="server")
+_store = partial(option, group="store")
+_routing = partial(option, group="routing")
+_migration = partial(option, group="migration")
+_pacing = partial(option, group="pacing")
+
+
+def _tensor_parallel(role: Role) -> Any:
+    """Declare the tensor-parallel degree of engines for a role."""
+    return _instances(
+        f"tensor-parallel ranks of an engine for {role.value} (as --tensor-parallel-size)",
+        0,
+        name=f"--{role.value}-tensor-parallel-size",
+        rule=NOT_NEGATIVE,
+    )
+
+
+def _budget(role: Role) -> Any:
+    """Declare the budget of an instance while it has a role."""
+    tokens, requests = (
+        extra(
+            f"--{role.value}-{name}",
+            f"most {what} of a step of {role.value} instances (as --{name})",
+            0,
+            group="budgets",
+            rule=NOT_NEGATIVE,
+        )
+        for name, what in (("max-num-batched-tokens", "tokens"), ("max-num-seqs", "sequences"))
+    )
+
+    def read(known: Namespace) -> Budget:
+        found = vars(known)
+        return Budget(
+            found[f"{role.value}_max_num_batched_tokens"], found[f"{role.value}_max_num_seqs"]
+        )
+
+    return derived(Budget(), read, tokens, requests)
+
+
+def _is_split(known: Namespace) -> bool:
+    return not (known.colocated or known.instances)
+
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
-    """Options of ``banaserve serve``; vLLM's own options are in ``vllm_argv``.
+    """Configuration of ``banaserve serve``; the help text of an option says what a field means.
 
     Attributes:
-        prefill: Number of prefill instances; 0 with ``colocated``.
-        decode: Number of decode instances; 0 with ``colocated``.
+        prefill, decode: Numbers of prefill and of decode instances; 0 with ``colocated``.
         colocated: Number of instances that serve both legs; 0 with ``--pd``.
-        devices: CUDA_VISIBLE_DEVICES of each instance in the order of their ids, or empty.
-        request_bounds: Maximum sizes of parts of a request, by name, that differ from the defaults.
-        nodes: ``HOST:PORT`` of the agent of each node that runs engines; empty: all run here.
-        cluster: Address of the Ray cluster that runs engines, or ``auto``; empty for none.
-        cluster_key: Key that the server shares with the agents of its nodes.
-        kv_store: False serves without a store; only possible with ``colocated``.
-        kv_store_size: Memory for KV blocks, in human units.
-        kv_store_ssd: Folder of a tier on a local disk; None for none.
-        kv_store_ssd_size: Budget of that tier, in human units.
-        kv_store_distributed: URL of a distributed tier; empty for none.
-        kv_store_listen: ``HOST:PORT`` where stores of other machines fetch blocks; empty for none.
-        kv_store_peers: ``HOST:PORT`` of each store of another machine that blocks are fetched from.
-        kv_store_peer_key: Key that all linked stores share.
-        tenants: API keys with limits, in addition to ``api_keys``.
-        kv_store_tenant_quota: Largest share of the memory that one tenant may use; 1 for no limit,
-            None for half of the memory if there are several tenants.
-        kv_store_fetch: ``cheaper`` fetches the part of a prefix that is faster to fetch than to
-            compute; ``always`` fetches all of it.
-        kv_store_verify: True if KV blocks in memory have checksums.
-        rebalances: True if the rebalancer moves streams away from overloaded instances.
-        gather_decode_s: Maximum time a decode leg waits to begin together with others, in seconds;
-            0 disables waiting.
-        threads_per_instance: OMP threads of each engine; 0 shares the cores among the engines.
-        restart_grace_s: Maximum time a request waits for a restart if no instance serves its role,
-            in seconds.
-        engine_stall_s: Silence after which an idle engine on a CPU is restarted, in seconds.
-        engine_spin_s: Silence after which any engine is restarted, in seconds.
-        max_connections: Maximum number of open client connections; 0: as many as file descriptors
-            allow, up to 16,384.
-        max_connections_per_address: Maximum number of connections from one address without a key;
-            0: a quarter of ``max_connections``.
-        body_timeout_s: Time limit for a request's body, in seconds, plus one second for each 64 KiB
-            received.
-        admin_key: Key of the admin API; empty generates a key for the run.
-        ui: True if the front door serves a page under ``/ui``, protected by the admin key.
-        metrics_key: Key of ``/metrics``, which API keys then open too; empty leaves it public.
-        migration: True if layers and heads can move between instances while they serve, provided
-            model and options allow it.
+        kv_store_tenant_quota: Largest share of the memory for one tenant; None for half of it if
+            there are several tenants, and all of it otherwise.
         must_migrate: True if the server must not start where model or options forbid migration.
-        migration_kv_growth: Maximum number of KV blocks of an instance, as a multiple of the number
-            at its start.
-        migration_stall_s: Maximum silence of a guest beyond the time of its work, in seconds.
-        migration_overlap: Maximum number of micro-batches of a step, with which an instance and the
-            guests of its layers compute at once; 1: the instance waits for its guests.
-        migration_guest_share: Share of an instance's device that guests beside it may take.
-        migration_guest_saves: True if guests save the KV of their layers to the store themselves.
-        migration_poison: True overwrites KV that has moved away with NaN, for tests.
-        migration_transport: Transport of KV and activations between an instance and its guests.
-        migration_attention: Attention kernels of instances and guests: vLLM's or banaserve's.
-        pace: Profile of the GPU and model whose time is modelled, or one for each instance,
-            separated by commas; empty for real time.
-        dilate: Wall seconds of one modelled second.
-        orchestrator: Configuration of the orchestrator, which decides on moves by itself.
-        scale_min: Number of instances at which the orchestrator removes no more.
-        scale_max: Number of instances at which it adds no more; 0: it neither adds nor removes.
-        prefill_budget: Budget of an instance while its role is prefill.
-        decode_budget: Budget of an instance while its role is decode.
-        prefill_tensor_parallel: Ranks of an engine made for prefill; 0: as vLLM's options say.
-        decode_tensor_parallel: Ranks of an engine made for decode; 0: as vLLM's options say.
-        scheduler: Order in which an engine takes its waiting requests: one of ``SCHEDULERS``.
-        take_over: Running server to replace; None for none.
-        log_max_size: Maximum size of each log, and of its kept predecessor, in human units; empty
-            for no limit.
+        vllm_argv: vLLM's own options.
     """
 
-    model: str = "smollm2-135m"
-    prefill: int = 1
-    decode: int = 1
-    colocated: int = 0
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_keys: tuple[str, ...] = ()
-    tenants: tuple[TenantKey, ...] = ()
-    devices: tuple[str, ...] = ()
-    engine_start: str = "auto"
-    nodes: tuple[str, ...] = ()
-    cluster: str = ""
-    cluster_key: str = field(default="", repr=False)
-    kv_store: bool = True
-    kv_store_size: str = "1GiB"
-    kv_store_ssd: Path | None = None
-    kv_store_ssd_size: str = "20GiB"
-    kv_store_distributed: str = ""
-    kv_store_listen: str = ""
-    kv_store_peers: tuple[str, ...] = ()
-    kv_store_peer_key: str = field(default="", repr=False)
-    kv_store_tenant_quota: float | None = None
-    kv_store_fetch: str = "cheaper"
-    kv_store_verify: bool = False
-    kv_store_salt: str = ""
-    routing_policy: str = "load_aware"
-    routing_options: Options = ()
-    skip_prefill_below_tokens: int = DEFAULT_SKIP_PREFILL_BELOW_TOKENS
-    rebalances: bool = True
-    gather_decode_s: float = 0.0
-    threads_per_instance: int = 0
-    max_concurrent_requests: int = 512
-    max_body_size: str = "32MiB"
-    max_connections: int = 0
-    max_connections_per_address: int = 0
-    body_timeout_s: float = 30.0
-    request_bounds: Options = ()
-    request_timeout_s: float = 600.0
-    drain_timeout_s: float = 30.0
-    start_timeout_s: float = 600.0
-    restart_grace_s: float = 60.0
-    engine_stall_s: float = 60.0
-    engine_spin_s: float = 600.0
-    run_dir: Path | None = None
-    log_max_size: str = "64MiB"
-    admin_key: str = ""
-    ui: bool = True
-    metrics_key: str = ""
-    migration: bool = True
-    must_migrate: bool = False
-    migration_kv_growth: float = 2.0
-    migration_stall_s: float = 1.0
-    migration_overlap: int = DEFAULT_MICROBATCHES
-    migration_guest_share: float = 1.0
-    migration_guest_saves: bool = True
-    migration_poison: bool = False
-    migration_transport: str = "shm"
-    migration_attention: str = "auto"
-    pace: str = ""
-    dilate: float = 1.0
-    orchestrator: OrchestratorConfig = OrchestratorConfig()
-    scale_min: int = 1
-    scale_max: int = 0
-    prefill_budget: Budget = Budget()
-    decode_budget: Budget = Budget()
-    prefill_tensor_parallel: int = 0
-    decode_tensor_parallel: int = 0
-    scheduler: str = "vllm"
-    take_over: TakeOver | None = None
+    model: str = _instances(
+        "smollm2-135m, llama-13b, opt-13b, a Hugging Face id or a folder",
+        "smollm2-135m",
+        decided=True,
+        read=lambda known: known.model or (MINIATURE if known.pace else None),
+    )
+    prefill: int = derived(
+        1,
+        lambda known: (known.pd or (1, 1))[0] * _is_split(known),
+        extra(
+            "--pd",
+            "prefill and decode instances (1:1)",
+            kind=parse_pd,
+            group="instances",
+            metavar="P:D",
+        ),
+    )
+    decode: int = derived(1, lambda known: (known.pd or (1, 1))[1] * _is_split(known))
+    colocated: int = _instances(
+        "number of instances that do both",
+        0,
+        rule=NOT_NEGATIVE,
+        read=lambda known: known.colocated or known.instances,
+        also=(
+            extra(
+                "--instances",
+                "number of instances that begin as both; what each does is left to the elastic "
+                "policy",
+                0,
+                group="instances",
+                rule=NOT_NEGATIVE,
+            ),
+            extra(
+                "--elastic",
+                "let roles and step sizes follow the load: --orchestrator on with the policy "
+                "elastic",
+                False,
+                group="instances",
+            ),
+        ),
+    )
+    scale_max: int = _instances(
+        "let the orchestrator add instances under load, to N in all (0: it adds none)", 0
+    )
+    scale_min: int = _instances("with --scale-max: remove idle ones, down to N in all (1)", 1)
+    devices: tuple[str, ...] = _instances(
+        "CUDA devices of each instance, such as '0;1;2,3;4,5'",
+        (),
+        action="store",
+        read=lambda known: tuple(known.devices.split(";")) if known.devices else (),
+    )
+    prefill_tensor_parallel: int = _tensor_parallel(Role.PREFILL)
+    decode_tensor_parallel: int = _tensor_parallel(Role.DECODE)
+    engine_start: str = _instances(
+        "way to start an engine: fork, for CPUs; spawn, for GPUs; auto, which of both fits",
+        "auto",
+        metavar="WAY",
+        rule=Rule(lambda value: value in _STARTS, f"one of {', '.join(_STARTS)}"),
+    )
+    threads_per_instance: int = _instances(
+        "CPU threads of each engine (0: share the cores)", 0, rule=NOT_NEGATIVE
+    )
+    scheduler: str = _instances(
+        "order of waiting requests in an engine: vLLM's, or Preble's by the cached fraction",
+        "vllm",
+        choices=SCHEDULERS,
+    )
+    start_timeout_s: float = _instances(
+        "time that an engine may take to start", 600.0, rule=ABOVE_0
+    )
+    restart_grace_s: float = _instances(
+        "time that a request waits for a restart where no instance serves", 60.0, rule=NOT_NEGATIVE
+    )
+    engine_stall_s: float = _instances(
+        "silence after which an engine on a CPU that uses no processor is started again",
+        60.0,
+        name="--engine-stall-timeout",
+        rule=ABOVE_0,
+    )
+    engine_spin_s: float = _instances(
+        "silence after which any engine is started again: more than its longest step",
+        600.0,
+        name="--engine-spin-timeout",
+        rule=ABOVE_0,
+    )
+    run_dir: Path | None = _instances(
+        "folder of logs (a new one below the state directory)", None, Path
+    )
+    log_max_size: str = _instances(
+        "size at which a log is begun anew, the last one being kept; '' sets no limit",
+        "64MiB",
+        metavar="SIZE",
+        also=(
+            extra(
+                "--config",
+                "TOML file with these options; the command line wins",
+                kind=Path,
+                group="instances",
+            ),
+        ),
+    )
+
+    nodes: tuple[str, ...] = _nodes(
+        "run the engines on another machine, where `banaserve node` listens; repeat for several",
+        (),
+        name="--node",
+        metavar="HOST:PORT",
+    )
+    cluster: str = _nodes(
+        "run the engines on the nodes of a Ray cluster: its address, or auto for the one that this "
+        "machine is in",
+        "",
+        metavar="ADDRESS",
+    )
+    cluster_key: str = key_option(
+        "--cluster-key",
+        "",
+        f"file with the key that this server and its nodes share (${CLUSTER_KEY_VARIABLE})",
+        CLUSTER_KEY_VARIABLE,
+        group="nodes",
+    )
+
+    host: str = _server("address to listen at", "127.0.0.1")
+    port: int = _server(
+        "port to listen at",
+        8000,
+        metavar="PORT",
+        rule=Rule(lambda value: 0 < value < 65536, "must be between 1 and 65535"),
+    )
+    take_over: TakeOver | None = _server(
+        "replace the server that runs there, or the one on --port: once this one can serve it "
+        "takes its socket, and that one ends with its last request",
+        None,
+        TakeOver.of,
+        nargs="?",
+        const=TakeOver(),
+        metavar="RUN_DIR",
+    )
+    api_keys: tuple[str, ...] = _server_key(
+        "--api-key",
+        "key that clients must give; repeat for several",
+        "file with such keys, one a line: other users can read a command line",
+        "BANASERVE_API_KEY",
+        is_repeated=True,
+    )
+    tenants: tuple[TenantKey, ...] = _server(
+        "TOML file with API keys and their limits",
+        (),
+        Path,
+        action="store",
+        metavar="FILE",
+        read=lambda known: read_tenants(known.tenants) if known.tenants else (),
+    )
+    max_concurrent_requests: int = _server(
+        "requests that may be under way at once; more are answered with status 429",
+        512,
+        rule=ABOVE_0,
+    )
+    admin_key: str = _server_key(
+        "--admin-key",
+        "key that opens the admin API (one is made for the run and kept in its folder)",
+        "file with the admin key",
+        "BANASERVE_ADMIN_KEY",
+    )
+    ui: bool = _server("serve no page under /ui", True, name="--no-ui")
+    metrics_key: str = _server_key(
+        "--metrics-key",
+        "key of /metrics, which API keys open too (all may read it)",
+        "file with that key",
+        "BANASERVE_METRICS_KEY",
+    )
+    max_body_size: str = _server("most bytes of a request's body", "32MiB", metavar="SIZE")
+    max_connections: int = _server(
+        "connections of clients; beyond, the oldest without a key is closed (0: by the limit of "
+        "file descriptors, 16384 at most)",
+        0,
+        rule=NOT_NEGATIVE,
+    )
+    max_connections_per_address: int = _server(
+        "connections from one address without a key (0: a quarter of all)", 0, rule=NOT_NEGATIVE
+    )
+    body_timeout_s: float = _server(
+        "time for a request's body, and a second more for each 64 KiB that have come",
+        30.0,
+        rule=ABOVE_0,
+    )
+    request_bounds: Options = pairs(
+        "what a request may hold at most, such as messages=4096; repeat for several",
+        name="--request-bound",
+        metavar="NAME=N",
+        group="server",
+    )
+    request_timeout_s: float = _server(
+        "time for a whole request, all of its legs", 600.0, rule=ABOVE_0
+    )
+    drain_timeout_s: float = _server(
+        "time that SIGTERM waits for requests under way; 0 waits for none", 30.0, rule=NOT_NEGATIVE
+    )
+
+    kv_store_size: str = _store("memory of the store, such as 8GiB", "1GiB", metavar="SIZE")
+    kv_store_ssd: Path | None = _store(
+        "folder on a local disk for KV blocks", None, Path, metavar="FOLDER"
+    )
+    kv_store_ssd_size: str = _store("size of the files on that disk", "20GiB", metavar="SIZE")
+    kv_store_distributed: str = _store(
+        "share KV blocks with other stores, such as mooncake://HOST:PORT", "", metavar="URL"
+    )
+    kv_store_listen: str = _store(
+        "let the stores of other servers fetch KV blocks here, with the same key and model",
+        "",
+        metavar="HOST:PORT",
+    )
+    kv_store_peers: tuple[str, ...] = _store(
+        "fetch KV blocks from the store of another server; repeat for several",
+        (),
+        name="--kv-store-peer",
+        metavar="HOST:PORT",
+    )
+    kv_store_peer_key: str = key_option(
+        "--kv-store-peer-key",
+        "",
+        f"file with the key that these stores share (${PEER_KEY_VARIABLE})",
+        PEER_KEY_VARIABLE,
+        group="store",
+    )
+    kv_store_tenant_quota: float | None = _store(
+        "share of the memory for one API key, or one cache_salt where there are none (0.5 with "
+        "several keys, else 1)",
+        None,
+        float,
+        metavar="FRACTION",
+        rule=Rule(
+            lambda value: 0.0 < value <= 1.0, "a share of the memory, more than 0 and at most 1"
+        ),
+    )
+    kv_store_fetch: str = _store(
+        "fetch as much of a prefix as is faster than computing it (cheaper), or all of it (always)",
+        "cheaper",
+        choices=("cheaper", "always"),
+    )
+    kv_store_verify: bool = _store(
+        "keep checksums of KV blocks in memory and check them before each use", False
+    )
+    kv_store_salt: str = _store("text that keeps the blocks of servers with another one apart", "")
+    kv_store: bool = _store("serve without the store, with --colocated", True, name="--no-kv-store")
+
+    routing_policy: str = _routing(
+        f"one of {{names}} (load_aware; with the policy elastic: {SLO_AWARE})",
+        "load_aware",
+        metavar="NAME",
+        decided=True,
+        read=lambda known: (
+            known.routing_policy or (SLO_AWARE if OrchestratorConfig.of(known).is_elastic else None)
+        ),
+    )
+    routing_options: Options = pairs(
+        "option of the routing policy, such as preset=published; repeat for several",
+        name="--routing-option",
+        group="routing",
+    )
+    skip_prefill_below_tokens: int = _routing(
+        "most tokens of a prompt, cached ones left out, that decode computes itself",
+        DEFAULT_SKIP_PREFILL_BELOW_TOKENS,
+        rule=NOT_NEGATIVE,
+    )
+    rebalances: bool = _routing(
+        "let streams leave overloaded instances for nearly idle ones of their role; needs the "
+        "store (on)",
+        True,
+        name="--rebalance",
+    )
+    gather_decode_s: float = _routing(
+        "time that a decode leg waits for prompts that are being computed for the same instance, "
+        "to begin together: fewer steps, later second tokens (0: it does not wait)",
+        0.0,
+        rule=NOT_NEGATIVE,
+    )
+
+    migration: bool = derived(
+        True,
+        lambda known: known.migration != "off",
+        extra(
+            "--migration",
+            "whether layers and heads can move between instances while they serve; auto: where "
+            "model and options allow it; on: refuse to start where they do not",
+            "auto",
+            group="migration",
+            choices=("auto", "on", "off"),
+        ),
+    )
+    must_migrate: bool = derived(False, lambda known: known.migration == "on")
+    migration_kv_growth: float = _migration(
+        "address space to reserve for KV blocks, as a multiple of those at the start",
+        2.0,
+        metavar="FACTOR",
+        rule=Rule(lambda value: value >= 1, "must be at least 1"),
+    )
+    migration_stall_s: float = _migration(
+        "silence beyond the time of its work after which a guest is given up",
+        1.0,
+        rule=Rule(lambda value: value > 0, "must be above 0"),
+    )
+    migration_overlap: int = _migration(
+        "most micro-batches that a step is cut into, so that an instance and the guests of its "
+        "layers compute at once; 1: it waits for them, which is better where they share cores",
+        DEFAULT_MICROBATCHES,
+        rule=Rule(
+            lambda value: 1 <= value <= MAX_MICROBATCHES,
+            f"1 (an instance waits for its guests) to {MAX_MICROBATCHES} parts of a step",
+        ),
+    )
+    migration_guest_share: float = _migration(
+        "share of an instance's device that guests of other instances may take together",
+        1.0,
+        metavar="FRACTION",
+        rule=Rule(
+            lambda value: LEAST_GUEST_SHARE <= value <= 1, f"{LEAST_GUEST_SHARE:g} to 1 of a device"
+        ),
+    )
+    migration_guest_saves: bool = _migration(
+        "who saves the KV of a guest's layers to the store: on, the guest; off, its host",
+        True,
+        choices=("on", "off"),
+    )
+    migration_transport: str = _migration(
+        "way of KV and activations between an instance and its guests", "shm", choices=()
+    )
+    migration_attention: str = _migration(
+        "kernels of attention: vLLM's, or banaserve's, which know parts of the heads and of the "
+        "context on every device; auto: vLLM's on a CPU, and on a GPU banaserve's for what has "
+        "moved",
+        "auto",
+        choices=MIGRATION_ATTENTION,
+    )
+    migration_poison: bool = _migration("fill what moved away with NaN: for tests", False)
+
+    pace: str = _pacing(
+        "model the time of a GPU and model: a profile's name or .toml file (a miniature runs "
+        "unless --model is given), or one for each instance, prefill first, all of one model",
+        "",
+        metavar="PROFILE[,PROFILE...]",
+    )
+    dilate: float = _pacing(
+        "with --pace: wall seconds of one modelled second",
+        1.0,
+        metavar="N",
+        rule=Rule(
+            lambda value: 0 < value <= _MAX_DILATION, f"above 0 and at most {_MAX_DILATION:g}"
+        ),
+    )
+
+    orchestrator: OrchestratorConfig = derived(
+        OrchestratorConfig(), OrchestratorConfig.of, *options_of(OrchestratorConfig)
+    )
+
+    prefill_budget: Budget = _budget(Role.PREFILL)
+    decode_budget: Budget = _budget(Role.DECODE)
+
     vllm_argv: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _check(self)
+        check_rules(self)
+        _check_parts(self)
+        _check_door(self)
 
     @property
     def routing_section(self) -> dict[str, Any]:
@@ -253,10 +617,7 @@ class ServeConfig:
         given: dict[str, Any] = dict(self.routing_options)
         if self.routing_policy != SLO_AWARE:
             return given
-        limits = {
-            "ttft_s": self.orchestrator.slo_ttft_s,
-            "tpot_s": self.orchestrator.slo_tpot_s,
-        }
+        limits = {"ttft_s": self.orchestrator.slo_ttft_s, "tpot_s": self.orchestrator.slo_tpot_s}
         return {**limits, **given}
 
     @property
@@ -319,7 +680,7 @@ class ServeConfig:
 
 def _check_nodes(config: ServeConfig) -> None:
     """Raise ``UserError`` for options that are invalid if engines run on other machines."""
-    for option, is_given, advice in (
+    for name, is_given, advice in (
         ("--devices", config.devices, "each node gives its own GPUs"),
         ("--kv-store-listen", config.kv_store_listen, "the stores of the nodes are linked already"),
         ("--kv-store-peer", config.kv_store_peers, "the stores of the nodes are linked already"),
@@ -332,110 +693,7 @@ def _check_nodes(config: ServeConfig) -> None:
     ):
         if is_given:
             given = "--node" if config.nodes else "--cluster"
-            raise UserError(f"{option} and {given} exclude each other: {advice}")
-
-
-def parse_pd(text: str) -> tuple[int, int]:
-    """Return the two numbers of ``P:D``, each at least 1.
-
-    Raises:
-        UserError: ``text`` has another form.
-    """
-    match = re.fullmatch(r"(\d{1,3}):(\d{1,3})", text.strip())
-    if match is None or 0 in (prefill := int(match[1]), decode := int(match[2])):
-        raise UserError(
-            f"--pd {text}: write the number of prefill and of decode instances, such as 1:1 or "
-            "2:2 (for engines that do both, use --colocated N)"
-        )
-    return prefill, decode
-
-
-def options_from_file(path: Path, flags: Collection[str], valued: Collection[str]) -> list[str]:
-    """Return the entries of a TOML file as command-line options: its keys are option names.
-
-    Args:
-        flags: banaserve's options without a value: ``false`` leaves the option out.
-        valued: banaserve's options with a value; options in neither are vLLM's, for which
-            ``x = false`` becomes ``--no-x``.
-
-    Raises:
-        UserError: The file cannot be read, or a value has a type that no option takes.
-    """
-    try:
-        table = tomllib.loads(path.read_text())
-    except (OSError, ValueError) as error:  # ValueError: invalid TOML, or a file that is not text
-        raise UserError(f"--config {path}: {error}") from error
-    argv: list[str] = []
-    for key, value in table.items():
-        option = f"--{key.replace('_', '-')}"
-        if isinstance(value, bool):
-            if option in valued:
-                raise UserError(f"--config {path}: {key} takes a value, see banaserve serve --help")
-            if value or option not in flags:
-                argv.append(option if value else f"--no-{option[2:]}")
-        elif isinstance(value, (str, int, float)):
-            argv += [option, str(value)]
-        elif isinstance(value, list):
-            argv += [word for item in value for word in (option, str(item))]
-        else:
-            raise UserError(f"--config {path}: {key} is neither a value nor a list")
-    return argv
-
-
-def _check(config: ServeConfig) -> None:
-    _check_numbers(config)
-    _check_parts(config)
-    _check_door(config)
-
-
-def _check_numbers(config: ServeConfig) -> None:
-    positive = {
-        "--max-concurrent-requests": config.max_concurrent_requests,
-        "--request-timeout": config.request_timeout_s,
-        "--body-timeout": config.body_timeout_s,
-        "--start-timeout": config.start_timeout_s,
-        "--engine-stall-timeout": config.engine_stall_s,
-        "--engine-spin-timeout": config.engine_spin_s,
-    }
-    for option, value in positive.items():
-        if not value > 0:  # also true for nan
-            raise UserError(f"{option} {value}: must be more than 0")
-    not_negative = {
-        "--colocated": config.colocated,
-        "--threads-per-instance": config.threads_per_instance,
-        "--skip-prefill-below-tokens": config.skip_prefill_below_tokens,
-        "--gather-decode": config.gather_decode_s,
-        "--restart-grace": config.restart_grace_s,
-        "--drain-timeout": config.drain_timeout_s,
-        "--max-connections": config.max_connections,
-        "--max-connections-per-address": config.max_connections_per_address,
-        "--prefill-max-num-batched-tokens": config.prefill_budget.num_tokens,
-        "--prefill-max-num-seqs": config.prefill_budget.num_requests,
-        "--decode-max-num-batched-tokens": config.decode_budget.num_tokens,
-        "--decode-max-num-seqs": config.decode_budget.num_requests,
-        "--prefill-tensor-parallel-size": config.prefill_tensor_parallel,
-        "--decode-tensor-parallel-size": config.decode_tensor_parallel,
-    }
-    for option, value in not_negative.items():
-        if not value >= 0:
-            raise UserError(f"{option} {value}: must not be negative")
-    if not (config.migration_kv_growth >= 1 and config.migration_stall_s > 0):
-        raise UserError("--migration-kv-growth is at least 1 and --migration-stall above 0")
-    if not 1 <= config.migration_overlap <= MAX_MICROBATCHES:
-        raise UserError(
-            f"--migration-overlap {config.migration_overlap}: 1 (an instance waits for its guests) "
-            f"to {MAX_MICROBATCHES} parts of a step"
-        )
-    if not LEAST_GUEST_SHARE <= config.migration_guest_share <= 1:
-        given = f"{config.migration_guest_share:g}"
-        raise UserError(f"--migration-guest-share {given}: {LEAST_GUEST_SHARE:g} to 1 of a device")
-    if not 0 < config.dilate <= _MAX_DILATION:
-        raise UserError(f"--dilate {config.dilate:g}: above 0 and at most {_MAX_DILATION:g}")
-    if not 0.0 < config.tenant_quota <= 1.0:
-        raise UserError(
-            f"--kv-store-tenant-quota {config.tenant_quota:g}: a share of the memory, "
-            "more than 0 and at most 1"
-        )
+            raise UserError(f"{name} and {given} exclude each other: {advice}")
 
 
 def _check_parts(config: ServeConfig) -> None:
@@ -447,17 +705,13 @@ def _check_parts(config: ServeConfig) -> None:
             f"{config.num_instances} instances"
         )
     orchestrator = config.orchestrator
-    if not orchestrator.interval_s > 0:
-        raise UserError(f"--orchestrator-interval {orchestrator.interval_s:g}: must be above 0")
-    for option, limit_s in (
+    for name, limit_s in (
         ("--slo-ttft", orchestrator.slo_ttft_s),
         ("--slo-tpot", orchestrator.slo_tpot_s),
     ):
-        if not limit_s >= 0:
-            raise UserError(f"{option} {limit_s:g}: seconds above 0, or 0 for no limit")
         if limit_s and not orchestrator.is_elastic and config.routing_policy != SLO_AWARE:
             raise UserError(
-                f"{option} is looked at by --elastic and --routing-policy {SLO_AWARE} alone: give "
+                f"{name} is looked at by --elastic and --routing-policy {SLO_AWARE} alone: give "
                 "one of them, or leave it out"
             )
     if orchestrator.mode != "off" and not config.kv_store:
@@ -466,8 +720,6 @@ def _check_parts(config: ServeConfig) -> None:
             "leave out --no-kv-store, or give --orchestrator off"
         )
     _check_scaling(config)
-    if config.engine_start not in ("auto", "fork", "spawn"):
-        raise UserError(f"--engine-start {config.engine_start}: one of auto, fork, spawn")
     if not config.kv_store and not config.colocated:
         raise UserError("--no-kv-store needs --colocated N: the store is how KV is handed over")
     if config.nodes or config.cluster:
@@ -514,8 +766,6 @@ def _check_door(config: ServeConfig) -> None:
         raise UserError(
             "--tenants: priorities need vLLM's scheduler for them: add --scheduling-policy priority"
         )
-    if not 0 < config.port < 65536:
-        raise UserError(f"--port {config.port}: must be between 1 and 65535")
     if not is_loopback(config.host) and not keys:
         raise UserError(
             f"--host {config.host} lets other machines in: set --api-key KEY (or "
@@ -532,12 +782,3 @@ def _has_priorities(config: ServeConfig) -> bool:
 def is_loopback(host: str) -> bool:
     """Return whether only this machine can reach ``host``."""
     return host in ("localhost", "::1") or host.startswith("127.")
-
-
-def split_argv(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the arguments before ``--``, and those after it, which go to vLLM unchanged."""
-    words = list(argv)
-    if "--" not in words:
-        return words, []
-    at = words.index("--")
-    return words[:at], words[at + 1 :]

@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from importlib import import_module
-from typing import Any
 
 from banaserve.cli import bench
 from banaserve.cli.main import COMMANDS, main
@@ -23,17 +22,9 @@ def command_paths() -> list[tuple[str, ...]]:
         found.append((name,))
         target = getattr(import_module(command.module), command.attribute)
         if command.attribute == "app":
-            subs = [one.name or one.callback.__name__ for one in target.registered_commands]
-            found += [
-                (name, sub.replace("_", "-")) for sub in subs if len(subs) > 1 or _groups(target)
-            ]
+            found += [(name, sub) for sub in target.commands]
     found += [("bench", name) for name in sorted(bench.BENCHMARKS)]
     return found
-
-
-def _groups(app: Any) -> bool:
-    """Whether a sub-command of the application is typed even where it is the only one."""
-    return app.registered_callback is not None
 
 
 def help_of(words: Sequence[str]) -> str:
@@ -42,7 +33,7 @@ def help_of(words: Sequence[str]) -> str:
     Of ``serve``, whose ``--help`` shows the common options, all of them.
     """
     printed, refusal = io.StringIO(), io.StringIO()
-    plain = {"COLUMNS": _HELP_WIDTH, "TERMINAL_WIDTH": _HELP_WIDTH, "NO_COLOR": "1", "TERM": "dumb"}
+    plain = {"COLUMNS": _HELP_WIDTH, "NO_COLOR": "1", "TERM": "dumb"}
     with (
         _environment(plain),
         redirect_stdout(printed),

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from argparse import Namespace
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+from banaserve.arguments import derived, extra
 from banaserve.errors import UserError
 
+CLUSTER_KEY_VARIABLE = "BANASERVE_CLUSTER_KEY"
+"""Variable with the key of a server and its nodes."""
+PEER_KEY_VARIABLE = "BANASERVE_KV_STORE_PEER_KEY"
+"""Variable with the key of linked stores, also for the daemon, whose command line is public."""
 _MAX_BYTES = 1 << 20
 
 
@@ -70,3 +78,35 @@ def keys_of(
     """
     found = (*given, *(read_keys(f"{option}-file", path) if path is not None else ()))
     return found or tuple(usual)
+
+
+def key_option(
+    name: str,
+    help: str,
+    file_help: str,
+    variable: str,
+    *,
+    group: str = "",
+    is_repeated: bool = False,
+    **settings: Any,
+) -> Any:
+    """Declare a field with the key that an option, a file or an environment variable gives.
+
+    Args:
+        name: Name of the option; that of the file's option ends with ``-file``.
+        help: Help text of the option; empty if only a file and the variable can give the key.
+        is_repeated: True if the field is a tuple, with all keys of the option and the file.
+    """
+    dest = name.lstrip("-").replace("-", "_")
+    default: Any = () if is_repeated else None
+    file = extra(f"{name}-file", file_help, kind=Path, metavar="FILE", group=group)
+
+    def read(known: Namespace) -> str | tuple[str, ...]:
+        given, path = getattr(known, dest, default), getattr(known, f"{dest}_file")
+        usual = os.environ.get(variable, "")
+        if is_repeated:
+            return keys_of(name, given, path, [usual] if usual else [])
+        return key_of(name, given, path, usual)
+
+    own = (extra(name, help, default, group=group, **settings),) if help else ()
+    return derived(() if is_repeated else "", read, *own, file, is_shown=False)

@@ -5,23 +5,22 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import os
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from banaserve.access.key_files import key_of
+from banaserve.access.key_files import key_option
 from banaserve.api.admin_client import opener_of
+from banaserve.arguments import argument, option
 from banaserve.cli.admin.options import check_one_server
+from banaserve.cli.app import App
 from banaserve.errors import UserError
 from banaserve.run_dir import admin_on, find_admin
 
-app = typer.Typer(name="chat", add_completion=False)
 _TIMEOUT_S = 600.0
 Message = dict[str, str]
 
@@ -105,60 +104,62 @@ def _refusal(refused: urllib.error.HTTPError) -> str:
     return f"the server answers {refused.code} {refused.reason}"
 
 
-@app.command()
-def chat(
-    question: Annotated[
-        str | None, typer.Argument(help="One question; without it a conversation begins.")
-    ] = None,
-    port: Annotated[int | None, typer.Option(help="Port of a server on this machine.")] = None,
-    run_dir: Annotated[
-        Path | None, typer.Option(help="Folder of the run (the only one of yours).")
-    ] = None,
-    url: Annotated[str | None, typer.Option(help="Where another server listens.")] = None,
-    api_key: Annotated[
-        str | None, typer.Option(help="The server's, where it needs one.", metavar="KEY")
-    ] = None,
-    api_key_file: Annotated[
-        Path | None, typer.Option(help="File with that key.", metavar="FILE")
-    ] = None,
-    cacert: Annotated[
-        Path | None,
-        typer.Option(help="Certificate of the server at --url or --port.", metavar="FILE"),
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="Name of the model (the first one).")] = None,
-    system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Length of an answer in tokens.")] = None,
-    temperature: Annotated[
-        float, typer.Option(help="Spread of answers; at 0 a question always has the same one.")
-    ] = 0.0,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """Options of ``banaserve chat``."""
+
+    question: str | None = argument("one question; without it a conversation begins", None)
+    port: int | None = option("port of a server on this machine", None, int, metavar="PORT")
+    run_dir: Path | None = option("folder of the run (the only one of yours)", None, Path)
+    url: str | None = option("where another server listens", None)
+    api_key: str = key_option(
+        "--api-key",
+        "the server's, where it needs one",
+        "file with that key",
+        "BANASERVE_API_KEY",
+        metavar="KEY",
+    )
+    cacert: Path | None = option(
+        "certificate of the server at --url or --port", None, Path, metavar="FILE"
+    )
+    model: str | None = option("name of the model (the first one)", None)
+    system: str | None = option("text that the model is told first", None)
+    max_tokens: int | None = option("length of an answer in tokens", None, int)
+    temperature: float = option(
+        "spread of answers; at 0 a question always has the same one (0)", 0.0
+    )
+
+
+def chat(asked: ChatOptions) -> None:
     """Talk to the model of a running server. An empty line, or Ctrl-D, ends the conversation."""
-    key = key_of("--api-key", api_key, api_key_file, os.environ.get("BANASERVE_API_KEY", ""))
-    check_one_server(port, run_dir, url)
-    server = _server(port, run_dir, url, key, str(cacert) if cacert else "")
-    asked: dict[str, Any] = {"model": model or server.first_model(), "temperature": temperature}
-    if max_tokens is not None:
-        asked["max_tokens"] = max_tokens
+    check_one_server(asked.port, asked.run_dir, asked.url)
+    server, question, system = _server(asked), asked.question, asked.system
+    body: dict[str, Any] = {
+        "model": asked.model or server.first_model(),
+        "temperature": asked.temperature,
+    }
+    if asked.max_tokens is not None:
+        body["max_tokens"] = asked.max_tokens
     said: list[Message] = [{"role": "system", "content": system}] if system else []
     for words in [question] if question is not None else _typed():
         said.append({"role": "user", "content": words})
         answer = ""
-        for piece in server.stream({**asked, "messages": said}):
+        for piece in server.stream({**body, "messages": said}):
             answer += piece
             print(piece, end="", flush=True)
         print()
         said.append({"role": "assistant", "content": answer})
 
 
-def _server(
-    port: int | None, run_dir: Path | None, url: str | None, key: str, certificate: str
-) -> ChatServer:
+def _server(asked: ChatOptions) -> ChatServer:
     """Return the server that the options name; a port suffices if its run folder is not known."""
+    key, url = asked.api_key, asked.url
+    certificate = str(asked.cacert) if asked.cacert else ""
     if url is None:
-        access = find_admin(run_dir) if port is None else admin_on(port)
+        access = find_admin(asked.run_dir) if asked.port is None else admin_on(asked.port)
         if access is not None:
             return ChatServer(access.url, key, access.certificate, is_own=True)
-        url = f"{'https' if certificate else 'http'}://127.0.0.1:{port}"
+        url = f"{'https' if certificate else 'http'}://127.0.0.1:{asked.port}"
     return ChatServer(url, key, certificate, is_own=False)
 
 
@@ -170,3 +171,6 @@ def _typed() -> Iterator[str]:
         if not words:
             return
         yield words
+
+
+app = App(chat)

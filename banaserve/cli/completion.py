@@ -7,10 +7,8 @@ options of the installed version. Without candidates, shells offer files.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
-from typing import Any
 
 from banaserve.errors import UserError
 
@@ -42,20 +40,6 @@ Print a script that lets SHELL ({_SHELLS}) complete banaserve's commands and opt
   fish   banaserve completion fish > ~/.config/fish/completions/banaserve.fish"""
 
 
-@dataclass(frozen=True, slots=True)
-class CommandWords:
-    """Words that may follow a command.
-
-    Attributes:
-        commands: Names of the command's sub-commands.
-        options: Values that each option takes: None if it takes no value, an empty sequence if
-            they cannot be listed.
-    """
-
-    commands: Sequence[str] = ()
-    options: Mapping[str, Sequence[str] | None] = field(default_factory=dict)
-
-
 def completion_command(argv: Sequence[str]) -> int:
     """Print a shell's script, or candidates for a completion; return the exit code.
 
@@ -81,50 +65,33 @@ def candidates(words: Sequence[str]) -> list[str]:
         words: Words after ``banaserve``; the last one, which may be empty, is to be completed.
     """
     *before, begun = words or [""]
-    known = _words_after(before)
-    values = known.options.get(before[-1]) if before else None
-    if values is None:
-        values = list(known.options) if begun.startswith("-") else known.commands
+    commands, options = _words_after(before)
+    action = options.get(before[-1]) if before else None
+    if action is not None and action.nargs != 0:
+        values = [str(one) for one in action.choices or ()]
+    else:
+        values = [*(options if begun.startswith("-") else commands)]
     return [value for value in values if value.startswith(begun)]
 
 
-def _words_after(words: Sequence[str]) -> CommandWords:
+def _words_after(words: Sequence[str]) -> tuple[Iterable[str], Mapping[str, argparse.Action]]:
+    """Return the sub-commands, and the options by name, that may follow ``words``."""
     from banaserve.cli.bench import BENCHMARKS
     from banaserve.cli.main import COMMANDS
 
     if not words:
-        return CommandWords([*COMMANDS, "--help", "--version"])
+        return [*COMMANDS, "--help", "--version"], {}
     name, *rest = words
     if name not in COMMANDS:
-        return CommandWords()
+        return (), {}
     if name == "bench" and not (rest and rest[0] in BENCHMARKS):
-        return CommandWords([*BENCHMARKS])
+        return BENCHMARKS, {}
     if name == "completion":
-        return CommandWords([*SCRIPTS])
+        return SCRIPTS, {}
     command = COMMANDS[name]
-    if command.attribute == "app":
-        return _of_typer(getattr(import_module(command.module), command.attribute), rest)
     module = import_module(BENCHMARKS[rest[0]].module if name == "bench" else command.module)
-    return _of_parser(module.make_parser()) if hasattr(module, "make_parser") else CommandWords()
-
-
-def _of_parser(parser: argparse.ArgumentParser) -> CommandWords:
-    options: dict[str, Sequence[str] | None] = {}
-    for action in parser._actions:
-        values = None if action.nargs == 0 else [str(one) for one in action.choices or ()]
-        options |= dict.fromkeys(action.option_strings, values)
-    return CommandWords(options=options)
-
-
-def _of_typer(app: Any, words: Sequence[str]) -> CommandWords:
-    from typer.core import TyperOption
-    from typer.main import get_command
-
-    command: Any = get_command(app)
-    for word in words:
-        command = getattr(command, "commands", {}).get(word, command)
-    options: dict[str, Sequence[str] | None] = {"--help": None}
-    for one in command.params:
-        if isinstance(one, TyperOption):
-            options |= dict.fromkeys([*one.opts, *one.secondary_opts], None if one.is_flag else ())
-    return CommandWords([*getattr(command, "commands", {})], options)
+    if command.attribute == "app":
+        word = rest[0] if rest and rest[0] in module.app.commands else ""
+        parser = module.app.parser(f"banaserve {name}", word)
+        return () if word else module.app.commands, parser.options()
+    return (), module.make_parser().options() if hasattr(module, "make_parser") else {}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -19,6 +20,13 @@ def print_error(message: str) -> None:
     """Print ``message`` as one line on standard error."""
     prefix = "\033[31mbanaserve:\033[0m" if sys.stderr.isatty() else "banaserve:"
     print(prefix, " ".join(message.split()), file=sys.stderr, flush=True)
+
+
+def print_json(found: Any) -> None:
+    """Print messages, or a structure of them, as indented JSON."""
+    import msgspec
+
+    print(json.dumps(msgspec.to_builtins(found), indent=2))
 
 
 def timed(terminal: TextIO) -> Say:

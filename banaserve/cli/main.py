@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple, ParamSpec
+from typing import NamedTuple, ParamSpec
 
 from banaserve.cli.console import print_error
 from banaserve.errors import BanaServeError, UserError
@@ -39,7 +39,7 @@ class Command(NamedTuple):
     """Sub-command, whose module is imported only when it runs, to save imports.
 
     Attributes:
-        attribute: Name of a typer app, or of a function that takes the remaining arguments
+        attribute: Name of an ``App``, or of a function that takes the remaining arguments
             unchanged and returns an exit code.
     """
 
@@ -153,6 +153,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     try:
         return _dispatch(given)
+    except SystemExit:  # help has been printed
+        sys.stdout.flush()
+        raise
     except OSError as error:
         # A fallback: a command's own message about a path says more.
         if error.filename is None or not _names(given, os.fspath(error.filename)):
@@ -174,19 +177,8 @@ def _dispatch(argv: list[str]) -> int:
     command = COMMANDS[name]
     target = getattr(import_module(command.module), command.attribute)
     if command.attribute == "app":
-        return _run_typer(target, name, argv[1:])
+        return int(target.run(f"banaserve {name}", argv[1:]))
     return int(target(argv[1:]))
-
-
-def _run_typer(app: Any, name: str, argv: list[str]) -> int:
-    try:
-        result = app(args=argv, prog_name=f"banaserve {name}", standalone_mode=False)
-    except Exception as error:
-        # typer brings its own click or uses the installed one, depending on its version.
-        if not hasattr(error, "format_message"):
-            raise
-        raise UserError(f"{error.format_message()} (see `banaserve {name} --help`)") from None
-    return result if isinstance(result, int) else 0
 
 
 def _names(argv: Sequence[str], path: str) -> bool:

@@ -5,46 +5,49 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from argparse import SUPPRESS
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from banaserve.access.key_files import key_of
+from banaserve.access.key_files import CLUSTER_KEY_VARIABLE, key_option
+from banaserve.arguments import option
+from banaserve.cli.app import App
 from banaserve.cli.console import timed
 from banaserve.cli.quiet import quiet
 from banaserve.net.addresses import host_and_port
 from banaserve.net.descriptors import raise_descriptor_limit
-from banaserve.nodes.options import KEY_VARIABLE, key_from_environment
 from banaserve.platform.processes import die_with_parent
 from banaserve.run_dir import open_run_dir
 
 if TYPE_CHECKING:
     from banaserve.nodes.agent import NodeAgent
 
-app = typer.Typer(name="node", help="Run engines of a server elsewhere.", add_completion=False)
+
+@dataclass(frozen=True, kw_only=True)
+class AgentOptions:
+    """Options of ``banaserve node``.
+
+    Attributes:
+        ready_fd: File descriptor that gets the port when the agent listens; -1 for none.
+        die_with: Process with which the agent ends; 0 for none.
+    """
+
+    listen: str = option("where the server reaches this node", metavar="HOST:PORT")
+    cluster_key: str = key_option(
+        "--cluster-key",
+        "",
+        f"file with the key that this node and its server share (${CLUSTER_KEY_VARIABLE})",
+        CLUSTER_KEY_VARIABLE,
+    )
+    run_dir: Path | None = option(
+        "folder of logs (a new one below the state directory)", None, Path
+    )
+    ready_fd: int = option(SUPPRESS, -1)
+    die_with: int = option(SUPPRESS, 0)
 
 
-@app.command()
-def node(
-    listen: Annotated[
-        str,
-        typer.Option(help="Where the server reaches this node.", metavar="HOST:PORT"),
-    ],
-    cluster_key_file: Annotated[
-        Path | None,
-        typer.Option(
-            help=f"Holds the key that this node and its server share; {KEY_VARIABLE}.",
-            metavar="FILE",
-        ),
-    ] = None,
-    run_dir: Annotated[
-        Path | None,
-        typer.Option(help="Where logs go (a fresh folder under the state directory)."),
-    ] = None,
-    ready_fd: Annotated[int, typer.Option(hidden=True)] = -1,
-    die_with: Annotated[int, typer.Option(hidden=True)] = 0,
-) -> None:
+def node(asked: AgentOptions) -> None:
     """Run engines, guests and a store for one server at a time, until Ctrl-C.
 
     Anyone who knows the key can run code on this machine, as on the server's own.
@@ -52,15 +55,14 @@ def node(
     from banaserve.nodes.agent import NodeAgent
     from banaserve.nodes.credentials import ClusterCredentials
 
-    if die_with:
-        die_with_parent(die_with)
-    host, port = host_and_port("--listen", listen, least_port=0)
-    key = key_of("--cluster-key", None, cluster_key_file, key_from_environment())
-    credentials = ClusterCredentials.of(key)
+    if asked.die_with:
+        die_with_parent(asked.die_with)
+    host, port = host_and_port("--listen", asked.listen, least_port=0)
+    credentials = ClusterCredentials.of(asked.cluster_key)
     raise_descriptor_limit()
-    with open_run_dir(run_dir) as run, quiet(run.logs / "node.log") as terminal:
+    with open_run_dir(asked.run_dir) as run, quiet(run.logs / "node.log") as terminal:
         agent = NodeAgent(credentials, run, timed(terminal))
-        asyncio.run(_until_stopped(agent, host, port, ready_fd))
+        asyncio.run(_until_stopped(agent, host, port, asked.ready_fd))
 
 
 async def _until_stopped(agent: NodeAgent, host: str, port: int, ready_fd: int) -> None:
@@ -74,3 +76,6 @@ async def _until_stopped(agent: NodeAgent, host: str, port: int, ready_fd: int) 
             os.close(ready_fd)
 
     await agent.serve(host, port, stop, tell)
+
+
+app = App(node)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from banaserve.access.key_files import key_of, keys_of
-from banaserve.arguments import Parser, read_pair
+from banaserve.access.key_files import key_option
+from banaserve.arguments import Formatter, Options, Parser, option, pairs, values_of
 from banaserve.balancer.balancer import Balancer, max_connections
 from banaserve.balancer.config import (
     BalancerSettings,
@@ -28,6 +28,80 @@ from banaserve.orchestrator.replicas import registry
 from banaserve.plugins import PluginGroup
 
 _DEFAULTS = BalancerSettings()
+_LIMITS = _DEFAULTS.limits
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouteOptions:
+    """Options of ``banaserve route``; fields have the names of the balancer's settings."""
+
+    config: Path | None = option(
+        "TOML or YAML, instead of all other options", None, Path, metavar="FILE"
+    )
+    replica: tuple[str, ...] = option("one server; repeat for several", (), metavar="URL")
+    policy: str = option("{names}", _DEFAULTS.policy.name)
+    preset: str = option("set of the policy's options to start from", "")
+    policy_options: Options = pairs(
+        "option of the policy; repeat for several",
+        name="--policy-option",
+    )
+    seed: int = option("seed of the policy's random choices", 0)
+    host: str = option("address to listen at; other than loopback needs --api-key", _DEFAULTS.host)
+    port: int = option("port to listen at", _DEFAULTS.port, metavar="PORT")
+    api_keys: tuple[str, ...] = key_option(
+        "--api-key",
+        "key that clients need; BANASERVE_API_KEY",
+        "file with such keys, one a line",
+        "BANASERVE_API_KEY",
+        is_repeated=True,
+    )
+    replica_key: str = key_option(
+        "--replica-key",
+        "key sent to replicas; BANASERVE_REPLICA_KEY",
+        "file with that key",
+        "BANASERVE_REPLICA_KEY",
+    )
+    max_body: str = option("size of one request's body", _LIMITS.max_body, name="--max-body-size")
+    max_connections: int = option("connections of clients", _LIMITS.max_connections)
+    max_connections_per_address: int = option(
+        "connections from one address without a key (0: a quarter)", 0
+    )
+    max_requests: int = option(
+        "requests under way at once", _LIMITS.max_requests, name="--max-concurrent-requests"
+    )
+    max_queue: int = option("waiting requests", _LIMITS.max_queue)
+    max_outstanding: int = option("requests at a replica at a time; 0: no limit", 0)
+    queue_timeout_s: float = option("time to wait for a replica", _LIMITS.queue_timeout_s)
+    request_timeout_s: float = option("time for a whole request", _LIMITS.request_timeout_s)
+    body_timeout_s: float = option("time for a request's body", _LIMITS.body_timeout_s)
+    ssl_certfile: str = option("serve HTTPS; read again on change", "", metavar="FILE")
+    ssl_keyfile: str = option("its key, where in a file of its own", "", metavar="FILE")
+    replica_ca: str = option("authorities of https:// replicas", "", metavar="FILE")
+    decision_log: str = option("file that gets one JSON line a request", "", metavar="FILE")
+    traces: str = option("OTLP collector, such as http://HOST:4318", "", metavar="URL")
+    health_path: str = option("path that probes of replicas ask for", _DEFAULTS.health.path)
+    health_interval_s: float = option("time between two probes", _DEFAULTS.health.interval_s)
+
+    def settings(self) -> BalancerSettings:
+        """Return the settings of the balancer."""
+        own = {"policy", "limits", "health", "replicas"}
+        return BalancerSettings(
+            **self._alike(BalancerSettings, own),
+            policy=PolicySettings(
+                name=self.policy,
+                preset=self.preset,
+                options=dict(self.policy_options),
+                seed=self.seed,
+            ),
+            replicas=tuple(ReplicaSettings(url=url) for url in self.replica),
+            limits=LimitSettings(**self._alike(LimitSettings)),
+            health=HealthSettings(path=self.health_path, interval_s=self.health_interval_s),
+        )
+
+    def _alike(self, kind: Any, without: Set[str] = frozenset()) -> dict[str, Any]:
+        """Return the values of the fields that ``kind`` has too."""
+        names = set(kind.__struct_fields__) - without
+        return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
 
 def route_command(argv: Sequence[str]) -> int:
@@ -37,8 +111,8 @@ def route_command(argv: Sequence[str]) -> int:
         UserError: An error that the user can correct.
     """
     use_plugins(PluginGroup.REPLICA_POLICIES)
-    known = make_parser().parse_args(argv)
-    settings = _from_file(argv, known.config) if known.config else _from_words(known)
+    asked = parse(argv)
+    settings = _from_file(argv, asked.config) if asked.config else asked.settings()
     settings.check()
     warn_of_rivalries((PluginGroup.REPLICA_POLICIES, settings.policy.name))
     if not settings.replicas and not settings.peers:
@@ -57,7 +131,7 @@ def route_command(argv: Sequence[str]) -> int:
         say(f"{allowed} connections of clients at most: file descriptors (ulimit -n) allow no more")
     with listening(settings.host, settings.port) as sock:
         say(f"looking at {len(settings.replicas)} replicas and {len(settings.peers)} peers")
-        code = server.run(make, sock, lambda: _banner(balancers[0]), known.config)
+        code = server.run(make, sock, lambda: _banner(balancers[0]), asked.config)
     say("ended")
     return code
 
@@ -69,86 +143,26 @@ def _from_file(argv: Sequence[str], path: Path) -> BalancerSettings:
     return read_settings(path)
 
 
-def _from_words(known: argparse.Namespace) -> BalancerSettings:
-    from_env = [key for key in [os.environ.get("BANASERVE_API_KEY", "")] if key]
-    options = dict(read_pair("--policy-option", text) for text in known.policy_option)
-    return BalancerSettings(
-        host=known.host,
-        port=known.port,
-        api_keys=keys_of("--api-key", known.api_key, known.api_key_file, from_env),
-        replica_key=key_of(
-            "--replica-key",
-            known.replica_key,
-            known.replica_key_file,
-            os.environ.get("BANASERVE_REPLICA_KEY", ""),
-        ),
-        policy=PolicySettings(
-            name=known.policy, preset=known.preset, options=options, seed=known.seed
-        ),
-        decision_log=known.decision_log,
-        traces=known.traces,
-        ssl_certfile=known.ssl_certfile,
-        ssl_keyfile=known.ssl_keyfile,
-        replica_ca=known.replica_ca,
-        replicas=tuple(ReplicaSettings(url=url) for url in known.replica),
-        limits=LimitSettings(
-            max_body=known.max_body_size,
-            max_connections=known.max_connections,
-            max_connections_per_address=known.max_connections_per_address,
-            max_requests=known.max_concurrent_requests,
-            max_queue=known.max_queue,
-            max_outstanding=known.max_outstanding,
-            queue_timeout_s=known.queue_timeout,
-            request_timeout_s=known.request_timeout,
-            body_timeout_s=known.body_timeout,
-        ),
-        health=HealthSettings(path=known.health_path, interval_s=known.health_interval),
-    )
+def parse(argv: Sequence[str]) -> RouteOptions:
+    """Return the options in the words after ``banaserve route``.
+
+    Raises:
+        UserError: A word is invalid.
+    """
+    return RouteOptions(**values_of(RouteOptions, make_parser().parse_args(list(argv))))
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """Return the parser of the command's options."""
-    limits, health = _DEFAULTS.limits, _DEFAULTS.health
     parser = Parser(
         prog="banaserve route",
+        usage="banaserve route [options]",
         description="Balance requests over OpenAI-compatible replicas (banaserve, vLLM, SGLang).",
         epilog="banaserve route --replica http://10.0.0.1:8000 --replica http://10.0.0.2:8000",
         allow_abbrev=False,
+        formatter_class=Formatter,
     )
-    add = parser.add_argument
-    add("--config", type=Path, metavar="FILE", help="TOML or YAML, instead of all other options")
-    add("--replica", action="append", default=[], metavar="URL", help="one server; repeat")
-    add("--policy", default=_DEFAULTS.policy.name, help=", ".join(registry.names()))
-    add("--preset", default="", help="the policy's set of options to start from")
-    add("--policy-option", action="append", default=[], metavar="KEY=VALUE", help="repeat")
-    add("--seed", type=int, default=0, help="of the policy's random choices")
-    add("--host", default=_DEFAULTS.host, help="other than loopback needs --api-key (%(default)s)")
-    add("--port", type=int, default=_DEFAULTS.port, help="(%(default)s)")
-    add("--api-key", action="append", default=[], help="clients need one; BANASERVE_API_KEY")
-    add("--api-key-file", type=Path, metavar="FILE", help="holds such keys, one a line")
-    add("--replica-key", help="sent to replicas; BANASERVE_REPLICA_KEY")
-    add("--replica-key-file", type=Path, metavar="FILE", help="holds that key")
-    add("--max-body-size", default=limits.max_body, help="of one request (%(default)s)")
-    add("--max-connections", type=int, default=limits.max_connections, help="(%(default)s)")
-    add(
-        "--max-connections-per-address",
-        type=int,
-        default=0,
-        help="of these, from one address without a key (0: a quarter)",
-    )
-    add("--max-concurrent-requests", type=int, default=limits.max_requests, help="(%(default)s)")
-    add("--max-queue", type=int, default=limits.max_queue, help="waiting requests (%(default)s)")
-    add("--max-outstanding", type=int, default=0, help="at a replica at a time; 0: no limit")
-    add("--queue-timeout", type=float, default=limits.queue_timeout_s, help="s (%(default)s)")
-    add("--request-timeout", type=float, default=limits.request_timeout_s, help="s (%(default)s)")
-    add("--body-timeout", type=float, default=limits.body_timeout_s, help="s (%(default)s)")
-    add("--ssl-certfile", default="", metavar="FILE", help="serve HTTPS; read again on change")
-    add("--ssl-keyfile", default="", metavar="FILE", help="its key, where in a file of its own")
-    add("--replica-ca", default="", metavar="FILE", help="authorities of https:// replicas")
-    add("--decision-log", default="", metavar="FILE", help="one JSON line a request")
-    add("--traces", default="", metavar="URL", help="OTLP collector, such as http://HOST:4318")
-    add("--health-path", default=health.path, help="of replicas (%(default)s)")
-    add("--health-interval", type=float, default=health.interval_s, help="s (%(default)s)")
+    parser.add_options(RouteOptions, {"--policy": registry.names()})
     return parser
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from banaserve.arguments import AT_LEAST_1, argument, option
 from banaserve.bench.results.digits import interval_text, row
-from banaserve.cli.console import print_rows
+from banaserve.cli.app import App
+from banaserve.cli.console import print_json, print_rows
 from banaserve.cli.plugins import use_plugins, warn_of_rivalries
 from banaserve.controller.simulated_log import SimulatedLog
 from banaserve.costs import profile as profiles
@@ -28,8 +29,6 @@ from banaserve.sim.request import SimRequest
 from banaserve.sim.result import SIMULATED
 from banaserve.sim.run import judged, simulate
 from banaserve.sim.system import KINDS
-
-app = typer.Typer(name="simulate", add_completion=False)
 
 _EXIT_GOAL_MISSED = 1
 _TELL_EVERY = 256
@@ -56,148 +55,124 @@ _MOST_MOVES = 20
 """Maximum number of moves shown for each system; JSON has all."""
 
 
-@app.command()
-def simulate_command(
-    target: Annotated[
-        str,
-        typer.Argument(
-            help="A case, a .toml file with one, a trace (Mooncake, Azure), a file of lengths, "
-            "or alpaca or longbench: their lengths."
-        ),
-    ] = "",
-    show_list: Annotated[bool, typer.Option("--list", help="Show what comes with it.")] = False,
-    system: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="One to run, several times for several; else all of a case, or colocated, static "
-            "and elastic."
-        ),
-    ] = None,
-    policy: Annotated[
-        str | None, typer.Option(help=f"Of migration: {', '.join(names())}, or a plugin.")
-    ] = None,
-    profile: Annotated[str | None, typer.Option(help="A name, or a .toml file.")] = None,
-    pd: Annotated[
-        str | None,
-        typer.Option(
-            "--pd",
-            metavar="P:D",
-            help="Prefill and decode instances; the colocated system has as many in all (2:2).",
-        ),
-    ] = None,
-    instances: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="N instances that begin as both; the static system splits them in halves.",
-        ),
-    ] = None,
-    colocated: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="N instances that do both; without --system the colocated system alone.",
-        ),
-    ] = None,
-    slo_ttft: Annotated[
-        float | None,
-        typer.Option(
-            metavar="S",
-            help="Longest time to first token of a request that is served well, in seconds (2; "
-            "of a case: its own).",
-        ),
-    ] = None,
-    slo_tpot: Annotated[
-        float | None,
-        typer.Option(
-            metavar="S",
-            help="Longest mean time of an output token after the first, in seconds (0.1; of a "
-            "case: its own).",
-        ),
-    ] = None,
-    rps: Annotated[float | None, typer.Option(help="Mean requests a second.")] = None,
-    arrivals: Annotated[str | None, typer.Option(help=", ".join(ARRIVALS))] = None,
-    duration: Annotated[float | None, typer.Option(help="Seconds in which requests come.")] = None,
-    variation: Annotated[float, typer.Option(help="Of the gaps of bursts.")] = 4.0,
-    swing: Annotated[float, typer.Option(help="Of a diurnal rate, in [0, 1).")] = 0.8,
-    speed: Annotated[float | None, typer.Option(help="How many times faster a trace runs.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Requests of a trace that are used.")] = None,
-    max_output_tokens: Annotated[
-        int | None, typer.Option(help="Longer answers are cut; for lengths that are drawn.")
-    ] = None,
-    seeds: Annotated[int, typer.Option(help="Number of runs, each with the next seed.")] = 1,
-    seed: Annotated[int | None, typer.Option(help="The first seed.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
-    chrome_trace: Annotated[
-        Path | None, typer.Option(help="Write steps, requests and moves of the first seed there.")
-    ] = None,
-    decision_log: Annotated[
-        Path | None,
-        typer.Option(help="Write decisions of the first seed there, for `banaserve ui --replay`."),
-    ] = None,
-) -> int:
+@dataclass(frozen=True, kw_only=True)
+class SimulateOptions:
+    """Options of ``banaserve simulate``."""
+
+    target: str = argument(
+        "a case, a .toml file with one, a trace (Mooncake, Azure), a file of lengths, or alpaca or "
+        "longbench: their lengths",
+        "",
+    )
+    show_list: bool = option("show what comes with it", False, name="--list")
+    system: tuple[str, ...] = option(
+        "one to run, several times for several; else all of a case, or colocated, static and "
+        "elastic",
+        (),
+    )
+    policy: str | None = option(
+        f"policy of migration: {', '.join(names())}, or a plugin", None, metavar="NAME"
+    )
+    profile: str | None = option("a name, or a .toml file", None)
+    pd: tuple[int, int] | None = option(
+        "prefill and decode instances; the colocated system has as many in all (2:2)",
+        None,
+        lambda text: _pair(text),
+        metavar="P:D",
+    )
+    instances: int | None = option(
+        "N instances that begin as both; the static system splits them in halves",
+        None,
+        int,
+        rule=AT_LEAST_1,
+    )
+    colocated: int | None = option(
+        "N instances that do both; without --system the colocated system alone",
+        None,
+        int,
+        rule=AT_LEAST_1,
+    )
+    slo_ttft_s: float | None = option(
+        "longest time to first token of a request that is served well (2; of a case: its own)",
+        None,
+        float,
+    )
+    slo_tpot_s: float | None = option(
+        "longest mean time of an output token after the first (0.1; of a case: its own)",
+        None,
+        float,
+    )
+    rps: float | None = option("mean requests a second", None, float)
+    arrivals: str | None = option(", ".join(ARRIVALS), None)
+    duration_s: float | None = option("time in which requests come", None, float)
+    variation: float = option("variation of the gaps of bursts", 4.0)
+    swing_fraction: float = option("swing of a diurnal rate, in [0, 1)", 0.8, name="--swing")
+    speed: float | None = option("factor by which a trace runs faster", None, float)
+    limit: int | None = option("requests of a trace that are used", None, int)
+    max_output_tokens: int | None = option(
+        "longer answers are cut; for lengths that are drawn", None, int
+    )
+    seeds: int = option("number of runs, each with the next seed", 1)
+    seed: int | None = option("the first seed", None, int)
+    as_json: bool = option("print the results as JSON", False, name="--json")
+    chrome_trace: Path | None = option(
+        "write steps, requests and moves of the first seed there", None, Path, metavar="FILE"
+    )
+    decision_log: Path | None = option(
+        "write decisions of the first seed there, for `banaserve ui --replay`",
+        None,
+        Path,
+        metavar="FILE",
+    )
+
+    def asked(self) -> AskedSystem:
+        """Return the system, the load and the limits that the options name."""
+        if sum(one is not None for one in (self.pd, self.instances, self.colocated)) > 1:
+            raise UserError("give one of --pd, --instances and --colocated")
+        prefill, decode = self.pd or (None, None)
+        is_colocated = self.colocated is not None
+        alike = {one.name for one in fields(self)} & {one.name for one in fields(AskedSystem)}
+        given = {name: getattr(self, name) for name in alike}
+        return AskedSystem(
+            **{**given, "instances": self.colocated if is_colocated else self.instances},
+            systems=self.system or (("colocated",) if is_colocated else ()),
+            prefill=prefill,
+            decode=decode,
+        )
+
+
+def simulate_command(options: SimulateOptions) -> int:
     """Simulate systems under a load, in virtual time; no engine runs."""
     use_plugins(PluginGroup.ROUTING_POLICIES, PluginGroup.MIGRATION_POLICIES)
-    if show_list:
+    if options.show_list:
         print_rows(listing_rows(), {})
         return 0
-    if not target:
+    if not options.target:
         raise UserError("give a case, a trace or a dataset (see `banaserve simulate --list`)")
-    if sum(one is not None for one in (pd, instances, colocated)) > 1:
-        raise UserError("give one of --pd, --instances and --colocated")
-    prefill, decode = _pair(pd)
-    asked = AskedSystem(
-        target=target,
-        systems=system or (("colocated",) if colocated is not None else ()),
-        policy=policy,
-        profile=profile,
-        prefill=prefill,
-        decode=decode,
-        instances=instances if colocated is None else colocated,
-        slo_ttft_s=slo_ttft,
-        slo_tpot_s=slo_tpot,
-        rps=rps,
-        arrivals=arrivals,
-        duration_s=duration,
-        variation=variation,
-        swing_fraction=swing,
-        speed=speed,
-        limit=limit,
-        max_output_tokens=max_output_tokens,
-    )
-    planned = job(asked)
+    planned = job(options.asked())
     systems = planned.systems.values()
     asked_names = [(PluginGroup.ROUTING_POLICIES, one.routing) for one in systems]
     asked_names += [(PluginGroup.MIGRATION_POLICIES, one.migration) for one in systems]
     warn_of_rivalries(*dict.fromkeys(asked_names))
-    return _compare(planned, seeds, seed, as_json, chrome_trace, decision_log)
+    return _compare(planned, options)
 
 
-def _compare(
-    planned: SimulationJob,
-    seeds: int,
-    seed: int | None,
-    as_json: bool,
-    chrome_trace: Path | None,
-    decision_log: Path | None,
-) -> int:
+def _compare(planned: SimulationJob, options: SimulateOptions) -> int:
     """Run the job and show its results; return the exit code."""
-    if seeds < 1:
-        raise UserError(f"seeds is {seeds}: give 1 or more")
-    first = planned.seed if seed is None else seed
+    if options.seeds < 1:
+        raise UserError(f"seeds is {options.seeds}: give 1 or more")
+    first = planned.seed if options.seed is None else options.seed
     trace = None
-    if chrome_trace is not None:
+    if options.chrome_trace is not None:
         trace = ChromeTrace()
         # Written first, so that a path that cannot be written is reported before the work.
-        trace.write(chrome_trace)
-    log = _decision_log(planned, decision_log)
-    outcomes = _run(planned, range(first, first + seeds), trace, log)
-    if trace is not None and chrome_trace is not None:
-        trace.write(chrome_trace)
-    if as_json:
-        typer.echo(json.dumps(_as_json(planned, outcomes), indent=2))
+        trace.write(options.chrome_trace)
+    log = _decision_log(planned, options.decision_log)
+    outcomes = _run(planned, range(first, first + options.seeds), trace, log)
+    if trace is not None and options.chrome_trace is not None:
+        trace.write(options.chrome_trace)
+    if options.as_json:
+        print_json(_as_json(planned, outcomes))
     else:
         _show(planned, outcomes)
     if log is not None:
@@ -223,9 +198,7 @@ def _deciding(planned: SimulationJob) -> list[str]:
     return [name for name, one in planned.systems.items() if one.migration != "still"]
 
 
-def _pair(pd: str | None) -> tuple[int | None, int | None]:
-    if pd is None:
-        return None, None
+def _pair(pd: str) -> tuple[int, int]:
     prefill, _, decode = pd.partition(":")
     if not (prefill.isdecimal() and decode.isdecimal()):
         raise UserError(f"pd is {pd}: give P:D, such as 2:2")
@@ -295,15 +268,15 @@ def _as_json(planned: SimulationJob, outcomes: list[dict[str, Any]]) -> dict[str
 
 
 def _show(planned: SimulationJob, outcomes: list[dict[str, Any]]) -> None:
-    typer.echo(f"{planned.name}: {planned.about}")
-    typer.echo(f"{SIMULATED}; profile {planned.profile.name} ({planned.profile.source})")
-    typer.echo()
+    print(f"{planned.name}: {planned.about}")
+    print(f"{SIMULATED}; profile {planned.profile.name} ({planned.profile.source})")
+    print()
     print_rows(result_rows(outcomes), {})
     if moves := move_rows(outcomes[0]):
-        typer.echo()
+        print()
         print_rows(moves, {})
     if goals := goal_rows(outcomes):
-        typer.echo()
+        print()
         print_rows(goals, {"reached": "green", "missed": "bold red"})
 
 
@@ -373,3 +346,6 @@ def listing_rows() -> list[Row]:
     }
     rows += [("system", name, told[name]) for name in KINDS]
     return rows
+
+
+app = App(simulate_command)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 
+from banaserve.access.key_files import CLUSTER_KEY_VARIABLE
 from banaserve.config import ServeConfig
 from banaserve.errors import UserError
 from banaserve.net.addresses import host_and_port
 from banaserve.nodes.credentials import MIN_KEY_BYTES
-
-KEY_VARIABLE = "BANASERVE_CLUSTER_KEY"
-"""Environment variable with the cluster's key, for the case that no key file is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +51,5 @@ class NodeOptions:
         if self.addresses and len(self.key.encode()) < MIN_KEY_BYTES:
             raise UserError(
                 f"nodes need a key of {MIN_KEY_BYTES} characters or more, the same as their "
-                f"agents have: give --cluster-key-file or set {KEY_VARIABLE}"
+                f"agents have: give --cluster-key-file or set {CLUSTER_KEY_VARIABLE}"
             )
-
-
-def key_from_environment() -> str:
-    """Return the key in ``KEY_VARIABLE``; empty if the variable is not set."""
-    return os.environ.get(KEY_VARIABLE, "")

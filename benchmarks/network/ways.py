@@ -16,12 +16,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from banaserve.access.key_files import PEER_KEY_VARIABLE
 from banaserve.bench.loadgen.servers import end_with_parent
 from banaserve.errors import UserError
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.interface import Lookup, Slot
-from banaserve.kvstore.peers.options import KEY_VARIABLE
 from benchmarks.network.hosts import Host
 
 STORE_PORT, STREAM_PORT = 7100, 7200
@@ -97,7 +97,7 @@ class StoreWay:
                 pass_fds=[writable],
                 stdout=log,
                 stderr=log,
-                env={**os.environ, KEY_VARIABLE: _KEY},
+                env={**os.environ, PEER_KEY_VARIABLE: _KEY},
             )
         stack.callback(process.wait)
         stack.callback(process.kill)

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import yaml
 
-from banaserve.cli.serve.options.command_line import parse_serve_argv
+from banaserve.cli.serve.command_line import parse_serve_argv
 from banaserve.errors import UserError
 from docs.repository.dashboard_queries import DASHBOARD
 from docs.repository.findings import ROOT, Finding, at

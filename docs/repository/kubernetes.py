@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import typer
 import yaml
 
 from banaserve.cli.node import app
-from banaserve.cli.serve.options.command_line import parse_serve_argv
+from banaserve.cli.serve.command_line import parse_serve_argv
 from banaserve.errors import UserError
 from docs.repository.findings import ROOT, Finding, at
 
@@ -30,7 +29,7 @@ def findings() -> Iterator[Finding]:
         try:
             yield from _leader(Path(folder))
             yield from _worker(Path(folder))
-        except (UserError, typer.BadParameter) as error:
+        except UserError as error:
             yield at(LWS_FILE, "args:", str(error))
     for path, pod in pods():
         yield from pod_findings(path, pod)
@@ -81,12 +80,12 @@ def _leader(files: Path) -> Iterator[Finding]:
 
 def _worker(files: Path) -> Iterator[Finding]:
     command, *words = _arguments("worker", files)
-    parsed = typer.main.get_command(app).make_context("node", list(words))
+    _, options = app.parse("banaserve node", words)
     if [*_container("worker")["command"], command] != ["banaserve", "node"]:
         yield at(LWS_FILE, "command:", "a worker is no `banaserve node`")
-    if not parsed.params["cluster_key_file"].read_text():
+    if not options.cluster_key:
         yield at(LWS_FILE, "cluster-key-file", "a worker has no key")
-    port = parsed.params["listen"].rpartition(":")[2]
+    port = options.listen.rpartition(":")[2]
     named = [word for word in _container("leader")["args"] if word.startswith("--node=")]
     if {word.rpartition(":")[2] for word in named} != {port}:
         yield at(LWS_FILE, "--node=", f"workers listen at port {port}")

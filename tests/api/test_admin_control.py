@@ -18,7 +18,7 @@ from admin_server import AdminServer
 from banaserve.api.admin import AdminMiddleware
 from banaserve.cli.admin.decisions import lines_of
 from banaserve.cli.main import main
-from banaserve.cli.serve.options.command_line import parse_serve_argv
+from banaserve.cli.serve.command_line import parse_serve_argv
 from banaserve.controller.decision_format import pressure_words
 from banaserve.controller.schemas import (
     DecisionRecord,

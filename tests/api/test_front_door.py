@@ -29,7 +29,7 @@ from banaserve.api.auth import KeyMiddleware
 from banaserve.api.limits import BodyLimit, ConcurrencyLimit
 from banaserve.api.request_limits import TPOT_HEADER, TTFT_HEADER, RequestLimitsReader
 from banaserve.cli.serve import launch, needs
-from banaserve.cli.serve.options.command_line import parse_serve_argv
+from banaserve.cli.serve.command_line import parse_serve_argv
 from banaserve.cli.sockets import check_tls
 from banaserve.config import ServeConfig
 from banaserve.engine.vllm.client import request_limits, tenant

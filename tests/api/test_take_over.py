@@ -35,7 +35,7 @@ from banaserve.api.take_over import (
     SocketOffer,
     Take,
 )
-from banaserve.cli.serve.options.command_line import parse_serve_argv
+from banaserve.cli.serve.command_line import parse_serve_argv
 from banaserve.config import TakeOver
 from banaserve.errors import UserError
 from banaserve.run_dir import AdminAccess, find_offer, open_run_dir, write_admin

@@ -13,7 +13,7 @@ import urllib.request
 import pytest
 
 from banaserve.cli import main as cli
-from banaserve.cli.route import _from_words, make_parser
+from banaserve.cli.route import parse
 from ports import free_port
 
 REPLICA = ["--replica", "http://127.0.0.1:9"]
@@ -62,7 +62,7 @@ def test_keys_come_from_the_environment_where_the_line_has_none(monkeypatch):
 
 
 def read_argv(argv):
-    return _from_words(make_parser().parse_args(argv))
+    return parse(argv).settings()
 
 
 class _Replica(http.server.BaseHTTPRequestHandler):

@@ -9,7 +9,7 @@ import pytest
 from banaserve.access.key_files import key_of, keys_of, read_keys
 from banaserve.balancer.config import BalancerSettings
 from banaserve.cli import route
-from banaserve.cli.serve.options.command_line import parse_serve_argv
+from banaserve.cli.serve.command_line import parse_serve_argv
 from banaserve.errors import UserError
 
 
@@ -86,7 +86,7 @@ def test_options_of_route_name_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
     file = written(tmp_path, b"secret")
 
     def settings(*words: str) -> BalancerSettings:
-        return route._from_words(route.make_parser().parse_args(words))
+        return route.parse(words).settings()
 
     made = settings("--api-key-file", str(file), "--replica-key-file", str(file))
     assert (made.api_keys, made.replica_key) == (("secret",), "secret")

@@ -31,7 +31,7 @@ from banaserve.access.tenants import (
     tenant_terms,
 )
 from banaserve.api.auth import KeyMiddleware
-from banaserve.cli.serve.options.command_line import parse_serve_argv
+from banaserve.cli.serve.command_line import parse_serve_argv
 from banaserve.clock import WallClock
 from banaserve.engine.vllm import client as clients
 from banaserve.engine.vllm.client import tenant

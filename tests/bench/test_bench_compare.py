@@ -28,7 +28,7 @@ from banaserve.bench.serving.cell import CellId, Sent
 from banaserve.bench.serving.run import write_whole
 from banaserve.bench.serving.summary import Slo, Summary, summarize
 from banaserve.bench.serving.timeline import InstanceTimeline
-from banaserve.cli.serve.options.command_line import parse_serve_argv
+from banaserve.cli.serve.command_line import parse_serve_argv
 from banaserve.config import ServeConfig
 from banaserve.errors import UserError
 from banaserve.orchestrator.replicas import registry as replica_policies

@@ -13,10 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from banaserve.cli import main as cli
-from banaserve.cli.doctor.command import app as doctor
 from banaserve.cli.plugins import REGISTRIES
 from banaserve.cli.serve.command import serve_command
 from banaserve.errors import UserError
@@ -124,10 +122,11 @@ def test_simulate_runs_with_a_plugin(site: Path) -> None:
     assert (outcome["finished_fraction"], outcome["num_moves"]) == (1.0, 0)
 
 
-def test_the_doctor_lists_plugins(site: Path) -> None:
+def test_the_doctor_lists_plugins(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     routing_plugin(site)
     install(site, "acme", LACKING, {f"{TIER_GROUP}:x": "acme:Needy"})
-    lines = CliRunner().invoke(doctor, []).stdout.splitlines()
+    cli.main(["doctor"])
+    lines = capsys.readouterr().out.splitlines()
     found = [line for line in lines if line.startswith("plugin")]
     assert len(found) == 2
     assert "by_id of acme-routing 1.0 (banaserve.routing_policies)" in found[0]

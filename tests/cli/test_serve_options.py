@@ -16,7 +16,7 @@ import pytest
 from banaserve import models
 from banaserve.cli import main as cli
 from banaserve.cli.serve.command import check_config
-from banaserve.cli.serve.options.command_line import parse_serve_argv
+from banaserve.cli.serve.command_line import parse_serve_argv
 from banaserve.errors import UserError
 
 WRONG = [

@@ -6,7 +6,7 @@ import pytest
 
 from banaserve import models
 from banaserve.cli.main import main
-from banaserve.cli.serve.options.command_line import parse_serve_argv
+from banaserve.cli.serve.command_line import parse_serve_argv
 from banaserve.elastic.forecast_profile import forecast_profile
 
 OWN = ("--orchestrator-option", "profile=llama-3.1-8b-h100")

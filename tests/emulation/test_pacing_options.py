@@ -15,7 +15,7 @@ from banaserve.bench.loadgen import modelled_time
 from banaserve.bench.results.result import ModelledTime
 from banaserve.cli.main import main
 from banaserve.cli.serve import emulation
-from banaserve.cli.serve.options.command_line import parse_serve_argv
+from banaserve.cli.serve.command_line import parse_serve_argv
 from banaserve.config import MINIATURE, ServeConfig
 from banaserve.costs import miniatures
 from banaserve.costs import profile as profiles

@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from banaserve.access.key_files import PEER_KEY_VARIABLE
 from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.interface import Lookup
-from banaserve.kvstore.peers.options import KEY_VARIABLE
 from banaserve.kvstore.stats import StoreStats, TierReport
 from fingerprints import FINGERPRINT as SMALL
 from ports import held_port
@@ -65,7 +65,7 @@ class PeerStore:
         options = ["--poison-free-slots", "--listen", self.address]
         options += [f"--peer={peer.address}" for peer in peers]
         with self.log.open("ab") as log, pytest.MonkeyPatch.context() as patch:
-            patch.setenv(KEY_VARIABLE, key)
+            patch.setenv(PEER_KEY_VARIABLE, key)
             self.process = self._start(self.path, num_slots * SLOT_BYTES, *options, stderr=log)
         self._stack.callback(self.kill)
         self.client = StoreClient(self.path, FINGERPRINT, client_name=self._name, timeout_s=10.0)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.cli.serve.options.command_line import parse_serve_argv
+from banaserve.cli.serve.command_line import parse_serve_argv
 from banaserve.errors import UserError
 from banaserve.kvstore.daemon.attached_tier import attach
 from banaserve.kvstore.daemon.options import StoreOptions

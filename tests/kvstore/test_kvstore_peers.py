@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from banaserve.access.key_files import PEER_KEY_VARIABLE
 from banaserve.errors import UserError
 from banaserve.kvstore.admin import set_peers
 from banaserve.kvstore.client import StoreClient
@@ -27,7 +28,7 @@ from banaserve.kvstore.peers.messages import (
     message_of,
     reply_in,
 )
-from banaserve.kvstore.peers.options import KEY_VARIABLE, PeerOptions
+from banaserve.kvstore.peers.options import PeerOptions
 from banaserve.kvstore.peers.server import PeerServer
 from banaserve.transport.connect import over_tcp
 from banaserve.transport.service import MAX_STRANGERS, ConnectionPlaces
@@ -351,7 +352,7 @@ def test_the_key_is_on_no_command_line() -> None:
     words = options.arguments()
     assert words[-3:] == ["--listen=h:1", "--peer=h:2", "--peer=h:3"]
     assert KEY not in " ".join(words)
-    assert options.environment() == {KEY_VARIABLE: KEY}
+    assert options.environment() == {PEER_KEY_VARIABLE: KEY}
 
 
 def test_an_address_that_is_taken_is_one_line(tmp_path: Path, stack: ExitStack) -> None:

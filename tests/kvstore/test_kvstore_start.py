@@ -14,10 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from banaserve.cli.kvstore import app
-from banaserve.errors import UserError
+from banaserve.cli.main import main
 from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.daemon import process as daemon_process
 from banaserve.kvstore.daemon.server import DaemonConfig, StoreServer
@@ -178,20 +176,18 @@ os.read({readable}, 10)
     eventually(lambda: not path.exists())
 
 
-def test_status_and_clear(tmp_path: Path) -> None:
+def test_status_and_clear(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "store.sock"
-    cli = CliRunner()
     with running(path):
-        table = cli.invoke(app, ["status", "--socket", str(path)])
-        assert table.exit_code == 0
-        assert "0 B of 64 KiB used" in table.output
-        as_json = cli.invoke(app, ["status", "--socket", str(path), "--json"])
-        assert json.loads(as_json.output)["capacity_bytes"] == 64 * 1024
-        assert "dropped 0 blocks" in cli.invoke(app, ["clear", "--socket", str(path)]).output
+        assert main(["kvstore", "status", "--socket", str(path)]) == 0
+        assert "0 B of 64 KiB used" in capsys.readouterr().out
+        main(["kvstore", "status", "--socket", str(path), "--json"])
+        assert json.loads(capsys.readouterr().out)["capacity_bytes"] == 64 * 1024
+        main(["kvstore", "clear", "--socket", str(path)])
+        assert "dropped 0 blocks" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("verb", ["status", "clear"])
-def test_no_store_there(tmp_path: Path, verb: str) -> None:
-    result = CliRunner().invoke(app, [verb, "--socket", str(tmp_path / "store.sock")])
-    assert isinstance(result.exception, UserError)
-    assert "no KV cache store" in str(result.exception)
+def test_no_store_there(tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kvstore", verb, "--socket", str(tmp_path / "store.sock")]) == 2
+    assert "no KV cache store" in capsys.readouterr().err

@@ -255,7 +255,7 @@ EXPERTS = ("experts", "--from", "d0", "--to", "p0", "--layer", "5")
         ((*EXPERTS, "--load", "0.5"), "this model has no experts"),
         ((*EXPERTS, "--experts", "1"), "this model has no experts"),
         (("return", "--from", "d0", "--heads", "1"), "goes together"),
-        (("layers", "--from", "d0"), "see `banaserve migrate --help`"),
+        (("layers", "--from", "d0"), "see banaserve migrate layers --help"),
     ],
 )
 def test_what_is_refused_is_one_line_and_exit_code_2(banaserve, capsys, argv, words):
@@ -394,7 +394,7 @@ def test_the_client_waits_for_the_end(server):
 
 
 def test_serve_options(monkeypatch):
-    from banaserve.cli.serve.options.command_line import parse_serve_argv
+    from banaserve.cli.serve.command_line import parse_serve_argv
 
     monkeypatch.delenv("BANASERVE_ADMIN_KEY", raising=False)
     config = parse_serve_argv(["--migration", "off", "--admin-key", "a", "--api-key", "b"])

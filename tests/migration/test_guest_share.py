@@ -171,7 +171,7 @@ def test_the_kernel_tells_what_threads_wait() -> None:
 
 
 def test_the_option(monkeypatch: Any) -> None:
-    from banaserve.cli.serve.options.command_line import parse_serve_argv
+    from banaserve.cli.serve.command_line import parse_serve_argv
 
     monkeypatch.delenv("BANASERVE_ADMIN_KEY", raising=False)
     assert parse_serve_argv(["--migration-guest-share", "0.4"]).migration_guest_share == 0.4

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from banaserve.api import serving
-from banaserve.cli.serve.options.command_line import parse_serve_argv
+from banaserve.cli.serve.command_line import parse_serve_argv
 from banaserve.elastic.arrangement import arrangements
 from banaserve.elastic.options import ElasticOptions
 from banaserve.elastic.planning import changes_of

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import psutil
 
-from banaserve.nodes.options import KEY_VARIABLE
+from banaserve.access.key_files import CLUSTER_KEY_VARIABLE
 from fork_server import ForkedProcess
 from observing import until
 from process_tree import ProcessTree
@@ -62,7 +62,7 @@ class NodeRun:
         self._terminal = folder.with_suffix(".out")
         command = ["banaserve", "node", "--listen", address, "--run-dir", str(folder)]
         env = {**os.environ, **(env or {})}
-        env |= {KEY_VARIABLE: key, "TMPDIR": str(self.temp_dir)}
+        env |= {CLUSTER_KEY_VARIABLE: key, "TMPDIR": str(self.temp_dir)}
         with self._terminal.open("wb") as out:
             self.process = (
                 forks.start(command, env, out.fileno(), out.fileno())

@@ -2,43 +2,41 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Iterator
-from typing import Annotated
+from dataclasses import dataclass
 
-import msgspec
-import typer
-
-from banaserve.cli.admin.options import JsonOption, ServerOptions, with_server_options
+from banaserve.arguments import AT_LEAST_1, option
+from banaserve.cli.admin.options import JsonOptions
+from banaserve.cli.app import App
+from banaserve.cli.console import print_json
 from banaserve.controller.schemas import DecisionRecord, Felt, StepRecord, WantedStep
 from banaserve.kvstore.sizes import format_size
 
-app = typer.Typer(name="decisions", add_completion=False)
-_SHOWN = 10
+
+@dataclass(frozen=True, kw_only=True)
+class DecisionOptions(JsonOptions):
+    """Options of ``banaserve decisions``."""
+
+    last: int = option("number of the last decisions to show", 10, rule=AT_LEAST_1)
+    candidates: bool = option("name every candidate that was not taken", False)
 
 
-@app.command()
-@with_server_options
-def decisions(
-    server: ServerOptions,
-    as_json: JsonOption = False,
-    last: Annotated[int, typer.Option("--last", min=1, help="So many of the last ones.")] = _SHOWN,
-    candidates: Annotated[
-        bool, typer.Option("--candidates", help="Name every candidate that was not taken.")
-    ] = False,
-) -> None:
+def decisions(asked: DecisionOptions) -> None:
     """Say what the orchestrator of a running server decided, and why."""
-    found = server.client().decisions(last)
-    if as_json:
-        typer.echo(json.dumps(msgspec.to_builtins(found), indent=2))
+    found = asked.client().decisions(asked.last)
+    if asked.as_json:
+        print_json(found)
         return
     for decision in found:
-        for line in lines_of(decision, candidates):
-            typer.echo(line)
+        for line in lines_of(decision, asked.candidates):
+            print(line)
     if not found:
-        typer.echo("the orchestrator has decided nothing so far")
+        print("the orchestrator has decided nothing so far")
+
+
+app = App(decisions)
 
 
 def lines_of(decision: DecisionRecord, candidates: bool) -> Iterator[str]:

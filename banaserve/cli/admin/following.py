@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from banaserve.api.admin_client import OperationClient
+from banaserve.cli.console import print_error, print_json
 from banaserve.errors import UserError
 
 _LOOK_S = 0.5
@@ -19,6 +20,9 @@ class _Operation(Protocol):
 
     @property
     def is_open(self) -> bool: ...
+
+    @property
+    def state(self) -> str: ...
 
 
 State = TypeVar("State", bound=_Operation)
@@ -63,3 +67,25 @@ def followed(
             state = operations.show(state.id, wait_s=_LOOK_S)
     say()
     return state
+
+
+def ended(
+    operation: _Operation, as_json: bool, done: Sequence[str], failure: str, code: int = 2
+) -> int:
+    """Print the state of an operation, as JSON or in lines, and return the exit code.
+
+    Args:
+        done: Lines on an operation that was completed.
+        failure: Error of one that was not.
+        code: Exit code of one that was not.
+    """
+    if as_json:
+        print_json(operation)
+    elif operation.state == "done":
+        print("\n".join(done))
+    elif operation.is_open:
+        print(f"{operation.id}: {operation.state}; `banaserve status` shows how far it is")
+    if operation.is_open or operation.state == "done":
+        return 0
+    print_error(failure)
+    return code

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import sys
 import time
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
-import typer
 
 from banaserve.api.admin_client import AdminClient
-from banaserve.cli.admin.following import followed
-from banaserve.cli.admin.options import ServerOptions, with_server_options
+from banaserve.arguments import option
+from banaserve.cli.admin.following import ended, followed
+from banaserve.cli.admin.options import JsonOptions
 from banaserve.cli.admin.placement import overlap_words, sharing_line
-from banaserve.cli.console import print_error
+from banaserve.cli.app import App
 from banaserve.engine.vllm.migration.api import (
     ExpertLoadRequest,
     Migration,
@@ -31,90 +32,107 @@ from banaserve.errors import UserError
 from banaserve.kvstore.sizes import format_size
 from banaserve.orchestrator.migration.expert_choice import experts_for
 
-app = typer.Typer(
-    name="migrate",
-    help="Move layers, heads, experts and older KV blocks between instances of a running server.",
-    add_completion=False,
-    no_args_is_help=True,
-)
-FromOption = Annotated[str, typer.Option("--from", help="The instance that they belong to.")]
-ToOption = Annotated[str, typer.Option("--to", help="The instance beside which they will run.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON when it has ended.")]
-_EXIT_FAILED = 2
+
+@dataclass(frozen=True, kw_only=True)
+class SourceOptions(JsonOptions):
+    """Options of a move: whose modules move."""
+
+    source: str = option("the instance that they belong to", name="--from", metavar="INSTANCE")
 
 
-@app.command()
-@with_server_options
-def layers(
-    server: ServerOptions,
-    source: FromOption,
-    target: ToOption,
-    span: Annotated[str, typer.Option("--layers", help="START:END, END not included.")],
-    as_json: JsonOption = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class TargetOptions(SourceOptions):
+    """Options of a move to another instance."""
+
+    target: str = option("the instance beside which they will run", name="--to", metavar="INSTANCE")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpanOptions(TargetOptions):
+    """Options of a move of whole layers, or of their context."""
+
+    span: str = option("START:END, END not included", name="--layers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadsOptions(TargetOptions):
+    """Options of a move of heads."""
+
+    layer: str = option("a layer, or several: 5,6 or 5:8")
+    heads: str = option("KV heads of each, such as 1,2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsOptions(TargetOptions):
+    """Options of a move of experts."""
+
+    layer: str = option("a layer, or several: 5,6 or 5:8")
+    experts: str | None = option("experts of each, such as 1,2; or give --load", None)
+    load: float | None = option(
+        "share of each layer's work, by what its router chooses", None, float
+    )
+    watch_s: float = option("time for which the routers are watched", 10.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReturnOptions(SourceOptions):
+    """Options of ``banaserve migrate return``."""
+
+    span: str | None = option("START:END; everything without it", None, name="--layers")
+    layer: str | None = option("layers of --heads or --experts", None)
+    heads: str | None = option("KV heads, such as 1,2", None)
+    experts: str | None = option("experts, likewise", None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapOptions(JsonOptions):
+    """Options of ``banaserve migrate overlap``."""
+
+    instance: str = option("the instance whose layers are away", name="--of", metavar="INSTANCE")
+    parts: int = option("most micro-batches of a step; 1: it waits", kind=int)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShareOptions(JsonOptions):
+    """Options of ``banaserve migrate share``."""
+
+    instance: str = option("the instance whose device it is", name="--beside", metavar="INSTANCE")
+    fraction: float = option("fraction that guests beside it may take", kind=float)
+
+
+def layers(asked: SpanOptions) -> int:
     """Move a range of layers: weights and KV cache."""
-    ask = MoveLayers(source, target, _span(span))
-    _migrate(server.client(), ask, as_json)
+    return _migrate(asked, MoveLayers(asked.source, asked.target, _span(asked.span)))
 
 
-@app.command()
-@with_server_options
-def heads(
-    server: ServerOptions,
-    source: FromOption,
-    target: ToOption,
-    layer: Annotated[str, typer.Option("--layer", help="A layer, or several: 5,6 or 5:8.")],
-    chosen: Annotated[str, typer.Option("--heads", help="KV heads of each, such as 1,2.")],
-    as_json: JsonOption = False,
-) -> None:
+def heads(asked: HeadsOptions) -> int:
     """Move KV heads of some layers, with their query heads: KV cache only."""
-    ask = MoveHeads(source, target, _of_layers(layer, chosen, "--heads"))
-    _migrate(server.client(), ask, as_json)
+    chosen = _of_layers(asked.layer, asked.heads, "--heads")
+    return _migrate(asked, MoveHeads(asked.source, asked.target, chosen))
 
 
-@app.command()
-@with_server_options
-def context(
-    server: ServerOptions,
-    source: FromOption,
-    target: ToOption,
-    span: Annotated[str, typer.Option("--layers", help="START:END, END not included.")],
-    as_json: JsonOption = False,
-) -> None:
+def context(asked: SpanOptions) -> int:
     """Move the currently full KV blocks of some layers; newer blocks stay."""
-    ask = MoveContext(source, target, _span(span))
-    _migrate(server.client(), ask, as_json)
+    return _migrate(asked, MoveContext(asked.source, asked.target, _span(asked.span)))
 
 
-@app.command()
-@with_server_options
-def experts(
-    server: ServerOptions,
-    source: FromOption,
-    target: ToOption,
-    layer: Annotated[str, typer.Option("--layer", help="A layer, or several: 5,6 or 5:8.")],
-    chosen: Annotated[
-        str | None, typer.Option("--experts", help="Of each, such as 1,2; or give --load.")
-    ] = None,
-    load: Annotated[
-        float | None,
-        typer.Option("--load", help="Share of each layer's work, by what its router chooses."),
-    ] = None,
-    watch_s: Annotated[
-        float, typer.Option("--watch", help="Seconds for which the routers are watched.")
-    ] = 10.0,
-    as_json: JsonOption = False,
-) -> None:
+def experts(asked: ExpertsOptions) -> int:
     """Move routed experts of some layers: weights only, the router stays."""
-    if (chosen is None) is (load is None):
+    if (asked.experts is None) is (asked.load is None):
         raise UserError("give --experts, or --load to let what routers choose decide")
-    client = server.client()
-    if chosen is not None:
-        wanted = _of_layers(layer, chosen, "--experts")
+    if asked.experts is not None:
+        wanted = _of_layers(asked.layer, asked.experts, "--experts")
     else:
-        assert load is not None
-        wanted = _experts_for(client, source, _layers(layer), load, watch_s, quiet=as_json)
-    _migrate(client, MoveExperts(source, target, wanted), as_json)
+        assert asked.load is not None
+        wanted = _experts_for(
+            asked.client(),
+            asked.source,
+            _layers(asked.layer),
+            asked.load,
+            asked.watch_s,
+            quiet=asked.as_json,
+        )
+    return _migrate(asked, MoveExperts(asked.source, asked.target, wanted))
 
 
 def _experts_for(
@@ -139,7 +157,7 @@ def _experts_for(
         time.sleep(watch_s)
     finally:
         counted = client.expert_load(ExpertLoadRequest(source, counting=False)).chosen
-    found = {}
+    found: dict[int, tuple[int, ...]] = {}
     for layer in layers:
         chosen = counted.get(layer)
         if chosen is None:
@@ -153,77 +171,42 @@ def _experts_for(
     return found
 
 
-@app.command(name="return")
-@with_server_options
-def take_home(
-    server: ServerOptions,
-    source: FromOption,
-    span: Annotated[
-        str | None, typer.Option("--layers", help="START:END; everything without it.")
-    ] = None,
-    layer: Annotated[str | None, typer.Option("--layer", help="Of --heads or --experts.")] = None,
-    chosen: Annotated[str | None, typer.Option("--heads", help="KV heads, such as 1,2.")] = None,
-    experts: Annotated[str | None, typer.Option("--experts", help="Experts, likewise.")] = None,
-    as_json: JsonOption = False,
-) -> None:
+def take_home(asked: ReturnOptions) -> int:
     """Bring home the modules of an instance that are away."""
-    if (layer is None) is not (chosen is None and experts is None):
+    layer, heads, experts = asked.layer, asked.heads, asked.experts
+    if (layer is None) is not (heads is None and experts is None):
         raise UserError("--layer goes together with --heads or --experts")
     ask = Return(
-        source,
-        _span(span) if span is not None else None,
-        _of_layers(layer, chosen, "--heads") if layer is not None and chosen is not None else None,
+        asked.source,
+        _span(asked.span) if asked.span is not None else None,
+        _of_layers(layer, heads, "--heads") if layer is not None and heads is not None else None,
         _of_layers(layer, experts, "--experts") if layer and experts is not None else None,
     )
-    _migrate(server.client(), ask, as_json)
+    return _migrate(asked, ask)
 
 
-@app.command()
-@with_server_options
-def overlap(
-    server: ServerOptions,
-    instance: Annotated[str, typer.Option("--of", help="The instance whose layers are away.")],
-    parts: Annotated[
-        int, typer.Option("--parts", help="Micro-batches of a step, at most; 1: it waits.")
-    ],
-    as_json: JsonOption = False,
-) -> None:
+def overlap(asked: OverlapOptions) -> None:
     """Let an instance and the guests of its layers compute at once, until it is restarted."""
-    found = server.client().overlap(OverlapRequest(instance, parts))
-    if as_json:
-        print(json.dumps(msgspec.to_builtins(found)))
-        return
-    print(f"{instance} {overlap_words(found)}")
+    found = asked.client().overlap(OverlapRequest(asked.instance, asked.parts))
+    _print(found, f"{asked.instance} {overlap_words(found)}", asked.as_json)
 
 
-@app.command()
-@with_server_options
-def share(
-    server: ServerOptions,
-    instance: Annotated[str, typer.Option("--beside", help="The instance whose device it is.")],
-    fraction: Annotated[float, typer.Option("--fraction", help="That guests beside it may take.")],
-    as_json: JsonOption = False,
-) -> None:
+def share(asked: ShareOptions) -> None:
     """Bound the share of an instance's device that guests may take, until the server ends."""
-    found = server.client().share(ShareRequest(instance, fraction))
-    if as_json:
-        print(json.dumps(msgspec.to_builtins(found)))
-        return
-    print(sharing_line(found))
+    found = asked.client().share(ShareRequest(asked.instance, asked.fraction))
+    _print(found, sharing_line(found), asked.as_json)
 
 
-def _migrate(client: AdminClient, ask: MigrationRequest, as_json: bool) -> None:
-    """Begin a migration, show its progress, and exit with 2 unless it was completed."""
-    migration = client.migrations.begin(ask)
-    migration = followed(client.migrations, migration, _progress, is_silent=as_json)
-    if as_json:
-        typer.echo(json.dumps(msgspec.to_builtins(migration), indent=2))
-    elif migration.state == "done":
-        for line in _summary(migration):
-            typer.echo(line)
-    if migration.state != "done":
-        print_error(f"migration {migration.id} {migration.state}: {migration.error or 'nothing'}")
-        raise typer.Exit(_EXIT_FAILED)
+def _print(found: Any, line: str, as_json: bool) -> None:
+    print(json.dumps(msgspec.to_builtins(found)) if as_json else line)
+
+
+def _migrate(asked: JsonOptions, ask: MigrationRequest) -> int:
+    """Begin a migration, show its progress, and return 2 unless it was completed."""
+    migrations = asked.client().migrations
+    found = followed(migrations, migrations.begin(ask), _progress, is_silent=asked.as_json)
+    failure = f"migration {found.id} {found.state}: {found.error or 'nothing'}"
+    return ended(found, asked.as_json, _summary(found), failure)
 
 
 def _progress(migration: Migration) -> str:
@@ -288,3 +271,16 @@ def _numbers(text: str, option: str) -> list[int]:
     if not all(word.isdigit() for word in words):
         raise UserError(f"{option} {text}: write numbers with commas between, such as 1,2")
     return [int(word) for word in words]
+
+
+app = App(
+    None,
+    "Move layers, heads, experts and older KV blocks between instances of a running server.",
+    layers=layers,
+    heads=heads,
+    context=context,
+    experts=experts,
+    **{"return": take_home},
+    overlap=overlap,
+    share=share,
+)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 
-import msgspec
-import typer
-
 from banaserve.cli.admin.node_tables import node_rows, with_nodes
-from banaserve.cli.admin.options import JsonOption, ServerOptions, with_server_options
-from banaserve.cli.console import print_rows
+from banaserve.cli.admin.options import JsonOptions
+from banaserve.cli.app import App
+from banaserve.cli.console import print_json, print_rows
 from banaserve.engine.vllm.migration.api import (
     ClusterPlacement,
     GuestSharing,
@@ -19,20 +16,14 @@ from banaserve.engine.vllm.migration.api import (
 )
 from banaserve.kvstore.sizes import format_size
 
-app = typer.Typer(name="placement", add_completion=False)
 _HEADING = ("INSTANCE", "ROLE", "RUNS", "BESIDE", "BYTES", "EPOCH", "BLOCKS")
 
 
-@app.command()
-@with_server_options
-def placement(
-    server: ServerOptions,
-    as_json: JsonOption = False,
-) -> None:
+def placement(asked: JsonOptions) -> None:
     """Show which instance runs which layers and heads of a running server."""
-    found = server.client().placement()
-    if as_json:
-        typer.echo(json.dumps(msgspec.to_builtins(found), indent=2))
+    found = asked.client().placement()
+    if asked.as_json:
+        print_json(found)
         return
     print_rows(rows(found), {"down": "red"})
     if found.nodes:
@@ -40,15 +31,15 @@ def placement(
     for guest in found.guests:
         processes = "process " if len(guest.pids) == 1 else "processes "
         processes += ", ".join(map(str, guest.pids))
-        typer.echo(
+        print(
             f"guest {guest.guest_id} ({processes}) takes {format_size(guest.num_bytes)} "
             f"and {guest.busy_fraction:.0%} of a core beside {guest.target}"
         )
     for instance in found.instances:
         if instance.units and instance.overlap is not None:
-            typer.echo(f"{instance.id} {overlap_words(instance.overlap)}")
+            print(f"{instance.id} {overlap_words(instance.overlap)}")
         if instance.sharing is not None and instance.sharing.num_guests:
-            typer.echo(sharing_line(instance.sharing))
+            print(sharing_line(instance.sharing))
 
 
 def overlap_words(found: Overlapping) -> str:
@@ -115,3 +106,6 @@ def _at_home(instance: InstancePlacement) -> str:
         else:
             spans.append([layer, layer + 1])
     return "layers " + " ".join(f"{start}:{end}" for start, end in spans)
+
+
+app = App(placement)

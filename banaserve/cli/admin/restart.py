@@ -2,73 +2,51 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import msgspec
-import typer
-
-from banaserve.cli.admin.following import followed
-from banaserve.cli.admin.migrate import JsonOption
-from banaserve.cli.admin.options import ServerOptions, with_server_options
-from banaserve.cli.console import print_error
+from banaserve.arguments import argument, option
+from banaserve.cli.admin.following import ended, followed
+from banaserve.cli.admin.options import JsonOptions
+from banaserve.cli.app import App
 from banaserve.engine.vllm.restart.api import RestartRequest, RollingRestart
 from banaserve.errors import UserError
 
-app = typer.Typer(name="restart", add_completion=False)
+
+@dataclass(frozen=True, kw_only=True)
+class RestartOptions(JsonOptions):
+    """Options of ``banaserve restart``."""
+
+    vllm_options: tuple[str, ...] = argument(
+        "added to those of the engines; the last counts", (), metavar="[--] VLLM_OPTIONS"
+    )
+    rolling: bool = option("one engine after the other; no request is lost", False)
+    model: str = option("folder or name of weights of the same architecture", "")
+    timeout_s: float = option(
+        "time for which an engine is kept for streams that no other one can take; 0 is serve's "
+        "--request-timeout",
+        0.0,
+    )
+    abort: bool = option("give up the one under way; what it changed goes back", False)
 
 
-@app.command()
-@with_server_options
-def restart(
-    server: ServerOptions,
-    vllm_options: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[--] VLLM_OPTIONS", help="Added to those of the engines; the last counts."
-        ),
-    ] = None,
-    rolling: Annotated[
-        bool, typer.Option("--rolling", help="One engine after the other; no request is lost.")
-    ] = False,
-    model: Annotated[
-        str, typer.Option(help="Folder or name of weights of the same architecture.")
-    ] = "",
-    timeout_s: Annotated[
-        float,
-        typer.Option(
-            "--timeout",
-            help="How long an engine is kept for streams that no other one can take; 0 is "
-            "serve's --request-timeout.",
-        ),
-    ] = 0.0,
-    abort: Annotated[
-        bool, typer.Option("--abort", help="Give up the one under way; what it changed goes back.")
-    ] = False,
-    as_json: JsonOption = False,
-) -> None:
+def restart(asked: RestartOptions) -> int:
     """Replace all engines of a running server."""
-    client = server.client()
-    if abort:
-        found = _under_way(client.restarts.last())
-        client.restarts.abort(found.id)
-    elif not rolling:
+    restarts = asked.client().restarts
+    if asked.abort:
+        found = _under_way(restarts.last())
+        restarts.abort(found.id)
+    elif not asked.rolling:
         raise UserError(
             "all engines at once would end every request: give --rolling, which replaces one after "
             "the other"
         )
     else:
-        ask = RestartRequest(_path(model), vllm_options or [], timeout_s)
-        found = client.restarts.begin(ask)
-    found = followed(client.restarts, found, _progress, is_silent=as_json, aborts=False)
-    if as_json:
-        typer.echo(json.dumps(msgspec.to_builtins(found), indent=2))
-    elif found.state == "done":
-        typer.echo(f"{len(found.engines)} engines replaced in {found.seconds:.1f} s")
-    if found.state != "done":
-        print_error(_failure(found))
-        raise typer.Exit(1)
+        options = list(asked.vllm_options)
+        found = restarts.begin(RestartRequest(_path(asked.model), options, asked.timeout_s))
+    found = followed(restarts, found, _progress, is_silent=asked.as_json, aborts=False)
+    done = f"{len(found.engines)} engines replaced in {found.seconds:.1f} s"
+    return ended(found, asked.as_json, [done], _failure(found), code=1)
 
 
 def _progress(found: RollingRestart) -> str:
@@ -94,3 +72,6 @@ def _failure(found: RollingRestart) -> str:
     if names:
         words += f"; {', '.join(names)} went back to what was"
     return words
+
+
+app = App(restart)

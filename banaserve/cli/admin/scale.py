@@ -2,63 +2,45 @@
 
 from __future__ import annotations
 
-import json
 import re
-from typing import Annotated
+from dataclasses import dataclass
 
-import msgspec
-import typer
-
-from banaserve.cli.admin.following import followed
-from banaserve.cli.admin.options import JsonOption, ServerOptions, with_server_options
-from banaserve.cli.console import print_error
+from banaserve.arguments import option
+from banaserve.cli.admin.following import ended, followed
+from banaserve.cli.admin.options import JsonOptions
+from banaserve.cli.app import App
 from banaserve.controller.schemas import ScaleRequest
 from banaserve.engine.interface import Scaling
 from banaserve.errors import UserError
 
-app = typer.Typer(name="scale", add_completion=False)
-_EXIT_FAILED = 2
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleOptions(JsonOptions):
+    """Options of ``banaserve scale``."""
+
+    pd: str | None = option(
+        "prefill and decode instances that there are to be", None, metavar="P:D"
+    )
+    colocated: int | None = option("instances that do both", None, int)
+    instances: int | None = option("all instances, where roles follow the load", None, int)
+    timeout_s: float = option("time to wait for the last request of one that leaves", 300.0)
+    waits: bool = option(
+        "return at its end, or at once (--wait)",
+        True,
+        name="--wait",
+    )
 
 
-@app.command()
-@with_server_options
-def scale(
-    server: ServerOptions,
-    pd: Annotated[
-        str | None,
-        typer.Option(metavar="P:D", help="Prefill and decode instances that there are to be."),
-    ] = None,
-    colocated: Annotated[
-        int | None, typer.Option(metavar="N", help="Instances that do both.")
-    ] = None,
-    instances: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="All instances, where roles follow the load."),
-    ] = None,
-    timeout_s: Annotated[
-        float,
-        typer.Option("--timeout", help="How long to wait for the last request of one that leaves."),
-    ] = 300.0,
-    waits: Annotated[
-        bool, typer.Option("--wait/--no-wait", help="Return at its end, or at once.")
-    ] = True,
-    as_json: JsonOption = False,
-) -> None:
+def scale(asked: ScaleOptions) -> int:
     """Add instances, then drain and remove surplus ones; no request is lost."""
-    prefill, decode = (None, None) if pd is None else _numbers(pd)
-    client = server.client()
-    scaling = client.scalings.begin(ScaleRequest(prefill, decode, colocated, instances, timeout_s))
-    if waits:
-        scaling = followed(client.scalings, scaling, _progress, is_silent=as_json)
-    if as_json:
-        typer.echo(json.dumps(msgspec.to_builtins(scaling), indent=2))
-    elif scaling.state == "done":
-        typer.echo(_result(scaling))
-    elif scaling.is_open:
-        typer.echo(f"{scaling.id}: {scaling.state}; `banaserve status` shows how far it is")
-    if not scaling.is_open and scaling.state != "done":
-        print_error(f"scaling {scaling.id} {scaling.state}: {scaling.reason or 'by hand'}")
-        raise typer.Exit(_EXIT_FAILED)
+    prefill, decode = (None, None) if asked.pd is None else _numbers(asked.pd)
+    scalings = asked.client().scalings
+    ask = ScaleRequest(prefill, decode, asked.colocated, asked.instances, asked.timeout_s)
+    scaling = scalings.begin(ask)
+    if asked.waits:
+        scaling = followed(scalings, scaling, _progress, is_silent=asked.as_json)
+    failure = f"scaling {scaling.id} {scaling.state}: {scaling.reason or 'by hand'}"
+    return ended(scaling, asked.as_json, [_result(scaling)], failure)
 
 
 def _numbers(pd: str) -> tuple[int, int]:
@@ -83,3 +65,6 @@ def _result(scaling: Scaling) -> str:
     if not parts:
         return f"there are {scaling.wanted} already"
     return f"{'; '.join(parts)} after {scaling.seconds:.1f} s"
+
+
+app = App(scale)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
-import typer
 
+from banaserve.arguments import Rule, option
 from banaserve.cli.admin.node_tables import node_rows, with_nodes
-from banaserve.cli.admin.options import JsonOption, ServerOptions, with_server_options
+from banaserve.cli.admin.options import JsonOptions
+from banaserve.cli.app import App
 from banaserve.cli.console import make_table, print_rows
 from banaserve.controller.schemas import ControllerStatus, InstanceStatus, MoveLine, ServerStatus
 from banaserve.kvstore.sizes import format_size
@@ -19,7 +21,6 @@ from banaserve.kvstore.sizes import format_size
 if TYPE_CHECKING:
     from rich.console import Group
 
-app = typer.Typer(name="status", add_completion=False)
 _HEADING = (
     "INSTANCE",
     "ROLE",
@@ -54,19 +55,22 @@ STYLES = {
 }
 
 
-@app.command()
-@with_server_options
-def status(
-    server: ServerOptions,
-    as_json: JsonOption = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Go on until Ctrl-C.")] = False,
-    every_s: Annotated[
-        float, typer.Option("--every", min=0.1, help="Seconds between two looks of --watch.")
-    ] = 1.0,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class StatusOptions(JsonOptions):
+    """Options of ``banaserve status``."""
+
+    watch: bool = option("go on until Ctrl-C", False)
+    every_s: float = option(
+        "time between two looks of --watch",
+        1.0,
+        rule=Rule(lambda value: value >= 0.1, "must be at least 0.1"),
+    )
+
+
+def status(asked: StatusOptions) -> None:
     """Show a running server on one screen."""
-    client = server.client()
-    if not watch:
+    client, as_json, every_s = asked.client(), asked.as_json, asked.every_s
+    if not asked.watch:
         _print(client.status(), as_json)
     elif as_json or not sys.stdout.isatty():
         while True:
@@ -84,12 +88,12 @@ def status(
 
 def _print(found: ServerStatus, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(msgspec.to_builtins(found)))
+        print(json.dumps(msgspec.to_builtins(found)))
         return
-    typer.echo(controller_line(found.controller))
-    typer.echo(routing_line(found))
+    print(controller_line(found.controller))
+    print(routing_line(found))
     if found.back_pressure:
-        typer.echo(found.back_pressure)
+        print(found.back_pressure)
     print_rows(instance_rows(found), STYLES)
     if found.nodes:
         print_rows(node_rows(found.nodes), STYLES)
@@ -176,3 +180,6 @@ def _placement(one: InstanceStatus) -> str:
     if one.left_out:
         parts.append(f"left out: {one.left_out}")
     return "; ".join(parts) or "at home"
+
+
+app = App(status)

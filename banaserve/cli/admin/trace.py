@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Annotated
+from dataclasses import dataclass
 
 import msgspec
-import typer
 
-from banaserve.cli.admin.options import JsonOption, ServerOptions, with_server_options
+from banaserve.arguments import AT_LEAST_1, argument, option
+from banaserve.cli.admin.options import JsonOptions
 from banaserve.cli.admin.trace_spans import HEADING, span_rows
+from banaserve.cli.app import App
 from banaserve.cli.console import print_rows
 from banaserve.engine.vllm.tracing.events import (
     CopiesEnded,
@@ -39,8 +40,6 @@ from banaserve.engine.vllm.tracing.events import (
     StoreAsked,
 )
 
-app = typer.Typer(name="trace", add_completion=False)
-_SHOWN = 20
 _LIST_HEADING = ("REQUEST", "ARRIVED", "PROMPT", "OUTPUT", "INSTANCES", "TTFT", "TOOK", "END")
 _HEADING = ("MS", "PROCESS", "EVENT")
 STYLES = {
@@ -51,45 +50,44 @@ STYLES = {
 }
 
 
-@app.command()
-@with_server_options
-def trace(
-    server: ServerOptions,
-    request_id: Annotated[
-        str | None,
-        typer.Argument(
-            help="The answer's id or the X-Request-Id that was sent, or its beginning, or the id "
-            "of its OpenTelemetry trace; without it the last requests are listed."
-        ),
-    ] = None,
-    as_json: JsonOption = False,
-    last: Annotated[int, typer.Option("--last", min=1, help="So many of the last ones.")] = _SHOWN,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class TraceOptions(JsonOptions):
+    """Options of ``banaserve trace``."""
+
+    request_id: str | None = argument(
+        "the answer's id or the X-Request-Id that was sent, or its beginning, or the id of its "
+        "OpenTelemetry trace; without it the last requests are listed",
+        None,
+    )
+    last: int = option("number of the last requests to list", 20, rule=AT_LEAST_1)
+
+
+def trace(asked: TraceOptions) -> None:
     """Show the path of one request through the processes, or list the last requests."""
-    client = server.client()
-    if request_id is None:
-        _print_list(client.requests(last), as_json)
+    client = asked.client()
+    if asked.request_id is None:
+        _print_list(client.requests(asked.last), asked.as_json)
         return
-    found = client.trace(request_id)
-    if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
+    found = client.trace(asked.request_id)
+    if asked.as_json:
+        print(msgspec.json.format(msgspec.json.encode(found)).decode())
         return
-    typer.echo(heading(found.summary))
+    print(heading(found.summary))
     if rows := span_rows(found.spans):
         print_rows(rows, STYLES)
-        typer.echo()
+        print()
     print_rows(trace_rows(found), STYLES)
     for line in found.missing:
-        typer.echo(f"not known: {line}")
+        print(f"not known: {line}")
 
 
 def _print_list(found: list[RequestSummary], as_json: bool) -> None:
     if as_json:
-        typer.echo(msgspec.json.encode(found).decode())
+        print(msgspec.json.encode(found).decode())
     elif found:
         print_rows(list_rows(found), STYLES)
     else:
-        typer.echo("the server has had no request so far")
+        print("the server has had no request so far")
 
 
 def list_rows(found: list[RequestSummary]) -> list[tuple[str, ...]]:
@@ -255,3 +253,6 @@ def _count(number: int, noun: str) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.1f}"
+
+
+app = App(trace)

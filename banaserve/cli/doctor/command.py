@@ -2,64 +2,63 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Annotated
+from dataclasses import dataclass
 
-import typer
-
-from banaserve.access.key_files import key_of
-from banaserve.cli.console import print_rows
+from banaserve.access.key_files import CLUSTER_KEY_VARIABLE, key_option
+from banaserve.arguments import Rule, option
+from banaserve.cli.app import App
+from banaserve.cli.console import print_json, print_rows
 from banaserve.cli.doctor import facts
 from banaserve.cli.doctor.checks import CheckStatus, Finding
 from banaserve.errors import UserError
 from banaserve.models import PACKAGED
-from banaserve.nodes.options import KEY_VARIABLE, key_from_environment
 
 _STYLES = {"OK": "green", "warning": "yellow", "missing": "bold red"}
 
-app = typer.Typer(name="doctor", add_completion=False)
+_PORT = Rule(lambda value: 0 < value < 65536, "must be between 1 and 65535")
 
 
-@app.command()
-def doctor(
-    model: Annotated[str, typer.Option(help="The model that is to be served.")] = PACKAGED,
-    port: Annotated[int, typer.Option(help="The port to serve on.", min=1, max=65535)] = 8000,
-    node: Annotated[
-        list[str] | None,
-        typer.Option(help="Where `banaserve node` listens; repeat.", metavar="HOST:PORT"),
-    ] = None,
-    cluster: Annotated[
-        str, typer.Option(help="A Ray cluster's address, or auto.", metavar="ADDRESS")
-    ] = "",
-    cluster_key_file: Annotated[
-        Path | None,
-        typer.Option(help=f"Holds the key of the nodes; {KEY_VARIABLE}.", metavar="FILE"),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    """Options of ``banaserve doctor``."""
+
+    model: str = option("model that is to be served", PACKAGED)
+    port: int = option("port to serve on", 8000, metavar="PORT", rule=_PORT)
+    node: tuple[str, ...] = option(
+        "where `banaserve node` listens; repeat for several", (), metavar="HOST:PORT"
+    )
+    cluster: str = option("address of a Ray cluster, or auto", "", metavar="ADDRESS")
+    cluster_key: str = key_option(
+        "--cluster-key",
+        "",
+        f"file with the key of the nodes (${CLUSTER_KEY_VARIABLE})",
+        CLUSTER_KEY_VARIABLE,
+    )
+    as_json: bool = option("print JSON", False, name="--json")
+
+
+def doctor(asked: DoctorOptions) -> int:
     """Say what this machine can run. Exits with 1 if `banaserve serve` cannot.
 
     With --node or --cluster also compare other machines with this one: versions, model folders,
     clocks, and the links between every two of them.
     """
-    findings = list(facts.examine(model, port))
-    if node or cluster:
-        if node and cluster:
+    findings = list(facts.examine(asked.model, asked.port))
+    if asked.node or asked.cluster:
+        if asked.node and asked.cluster:
             raise UserError("--node and --cluster: give one of them")
-        key = key_of("--cluster-key", None, cluster_key_file, key_from_environment())
         # Engines run on the nodes, so this machine's memory does not matter.
         findings = [one for one in findings if one.name != "memory"]
         from banaserve.cli.doctor.node_facts import examine_nodes
 
-        findings += examine_nodes(model, node or [], cluster, key)
+        findings += examine_nodes(asked.model, list(asked.node), asked.cluster, asked.cluster_key)
     can_serve = not any(finding.status is CheckStatus.MISSING for finding in findings)
-    if as_json:
-        typer.echo(json.dumps(_as_json(findings, can_serve), indent=2))
+    if asked.as_json:
+        print_json(_as_json(findings, can_serve))
     else:
         print_rows([_row(finding) for finding in findings], _STYLES)
-        typer.echo(_verdict(findings, can_serve))
-    raise typer.Exit(0 if can_serve else 1)
+        print(_verdict(findings, can_serve))
+    return 0 if can_serve else 1
 
 
 def _row(finding: Finding) -> tuple[str, str, str]:
@@ -85,3 +84,6 @@ def _as_json(findings: list[Finding], can_serve: bool) -> dict[str, object]:
         for finding in findings
     ]
     return {"can_serve": can_serve, "findings": listed}
+
+
+app = App(doctor)

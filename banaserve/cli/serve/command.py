@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 from urllib.parse import urlsplit
 
 from banaserve import models
@@ -19,16 +19,17 @@ from banaserve.cli.console import Say, print_error, timed
 from banaserve.cli.plugins import rivalries, use_plugins
 from banaserve.cli.quiet import quiet
 from banaserve.cli.serve import emulation, needs
-from banaserve.cli.serve.options.command_line import make_parser, parse_serve_argv
-from banaserve.cli.serve.options.orchestrator import check_orchestrator
+from banaserve.cli.serve.command_line import make_parser, parse_serve_argv
 from banaserve.cli.sockets import front_socket
-from banaserve.config import ServeConfig
+from banaserve.config import OrchestratorConfig, ServeConfig
+from banaserve.controller.decisions import DecisionLog
 from banaserve.elastic.forecast_profile import forecast_profile
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.sizes import parse_size
 from banaserve.net.descriptors import raise_descriptor_limit
 from banaserve.nodes.options import NodeOptions
-from banaserve.orchestrator.control import Mode
+from banaserve.orchestrator.control import ControlLimits, Mode
+from banaserve.orchestrator.migration import registry as migration_policies
 from banaserve.orchestrator.routing import registry
 from banaserve.platform.linux import available_memory_bytes
 from banaserve.plugins import PluginGroup
@@ -93,11 +94,19 @@ def check_config(config: ServeConfig) -> None:
     RequestBounds.of(config.request_bounds)
     registry.make(config.routing_policy, **config.routing_section)
     emulation.profile_of(config)
-    check_orchestrator(config.orchestrator)
+    _check_orchestrator(config.orchestrator)
     if config.migration and config.migration_transport != transports.SHARED_MEMORY:
         _check_transport(config.migration_transport)
     if config.orchestrator.is_elastic:
         forecast_profile(config)
+
+
+def _check_orchestrator(config: OrchestratorConfig) -> None:
+    """Check that policy and limits are valid and the log can be written."""
+    section: dict[str, Any] = dict(config.options)
+    migration_policies.make(config.policy, **section)
+    ControlLimits(concurrent=config.concurrent, per_minute=config.per_minute)
+    DecisionLog(config.decision_log)
 
 
 def _check_transport(name: str) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from banaserve.arguments import derived, option, options_of, values_of
 from banaserve.config import ServeConfig
 from banaserve.errors import UserError
 from banaserve.kvstore.daemon.server import DaemonConfig
@@ -12,7 +16,6 @@ from banaserve.kvstore.peers.options import NO_PEERS, PeerOptions
 from banaserve.kvstore.sizes import parse_size
 from banaserve.kvstore.tiers.registry import TierSpec, distributed_spec
 
-DEFAULT_SSD_SIZE = "20GiB"
 DISTRIBUTED_VARIABLE = "BANASERVE_KVSTORE_DISTRIBUTED"
 """Variable with the URL of the distributed tier, used if the daemon's command line has none."""
 
@@ -22,24 +25,33 @@ class StoreOptions:
     """Options common to ``banaserve kvstore``, ``banaserve serve`` and the daemon's command line.
 
     Attributes:
-        size: Size of the memory for blocks, such as 2GiB.
         ssd: Folder of the SSD tier; None for no such tier.
-        ssd_size: Budget of the SSD tier, such as 20GiB.
         distributed: URL of a distributed tier; empty for no such tier.
         tenant_quota: Largest share of the memory's slots that one tenant may use; 1 sets no limit.
-        verify_memory: See ``DaemonConfig``.
-        poison_free_slots: See ``DaemonConfig``.
         peers: Stores of other machines that share blocks with this one.
     """
 
-    size: str
-    ssd: Path | None = None
-    ssd_size: str = DEFAULT_SSD_SIZE
-    distributed: str = ""
-    tenant_quota: float = 1.0
-    verify_memory: bool = False
-    poison_free_slots: bool = False
-    peers: PeerOptions = NO_PEERS
+    size: str = option("memory for blocks, such as 2GiB or 512MB", "2GiB")
+    ssd: Path | None = option("folder of a tier on a local disk", None, Path, metavar="FOLDER")
+    ssd_size: str = option("budget of that tier", "20GiB")
+    distributed: str = option(
+        "a distributed tier, such as mooncake://HOST:PORT",
+        "",
+        metavar="URL",
+        read=lambda known: known.distributed or os.environ.get(DISTRIBUTED_VARIABLE, ""),
+    )
+    peers: PeerOptions = derived(
+        NO_PEERS,
+        lambda known: PeerOptions(**values_of(PeerOptions, known)),
+        *options_of(PeerOptions),
+    )
+    tenant_quota: float = option(
+        "share of the memory that one tenant may use", 1.0, metavar="FRACTION"
+    )
+    verify_memory: bool = option(
+        "keep checksums of blocks in memory; costs about 130 us for each MiB leased", False
+    )
+    poison_free_slots: bool = option("overwrite freed memory; slow", False)
 
     @classmethod
     def of(cls, config: ServeConfig) -> StoreOptions:
@@ -107,3 +119,43 @@ class StoreOptions:
         """Return the daemon's variables: a URL may hold a password, which no command line shows."""
         url = {DISTRIBUTED_VARIABLE: self.distributed} if self.distributed else {}
         return {**url, **self.peers.environment()}
+
+
+def default_socket_path() -> Path:
+    """Return this user's default socket, in the session's run-time folder if there is one."""
+    folder = os.environ.get("XDG_RUNTIME_DIR", tempfile.gettempdir())
+    return Path(folder) / f"banaserve-kvstore-{os.geteuid()}.sock"
+
+
+def socket_option() -> Any:
+    """Declare the socket of a store."""
+    return option(
+        "Unix socket of the store (one of this user's)",
+        Path(),
+        Path,
+        name="--socket",
+        decided=True,
+        read=lambda known: known.socket_path or default_socket_path(),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonOptions(StoreOptions):
+    """Options of the store's process: ``banaserve kvstore`` and the daemon have the same ones."""
+
+    socket_path: Path = socket_option()  # noqa: RUF009
+    metrics_port: int = option(
+        "serve Prometheus metrics on this port of localhost; 0 for none", 0, metavar="PORT"
+    )
+    ready_fd: int | None = option(
+        "file descriptor that gets a line when clients can connect", None, int
+    )
+    die_with_parent: bool = option("stop when the starting process is gone", False)
+
+    def of_daemon(self) -> DaemonConfig:
+        """Return the daemon's configuration; see ``config``."""
+        return self.config(
+            self.socket_path,
+            metrics_port=self.metrics_port,
+            die_with_parent=self.die_with_parent,
+        )

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from banaserve.access.key_files import PEER_KEY_VARIABLE, key_option
+from banaserve.arguments import option
 from banaserve.errors import UserError
 from banaserve.net.addresses import host_and_port
 from banaserve.transport.interface import MIN_SECRET_BYTES
-
-KEY_VARIABLE = "BANASERVE_KV_STORE_PEER_KEY"
-"""Variable with the key if no file is given, and for the daemon, whose command line is public."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,14 +16,23 @@ class PeerOptions:
     """Peers of a store.
 
     Attributes:
-        listen: ``HOST:PORT`` where peers fetch blocks; empty if they cannot.
-        peers: ``HOST:PORT`` of each store from which blocks are fetched.
+        listen: ``HOST:PORT``; empty if peers cannot fetch blocks.
         key: Key that both sides know.
     """
 
-    listen: str = ""
-    peers: tuple[str, ...] = ()
-    key: str = field(default="", repr=False)
+    listen: str = option("where other stores fetch blocks", "", metavar="HOST:PORT")
+    peers: tuple[str, ...] = option(
+        "another store to fetch blocks from; repeat for several",
+        (),
+        name="--peer",
+        metavar="HOST:PORT",
+    )
+    key: str = key_option(
+        "--peer-key",
+        "",
+        f"file with the key that all of them share (${PEER_KEY_VARIABLE})",
+        PEER_KEY_VARIABLE,
+    )
 
     @property
     def is_used(self) -> bool:
@@ -42,15 +49,16 @@ class PeerOptions:
         Raises:
             UserError: An address is invalid, or there is no key of 16 or more characters.
         """
-        for option, address in (
+        for name, address in (
             *((("--kv-store-listen", self.listen),) if self.listen else ()),
             *(("--kv-store-peer", peer) for peer in self.peers),
         ):
-            host_and_port(option, address)
+            host_and_port(name, address)
         if self.is_used and len(self.secret) < MIN_SECRET_BYTES:
             raise UserError(
                 f"stores that share blocks need a key of {MIN_SECRET_BYTES} characters or more, "
-                f"the same on all machines: give --kv-store-peer-key-file or set {KEY_VARIABLE}"
+                "the same on all machines: give --kv-store-peer-key-file or set "
+                f"{PEER_KEY_VARIABLE}"
             )
 
     def arguments(self) -> list[str]:
@@ -60,12 +68,7 @@ class PeerOptions:
 
     def environment(self) -> dict[str, str]:
         """Return the environment variables of the daemon."""
-        return {KEY_VARIABLE: self.key} if self.is_used else {}
+        return {PEER_KEY_VARIABLE: self.key} if self.is_used else {}
 
 
 NO_PEERS = PeerOptions()
-
-
-def key_from_environment() -> str:
-    """Return the value of ``KEY_VARIABLE``; empty if it is not set."""
-    return os.environ.get(KEY_VARIABLE, "")

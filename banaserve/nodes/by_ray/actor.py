@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 
-from banaserve.nodes.options import KEY_VARIABLE
+from banaserve.access.key_files import CLUSTER_KEY_VARIABLE
 
 _START_S = 60.0
 # Set by Ray for its own tasks; here the server decides the number of threads.
@@ -50,7 +50,7 @@ class AgentActor:
         try:
             self._agent = subprocess.Popen(
                 command,
-                env={**environment, KEY_VARIABLE: self._key},
+                env={**environment, CLUSTER_KEY_VARIABLE: self._key},
                 stdin=subprocess.DEVNULL,
                 pass_fds=(writable,),
                 start_new_session=True,

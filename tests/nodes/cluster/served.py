@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import small_model
+from banaserve.access.key_files import CLUSTER_KEY_VARIABLE
 from banaserve.api.admin_client import AdminClient
 from banaserve.controller.schemas import ServerStatus
 from banaserve.engine.vllm.migration.api import Migration, MoveLayers, Return
-from banaserve.nodes.options import KEY_VARIABLE
 from banaserve.run_dir import find_admin
 from benchmarks.network.hosts import Host
 from server_run import Run
@@ -49,7 +49,7 @@ class Served:
     ) -> None:
         folder.mkdir()
         self._front = front
-        self.run = start(front, folder, words, {KEY_VARIABLE: key} if key else {})
+        self.run = start(front, folder, words, {CLUSTER_KEY_VARIABLE: key} if key else {})
 
     def wait(self) -> None:
         self.run.wait_for("Ctrl-C ends it.")

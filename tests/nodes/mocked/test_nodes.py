@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.nodes.options import KEY_VARIABLE
+from banaserve.access.key_files import CLUSTER_KEY_VARIABLE
 from fork_server import ForkServer
 from mock_facts import MockOptions
 from mock_run import MockRun, mock_node
@@ -159,7 +159,7 @@ def test_bad_input_is_one_line(
     words: str,
 ) -> None:
     address = nodes[0].address if is_there else f"127.0.0.1:{free_port()}"
-    run = launch("--node", address, env={KEY_VARIABLE: key})
+    run = launch("--node", address, env={CLUSTER_KEY_VARIABLE: key})
     assert run.process.wait(120) == 2
     said = run.errors.read_text().strip().splitlines()
     assert len(said) == 1

@@ -10,9 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
-from typer.testing import CliRunner
 
-from banaserve.cli.ui import app as ui
+from banaserve.cli.main import main
 from banaserve.run_dir import admin_note
 from browsing import Browser, browser, check_accessible
 from docs.repository.dashboard_queries import asked_series
@@ -80,10 +79,9 @@ def test_the_banner_names_the_page_and_where_its_key_is(server):
     assert Path(told[2]).stat().st_mode & 0o077 == 0
 
 
-def test_a_link_of_the_command_opens_the_page_once(server, chrome):
-    told = CliRunner().invoke(ui, ["--run-dir", str(server.run_dir)])
-    assert told.exit_code == 0, told.output
-    link, valid, key = told.output.splitlines()
+def test_a_link_of_the_command_opens_the_page_once(server, chrome, capsys):
+    assert main(["ui", "--run-dir", str(server.run_dir)]) == 0
+    link, valid, key = capsys.readouterr().out.splitlines()
     assert re.fullmatch(rf"{server.url}/ui/#code=[\w-]{{43}}", link)
     assert valid == "opens once, within 15 minutes"
     assert key == f"its key: in {admin_note(server.run_dir)}"

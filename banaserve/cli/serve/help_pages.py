@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 from collections.abc import Mapping, Sequence
 
 from banaserve.arguments import Parser
@@ -24,42 +23,15 @@ COMMON: Mapping[str, Sequence[str]] = {
 }
 """Options that most users need, by the title of their section."""
 ALL = "all"
-_MAX_WIDTH = 100
-_OPTION_WIDTH = 34
-
-
-class _WithDefaults(argparse.HelpFormatter):
-    """Formatter that adds an option's default in brackets, unless its help ends with brackets."""
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        words, default = action.help or "", action.default
-        is_said = words.endswith(")")
-        # A flag's default says nothing; a zero or empty default has a special meaning.
-        if is_said or not default or isinstance(default, bool) or default == argparse.SUPPRESS:
-            return words
-        return f"{words} ({default:g})" if isinstance(default, float) else f"{words} ({default})"
 
 
 class ServeParser(Parser):
-    """A parser whose options are in named groups.
-
-    Attributes:
-        groups: Options of each group, in the order of their definition.
-    """
-
-    def __init__(self, **options: object) -> None:
-        super().__init__(**options)  # type: ignore[arg-type]
-        self.groups: dict[str, list[argparse.Action]] = {}
-
-    def end_group(self, name: str) -> None:
-        """Put all options that are not in a group yet into the group ``name``."""
-        grouped = {id(action) for group in self.groups.values() for action in group}
-        parser = self
-        self.groups[name] = [one for one in parser._actions if id(one) not in grouped]
+    """A parser whose help is a screen of common options."""
 
     def format_help(self) -> str:
         """Return the screen of common options."""
-        by_name = {name: one for one in self._every() for name in one.option_strings}
+        every = [action for group in self.groups.values() for action in group]
+        by_name = {name: one for one in every for name in one.option_strings}
         sections = {title: [by_name[name] for name in names] for title, names in COMMON.items()}
         more = ", ".join(self.groups)
         return self._page(
@@ -78,14 +50,8 @@ class ServeParser(Parser):
         groups = self.groups if name == ALL else {name: self.groups[name]}
         return self._page(groups, self.epilog or "")
 
-    def _every(self) -> list[argparse.Action]:
-        return [action for group in self.groups.values() for action in group]
-
     def _page(self, sections: Mapping[str, Sequence[argparse.Action]], end: str) -> str:
-        width = min(_MAX_WIDTH, shutil.get_terminal_size().columns) - 2
-        formatter = _WithDefaults(
-            self.prog, max_help_position=min(_OPTION_WIDTH, width // 3), width=width
-        )
+        formatter = self._get_formatter()
         formatter.add_usage(self.usage, [], [])
         formatter.add_text(self.description)
         for title, actions in sections.items():

@@ -1,0 +1,98 @@
+"""Commands as functions of one dataclass, whose fields are their options."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, get_type_hints
+
+from banaserve.arguments import Formatter, Parser, check_rules, options_of, values_of
+from banaserve.errors import UserError
+
+Function = Callable[[Any], int | None]
+"""Function of a command: its argument is a dataclass of options, its result the exit code."""
+
+
+@dataclass(frozen=True)
+class BareOptions:
+    """Options of a command that has none."""
+
+
+def _missing(_: BareOptions) -> None:
+    """Stand for the function of an ``App`` that has only sub-commands; ``parse`` refuses it."""
+
+
+class App:
+    """A command, its sub-commands, or both.
+
+    Args:
+        main: Function that runs if no sub-command is given; None if one must be given.
+        summary: Help text, if there are sub-commands.
+        commands: Functions of the sub-commands by name.
+    """
+
+    def __init__(self, main: Function | None, summary: str = "", /, **commands: Function) -> None:
+        self.commands = commands
+        self._main = main or _missing
+        self._summary = summary
+
+    def run(self, prog: str, argv: Sequence[str]) -> int:
+        """Parse the words after ``prog``, which is the whole command, and run the function.
+
+        Raises:
+            UserError: A word is invalid, or the function raises the error.
+            SystemExit: Help was asked for and has been printed.
+        """
+        function, options = self.parse(prog, argv)
+        return function(options) or 0
+
+    def parse(self, prog: str, argv: Sequence[str]) -> tuple[Function, Any]:
+        """Return the function that a command line selects, and its options; see ``run``."""
+        word = argv[0] if argv else ""
+        if word in self.commands:
+            function, rest, parser = self.commands[word], argv[1:], self.parser(prog, word)
+        elif self.commands and not word.startswith("-") and (word or self._main is _missing):
+            near = get_close_matches(word, self.commands, 1)
+            hint = f"did you mean {near[0]}?" if near else f"give one of {', '.join(self.commands)}"
+            wrong = f"there is no command {word}" if word else "a command is missing"
+            raise UserError(f"{prog.removeprefix('banaserve ')}: {wrong}: {hint}")
+        else:
+            function, rest, parser = self._main, argv, self.parser(prog)
+        kind = _kind(function)
+        options = kind(**values_of(kind, parser.parse_args(rest)))
+        check_rules(options)
+        return function, options
+
+    def parser(self, prog: str, word: str = "") -> Parser:
+        """Return the parser of a sub-command; of the words that are none without ``word``."""
+        function, is_sub = self.commands.get(word, self._main), word in self.commands
+        prog = f"{prog} {word}" if is_sub else prog
+        kind = _kind(function)
+        arguments = [one for one in options_of(kind) if not one.name.startswith("-")]
+        words = [str(one.settings.get("metavar", one.name)) for one in arguments]
+        if self.commands and not is_sub:
+            words.append("COMMAND" if function is _missing else "[COMMAND]")
+        made = Parser(
+            prog=prog,
+            usage=" ".join([prog, "[options]", *words]),
+            description=inspect.getdoc(function) if is_sub else self._summary or function.__doc__,
+            formatter_class=Formatter,
+            allow_abbrev=False,
+        )
+        made.add_options(kind)
+        if self.commands and not is_sub:
+            width = max(map(len, self.commands))
+            lines = [f"  {name:<{width}}  {_line(one)}\n" for name, one in self.commands.items()]
+            made.ending = "".join(["\ncommands:\n", *lines])
+        return made
+
+
+def _kind(function: Function) -> type[Any]:
+    """Return the dataclass of a function's options."""
+    return next(iter(get_type_hints(function).values()))
+
+
+def _line(function: Function) -> str:
+    return (inspect.getdoc(function) or "").partition("\n")[0]

@@ -1,0 +1,141 @@
+"""Command line of ``banaserve serve`` as a ``ServeConfig``."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import tomllib
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from banaserve.arguments import Formatter, values_of
+from banaserve.cli.serve.help_pages import ServeParser, asked_group
+from banaserve.config import ServeConfig
+from banaserve.errors import UserError
+from banaserve.orchestrator.migration import registry as migration_policies
+from banaserve.orchestrator.routing import registry as routing_policies
+from banaserve.transport import registry as transports
+
+
+def parse_serve_argv(argv: Sequence[str]) -> ServeConfig:
+    """Parse the words after ``banaserve serve``.
+
+    Options that are not banaserve's own are passed to vLLM, which checks them.
+
+    Raises:
+        UserError: An option or a value is not valid.
+        SystemExit: Help was asked for and has been printed.
+    """
+    ours, for_vllm = _split_argv(argv)
+    parser = make_parser()
+    if (group := asked_group(ours)) is not None:
+        print(parser.format_group(group), end="")
+        raise SystemExit(0)
+    # The model as vLLM's positional argument. Only the first word can be the model: a later word
+    # may be the value of an option that only vLLM knows.
+    positional = ours.pop(0) if ours and not ours[0].startswith("-") else None
+    known, unknown = parser.parse_known_args(ours)
+    if known.config is not None:
+        ours = [*_options_from_file(known.config, *_flags_and_valued(parser)), *ours]
+        known, unknown = parser.parse_known_args(ours)
+    if known.model and positional and known.model != positional:
+        raise UserError(f"two models: {positional} and --model {known.model}")
+    known.model = known.model or positional
+    _check_instances(known)
+    _catch_misspelt(parser, unknown)
+    return ServeConfig(**values_of(ServeConfig, known), vllm_argv=(*unknown, *for_vllm))
+
+
+def _check_instances(known: argparse.Namespace) -> None:
+    given = [name for name in ("pd", "colocated", "instances") if getattr(known, name)]
+    if len(given) > 1:
+        raise UserError(f"--{given[0]} and --{given[1]} exclude each other")
+    if known.elastic and known.mode not in (None, "on"):
+        raise UserError(f"--elastic and --orchestrator {known.mode} exclude each other")
+    if (known.elastic or known.instances) and not known.kv_store:
+        raise UserError("--no-kv-store: instances that change their roles need the store")
+    if known.elastic and known.policy not in (None, "elastic"):
+        raise UserError(f"--elastic and --orchestrator-policy {known.policy} exclude each other")
+
+
+def _flags_and_valued(parser: ServeParser) -> tuple[set[str], set[str]]:
+    """Return our options without a value, and those with one."""
+    options = parser.options()
+    flags = {name for name, action in options.items() if action.nargs == 0}
+    return flags, options.keys() - flags
+
+
+def _catch_misspelt(parser: ServeParser, unknown: Sequence[str]) -> None:
+    """Refuse an unknown option that resembles one of ours: it is no option of vLLM."""
+    for word in unknown:
+        # An option of ours for one role ends like an option of vLLM, which remains vLLM's.
+        likely = [name for name in parser.options() if not name.endswith(word[1:])]
+        if word.startswith("--") and (near := difflib.get_close_matches(word, likely, 1, 0.87)):
+            raise UserError(f"unknown option {word}; did you mean {near[0]}?")
+
+
+def make_parser() -> ServeParser:
+    """Return the parser of banaserve's own options."""
+    parser = ServeParser(
+        prog="banaserve serve",
+        usage="banaserve serve [MODEL] [options] [-- vLLM options]",
+        description="Serve a model with prefill and decode apart, over the OpenAI API.",
+        epilog="Every other option, and everything after --, goes to vLLM unchanged: "
+        "banaserve serve --model smollm2-135m --pd 2:2 -- --max-model-len 4096",
+        allow_abbrev=False,
+        formatter_class=Formatter,
+        add_help=False,
+    )
+    parser.groups["instances"] = [
+        parser.add_argument("-h", "--help", action="help", help="show this help message and exit")
+    ]
+    parser.add_options(
+        ServeConfig,
+        {
+            "--migration-transport": transports.names(),
+            "--orchestrator-policy": migration_policies.names(),
+            "--routing-policy": routing_policies.names(),
+        },
+    )
+    return parser
+
+
+def _options_from_file(path: Path, flags: Collection[str], valued: Collection[str]) -> list[str]:
+    """Return the entries of a TOML file as command-line options: its keys are option names.
+
+    Args:
+        flags: banaserve's options without a value: ``false`` leaves the option out.
+        valued: banaserve's options with a value; options in neither are vLLM's, for which
+            ``x = false`` becomes ``--no-x``.
+
+    Raises:
+        UserError: The file cannot be read, or a value has a type that no option takes.
+    """
+    try:
+        table = tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:  # ValueError: invalid TOML, or a file that is not text
+        raise UserError(f"--config {path}: {error}") from error
+    argv: list[str] = []
+    for key, value in table.items():
+        option = f"--{key.replace('_', '-')}"
+        if isinstance(value, bool):
+            if option in valued:
+                raise UserError(f"--config {path}: {key} takes a value, see banaserve serve --help")
+            if value or option not in flags:
+                argv.append(option if value else f"--no-{option[2:]}")
+        elif isinstance(value, (str, int, float)):
+            argv += [option, str(value)]
+        elif isinstance(value, list):
+            argv += [word for item in value for word in (option, str(item))]
+        else:
+            raise UserError(f"--config {path}: {key} is neither a value nor a list")
+    return argv
+
+
+def _split_argv(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments before ``--``, and those after it, which go to vLLM unchanged."""
+    words = list(argv)
+    if "--" not in words:
+        return words, []
+    at = words.index("--")
+    return words[:at], words[at + 1 :]
