@@ -27,6 +27,10 @@ DEFAULT_MICROBATCHES, MAX_MICROBATCHES = 32, 64
 The default bounds the number in case the computation is wrong. Beyond the maximum, even the largest
 steps have micro-batches that are too small to be worth sending."""
 MIGRATION_ATTENTION = "auto", "vllm", "kernels", "reference", "triton"
+GUEST_STALL_ON_CPU_S, GUEST_STALL_ON_GPU_S = 1.0, 10.0
+"""Default silence of a guest after which it is given up.
+
+On a CPU a silent guest that uses no processor does nothing. On a GPU it may wait for the GPU."""
 LEAST_GUEST_SHARE = 0.05
 """Least share of a device for guests: with it, a guest's host waits 20 times the computing time."""
 
@@ -149,7 +153,8 @@ class ServeConfig:
         must_migrate: True if the server must not start where model or options forbid migration.
         migration_kv_growth: Maximum number of KV blocks of an instance, as a multiple of the number
             at its start.
-        migration_stall_s: Maximum silence of a guest beyond the time of its work, in seconds.
+        migration_stall_s: Maximum silence of a guest beyond the time of its work, in seconds; None
+            for a limit that suits the device.
         migration_overlap: Maximum number of micro-batches of a step, with which an instance and the
             guests of its layers compute at once; 1: the instance waits for its guests.
         migration_guest_share: Share of an instance's device that guests beside it may take.
@@ -224,7 +229,7 @@ class ServeConfig:
     migration: bool = True
     must_migrate: bool = False
     migration_kv_growth: float = 2.0
-    migration_stall_s: float = 1.0
+    migration_stall_s: float | None = None
     migration_overlap: int = DEFAULT_MICROBATCHES
     migration_guest_share: float = 1.0
     migration_guest_saves: bool = True
@@ -419,7 +424,8 @@ def _check_numbers(config: ServeConfig) -> None:
     for option, value in not_negative.items():
         if not value >= 0:
             raise UserError(f"{option} {value}: must not be negative")
-    if not (config.migration_kv_growth >= 1 and config.migration_stall_s > 0):
+    stall_s = config.migration_stall_s
+    if not (config.migration_kv_growth >= 1 and (stall_s is None or stall_s > 0)):
         raise UserError("--migration-kv-growth is at least 1 and --migration-stall above 0")
     if not 1 <= config.migration_overlap <= MAX_MICROBATCHES:
         raise UserError(

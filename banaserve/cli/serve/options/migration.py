@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from banaserve.config import MIGRATION_ATTENTION, ServeConfig
+from banaserve.config import (
+    GUEST_STALL_ON_CPU_S,
+    GUEST_STALL_ON_GPU_S,
+    MIGRATION_ATTENTION,
+    ServeConfig,
+)
 from banaserve.transport import registry
 
 _DEFAULTS = ServeConfig()
@@ -32,7 +37,8 @@ def add_migration(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=_DEFAULTS.migration_stall_s,
         metavar="SECONDS",
-        help="silence beyond the time of its work after which a guest is given up",
+        help="silence beyond the time of its work after which a guest is given up (default: "
+        f"{GUEST_STALL_ON_CPU_S:g} on CPUs, {GUEST_STALL_ON_GPU_S:g} on GPUs)",
     )
     add(
         "--migration-overlap",
