@@ -41,7 +41,7 @@ GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),python3)
 
 .PHONY: help serve install test test-all test-changed test-long test-nemesis test-soak test-differential test-fast test-gpu \
     demo pictures support fuzz lint lint-style lint-types lint-imports lint-docs lint-repository format \
-    bench bench-gpu gpu-report wheel wheel-check sanitize lint-docker pin-images docs lock sbom audit clean distclean
+    bench bench-gpu gpu-kit gpu-report wheel wheel-check sanitize lint-docker pin-images docs lock sbom audit clean distclean
 
 help:  ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -166,8 +166,11 @@ pictures: install  ## Draw README's pictures anew: the headline result, and the 
 bench-gpu:  ## Time the kernels on a GPU with GPU_PYTHON into benchmarks/results/kernels.json.
 	@PYTHONSAFEPATH= timeout 480 $(GPU_PYTHON) -m benchmarks.kernel_bandwidth --json benchmarks/results/kernels.json $(ARGS)
 
-gpu-report: install  ## Run all that needs a GPU on one, within half an hour, into the page gpu-report/report.md.
-	@PYTHONSAFEPATH= exec $(BIN)/python -m benchmarks gpu-report $(ARGS)
+gpu-kit: install  ## Build the kit for a GPU machine without a network into .kit; with nvcc and Python 3.12.
+	@PYTHONSAFEPATH= exec $(BIN)/python -m benchmarks gpu-kit $(ARGS)
+
+gpu-report:  ## Run all that needs a GPU on one with GPU_PYTHON, from .kit if it is there; installs nothing.
+	@PYTHONSAFEPATH= exec $(GPU_PYTHON) -m benchmarks.gpu.start $(ARGS)
 
 wheel: install  ## Build a wheel into dist/; BANASERVE_CUDA=1 adds the CUDA part, with nvcc.
 	@rm -rf build/lib* build/bdist* # what an earlier wheel left would go into this one
