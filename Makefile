@@ -39,7 +39,7 @@ endif
 # The kernels need torch and Triton, not vLLM: a GPU machine's own Python will do.
 GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),python3)
 
-.PHONY: help serve install test test-all test-changed test-long test-nemesis test-soak test-differential test-fast test-gpu \
+.PHONY: help serve install test test-all test-changed test-long test-nemesis test-soak test-differential test-fast test-gpu test-nullgpu \
     demo pictures support fuzz lint lint-style lint-types lint-imports lint-docs lint-repository format \
     bench bench-gpu gpu-kit gpu-report wheel wheel-check sanitize lint-docker pin-images docs lock sbom audit clean distclean
 
@@ -125,13 +125,18 @@ test-gpu:  ## Run the tests that need a GPU with GPU_PYTHON; installs nothing, s
 	@timeout 480 $(GPU_PYTHON) -m pytest -p no:cacheprovider tests/gpu $(ARGS) || \
 	    { code=$$?; [ $$code -eq 5 ] && echo 'no GPU test ran: see the reasons above' || exit $$code; }
 
+test-nullgpu: install  ## Run the Python of CUDA's path on a GPU that computes nothing; with nvcc and Python 3.12.
+	@PYTHONPATH='$(CURDIR)' PYTHONSAFEPATH= $(BIN)/python tests/nullgpu/environment_files.py
+	@BANASERVE_NULL_GPU_RECORD='$(CURDIR)/docs/null-gpu.json' $(BIN)/pytest -n0 tests/nullgpu $(ARGS)
+	@PYTHONSAFEPATH= $(BIN)/python -m docs.null_gpu
+
 lint: install  ## Check style, types, which floor imports which, documents, manifests and committed results.
 	@$(MAKE) --no-print-directory --output-sync -j$(JOBS) lint-types lint-repository lint-imports lint-docs lint-style
 
 lint-style:
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
-	@$(BIN)/clang-format --dry-run --Werror csrc/*.cpp csrc/*.h csrc/cuda/*
+	@$(BIN)/clang-format --dry-run --Werror csrc/*.cpp csrc/*.h csrc/cuda/* tests/nullgpu/null_gpu/*
 
 lint-types:
 	@$(BIN)/mypy -p banaserve -p benchmarks -p docs
@@ -144,6 +149,7 @@ lint-imports:
 lint-docs:
 	@PYTHONSAFEPATH= $(BIN)/python -m docs.check
 	@PYTHONSAFEPATH= $(BIN)/python -m docs.models --check
+	@PYTHONSAFEPATH= $(BIN)/python -m docs.null_gpu --check
 
 lint-repository:
 	@PYTHONSAFEPATH= $(BIN)/python -m docs.repository
@@ -151,7 +157,7 @@ lint-repository:
 format: install  ## Rewrite the sources as lint wants them.
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
-	@$(BIN)/clang-format -i csrc/*.cpp csrc/*.h csrc/cuda/*
+	@$(BIN)/clang-format -i csrc/*.cpp csrc/*.h csrc/cuda/* tests/nullgpu/null_gpu/*
 
 bench: install  ## Run the benchmark NAME.
 	@PYTHONSAFEPATH= exec $(BIN)/python -m benchmarks '$(NAME)' $(ARGS)
@@ -239,5 +245,5 @@ clean:  ## Remove what builds and tests leave behind.
 	@rm -rf build dist *.egg-info banaserve/_native*.so .pytest_cache .mypy_cache .ruff_cache
 	@rm -rf .hypothesis .import_linter_cache requirements/standins/*/{build,*.egg-info}
 
-distclean: clean  ## Remove .venv too.
-	@rm -rf $(VENV)
+distclean: clean  ## Remove .venv too, and the environment of test-nullgpu.
+	@rm -rf $(VENV) .cache/nullgpu

@@ -70,13 +70,22 @@ def main(argv: Sequence[str]) -> int:
     add("--out", type=Path, default=ROOT / KIT, help="folder of the kit")
     add("--gpu", type=positive, action="append", help="architecture, repeat; 90 without it")
     add("--experts", action="store_true", help="with the kernels of models with experts")
+    add("--site", type=Path, help="fill this folder, and write no archive")
     add("--piece-mib", type=positive, default=_PIECE_BYTES >> 20, help="of each piece, at most 60")
     given = parser.parse_args(list(argv))
     if given.piece_mib << 20 > _PIECE_BYTES:
         raise UserError(f"--piece-mib {given.piece_mib}: at most {_PIECE_BYTES >> 20}")
     began_s = time.monotonic()
+    gpus = given.gpu or [90]
     with Progress(transient=True) as progress:
-        kit = _build(given.out, given.gpu or [90], given.piece_mib << 20, given.experts, progress)
+        task = progress.add_task("packages are fetched", total=5)
+        site = given.site or ROOT / "build" / "gpu-kit" / "site"
+        vllm = _fill(site, gpus, given.experts, progress, task)
+        if given.site:
+            return 0
+        pieces = _pack(site, given.out, given.piece_mib << 20, progress, task)
+    kit = Kit(version_of(ROOT), _PYTHON, vllm, tuple(gpus), pieces)
+    kit.write(given.out)
     kit_bytes = sum(path.stat().st_size for path in given.out.iterdir())
     tree_bytes = _tree_bytes()
     print(f"{given.out}: vLLM {kit.vllm} in {len(kit.pieces)} pieces, {_mb(kit_bytes)}", end=" ")
@@ -87,12 +96,10 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _build(
-    out: Path, gpus: Sequence[int], piece_bytes: int, experts: bool, progress: Progress
-) -> Kit:
-    task = progress.add_task("packages are fetched", total=5)
+def _fill(site: Path, gpus: Sequence[int], experts: bool, progress: Progress, task: TaskID) -> str:
+    """Make the folder that is packed; return the version of vLLM."""
     work = ROOT / "build" / "gpu-kit"
-    wheels, site = work / "wheels", work / "site"
+    wheels = work / "wheels"
     shutil.rmtree(site, ignore_errors=True)
     site.mkdir(parents=True)
     names = [*_names(), "vllm"]
@@ -112,13 +119,7 @@ def _build(
     progress.update(task, advance=1, description="the tokenizer is copied")
     _copy_model(site / ".banaserve" / "cache")
     progress.update(task, advance=1, description="the archive is written")
-    out.mkdir(parents=True, exist_ok=True)
-    for old in out.glob("site.tar.xz.*"):
-        old.unlink()
-    pieces = _pack(site, out, piece_bytes, progress, task)
-    kit = Kit(version_of(ROOT), _PYTHON, vllm, tuple(gpus), pieces)
-    kit.write(out)
-    return kit
+    return vllm
 
 
 def _names() -> list[str]:
@@ -197,7 +198,7 @@ def _compile(work: Path, target: Path) -> None:
         shutil.copy(ROOT / name, sources / name)
     shutil.copytree(ROOT / "csrc", sources / "csrc")
     if not (environment / "bin" / "python").exists():
-        _run([_newer_python(), "-m", "venv", str(environment)], "no environment can be made")
+        _run([newer_python(), "-m", "venv", str(environment)], "no environment can be made")
     python = str(environment / "bin" / "python")
     pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "-q"]
     lock = str(ROOT / "requirements" / "build.lock")
@@ -210,7 +211,7 @@ def _compile(work: Path, target: Path) -> None:
         _run(["strip", "--strip-unneeded", "-o", str(target / library.name), str(library)], "strip")
 
 
-def _newer_python() -> str:
+def newer_python() -> str:
     """Return a Python from which the stable ABI of nanobind can be built.
 
     Raises:
@@ -242,6 +243,9 @@ def _pack(
     site: Path, out: Path, piece_bytes: int, progress: Progress, task: TaskID
 ) -> dict[str, str]:
     """Write the archive in pieces; return their hashes by name."""
+    out.mkdir(parents=True, exist_ok=True)
+    for old in out.glob("site.tar.xz.*"):
+        old.unlink()
     paths = sorted(path for path in site.rglob("*") if path.is_file())
     total = sum(path.stat().st_size for path in paths)
     done = 0
