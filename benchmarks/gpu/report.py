@@ -10,6 +10,7 @@ the last one has not run, then what failed.
 from __future__ import annotations
 
 import os
+import re
 import tarfile
 import time
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,7 @@ BUDGET_S = 1800.0
 _QUICK_BUDGET_S = 300.0
 _STATE_FILE = "stages.json"
 _ARCHIVE = "gpu-report.tar.gz"
+_LOGGED = re.compile(r"\b(INFO|WARNING|[Ww]arning)\b|^\[rank\d+\]:\[")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -107,8 +109,9 @@ def run_stage(stage: Stage, out: Path, allowed_s: float) -> Outcome:
 
 
 def _last_line(log_path: Path) -> str:
+    """Return the last line that is no log of vLLM or torch, whose last words are warnings."""
     lines = [one.strip("= \t") for one in log_path.read_text(errors="replace").splitlines()]
-    told = [line for line in lines if line]
+    told = [line for line in lines if line and not _LOGGED.search(line)]
     return told[-1][:160] if told else "it said nothing"
 
 

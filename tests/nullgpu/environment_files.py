@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 FOLDER = ROOT / ".cache" / "nullgpu"
 PYTHON = FOLDER / "python" / "bin" / "python"
-SITE = FOLDER / "site"
+SITE = Path(os.environ.get("BANASERVE_NULL_GPU_SITE", FOLDER / "site"))
+"""Folder with vLLM: the kit's, or one of another version that was filled by hand."""
 STUBS = FOLDER / "stubs"
 _FILLED = FOLDER / ".filled"
 _CUDA = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
