@@ -39,9 +39,9 @@ endif
 # The kernels need torch and Triton, not vLLM: a GPU machine's own Python will do.
 GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),python3)
 
-.PHONY: help serve install test test-all test-changed test-long test-nemesis test-soak test-differential test-fast test-gpu \
+.PHONY: help serve install test test-all test-changed test-long test-nemesis test-soak test-differential test-fast test-gpu test-nullgpu \
     demo pictures support fuzz lint lint-style lint-types lint-imports lint-docs lint-repository format \
-    bench bench-gpu gpu-report wheel wheel-check sanitize lint-docker pin-images docs lock sbom audit clean distclean
+    bench bench-gpu gpu-kit gpu-report wheel wheel-check sanitize lint-docker pin-images docs lock sbom audit clean distclean
 
 help:  ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -125,13 +125,18 @@ test-gpu:  ## Run the tests that need a GPU with GPU_PYTHON; installs nothing, s
 	@timeout 480 $(GPU_PYTHON) -m pytest -p no:cacheprovider tests/gpu $(ARGS) || \
 	    { code=$$?; [ $$code -eq 5 ] && echo 'no GPU test ran: see the reasons above' || exit $$code; }
 
+test-nullgpu: install  ## Run the Python of CUDA's path on a GPU that computes nothing; with nvcc and Python 3.12.
+	@PYTHONPATH='$(CURDIR)' PYTHONSAFEPATH= $(BIN)/python tests/nullgpu/environment_files.py
+	@BANASERVE_NULL_GPU_RECORD='$(CURDIR)/docs/null-gpu.json' $(BIN)/pytest -n0 tests/nullgpu $(ARGS)
+	@PYTHONSAFEPATH= $(BIN)/python -m docs.null_gpu
+
 lint: install  ## Check style, types, which floor imports which, documents, manifests and committed results.
 	@$(MAKE) --no-print-directory --output-sync -j$(JOBS) lint-types lint-repository lint-imports lint-docs lint-style
 
 lint-style:
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
-	@$(BIN)/clang-format --dry-run --Werror csrc/*.cpp csrc/*.h csrc/cuda/*
+	@$(BIN)/clang-format --dry-run --Werror csrc/*.cpp csrc/*.h csrc/cuda/* tests/nullgpu/null_gpu/*
 
 lint-types:
 	@$(BIN)/mypy -p banaserve -p benchmarks -p docs
@@ -144,6 +149,7 @@ lint-imports:
 lint-docs:
 	@PYTHONSAFEPATH= $(BIN)/python -m docs.check
 	@PYTHONSAFEPATH= $(BIN)/python -m docs.models --check
+	@PYTHONSAFEPATH= $(BIN)/python -m docs.null_gpu --check
 
 lint-repository:
 	@PYTHONSAFEPATH= $(BIN)/python -m docs.repository
@@ -151,7 +157,7 @@ lint-repository:
 format: install  ## Rewrite the sources as lint wants them.
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
-	@$(BIN)/clang-format -i csrc/*.cpp csrc/*.h csrc/cuda/*
+	@$(BIN)/clang-format -i csrc/*.cpp csrc/*.h csrc/cuda/* tests/nullgpu/null_gpu/*
 
 bench: install  ## Run the benchmark NAME.
 	@PYTHONSAFEPATH= exec $(BIN)/python -m benchmarks '$(NAME)' $(ARGS)
@@ -166,8 +172,11 @@ pictures: install  ## Draw README's pictures anew: the headline result, and the 
 bench-gpu:  ## Time the kernels on a GPU with GPU_PYTHON into benchmarks/results/kernels.json.
 	@PYTHONSAFEPATH= timeout 480 $(GPU_PYTHON) -m benchmarks.kernel_bandwidth --json benchmarks/results/kernels.json $(ARGS)
 
-gpu-report: install  ## Run all that needs a GPU on one, within half an hour, into the page gpu-report/report.md.
-	@PYTHONSAFEPATH= exec $(BIN)/python -m benchmarks gpu-report $(ARGS)
+gpu-kit: install  ## Build the kit for a GPU machine without a network into .kit; with nvcc and Python 3.12.
+	@PYTHONSAFEPATH= exec $(BIN)/python -m benchmarks gpu-kit $(ARGS)
+
+gpu-report:  ## Run all that needs a GPU on one with GPU_PYTHON, from .kit if it is there; installs nothing.
+	@PYTHONSAFEPATH= exec $(GPU_PYTHON) -m benchmarks.gpu.start $(ARGS)
 
 wheel: install  ## Build a wheel into dist/; BANASERVE_CUDA=1 adds the CUDA part, with nvcc.
 	@rm -rf build/lib* build/bdist* # what an earlier wheel left would go into this one
@@ -236,5 +245,5 @@ clean:  ## Remove what builds and tests leave behind.
 	@rm -rf build dist *.egg-info banaserve/_native*.so .pytest_cache .mypy_cache .ruff_cache
 	@rm -rf .hypothesis .import_linter_cache requirements/standins/*/{build,*.egg-info}
 
-distclean: clean  ## Remove .venv too.
-	@rm -rf $(VENV)
+distclean: clean  ## Remove .venv too, and the environment of test-nullgpu.
+	@rm -rf $(VENV) .cache/nullgpu

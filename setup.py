@@ -26,6 +26,8 @@ if STABLE:
 FLAGS = ["-std=c++20", "-O3", "-fvisibility=hidden", "-fno-strict-aliasing"]
 # Each gets code of its own; the last one also code that newer GPUs translate.
 GPUS = ("80", "90", "100")
+# `cudart` for a runtime that is not CUDA's own: tests/nullgpu.
+CUDART = os.environ.get("BANASERVE_CUDART", "cudart_static")
 
 native = Extension(
     "banaserve._native",
@@ -103,7 +105,7 @@ def cuda_extension():
         depends=["csrc/cuda/gpu_copy.h", "csrc/cuda/gpu_slab.h"],
         include_dirs=["csrc/cuda", str(home / "include"), *NANOBIND_INCLUDES],
         library_dirs=[str(home / "lib64")],
-        libraries=["cudart_static", "rt", "dl", "pthread"],
+        libraries=[CUDART, "rt", "dl", "pthread"],
         define_macros=MACROS,
         extra_compile_args=FLAGS,
         language="c++",

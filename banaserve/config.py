@@ -41,6 +41,10 @@ DEFAULT_MICROBATCHES, MAX_MICROBATCHES = 32, 64
 The default bounds the number in case the computation is wrong. Beyond the maximum, even the largest
 steps have micro-batches that are too small to be worth sending."""
 MIGRATION_ATTENTION = "auto", "vllm", "kernels", "reference", "triton"
+GUEST_STALL_ON_CPU_S, GUEST_STALL_ON_GPU_S = 1.0, 10.0
+"""Default silence of a guest after which it is given up.
+
+On a CPU a silent guest that uses no processor does nothing. On a GPU it may wait for the GPU."""
 LEAST_GUEST_SHARE = 0.05
 """Least share of a device for guests: with it, a guest's host waits 20 times the computing time."""
 
@@ -243,6 +247,7 @@ class ServeConfig:
         kv_store_tenant_quota: Largest share of the memory for one tenant; None for half of it if
             there are several tenants, and all of it otherwise.
         must_migrate: True if the server must not start where model or options forbid migration.
+        migration_stall_s: None for a limit that suits the device.
         vllm_argv: vLLM's own options.
     """
 
@@ -543,9 +548,11 @@ class ServeConfig:
         metavar="FACTOR",
         rule=Rule(lambda value: value >= 1, "must be at least 1"),
     )
-    migration_stall_s: float = _migration(
-        "silence beyond the time of its work after which a guest is given up",
-        1.0,
+    migration_stall_s: float | None = _migration(
+        "silence beyond the time of its work after which a guest is given up (default: "
+        f"{GUEST_STALL_ON_CPU_S:g} on CPUs, {GUEST_STALL_ON_GPU_S:g} on GPUs)",
+        None,
+        kind=float,
         rule=Rule(lambda value: value > 0, "must be above 0"),
     )
     migration_overlap: int = _migration(

@@ -36,8 +36,11 @@ BENCHMARKS = {
         "Is the elastic system ever slower than plain engines on modelled GPUs?",
     ),
     "front": Benchmark("benchmarks.front", "What does the front door cost beside vLLM's own?"),
+    "gpu-kit": Benchmark(
+        "benchmarks.gpu.kit", "What does a GPU machine without a network have to be brought?"
+    ),
     "gpu-report": Benchmark(
-        "benchmarks.gpu_report", "What does a GPU say to all of it, in one page?"
+        "benchmarks.gpu.report", "What does a GPU say to all of it, in one page?"
     ),
     "handover": Benchmark("benchmarks.handover", "What does a request cost that is handed over?"),
     "handover-moved": Benchmark(

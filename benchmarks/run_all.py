@@ -22,7 +22,7 @@ from banaserve.bench.loadgen.servers import end_on_sigterm, end_with_parent
 from banaserve.bench.report.report import write_report
 from banaserve.errors import UserError
 from banaserve.names import check_known
-from benchmarks.location import environment
+from benchmarks.location import ROOT, environment
 from benchmarks.script import run_script
 
 QUICK_BUDGET_S = 600.0
@@ -117,30 +117,51 @@ def run_all(
 
 def _run(name: str, options: Sequence[str], out: Path, limit_s: float) -> BenchmarkOutcome:
     command = [sys.executable, "-m", "benchmarks", name, *options]
-    command += ["--json", str(out / f"{name}.json")]
+    command += ["--json", str((out / f"{name}.json").resolve())]
     log_path = out / "logs" / f"{name}.log"
     began_s = time.monotonic()
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=environment(),
-            preexec_fn=end_with_parent,
-        )
-        try:
-            code = process.wait(None if limit_s == float("inf") else limit_s)
-        except subprocess.TimeoutExpired:
-            return BenchmarkOutcome(name, False, f"stopped after {limit_s:.0f} s: no time left")
-        finally:
-            _end(process)
+    code = run_logged(command, log_path, limit_s)
     took_s = time.monotonic() - began_s
+    if code is None:
+        return BenchmarkOutcome(name, False, f"stopped after {limit_s:.0f} s: no time left")
     if code == 0:
         return BenchmarkOutcome(name, True, f"{took_s:.0f} s")
     last = log_path.read_text(errors="replace").strip().splitlines()[-1:] or ["no words"]
     return BenchmarkOutcome(name, False, f"exit code {code}: {last[0]} (log: {log_path})")
+
+
+def run_logged(
+    command: Sequence[str],
+    log_path: Path,
+    limit_s: float,
+    variables: Mapping[str, str] | None = None,
+) -> int | None:
+    """Run a command that imports ``benchmarks``, with its output in a log.
+
+    Args:
+        limit_s: Time after which it and its children are ended, in seconds.
+        variables: Environment variables beside those of this process.
+
+    Returns:
+        The exit code; None if the command was ended.
+    """
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**environment(), **(variables or {})},
+            preexec_fn=end_with_parent,
+        )
+        try:
+            return process.wait(None if limit_s == float("inf") else limit_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            _end(process)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

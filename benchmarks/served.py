@@ -29,6 +29,7 @@ from banaserve.bench.loadgen.servers import (
     Server,
     banaserve_server,
     end_on_sigterm,
+    log_folder,
     vllm_server,
 )
 from banaserve.bench.results import result
@@ -58,6 +59,7 @@ class ServedOptions:
     Attributes:
         model: Folder or name; empty for random weights of ``size``.
         on_gpu: True if both instances share the first GPU.
+        stall_s: Silence after which a guest is given up, in seconds; 0 for banaserve's default.
     """
 
     model: str
@@ -69,6 +71,7 @@ class ServedOptions:
     stream_tokens: int
     kv_bytes: int
     on_gpu: bool
+    stall_s: float
 
 
 @dataclass
@@ -79,16 +82,16 @@ class Seen:
         alone: Answers to prompts that were sent one at a time.
         again: Answers to the same prompts, which the store has by then.
         streams: Answers to prompts that run together, by the kind of module that left and came
-            home.
+            home meanwhile, or should have.
         moves: Moves of each kind, away and home.
-        refused: Reason why a kind did not move, by kind.
+        failed: Reason why a kind did not leave or did not come home, by kind.
     """
 
     alone: list[RequestRecord] = field(default_factory=list)
     again: list[RequestRecord] = field(default_factory=list)
     streams: dict[str, list[RequestRecord]] = field(default_factory=dict)
     moves: dict[str, tuple[Migration, Migration]] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -104,6 +107,7 @@ def main(argv: Sequence[str]) -> int:
     add("--output-tokens", type=positive, default=32)
     add("--stream-tokens", type=positive, default=200, help="of streams under which modules move")
     add("--kv-mib", type=positive, default=256, help="KV cache of each instance")
+    add("--migration-stall", type=float, default=0.0, metavar="S", help="0: banaserve's default")
     given = parser.parse_args(list(argv))
     end_on_sigterm()
     on_gpu = result.machine().gpu is not None
@@ -117,6 +121,7 @@ def main(argv: Sequence[str]) -> int:
         given.stream_tokens,
         given.kv_mib << 20,
         on_gpu,
+        given.migration_stall,
     )
     record = asyncio.run(_measure(options, datetime.now(UTC)))
     result.deliver(record, given.json)
@@ -143,11 +148,12 @@ async def _measure(options: ServedOptions, started_at: datetime) -> result.Resul
                 plain.alone = await closed_loop(client, _calls(options, shape), 1)
                 plain.streams[""] = await _together(client, _streams(options, shape))
         tell("banaserve starts")
-        with tempfile.TemporaryDirectory(prefix="served-") as folder:
-            run_dir = Path(folder) / "run"
+        with log_folder() as folder:
+            run_dir = folder / "run"
             shared = ("--devices", "0;0") if options.on_gpu else ()
             ours = ("--pd", "1:1", "--served-model-name", _NAME, "--run-dir", str(run_dir))
-            given = (*ours, "--migration", "on", *shared, *same)
+            stall = ("--migration-stall", str(options.stall_s)) if options.stall_s else ()
+            given = (*ours, "--migration", "on", *stall, *shared, *same)
             with banaserve_server(path, *given, environment=environment) as server:
                 admin = AdminClient(*find_admin(run_dir))
                 seen = await _serve(server, admin, options, shape, orders, tell)
@@ -175,14 +181,14 @@ async def _serve(
             kind = type(order).__name__.removeprefix("Move").lower()
             tell(f"{kind} leave and come home")
             calls = _streams(options, shape)
+            streams = seen.streams[kind] = []
             try:
-                there, streams = await _meanwhile(client, calls, admin, order)
-            except UserError as refused:
-                seen.refused[kind] = str(refused)
+                there = await _meanwhile(client, calls, admin, order, streams)
+                streams += await _together(client, calls)
+                home = await _meanwhile(client, calls, admin, Return("d0"), streams)
+            except UserError as error:
+                seen.failed[kind] = str(error)
                 continue
-            streams += await _together(client, calls)
-            home, more = await _meanwhile(client, calls, admin, Return("d0"))
-            seen.streams[kind] = streams + more
             seen.moves[kind] = there, home
     return seen
 
@@ -192,20 +198,21 @@ async def _meanwhile(
     calls: Sequence[CompletionCall],
     admin: AdminClient,
     order: MigrationRequest,
-) -> tuple[Migration, list[RequestRecord]]:
-    """Carry out a move while streams run, repeatedly, until it has ended.
+    streams: list[RequestRecord],
+) -> Migration:
+    """Carry out a move while streams run, repeatedly, until it has ended; extend ``streams``.
 
     Raises:
         UserError: The move is refused, or has failed.
     """
     move = asyncio.create_task(asyncio.to_thread(admin.run, order))
-    records = await _together(client, calls)
+    streams += await _together(client, calls)
     while not move.done():
-        records += await _together(client, calls)
+        streams += await _together(client, calls)
     migration = await move
     if migration.state != "done":
         raise UserError(f"migration {migration.state}: {migration.error}")
-    return migration, records
+    return migration
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,12 +298,16 @@ async def _together(client: OpenAiClient, calls: Sequence[CompletionCall]) -> li
 
 
 def _equal(ours: Sequence[RequestRecord], plain: Sequence[RequestRecord]) -> float:
-    """Return the fraction of answers that have the same tokens."""
-    failed = [one.error for one in (*ours, *plain) if one.error]
-    if failed:
-        raise UserError(f"a request failed: {failed[0]}")
+    """Return the fraction of answers that have the same tokens; a failed request has others."""
     expected = {one.id: one.token_ids for one in plain}
-    return sum(one.token_ids == expected[one.id] for one in ours) / len(ours)
+    return sum(not one.error and one.token_ids == expected[one.id] for one in ours) / len(ours)
+
+
+def _failures(records: Mapping[str, Sequence[RequestRecord]]) -> Iterator[str]:
+    """Yield for each kind of which requests failed how many did, and the first error."""
+    for kind, some in records.items():
+        if errors := [one.error for one in some if one.error]:
+            yield f"{kind}: {len(errors)} of {len(some)} requests failed: {errors[0]}"
 
 
 def _ttfts(records: Sequence[RequestRecord]) -> list[float]:
@@ -304,6 +315,8 @@ def _ttfts(records: Sequence[RequestRecord]) -> list[float]:
 
 
 def _result(options: ServedOptions, started_at: datetime, plain: Seen, ours: Seen) -> result.Result:
+    for why in _failures({"plain vLLM": (*plain.alone, *plain.streams[""])}):
+        raise UserError(why)
     figures = {
         "equal_handed_over": result.figure([_equal(ours.alone, plain.alone)], "fraction"),
         "equal_from_store": result.figure([_equal(ours.again, plain.alone)], "fraction"),
@@ -328,7 +341,8 @@ def _result(options: ServedOptions, started_at: datetime, plain: Seen, ours: See
         started_at=started_at,
         figures=figures,
         notes=(
-            *(f"{kind} were refused: {why}" for kind, why in ours.refused.items()),
+            *(f"{kind} did not leave and come home: {why}" for kind, why in ours.failed.items()),
+            *_failures({"handed over": ours.alone, "from the store": ours.again, **ours.streams}),
             "one prompt at a time, so that both servers compute the same batches; streams together",
             "in bfloat16 a batch may round otherwise, and near ties of tokens fall otherwise",
         ),

@@ -238,38 +238,48 @@ class ProcessHandle:
 class Pulse:
     """Activity of a process on this machine, judged by the growth of its processor time.
 
+    The time of its descendants counts too: a process that compiles a kernel waits for a compiler.
+
     Args:
         pid: Process id; None for a process on another machine, whose work is not known.
     """
 
     def __init__(self, pid: int | None) -> None:
-        self._stat = None if pid is None else Path(f"/proc/{pid}/stat")
-        self._ticks = -1
+        self._pid = pid
+        self._own = self._below = -1
         self._worked_s = 0.0
 
     @property
     def is_known(self) -> bool:
-        return self._stat is not None
+        return self._pid is not None
 
-    def last_worked_s(self, now_s: float) -> float:
-        """Return when the process was last seen to work, on the caller's clock; 0 for never."""
-        ticks = self._read()
-        if ticks > self._ticks:
-            self._worked_s = now_s if self._ticks >= 0 else 0.0
-            self._ticks = ticks
+    def last_worked_s(self, now_s: float, *, with_descendants: bool = True) -> float:
+        """Return when the process was last seen to work, on the caller's clock; 0 for never.
+
+        Args:
+            with_descendants: False to read one file instead of one for each thread.
+        """
+        own = -1 if self._pid is None else _ticks(self._pid)
+        if self._pid is None or own < 0:
+            return self._worked_s
+        below = _ticks_below(self._pid) if with_descendants else self._below
+        if own > self._own >= 0 or below != self._below >= 0:
+            self._worked_s = now_s
+        self._own, self._below = own, below
         return self._worked_s
 
-    def _read(self) -> int:
-        return -1 if self._stat is None else _ticks(self._stat)
 
+def _ticks(pid: int) -> int:
+    """Return the processor time of a process and its ended children, in clock ticks.
 
-def _ticks(stat: Path) -> int:
-    """Return the processor time of a process in clock ticks; -1 if there is no such process."""
+    Returns:
+        -1 if there is no such process.
+    """
     try:
-        fields = stat.read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return -1
-    return int(fields[11]) + int(fields[12])
+    return sum(map(int, fields[11:15]))
 
 
 def _ticks_below(pid: int) -> int:
@@ -278,7 +288,7 @@ def _ticks_below(pid: int) -> int:
     for listed in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):  # a thread or a process has ended meanwhile
             for child in map(int, listed.read_text().split()):
-                total += _ticks(Path(f"/proc/{child}/stat")) + _ticks_below(child)
+                total += max(0, _ticks(child)) + _ticks_below(child)
     return total
 
 
@@ -298,8 +308,7 @@ class StallWatch:
         self._spin_s = spin_s
         self._counts_work = counts_work
         self._pid = 0
-        self._seen_s = self._below_s = 0.0
-        self._below = 0
+        self._seen_s = 0.0
         self._pulse = Pulse(None)
 
     def has_stalled(self, pid: int, heard_s: float, now_s: float) -> bool:
@@ -322,11 +331,9 @@ class StallWatch:
         if pid != self._pid:
             self._pid, self._seen_s = pid, now_s
             self._pulse = Pulse(pid if self._counts_work else None)
-            self._below = _ticks_below(pid) if self._counts_work else 0
-            self._below_s = 0.0
         if not self._counts_work:
             return 0.0
-        idle_s = now_s - max(heard_s, self._pulse.last_worked_s(now_s))
-        if idle_s > self._stall_s / 2 and (below := _ticks_below(pid)) != self._below:
-            self._below, self._below_s = below, now_s
-        return min(idle_s, now_s - self._below_s)
+        idle_s = now_s - max(heard_s, self._pulse.last_worked_s(now_s, with_descendants=False))
+        if idle_s > self._stall_s / 2:
+            idle_s = now_s - max(heard_s, self._pulse.last_worked_s(now_s))
+        return idle_s

@@ -131,7 +131,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def ticks_of(pid: int) -> int:
-    return processes._ticks(Path(f"/proc/{pid}/stat"))
+    return processes._ticks(pid)
 
 
 def test_one_that_starts_is_watched_from_when_it_is_first_seen(

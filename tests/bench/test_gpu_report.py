@@ -1,8 +1,10 @@
-"""``make gpu-report``: one page of what ran, and a line for what did not."""
+"""``make gpu-report``: what it refuses, the time of each stage, what is resumed, and the table."""
 
 from __future__ import annotations
 
-import subprocess
+import sys
+import tarfile
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -10,86 +12,171 @@ from typing import Any
 import msgspec
 import pytest
 
-from banaserve.bench.results import result
 from banaserve.errors import UserError
-from benchmarks import gpu_report, run_all
+from benchmarks.gpu import device, report
+from benchmarks.gpu.device import DeviceFacts, check
+from benchmarks.gpu.stages import (
+    LEAST_S,
+    Outcome,
+    Stage,
+    State,
+    limit_s,
+    stages_of,
+    still_to_run,
+)
 from benchmarks.registry import BENCHMARKS
 
-TINY = ("--runs", "1", "--requests", "300", "--instances", "8", "--cell-size", "4")
+GOOD = DeviceFacts(
+    torch="2.11.0+cu130", torch_cuda="13.0", driver_cuda="13.0", gpu="NVIDIA Test", architecture=90,
+    free_bytes=80 << 30, vllm="0.32.0", vllm_library=True,
+)  # fmt: skip
 
 
-@pytest.fixture
-def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = msgspec.structs.replace(result.machine(), gpu="NVIDIA Test")
-    monkeypatch.setattr(result, "machine", lambda: here)
-
-
-def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    here = msgspec.structs.replace(result.machine(), gpu=None)
-    monkeypatch.setattr(result, "machine", lambda: here)
-    with pytest.raises(UserError, match="no GPU is seen here"):
-        gpu_report.main(["--out", str(tmp_path)])
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_page_of_what_ran_and_a_line_for_what_did_not(
-    a_gpu: None,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    listed = {"orchestrator": TINY, "report": (str(tmp_path / "none"),)}
-    monkeypatch.setattr(gpu_report, "benchmarks_of", lambda size: listed)
-    tests = run_all.BenchmarkOutcome("GPU tests", True, "12 passed")
-    monkeypatch.setattr(gpu_report, "run_gpu_tests", lambda out: tests)
-    assert gpu_report.main(["--out", str(tmp_path)]) == 1
-    told = capsys.readouterr().out
-    assert "GPU tests: 12 passed" in told
-    assert "report: exit code 2:" in told
-    page = (tmp_path / "report.md").read_text()
-    assert page.startswith("# NVIDIA Test: report")
-    assert "## orchestrator" in page
+# ---- refusals
 
 
 @pytest.mark.parametrize(
-    ("code", "last", "is_good", "words"),
+    ("changed", "why"),
     [
-        (0, "== 40 passed in 61.2s ==", True, "40 passed"),
-        (1, "== 1 failed, 39 passed ==", False, "exit code 1: 1 failed, 39 passed"),
-        (5, "3 skipped in 0.1s", False, "none ran: 3 skipped"),
-        (None, "", False, "stopped after"),
+        ({"torch": ""}, "torch is not installed.*GPU_PYTHON"),
+        ({"torch_cuda": ""}, r"torch 2\.11\.0\+cu130 is built without CUDA.*GPU_PYTHON"),
+        ({"driver_cuda": ""}, "no NVIDIA driver is seen here"),
+        ({"driver_cuda": "12.8"}, r"driver runs CUDA 12\.8 at most.*needs 13\.0: install a newer"),
+        ({"gpu": ""}, "torch sees no GPU.*CUDA_VISIBLE_DEVICES"),
+        ({"vllm": ""}, "vLLM is not installed: bring a kit along"),
+        ({"vllm_library": False}, r"vLLM 0\.32\.0 is built for CPUs.*GPU_PYTHON"),
+        ({"architecture": 80}, "code for architecture 90 and the NVIDIA Test is 80.*--gpu 80"),
+        ({"free_bytes": 10 << 30}, r"need 16 GiB and the NVIDIA Test has 10\.0 GiB.*--size tiny"),
     ],
 )
-def test_the_tests_of_a_gpu(
-    code: int | None,
-    last: str,
-    is_good: bool,
-    words: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+def test_a_machine_on_which_it_cannot_run_is_refused(changed: dict[str, Any], why: str) -> None:
+    check(GOOD, "1b", (90,))
+    with pytest.raises(UserError, match=why):
+        check(msgspec.structs.replace(GOOD, **changed), "1b", (90,))
+
+
+def test_this_machine_has_no_gpu_for_it(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"built without CUDA|no NVIDIA driver|torch sees no GPU"):
+        check(device.read_facts(), "tiny", ())
+
+
+def test_an_unknown_stage_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="smok"):
+        report.main(["--only", "smok", "--out", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
+# ---- time
+
+
+@pytest.mark.parametrize("budget_s", [200.0, 430.0, 1800.0])
+def test_no_stage_takes_the_time_of_those_behind_it(budget_s: float) -> None:
+    stages = stages_of("1b", quick=False)
+    left_s = budget_s
+    begun = 0
+    for place, stage in enumerate(stages):
+        allowed_s = limit_s(stage, stages[place + 1 :], left_s)
+        assert allowed_s <= min(stage.limit_s, left_s)
+        begun += allowed_s >= LEAST_S
+        left_s -= allowed_s  # all of them hang
+    assert begun >= 4, "served moves have their turn even if all before them hang"
+    assert left_s >= 0
+
+
+def test_a_stage_may_take_what_others_left() -> None:
+    stages = stages_of("1b", quick=False)
+    served = next(place for place, stage in enumerate(stages) if stage.name == "served")
+    alone_s = limit_s(stages[served], stages[served + 1 :], 360)
+    assert alone_s > 120
+    assert limit_s(stages[-1], [], 1000) == stages[-1].limit_s
+    assert limit_s(stages[-1], [], LEAST_S - 1) == 0
+
+
+def test_a_further_call_runs_what_is_left_and_then_what_failed() -> None:
+    stages = [Stage(name, (), 10, 1) for name in "abcde"]
+    ended = {
+        "a": Outcome("a", State.FAILED),
+        "b": Outcome("b", State.OK),
+        "c": Outcome("c", State.STOPPED),
+        "d": Outcome("d", State.NOT_RUN),
+    }
+    assert [stage.name for stage in still_to_run(stages, ended)] == ["d", "e", "c", "a"]
+
+
+# ---- runs
+
+
+@pytest.fixture
+def three(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Stage]:
+    """Stages of this test's own on a machine that passes the checks."""
+
+    def stage(name: str, code: str, seconds: float = 30.0) -> Stage:
+        return Stage(name, (sys.executable, "-c", code), seconds, 1)
+
+    stages = [
+        stage("good", "print('it works')"),
+        stage("bad", "import sys; print('no luck'); sys.exit(3)"),
+        stage("slow", "import signal; print('begun', flush=True); signal.pause()", 1.0),
+    ]
+    monkeypatch.setattr(report, "stages_of", lambda size, quick: stages)
+    monkeypatch.setattr(device, "read_facts", lambda: GOOD)
+    monkeypatch.setattr(report, "ROOT", tmp_path)  # with no kit
+    return stages
+
+
+def told_of(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    code = report.main(arguments)
+    return code, capsys.readouterr().out
+
+
+def test_one_table_and_one_archive_of_everything(
+    three: list[Stage], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run(command: list[str], *, stdout: Any, timeout: float, **_: Any) -> Any:
-        assert command[-1] == "tests/gpu"
-        stdout.write(f"....\n{last}\n".encode())
-        if code is None:
-            raise subprocess.TimeoutExpired(command, timeout)
-        return subprocess.CompletedProcess(command, code)
+    out = tmp_path / "out"
+    code, told = told_of(["--out", str(out), "--budget", "100"], capsys)
+    assert code == 1
+    table = told.rpartition("\n\n")[2]
+    assert "good          ok" in table
+    assert "it works" in table
+    assert "exit code 3: no luck" in table
+    assert "slow          stopped" in table
+    assert "at its limit: begun" in table
+    with tarfile.open(out / "gpu-report.tar.gz") as archive:
+        assert {"table.txt", "stages.json", "logs/bad.log"} <= set(archive.getnames())
+    three[1] = Stage("bad", (sys.executable, "-c", "print('mended')"), 30, 1)
+    code, told = told_of(["--out", str(out), "--budget", "100"], capsys)
+    assert "good (at most" not in told, "it is not run again"
+    assert "it works" in told, "but it is in the table"
+    assert "mended" in told
+    code, told = told_of(["--out", str(out), "--only", "good", "--budget", "5"], capsys)
+    assert "good: no time left" in told
+    assert "it works" in told, "what has run stays in the table"
 
-    monkeypatch.setattr(gpu_report.subprocess, "run", run)
-    outcome = gpu_report.run_gpu_tests(tmp_path)
-    assert outcome.is_good is is_good
-    assert outcome.words.startswith(words)
+
+def test_a_list_of_stages_that_cannot_be_read_is_refused(
+    three: list[Stage], tmp_path: Path
+) -> None:
+    (tmp_path / "stages.json").write_text("{")
+    with pytest.raises(UserError, match=r"stages\.json: .*: remove it"):
+        report.main(["--out", str(tmp_path)])
 
 
-@pytest.mark.parametrize("size", ["1b", "8b"])
-@pytest.mark.parametrize("name", gpu_report.benchmarks_of("1b"))
+@pytest.mark.parametrize("size", ["tiny", "1b", "8b"])
+@pytest.mark.parametrize("name", [one.name for one in stages_of("1b", quick=False)])
 def test_its_options_are_options(
     name: str, size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The help exits before anything runs, but not before what stands before it is understood."""
-    main = import_module(BENCHMARKS[name].module).main
-    options = gpu_report.benchmarks_of(size)[name]
+    stage = next(one for one in stages_of(size, quick=size == "tiny") if one.name == name)
+    words = list(stage.command[1:])
+    if words[:2] == ["-m", "benchmarks"]:
+        main = import_module(BENCHMARKS[words[2]].module).main
+        options = [*words[3:], "--json", str(tmp_path / "x")]
+    elif words[1] == "benchmarks.gpu.smoke":
+        main, options = import_module(words[1]).main, words[2:]
+    else:
+        pytest.skip("it takes no options")
     with pytest.raises(SystemExit) as left:
-        main([*options, "--json", str(tmp_path / "x"), "--help"])
+        main([*options, "--help"])
     assert left.value.code == 0
     assert "usage" in capsys.readouterr().out

@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("vllm")
 
+from banaserve.engine.vllm.compat.attention import window_tokens
 from banaserve.engine.vllm.kv_connector import block_hash
 from banaserve.engine.vllm.migration import checks
 from banaserve.engine.vllm.migration.modules import attention_backend, partial_model
@@ -142,9 +143,15 @@ def test_attention_that_kernels_would_compute_otherwise_is_refused(odd: Any, why
     assert attentions["a"].impl is before, "nothing has changed"
 
 
-@pytest.mark.parametrize("window", [None, -1, 0, (-1, -1)])
+@pytest.mark.parametrize("window", [None, -1, 0, (-1, -1), (-1, 0)])
 def test_what_vllm_writes_for_no_window_is_none(window: Any) -> None:
     check_plain(layer(sliding_window=window, logits_soft_cap=None), "a")
+    assert window_tokens(SimpleNamespace(sliding_window=window)) is None
+
+
+@pytest.mark.parametrize("window", [4096, (4095, 0), (4095, 4095)])
+def test_a_window_counts_its_own_token_in_either_form(window: Any) -> None:
+    assert window_tokens(SimpleNamespace(sliding_window=window)) == 4096
 
 
 OUR_KERNELS = {"banaserve_migration": {"attention": "kernels"}}

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import given
@@ -30,6 +31,7 @@ from banaserve.errors import ProtocolError, UserError
 from banaserve.platform.processes import Pulse
 from banaserve.transport.interface import TransportOptions
 from banaserve.transport.registry import create
+from waiting import eventually
 
 PAGE = mmap.PAGESIZE
 
@@ -239,6 +241,29 @@ def test_a_pulse_is_seen_while_a_process_works_and_not_while_it_stands() -> None
             child.kill()
     assert pulse.last_worked_s(now_s + 2000) == last_s, "a dead one does not work"
     assert not Pulse(None).is_known
+
+
+def test_a_pulse_is_seen_while_a_child_works_for_a_process_that_waits() -> None:
+    spins = "import os; os.read(0, 1)\nwhile True: pass"
+    waits = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {spins!r}])"
+    with subprocess.Popen([sys.executable, "-c", waits], stdin=subprocess.PIPE) as guest:
+        try:
+            assert guest.stdin is not None
+            eventually(lambda: len(psutil.Process(guest.pid).children()) == 1)
+            (compiler,) = psutil.Process(guest.pid).children()
+            os.kill(guest.pid, signal.SIGSTOP)
+            pulse = Pulse(guest.pid)
+            pulse.last_worked_s(1.0)
+            guest.stdin.write(b"x")
+            guest.stdin.flush()
+            now_s = 2.0
+            eventually(lambda: pulse.last_worked_s(now_s) == now_s)
+            compiler.kill()
+            eventually(lambda: compiler.status() == psutil.STATUS_ZOMBIE)
+            last_s = pulse.last_worked_s(now_s + 1)
+            assert pulse.last_worked_s(now_s + 1000) == last_s
+        finally:
+            guest.kill()
 
 
 @pytest.mark.skipif(

@@ -136,7 +136,9 @@ def test_planning() -> None:
     ("impl", "layer", "why"),
     [
         ({}, {}, None),
+        ({"sliding_window": (-1, -1)}, {}, None),
         ({"sliding_window": 4096}, {}, "sliding window"),
+        ({"sliding_window": (4095, 0)}, {}, "sliding window"),
         ({"logits_soft_cap": 30.0}, {}, "a cap"),
         ({"alibi_slopes": [0.5]}, {}, "ALiBi"),
         ({"sinks": [0.5]}, {}, "attention sinks"),

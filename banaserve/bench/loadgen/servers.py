@@ -7,6 +7,7 @@ import ctypes
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,9 +23,10 @@ from typing import Protocol
 
 import psutil
 
-from banaserve.engine.vllm.settings.environment import ENVIRONMENT
+from banaserve.engine.vllm.settings.environment import engine_environment
 from banaserve.errors import UserError
 
+LOGS_VARIABLE = "BANASERVE_BENCH_LOGS"
 _METRIC = re.compile(r"^([^\s{#]+)(?:\{(.*)\})?\s+(\S+)$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _START_TIMEOUT_S = 300.0
@@ -228,9 +230,14 @@ def _started(
     port: int | None = None,
 ) -> Iterator[Server]:
     port = free_port() if port is None else port
-    variables = {"OMP_NUM_THREADS": "1", **ENVIRONMENT, **os.environ, **(environment or {})}
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        log_path = Path(folder) / f"{name}.log"
+    variables = {
+        "OMP_NUM_THREADS": "1",
+        **engine_environment(),
+        **os.environ,
+        **(environment or {}),
+    }
+    with log_folder() as folder:
+        log_path = folder / f"{name}.log"
         with log_path.open("wb") as log:
             process = subprocess.Popen(
                 [*command, "--port", str(port)],
@@ -249,6 +256,22 @@ def _started(
             yield server
         finally:
             server.stop()
+
+
+@contextlib.contextmanager
+def log_folder() -> Iterator[Path]:
+    """Yield a new folder for logs, which is removed unless an error leaves the block.
+
+    With the variable ``BANASERVE_BENCH_LOGS`` it is made in the folder of that name, and stays.
+    """
+    kept = os.environ.get(LOGS_VARIABLE)
+    if kept:
+        Path(kept).mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="bench-", dir=kept))
+    yield folder
+    # Not reached by an error: its message may name a log.
+    if not kept:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def end_with_parent() -> None:

@@ -145,18 +145,19 @@ def _serve(
             "time": emulation.words(served),
         }
         is_pooling = launch.pools(parts)
+        name = parts.model_name
         launch.run(
             parts,
             say,
             lambda code: _banner(
-                served, model, run, terminal, scheme, facts, code, pools=is_pooling
+                served, name, run, terminal, scheme, facts, code, pools=is_pooling
             ),
         )
 
 
 def _banner(
     config: ServeConfig,
-    model: models.ResolvedModel,
+    model: str,
     run: RunDir,
     terminal: TextIO,
     scheme: str,
@@ -177,10 +178,10 @@ def _banner(
     asked += '"Name the capital of France."}], "temperature": 0'
     if pools:
         path, asked = "embeddings", '"input": "The capital of France."'
-    body = f'{{"model": "{model.served_name}", {asked}}}'
+    body = f'{{"model": "{model}", {asked}}}'
     lines = [
         "",
-        f"  banaserve serves {model.served_name} ({shape})",
+        f"  banaserve serves {model} ({shape})",
         f"  API    {url}/v1",
         *([f"  page   {_page(url, config, run, terminal, page_code)}"] if config.ui else []),
         f"  logs   {Path(run.logs)}",

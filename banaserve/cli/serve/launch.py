@@ -21,7 +21,12 @@ from banaserve.api.front_socket import FrontSocket
 from banaserve.cli.serve import emulation, needs
 from banaserve.cli.serve.compiling import CompileChoice, choose_compiling, find_compiler
 from banaserve.cli.sockets import check_tls
-from banaserve.config import MINIATURE, ServeConfig
+from banaserve.config import (
+    GUEST_STALL_ON_CPU_S,
+    GUEST_STALL_ON_GPU_S,
+    MINIATURE,
+    ServeConfig,
+)
 from banaserve.errors import MigrationError, UserError
 from banaserve.kvstore.sizes import format_size, parse_size
 from banaserve.models import ResolvedModel, cache
@@ -404,10 +409,11 @@ def _vllm_argv(
     if config.migration:
         from banaserve.engine.vllm.settings import migration_settings as migration_config
 
+        usual_stall_s = GUEST_STALL_ON_CPU_S if is_on_cpu() else GUEST_STALL_ON_GPU_S
         argv += migration_config.migration_options(
             migration_config.MigrationSettings(
                 kv_growth=config.migration_kv_growth,
-                stall_s=config.migration_stall_s,
+                stall_s=config.migration_stall_s or usual_stall_s,
                 overlap=config.migration_overlap,
                 guest_saves=config.migration_guest_saves,
                 poison=config.migration_poison,

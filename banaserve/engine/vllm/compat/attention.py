@@ -31,6 +31,7 @@ __all__ = [
     "set_forward_context",
     "some_heads",
     "split_batch",
+    "window_tokens",
 ]
 
 
@@ -88,7 +89,6 @@ def some_heads(
 ) -> tuple[Any, Any]:
     """Make an implementation like ``inner`` for some KV heads, and its metadata builder."""
     num_heads = layer.num_heads // layer.num_kv_heads * num_kv_heads
-    window = inner.sliding_window
     with set_current_vllm_config(config):
         implementation = type(inner)(
             num_heads,
@@ -96,7 +96,7 @@ def some_heads(
             inner.scale,
             num_kv_heads,
             None,
-            None if window is None or window < 0 else window,
+            window_tokens(inner),
             inner.kv_cache_dtype,
             inner.logits_soft_cap or None,
         )
@@ -106,6 +106,24 @@ def some_heads(
     # The builder has counted the query heads of the whole layer.
     builder.num_heads = num_heads
     return implementation, builder
+
+
+def window_tokens(implementation: Any) -> int | None:
+    """Return the number of latest tokens that an attention reads, its own among them.
+
+    vLLM's attention on CPUs keeps this number, or -1 or 0 for no window. Attention on GPUs keeps a
+    pair, how many tokens it reads before and after its own, whose first is -1 without a window.
+
+    Args:
+        implementation: vLLM's implementation of the attention.
+
+    Returns:
+        None if the attention reads all tokens.
+    """
+    window = implementation.sliding_window
+    if isinstance(window, tuple | list):
+        window = window[0] + 1
+    return window if window and window > 0 else None
 
 
 def split_batch(

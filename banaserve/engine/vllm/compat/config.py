@@ -19,6 +19,7 @@ __all__ = [
     "ParallelConfig",
     "UsageContext",
     "VllmConfig",
+    "adopt_kernels",
     "adopt_kv_layout",
     "is_on_cpu",
     "own_budget",
@@ -41,6 +42,18 @@ def own_budget(config: VllmConfig) -> tuple[int, int]:
     scheduler = config.scheduler_config
     tokens = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
     return tokens, scheduler.max_num_active_seqs or scheduler.max_num_seqs
+
+
+def adopt_kernels(config: VllmConfig) -> None:
+    """Make this process compute vLLM's operations with the kernels that a worker of it would use.
+
+    vLLM's workers do the same when they start; a guest has no worker. Without it RMSNorm, for
+    example, is computed by other kernels than in the host, and rounds differently.
+    """
+    from vllm.ir import set_default_torch_wrap
+
+    config.kernel_config.ir_op_priority.set_default()
+    set_default_torch_wrap(config.compilation_config.ir_enable_torch_wrap)
 
 
 def adopt_kv_layout(config: VllmConfig, layout: str, block_size: int) -> None:

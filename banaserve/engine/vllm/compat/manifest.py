@@ -161,9 +161,16 @@ _CONFIG = [
     *_methods("config", "vllm.platforms.interface", "Platform", "CPU or GPU", "is_cpu()"),
     *_functions("config", "vllm.v1.attention.backends.utils", "KV layout of a guest",
                 "record_kv_cache_layout(cache_config, layout_name)"),
+    *_functions("config", "vllm.ir", "kernels of a guest", "set_default_torch_wrap(enable)"),
+    *_attributes("config", "vllm.config.kernel", "KernelConfig", "kernels of a guest",
+                 "ir_op_priority"),
+    *_methods("config", "vllm.config.kernel", "IrOpPriorityConfig", "kernels of a guest",
+              "set_default()"),
+    *_attributes("config", "vllm.config", "CompilationConfig", "kernels of a guest",
+                 "ir_enable_torch_wrap"),
     *_attributes("config", "vllm.config", "VllmConfig", "parts of the configuration",
                  "model_config cache_config parallel_config scheduler_config device_config "
-                 "load_config lora_config speculative_config compilation_config "
+                 "kernel_config load_config lora_config speculative_config compilation_config "
                  "observability_config kv_transfer_config additional_config use_v2_model_runner"),
     *_attributes("config", "vllm.config", "ModelConfig", "identity and shape of the model",
                  "model revision dtype quantization hf_overrides hf_text_config max_model_len "

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from banaserve.engine.vllm.compat.config import VllmConfig
+from banaserve.engine.vllm.compat.config import VllmConfig, adopt_kernels
 from banaserve.engine.vllm.launch.messages import GuestLaunch
 from banaserve.engine.vllm.migration.guest.environment import guest_environment
 from banaserve.engine.vllm.migration.guest.server import GuestServer
@@ -26,6 +26,7 @@ def serve(config: VllmConfig, address: GuestAddress) -> None:
     Raises:
         TransportError: No host connects.
     """
+    adopt_kernels(config)
     transport = address.make_transport()
     start_threads(transport)
     with tempfile.TemporaryDirectory(prefix="guest-") as folder:

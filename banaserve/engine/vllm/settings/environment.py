@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 
 ENVIRONMENT = {
@@ -27,7 +28,16 @@ Engines of several machines have the same options.
 """
 
 
+def engine_environment() -> dict[str, str]:
+    """Return the defaults for this machine: ``ENVIRONMENT``, and what its packages call for."""
+    found = dict(ENVIRONMENT)
+    if importlib.util.find_spec("flashinfer") is None:
+        # vLLM on a GPU imports it for sampling unless it is told not to, and its engines end.
+        found["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+    return found
+
+
 def set_environment() -> None:
     """Set the environment variables that engines inherit from this process."""
-    for name, value in ENVIRONMENT.items():
+    for name, value in engine_environment().items():
         os.environ.setdefault(name, value)

@@ -8,7 +8,12 @@ from typing import Any
 
 import msgspec
 
-from banaserve.config import DEFAULT_MICROBATCHES, MAX_MICROBATCHES, MIGRATION_ATTENTION
+from banaserve.config import (
+    DEFAULT_MICROBATCHES,
+    GUEST_STALL_ON_CPU_S,
+    MAX_MICROBATCHES,
+    MIGRATION_ATTENTION,
+)
 from banaserve.engine.vllm.compat.config import VllmConfig
 from banaserve.engine.vllm.settings.engine_args import section
 from banaserve.errors import UserError
@@ -36,7 +41,7 @@ class MigrationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     """
 
     kv_growth: float = 2.0
-    stall_s: float = 1.0
+    stall_s: float = GUEST_STALL_ON_CPU_S
     overlap: int = DEFAULT_MICROBATCHES
     guest_saves: bool = True
     poison: bool = False

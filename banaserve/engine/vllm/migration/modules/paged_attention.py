@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from banaserve.engine.vllm.compat.attention import window_tokens
 from banaserve.engine.vllm.compat.runner_hooks import set_implementation
 from banaserve.errors import MigrationError
 from banaserve.kernels.interface import HEAD_SIZES, Batch, Heads, Kernels, PartialAttention
@@ -208,11 +209,8 @@ def check_plain(layer: Any, name: str) -> None:
         MigrationError: The attention is refused; the message states the reason.
     """
     impl = layer.impl
-    window = impl.sliding_window
-    # vLLM keeps a number or a pair; -1, 0 and None mean that there is no window.
-    sizes = window if isinstance(window, tuple) else (window or 0,)
     for is_there, what in (
-        (max(sizes) > 0, "a sliding window"),
+        (window_tokens(impl) is not None, "a sliding window"),
         ((impl.logits_soft_cap or 0) > 0, "a cap of the scores"),
         (getattr(impl, "alibi_slopes", None) is not None, "ALiBi"),
         (getattr(impl, "sinks", None) is not None, "attention sinks"),

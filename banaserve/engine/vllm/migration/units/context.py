@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from banaserve.engine.vllm.compat.attention import window_tokens
 from banaserve.engine.vllm.compat.config import VllmConfig
 from banaserve.engine.vllm.migration import checks
 from banaserve.engine.vllm.migration.api import MoveContext, Return
@@ -89,7 +90,7 @@ class Context(LayerSpan, frozen=True, tag="context"):
         """Refuse an attention that uses more than keys and queries, or has other head sizes."""
         impl = getattr(attention.impl, "inner", attention.impl)
         checks.check_heads(attention, name)
-        limits = (impl.sliding_window, "a sliding window"), (impl.logits_soft_cap, "a cap")
+        limits = (window_tokens(impl), "a sliding window"), (impl.logits_soft_cap, "a cap")
         for value, what in limits:
             if value is not None and value > 0:
                 raise MigrationError(f"{name} has {what}, so its sequences cannot be split")

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from banaserve.engine.vllm.compat.attention import window_tokens
 from banaserve.engine.vllm.compat.config import VllmConfig
 from banaserve.engine.vllm.migration.kv.dirty_blocks import DirtyBlockTracker, RemoteBlocks
 from banaserve.engine.vllm.migration.kv.host_kv import Freed, HostKv
@@ -203,13 +204,12 @@ class HostUnit(ABC):
         heads = self.heads(name)
         num_kv_heads = layer.num_kv_heads if heads is None else len(heads)
         group = layer.num_heads // layer.num_kv_heads
-        window = impl.sliding_window
         return messages.AttentionSlice(
             name=name,
             num_heads=num_kv_heads * group,
             num_kv_heads=num_kv_heads,
             head_size=layer.head_size,
             scale=impl.scale,
-            sliding_window=None if window is None or window < 0 else window,
+            sliding_window=window_tokens(impl),
             logits_soft_cap=impl.logits_soft_cap or None,
         )

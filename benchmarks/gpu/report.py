@@ -1,0 +1,165 @@
+"""All measurements of a GPU and the tests that need one, in one table: ``make gpu-report``.
+
+``python -m benchmarks gpu-report``. Whether the libraries load, plain vLLM beside transformers,
+answers of ``--pd 1:1`` on one GPU beside those of plain vLLM while modules move, the tests that
+need a GPU, the kernels beside its bandwidth, copies, and how much of the store's transfers hides
+behind computing: each in a process of its own, with its share of the time. A further call runs what
+the last one has not run, then what failed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tarfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from banaserve.arguments import Parser
+from banaserve.bench.loadgen.servers import LOGS_VARIABLE, end_on_sigterm
+from banaserve.bench.report.report import write_report
+from banaserve.errors import UserError
+from banaserve.names import check_known
+from benchmarks.gpu import device
+from benchmarks.gpu.kit_files import KIT, Kit
+from benchmarks.gpu.stages import Outcome, Stage, State, limit_s, stages_of, still_to_run
+from benchmarks.location import ROOT
+from benchmarks.random_model import SIZES
+from benchmarks.run_all import run_logged
+from benchmarks.script import run_script
+
+BUDGET_S = 1800.0
+_QUICK_BUDGET_S = 300.0
+_STATE_FILE = "stages.json"
+_ARCHIVE = "gpu-report.tar.gz"
+_LOGGED = re.compile(r"\b(INFO|WARNING|[Ww]arning)\b|^\[rank\d+\]:\[")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the stages and write the table; return the exit code, 1 if one did not end well."""
+    parser = Parser(prog="python -m benchmarks gpu-report", description=__doc__)
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("gpu-report"), help="folder of table, results and logs")
+    add("--size", choices=sorted(SIZES), help="of random weights; 1b without it")
+    add("--budget", type=float, metavar="S", help="for all together")
+    add("--only", action="append", default=[], metavar="STAGE", help="run it anew; repeat")
+    add("--quick", action="store_true", help="the least that shows something, with small weights")
+    given = parser.parse_args(list(argv))
+    size = given.size or ("tiny" if given.quick else "1b")
+    known = stages_of(size, quick=given.quick)
+    for name in given.only:
+        check_known("stage", name, [stage.name for stage in known])
+    kit = Kit.read(ROOT / KIT) if (ROOT / KIT).is_dir() else None
+    facts = device.read_facts()
+    device.check(facts, size, kit.gpus if kit else ())
+    end_on_sigterm()
+    budget_s = given.budget or (_QUICK_BUDGET_S if given.quick else BUDGET_S)
+    ended = _read(given.out)
+    chosen = [stage for stage in known if stage.name in given.only] or still_to_run(known, ended)
+    print(f"{facts.words}: within {budget_s:.0f} s, into {given.out}", flush=True)
+    try:
+        _run_all(chosen, given.out, budget_s, ended)
+    finally:
+        _deliver(given.out, facts, known, ended)
+    return 0 if all(_state(ended, one.name) is State.OK for one in (chosen or known)) else 1
+
+
+def _run_all(
+    chosen: Sequence[Stage], out: Path, budget_s: float, ended: dict[str, Outcome]
+) -> None:
+    """Run the stages one after the other; note each end in ``ended`` and in the folder."""
+    until_s = time.monotonic() + budget_s
+    for place, stage in enumerate(chosen):
+        allowed_s = limit_s(stage, chosen[place + 1 :], until_s - time.monotonic())
+        if not allowed_s:
+            print(f"{stage.name}: no time left", flush=True)
+            ended.setdefault(stage.name, Outcome(stage.name, State.NOT_RUN, words="no time left"))
+            continue
+        print(f"{stage.name} (at most {allowed_s:.0f} s) ...", flush=True)
+        ended[stage.name] = outcome = run_stage(stage, out, allowed_s)
+        print(f"  {outcome.state} after {outcome.took_s:.0f} s: {outcome.words}", flush=True)
+        (out / _STATE_FILE).write_bytes(msgspec.json.encode(list(ended.values())))
+
+
+def run_stage(stage: Stage, out: Path, allowed_s: float) -> Outcome:
+    """Run a stage with its output in a log of its own; return how it ended.
+
+    Raises:
+        UserError: ``out`` cannot be written.
+    """
+    log_path = out / "logs" / f"{stage.name}.log"
+    try:
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write {out}: {error.strerror}") from error
+    result = ("--json", str((out / f"{stage.name}.json").resolve())) if stage.benchmark else ()
+    kept = {LOGS_VARIABLE: str((out / "logs" / f"servers-{stage.name}").resolve())}
+    began_s = time.monotonic()
+    code = run_logged((*stage.command, *result), log_path, allowed_s, kept)
+    took_s = time.monotonic() - began_s
+    words = _last_line(log_path)
+    if code is None:
+        return Outcome(stage.name, State.STOPPED, took_s, f"at its limit: {words}")
+    if code:
+        return Outcome(stage.name, State.FAILED, took_s, f"exit code {code}: {words}")
+    return Outcome(stage.name, State.OK, took_s, words)
+
+
+def _last_line(log_path: Path) -> str:
+    """Return the last line that is no log of vLLM or torch, whose last words are warnings."""
+    lines = [one.strip("= \t") for one in log_path.read_text(errors="replace").splitlines()]
+    told = [line for line in lines if line and not _LOGGED.search(line)]
+    return told[-1][:160] if told else "it said nothing"
+
+
+def _deliver(
+    out: Path, facts: device.DeviceFacts, known: Sequence[Stage], ended: Mapping[str, Outcome]
+) -> None:
+    """Write the page of results, the table and the archive of everything; print the table."""
+    if not out.is_dir():
+        return
+    if any(stage.benchmark and _state(ended, stage.name) is State.OK for stage in known):
+        write_report(out, out, f"{facts.gpu}: report")
+    lines = [facts.words, *table(known, ended)]
+    if os.environ.get(device.NULL_GPU):
+        lines.append("this GPU computes nothing: only that the programs run is shown")
+    text = "\n".join(lines) + "\n"
+    (out / "table.txt").write_text(text)
+    with tarfile.open(out / _ARCHIVE, "w:gz") as archive:
+        for path in sorted(out.iterdir()):
+            if path.name != _ARCHIVE:
+                archive.add(path, path.name)
+    print(f"\n{text}{out / _ARCHIVE} holds all results and logs", flush=True)
+
+
+def table(known: Sequence[Stage], ended: Mapping[str, Outcome]) -> list[str]:
+    """Return a line for each stage: its name, its end, seconds, and its last words."""
+    rows = [ended.get(stage.name, Outcome(stage.name, State.NOT_RUN)) for stage in known]
+    return [f"{one.name:<13} {one.state:<8} {one.took_s:5.0f} s  {one.words}" for one in rows]
+
+
+def _state(ended: Mapping[str, Outcome], name: str) -> State:
+    return ended[name].state if name in ended else State.NOT_RUN
+
+
+def _read(out: Path) -> dict[str, Outcome]:
+    """Return the outcomes of earlier calls by the name of the stage.
+
+    Raises:
+        UserError: They cannot be read.
+    """
+    try:
+        said = (out / _STATE_FILE).read_bytes()
+    except FileNotFoundError:
+        return {}
+    try:
+        return {one.name: one for one in msgspec.json.decode(said, type=list[Outcome])}
+    except msgspec.DecodeError as error:
+        raise UserError(f"{out / _STATE_FILE}: {error}: remove it, and all stages run") from error
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,95 @@
+"""Page of what a GPU that computes nothing has shown: ``docs/null-gpu.md`` from ``null-gpu.json``.
+
+make test-nullgpu               # runs the tests, which write the file, then writes the page
+python -m docs.null_gpu         # writes the page
+python -m docs.null_gpu --check # a line if the page is not that of the file
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from docs.check import ROOT
+
+RECORD = ROOT / "docs" / "null-gpu.json"
+PAGE = ROOT / "docs" / "null-gpu.md"
+KINDS = ("hand-over", "layers", "heads", "context", "experts")
+_NAMES = {"context": "older blocks"}
+
+
+class Shown(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one test has shown.
+
+    Attributes:
+        kind: One of ``KINDS``.
+        runner: Model runner of vLLM, 1 or 2.
+        ranks: Tensor-parallel ranks of each instance.
+        why: The line with which a server refuses to start; empty for what works.
+    """
+
+    kind: str
+    graphs: bool
+    runner: int
+    ranks: int
+    vllm: str
+    outcome: Literal["works", "refused"]
+    why: str = ""
+
+    @property
+    def case(self) -> tuple[str, bool, int, int, str]:
+        return self.kind, self.graphs, self.runner, self.ranks, self.vllm
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the page, or say that it is stale with ``--check``; return the exit code."""
+    rows = msgspec.json.decode(RECORD.read_bytes(), type=list[Shown])
+    if list(argv) != ["--check"]:
+        PAGE.write_text(page(rows))
+        print(PAGE.relative_to(ROOT))
+        return 0
+    if PAGE.read_text() != page(rows):
+        print(f"{PAGE.name} is not that of {RECORD.name}: run python -m docs.null_gpu")
+        return 1
+    return 0
+
+
+def page(rows: Sequence[Shown]) -> str:
+    """Return the page of a record's rows."""
+    setups = sorted({(row.vllm, row.runner, row.ranks, row.graphs) for row in rows})
+    found = {row.case: row for row in rows}
+    reasons = list(dict.fromkeys(row.why for row in rows if row.why))
+    lines = [
+        "# CUDA's path on a GPU that computes nothing",
+        "",
+        "Generated from [null-gpu.json](null-gpu.json), which `make test-nullgpu` writes; do not "
+        "edit. The GPU is a CUDA runtime",
+        "whose memory is memory of the host and whose kernels do nothing, so `works` means that "
+        "`--pd 1:1 --migration on` starts with",
+        "vLLM's CUDA build, and that modules leave and come home under streams of which none is "
+        "cut short. It says nothing about",
+        "tokens, speed or memory.",
+        "",
+        "| vLLM | Model runner | Tensor parallel | CUDA graphs | "
+        f"{' | '.join(_NAMES.get(kind, kind) for kind in KINDS)} |",
+        f"|{' --- |' * (4 + len(KINDS))}",
+    ]
+    for vllm, runner, ranks, graphs in setups:
+        cells = [_cell(found.get((kind, graphs, runner, ranks, vllm)), reasons) for kind in KINDS]
+        how = "yes" if graphs else "no"
+        lines.append(f"| {vllm} | {runner} | {ranks} | {how} | {' | '.join(cells)} |")
+    lines += ["", *(f"{number}. {reason}" for number, reason in enumerate(reasons, 1))]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(row: Shown | None, reasons: Sequence[str]) -> str:
+    if row is None:
+        return "not run"
+    return f"{row.outcome} ({reasons.index(row.why) + 1})" if row.why else row.outcome
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
