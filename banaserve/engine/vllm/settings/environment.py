@@ -27,6 +27,13 @@ Engines of several machines have the same options.
 """
 
 
+GRAPHS_VARIABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
+"""vLLM's variable for CUDA graphs of the uncompiled model.
+
+vLLM reads it when it is imported, so engines must inherit it.
+"""
+
+
 def set_environment() -> None:
     """Set the environment variables that engines inherit from this process."""
     for name, value in ENVIRONMENT.items():
