@@ -156,8 +156,11 @@ class SplitExperts:
     ) -> torch.Tensor:
         """Return the weighted sum of the chosen experts, as vLLM: ``[num_tokens, hidden_size]``."""
         run_shared_experts(shared_experts, shared_experts_input)
-        arguments = {"x": x, "topk_weights": topk_weights, "topk_ids": topk_ids}
-        output: torch.Tensor = call_in_break(lambda given: self._sum(**given), arguments)
+        output: torch.Tensor = call_in_break(
+            lambda given: self._sum(**given),
+            lambda given: torch.zeros_like(given["x"]),
+            {"x": x, "topk_weights": topk_weights, "topk_ids": topk_ids},
+        )
         return output
 
     def _sum(

@@ -171,7 +171,7 @@ class RemoteRange:
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the range's part of one step; zeros if the guest is lost or there is no batch."""
-        return call_in_break(self._run, by_name(self.signature, args, kwargs))
+        return call_in_break(self._run, self.zeros, by_name(self.signature, args, kwargs))
 
     def _run(self, arguments: Mapping[str, Any]) -> Any:
         metadata = get_forward_context().attn_metadata
