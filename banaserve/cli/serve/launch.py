@@ -323,7 +323,7 @@ def model_words(config: ServeConfig, parts: Parts) -> str:
         kept = "its states lie in the store, so vLLM's own prefix cache is off"
     if not is_on_cpu():
         moves = config.migration and not _migration_blocker(parts.engine_config)
-        return "; ".join(filter(None, [kept, moves and graph_words(parts.engine_config)]))
+        return "; ".join(filter(None, [kept, graph_words(parts.engine_config) if moves else ""]))
     if _gives(config.vllm_argv, *_EAGER):
         is_eager = parts.engine_config.model_config.enforce_eager
         words = str(CompileChoice(not is_eager, "given by --[no-]enforce-eager"))

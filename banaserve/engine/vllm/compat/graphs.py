@@ -166,7 +166,8 @@ class SecondRunnerGraphs(RunnerGraphs):
         prepare = cudagraph_utils.prepare_inputs_to_capture
 
         def without_metadata(*args: Any, **kwargs: Any) -> Any:
-            return prepare(*args, **kwargs)._replace(attn_metadata=None)
+            prepared = prepare(*args, **kwargs)
+            return cudagraph_utils.AttentionState(None, prepared.slot_mappings)
 
         with (
             mock.patch.object(manager, "_capture_descs", {mode: wanted}),

@@ -91,7 +91,7 @@ class KernelsAttention:
 
     Attributes:
         kernels: Kernels that compute the attention.
-        splits_only: As given.
+        splits_only: True if ``inner`` attends while all heads are here.
 
     Raises:
         MigrationError: The attention uses more than keys and queries, or the kernels do not
