@@ -35,7 +35,7 @@ def prompts() -> list[list[int]]:
 @pytest.fixture(scope="module")
 def expected(rig: Any, prompts: list[list[int]]) -> Any:
     """What the same engine answers without any graph."""
-    graphs = rig.host.engine.compiled._graphs
+    graphs = rig.host.engine.graphs
     graphs.replace(frozenset({"nothing"}))
     graphs._has_failed = True  # captures none
     answers = rig.run(prompts, NUM_TOKENS)
@@ -56,7 +56,7 @@ def eager(rig: Any) -> Iterator[list[int]]:
 
     def called(_: Any, args: Any, kwargs: Any) -> None:
         hidden = kwargs.get("hidden_states", args[1] if len(args) > 1 else None)
-        if len(hidden) <= SIZES[-1] and not rig.host.engine.compiled._graphs._is_capturing:
+        if len(hidden) <= SIZES[-1] and not rig.host.engine.graphs._is_capturing:
             seen.append(len(hidden))
 
     handle = rig.host.engine.layers[0].register_forward_pre_hook(called, with_kwargs=True)
@@ -68,7 +68,7 @@ def eager(rig: Any) -> Iterator[list[int]]:
 def test_tokens_are_equal_and_graphs_go_on(
     rig: Any, prompts: list[list[int]], expected: Any, let_pass: Any, kind: str, eager: list[int]
 ) -> None:
-    graphs = rig.host.engine.compiled._graphs
+    graphs = rig.host.engine.graphs
     before = graphs.num_captured
 
     def travel() -> Generator[None, None, None]:
@@ -114,7 +114,7 @@ def test_a_lost_guest_brings_the_graphs_back(
     def lose() -> Generator[None, None, None]:
         yield from rig.away(sample("layers"), guest)
         yield from let_pass(WANTED_STEPS + 6)
-        assert rig.host.engine.compiled._graphs._graphs.sizes() & {4}
+        assert 4 in rig.do("status")["graph_sizes"]
         rig.kill(guest)
 
     assert rig.agrees(rig.run(prompts, NUM_TOKENS, lose()), expected)

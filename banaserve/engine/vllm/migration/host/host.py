@@ -131,6 +131,7 @@ class MigrationHost:
             group.get_metadata_builder(0), spec.block_size, host_kv.max_blocks
         )
         kv_shape = host_kv.shape(runner.cache_config.kv_cache_layout, spec.block_size)
+        graphs = self._graphs()
         self.engine = HostEngine(
             self._config,
             path,
@@ -142,7 +143,8 @@ class MigrationHost:
             self.guest_lost,
             settings.poison,
             experts=self._experts(layers),
-            compiled=CompiledModel(runner.get_model(), self._graphs()),
+            compiled=CompiledModel(runner.get_model(), graphs),
+            graphs=graphs,
             ranks=self.ranks,
         )
         self._builder = UnitBuilder(host_kv, time_hook)

@@ -42,6 +42,11 @@ class StepGraphs:
         self._is_capturing = False
         graphs.gate(self._may_replay)
 
+    @property
+    def sizes(self) -> list[int]:
+        """Return the numbers of tokens of the graphs that fit the model's modules, ascending."""
+        return sorted(self._graphs.sizes())
+
     def replace(self, replaced: AbstractSet[str]) -> None:
         """Stop replaying graphs of modules that the model no longer has.
 
