@@ -155,6 +155,15 @@ OUR_KERNELS = {"banaserve_migration": {"attention": "kernels"}}
     [
         ("cuda", "FULL", False, False, {}, "CUDA graphs.*--enforce-eager"),
         ("cuda", "PIECEWISE", False, False, {}, "CUDA graphs"),
+        ("cuda", "breakable PIECEWISE", False, False, {}, ""),
+        (
+            "cuda",
+            "breakable FULL_AND_PIECEWISE",
+            False,
+            False,
+            {},
+            "FULL_AND_PIECEWISE CUDA graphs",
+        ),
         ("cuda", "NONE", True, False, {}, ""),
         ("xpu", "NONE", False, False, {}, "lies on xpu"),
         ("cuda", "NONE", False, False, {}, ""),
@@ -166,9 +175,17 @@ OUR_KERNELS = {"banaserve_migration": {"attention": "kernels"}}
     ],
 )
 def test_what_cannot_be_on_a_gpu_or_with_our_kernels_is_said(
-    kind: str, graphs: str, second: bool, use_mla: bool, attends: dict[str, Any], why: str
+    kind: str,
+    graphs: str,
+    second: bool,
+    use_mla: bool,
+    attends: dict[str, Any],
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from vllm.config import CompilationMode, CUDAGraphMode
+
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", str(int("breakable" in graphs)))
 
     parallel = SimpleNamespace(
         tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1
@@ -176,7 +193,7 @@ def test_what_cannot_be_on_a_gpu_or_with_our_kernels_is_said(
     config: Any = SimpleNamespace(
         device_config=SimpleNamespace(device_type=kind),
         compilation_config=SimpleNamespace(
-            mode=CompilationMode.NONE, cudagraph_mode=CUDAGraphMode[graphs]
+            mode=CompilationMode.NONE, cudagraph_mode=CUDAGraphMode[graphs.split()[-1]]
         ),
         use_v2_model_runner=second,
         model_config=SimpleNamespace(

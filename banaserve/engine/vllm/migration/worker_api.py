@@ -174,8 +174,8 @@ class HostStatus(msgspec.Struct, frozen=True):
     steps_lost: int
     overlap: OverlapStatus
     kv: KvStatus
-    graph_sizes: list[int] | None = None
-    graphs_captured: int = 0
+    graph_sizes: list[int] | None
+    graphs_captured: int
 
 
 class MigrationApi:

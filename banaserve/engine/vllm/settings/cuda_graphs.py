@@ -21,7 +21,7 @@ from banaserve.engine.vllm.settings.environment import GRAPHS_VARIABLE
 def choose_graphs(args: Namespace) -> bool:
     """Return whether engines need ``GRAPHS_VARIABLE`` for their modules to move.
 
-    False if the user has set it, or asked for no graphs, for full ones or for compiled code.
+    False if the user has set it, or asked for --enforce-eager, full graphs or compiled code.
 
     Args:
         args: vLLM's parsed options of engines whose modules should be able to move.
@@ -32,7 +32,7 @@ def choose_graphs(args: Namespace) -> bool:
         and GRAPHS_VARIABLE not in os.environ
         and not args.enforce_eager
         and asked.mode in (None, CompilationMode.NONE)
-        and asked.cudagraph_mode in (None, CUDAGraphMode.PIECEWISE)
+        and asked.cudagraph_mode in (None, CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE)
     )
 
 
@@ -50,8 +50,7 @@ def graph_words(config: VllmConfig) -> str:
     """Return the banner's text on the graphs of engines on a GPU whose modules can move."""
     mode = config.compilation_config.cudagraph_mode
     if mode == CUDAGraphMode.NONE:
-        return "layers, heads, experts and older KV can move; no CUDA graphs (--enforce-eager)"
+        return "without CUDA graphs, as asked; modules can move"
     return (
-        "layers, heads, experts and older KV can move, so CUDA graphs hold the uncompiled model, "
-        "from attention to attention; --migration off compiles it"
+        "uncompiled, in piecewise CUDA graphs, so that modules can move; --migration off compiles"
     )
