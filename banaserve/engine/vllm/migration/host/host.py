@@ -354,7 +354,10 @@ class MigrationHost:
             assert unit.residence is not None
             unit.residence.kv.close()
             self.placement.put(unit, None)
-            unit.heal()
+            if self.kv.must_be_backed:
+                unit.make_room()
+            else:
+                unit.heal()
         self.epoch += 1
         self.step_context.dirty_blocks.forget()
         self.lost_steps.kv_lost()

@@ -282,6 +282,11 @@ class HostKv:
         if self.device is not None and not saves:
             self.device.unpack(name, blocks, rows, heads)
 
+    @property
+    def must_be_backed(self) -> bool:
+        """Return whether memory that was given back must not be touched before ``populate``."""
+        return not self._on_cpu
+
     def populate(self, name: str, num_blocks: int) -> None:
         """Back the first blocks of a layer with memory before the layer comes home."""
         self._slabs[name].populate(num_blocks * self.page_bytes)
