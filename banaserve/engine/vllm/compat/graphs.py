@@ -30,6 +30,7 @@ __all__ = [
     "BreakableCUDAGraphCapture",
     "RunnerGraphs",
     "are_breakable",
+    "beside_other_threads",
     "capture_under_way",
     "graphs_of",
     "weakly",
@@ -101,7 +102,7 @@ class RunnerGraphs(ABC):
         torch.accelerator.synchronize()
         monitor.set_cudagraph_capturing_enabled(True)
         try:
-            with _no_collection(), _beside_other_threads(), torch.inference_mode():
+            with _no_collection(), beside_other_threads(), torch.inference_mode():
                 self._capture(num_tokens)
         finally:
             monitor.set_cudagraph_capturing_enabled(before)
@@ -214,7 +215,7 @@ def _begin_segment(capture: Any) -> None:
     capture._capturing = True
 
 
-def _beside_other_threads() -> Any:
+def beside_other_threads() -> Any:
     """Let other threads go on using the device during a capture.
 
     The mode of vLLM's captures, which all precede the first request, refuses what the store's

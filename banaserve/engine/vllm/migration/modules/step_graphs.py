@@ -12,6 +12,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 from banaserve.engine.vllm.compat.graphs import RunnerGraphs
+from banaserve.engine.vllm.migration.kv.device_wait import no_wait
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,8 @@ class StepGraphs:
         began_s = time.perf_counter()
         self._is_capturing = True
         try:
-            self._graphs.capture(num_tokens)
+            with no_wait():
+                self._graphs.capture(num_tokens)
         except RuntimeError as failed:
             self._has_failed = True
             logger.warning("steps run without CUDA graphs until modules move again: %s", failed)
