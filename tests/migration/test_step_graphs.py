@@ -15,9 +15,11 @@ from vllm.compilation import breakable_cudagraph
 from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor
+from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from banaserve.engine.vllm.compat import graphs as compat
+from banaserve.engine.vllm.compat.experts import join_shared_experts
 from banaserve.engine.vllm.migration.modules.eager_break import call_in_break, is_capturing
 from banaserve.engine.vllm.migration.modules.step_graphs import WANTED_STEPS, StepGraphs
 from banaserve.engine.vllm.migration.units.layers import without_padding
@@ -147,6 +149,33 @@ def test_a_break_fills_the_same_tensors_at_each_replay(monkeypatch: pytest.Monke
     assert torch.equal(output[:3], torch.full((3, 2), 6.0))
     assert not output[3:].any(), "rows of padding"
     assert not nothing.any()
+
+
+def test_shared_experts_on_another_stream_are_joined_before_a_break() -> None:
+    waits: list[str] = []
+
+    class Shared:
+        order = SharedExpertsOrder.MULTI_STREAM_OVERLAPPED
+
+        def _determine_shared_experts_order(self, x: torch.Tensor) -> SharedExpertsOrder:
+            return self.order
+
+        def wait(self) -> None:
+            waits.append("joined")
+
+    shared = Shared()
+    for _ in range(2):
+        waits.clear()
+        join_shared_experts(shared, torch.ones(1))
+        assert waits == ["joined"]
+        shared.wait()
+        assert waits == ["joined"], "as vLLM does after the routed experts"
+    shared.wait()
+    assert waits == ["joined", "joined"], "its own again"
+    shared.order = SharedExpertsOrder.NO_OVERLAP
+    join_shared_experts(shared, torch.ones(1))
+    join_shared_experts(None, None)
+    assert waits == ["joined", "joined"]
 
 
 def test_a_guest_gets_the_rows_of_the_batch() -> None:

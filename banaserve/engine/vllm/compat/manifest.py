@@ -812,8 +812,15 @@ _EXPERTS = [
                  "what experts cannot be split with", "is_monolithic"),
     *_classes("experts", f"{_MOE}.runner.shared_experts", "shared experts beside routed ones",
               "SharedExpertsOrder"),
+    *_methods("experts", f"{_MOE}.runner.shared_experts", "SharedExperts",
+              "shared experts on another stream, before a break in a graph",
+              "_determine_shared_experts_order(hidden_states)"),
+    *_methods("experts", f"{_MOE}.runner.shared_experts", "SharedExperts",
+              "shared experts on another stream, before a break in a graph", "wait()",
+              hook=Hook.REPLACED),
     *_attributes("experts", f"{_MOE}.runner.shared_experts", "SharedExpertsOrder",
-                 "shared experts beside routed ones", "MK_INTERNAL_OVERLAPPED"),
+                 "shared experts beside routed ones",
+                 "MK_INTERNAL_OVERLAPPED MULTI_STREAM_OVERLAPPED"),
 ]  # fmt: skip
 
 _GPU_RUNNER = "vllm.v1.worker.gpu_model_runner"

@@ -16,11 +16,12 @@ from banaserve.engine.vllm.compat.attention import get_forward_context
 from banaserve.engine.vllm.compat.experts import (
     RoutedExperts,
     compute_experts,
+    join_shared_experts,
     place_experts,
     run_shared_experts,
 )
 from banaserve.engine.vllm.migration.kv.step_context import StepContext
-from banaserve.engine.vllm.migration.modules.eager_break import call_in_break
+from banaserve.engine.vllm.migration.modules.eager_break import call_in_break, is_capturing
 from banaserve.engine.vllm.migration.ranks import OTHER_FAILED, Ranks
 from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
 from banaserve.errors import GuestLostError
@@ -156,6 +157,8 @@ class SplitExperts:
     ) -> torch.Tensor:
         """Return the weighted sum of the chosen experts, as vLLM: ``[num_tokens, hidden_size]``."""
         run_shared_experts(shared_experts, shared_experts_input)
+        if is_capturing():
+            join_shared_experts(shared_experts, shared_experts_input)
         output: torch.Tensor = call_in_break(
             lambda given: self._sum(**given),
             lambda given: torch.zeros_like(given["x"]),
