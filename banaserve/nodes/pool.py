@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from banaserve.engine.vllm.monitoring import metrics
+from banaserve.engine.vllm.settings.environment import GRAPHS_VARIABLE
 from banaserve.errors import UserError
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.peers.options import PeerOptions
@@ -192,7 +194,10 @@ class NodePool:
         return PrepareNode(
             vllm_argv=vllm_argv,
             forks=self.work.forks,
-            environment={"OMP_NUM_THREADS": str(self._threads(client, num_instances))},
+            environment={
+                "OMP_NUM_THREADS": str(self._threads(client, num_instances)),
+                **{n: os.environ[n] for n in (GRAPHS_VARIABLE,) if n in os.environ},
+            },
             devices_each=self.work.need.num_gpus,
             model_digest=digest,
         )

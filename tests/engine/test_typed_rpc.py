@@ -61,6 +61,8 @@ STATUS = HostStatus(
     steps_lost=2,
     overlap=OVERLAP,
     kv=KvStatus(300, 600, 150, 3000, 30, None, 42),
+    graph_sizes=[1, 8],
+    graphs_captured=3,
 )
 POOL = PoolStatus(450, 400, 3, 1, 0)
 NOTES = EngineNotes("cmpl-1-p", [], 2)

@@ -162,7 +162,16 @@ OUR_KERNELS = {"banaserve_migration": {"attention": "kernels"}}
     [
         ("cuda", "FULL", False, False, {}, "CUDA graphs.*--enforce-eager"),
         ("cuda", "PIECEWISE", False, False, {}, "CUDA graphs"),
-        ("cuda", "NONE", True, False, {}, "VLLM_USE_V2_MODEL_RUNNER=0"),
+        ("cuda", "breakable PIECEWISE", False, False, {}, ""),
+        (
+            "cuda",
+            "breakable FULL_AND_PIECEWISE",
+            False,
+            False,
+            {},
+            "FULL_AND_PIECEWISE CUDA graphs",
+        ),
+        ("cuda", "NONE", True, False, {}, ""),
         ("xpu", "NONE", False, False, {}, "lies on xpu"),
         ("cuda", "NONE", False, False, {}, ""),
         ("cpu", "NONE", True, False, {}, ""),
@@ -173,9 +182,17 @@ OUR_KERNELS = {"banaserve_migration": {"attention": "kernels"}}
     ],
 )
 def test_what_cannot_be_on_a_gpu_or_with_our_kernels_is_said(
-    kind: str, graphs: str, second: bool, use_mla: bool, attends: dict[str, Any], why: str
+    kind: str,
+    graphs: str,
+    second: bool,
+    use_mla: bool,
+    attends: dict[str, Any],
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from vllm.config import CompilationMode, CUDAGraphMode
+
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", str(int("breakable" in graphs)))
 
     parallel = SimpleNamespace(
         tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1
@@ -183,7 +200,7 @@ def test_what_cannot_be_on_a_gpu_or_with_our_kernels_is_said(
     config: Any = SimpleNamespace(
         device_config=SimpleNamespace(device_type=kind),
         compilation_config=SimpleNamespace(
-            mode=CompilationMode.NONE, cudagraph_mode=CUDAGraphMode[graphs]
+            mode=CompilationMode.NONE, cudagraph_mode=CUDAGraphMode[graphs.split()[-1]]
         ),
         use_v2_model_runner=second,
         model_config=SimpleNamespace(
@@ -397,18 +414,24 @@ def test_heads_whose_guest_is_lost_are_zero() -> None:
     assert torch.allclose(output[:, [0, 1, 4, 5]], step.expected()[:, [0, 1, 4, 5]], atol=2e-6)
 
 
+def write(key: Any, value: Any, kv_cache: Any, slots: Any) -> None:
+    """As vLLM's own attention."""
+    write_tokens(kv_cache, key, value, slots)
+
+
 def test_where_vllms_own_reads_the_same_kv_only_splits_take_the_kernels() -> None:
     step, attention = Step(), layer()
     calls: list[str] = []
     inner = attention.impl
-    inner.do_kv_cache_update = lambda *_: calls.append("write")
+    inner.do_kv_cache_update = lambda _, *new: (calls.append("write"), write(*new))
     inner.forward = lambda *_, output: calls.append("attend") or output
     KernelsAttention(attention, "a", KERNELS, StepBatches(), splits_only=True)
     step_of(attention, step)
     assert calls == ["write", "attend"]
+    calls.clear()
     attention.kv_cache.fill_(float("nan"))
     step.write_old(attention.kv_cache)
     split = SplitAttention(None, attention, "l", step, lambda *_: None)  # type: ignore[arg-type]
     split.arrange({(1,): Guest(step, [1])})  # type: ignore[dict-item]
     assert torch.allclose(step_of(attention, step), step.expected(), atol=2e-6)
-    assert calls == ["write", "attend"]
+    assert calls == ["write"], "of all heads, as a CUDA graph writes them, which is kept"

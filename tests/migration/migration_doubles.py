@@ -204,6 +204,8 @@ class Engine:
             "units": list(self.units.values()),
             "guests_lost": self.guests_lost,
             "steps_lost": 0,
+            "graph_sizes": None,
+            "graphs_captured": 0,
             "overlap": dict(self.overlap),
             "kv": {
                 "num_blocks": NUM_BLOCKS,

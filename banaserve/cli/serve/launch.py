@@ -155,15 +155,27 @@ def _for_vllm(
 ) -> tuple[list[str], Namespace, VllmConfig]:
     """Return vLLM's options, the parsed options, and the configuration of options and model.
 
+    Sets the environment in which engines capture CUDA graphs that let modules move.
+
     Raises:
         UserError: vLLM refuses the options, or banaserve does not support one.
     """
     from banaserve.engine.vllm.settings import engine_args
+    from banaserve.engine.vllm.settings.cuda_graphs import choose_graphs
+    from banaserve.engine.vllm.settings.environment import GRAPHS_VARIABLE
 
     argv = _vllm_argv(config, model, store_socket, logs)
     args = engine_args.parse_vllm_argv(argv)
     engine_args.refuse_taken(args, config, model.path_or_id)
-    return argv, args, engine_args.engine_config(args)
+    if not (config.migration and choose_graphs(args)):
+        return argv, args, engine_args.engine_config(args)
+    os.environ[GRAPHS_VARIABLE] = "1"
+    engine_config = engine_args.engine_config(args)
+    if _migration_blocker(engine_config):
+        del os.environ[GRAPHS_VARIABLE]  # the model is compiled: nothing can move anyway
+        args = engine_args.parse_vllm_argv(argv)
+        engine_config = engine_args.engine_config(args)
+    return argv, args, engine_config
 
 
 def _fork_launcher(argv: list[str], engine_config: VllmConfig) -> ForkLauncher:
@@ -304,8 +316,9 @@ def dtype_words(config: ServeConfig, parts: Parts) -> str:
 
 
 def model_words(config: ServeConfig, parts: Parts) -> str:
-    """Return the banner's text on how engines run the model; on GPUs only on pooling and state."""
+    """Return the banner's text on how engines run the model; on GPUs without its compilation."""
     from banaserve.engine.vllm.compat.config import is_on_cpu
+    from banaserve.engine.vllm.settings.cuda_graphs import graph_words
     from banaserve.engine.vllm.settings.engine_args import goes_without_rotary_kernel, pools
 
     kept = ""
@@ -314,7 +327,8 @@ def model_words(config: ServeConfig, parts: Parts) -> str:
     elif config.kv_store and parts.engine_config.model_config.is_hybrid:
         kept = "its states lie in the store, so vLLM's own prefix cache is off"
     if not is_on_cpu():
-        return kept
+        moves = config.migration and not _migration_blocker(parts.engine_config)
+        return "; ".join(filter(None, [kept, graph_words(parts.engine_config) if moves else ""]))
     if _gives(config.vllm_argv, *_EAGER):
         is_eager = parts.engine_config.model_config.enforce_eager
         words = str(CompileChoice(not is_eager, "given by --[no-]enforce-eager"))

@@ -10,6 +10,8 @@ from typing import Any
 
 from banaserve import models
 from fork_server import ForkServer
+from recorded_graphs import SIZES as GRAPH_SIZES
+from recorded_graphs import recorded_graphs
 from reference import reference_tokens
 from rig import GuestParents, Rig
 from store_process import start_store
@@ -84,6 +86,7 @@ class EngineKind:
         options: Of vLLM.
         has_store: Whether it saves to and loads from a store of its own.
         is_compiled: Whether its model is.
+        has_graphs: Whether its small steps run as CUDA graphs, which are recorded.
     """
 
     model: Callable[[Path], str]
@@ -91,6 +94,7 @@ class EngineKind:
     options: Mapping[str, Any] = field(default_factory=dict)
     has_store: bool = False
     is_compiled: bool = False
+    has_graphs: bool = False
 
 
 RANDOM = {
@@ -111,6 +115,7 @@ ENGINES = {
     "llama": EngineKind(_llama, options=RANDOM),
     "llama, bfloat16": EngineKind(_llama, options={**RANDOM, "dtype": "bfloat16"}),
     "mixtral, compiled": EngineKind(_mixtral, options=RANDOM, is_compiled=True),
+    "mixtral, graphs": EngineKind(_mixtral, options=RANDOM, has_graphs=True),
     "llama, synchronous": EngineKind(_llama, options={**RANDOM, **_SYNC}),
     # So few blocks that long prompts preempt each other.
     "llama, store": EngineKind(
@@ -219,10 +224,14 @@ class Engines:
                 "kv_load_failure_policy": "recompute",
                 "kv_connector_extra_config": {"socket": str(store), "cost_gate": False},
             }
+        if kind.has_graphs:
+            stack.enter_context(recorded_graphs())
         control, folder = stack.enter_context(self._parents.parent(arguments))
         with _compiling(kind.is_compiled), self._skipping(arguments["model"], kind):
             rig = Rig(arguments, control, folder, store)
         stack.callback(rig.close)
+        if kind.has_graphs:
+            rig.capture(GRAPH_SIZES)
         return rig
 
     @contextlib.contextmanager

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,15 @@ class Rig:
     def host(self) -> Any:
         """The worker's ``MigrationHost``."""
         return self.core.model_executor.driver_worker.worker.model_runner.banaserve_migration
+
+    def capture(self, sizes: Sequence[int]) -> None:
+        """Capture graphs before the first request, as vLLM does on a GPU."""
+        from banaserve.engine.vllm.compat.graphs import graphs_of
+
+        graphs = graphs_of(self.core.model_executor.driver_worker.worker.model_runner)
+        assert graphs is not None
+        for size in reversed(sizes):
+            graphs.capture(size)
 
     # ---- the coordinator's calls
 

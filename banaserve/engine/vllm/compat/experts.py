@@ -17,6 +17,7 @@ __all__ = [
     "RoutedExperts",
     "compute_experts",
     "experts_of",
+    "join_shared_experts",
     "place_experts",
     "run_shared_experts",
     "set_num_experts",
@@ -70,6 +71,19 @@ def run_shared_experts(shared: Any, x: torch.Tensor | None) -> None:
     """Run the shared experts, if any, as vLLM's kernel does in the middle of its own work."""
     if shared is not None and x is not None:
         shared(x, SharedExpertsOrder.MK_INTERNAL_OVERLAPPED)
+
+
+def join_shared_experts(shared: Any, x: torch.Tensor | None) -> None:
+    """Wait now for shared experts on a stream of their own, and not after the routed experts.
+
+    A CUDA graph cannot be broken while it has two streams.
+    """
+    if shared is None or x is None:
+        return
+    order = shared._determine_shared_experts_order(x)
+    if order == SharedExpertsOrder.MULTI_STREAM_OVERLAPPED:
+        shared.wait()
+        shared.wait = lambda: delattr(shared, "wait")  # the next call, which has nothing to do
 
 
 def place_experts(experts: RoutedExperts, forward: Callable[..., torch.Tensor] | None) -> None:

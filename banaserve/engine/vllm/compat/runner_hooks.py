@@ -55,7 +55,7 @@ def around_runners(prepare: Callable[[Any], object], settle: Callable[[], object
         settle()
         return done
 
-    _wrap(WorkerWrapperBase, "init_device", init_device)
+    wrap_call(WorkerWrapperBase, "init_device", init_device)
 
 
 _SPIN_S = 0.005
@@ -74,13 +74,14 @@ def shorten_spinning() -> None:
     def make(call: Call, *args: Any, **kwargs: Any) -> Any:
         return call(*args, **{"busy_loop_s": _SPIN_S, **kwargs})
 
-    _wrap(SpinCondition, "__init__", make)
+    wrap_call(SpinCondition, "__init__", make)
 
 
 # ---- methods of a model runner, or of its class
 
 
-def _wrap(owner: Any, name: str, around: Call) -> None:
+def wrap_call(owner: Any, name: str, around: Call) -> None:
+    """Run ``around`` in place of a method of a class or an object, or of a module's function."""
     call = getattr(owner, name)
 
     @functools.wraps(call)
@@ -92,27 +93,56 @@ def _wrap(owner: Any, name: str, around: Call) -> None:
 
 def wrap_execute_model(runner: Any, around: Call) -> None:
     """Run ``around`` in place of a step's forward pass; it gets the scheduler's output."""
-    _wrap(runner, "execute_model", around)
+    wrap_call(runner, "execute_model", around)
 
 
 def wrap_sample_tokens(runner: Any, around: Call) -> None:
     """Run ``around`` in place of a step's sampling."""
-    _wrap(runner, "sample_tokens", around)
+    wrap_call(runner, "sample_tokens", around)
 
 
 def wrap_kv_cache_tensors(runner_class: type[Any], around: Call) -> None:
-    """Run ``around`` where runners make the tensors of their KV cache, which it returns by name."""
-    _wrap(runner_class, "initialize_kv_cache_tensors", around)
+    """Run ``around`` where runners make the tensors of their KV cache, which it returns by name.
+
+    Not for the small KV cache with which a GPU runner measures the memory of its CUDA graphs.
+    """
+    served: list[Any] = []
+
+    def initialize(call: Call, runner: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("is_profiling"):
+            return call(runner, *args, **kwargs)
+        served.append(runner)
+        try:
+            return call(runner, *args, **kwargs)
+        finally:
+            served.pop()
+
+    def make(call: Call, *args: Any, **kwargs: Any) -> Any:
+        return around(call, *args, **kwargs) if served else call(*args, **kwargs)
+
+    wrap_call(runner_class, "initialize_kv_cache", initialize)
+    if hasattr(runner_class, "initialize_kv_cache_tensors"):
+        wrap_call(runner_class, "initialize_kv_cache_tensors", make)
+        return
+    from vllm.v1.worker.gpu import model_runner
+
+    # The second runner calls a function, which does not get the runner.
+    def make_for(call: Call, *args: Any, **kwargs: Any) -> Any:
+        if not served:
+            return call(*args, **kwargs)
+        return around(lambda _, *own, **named: call(*own, **named), served[-1], *args, **kwargs)
+
+    wrap_call(model_runner, "init_kv_cache", make_for)
 
 
 def wrap_kv_cache(runner_class: type[Any], around: Call) -> None:
     """Run ``around`` where runners make their KV cache and pass it to the connector."""
-    _wrap(runner_class, "initialize_kv_cache", around)
+    wrap_call(runner_class, "initialize_kv_cache", around)
 
 
 def wrap_warm_up(runner_class: type[Any], around: Call) -> None:
     """Run ``around`` where runners on a CPU run the model once, which compiles it."""
-    _wrap(runner_class, "warming_up_model", around)
+    wrap_call(runner_class, "warming_up_model", around)
 
 
 def wrap_output(output: Any, change: Callable[[Any], None]) -> None:
@@ -126,7 +156,7 @@ def wrap_output(output: Any, change: Callable[[Any], None]) -> None:
         change(inner)
         return inner
 
-    _wrap(output, "get_output", get_output)
+    wrap_call(output, "get_output", get_output)
 
 
 # ---- attributes attached to objects of vLLM
@@ -170,7 +200,19 @@ def replace_kv_caches(runner: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     context = runner.vllm_config.compilation_config.static_forward_context
     for name, tensor in tensors.items():
         context[name].bind_kv_cache(tensor)
-    runner.kv_caches[:] = list(tensors.values())
+    if not runner.vllm_config.use_v2_model_runner:  # which makes the list afterwards
+        runner.kv_caches[:] = list(tensors.values())
+
+
+def generators_of(runner: Any) -> dict[int, torch.Generator]:
+    """Return the generators of the requests with a seed, by row of the batch.
+
+    The second model runner has none: its draws depend on seed and position alone.
+    """
+    if runner.vllm_config.use_v2_model_runner:
+        return {}
+    found: dict[int, torch.Generator] = runner.input_batch.generators
+    return found
 
 
 def make_stage_buffers(runner: Any) -> None:
@@ -200,7 +242,7 @@ def wrap_build(builder: Any, begin: Callable[[Any], None]) -> Call:
         begin(common)
         return call(common_prefix_len, common, *args, **kwargs)
 
-    _wrap(builder, "build", build)
+    wrap_call(builder, "build", build)
     return own
 
 
@@ -233,13 +275,13 @@ def restore_output(runner_class: type[Any], output_of: Callable[[Any], Any]) -> 
                     advance(state.generator, len(tokens), batch.vocab_size)
             return add(state)
 
-        _wrap(batch, "add_request", add_request)
+        wrap_call(batch, "add_request", add_request)
         try:
             return call(runner, scheduler_output)
         finally:
             del batch.add_request  # the object's attribute, which hides its class's method
 
-    _wrap(runner_class, "_update_states", update)
+    wrap_call(runner_class, "_update_states", update)
 
 
 def advance(generator: torch.Generator, num_draws: int, vocab_size: int) -> None:
@@ -305,7 +347,7 @@ def rewind_discarded_draws(runner_class: type[Any]) -> None:
         _remember(runner)
         return call(runner, *args, **kwargs)
 
-    _wrap(runner_class, "_sample", sample)
+    wrap_call(runner_class, "_sample", sample)
 
 
 def rewind_failed_loads(runner_class: type[Any]) -> None:
@@ -323,7 +365,7 @@ def rewind_failed_loads(runner_class: type[Any]) -> None:
             generators[row].set_state(state)
         return done
 
-    _wrap(runner_class, "_sample", sample)
+    wrap_call(runner_class, "_sample", sample)
 
 
 def _rows_of_failed_loads(runner: Any) -> list[int]:

@@ -40,6 +40,7 @@ from banaserve.engine.vllm.kv_connector.metadata import (
 from banaserve.engine.vllm.kv_connector.scheduler import StoreConnectorScheduler
 from banaserve.engine.vllm.kv_connector.states import chunk_end
 from banaserve.engine.vllm.kv_connector.worker import RankShare, StoreConnectorWorker
+from banaserve.engine.vllm.settings.engine_args import MIGRATION_KEY, PAGE_LAYOUT
 from banaserve.engine.vllm.settings.environment import INSTANCE_VARIABLE, STORE_VARIABLE
 from banaserve.engine.vllm.tracing.events import EngineAnswer
 from banaserve.kvstore.client import StoreClient
@@ -123,6 +124,11 @@ class StoreConnector(ConnectorBase):
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         return True  # full CUDA graphs replay without the layer hooks
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Return the layout whose heads can move, which vLLM follows if its attention has it."""
+        return PAGE_LAYOUT if MIGRATION_KEY in vllm_config.additional_config else None
 
     # ---- scheduler
 

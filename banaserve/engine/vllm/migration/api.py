@@ -328,6 +328,8 @@ class InstancePlacement(msgspec.Struct, frozen=True):
         overlap: Concurrent computation with the guests of its layers; None if the instance does
             not answer.
         node: Node that the instance runs on; empty for the server's own machine.
+        graph_sizes: Tokens of each CUDA graph that steps replay now; None without graphs.
+        graphs_captured: Number of graphs captured again, for modules that are away.
     """
 
     id: str
@@ -346,6 +348,8 @@ class InstancePlacement(msgspec.Struct, frozen=True):
     sharing: GuestSharing | None = None
     overlap: Overlapping | None = None
     node: str = ""
+    graph_sizes: list[int] | None = None
+    graphs_captured: int = 0
 
 
 class ClusterPlacement(msgspec.Struct, frozen=True):

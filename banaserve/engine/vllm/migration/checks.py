@@ -9,15 +9,17 @@ from typing import Any
 from torch import nn
 
 from banaserve.engine.vllm.compat.config import CompilationMode, CUDAGraphMode, VllmConfig
+from banaserve.engine.vllm.compat.graphs import are_breakable
 from banaserve.engine.vllm.compat.kv_cache import FullAttentionSpec
+from banaserve.engine.vllm.settings.engine_args import PAGE_LAYOUT
+from banaserve.engine.vllm.settings.environment import GRAPHS_VARIABLE
 from banaserve.engine.vllm.settings.migration_settings import packs_nothing, settings_of
 from banaserve.errors import MigrationError
 
 _PARTIAL_LOAD_FORMATS = ("auto", "hf", "safetensors", "pt", "mistral", "dummy")
-LAYOUT = "LBHNC"
-"""Layout in which pages are sent: layer, block, head, token, key and value."""
 _OF_ONE_HEAD = "LBNHC"
 """Equivalent layout of a cache with one head, such as latents: token before head."""
+_EAGER = "--enforce-eager"
 _WHOLE_MODEL_QUANTISATION = ("bitsandbytes", "gguf", "torchao")
 
 
@@ -40,8 +42,6 @@ def _config_blocker(config: VllmConfig) -> str | None:
         return "only vLLM's own attention on CPU reads MLA's latents, and its kernels would not"
     if config.speculative_config is not None:
         return "speculative decoding reads states of layers that may be elsewhere"
-    if not _can_leave_graphs(config):
-        return "compiled graphs hold the layers that would move; start it with --enforce-eager"
     if str(config.device_config.device_type) != "cpu" and (reason := _device_blocker(config)):
         return reason
     if parallel.pipeline_parallel_size > 1:
@@ -55,15 +55,26 @@ def _config_blocker(config: VllmConfig) -> str | None:
     load_format = str(config.load_config.load_format)
     if load_format not in _PARTIAL_LOAD_FORMATS:
         return f"weights of format {load_format} cannot be loaded for some layers alone"
-    return None
+    return _graph_blocker(config)
 
 
-def _can_leave_graphs(config: VllmConfig) -> bool:
-    """Return whether the model can call its layers one by one; off the CPU only if not compiled."""
-    mode = config.compilation_config.mode
+def _graph_blocker(config: VllmConfig) -> str | None:
+    """Return which compiled code or CUDA graphs would hold modules after they have left."""
+    compilation = config.compilation_config
     is_on_cpu = str(config.device_config.device_type) == "cpu"
-    leaves = is_on_cpu and mode != CompilationMode.STOCK_TORCH_COMPILE
-    return leaves or mode == CompilationMode.NONE
+    calls_layers = is_on_cpu and compilation.mode != CompilationMode.STOCK_TORCH_COMPILE
+    if not calls_layers and compilation.mode != CompilationMode.NONE:
+        remedy = "" if is_on_cpu else f"without a compilation mode and {GRAPHS_VARIABLE}=0, or "
+        return f"compiled code holds the layers that would move: start it {remedy}with {_EAGER}"
+    graphs = compilation.cudagraph_mode
+    if is_on_cpu or graphs == CUDAGraphMode.NONE:
+        return None
+    if graphs != CUDAGraphMode.PIECEWISE or not are_breakable():
+        return (
+            f"{graphs.name} CUDA graphs hold what would move: leave their mode and "
+            f"{GRAPHS_VARIABLE} as they are by default, or start it with {_EAGER}"
+        )
+    return None
 
 
 def attends_with_kernels(config: VllmConfig) -> bool:
@@ -79,10 +90,6 @@ def _device_blocker(config: VllmConfig) -> str | None:
         return f"its KV lies on {kind}, for which there are no kernels"
     if config.parallel_config.tensor_parallel_size > 1:
         return "the guests of several tensor-parallel ranks have been tried on CPUs alone"
-    if config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
-        return "CUDA graphs replay layers that would move; start it with --enforce-eager"
-    if config.use_v2_model_runner:
-        return "vLLM's second model runner is not known; start it with VLLM_USE_V2_MODEL_RUNNER=0"
     return None
 
 
@@ -180,10 +187,10 @@ def check_tensors(kv_caches: Mapping[str, Any], layout: str) -> None:
     """
     tensors = list(kv_caches.values())
     has_one_head = all(tensor.dim() == 4 and tensor.shape[1] == 1 for tensor in tensors)
-    if layout != LAYOUT and not (has_one_head and layout == _OF_ONE_HEAD):
+    if layout != PAGE_LAYOUT and not (has_one_head and layout == _OF_ONE_HEAD):
         raise MigrationError(
             f"this engine cannot migrate: its KV is laid out as {layout}, and not each block in "
-            f"one run, head by head; start it with VLLM_KV_CACHE_LAYOUT={LAYOUT}"
+            f"one run, head by head; start it with VLLM_KV_CACHE_LAYOUT={PAGE_LAYOUT}"
         )
     if any(tensor.dim() != 4 for tensor in tensors):
         raise MigrationError(

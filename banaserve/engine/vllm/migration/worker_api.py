@@ -162,6 +162,8 @@ class HostStatus(msgspec.Struct, frozen=True):
         units: Units that are away.
         guests_lost: Number of guests with a unit that were lost since the start.
         steps_lost: Number of steps lost since the start; these steps were run again.
+        graph_sizes: Tokens of each CUDA graph that steps replay now; None without graphs.
+        graphs_captured: Number of graphs captured again, for modules that are away.
     """
 
     epoch: int
@@ -172,6 +174,8 @@ class HostStatus(msgspec.Struct, frozen=True):
     steps_lost: int
     overlap: OverlapStatus
     kv: KvStatus
+    graph_sizes: list[int] | None
+    graphs_captured: int
 
 
 class MigrationApi:

@@ -17,13 +17,18 @@ from banaserve.config import ServeConfig
 from banaserve.engine.vllm.compat import server as compat
 from banaserve.engine.vllm.compat.config import UsageContext, VllmConfig, is_on_cpu
 from banaserve.engine.vllm.compat.server import AsyncEngineArgs
+from banaserve.engine.vllm.settings.cuda_graphs import break_at_attention
 from banaserve.errors import UserError
 
 T = TypeVar("T")
+MIGRATION_KEY = "banaserve_migration"
+"""Section of vLLM's ``additional_config`` of engines whose modules can move."""
 STORE_CONNECTOR = "StoreConnector"
 STATES_CONNECTOR = "StatesConnector"
 """Connector class for models that keep states beside their KV blocks."""
 WORKER_EXTENSION = "banaserve.engine.vllm.worker.WorkerExtension"
+PAGE_LAYOUT = "LBHNC"
+"""Layout of KV of engines whose modules can move: layer, block, head, token, key and value."""
 _ROTARY = "rotary_embedding"
 _BEFORE = "give it before --, where it is banaserve's"
 _ONE_ENGINE = "each engine is one data-parallel rank: give more instances with --pd or --colocated"
@@ -90,6 +95,8 @@ def engine_config(args: Namespace) -> VllmConfig:
     Raises:
         UserError: The options and the model do not fit together.
     """
+    if MIGRATION_KEY in args.additional_config:
+        break_at_attention(args)
     config = _made(args)
     if uses_store(config) and config.model_config.is_hybrid:
         config = _with_states(args, config)

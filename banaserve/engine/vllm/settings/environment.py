@@ -27,6 +27,12 @@ STORE_VARIABLE = "BANASERVE_STORE_SOCKET"
 Engines of several machines have the same options.
 """
 
+GRAPHS_VARIABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
+"""vLLM's variable for CUDA graphs of the uncompiled model.
+
+vLLM reads it when it is imported, so engines must inherit it.
+"""
+
 
 def engine_environment() -> dict[str, str]:
     """Return the defaults for this machine: ``ENVIRONMENT``, and what its packages call for."""

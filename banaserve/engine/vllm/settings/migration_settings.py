@@ -15,11 +15,11 @@ from banaserve.config import (
     MIGRATION_ATTENTION,
 )
 from banaserve.engine.vllm.compat.config import VllmConfig
+from banaserve.engine.vllm.settings.engine_args import MIGRATION_KEY as KEY
 from banaserve.engine.vllm.settings.engine_args import section
 from banaserve.errors import UserError
 from banaserve.names import check_known
 
-KEY = "banaserve_migration"
 ATTENTION_KERNELS = tuple(
     choice for choice in MIGRATION_ATTENTION if choice not in ("auto", "vllm")
 )

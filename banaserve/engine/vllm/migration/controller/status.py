@@ -70,6 +70,8 @@ async def _of(coordinator: Coordinator, host_state: HostState) -> InstancePlacem
         sharing=sharing_of(coordinator, host_state),
         overlap=msgspec.convert(status.overlap, Overlapping, from_attributes=True),
         node=instance.node,
+        graph_sizes=status.graph_sizes,
+        graphs_captured=status.graphs_captured,
     )
 
 

@@ -14,7 +14,9 @@ from typing import Any
 
 from torch import nn
 
+from banaserve.engine.vllm.compat import runner_hooks
 from banaserve.engine.vllm.compat.experts import experts_of
+from banaserve.engine.vllm.compat.graphs import graphs_of
 from banaserve.engine.vllm.migration import checks
 from banaserve.engine.vllm.migration.host.move import Move
 from banaserve.engine.vllm.migration.host.placement import PlacementManager
@@ -24,6 +26,7 @@ from banaserve.engine.vllm.migration.kv.host_kv import HostKv, blocks_gained
 from banaserve.engine.vllm.migration.kv.step_context import StepContext
 from banaserve.engine.vllm.migration.modules.compiled_model import CompiledModel
 from banaserve.engine.vllm.migration.modules.expert_split import SplitExperts
+from banaserve.engine.vllm.migration.modules.step_graphs import StepGraphs
 from banaserve.engine.vllm.migration.ranks import OTHER_FAILED, Ranks
 from banaserve.engine.vllm.migration.rpc import messages
 from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
@@ -128,6 +131,7 @@ class MigrationHost:
             group.get_metadata_builder(0), spec.block_size, host_kv.max_blocks
         )
         kv_shape = host_kv.shape(runner.cache_config.kv_cache_layout, spec.block_size)
+        graphs = self._graphs()
         self.engine = HostEngine(
             self._config,
             path,
@@ -139,7 +143,8 @@ class MigrationHost:
             self.guest_lost,
             settings.poison,
             experts=self._experts(layers),
-            compiled=CompiledModel(runner.get_model()),
+            compiled=CompiledModel(runner.get_model(), graphs),
+            graphs=graphs,
             ranks=self.ranks,
         )
         self._builder = UnitBuilder(host_kv, time_hook)
@@ -149,10 +154,24 @@ class MigrationHost:
         self.lost_steps = StepRecovery(runner)
         self.placement = PlacementManager(self.engine, settings.overlap)
 
+    def _graphs(self) -> StepGraphs | None:
+        """Return the CUDA graphs of the runner's steps, captured from now on between its steps."""
+        found = graphs_of(self._runner)
+        if found is None:
+            return None
+        graphs = StepGraphs(found)
+
+        def execute(call: runner_hooks.Call, *args: Any, **kwargs: Any) -> Any:
+            graphs.capture_wanted()
+            return call(*args, **kwargs)
+
+        runner_hooks.wrap_execute_model(self._runner, execute)
+        return graphs
+
     def _experts(self, layers: Iterable[nn.Module]) -> dict[int, SplitExperts]:
         found = {layer: experts_of(module) for layer, module in enumerate(layers)}
         return {
-            layer: SplitExperts(experts, self.guest_lost, self.ranks)
+            layer: SplitExperts(experts, self.guest_lost, self.ranks, self.step_context)
             for layer, experts in found.items()
             if experts is not None
         }
@@ -335,7 +354,10 @@ class MigrationHost:
             assert unit.residence is not None
             unit.residence.kv.close()
             self.placement.put(unit, None)
-            unit.heal()
+            if self.kv.must_be_backed:
+                unit.make_room()
+            else:
+                unit.heal()
         self.epoch += 1
         self.step_context.dirty_blocks.forget()
         self.lost_steps.kv_lost()

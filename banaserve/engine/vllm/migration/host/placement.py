@@ -51,9 +51,9 @@ class PlacementManager:
         else:
             self._units[unit.unit_id] = unit
         unit.install()
-        if self._engine.compiled is not None:
-            is_wanted = any(one.replaces_modules for one in self)
-            self._engine.compiled.call_modules("away", wanted=is_wanted)
+        if self._engine.compiled is not None and unit.replaces_modules:
+            # Not the guest: the same proxies ask the next one.
+            self._engine.compiled.call_modules(unit.unit_id, wanted=residence is not None)
         self._runs = {name: self._find_runs(name) for name in self._engine.attentions}
         self.overlap.step_in(self._why_wait())
 

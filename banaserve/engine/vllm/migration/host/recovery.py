@@ -59,7 +59,7 @@ class StepRecovery:
         if not self._is_lost:
             return sample(*args, **kwargs)
         # Random numbers drawn for a dropped step would be missing in the step that replaces it.
-        generators = self._runner.input_batch.generators
+        generators = runner_hooks.generators_of(self._runner)
         states = {row: generator.get_state() for row, generator in generators.items()}
         output = sample(*args, **kwargs)
         for row, state in states.items():

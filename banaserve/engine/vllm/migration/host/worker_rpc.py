@@ -56,6 +56,7 @@ def status_of(host: MigrationHost, memory: bool) -> HostStatus:
     Args:
         memory: True to count the memory that backs the KV cache, which takes milliseconds.
     """
+    graphs = host.engine.graphs
     return HostStatus(
         epoch=host.epoch,
         guests=guests_of(host),
@@ -75,6 +76,8 @@ def status_of(host: MigrationHost, memory: bool) -> HostStatus:
         steps_lost=host.lost_steps.num_lost,
         overlap=host.placement.overlap.status(),
         kv=_kv(host, memory),
+        graph_sizes=None if graphs is None else graphs.sizes,
+        graphs_captured=0 if graphs is None else graphs.num_captured,
     )
 
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 import banaserve._native as _native
+from banaserve.engine.vllm.migration.kv.device_wait import wait_for
 from banaserve.engine.vllm.migration.kv.slabs import GpuSlab, PlainSlab, Slab, has_gpu_slabs
 from banaserve.engine.vllm.migration.rpc.messages import KvShape
 from banaserve.kernels.interface import Kernels
@@ -121,7 +122,7 @@ class DeviceKv:
     def _wait(self) -> None:
         """Wait for the work queued by other threads and streams: it may write the same blocks."""
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            wait_for(self._device)
 
 
 class KvRun(NamedTuple):
@@ -281,6 +282,11 @@ class HostKv:
         )  # fmt: skip
         if self.device is not None and not saves:
             self.device.unpack(name, blocks, rows, heads)
+
+    @property
+    def must_be_backed(self) -> bool:
+        """Return whether memory that was given back must not be touched before ``populate``."""
+        return not self._on_cpu
 
     def populate(self, name: str, num_blocks: int) -> None:
         """Back the first blocks of a layer with memory before the layer comes home."""

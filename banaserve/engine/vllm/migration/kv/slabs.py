@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from banaserve.engine.vllm.migration.kv.device_wait import wait_for
 from banaserve.errors import UserError
 from banaserve.platform import linux
 
@@ -150,7 +151,7 @@ class GpuSlab:
         Returns:
             Number of bytes that were backed by memory and are not any more.
         """
-        torch.cuda.synchronize(self._device)
+        wait_for(self._device)
         return sum(self._slab.unmap(start, length) for start, length in merged(ranges))
 
     def resident_bytes(self) -> int:

@@ -29,6 +29,7 @@ from banaserve.engine.vllm.migration.microbatch.planner import (
     plan_microbatches,
 )
 from banaserve.engine.vllm.migration.microbatch.status import OverlapStatus, OverlapTimes
+from banaserve.engine.vllm.migration.modules.eager_break import is_capturing
 from banaserve.engine.vllm.migration.modules.layer_proxy import (
     LayerChain,
     LayerOrder,
@@ -157,6 +158,8 @@ class Overlap:
         self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a layer of the model's list."""
+        if is_capturing():
+            return layer(*args, **kwargs)  # a graph runs its layers without these wrappers
         if index == 0:
             self._result = self._run(layer, args, kwargs)
         if self._result is not None:

@@ -16,9 +16,12 @@ from banaserve.engine.vllm.compat.attention import get_forward_context
 from banaserve.engine.vllm.compat.experts import (
     RoutedExperts,
     compute_experts,
+    join_shared_experts,
     place_experts,
     run_shared_experts,
 )
+from banaserve.engine.vllm.migration.kv.step_context import StepContext
+from banaserve.engine.vllm.migration.modules.eager_break import call_in_break, is_capturing
 from banaserve.engine.vllm.migration.ranks import OTHER_FAILED, Ranks
 from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
 from banaserve.errors import GuestLostError
@@ -80,6 +83,7 @@ class SplitExperts:
         experts: vLLM's module of routed experts.
         on_lost: Called with a guest that is lost in the middle of a step.
         ranks: Tensor-parallel ranks of the engine, each of which has a part of each expert.
+        step_context: Step under way; None if batches are never padded.
 
     Attributes:
         experts: vLLM's module of routed experts, as given.
@@ -90,8 +94,10 @@ class SplitExperts:
         experts: RoutedExperts,
         on_lost: Callable[[GuestClient, GuestLostError], None],
         ranks: Ranks,
+        step_context: StepContext | None = None,
     ) -> None:
         self.experts = experts
+        self._step_context = step_context
         self._on_lost = on_lost
         self._ranks = ranks
         self._units: dict[str, _Away] = {}
@@ -150,11 +156,27 @@ class SplitExperts:
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the weighted sum of the chosen experts, as vLLM: ``[num_tokens, hidden_size]``."""
+        run_shared_experts(shared_experts, shared_experts_input)
+        if is_capturing():
+            join_shared_experts(shared_experts, shared_experts_input)
+        output: torch.Tensor = call_in_break(
+            lambda given: self._sum(**given),
+            lambda given: torch.zeros_like(given["x"]),
+            {"x": x, "topk_weights": topk_weights, "topk_ids": topk_ids},
+        )
+        return output
+
+    def _sum(
+        self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    ) -> torch.Tensor:
         is_step = get_forward_context().attn_metadata is not None
+        if is_step and self._step_context is not None:
+            # What a router chooses for the padding of a CUDA graph may be no expert.
+            rows = slice(self._step_context.num_tokens)
+            x, topk_weights, topk_ids = x[rows], topk_weights[rows], topk_ids[rows]
         if self._counts is not None and is_step:
             chosen = topk_ids.reshape(-1).long()
             self._counts.scatter_add_(0, chosen, torch.ones_like(chosen))
-        run_shared_experts(shared_experts, shared_experts_input)
         if not self._units or not is_step:
             return compute_experts(self.experts, x, topk_weights, topk_ids)
         place = self._place[topk_ids.long()]

@@ -160,8 +160,14 @@ class KernelsHeads:
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """See ``LocalHeads``."""
-        if self._here:
+        """See ``LocalHeads``.
+
+        On a GPU all heads are written, by the kernel that writes them while all are here: that call
+        may be in a CUDA graph, and the memory of heads that are away is not given back.
+        """
+        if self._attention.splits_only:
+            self._attention.do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+        elif self._here:
             write_tokens(kv_cache, key, value, slot_mapping, self._here)
 
     def attend(
@@ -256,7 +262,6 @@ class SplitAttention:
         self._group = layer.num_heads // layer.num_kv_heads
         self._local: LocalHeads | None = None
         self._remote: list[_Away] = []
-        self._new: tuple[torch.Tensor, torch.Tensor] | None = None
         self.inner = layer.impl
 
     def __getattr__(self, name: str) -> Any:
@@ -295,8 +300,7 @@ class SplitAttention:
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Write the new keys and values of the heads here; keep those of other heads to send."""
-        self._new = key, value
+        """Write the new keys and values of the heads here."""
         if self._local is not None:
             self._local.write(layer, key, value, kv_cache, slot_mapping)
 
@@ -313,13 +317,11 @@ class SplitAttention:
     ) -> torch.Tensor:
         """Fill ``output`` ``[num_tokens, num_heads, head_size]``, as vLLM's implementation does."""
         local = self._local
-        if attn_metadata is None or self._new is None or local is None:
+        if attn_metadata is None or local is None:
             return output
         num_tokens = attn_metadata.num_actual_tokens
         query, filled = query[:num_tokens], output[:num_tokens]
-        new_key, new_value = (tensor[:num_tokens] for tensor in self._new)
-        self._new = None
-        submitted = self._submit(query, new_key, new_value)
+        submitted = self._submit(query, key[:num_tokens], value[:num_tokens])
         local.attend(layer, query, kv_cache, attn_metadata, filled)
         local.join(filled, self._collect(submitted))
         return output

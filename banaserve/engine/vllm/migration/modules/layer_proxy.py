@@ -17,6 +17,7 @@ from torch import nn
 
 from banaserve.engine.vllm.compat.attention import get_forward_context
 from banaserve.engine.vllm.migration.kv import store_copier
+from banaserve.engine.vllm.migration.modules.eager_break import call_in_break
 from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
 from banaserve.engine.vllm.migration.rpc.messages import SlotCopies
 from banaserve.errors import GuestLostError
@@ -170,7 +171,9 @@ class RemoteRange:
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the range's part of one step; zeros if the guest is lost or there is no batch."""
-        arguments = by_name(self.signature, args, kwargs)
+        return call_in_break(self._run, self.zeros, by_name(self.signature, args, kwargs))
+
+    def _run(self, arguments: Mapping[str, Any]) -> Any:
         metadata = get_forward_context().attn_metadata
         if metadata is None:
             return self.zeros(arguments)

@@ -92,6 +92,7 @@ class KernelsAttention:
 
     Attributes:
         kernels: Kernels that compute the attention.
+        splits_only: True if ``inner`` attends while all heads are here.
 
     Raises:
         MigrationError: The attention uses more than keys and queries, or the kernels do not
@@ -110,7 +111,7 @@ class KernelsAttention:
         self.inner = layer.impl
         self.kernels = kernels
         self._batches = batches
-        self._splits_only = splits_only
+        self.splits_only = splits_only
         self._heads = all_heads(layer.num_heads, layer.num_kv_heads)
         set_implementation(layer, self)
 
@@ -126,7 +127,7 @@ class KernelsAttention:
         slot_mapping: torch.Tensor,
     ) -> None:
         """Write the new keys and values, as vLLM's implementation does."""
-        if self._splits_only:
+        if self.splits_only:
             self.inner.do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
         write_tokens(kv_cache, key, value, slot_mapping)
@@ -145,7 +146,7 @@ class KernelsAttention:
         """Fill ``output`` ``[num_tokens, num_heads, head_size]``, as vLLM's implementation does."""
         if attn_metadata is None:
             return output
-        if self._splits_only:
+        if self.splits_only:
             arguments = layer, query, key, value, kv_cache, attn_metadata
             whole: torch.Tensor = self.inner.forward(*arguments, output=output, **kwargs)
             return whole

@@ -18,6 +18,7 @@ from banaserve.engine.vllm.migration.kv.remote_kv import RemoteKv, StagedRemoteK
 from banaserve.engine.vllm.migration.kv.step_context import StepContext
 from banaserve.engine.vllm.migration.modules.compiled_model import CompiledModel
 from banaserve.engine.vllm.migration.modules.expert_split import SplitExperts
+from banaserve.engine.vllm.migration.modules.step_graphs import StepGraphs
 from banaserve.engine.vllm.migration.ranks import Ranks
 from banaserve.engine.vllm.migration.rpc import messages
 from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
@@ -86,6 +87,7 @@ class HostEngine:
         store: Store that guests may save blocks to; None if there is none.
         experts: Routed experts by layer, for the layers that have experts.
         compiled: The model, if it may be compiled; None otherwise.
+        graphs: CUDA graphs of the model's steps; None if there are none.
         ranks: Tensor-parallel ranks of the engine, each of which runs a part of each layer.
     """
 
@@ -101,6 +103,7 @@ class HostEngine:
     store: messages.StorePlace | None = None
     experts: Mapping[int, SplitExperts] = field(default_factory=dict)
     compiled: CompiledModel | None = None
+    graphs: StepGraphs | None = None
     ranks: Ranks = field(default_factory=Ranks)
 
     def names(self, layers: Iterable[int]) -> list[str]:

@@ -183,7 +183,7 @@ class RemoteLayers:
     def run(
         self, arguments: Mapping[str, Any], saves: SlotCopies | None = None
     ) -> Sequence[torch.Tensor | None]:
-        """Run one step in the guest and return its values.
+        """Run one step in the guest and return its values, without rows for padding.
 
         Raises:
             GuestLostError: The guest is lost.
@@ -193,8 +193,10 @@ class RemoteLayers:
     def _run(
         self, arguments: Mapping[str, Any], saves: SlotCopies | None
     ) -> Sequence[torch.Tensor | None]:
+        num_tokens = self._step_context.num_tokens
+        arguments = without_padding(arguments, num_tokens)
         request, bundle = self._message(arguments, 0, saves)
-        returned = self.link.run(request, bundle, self._step_context.num_tokens)
+        returned = self.link.run(request, bundle, num_tokens)
         return self._checked(returned, arguments["hidden_states"])
 
     def submit(
@@ -237,6 +239,25 @@ class RemoteLayers:
                 self.link.check_shape(tensor, hidden_states)
         device = hidden_states.device
         return [None if tensor is None else to_device(tensor, device) for tensor in returned]
+
+
+def without_padding(arguments: Mapping[str, Any], num_tokens: int) -> Mapping[str, Any]:
+    """Return the arguments of a layer with the rows of the batch's tokens alone.
+
+    A CUDA graph has more rows than the batch for which it is replayed.
+    """
+    num_rows = len(arguments["hidden_states"])
+    if num_rows == num_tokens:
+        return arguments
+    return {name: _cut(value, num_rows, num_tokens) for name, value in arguments.items()}
+
+
+def _cut(value: Any, num_rows: int, num_tokens: int) -> Any:
+    if not isinstance(value, torch.Tensor) or not value.dim():
+        return value
+    # Positions may have several rows for each token, and then the tokens come last.
+    dim = 0 if value.is_floating_point() else -1
+    return value.narrow(dim, 0, num_tokens) if value.shape[dim] == num_rows else value
 
 
 # ---- in the guest
