@@ -26,7 +26,7 @@ DEFAULT_MICROBATCHES, MAX_MICROBATCHES = 32, 64
 
 The default bounds the number in case the computation is wrong. Beyond the maximum, even the largest
 steps have micro-batches that are too small to be worth sending."""
-MIGRATION_ATTENTION = "auto", "vllm", "kernels", "reference", "triton"
+MIGRATION_ATTENTION = "auto", "vllm", "kernels", "reference", "triton", "flashinfer"
 LEAST_GUEST_SHARE = 0.05
 """Least share of a device for guests: with it, a guest's host waits 20 times the computing time."""
 

@@ -107,6 +107,8 @@ def prepared(
         check_model(engine_config.model_config)
     by_role = _by_role(config, model, store_socket, run.logs)
     _check_degrees(engine_config, by_role)
+    if config.migration:
+        _check_attention(config.migration_attention, "cpu" if on_cpu else "cuda")
     if config.must_migrate and (blocker := _migration_blocker(engine_config)):
         raise UserError(f"--migration on: {blocker}; without it nothing moves and the rest works")
     emulation.begin(config, engine_config.parallel_config.world_size, on_cpu, run.logs)
@@ -347,6 +349,18 @@ def migration_words(config: ServeConfig, parts: Parts) -> str:
     """Return the banner's text on moves; empty if moves are possible, or migration is off."""
     blocker = _migration_blocker(parts.engine_config) if config.migration else ""
     return f"nothing can move: {blocker}" if blocker else ""
+
+
+def _check_attention(choice: str, device_type: str) -> None:
+    """Check that the kernels of ``--migration-attention`` can run here.
+
+    Raises:
+        UserError: A package is missing, or they do not run on this device.
+    """
+    from banaserve.engine.vllm.migration.modules.attention_backend import attention_blocker
+
+    if blocker := attention_blocker(choice, device_type):
+        raise UserError(blocker)
 
 
 def _migration_blocker(engine_config: VllmConfig) -> str:

@@ -77,8 +77,6 @@ def _device_blocker(config: VllmConfig) -> str | None:
     kind = str(config.device_config.device_type)
     if kind != "cuda":
         return f"its KV lies on {kind}, for which there are no kernels"
-    if config.parallel_config.tensor_parallel_size > 1:
-        return "the guests of several tensor-parallel ranks have been tried on CPUs alone"
     if config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
         return "CUDA graphs replay layers that would move; start it with --enforce-eager"
     if config.use_v2_model_runner:

@@ -18,6 +18,7 @@ from banaserve.engine.vllm.migration.controller.host_client import HostClient
 from banaserve.engine.vllm.migration.controller.process_stats import ProcessUsage
 from banaserve.engine.vllm.migration.controller.shares import Shares
 from banaserve.engine.vllm.migration.controller.timeouts import MoveStage, timeout_s
+from banaserve.engine.vllm.migration.ranks import check_devices
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
 from banaserve.engine.vllm.migration.worker_api import LinkState
 from banaserve.errors import MigrationError
@@ -190,10 +191,13 @@ class GuestPool:
         """Return the addresses of a guest's processes, in the order of the ranks.
 
         Raises:
-            MigrationError: The guest would have several processes on another machine.
+            MigrationError: The guest would have several processes on another machine, or more than
+                its target has GPUs.
         """
         if num_ranks == 1:
             return [await self._address(guest_id, host, target)]
+        if devices := self._launcher.devices_of(target):
+            check_devices(num_ranks, len(devices.split(",")))
         found = [await self._address(guest_id, host, target, rank) for rank in range(num_ranks)]
         if any(address.is_elsewhere for address in found):
             raise MigrationError(

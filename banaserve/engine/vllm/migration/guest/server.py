@@ -15,6 +15,7 @@ import torch
 
 from banaserve.engine.vllm.compat.config import VllmConfig, adopt_kv_layout, is_on_cpu
 from banaserve.engine.vllm.migration.guest.throttle import ComputeThrottle, run_low_priority
+from banaserve.engine.vllm.migration.modules.partial_model import device_of, on_device
 from banaserve.engine.vllm.migration.rpc import messages
 from banaserve.engine.vllm.migration.rpc.guest_channel import GuestChannel
 from banaserve.engine.vllm.migration.rpc.tensors import TensorBundle
@@ -129,7 +130,8 @@ class GuestServer:
         adopt_kv_layout(self._config, request.kv.layout, request.kv.block_size_tokens)
 
         def make() -> GuestUnit:
-            unit = self._builder.build(request, epoch)
+            with on_device(device_of(self._config)):
+                unit = self._builder.build(request, epoch)
             if request.loads_weights and is_on_cpu():
                 huge_pages.gather()  # as in the host: each step reads every weight
             return unit

@@ -99,7 +99,8 @@ class DeviceKv:
         """Return memory of this process for pages; for a GPU it is pinned."""
         if self._device.type != "cuda":
             return reserve(num_bytes)
-        return Memory.of(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy())
+        with torch.cuda.device(self._device):  # pinning by a thread of its own would use GPU 0
+            return Memory.of(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy())
 
     def _pieces(
         self, name: str, count: int, pages: torch.Tensor
