@@ -69,7 +69,7 @@ class GpuFile(SharedFile):
         self.record = self.memory
         self._gpu = gpu
         if memory is None:
-            size, handle = _RECORD.unpack(self.record.view())
+            size, handle = _RECORD.unpack(self.record.view().tobytes())
             if size != num_bytes:
                 raise RefusedError("the peer's region has another size")
             memory = gpu.open(handle, num_bytes)

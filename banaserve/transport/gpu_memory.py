@@ -8,7 +8,7 @@ import re
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -32,7 +32,7 @@ class Gpu(Protocol):
     """
 
     @property
-    def nixl_kind(self) -> str: ...
+    def nixl_kind(self) -> Literal["DRAM", "VRAM"]: ...
 
     @property
     def index(self) -> int: ...
@@ -81,7 +81,7 @@ class Gpu(Protocol):
 
 
 class Rows(NamedTuple):
-    """Copy of ``count`` rows of ``width_bytes``, whose starts are equally far apart on each side.
+    """Copy of ``num_rows`` rows of ``width_bytes``, whose starts have equal distances.
 
     Attributes:
         target: Offset of the first row in the target, in bytes; likewise ``source``.
@@ -93,7 +93,7 @@ class Rows(NamedTuple):
     target_step: int
     source_step: int
     width_bytes: int
-    count: int
+    num_rows: int
 
 
 def rows_of(target_offsets: Runs, source_offsets: Runs, run_bytes: int) -> Iterator[Rows]:
@@ -130,7 +130,7 @@ class CudaGpu:
         RefusedError: The process has no runtime of CUDA, or no such GPU.
     """
 
-    nixl_kind = "VRAM"
+    nixl_kind: Literal["DRAM", "VRAM"] = "VRAM"
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -188,7 +188,7 @@ class CudaGpu:
                 ctypes.c_void_p(source.address + rows.source),
                 ctypes.c_size_t(rows.source_step or rows.width_bytes),
                 ctypes.c_size_t(rows.width_bytes),
-                ctypes.c_size_t(rows.count),
+                ctypes.c_size_t(rows.num_rows),
                 _COPY_BY_ADDRESS,
                 self._stream,
             )
@@ -199,7 +199,7 @@ class CudaGpu:
         owner = _Owner()
         end = weakref.finalize(owner, _release, self._cuda, self.index, release, address.value)
         end.atexit = False  # the driver frees what a process leaves
-        return Memory(address.value, num_bytes, True, owner)
+        return Memory(address.value, num_bytes, True, owner, is_on_gpu=True)
 
     def _call(self, name: str, *arguments: object) -> None:
         """Call a function of the runtime on this GPU, whatever thread this is.

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import struct
+from typing import Literal
 
 import numpy as np
 
@@ -30,7 +31,8 @@ class _Shared:
 class EmulatedGpu:
     """See ``gpu_memory.Gpu``; several processes see the same one."""
 
-    nixl_kind, index = "DRAM", 0
+    nixl_kind: Literal["DRAM", "VRAM"] = "DRAM"
+    index = 0
 
     def __init__(self) -> None:
         self.num_calls = 0
@@ -64,7 +66,7 @@ class EmulatedGpu:
     ) -> None:
         for rows in rows_of(target_offsets, source_offsets, run_bytes):
             self.num_calls += 1
-            for row in range(rows.count):
+            for row in range(rows.num_rows):
                 to = target.address + rows.target + row * rows.target_step
                 at = source.address + rows.source + row * rows.source_step
                 ctypes.memmove(to, at, rows.width_bytes)

@@ -145,7 +145,8 @@ def test_nobody_with_another_secret_opens_a_region(side, tmp_path):
     if side.name in harness.BY_KERNEL:
         pytest.skip("the kernel names the peer; there is no secret")
     _, descriptor = side.peer.offer()
-    stranger = create(side.name, TransportOptions(folder=str(tmp_path), secret=bytes(32)))
+    options = TransportOptions(folder=str(tmp_path), secret=bytes(32))
+    stranger = harness.transport_peer.make(side.name, options)
     with pytest.raises(RefusedError):
         stranger.open(descriptor, WAIT_S)
     stranger.close()

@@ -40,7 +40,7 @@ def test_the_same_bytes_are_copied_as_run_by_run(places, run_bytes):
     for to, at in zip(targets, source, strict=True):
         wanted[to : to + run_bytes] = data[at : at + run_bytes]
     for rows in rows_of(targets, source, run_bytes):
-        for row in range(rows.count):
+        for row in range(rows.num_rows):
             to, at = rows.target + row * rows.target_step, rows.source + row * rows.source_step
             got[to : to + rows.width_bytes] = data[at : at + rows.width_bytes]
     assert np.array_equal(got, wanted)

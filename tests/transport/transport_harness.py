@@ -21,10 +21,10 @@ from forked import Forked
 
 WAIT_S = 20.0
 REGION_BYTES = 3 * 2**20 + 123
-NAMES = ["shm", "cuda_ipc", "tcp", "torch_distributed", "nixl"]
+NAMES = ["shm", "cuda_ipc", "tcp", "torch_distributed", "nixl", transport_peer.NIXL_OF_GPUS]
 BY_KERNEL = ("shm", "cuda_ipc")
 """Transports within one machine, where the kernel names the peer and copies do not ask it."""
-PACKAGES = {"torch_distributed": "torch", "nixl": "nixl"}
+PACKAGES = {"torch_distributed": "torch", "nixl": "nixl", transport_peer.NIXL_OF_GPUS: "nixl"}
 
 
 class Peer:

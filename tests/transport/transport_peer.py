@@ -21,6 +21,7 @@ from banaserve.transport.interface import Transport, TransportOptions
 from banaserve.transport.registry import create
 from emulated_gpu import EmulatedGpu
 
+NIXL_OF_GPUS = "nixl of GPUs"
 # Libraries print to standard output too.
 ANSWER = "answer: "
 
@@ -29,6 +30,10 @@ def make(name: str, options: TransportOptions) -> Transport:
     """Return a transport; those of GPU memory have an emulated GPU."""
     if name == cuda_ipc.NAME:
         return CudaIpcTransport(options, EmulatedGpu())
+    if name == NIXL_OF_GPUS:
+        from banaserve.transport.nixl import NixlTransport
+
+        return NixlTransport(options, EmulatedGpu())
     return create(name, options)
 
 

@@ -26,6 +26,7 @@ from banaserve.engine.vllm.migration.modules.compiled_model import CompiledModel
 from banaserve.engine.vllm.migration.modules.expert_split import SplitExperts
 from banaserve.engine.vllm.migration.ranks import OTHER_FAILED, Ranks
 from banaserve.engine.vllm.migration.rpc import messages
+from banaserve.engine.vllm.migration.rpc.gpu_lane import HostLane
 from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
 from banaserve.engine.vllm.migration.time_hook import REAL_TIME, TimeHook
@@ -35,9 +36,9 @@ from banaserve.engine.vllm.migration.units.host_unit import HostEngine, HostUnit
 from banaserve.engine.vllm.migration.units.registry import HostUnits
 from banaserve.engine.vllm.migration.worker_api import GuestLinkStatus, LinkState
 from banaserve.engine.vllm.settings.migration_settings import MigrationSettings
-from banaserve.errors import BanaServeError, GuestLostError, MigrationError
+from banaserve.errors import BanaServeError, GuestLostError, MigrationError, UserError
 from banaserve.fail_points import FailPoint, reach
-from banaserve.transport.errors import PeerGoneError
+from banaserve.transport.errors import PeerGoneError, TransportError
 from banaserve.transport.interface import Channel
 
 KEPT = 32
@@ -418,6 +419,7 @@ class MigrationHost:
 
 ATTACH_TIMEOUT_S = 120.0
 """Timeout of attaching a guest, in seconds: a guest that is not forked imports vLLM first."""
+_LANE_TIMEOUT_S = 5.0
 
 
 class Attaching:
@@ -479,7 +481,27 @@ class Attaching:
         ready = link.ask(hello, messages.GuestReady, ATTACH_TIMEOUT_S)
         if not self._address.is_elsewhere:
             link.watch(ready.pid)
+        if problem := self._pass_beside(link, ready):
+            logger.warning(
+                "guest %s: KV and activations go through host memory: %s",
+                address.guest_id,
+                problem,
+            )
         return link
+
+    def _pass_beside(self, link: GuestClient, ready: messages.GuestReady) -> str:
+        """Open the lane that a guest on a GPU offers; return why not, empty on a CPU."""
+        if ready.lane is None:
+            return ready.no_lane
+        device = next(iter(self._host.kv.tensors.values())).device
+        try:
+            transport = self._address.make_gpu_transport()
+            region = transport.open(ready.lane, _LANE_TIMEOUT_S)
+            link.enter(HostLane(region, device), transport)
+        except (TransportError, UserError, MigrationError) as refused:
+            return str(refused)
+        logger.info("guest %s: KV and activations pass by %s", link.guest_id, transport.name)
+        return ""
 
     def _open_channel(self, deadline_s: float) -> Channel:
         while True:

@@ -26,7 +26,7 @@ class DeviceKv:
     """Copier that packs blocks on their device: a page crosses the bus as one run of bytes.
 
     A page is one block of one attention: head by head, each token's key before its value. Its
-    bytes are in host memory when a call returns. Several threads may call it.
+    bytes are in place when a call returns. Several threads may call it.
 
     Args:
         caches: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]`` by attention, all on one
@@ -71,14 +71,16 @@ class DeviceKv:
         """Copy blocks to pages.
 
         Args:
-            pages: ``[len(blocks), page_bytes]`` uint8 in host memory.
+            pages: ``[len(blocks), page_bytes]`` uint8, in host memory or on the caches' device.
             heads: Heads to copy; None for all. The bytes of other heads in the pages are undefined.
         """
         with self._lock:
             for part, room in self._pieces(name, len(blocks), pages):
                 self._packed[name].pack(0, blocks[part], room, heads)
-                if self._stage is not None:
+                if room.device != pages.device:
                     pages[part].copy_(room)
+            if pages.device == self._device:
+                self._wait()
 
     def unpack(
         self,
@@ -90,17 +92,19 @@ class DeviceKv:
         """Copy pages to blocks, the reverse of ``pack``; heads not named keep their values."""
         with self._lock:
             for part, room in self._pieces(name, len(blocks), pages):
-                if self._stage is not None:
+                if room.device != pages.device:
                     room.copy_(pages[part])
                 self._packed[name].unpack(0, blocks[part], room, heads)
             self._wait()
 
-    def room(self, num_bytes: int) -> Memory:
-        """Return memory of this process for pages; for a GPU it is pinned."""
+    def room(self, num_bytes: int, *, on_device: bool = False) -> torch.Tensor:
+        """Return memory for pages, ``[num_bytes]`` uint8; host memory for a GPU is pinned."""
+        if on_device:
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         if self._device.type != "cuda":
-            return reserve(num_bytes)
+            return torch.from_numpy(reserve(num_bytes).view())
         with torch.cuda.device(self._device):  # pinning by a thread of its own would use GPU 0
-            return Memory.of(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy())
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def _pieces(
         self, name: str, count: int, pages: torch.Tensor
@@ -109,7 +113,7 @@ class DeviceKv:
         if not count:
             return
         self._wait()
-        if self._stage is None:
+        if self._stage is None or pages.device == self._stage.device:
             yield slice(0, count), pages
             return
         size = self.page_bytes[name]
