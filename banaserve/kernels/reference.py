@@ -27,8 +27,8 @@ class ReferenceKernels:
     """
 
     name = "reference"
-    head_sizes = HEAD_SIZES
-    dtypes = FLOAT_DTYPES
+    head_sizes: tuple[int, ...] = HEAD_SIZES
+    dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
 
     def __init__(
         self,

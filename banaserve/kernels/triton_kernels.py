@@ -30,8 +30,8 @@ class TritonKernels:
     """
 
     name = "triton"
-    head_sizes = HEAD_SIZES
-    dtypes = FLOAT_DTYPES
+    head_sizes: tuple[int, ...] = HEAD_SIZES
+    dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
 
     def __init__(self, num_splits: int = 0, tiling: Tiling | None = None) -> None:
         self._num_splits = num_splits

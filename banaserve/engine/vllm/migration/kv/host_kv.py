@@ -77,9 +77,9 @@ class DeviceKv:
         with self._lock:
             for part, room in self._pieces(name, len(blocks), pages):
                 self._packed[name].pack(0, blocks[part], room, heads)
-                if room.device != pages.device:
+                if not self._is_direct(pages):
                     pages[part].copy_(room)
-            if pages.device == self._device:
+            if pages.device.type != "cpu":
                 self._wait()
 
     def unpack(
@@ -92,7 +92,7 @@ class DeviceKv:
         """Copy pages to blocks, the reverse of ``pack``; heads not named keep their values."""
         with self._lock:
             for part, room in self._pieces(name, len(blocks), pages):
-                if room.device != pages.device:
+                if not self._is_direct(pages):
                     room.copy_(pages[part])
                 self._packed[name].unpack(0, blocks[part], room, heads)
             self._wait()
@@ -113,15 +113,20 @@ class DeviceKv:
         if not count:
             return
         self._wait()
-        if self._stage is None or pages.device == self._stage.device:
+        if self._is_direct(pages):
             yield slice(0, count), pages
             return
+        assert self._stage is not None
         size = self.page_bytes[name]
         per_time = len(self._stage) // size
         for first in range(0, count, per_time):
             part = slice(first, min(first + per_time, count))
             num_pages = part.stop - part.start
             yield part, self._stage[: num_pages * size].view(num_pages, size)
+
+    def _is_direct(self, pages: torch.Tensor) -> bool:
+        """Return whether the kernels reach the pages, so that no stage is needed."""
+        return self._stage is None or pages.device.type != "cpu"
 
     def _wait(self) -> None:
         """Wait for the work queued by other threads and streams: it may write the same blocks."""

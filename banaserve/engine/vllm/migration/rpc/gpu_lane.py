@@ -263,7 +263,7 @@ def _told(said: _Place | _Room) -> Tensor:
 
 def _said(tensor: Tensor) -> _Place | _Room:
     try:
-        return _decoder.decode(tensor.data)
+        return _decoder.decode(tensor.data.tobytes())
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ProtocolError(f"that tells the place of no tensor: {error}") from None
 

@@ -295,10 +295,8 @@ class UseLane(msgspec.Struct, frozen=True, tag=True):
     """Request to pass tensors and KV in memory of GPUs from now on: the host reaches the lane."""
 
 
-Request = (
-    UseLane | GuestHello | Build | Activate | ReleaseUnit | CopyPages | Run | GetUsage | SetShare
-)
-_CONTROL = UseLane | GuestHello | Activate | ReleaseUnit | CopyPages | GetUsage | SetShare
+_CONTROL = GuestHello | UseLane | Activate | ReleaseUnit | CopyPages | GetUsage | SetShare
+Request = _CONTROL | Build | Run
 
 
 class GuestReady(msgspec.Struct, frozen=True, tag=True):
