@@ -43,6 +43,7 @@ def placement(
         typer.echo(
             f"guest {guest.guest_id} ({processes}) takes {format_size(guest.num_bytes)} "
             f"and {guest.busy_fraction:.0%} of a core beside {guest.target}"
+            + (f"; KV and activations pass by {guest.way}" if guest.way else "")
         )
     for instance in found.instances:
         if instance.units and instance.overlap is not None:

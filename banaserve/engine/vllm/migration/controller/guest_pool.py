@@ -46,6 +46,7 @@ class GuestHandle:
             ends by itself. None while it is attached.
         stopped: Number of consecutive looks that found the guest stopped by a signal.
         share: Share of its target's device that the guest was last told to take at most.
+        way: Way of its KV and large activations, see ``GuestStatus``.
     """
 
     id: str
@@ -58,6 +59,7 @@ class GuestHandle:
     detached_s: float | None = None
     stopped: int = 0
     share: float = 1.0
+    way: str = ""
     usages: dict[int, ProcessUsage] = field(default_factory=dict)
 
     @property
@@ -231,6 +233,7 @@ class GuestPool:
         while loop.time() < until_s:
             known = (await link.status()).guests.get(guest.id)
             if known is not None and known.state is LinkState.READY:
+                guest.way = known.way
                 return
             is_lost = known is not None and known.state is LinkState.LOST
             if is_lost or guest.id not in self._guests:

@@ -482,11 +482,8 @@ class Attaching:
         if not self._address.is_elsewhere:
             link.watch(ready.pid)
         if problem := self._pass_beside(link, ready):
-            logger.warning(
-                "guest %s: KV and activations go through host memory: %s",
-                address.guest_id,
-                problem,
-            )
+            link.way = f"host memory: {problem}"
+            logger.warning("guest %s: KV and activations pass by %s", link.guest_id, link.way)
         return link
 
     def _pass_beside(self, link: GuestClient, ready: messages.GuestReady) -> str:
@@ -500,7 +497,6 @@ class Attaching:
             link.enter(HostLane(region, device), transport)
         except (TransportError, UserError, MigrationError) as refused:
             return str(refused)
-        logger.info("guest %s: KV and activations pass by %s", link.guest_id, transport.name)
         return ""
 
     def _open_channel(self, deadline_s: float) -> Channel:

@@ -75,6 +75,7 @@ class GuestClient:
         save_s: Time the guest took to save the blocks of its last answer, in seconds; None if it
             did not save them.
         num_saved: Number of answers whose blocks the guest saved.
+        way: See ``GuestLinkStatus``.
         lane: Memory of a GPU through which large tensors pass; None if they go through host memory.
     """
 
@@ -97,6 +98,7 @@ class GuestClient:
         self.run_s, self.share = 0.0, 1.0
         self.save_s: float | None = None
         self.num_saved = 0
+        self.way = ""
         self.lane: HostLane | None = None
         self._may_write = False
         self._process: ProcessHandle | None = None
@@ -181,7 +183,7 @@ class GuestClient:
             MigrationError, GuestLostError: The guest refuses, or is gone.
         """
         self.ask(messages.UseLane(), messages.StepsDone)
-        self.lane, self.transport = lane, transport
+        self.lane, self.transport, self.way = lane, transport, transport.name
 
     # ---- steps
 
