@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from banaserve import models
 from banaserve.api.front_socket import FrontSocket
+from banaserve.cli.gpu_words import GpuUse, gpu_words, installed
 from banaserve.cli.serve import emulation, needs
 from banaserve.cli.serve.compiling import CompileChoice, choose_compiling, find_compiler
 from banaserve.cli.sockets import check_tls
@@ -349,6 +350,31 @@ def migration_words(config: ServeConfig, parts: Parts) -> str:
     """Return the banner's text on moves; empty if moves are possible, or migration is off."""
     blocker = _migration_blocker(parts.engine_config) if config.migration else ""
     return f"nothing can move: {blocker}" if blocker else ""
+
+
+def gpu_line(config: ServeConfig, parts: Parts) -> str:
+    """Return the banner's text on what is on and off on GPUs; empty on a CPU."""
+    from banaserve.engine.vllm.compat.config import is_on_cpu
+
+    if is_on_cpu():
+        return ""
+    engine_config = parts.engine_config
+    off = "--migration is off" if not config.migration else ""
+    use = GpuUse(
+        blocker=off or _migration_blocker(engine_config),
+        graphs=_graph_words(engine_config),
+        num_ranks=engine_config.parallel_config.tensor_parallel_size,
+        crosses=NodeOptions.of(config).are_used,
+        transport=config.migration_transport,
+        attention=config.migration_attention,
+    )
+    return gpu_words(use, installed())
+
+
+def _graph_words(engine_config: VllmConfig) -> str:
+    """Return words on the engines' CUDA graphs."""
+    name = engine_config.compilation_config.cudagraph_mode.name
+    return "off" if name == "NONE" else name.lower().replace("_", " ")
 
 
 def _check_attention(choice: str, device_type: str) -> None:
