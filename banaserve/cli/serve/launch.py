@@ -522,7 +522,7 @@ def _instance_bytes(model: ResolvedModel, engine_config: VllmConfig) -> int:
 
 def _devices(config: ServeConfig, num_ranks: Sequence[int], on_cpu: bool) -> Devices:
     """Return the CUDA devices of each instance: as given, or in order, one for each rank."""
-    from banaserve.engine.vllm.launch.devices import Devices
+    from banaserve.engine.vllm.launch.devices import Devices, check_groups
 
     ids = [str(instance_id) for instance_id, _ in config.instances()]
     if on_cpu:
@@ -532,6 +532,7 @@ def _devices(config: ServeConfig, num_ranks: Sequence[int], on_cpu: bool) -> Dev
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
     if config.devices:
+        check_groups(config.devices, num_ranks)
         return Devices(dict(zip(ids, config.devices, strict=True)), names, max(num_ranks))
     if len(names) < sum(num_ranks):
         sizes = " or ".join(str(one) for one in sorted(set(num_ranks)))
