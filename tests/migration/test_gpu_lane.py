@@ -41,6 +41,11 @@ def tensor(num_bytes: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(num_bytes // 4, generator=torch.Generator().manual_seed(seed))
 
 
+def begun(host: HostLane) -> TensorBundle:
+    host.begin()
+    return TensorBundle(host.write)
+
+
 def sent(bundle: TensorBundle, lane: HostLane) -> list[Tensor]:
     """The tensors as they arrive: by way of a frame."""
     message = Message(b"", (*bundle.tensors, *lane.sent()))
@@ -55,7 +60,7 @@ def sent(bundle: TensorBundle, lane: HostLane) -> list[Tensor]:
 def test_large_tensors_pass_beside_a_message_and_small_ones_within(ends: Ends) -> None:
     host, guest = ends
     large, small, columns = tensor(MIN_BYTES), tensor(64), tensor(2 * MIN_BYTES).view(2, -1).T
-    bundle = host.bundle()
+    bundle = begun(host)
     packed = bundle.put_all({"large": large, "small": small, "columns": columns, "plain": 3})
     arrived = sent(bundle, host)
     assert [one.dtype for one in arrived] == [ELSEWHERE, "float32", ELSEWHERE, ELSEWHERE]
@@ -79,7 +84,7 @@ def test_a_tensor_that_has_arrived_keeps_its_values(ends: Ends) -> None:
     host, guest = ends
     kept = []
     for seed in range(40):
-        bundle = host.bundle()
+        bundle = begun(host)
         bundle.put(tensor(3 * MIN_BYTES, seed))
         (found,) = guest.received(sent(bundle, host))
         kept.append(from_wire(found))
@@ -94,7 +99,7 @@ def test_parts_of_a_step_are_under_way_at_once_and_what_finds_no_room_goes_with_
     host, guest = ends
     requests = []
     for seed in range(6):
-        bundle = host.bundle()
+        bundle = begun(host)
         bundle.put(tensor(2 * MIN_BYTES, seed))
         requests.append(sent(bundle, host))
     beside = [one[0].dtype == ELSEWHERE for one in requests]
@@ -110,7 +115,7 @@ def test_parts_of_a_step_are_under_way_at_once_and_what_finds_no_room_goes_with_
     for seed, answered in enumerate(answers):
         (back,) = host.received(answered)
         assert torch.equal(from_wire(back), tensor(2 * MIN_BYTES, seed) + 1)
-    bundle = host.bundle()
+    bundle = begun(host)
     bundle.put(tensor(2 * MIN_BYTES))
     assert bundle.tensors[0].dtype == ELSEWHERE, "all of it is free again"
 
@@ -118,7 +123,7 @@ def test_parts_of_a_step_are_under_way_at_once_and_what_finds_no_room_goes_with_
 def test_a_bundle_that_is_never_sent_takes_no_room(ends: Ends) -> None:
     host, _ = ends
     for _ in range(30):
-        bundle = host.bundle()
+        bundle = begun(host)
         bundle.put(tensor(3 * MIN_BYTES))
         assert bundle.tensors[0].dtype == ELSEWHERE
 
@@ -158,16 +163,29 @@ def test_a_guest_refuses_places_that_make_no_sense(ends: Ends, wrong: list[Tenso
 def test_a_host_reads_only_where_the_answer_was_given_room(ends: Ends) -> None:
     host, _ = ends
     for wrong in (place(0, "uint8", 1), place(HALF + 7 * MIN_BYTES, "uint8", 1), told([])):
-        bundle = host.bundle()
+        bundle = begun(host)
         bundle.put(tensor(MIN_BYTES))
         host.sent()
         with pytest.raises(ProtocolError):
             host.received([wrong])
 
 
+def test_what_a_request_leaves_unsent_is_no_part_of_those_under_way(ends: Ends) -> None:
+    host, guest = ends
+    first = begun(host)
+    first.put(tensor(3 * MIN_BYTES, 1))
+    under_way = sent(first, host)
+    begun(host).put(tensor(3 * MIN_BYTES, 2))
+    second = begun(host)
+    second.put(tensor(3 * MIN_BYTES, 3))
+    for seed, request in ((1, under_way), (3, sent(second, host))):
+        (found,) = guest.received(request)
+        assert torch.equal(from_wire(found), tensor(3 * MIN_BYTES, seed))
+
+
 def test_a_guest_that_is_gone_is_noticed(ends: Ends) -> None:
     host, guest = ends
-    bundle = host.bundle()
+    bundle = begun(host)
     guest.close()
     with pytest.raises(TransportError):
         bundle.put(tensor(MIN_BYTES))

@@ -65,7 +65,7 @@ _decoder = msgspec.msgpack.Decoder(_Place | _Room)
 
 
 class Ring:
-    """Pieces of ``num_bytes`` bytes that are given back in the order in which they were taken."""
+    """Pieces of ``num_bytes`` bytes that are given back from either end of their order."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
@@ -87,10 +87,10 @@ class Ring:
             self._taken.append((fits, size))
         return fits
 
-    def give_back(self, num_pieces: int = 1) -> None:
-        """Give back the oldest pieces."""
+    def give_back(self, num_pieces: int = 1, *, newest: bool = False) -> None:
+        """Give back the oldest pieces, or the newest."""
         for _ in range(num_pieces):
-            self._taken.popleft()
+            self._taken.pop() if newest else self._taken.popleft()
 
 
 class HostLane:
@@ -115,13 +115,17 @@ class HostLane:
         self._building: list[int] = []
         self._sent: deque[tuple[int, _Room | None]] = deque()
 
-    def bundle(self) -> TensorBundle:
-        """Return the bundle of the next request."""
-        self._requests.give_back(len(self._building))
+    def begin(self) -> None:
+        """Begin the next request; what was written for one that was not sent is free again."""
+        self._requests.give_back(len(self._building), newest=True)
         self._building = []
-        return TensorBundle(self._write)
 
-    def _write(self, tensor: torch.Tensor) -> Tensor | None:
+    def write(self, tensor: torch.Tensor) -> Tensor | None:
+        """Write a tensor of the next request, see ``tensors.Pass``.
+
+        Raises:
+            TransportError: The guest is gone.
+        """
         if tensor.device.type != self._device.type or tensor.nbytes < MIN_BYTES:
             return None
         if (offset := self._requests.take(tensor.nbytes)) is None:
@@ -136,7 +140,7 @@ class HostLane:
         return _told(_Place(offset, _name(whole.dtype), tuple(whole.shape)))
 
     def sent(self) -> list[Tensor]:
-        """Note that the bundle made last is being sent; return what to send after its tensors."""
+        """Note that the request is being sent; return what to send after its tensors."""
         pieces, self._building = self._building, []
         num_bytes = sum(pieces) * _ANSWERS_PER_REQUEST
         room: _Room | None = None

@@ -20,7 +20,7 @@ from banaserve.engine.vllm.migration.rpc.tensors import TensorBundle, from_wire
 from banaserve.errors import GuestLostError, MigrationError, ProtocolError
 from banaserve.platform.processes import ProcessHandle, Pulse
 from banaserve.transport.errors import PeerGoneError, TransferTimeoutError, TransportError
-from banaserve.transport.interface import Channel, Message, Transport
+from banaserve.transport.interface import Channel, Message, Tensor, Transport
 
 _FACTOR = 10.0
 _SMOOTHING = 0.2
@@ -188,8 +188,21 @@ class GuestClient:
     # ---- steps
 
     def bundle(self) -> TensorBundle:
-        """Return the bundle of the next step's tensors, which must be submitted before another."""
-        return TensorBundle() if self.lane is None else self.lane.bundle()
+        """Return the bundle of the next step's tensors, which must be submitted before another.
+
+        Its ``put`` raises ``GuestLostError`` if the guest is gone.
+        """
+        if self.lane is None or self.lost is not None:
+            return TensorBundle()
+        self.lane.begin()
+        return TensorBundle(self._pass_beside)
+
+    def _pass_beside(self, tensor: torch.Tensor) -> Tensor | None:
+        assert self.lane is not None
+        try:
+            return self.lane.write(tensor)
+        except TransportError as error:
+            raise self.give_up(str(error)) from error
 
     def run(
         self, request: messages.Request, bundle: TensorBundle, num_tokens: int
