@@ -80,7 +80,7 @@ class Gpu(Protocol):
         ...
 
 
-class Rows(NamedTuple):
+class RowCopy(NamedTuple):
     """Copy of ``num_rows`` rows of ``width_bytes``, whose starts have equal distances.
 
     Attributes:
@@ -96,7 +96,7 @@ class Rows(NamedTuple):
     num_rows: int
 
 
-def rows_of(target_offsets: Runs, source_offsets: Runs, run_bytes: int) -> Iterator[Rows]:
+def rows_of(target_offsets: Runs, source_offsets: Runs, run_bytes: int) -> Iterator[RowCopy]:
     """Yield the copies of runs of ``run_bytes``, neighbours joined: each costs a call of CUDA."""
     if not run_bytes or not target_offsets.size:
         return
@@ -110,12 +110,12 @@ def rows_of(target_offsets: Runs, source_offsets: Runs, run_bytes: int) -> Itera
             count = end - first + 1
             ours, theirs = (int(step) for step in steps[:, first]) if count > 1 else (0, 0)
             if ours == theirs == run_bytes:
-                yield Rows(target, source, 0, 0, count * run_bytes, 1)
+                yield RowCopy(target, source, 0, 0, count * run_bytes, 1)
             elif min(ours, theirs) >= run_bytes:
-                yield Rows(target, source, ours, theirs, run_bytes, count)
+                yield RowCopy(target, source, ours, theirs, run_bytes, count)
             else:
                 count = 1
-                yield Rows(target, source, 0, 0, run_bytes, 1)
+                yield RowCopy(target, source, 0, 0, run_bytes, 1)
             first += count
 
 

@@ -29,7 +29,7 @@ _SPINS = 200
 _PAUSE_S = 50e-6
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class NixlMemory(msgspec.Struct, frozen=True, array_like=True):
     """Kind of memory in NIXL's words: ``DRAM`` of the host, or ``VRAM`` of the GPU ``device``."""
 
     kind: Literal["DRAM", "VRAM"] = "DRAM"
@@ -41,7 +41,7 @@ class Access(msgspec.Struct, frozen=True, array_like=True):
 
     metadata: bytes
     address: int
-    place: Place
+    place: NixlMemory
 
 
 class NixlTransport(GrantedTransport):
@@ -54,7 +54,7 @@ class NixlTransport(GrantedTransport):
 
     def __init__(self, options: TransportOptions, gpu: Gpu | None = None) -> None:
         super().__init__(options, gpu)
-        self._place = Place() if gpu is None else Place(gpu.nixl_kind, gpu.index)
+        self._place = NixlMemory() if gpu is None else NixlMemory(gpu.nixl_kind, gpu.index)
         self._starting = threading.Lock()
         self._shared: Agent | None = None
 
@@ -89,7 +89,7 @@ class Agent:
         self.lock = threading.Lock()
         self._num_users: Counter[str] = Counter()
 
-    def register(self, memory: Memory, place: Place) -> Any:
+    def register(self, memory: Memory, place: NixlMemory) -> Any:
         span = memory.address, memory.num_bytes, place.device, ""
         with self.lock:
             return self.api.register_memory([span], place.kind)
@@ -123,7 +123,7 @@ class Agent:
 
 
 class _Owner(Mover):
-    def __init__(self, agent: Agent, memory: Memory, place: Place) -> None:
+    def __init__(self, agent: Agent, memory: Memory, place: NixlMemory) -> None:
         self._agent = agent
         self._registered = agent.register(memory, place)
         with agent.lock:
@@ -137,7 +137,7 @@ class _Owner(Mover):
 
 
 class _Peer(Mover):
-    def __init__(self, agent: Agent, access: Access, staging: Memory, place: Place) -> None:
+    def __init__(self, agent: Agent, access: Access, staging: Memory, place: NixlMemory) -> None:
         self._agent = agent
         self._remote = agent.meet(access.metadata)
         self._registered = agent.register(staging, place)
@@ -172,7 +172,7 @@ class _Peer(Mover):
         self._agent.deregister(self._registered)
         self._agent.part(self._remote)
 
-    def _describe(self, addresses: Runs, num_bytes: int, place: Place) -> Any:
+    def _describe(self, addresses: Runs, num_bytes: int, place: NixlMemory) -> Any:
         runs = np.zeros((addresses.size, 3), np.uint64)
         runs[:, 0], runs[:, 1], runs[:, 2] = addresses, num_bytes, place.device
         return self._agent.api.get_xfer_descs(runs, place.kind)

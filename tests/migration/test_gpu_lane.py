@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from banaserve.engine.vllm.migration.rpc import gpu_lane
-from banaserve.engine.vllm.migration.rpc.gpu_lane import MIN_BYTES, GuestLane, HostLane, Ring
+from banaserve.engine.vllm.migration.rpc.gpu_lane import MIN_BYTES, GuestLane, HostLane, LaneHalf
 from banaserve.engine.vllm.migration.rpc.tensors import TensorBundle, from_wire, restore
 from banaserve.errors import ProtocolError
 from banaserve.transport import frames
@@ -193,7 +193,7 @@ def test_a_guest_that_is_gone_is_noticed(ends: Ends) -> None:
 
 def test_a_ring_gives_pieces_that_do_not_overlap() -> None:
     draws = np.random.default_rng(5)
-    ring, held = Ring(64 * 256), list[tuple[int, int]]()
+    ring, held = LaneHalf(64 * 256), list[tuple[int, int]]()
     num_full = 0
     for _ in range(3000):
         if held and draws.random() < 0.45:
@@ -211,4 +211,4 @@ def test_a_ring_gives_pieces_that_do_not_overlap() -> None:
         assert all(start >= end or start + size <= first for first, end in held)
         held.append((start, start + size))
     assert num_full > 100
-    assert gpu_lane.Ring(256).take(257) is None
+    assert gpu_lane.LaneHalf(256).take(257) is None

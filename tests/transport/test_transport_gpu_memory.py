@@ -7,18 +7,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from banaserve.transport.gpu_memory import CudaGpu, Rows, rows_of
+from banaserve.transport.gpu_memory import CudaGpu, RowCopy, rows_of
 
 
 @pytest.mark.parametrize(
     ("target", "source", "rows"),
     [
         ([], [], []),
-        ([5], [0], [Rows(5, 0, 0, 0, 8, 1)]),
-        ([0, 8, 16], [40, 48, 56], [Rows(0, 40, 0, 0, 24, 1)]),
-        ([0, 8, 16], [0, 32, 64], [Rows(0, 0, 8, 32, 8, 3)]),
-        ([0, 8, 16, 24], [0, 8, 64, 72], [Rows(0, 0, 0, 0, 16, 1), Rows(16, 64, 0, 0, 16, 1)]),
-        ([16, 8], [0, 8], [Rows(16, 0, 0, 0, 8, 1), Rows(8, 8, 0, 0, 8, 1)]),
+        ([5], [0], [RowCopy(5, 0, 0, 0, 8, 1)]),
+        ([0, 8, 16], [40, 48, 56], [RowCopy(0, 40, 0, 0, 24, 1)]),
+        ([0, 8, 16], [0, 32, 64], [RowCopy(0, 0, 8, 32, 8, 3)]),
+        (
+            [0, 8, 16, 24],
+            [0, 8, 64, 72],
+            [RowCopy(0, 0, 0, 0, 16, 1), RowCopy(16, 64, 0, 0, 16, 1)],
+        ),
+        ([16, 8], [0, 8], [RowCopy(16, 0, 0, 0, 8, 1), RowCopy(8, 8, 0, 0, 8, 1)]),
     ],
 )
 def test_neighbours_and_equal_steps_are_joined(target, source, rows):

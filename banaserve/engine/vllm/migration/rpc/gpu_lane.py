@@ -64,7 +64,7 @@ class _Room(msgspec.Struct, frozen=True, array_like=True, tag="room"):
 _decoder = msgspec.msgpack.Decoder(_Place | _Room)
 
 
-class Ring:
+class LaneHalf:
     """Pieces of ``num_bytes`` bytes that are given back from either end of their order."""
 
     def __init__(self, num_bytes: int) -> None:
@@ -111,7 +111,7 @@ class HostLane:
         self._region = region
         self._device = device
         self._half_bytes = region.descriptor.num_bytes // 2
-        self._requests, self._answers = Ring(self._half_bytes), Ring(self._half_bytes)
+        self._requests, self._answers = LaneHalf(self._half_bytes), LaneHalf(self._half_bytes)
         self._building: list[int] = []
         self._sent: deque[tuple[int, _Room | None]] = deque()
 
