@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 
 from banaserve.config import MIGRATION_ATTENTION, ServeConfig
+from banaserve.errors import UserError
+from banaserve.names import check_known
 from banaserve.transport import registry
 
 _DEFAULTS = ServeConfig()
@@ -63,6 +65,7 @@ def add_migration(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--migration-attention",
+        type=_attention,
         choices=MIGRATION_ATTENTION,
         default=_DEFAULTS.migration_attention,
         help="kernels of attention: vLLM's, or banaserve's, which know parts of "
@@ -70,3 +73,11 @@ def add_migration(parser: argparse.ArgumentParser) -> None:
         "and on a GPU banaserve's for what has moved",
     )
     add("--migration-poison", action="store_true", help="fill what moved away with NaN: for tests")
+
+
+def _attention(given: str) -> str:
+    try:
+        check_known("attention", given, MIGRATION_ATTENTION)
+    except UserError as unknown:
+        raise argparse.ArgumentTypeError(str(unknown)) from None
+    return given
