@@ -68,7 +68,7 @@ def test_blocks_go_to_a_guest_and_home(
         landing.copy(request)
         return messages.StepsDone()
 
-    link: Any = SimpleNamespace(transport=ours, ask=ask)
+    link: Any = SimpleNamespace(transport=ours, ask=ask, lane=None)
     runs = {name: host.runs(unit.heads(name)) for name in unit.names}
     region = landing.region
     kv = StagedRemoteKv(link, "u", region.descriptor, runs, region.memory.num_bytes)

@@ -39,7 +39,7 @@ from banaserve.engine.vllm.settings.migration_settings import MigrationSettings
 from banaserve.errors import BanaServeError, GuestLostError, MigrationError, UserError
 from banaserve.fail_points import FailPoint, reach
 from banaserve.transport.errors import PeerGoneError, TransportError
-from banaserve.transport.interface import Channel
+from banaserve.transport.interface import Channel, Transport
 
 KEPT = 32
 """Number of ended moves that are kept for status requests."""
@@ -491,11 +491,14 @@ class Attaching:
         if ready.lane is None:
             return ready.no_lane
         device = next(iter(self._host.kv.tensors.values())).device
+        transport: Transport | None = None
         try:
             transport = self._address.make_gpu_transport()
             region = transport.open(ready.lane, _LANE_TIMEOUT_S)
             link.enter(HostLane(region, device), transport)
         except (TransportError, UserError, MigrationError) as refused:
+            if transport is not None:
+                transport.close()
             return str(refused)
         return ""
 
