@@ -25,6 +25,7 @@ from banaserve.arguments import (
     values_of,
 )
 from banaserve.errors import UserError
+from banaserve.names import check_known
 from banaserve.types import InstanceId, Role
 
 DEFAULT_SKIP_PREFILL_BELOW_TOKENS = 16
@@ -40,7 +41,7 @@ DEFAULT_MICROBATCHES, MAX_MICROBATCHES = 32, 64
 
 The default bounds the number in case the computation is wrong. Beyond the maximum, even the largest
 steps have micro-batches that are too small to be worth sending."""
-MIGRATION_ATTENTION = "auto", "vllm", "kernels", "reference", "triton"
+MIGRATION_ATTENTION = "auto", "vllm", "kernels", "reference", "triton", "flashinfer"
 GUEST_STALL_ON_CPU_S, GUEST_STALL_ON_GPU_S = 1.0, 10.0
 """Default silence of a guest after which it is given up.
 
@@ -72,6 +73,16 @@ def parse_pd(text: str) -> tuple[int, int]:
             "2:2 (for engines that do both, use --colocated N)"
         )
     return prefill, decode
+
+
+def parse_attention(text: str) -> str:
+    """Return the name of attention kernels.
+
+    Raises:
+        UserError: There are no such kernels; the message has the nearest name.
+    """
+    check_known("attention", text, MIGRATION_ATTENTION)
+    return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -585,6 +596,7 @@ class ServeConfig:
         "context on every device; auto: vLLM's on a CPU, and on a GPU banaserve's for what has "
         "moved",
         "auto",
+        kind=parse_attention,
         choices=MIGRATION_ATTENTION,
     )
     migration_poison: bool = _migration("fill what moved away with NaN: for tests", False)

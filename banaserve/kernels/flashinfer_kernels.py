@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,6 @@ from banaserve.kernels.checks import check_attention, check_parts
 from banaserve.kernels.interface import Batch, Heads, PartialAttention
 from banaserve.kernels.triton_kernels import TritonKernels
 
-_HEAD_SIZES = (64, 128, 256)
 _WORKSPACE_BYTES = 128 * 2**20
 
 
@@ -83,6 +83,8 @@ class FlashInferKernels(TritonKernels):
     """Kernels with attention and merge by FlashInfer; copies, which it lacks, are Triton's."""
 
     name = "flashinfer"
+    head_sizes: tuple[int, ...] = (64, 128, 256)
+    dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +101,14 @@ class FlashInferKernels(TritonKernels):
         causal: bool = True,
     ) -> PartialAttention:
         """See ``interface.Kernels``; supports fewer arguments: see ``plan``."""
-        return self.plan(query, key_cache, value_cache, batch, heads, scale, causal)()
+        found = [
+            self.plan(query, key_cache, value_cache, batch, some, scale, causal)()
+            for some in neighbours(heads)
+        ]
+        if len(found) == 1:
+            return found[0]
+        outputs, lses = zip(*found, strict=True)
+        return PartialAttention(torch.cat(outputs, 1), torch.cat(lses, 1))
 
     def plan(
         self,
@@ -119,7 +128,7 @@ class FlashInferKernels(TritonKernels):
                 keys and values of different strides, and what ``plan_pages`` refuses.
         """
         check_attention(query, key_cache, value_cache, batch, heads)
-        _check(query, key_cache, value_cache, heads)
+        self._check(query, key_cache, value_cache, heads)
         pages = plan_pages(batch, key_cache.shape[1], causal)
         first, count = heads.kv_heads[0], len(heads.kv_heads)
         caches = tuple(cache[:, :, first : first + count] for cache in (key_cache, value_cache))
@@ -193,16 +202,29 @@ class FlashInferKernels(TritonKernels):
             )
         return self._workspaces[device]
 
+    def _check(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, heads: Heads
+    ) -> None:
+        if query.dtype not in self.dtypes:
+            raise ValueError(f"query: {query.dtype}; allowed by FlashInfer: {self.dtypes}")
+        if (size := query.shape[2]) not in self.head_sizes:
+            raise ValueError(f"query: head size {size}; allowed by FlashInfer: {self.head_sizes}")
+        if len(neighbours(heads)) != 1:
+            raise ValueError(
+                f"kv_heads: {heads.kv_heads}; allowed by FlashInfer: neighbours, ascending"
+            )
+        if key.stride() != value.stride():
+            raise ValueError("value_cache: other strides; allowed by FlashInfer: the key_cache's")
 
-def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, heads: Heads) -> None:
-    first, count = heads.kv_heads[0], len(heads.kv_heads)
-    if query.dtype is torch.float32:
-        raise ValueError("query: float32; allowed by FlashInfer: float16, bfloat16")
-    if query.shape[2] not in _HEAD_SIZES:
-        raise ValueError(f"query: head size {query.shape[2]}; allowed by FlashInfer: {_HEAD_SIZES}")
-    if heads.kv_heads != tuple(range(first, first + count)):
-        raise ValueError(
-            f"kv_heads: {heads.kv_heads}; allowed by FlashInfer: neighbours, ascending"
-        )
-    if key.stride() != value.stride():
-        raise ValueError("value_cache: other strides; allowed by FlashInfer: the key_cache's")
+
+def neighbours(heads: Heads) -> list[Heads]:
+    """Return ``heads`` in order, cut into runs of neighbouring KV heads in ascending order."""
+    starts = [
+        index
+        for index, head in enumerate(heads.kv_heads)
+        if not index or head != heads.kv_heads[index - 1] + 1
+    ]
+    return [
+        Heads(heads.kv_heads[start:end], heads.group_size, heads.groups[start:end])
+        for start, end in pairwise([*starts, len(heads.kv_heads)])
+    ]

@@ -118,10 +118,18 @@ class Kernels(Protocol):
 
     Attributes:
         name: ``triton``, ``flashinfer`` or ``reference``.
+        head_sizes: Head sizes that attention supports.
+        dtypes: Data types of queries, keys and values that attention supports.
     """
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def head_sizes(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]: ...
 
     def partial_attention(
         self,

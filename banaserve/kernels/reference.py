@@ -7,7 +7,14 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from banaserve.kernels.checks import check_attention, check_blocks, check_concat, check_parts
-from banaserve.kernels.interface import Batch, BlockCopies, Heads, PartialAttention
+from banaserve.kernels.interface import (
+    FLOAT_DTYPES,
+    HEAD_SIZES,
+    Batch,
+    BlockCopies,
+    Heads,
+    PartialAttention,
+)
 from banaserve.kernels.layouts import key_value_views
 
 
@@ -20,6 +27,8 @@ class ReferenceKernels:
     """
 
     name = "reference"
+    head_sizes: tuple[int, ...] = HEAD_SIZES
+    dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
 
     def __init__(
         self,

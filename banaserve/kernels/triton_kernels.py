@@ -7,7 +7,14 @@ from collections.abc import Sequence
 import torch
 
 from banaserve.kernels.checks import check_attention, check_blocks, check_concat, check_parts
-from banaserve.kernels.interface import Batch, BlockCopies, Heads, PartialAttention
+from banaserve.kernels.interface import (
+    FLOAT_DTYPES,
+    HEAD_SIZES,
+    Batch,
+    BlockCopies,
+    Heads,
+    PartialAttention,
+)
 from banaserve.kernels.tiling import Tiling
 from banaserve.kernels.triton_attention_op import partial_attention
 from banaserve.kernels.triton_merge_op import concat_heads, merge_parts
@@ -23,6 +30,8 @@ class TritonKernels:
     """
 
     name = "triton"
+    head_sizes: tuple[int, ...] = HEAD_SIZES
+    dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
 
     def __init__(self, num_splits: int = 0, tiling: Tiling | None = None) -> None:
         self._num_splits = num_splits

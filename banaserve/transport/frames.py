@@ -23,7 +23,10 @@ PREFIX = struct.Struct("<IQ")
 
 ONE_WAY, REQUEST, REPLY, REFUSAL = range(4)
 
+ELSEWHERE = "elsewhere"
+"""Type of a tensor whose bytes say where the values are; what they say is the sender's protocol."""
 ITEM_BYTES = {
+    ELSEWHERE: 1,
     "bool": 1,
     "uint8": 1,
     "int8": 1,

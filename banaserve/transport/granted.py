@@ -23,9 +23,18 @@ from banaserve.transport.errors import (
     StaleEpochError,
     TransferTimeoutError,
 )
-from banaserve.transport.interface import Bytes, Message, RegionDescriptor, Tensor
-from banaserve.transport.local_region import LocalRegion, reserve
-from banaserve.transport.memory import SLICE_BYTES, Memory, Plan, Runs, gather, scatter
+from banaserve.transport.interface import Message, RegionDescriptor, Tensor
+from banaserve.transport.local_region import LocalRegion
+from banaserve.transport.memory import (
+    SLICE_BYTES,
+    CopyRuns,
+    Memory,
+    Plan,
+    Runs,
+    copy_runs,
+    gather,
+    scatter,
+)
 from banaserve.transport.plans import check_offsets
 from banaserve.transport.remote import PlannedRegion, PlanTicket
 from banaserve.transport.seal import Seal
@@ -111,7 +120,7 @@ class GrantedTransport(ServedTransport):
         """Return the offering side's mover, and the data that the peer needs to connect."""
 
     @abstractmethod
-    def _join(self, data: bytes, staging: Bytes, check_peer: Callable[[], None]) -> Mover:
+    def _join(self, data: bytes, staging: Memory, check_peer: Callable[[], None]) -> Mover:
         """Return the opening side's mover, which moves bytes between the peer and ``staging``.
 
         Args:
@@ -126,7 +135,7 @@ class GrantedTransport(ServedTransport):
     ) -> PlannedRegion:
         channel = StreamChannel(stream, seal)
         data = ask(channel, Open(descriptor.region_id))
-        staging = reserve(SLICE_BYTES).view()
+        staging = self._reserve(SLICE_BYTES)
 
         def check_peer() -> None:
             stream.check_peer()
@@ -134,7 +143,8 @@ class GrantedTransport(ServedTransport):
                 raise TransferTimeoutError(f"{self.name} has not connected in time")
 
         mover = self._join(data, staging, check_peer)
-        return GrantedRemote(self, descriptor, stream, channel, mover, staging)
+        copy = copy_runs if self._gpu is None else self._gpu.copy_runs
+        return GrantedRemote(self, descriptor, stream, channel, mover, staging, copy)
 
     def _serve(self, stream: SocketStream, seal: Seal) -> None:
         channel = StreamChannel(stream, seal)
@@ -163,13 +173,15 @@ class GrantedRemote(PlannedRegion):
         stream: SocketStream,
         channel: StreamChannel,
         mover: Mover,
-        staging: Bytes,
+        staging: Memory,
+        copy: CopyRuns,
     ) -> None:
         self._transport = transport
         self._stream = stream
         self._channel = channel
         self._mover = mover
         self._staging = staging
+        self._copy = copy
         self._broken = False
         super().__init__(descriptor)
 
@@ -186,18 +198,18 @@ class GrantedRemote(PlannedRegion):
     def _carry_out(self, ticket: PlanTicket) -> None:
         if self._broken:
             raise PeerGoneError("the connection was broken off: open the region again")
-        staged = Memory.of(self._staging)
+        staged = self._staging
         try:
             for part in ticket.plan.slices():
                 ticket.check()
                 begin = Begin(part.epoch, part.num_bytes, part.writes)
                 ask(self._channel, begin, part.remote_offsets)
                 if part.writes:
-                    gather(staged, part.local, part.local_offsets, part.num_bytes)
+                    gather(staged, part.local, part.local_offsets, part.num_bytes, self._copy)
                 self._mover.move(part, self._stream.check_peer)
                 ask(self._channel, End())
                 if not part.writes:
-                    scatter(part.local, part.local_offsets, staged, part.num_bytes)
+                    scatter(part.local, part.local_offsets, staged, part.num_bytes, self._copy)
         except (PeerGoneError, RuntimeError) as error:
             self._broken = True
             self._channel.close()

@@ -31,11 +31,15 @@ class TransportOptions(msgspec.Struct, frozen=True, kw_only=True):
         folder: Private folder of the run, for Unix sockets.
         host: Address to listen on, if a transport uses TCP.
         secret: Secret of the run, at least 16 bytes, the same on both sides.
+        device: Index of this process's GPU, for transports of GPU memory.
+        in_gpu_memory: True to offer memory of that GPU, for a transport that can offer either.
     """
 
     folder: str
     secret: bytes
     host: str = "127.0.0.1"
+    device: int = 0
+    in_gpu_memory: bool = False
 
     def __post_init__(self) -> None:
         if len(self.secret) < MIN_SECRET_BYTES:

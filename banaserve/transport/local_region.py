@@ -13,6 +13,7 @@ import numpy as np
 
 from banaserve.platform.linux import MADV_DONTNEED, madvise
 from banaserve.transport.errors import RefusedError, StaleEpochError, TransferTimeoutError
+from banaserve.transport.gpu_memory import Gpu
 from banaserve.transport.interface import RegionDescriptor
 from banaserve.transport.memory import Memory, whole_pages
 from banaserve.transport.plans import check_offer, check_range
@@ -28,6 +29,7 @@ class LocalRegion:
         memory: Bytes of the region, from ``reserve``, so that ``release`` can free pages.
         forget: Function that removes the region from the transport's table; returns False if it
             was removed before.
+        gpu: GPU whose memory the region is; None for memory of the host.
     """
 
     def __init__(
@@ -35,10 +37,12 @@ class LocalRegion:
         descriptor: RegionDescriptor,
         memory: Memory,
         forget: Callable[[LocalRegion], bool],
+        gpu: Gpu | None = None,
     ) -> None:
         self._descriptor = descriptor
         self._memory = memory
         self._forget = forget
+        self._gpu = gpu
         self._epoch = descriptor.epoch
         self._closed = False
         self._changed = threading.Condition()
@@ -92,7 +96,9 @@ class LocalRegion:
     def release(self, first_byte: int, num_bytes: int) -> int:
         check_range(first_byte, num_bytes, self._descriptor.num_bytes)
         first, length = whole_pages(first_byte, num_bytes)
-        if length:
+        if length and self._gpu is not None:
+            self._gpu.zero(self._memory, first, length)
+        elif length:
             madvise(self._memory.address + first, length, MADV_DONTNEED)
         return length
 

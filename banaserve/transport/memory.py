@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -30,12 +30,14 @@ class Memory(NamedTuple):
         num_bytes: Length of the range.
         writable: True if a read may copy into the range.
         owner: Object kept alive as long as this one; None if the caller keeps the memory alive.
+        is_on_gpu: True if the range is memory of a GPU, which this process's code cannot read.
     """
 
     address: int
     num_bytes: int
     writable: bool = True
     owner: object = None
+    is_on_gpu: bool = False
 
     @staticmethod
     def of(array: npt.NDArray[np.generic]) -> Memory:
@@ -49,7 +51,8 @@ class Memory(NamedTuple):
         return Memory(array.ctypes.data, array.nbytes, bool(array.flags.writeable), array)
 
     def view(self) -> npt.NDArray[np.uint8]:
-        """Return the same bytes as an array, ``[num_bytes]`` uint8."""
+        """Return the same bytes as an array, ``[num_bytes]`` uint8; only of memory of the host."""
+        assert not self.is_on_gpu
         if not self.num_bytes:
             return np.empty(0, np.uint8)
         array: npt.NDArray[np.uint8] = np.asarray(_Pointer(self))
@@ -135,13 +138,21 @@ def copy_runs(
     )
 
 
-def gather(target: Memory, source: Memory, offsets: Runs, run_bytes: int) -> None:
+CopyRuns = Callable[[Memory, Memory, Runs, Runs, int], None]
+"""Function with the arguments of ``copy_runs``."""
+
+
+def gather(
+    target: Memory, source: Memory, offsets: Runs, run_bytes: int, copy: CopyRuns = copy_runs
+) -> None:
     """Copy runs at ``offsets`` of ``source`` consecutively into ``target``."""
     packed = np.arange(offsets.size, dtype=np.int64) * run_bytes
-    copy_runs(target, source, packed, offsets, run_bytes)
+    copy(target, source, packed, offsets, run_bytes)
 
 
-def scatter(target: Memory, offsets: Runs, source: Memory, run_bytes: int) -> None:
+def scatter(
+    target: Memory, offsets: Runs, source: Memory, run_bytes: int, copy: CopyRuns = copy_runs
+) -> None:
     """Copy consecutive runs of ``source`` to ``offsets`` of ``target``."""
     packed = np.arange(offsets.size, dtype=np.int64) * run_bytes
-    copy_runs(target, source, offsets, packed, run_bytes)
+    copy(target, source, offsets, packed, run_bytes)

@@ -11,15 +11,16 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 from nixl._api import nixl_agent, nixl_agent_config
 
 from banaserve.transport.errors import PeerGoneError
+from banaserve.transport.gpu_memory import Gpu
 from banaserve.transport.granted import GrantedTransport, Mover
-from banaserve.transport.interface import Bytes, TransportOptions
+from banaserve.transport.interface import TransportOptions
 from banaserve.transport.local_region import LocalRegion
 from banaserve.transport.memory import Memory, Plan, Runs
 
@@ -28,20 +29,32 @@ _SPINS = 200
 _PAUSE_S = 50e-6
 
 
+class NixlMemory(msgspec.Struct, frozen=True, array_like=True):
+    """Kind of memory in NIXL's words: ``DRAM`` of the host, or ``VRAM`` of the GPU ``device``."""
+
+    kind: Literal["DRAM", "VRAM"] = "DRAM"
+    device: int = 0
+
+
 class Access(msgspec.Struct, frozen=True, array_like=True):
     """Data that a peer's agent needs to reach a region."""
 
     metadata: bytes
     address: int
+    place: NixlMemory
 
 
 class NixlTransport(GrantedTransport):
-    """Transport with one agent for the process, started at its first use in about a second."""
+    """Transport with one agent for the process, started at its first use in about a second.
+
+    Memory of a GPU is copied by UCX from GPU to GPU, if UCX and the network cards can do so.
+    """
 
     name = NAME
 
-    def __init__(self, options: TransportOptions) -> None:
-        super().__init__(options)
+    def __init__(self, options: TransportOptions, gpu: Gpu | None = None) -> None:
+        super().__init__(options, gpu)
+        self._place = NixlMemory() if gpu is None else NixlMemory(gpu.nixl_kind, gpu.index)
         self._starting = threading.Lock()
         self._shared: Agent | None = None
 
@@ -52,15 +65,15 @@ class NixlTransport(GrantedTransport):
             return self._shared
 
     def _accept(self, region: LocalRegion) -> tuple[Mover, bytes]:
-        owner = _Owner(self._agent(), region.memory)
+        owner = _Owner(self._agent(), region.memory, self._place)
         return owner, msgspec.msgpack.encode(owner.access)
 
-    def _join(self, data: bytes, staging: Bytes, check_peer: Callable[[], None]) -> Mover:
+    def _join(self, data: bytes, staging: Memory, check_peer: Callable[[], None]) -> Mover:
         try:
             access = msgspec.msgpack.decode(data, type=Access)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise PeerGoneError(f"the peer breaks the protocol: {error}") from None
-        return _Peer(self._agent(), access, Memory.of(staging))
+        return _Peer(self._agent(), access, staging, self._place)
 
 
 class Agent:
@@ -76,9 +89,10 @@ class Agent:
         self.lock = threading.Lock()
         self._num_users: Counter[str] = Counter()
 
-    def register(self, memory: Memory) -> Any:
+    def register(self, memory: Memory, place: NixlMemory) -> Any:
+        span = memory.address, memory.num_bytes, place.device, ""
         with self.lock:
-            return self.api.register_memory([(memory.address, memory.num_bytes, 0, "")], "DRAM")
+            return self.api.register_memory([span], place.kind)
 
     def deregister(self, registered: Any) -> None:
         with self.lock:
@@ -109,11 +123,11 @@ class Agent:
 
 
 class _Owner(Mover):
-    def __init__(self, agent: Agent, memory: Memory) -> None:
+    def __init__(self, agent: Agent, memory: Memory, place: NixlMemory) -> None:
         self._agent = agent
-        self._registered = agent.register(memory)
+        self._registered = agent.register(memory, place)
         with agent.lock:
-            self.access = Access(agent.api.get_agent_metadata(), memory.address)
+            self.access = Access(agent.api.get_agent_metadata(), memory.address, place)
 
     def move(self, part: Plan, check_peer: Callable[[], None]) -> None:
         """Leave the bytes to the peer's agent, which moves them."""
@@ -123,12 +137,12 @@ class _Owner(Mover):
 
 
 class _Peer(Mover):
-    def __init__(self, agent: Agent, access: Access, staging: Memory) -> None:
+    def __init__(self, agent: Agent, access: Access, staging: Memory, place: NixlMemory) -> None:
         self._agent = agent
         self._remote = agent.meet(access.metadata)
-        self._registered = agent.register(staging)
-        self._address = access.address
-        self._staging = staging
+        self._registered = agent.register(staging, place)
+        self._access = access
+        self._staging, self._place = staging, place
         self._aborted = False
 
     def abort(self) -> None:
@@ -138,13 +152,13 @@ class _Peer(Mover):
         if not part.num_bytes or not part.remote_offsets.size:
             return
         ours = np.arange(part.remote_offsets.size) * part.num_bytes + self._staging.address
-        theirs = part.remote_offsets + self._address
+        theirs = part.remote_offsets + self._access.address
         api = self._agent.api
         with self._agent.lock:
             handle = api.initialize_xfer(
                 "WRITE" if part.writes else "READ",
-                self._describe(ours, part.num_bytes),
-                self._describe(theirs, part.num_bytes),
+                self._describe(ours, part.num_bytes, self._place),
+                self._describe(theirs, part.num_bytes, self._access.place),
                 self._remote,
             )
             state = api.transfer(handle)
@@ -158,10 +172,10 @@ class _Peer(Mover):
         self._agent.deregister(self._registered)
         self._agent.part(self._remote)
 
-    def _describe(self, addresses: Runs, num_bytes: int) -> Any:
+    def _describe(self, addresses: Runs, num_bytes: int, place: NixlMemory) -> Any:
         runs = np.zeros((addresses.size, 3), np.uint64)
-        runs[:, 0], runs[:, 1] = addresses, num_bytes
-        return self._agent.api.get_xfer_descs(runs, "DRAM")
+        runs[:, 0], runs[:, 1], runs[:, 2] = addresses, num_bytes, place.device
+        return self._agent.api.get_xfer_descs(runs, place.kind)
 
     def _finish(self, handle: Any, state: str, check_peer: Callable[[], None]) -> None:
         spins = 0

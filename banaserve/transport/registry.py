@@ -6,11 +6,13 @@ from collections.abc import Callable
 
 from banaserve.errors import UserError
 from banaserve.names import check_known
+from banaserve.transport.gpu_memory import CudaGpu
 from banaserve.transport.interface import Transport, TransportOptions
 
 SHARED_MEMORY = "shm"
 """Name of the transport that works within one machine only."""
 TCP = "tcp"
+NIXL = "nixl"
 Factory = Callable[[TransportOptions], Transport]
 _factories: dict[str, Factory] = {}
 
@@ -66,10 +68,10 @@ def _nixl(options: TransportOptions) -> Transport:
         from banaserve.transport.nixl import NixlTransport
     except ImportError as error:
         raise UserError(f"transport nixl needs `pip install banaserve[nixl]`: {error}") from None
-    return NixlTransport(options)
+    return NixlTransport(options, CudaGpu(options.device) if options.in_gpu_memory else None)
 
 
 register(SHARED_MEMORY, _shm)
 register(TCP, _tcp)
 register("torch_distributed", _torch_distributed)
-register("nixl", _nixl)
+register(NIXL, _nixl)

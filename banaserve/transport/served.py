@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from banaserve.transport import seal
 from banaserve.transport.connect import connect_tcp, tcp_address
 from banaserve.transport.errors import RefusedError
+from banaserve.transport.gpu_memory import Gpu
 from banaserve.transport.interface import RegionDescriptor, TransportOptions
 from banaserve.transport.local_region import LocalRegion, reserve
 from banaserve.transport.memory import Memory
@@ -24,12 +25,17 @@ _ID_BYTES = 16
 
 
 class ServedTransport(ABC):
-    """Base transport with a table of regions, which accepts peers that know the secret."""
+    """Base transport with a table of regions, which accepts peers that know the secret.
+
+    Args:
+        gpu: GPU in whose memory regions are offered; None for memory of the host.
+    """
 
     name: str
 
-    def __init__(self, options: TransportOptions) -> None:
+    def __init__(self, options: TransportOptions, gpu: Gpu | None = None) -> None:
         self._options = options
+        self._gpu = gpu
         self._lock = threading.Lock()
         self._offered: dict[bytes, LocalRegion] = {}
         self._opened: set[PlannedRegion] = set()
@@ -48,7 +54,7 @@ class ServedTransport(ABC):
             descriptor = RegionDescriptor(
                 self.name, region_id, num_bytes, epoch, self._address, self._describe(memory)
             )
-            region = LocalRegion(descriptor, memory, self._forget_offer)
+            region = LocalRegion(descriptor, memory, self._forget_offer, self._gpu)
             self._offered[region_id] = region
             return region
 
@@ -103,7 +109,7 @@ class ServedTransport(ABC):
         self._serve(stream, seal.welcome(stream, self._options.secret, deadline))
 
     def _reserve(self, num_bytes: int) -> Memory:
-        return reserve(num_bytes)
+        return reserve(num_bytes) if self._gpu is None else self._gpu.reserve(num_bytes)
 
     def _describe(self, memory: Memory) -> bytes:
         return b""

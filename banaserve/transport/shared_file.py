@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ import numpy as np
 
 from banaserve.platform.linux import MADV_REMOVE, SEALS, madvise, populate
 from banaserve.transport.errors import RefusedError, StaleEpochError, TransferTimeoutError
-from banaserve.transport.memory import PAGE_BYTES, Memory, whole_pages
+from banaserve.transport.memory import PAGE_BYTES, Memory, Plan, copy_runs, whole_pages
 
 _CLOSED = 2**64 - 1
 _DRAIN_POLL_S = 0.0005
@@ -55,16 +56,7 @@ class SharedFile:
         Raises:
             RefusedError: The system cannot create the file.
         """
-        fd = os.memfd_create("banaserve-transport", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(fd, file_bytes(num_bytes))
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-            file = SharedFile(fd, num_bytes)
-        except (OSError, ValueError) as error:
-            os.close(fd)
-            raise RefusedError(f"cannot make a memory file of {num_bytes} bytes: {error}") from None
-        file._epoch[0] = epoch
-        return file
+        return SharedFile(new_file(num_bytes, epoch), num_bytes)
 
     def reopen(self) -> int:
         """Return a new file descriptor with separate locks; the caller closes it."""
@@ -124,6 +116,14 @@ class SharedFile:
         end = self.memory.address + first_byte + num_bytes
         populate(first, end - first)  # if the kernel cannot, the copies cause page faults
 
+    def copy(self, part: Plan) -> None:
+        """Copy the runs of a slice between this process and the region."""
+        ours, theirs = part.local, self.memory
+        if part.writes:
+            copy_runs(theirs, ours, part.remote_offsets, part.local_offsets, part.num_bytes)
+        else:
+            copy_runs(ours, theirs, part.local_offsets, part.remote_offsets, part.num_bytes)
+
     def close(self) -> None:
         """Close the descriptor; the mapping ends with the last user of ``memory``."""
         os.close(self._fd)
@@ -141,6 +141,23 @@ class SharedFile:
         raise TransferTimeoutError(
             f"a peer has not ended its transfer within {timeout_s:g} s and stands still"
         )
+
+
+def new_file(num_bytes: int, epoch: int) -> int:
+    """Create a sealed memory file for a region; return its descriptor.
+
+    Raises:
+        RefusedError: The system cannot create the file.
+    """
+    fd = os.memfd_create("banaserve-transport", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, file_bytes(num_bytes))
+        os.pwrite(fd, epoch.to_bytes(8, sys.byteorder), 0)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    except (OSError, ValueError) as error:
+        os.close(fd)
+        raise RefusedError(f"cannot make a memory file of {num_bytes} bytes: {error}") from None
+    return fd
 
 
 def file_bytes(num_bytes: int) -> int:

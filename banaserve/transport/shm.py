@@ -12,7 +12,7 @@ from pathlib import Path
 from banaserve.platform.linux import is_own, peer_of
 from banaserve.transport.errors import PeerGoneError, RefusedError, TransferTimeoutError
 from banaserve.transport.interface import RegionDescriptor, TransportOptions
-from banaserve.transport.memory import SLICE_BYTES, Memory, copy_runs
+from banaserve.transport.memory import SLICE_BYTES, Memory
 from banaserve.transport.plans import check_offer, check_range
 from banaserve.transport.remote import PlannedRegion, PlanTicket
 from banaserve.transport.service import GREETING_S, Service, listen_unix
@@ -44,22 +44,24 @@ class ShmTransport:
         check_offer(num_bytes, epoch)
         with self._lock:
             if self._service is None:
-                listener, self._path = listen_unix(self._folder, NAME)
-                self._service = Service("transport-shm", listener, self._hand_out)
+                listener, self._path = listen_unix(self._folder, self.name)
+                self._service = Service(f"transport-{self.name}", listener, self._hand_out)
             region_id = secrets.token_bytes(_ID_BYTES)
-            descriptor = RegionDescriptor(NAME, region_id, num_bytes, epoch, str(self._path))
-            offer = ShmOffer(self, SharedFile.create(num_bytes, epoch), descriptor)
+            descriptor = RegionDescriptor(self.name, region_id, num_bytes, epoch, str(self._path))
+            offer = ShmOffer(self, self._create(num_bytes, epoch), descriptor)
             self._offered[region_id] = offer
             return offer
 
     def open(self, descriptor: RegionDescriptor, timeout_s: float) -> ShmRemote:
-        if descriptor.transport != NAME:
-            raise RefusedError(f"a region of transport {descriptor.transport!r} is not one of shm")
+        if descriptor.transport != self.name:
+            raise RefusedError(
+                f"a region of transport {descriptor.transport!r} is not one of {self.name}"
+            )
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.settimeout(timeout_s)
             fd = _ask_for_file(sock, descriptor)
-            remote = ShmRemote(self, descriptor, _take_file(fd, descriptor), PeerWatch(sock))
+            remote = ShmRemote(self, descriptor, self._take(fd, descriptor), PeerWatch(sock))
         except TimeoutError:
             sock.close()
             raise TransferTimeoutError(
@@ -96,6 +98,18 @@ class ShmTransport:
             known = region in self._opened
             self._opened.discard(region)
             return known
+
+    def _create(self, num_bytes: int, epoch: int) -> SharedFile:
+        """Return the file of a new region."""
+        return SharedFile.create(num_bytes, epoch)
+
+    def _take(self, fd: int, descriptor: RegionDescriptor) -> SharedFile:
+        """Return a peer's file; ``fd`` is closed if the peer's file is refused."""
+        try:
+            return SharedFile(fd, descriptor.num_bytes)
+        except BaseException:
+            os.close(fd)
+            raise
 
     def _hand_out(self, sock: socket.socket) -> None:
         if not is_own(peer_of(sock)):
@@ -187,16 +201,11 @@ class ShmRemote(PlannedRegion):
             self._file.close()
 
     def _carry_out(self, ticket: PlanTicket) -> None:
-        plan = ticket.plan
-        ours, theirs = plan.local, self._file.memory
-        for part in plan.slices(_SLICE_BYTES):
+        for part in ticket.plan.slices(_SLICE_BYTES):
             ticket.check()
             self._watch.check()
-            with self._file.use(plan.epoch):
-                if plan.writes:
-                    copy_runs(theirs, ours, part.remote_offsets, part.local_offsets, part.num_bytes)
-                else:
-                    copy_runs(ours, theirs, part.local_offsets, part.remote_offsets, part.num_bytes)
+            with self._file.use(part.epoch):
+                self._file.copy(part)
         # A write into the memory of a dead process is not a completed write.
         self._watch.check()
 
@@ -212,11 +221,3 @@ def _ask_for_file(sock: socket.socket, descriptor: RegionDescriptor) -> int:
     if not fds:
         raise RefusedError("the peer does not offer this region any more")
     return fds[0]
-
-
-def _take_file(fd: int, descriptor: RegionDescriptor) -> SharedFile:
-    try:
-        return SharedFile(fd, descriptor.num_bytes)
-    except BaseException:
-        os.close(fd)
-        raise

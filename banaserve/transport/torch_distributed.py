@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from banaserve.transport.errors import PeerGoneError
 from banaserve.transport.granted import GrantedTransport, Mover
-from banaserve.transport.interface import Bytes, TransportOptions
+from banaserve.transport.interface import TransportOptions
 from banaserve.transport.local_region import LocalRegion, reserve
 from banaserve.transport.memory import SLICE_BYTES, Memory, Plan, gather, scatter
 
@@ -53,7 +53,7 @@ class TorchDistributedTransport(GrantedTransport):
         where = Rendezvous(self._host, store.port)
         return _Owner(store, self._host), msgspec.msgpack.encode(where)
 
-    def _join(self, data: bytes, staging: Bytes, check_peer: Callable[[], None]) -> Mover:
+    def _join(self, data: bytes, staging: Memory, check_peer: Callable[[], None]) -> Mover:
         try:
             where = msgspec.msgpack.decode(data, type=Rendezvous)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -63,7 +63,7 @@ class TorchDistributedTransport(GrantedTransport):
             store = dist.TCPStore(where.host, where.port, 2, is_master=False, timeout=_TIMEOUT)
             return _group(store, self._host, _PEER)
 
-        return _Peer(_meet(join, check_peer), torch.from_numpy(staging))
+        return _Peer(_meet(join, check_peer), torch.from_numpy(staging.view()))
 
 
 class _TorchMover(Mover):

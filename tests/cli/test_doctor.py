@@ -13,6 +13,7 @@ from banaserve import models
 from banaserve.api.edge.limits import edge_limits
 from banaserve.cli.doctor import checks, command, facts
 from banaserve.cli.doctor.checks import CheckStatus, Finding
+from banaserve.cli.gpu_words import GpuParts
 from banaserve.cli.main import main
 from banaserve.cli.serve import launch, needs
 from banaserve.config import ServeConfig
@@ -50,6 +51,7 @@ DEFAULT = ServeConfig()
         (checks.check_torch("2.13.0+cpu", "0.28.0", False), MISSING, "no CUDA"),
         (checks.check_gpu([]), OK, "the CPU is used"),
         (checks.check_gpu(["H100, 80 GB"]), OK, "H100"),
+        (checks.check_gpu_use(GpuParts(True, True, True)), OK, "CUDA IPC within a machine"),
         (checks.check_nvcc("/usr/bin/nvcc", True), OK, "/usr/bin/nvcc"),
         (checks.check_nvcc(None, True), WARNING, "CUDA toolkit"),
         (checks.check_nvcc(None, False), OK, "not needed"),

@@ -39,6 +39,7 @@ WRONG = [
     ("--max-body-siz 1MiB", "unknown option --max-body-siz; did you mean --max-body-size?"),
     ("--routing-policy load", "unknown routing policy: load (known: least_requests,"),
     ("--routing-option presets=x", "did you mean preset?"),
+    ("--migration-attention flash-infer", "did you mean flashinfer?"),
     ("--config /nowhere.toml", "--config /nowhere.toml: "),
 ]
 

@@ -68,7 +68,7 @@ def test_blocks_go_to_a_guest_and_home(
         landing.copy(request)
         return messages.StepsDone()
 
-    link: Any = SimpleNamespace(transport=ours, ask=ask)
+    link: Any = SimpleNamespace(transport=ours, ask=ask, lane=None)
     runs = {name: host.runs(unit.heads(name)) for name in unit.names}
     region = landing.region
     kv = StagedRemoteKv(link, "u", region.descriptor, runs, region.memory.num_bytes)
@@ -103,6 +103,7 @@ def test_heads_apart_attend_on_the_gpu_as_the_reference_says() -> None:
             impl=SimpleNamespace(sliding_window=None, logits_soft_cap=None, scale=HEAD_SIZE**-0.5),
             kv_cache_dtype="auto", head_size=HEAD_SIZE, head_size_v=HEAD_SIZE,
             attn_backend=backend, num_heads=KV_HEADS * GROUP, num_kv_heads=KV_HEADS,
+            kv_cache=cache,
         )  # fmt: skip
         whole = KernelsAttention(layer, "l", chosen, StepBatches())
         there = {name: to_device(tensor, device) for name, tensor in batch.items()}

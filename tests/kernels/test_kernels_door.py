@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from banaserve.engine.vllm.compat.attention import window_tokens
 from banaserve.engine.vllm.kv_connector import block_hash
 from banaserve.engine.vllm.migration import checks
 from banaserve.engine.vllm.migration.modules import attention_backend, partial_model
-from banaserve.engine.vllm.migration.modules.attention_backend import kernels_for
+from banaserve.engine.vllm.migration.modules.attention_backend import attention_blocker, kernels_for
 from banaserve.engine.vllm.migration.modules.head_attention import KernelsHeadAttention
 from banaserve.engine.vllm.migration.modules.head_split import SplitAttention
 from banaserve.engine.vllm.migration.modules.paged_attention import (
@@ -53,7 +54,8 @@ def test_on_a_cpu_the_reference_is_what_there_is(choice: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("choice", "asked"), [("auto", "auto"), ("kernels", "auto"), ("triton", "triton")]
+    ("choice", "asked"),
+    [("auto", "auto"), ("kernels", "auto"), ("triton", "triton"), ("flashinfer", "flashinfer")],
 )
 def test_on_a_gpu_the_registry_is_asked(
     choice: str, asked: str, monkeypatch: pytest.MonkeyPatch
@@ -76,9 +78,32 @@ def test_what_cannot_run_is_refused() -> None:
         settings_of(config)
 
 
+def test_kernels_that_the_user_names_are_looked_for_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert attention_blocker("triton", "cpu") == (
+        "--migration-attention triton: triton does not run on cpu; choose auto"
+    )
+    for name in ("auto", "vllm", "kernels", "reference"):
+        assert attention_blocker(name, "cpu") == ""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "flashinfer" else found(name)
+    )
+    assert "flashinfer is not installed; choose auto" in attention_blocker("flashinfer", "cuda")
+
+
 def test_a_guest_computes_where_its_engine_does() -> None:
-    for kind, device in (("cpu", CPU), ("cuda", CUDA)):
-        config: Any = SimpleNamespace(device_config=SimpleNamespace(device_type=kind))
+    for kind, rank, device in (
+        ("cpu", 0, CPU),
+        ("cpu", 1, CPU),
+        ("cuda", 0, CUDA),
+        ("cuda", 1, torch.device("cuda", 1)),
+    ):
+        config: Any = SimpleNamespace(
+            device_config=SimpleNamespace(device_type=kind),
+            parallel_config=SimpleNamespace(rank=rank),
+        )
         assert partial_model.device_of(config) == device
 
 
@@ -130,7 +155,8 @@ def layer(**more: Any) -> Any:
         ({"alibi_slopes": torch.ones(3)}, "ALiBi"),
         ({"sinks": torch.ones(3)}, "attention sinks"),
         ({"kv_cache_dtype": "fp8"}, "KV as fp8.*--kv-cache-dtype"),
-        ({"head_size": 72}, "heads of size 72.*64, 80"),
+        ({"head_size": 72}, "heads of size 72.*reference kernels.*64, 80"),
+        ({"kv_cache": torch.zeros(1, dtype=torch.float64)}, "in float64.*float16, bfloat16"),
         ({"head_size_v": 128}, "heads of size 64"),
         ({"writes": True}, r"while it attends \(B\).*--attention-backend"),
     ],
@@ -145,7 +171,7 @@ def test_attention_that_kernels_would_compute_otherwise_is_refused(odd: Any, why
 
 @pytest.mark.parametrize("window", [None, -1, 0, (-1, -1), (-1, 0)])
 def test_what_vllm_writes_for_no_window_is_none(window: Any) -> None:
-    check_plain(layer(sliding_window=window, logits_soft_cap=None), "a")
+    check_plain(layer(sliding_window=window, logits_soft_cap=None), "a", KERNELS)
     assert window_tokens(SimpleNamespace(sliding_window=window)) is None
 
 

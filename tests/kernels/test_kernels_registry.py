@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from banaserve.errors import UserError
-from banaserve.kernels.interface import Batch
+from banaserve.kernels.interface import Batch, Heads
 from banaserve.kernels.registry import missing, pick
 from banaserve.kernels.tiling import MIN_SPLIT_TOKENS, choose_num_splits, choose_tiling
 
@@ -121,3 +121,18 @@ class TestFlashInferPlan:
     def test_what_flashinfer_cannot_say_is_refused(self, named, seqs):
         with pytest.raises(ValueError, match=rf"^{named}.*allowed"):
             self.plan(_batch(*seqs), 8, True)
+
+    @pytest.mark.parametrize(
+        ("kv_heads", "groups", "runs"),
+        [
+            ((0, 1, 2), (), [((0, 1, 2), (0, 1, 2))]),
+            ((0, 2), (), [((0,), (0,)), ((2,), (1,))]),
+            ((2, 3, 1), (5, 6, 4), [((2, 3), (5, 6)), ((1,), (4,))]),
+        ],
+    )
+    def test_heads_that_are_no_neighbours_are_attended_run_by_run(self, kv_heads, groups, runs):
+        from banaserve.kernels.flashinfer_kernels import neighbours
+
+        found = neighbours(Heads(kv_heads, 4, groups))
+        assert [(one.kv_heads, one.groups) for one in found] == runs
+        assert {one.group_size for one in found} == {4}

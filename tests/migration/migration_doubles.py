@@ -274,6 +274,10 @@ class SleepLauncher(LocalLauncher):
 
     def __init__(self) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
+        self.devices = ""
+
+    def devices_of(self, instance_id: str) -> str:
+        return self.devices
 
     async def start(
         self,

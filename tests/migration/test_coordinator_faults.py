@@ -104,6 +104,15 @@ async def test_ranks_go_to_no_other_machine(cluster, monkeypatch):
     await done(cluster.coordinator, LAYERS)
 
 
+async def test_each_rank_of_a_guest_needs_a_gpu(cluster):
+    cluster.d0.num_ranks, cluster.launcher.devices = 2, "3"
+    migration = await run(cluster.coordinator, LAYERS)
+    assert "needs as many GPUs, and its instance has 1: move to" in migration.error
+    assert cluster.launcher.processes == []
+    cluster.launcher.devices = "3,5"
+    await done(cluster.coordinator, LAYERS)
+
+
 @pytest.mark.parametrize("held", ["preparing", "copying", "committing", "freeing"])
 async def test_a_host_that_dies_takes_its_moves_and_guests_with_it(cluster, held):
     cluster.engine.held, cluster.engine.still = {held}, {"commit"} - {held}

@@ -25,9 +25,11 @@ from banaserve.engine.vllm.migration.units.host_unit import HostUnit
 from banaserve.engine.vllm.migration.units.layers import LayerRange
 from banaserve.errors import GuestLostError, MigrationError, ProtocolError
 from banaserve.kernels.reference import ReferenceKernels
+from banaserve.transport.cuda_ipc import CudaIpcTransport
 from banaserve.transport.interface import Transport, TransportOptions
 from banaserve.transport.memory import Memory
 from banaserve.transport.registry import create
+from emulated_gpu import EmulatedGpu
 from unit_doubles import unit_of
 
 LAYERS, BLOCKS, HEADS, TOKENS, HEAD_SIZE = 3, 7, 3, 4, 64
@@ -39,10 +41,16 @@ WHOLE = LayerRange(0, LAYERS)
 SOME = HeadSet({0: (1,), 2: (0, 2)})
 
 
-@pytest.fixture
-def transports(tmp_path: Path) -> Iterator[list[Transport]]:
+@pytest.fixture(params=["shm", "cuda_ipc"])
+def transports(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[Transport]]:
+    """Of memory of the host, or of an emulated GPU."""
     options = TransportOptions(folder=str(tmp_path), secret=secrets.token_bytes(32))
-    both = [create("shm", options) for _ in range(2)]
+    both: list[Transport] = [
+        create("shm", options)
+        if request.param == "shm"
+        else CudaIpcTransport(options, EmulatedGpu())
+        for _ in range(2)
+    ]
     yield both
     for one in both:
         one.close()
@@ -71,7 +79,7 @@ class Guest:
         self.caches = make_kv(shape, heads, BLOCKS, torch.device("cpu"))
         self.landing = StagingBuffer(transports[1], self.caches, KERNELS, 1)
         region = self.landing.region
-        link: Any = SimpleNamespace(transport=transports[0], ask=self._ask)
+        link: Any = SimpleNamespace(transport=transports[0], ask=self._ask, lane=None)
         runs = {n: host.runs(unit.heads(n)) for n in unit.names}
         self.kv = StagedRemoteKv(link, "u", region.descriptor, runs, region.memory.num_bytes)
 

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from banaserve.engine.vllm.launch.devices import Devices
+from banaserve.engine.vllm.launch.devices import Devices, check_groups
 from banaserve.engine.vllm.launch.launcher import SpawnLauncher
 from banaserve.engine.vllm.migration.host.placement import PlacementManager
 from banaserve.engine.vllm.migration.ranks import Ranks
@@ -33,6 +33,7 @@ from banaserve.engine.vllm.migration.units.heads import (
     RemoteHeads,
 )
 from banaserve.engine.vllm.migration.units.layers import LayerRange, RemoteLayers
+from banaserve.errors import UserError
 from banaserve.kernels.interface import Batch, PartialAttention
 
 META = torch.device("meta")
@@ -225,3 +226,24 @@ async def test_a_guest_sees_the_devices_of_the_instance_that_it_runs_beside(
         await launcher.start_guest(address, tmp_path / "log")
     await launcher.start("p0", "ipc://x", tmp_path / "log")
     assert seen == ["2", "0,1", None, "2"]
+
+
+@pytest.mark.parametrize(
+    ("groups", "num_ranks", "wrong"),
+    [
+        (["0", "1"], [1, 1], ""),
+        (["0", "0"], [1, 1], ""),
+        (["0,1", "2, 3"], [2, 2], ""),
+        (["0,1", "2"], [2, 1], ""),
+        (["0,1", "2"], [2, 2], "--devices '2': .*2 tensor-parallel ranks .*such as '0,1'"),
+        (["0,0"], [2], "--devices '0,0': .*different GPUs"),
+    ],
+)
+def test_each_rank_needs_a_gpu_of_its_own(
+    groups: list[str], num_ranks: list[int], wrong: str
+) -> None:
+    if not wrong:
+        check_groups(groups, num_ranks)
+        return
+    with pytest.raises(UserError, match=wrong):
+        check_groups(groups, num_ranks)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from banaserve.engine.vllm.migration.ranks import OTHER_FAILED, Ranks
+from banaserve.engine.vllm.migration.rpc.tensors import TensorBundle
 from banaserve.errors import GuestLostError, MigrationError
 
 NUM_RANKS = 3
@@ -134,7 +135,10 @@ def test_an_answer_of_another_shape_is_a_failure_of_all(
 
         num_rows = 2 if ranks.rank == 1 else 3
         link = SimpleNamespace(
-            run=lambda *_: [torch.zeros(num_rows, 8)], check_shape=check_shape, give_up=give_up
+            run=lambda *_: [torch.zeros(num_rows, 8)],
+            check_shape=check_shape,
+            give_up=give_up,
+            bundle=TensorBundle,
         )
         residence: Any = SimpleNamespace(link=link, unit_id="u", working_epoch=1)
         context: Any = SimpleNamespace(num_tokens=3, fields=dict)

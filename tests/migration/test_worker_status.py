@@ -15,6 +15,7 @@ class Link:
 
     lost = None
     num_saved = 0
+    way, lane = "", None
     share = 1.0
 
     def __init__(self, links: dict[str, Link]) -> None:

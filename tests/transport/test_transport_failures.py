@@ -74,7 +74,7 @@ def test_a_peer_that_stands_still_costs_a_timeout_or_nothing(side, doomed):
     sent = Memory.of(np.ones(num_bytes, np.uint8))
     os.kill(doomed.process.pid, signal.SIGSTOP)
     ticket = remote.submit_write(sent, [0], [0], num_bytes, 1)
-    if side.name == "shm":
+    if side.name in harness.BY_KERNEL:
         ticket.wait(WAIT_S)  # Nobody there has to do anything.
     else:
         with pytest.raises(TransferTimeoutError):
@@ -142,10 +142,11 @@ def test_a_peer_that_is_killed_before_the_groups_have_met_is_noticed(side, doome
 
 
 def test_nobody_with_another_secret_opens_a_region(side, tmp_path):
-    if side.name == "shm":
+    if side.name in harness.BY_KERNEL:
         pytest.skip("the kernel names the peer; there is no secret")
     _, descriptor = side.peer.offer()
-    stranger = create(side.name, TransportOptions(folder=str(tmp_path), secret=bytes(32)))
+    options = TransportOptions(folder=str(tmp_path), secret=bytes(32))
+    stranger = harness.transport_peer.make(side.name, options)
     with pytest.raises(RefusedError):
         stranger.open(descriptor, WAIT_S)
     stranger.close()

@@ -17,13 +17,14 @@ import pytest
 
 import transport_peer
 from banaserve.transport.interface import RegionDescriptor, TransportOptions
-from banaserve.transport.registry import create
 from forked import Forked
 
 WAIT_S = 20.0
 REGION_BYTES = 3 * 2**20 + 123
-NAMES = ["shm", "tcp", "torch_distributed", "nixl"]
-PACKAGES = {"torch_distributed": "torch", "nixl": "nixl"}
+NAMES = ["shm", "cuda_ipc", "tcp", "torch_distributed", "nixl", transport_peer.NIXL_OF_GPUS]
+BY_KERNEL = ("shm", "cuda_ipc")
+"""Transports within one machine, where the kernel names the peer and copies do not ask it."""
+PACKAGES = {"torch_distributed": "torch", "nixl": "nixl", transport_peer.NIXL_OF_GPUS: "nixl"}
 
 
 class Peer:
@@ -61,7 +62,7 @@ class Side:
     def __init__(self, name, folder):
         self.name = name
         self.options = TransportOptions(folder=str(folder), secret=secrets.token_bytes(32))
-        self.transport = create(name, self.options)
+        self.transport = transport_peer.make(name, self.options)
         self.peer = Peer(name, self.options)
 
     def open_new(self, **given):

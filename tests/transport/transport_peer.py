@@ -13,17 +13,32 @@ from typing import Any
 
 import msgspec
 
+from banaserve.transport import cuda_ipc
 from banaserve.transport.connect import TcpListener, UnixListener
+from banaserve.transport.cuda_ipc import CudaIpcTransport
 from banaserve.transport.errors import PeerGoneError, TransportError
-from banaserve.transport.interface import TransportOptions
+from banaserve.transport.interface import Transport, TransportOptions
 from banaserve.transport.registry import create
+from emulated_gpu import EmulatedGpu
 
+NIXL_OF_GPUS = "nixl of GPUs"
 # Libraries print to standard output too.
 ANSWER = "answer: "
 
 
+def make(name: str, options: TransportOptions) -> Transport:
+    """Return a transport; those of GPU memory have an emulated GPU."""
+    if name == cuda_ipc.NAME:
+        return CudaIpcTransport(options, EmulatedGpu())
+    if name == NIXL_OF_GPUS:
+        from banaserve.transport.nixl import NixlTransport
+
+        return NixlTransport(options, EmulatedGpu())
+    return create(name, options)
+
+
 def offer(name: str, folder: str, secret: bytes) -> None:
-    transport = create(name, TransportOptions(folder=folder, secret=secret))
+    transport = make(name, TransportOptions(folder=folder, secret=secret))
     regions: dict[str, Any] = {}
     print("ready", flush=True)
     for line in sys.stdin:

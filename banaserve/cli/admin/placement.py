@@ -34,6 +34,7 @@ def placement(asked: JsonOptions) -> None:
         print(
             f"guest {guest.guest_id} ({processes}) takes {format_size(guest.num_bytes)} "
             f"and {guest.busy_fraction:.0%} of a core beside {guest.target}"
+            + (f"; KV and activations pass by {guest.way}" if guest.way else "")
         )
     for instance in found.instances:
         if instance.units and instance.overlap is not None:

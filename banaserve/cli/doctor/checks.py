@@ -8,6 +8,7 @@ from enum import Enum
 from pathlib import Path
 
 from banaserve.api.edge.limits import edge_limits
+from banaserve.cli.gpu_words import GpuParts, GpuUse, gpu_words
 from banaserve.cli.serve import needs
 from banaserve.config import ServeConfig
 from banaserve.errors import UserError
@@ -136,6 +137,11 @@ def check_gpu(names: Sequence[str]) -> Finding:
     if not names:
         return Finding("GPU", CheckStatus.OK, "none found: the CPU is used")
     return Finding("GPU", CheckStatus.OK, "; ".join(names))
+
+
+def check_gpu_use(parts: GpuParts) -> Finding:
+    """Say what a server with default options does on the GPUs of this machine."""
+    return Finding("on the GPU", CheckStatus.OK, gpu_words(GpuUse(), parts))
 
 
 def check_nvcc(path: str | None, has_gpu: bool) -> Finding:

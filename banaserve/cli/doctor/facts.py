@@ -17,6 +17,7 @@ from banaserve import models
 from banaserve.api.front_socket import bind
 from banaserve.cli.doctor import checks as checks
 from banaserve.cli.doctor.checks import CheckStatus, Finding, Remedies
+from banaserve.cli.gpu_words import installed
 from banaserve.cli.plugins import REGISTRIES
 from banaserve.cli.serve import needs
 from banaserve.config import ServeConfig
@@ -40,6 +41,8 @@ def examine(model: str, port: int) -> Iterator[Finding]:
     torch, vision = installed_version("torch"), installed_version("torchvision")
     yield checks.check_torch(torch, vision, on_cpu, remedies)
     yield checks.check_gpu(gpus)
+    if gpus and not on_cpu:
+        yield checks.check_gpu_use(installed())
     yield checks.check_nvcc(shutil.which("nvcc"), bool(gpus))
     yield checks.check_cpu(platform.machine(), read_cpu_flags(), len(os.sched_getaffinity(0)))
     config = ServeConfig(model=model, port=port)

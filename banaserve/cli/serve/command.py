@@ -142,6 +142,7 @@ def _serve(
             "model": launch.model_words(served, parts),
             "tools": launch.give_tool_parser(served, parts),
             "moves": launch.migration_words(served, parts),
+            "GPUs": launch.gpu_line(served, parts),
             "time": emulation.words(served),
         }
         is_pooling = launch.pools(parts)

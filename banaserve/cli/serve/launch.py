@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from banaserve import models
 from banaserve.api.front_socket import FrontSocket
+from banaserve.cli.gpu_words import GpuUse, gpu_words, installed
 from banaserve.cli.serve import emulation, needs
 from banaserve.cli.serve.compiling import CompileChoice, choose_compiling, find_compiler
 from banaserve.cli.sockets import check_tls
@@ -112,6 +113,8 @@ def prepared(
         check_model(engine_config.model_config)
     by_role = _by_role(config, model, store_socket, run.logs)
     _check_degrees(engine_config, by_role)
+    if config.migration:
+        _check_attention(config.migration_attention, "cpu" if on_cpu else "cuda")
     if config.must_migrate and (blocker := _migration_blocker(engine_config)):
         raise UserError(f"--migration on: {blocker}; without it nothing moves and the rest works")
     emulation.begin(config, engine_config.parallel_config.world_size, on_cpu, run.logs)
@@ -368,6 +371,43 @@ def migration_words(config: ServeConfig, parts: Parts) -> str:
     return f"nothing can move: {blocker}" if blocker else ""
 
 
+def gpu_line(config: ServeConfig, parts: Parts) -> str:
+    """Return the banner's text on what is on and off on GPUs; empty on a CPU."""
+    from banaserve.engine.vllm.compat.config import is_on_cpu
+
+    if is_on_cpu():
+        return ""
+    engine_config = parts.engine_config
+    off = "--migration is off" if not config.migration else ""
+    use = GpuUse(
+        blocker=off or _migration_blocker(engine_config),
+        graphs=_graph_words(engine_config),
+        num_ranks=engine_config.parallel_config.tensor_parallel_size,
+        crosses=NodeOptions.of(config).are_used,
+        transport=config.migration_transport,
+        attention=config.migration_attention,
+    )
+    return gpu_words(use, installed())
+
+
+def _graph_words(engine_config: VllmConfig) -> str:
+    """Return words on the engines' CUDA graphs."""
+    name = engine_config.compilation_config.cudagraph_mode.name
+    return "off" if name == "NONE" else name.lower().replace("_", " ")
+
+
+def _check_attention(choice: str, device_type: str) -> None:
+    """Check that the kernels of ``--migration-attention`` can run here.
+
+    Raises:
+        UserError: A package is missing, or they do not run on this device.
+    """
+    from banaserve.engine.vllm.migration.modules.attention_backend import attention_blocker
+
+    if blocker := attention_blocker(choice, device_type):
+        raise UserError(blocker)
+
+
 def _migration_blocker(engine_config: VllmConfig) -> str:
     """Return why engines cannot migrate, as far as their configuration shows; empty if they can."""
     from banaserve.engine.vllm.migration.checks import check_config
@@ -502,7 +542,7 @@ def _instance_bytes(model: ResolvedModel, engine_config: VllmConfig) -> int:
 
 def _devices(config: ServeConfig, num_ranks: Sequence[int], on_cpu: bool) -> Devices:
     """Return the CUDA devices of each instance: as given, or in order, one for each rank."""
-    from banaserve.engine.vllm.launch.devices import Devices
+    from banaserve.engine.vllm.launch.devices import Devices, check_groups
 
     ids = [str(instance_id) for instance_id, _ in config.instances()]
     if on_cpu:
@@ -512,6 +552,7 @@ def _devices(config: ServeConfig, num_ranks: Sequence[int], on_cpu: bool) -> Dev
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
     if config.devices:
+        check_groups(config.devices, num_ranks)
         return Devices(dict(zip(ids, config.devices, strict=True)), names, max(num_ranks))
     if len(names) < sum(num_ranks):
         sizes = " or ".join(str(one) for one in sorted(set(num_ranks)))

@@ -196,6 +196,8 @@ _CONFIG = [
                  "decode_context_parallel_size data_parallel_size world_size"),
     *_attributes("config", "vllm.config", "ParallelConfig", "a guest of a worker", "rank",
                  Hook.SET),
+    *_attributes("config", "vllm.config", "ParallelConfig", "a guest of a worker",
+                 "disable_custom_all_reduce"),
     *_attributes("config", "vllm.config", "SchedulerConfig", "budgets and scheduler of an engine",
                  "max_num_scheduled_tokens max_num_batched_tokens max_num_active_seqs max_num_seqs "
                  "async_scheduling policy"),
@@ -791,7 +793,8 @@ _MODEL = [
                 "local_rank, backend)",
                 "initialize_model_parallel(tensor_model_parallel_size, "
                 "pipeline_model_parallel_size)",
-                "destroy_model_parallel()", "destroy_distributed_environment()"),
+                "destroy_model_parallel()", "destroy_distributed_environment()",
+                "set_custom_all_reduce(enable)"),
     *_functions("model", _STATE, "what the ranks of an engine agree on", "get_tp_group()"),
     *_attributes("model", _STATE, "GroupCoordinator", "what the ranks of an engine agree on",
                  "cpu_group world_size"),

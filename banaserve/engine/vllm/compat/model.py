@@ -86,18 +86,27 @@ def ranks_group() -> Any:
     return group.cpu_group if group.world_size > 1 else None
 
 
-def join_ranks(rendezvous: str, rank: int, num_ranks: int) -> None:
+def join_ranks(
+    rendezvous: str, rank: int, num_ranks: int, device_type: str, *, custom_all_reduce: bool = True
+) -> None:
     """Make the process groups that vLLM's layers expect, with tensor-parallel ranks only.
+
+    Ranks on GPUs add up with NCCL or vLLM's own kernel, as those of an engine do. A single rank
+    adds up nothing, and ranks on CPUs have gloo.
 
     Args:
         rendezvous: Path of a file that the first rank creates, unique among all groups of the
             machine.
+        device_type: Type of device that the layers compute on; of the GPUs, rank ``n`` has ``n``.
+        custom_all_reduce: True if vLLM may use its own kernel in place of NCCL.
     """
     from vllm.distributed import parallel_state
 
     os.environ[_IDENT] = rendezvous.replace("/", "_")
     where = f"file://{rendezvous}"
-    parallel_state.init_distributed_environment(num_ranks, rank, where, rank, "gloo")
+    backend = "nccl" if device_type == "cuda" and num_ranks > 1 else "gloo"
+    parallel_state.set_custom_all_reduce(custom_all_reduce)
+    parallel_state.init_distributed_environment(num_ranks, rank, where, rank, backend)
     parallel_state.initialize_model_parallel(num_ranks, 1)
     unname_shared_memory()
 

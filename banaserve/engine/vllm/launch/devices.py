@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from banaserve.errors import MigrationError
+from banaserve.errors import MigrationError, UserError
 
 
 class Devices:
@@ -49,3 +49,23 @@ class Devices:
     def release(self, instance_id: str) -> None:
         """Free the devices of an instance that has been removed."""
         self._given.pop(instance_id, None)
+
+
+def check_groups(groups: Sequence[str], num_ranks: Sequence[int]) -> None:
+    """Check that each instance has a GPU for each of its tensor-parallel ranks.
+
+    Args:
+        groups: Devices of each instance, as ``--devices`` names them.
+        num_ranks: Number of ranks of each instance.
+
+    Raises:
+        UserError: A group has too few devices, or names one twice: NCCL takes no GPU twice.
+    """
+    for group, needed in zip(groups, num_ranks, strict=True):
+        names = [name.strip() for name in group.split(",")]
+        if len(names) < needed or len(set(names)) < len(names):
+            example = ",".join(str(number) for number in range(needed))
+            raise UserError(
+                f"--devices {group!r}: an instance of {needed} tensor-parallel ranks needs as many "
+                f"different GPUs, such as {example!r}, or a smaller --tensor-parallel-size"
+            )

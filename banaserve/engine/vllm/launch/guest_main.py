@@ -33,7 +33,10 @@ def serve(config: VllmConfig, address: GuestAddress) -> None:
         channel = address.accept(ACCEPT_TIMEOUT_S)
         rendezvous = address.rendezvous or str(Path(folder) / "rendezvous")
         with guest_environment(config, rendezvous, address.rank):
-            GuestServer(config, channel, transport, address.token).serve()
+            server = GuestServer(
+                config, channel, transport, address.token, address.make_gpu_transport
+            )
+            server.serve()
 
 
 def run_launched(said: bytes) -> None:

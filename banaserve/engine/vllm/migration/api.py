@@ -302,6 +302,8 @@ class GuestStatus(msgspec.Struct, frozen=True):
         num_bytes: Memory of the guest's own, in bytes.
         busy_fraction: Fraction of wall time that the guest computes.
         share: Share of its target's device that the guest may take.
+        way: Transport of GPU memory by which its KV and large activations pass, or the reason why
+            they go through host memory; empty on a CPU.
     """
 
     guest_id: str
@@ -311,6 +313,7 @@ class GuestStatus(msgspec.Struct, frozen=True):
     num_bytes: int
     busy_fraction: float
     share: float = 1.0
+    way: str = ""
 
 
 class InstancePlacement(msgspec.Struct, frozen=True):

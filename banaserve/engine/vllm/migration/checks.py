@@ -88,8 +88,6 @@ def _device_blocker(config: VllmConfig) -> str | None:
     kind = str(config.device_config.device_type)
     if kind != "cuda":
         return f"its KV lies on {kind}, for which there are no kernels"
-    if config.parallel_config.tensor_parallel_size > 1:
-        return "the guests of several tensor-parallel ranks have been tried on CPUs alone"
     return None
 
 

@@ -94,3 +94,16 @@ class Ranks:
             return self.run(work)
         except MigrationError:
             raise give_up(OTHER_FAILED) from None
+
+
+def check_devices(num_ranks: int, num_devices: int) -> None:
+    """Check that each rank of a guest has a GPU of its own: NCCL takes no GPU twice.
+
+    Raises:
+        MigrationError: There are fewer GPUs than ranks.
+    """
+    if num_devices < num_ranks:
+        raise MigrationError(
+            f"a guest of {num_ranks} tensor-parallel ranks needs as many GPUs, and its instance "
+            f"has {num_devices}: move to an instance of the same --tensor-parallel-size"
+        )

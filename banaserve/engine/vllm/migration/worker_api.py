@@ -28,6 +28,9 @@ class GuestLinkStatus(msgspec.Struct, frozen=True):
         round_trips: Number of answers of the guest to parts of steps.
         share: Share of its target's device that the guest may take, in (0, 1].
         steps_saved: Number of these answers whose blocks the guest saved to the store itself.
+        way: Transport of memory of GPUs by which KV and large tensors of steps pass, or the reason
+            why they go through host memory; empty on a CPU.
+        num_passed: Number of tensors of steps that did not go through host memory.
     """
 
     state: LinkState
@@ -35,6 +38,8 @@ class GuestLinkStatus(msgspec.Struct, frozen=True):
     round_trips: int = 0
     share: float = 1.0
     steps_saved: int = 0
+    way: str = ""
+    num_passed: int = 0
 
 
 class MoveFacts(msgspec.Struct, omit_defaults=True):

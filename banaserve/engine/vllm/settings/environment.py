@@ -13,6 +13,9 @@ ENVIRONMENT = {
     # One entry for each step size and weight shape. With oneDNN's default of 1,024 an engine on a
     # CPU grew by half a gigabyte in a thousand prompts.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
+    # A thread of NCCL's process group looks into the file by which the ranks met, for an order to
+    # write a dump. Once that file is gone, it would keep ended ranks and their GPUs for 5 minutes.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
 """Defaults that engines need when several share a machine; the user's own settings win."""
 

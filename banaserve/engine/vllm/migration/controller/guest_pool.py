@@ -18,6 +18,7 @@ from banaserve.engine.vllm.migration.controller.host_client import HostClient
 from banaserve.engine.vllm.migration.controller.process_stats import ProcessUsage
 from banaserve.engine.vllm.migration.controller.shares import Shares
 from banaserve.engine.vllm.migration.controller.timeouts import MoveStage, timeout_s
+from banaserve.engine.vllm.migration.ranks import check_devices
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
 from banaserve.engine.vllm.migration.worker_api import LinkState
 from banaserve.errors import MigrationError
@@ -45,6 +46,7 @@ class GuestHandle:
             ends by itself. None while it is attached.
         stopped: Number of consecutive looks that found the guest stopped by a signal.
         share: Share of its target's device that the guest was last told to take at most.
+        way: Way of its KV and large activations, see ``GuestStatus``.
     """
 
     id: str
@@ -57,6 +59,7 @@ class GuestHandle:
     detached_s: float | None = None
     stopped: int = 0
     share: float = 1.0
+    way: str = ""
     usages: dict[int, ProcessUsage] = field(default_factory=dict)
 
     @property
@@ -190,10 +193,13 @@ class GuestPool:
         """Return the addresses of a guest's processes, in the order of the ranks.
 
         Raises:
-            MigrationError: The guest would have several processes on another machine.
+            MigrationError: The guest would have several processes on another machine, or more than
+                its target has GPUs.
         """
         if num_ranks == 1:
             return [await self._address(guest_id, host, target)]
+        if devices := self._launcher.devices_of(target):
+            check_devices(num_ranks, len(devices.split(",")))
         found = [await self._address(guest_id, host, target, rank) for rank in range(num_ranks)]
         if any(address.is_elsewhere for address in found):
             raise MigrationError(
@@ -227,6 +233,7 @@ class GuestPool:
         while loop.time() < until_s:
             known = (await link.status()).guests.get(guest.id)
             if known is not None and known.state is LinkState.READY:
+                guest.way = known.way
                 return
             is_lost = known is not None and known.state is LinkState.LOST
             if is_lost or guest.id not in self._guests:

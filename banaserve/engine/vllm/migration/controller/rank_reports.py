@@ -89,6 +89,7 @@ def _link_of(told: Sequence[GuestLinkStatus]) -> GuestLinkStatus:
         reason=reason_of(reasons) if reasons else "",
         round_trips=max(one.round_trips for one in told),
         share=min(one.share for one in told),
+        num_passed=sum(one.num_passed for one in told),
     )
 
 

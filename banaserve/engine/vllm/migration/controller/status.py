@@ -35,6 +35,7 @@ async def placement_of(coordinator: Coordinator) -> ClusterPlacement:
             guest.num_bytes,
             guest.busy_fraction,
             guest.share,
+            guest.way,
         )
         for guest in coordinator.guests
     ]

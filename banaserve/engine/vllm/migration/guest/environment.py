@@ -11,6 +11,7 @@ from banaserve.engine.vllm.compat import model as compat
 from banaserve.engine.vllm.compat.config import VllmConfig, set_current_vllm_config
 from banaserve.engine.vllm.migration.guest.throttle import run_low_priority
 from banaserve.engine.vllm.migration.modules.partial_model import device_of
+from banaserve.engine.vllm.migration.ranks import check_devices
 from banaserve.engine.vllm.process_groups import share_group
 from banaserve.platform.cpu_features import ask_for_amx
 
@@ -21,18 +22,31 @@ def guest_environment(config: VllmConfig, rendezvous: str, rank: int = 0) -> Ite
 
     Args:
         rendezvous: Path of a file, the same for all ranks; see ``join_ranks``.
-        rank: Rank of this process; a guest has as many as the host's engine.
+        rank: Rank of this process; a guest has as many as the host's engine, each on its own GPU.
+
+    Raises:
+        MigrationError: There are fewer GPUs than ranks.
     """
-    config.parallel_config.rank = rank
-    num_ranks = config.parallel_config.tensor_parallel_size
+    parallel = config.parallel_config
+    parallel.rank = rank
+    num_ranks = parallel.tensor_parallel_size
     device = device_of(config)
     if device.type == "cuda":
+        check_devices(num_ranks, torch.cuda.device_count())
         torch.cuda.set_device(device)
     else:
         ask_for_amx()  # the first step of a guest of heads is attention
     share_group()
+
+    def join() -> None:
+        own_kernel = not parallel.disable_custom_all_reduce
+        compat.join_ranks(rendezvous, rank, num_ranks, device.type, custom_all_reduce=own_kernel)
+
     with set_current_vllm_config(config):
-        run_low_priority(lambda: compat.join_ranks(rendezvous, rank, num_ranks))
+        if device.type == "cuda":
+            join()  # NCCL's threads would keep a low priority, and steps wait for them
+        else:
+            run_low_priority(join)
     try:
         yield
     finally:

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import hmac
 import logging
 import os
 import time
 import traceback
+from collections.abc import Callable, Sequence
 
 import psutil
 import torch
 
 from banaserve.engine.vllm.compat.config import VllmConfig, adopt_kv_layout, is_on_cpu
 from banaserve.engine.vllm.migration.guest.throttle import ComputeThrottle, run_low_priority
+from banaserve.engine.vllm.migration.modules.partial_model import device_of, on_device
 from banaserve.engine.vllm.migration.rpc import messages
+from banaserve.engine.vllm.migration.rpc.gpu_lane import GuestLane
 from banaserve.engine.vllm.migration.rpc.guest_channel import GuestChannel
 from banaserve.engine.vllm.migration.rpc.tensors import TensorBundle
 from banaserve.engine.vllm.migration.units.guest_unit import GuestServices, GuestUnit
 from banaserve.engine.vllm.migration.units.registry import GuestUnits, decode_request
-from banaserve.errors import MigrationError, ProtocolError
+from banaserve.errors import MigrationError, ProtocolError, UserError
 from banaserve.fail_points import FailPoint, reach
 from banaserve.platform import huge_pages
-from banaserve.transport.errors import PeerGoneError, TransferTimeoutError
-from banaserve.transport.interface import Channel, Message, Transport
+from banaserve.transport.errors import PeerGoneError, TransferTimeoutError, TransportError
+from banaserve.transport.interface import Channel, Message, Tensor, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +47,16 @@ class GuestServer:
         channel: Channel to the host; the guest ends when the channel closes.
         transport: Transport that offers the guest's KV to the host.
         token: Secret that the host's first message must contain.
+        gpu_transport: Maker of the transport of memory of the guest's GPU; called on a GPU only.
     """
 
     def __init__(
-        self, config: VllmConfig, channel: Channel, transport: Transport, token: str
+        self,
+        config: VllmConfig,
+        channel: Channel,
+        transport: Transport,
+        token: str,
+        gpu_transport: Callable[[], Transport] | None = None,
     ) -> None:
         self._config = _own_config(config)
         self._channel = channel
@@ -58,6 +68,10 @@ class GuestServer:
         self._share = ComputeThrottle()
         self._builder = GuestUnits(self._config, transport)
         self._services = GuestServices(self._share.computing, self._guest_channel.expect)
+        self._make_gpu_transport = gpu_transport
+        self._gpu_transport: Transport | None = None
+        self._lane: GuestLane | None = None
+        self._uses_lane = False
         self._told_busy_s = 0.0
         self._num_runs = 0
 
@@ -107,6 +121,8 @@ class GuestServer:
                 self._unit(request.unit_id).copy_pages(request)
             case messages.SetShare():
                 self._share.bound(request.fraction)
+            case messages.UseLane():
+                self._use_lane()
             case messages.GetUsage():
                 return self._usage(), TensorBundle()
         return messages.StepsDone(), TensorBundle()
@@ -115,7 +131,28 @@ class GuestServer:
         if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
             raise MigrationError("the token is not this guest's")
         self._host = hello.host
-        return messages.GuestReady(os.getpid()), TensorBundle()
+        problem = self._offer_lane()
+        lane = None if self._lane is None else self._lane.region.descriptor
+        return messages.GuestReady(os.getpid(), lane, problem), TensorBundle()
+
+    def _offer_lane(self) -> str:
+        """Offer memory of the GPU for the tensors of steps; return why not, empty on a CPU."""
+        device = device_of(self._config)
+        if device.type == "cpu" or self._make_gpu_transport is None:
+            return ""
+        try:
+            self._gpu_transport = self._make_gpu_transport()
+            self._lane = GuestLane(self._gpu_transport, device)
+        except (TransportError, UserError) as refused:
+            return str(refused)
+        return ""
+
+    def _use_lane(self) -> None:
+        if self._lane is None or self._gpu_transport is None:
+            raise MigrationError("this guest has offered no memory of a GPU")
+        self._uses_lane = True
+        self._builder = GuestUnits(self._config, self._gpu_transport)
+        self._services = dataclasses.replace(self._services, bundle=self._lane.bundle)
 
     def _build(self, request: messages.Build, epoch: int) -> messages.Built:
         if request.unit_id in self._units:
@@ -129,7 +166,8 @@ class GuestServer:
         adopt_kv_layout(self._config, request.kv.layout, request.kv.block_size_tokens)
 
         def make() -> GuestUnit:
-            unit = self._builder.build(request, epoch)
+            with on_device(device_of(self._config)):
+                unit = self._builder.build(request, epoch)
             if request.loads_weights and is_on_cpu():
                 huge_pages.gather()  # as in the host: each step reads every weight
             return unit
@@ -157,7 +195,10 @@ class GuestServer:
         if not isinstance(request, unit.serves):
             raise ProtocolError(f"{request.unit_id} cannot run {type(request).__name__}")
         reach(FailPoint.GUEST_RUN)
-        outputs, bundle = unit.serve(request, message.tensors, self._services)
+        tensors: Sequence[Tensor] = message.tensors
+        if self._uses_lane and self._lane is not None:
+            tensors = self._lane.received(tensors)
+        outputs, bundle = unit.serve(request, tensors, self._services)
         self._num_runs += 1
         return outputs, bundle
 
@@ -180,9 +221,13 @@ class GuestServer:
     def _close(self) -> None:
         for unit in self._units.values():
             unit.close()
+        if self._lane is not None:
+            self._lane.close()
         self._guest_channel.close()
         self._channel.close()
-        self._transport.close()
+        for transport in (self._gpu_transport, self._transport):
+            if transport is not None:
+                transport.close()
 
 
 def _own_config(config: VllmConfig) -> VllmConfig:

@@ -18,6 +18,7 @@ from banaserve.engine.vllm.migration.kv.remote_kv import (
     StagedRemoteKv,
     wait_all,
 )
+from banaserve.engine.vllm.migration.rpc.tensors import memory_of
 from banaserve.engine.vllm.migration.time_hook import REAL_TIME, TimeHook
 from banaserve.transport.local_region import reserve
 from banaserve.transport.memory import Memory
@@ -58,7 +59,7 @@ class BlockMover:
         }
         self.num_bytes = 0
         self.each_bytes = sum(self._block_bytes.values())
-        self._bounce: Memory | None = None
+        self._bounce: torch.Tensor | None = None
         self._time_hook = time_hook
 
     def copy(
@@ -120,7 +121,7 @@ class BlockMover:
     def _with_device(
         self, device: DeviceKv, blocks: Sequence[int], stop: Callable[[], bool], grace_s: float
     ) -> None:
-        """Copy from or to a device: pack blocks into host memory before, or unpack them after."""
+        """Copy from or to a device: pack blocks into pages before, or unpack them after."""
         remote, to_guest = self._target or self._source, self._target is not None
         assert isinstance(remote, StagedRemoteKv)
         names, page_bytes = self._unit.names, self._host.page_bytes
@@ -131,26 +132,28 @@ class BlockMover:
             with self._still_there(blocks[first : first + per_time]) as part:
                 if not part:
                     continue
-                memory = self._room(per_time * len(names) * page_bytes)
-                used = memory.view()[: len(part) * len(names) * page_bytes]
-                rows = torch.from_numpy(used).view(-1, page_bytes)
+                room = self._room(per_time * len(names) * page_bytes, on_device=remote.is_on_gpu)
+                rows = room[: len(part) * len(names) * page_bytes].view(-1, page_bytes)
                 pages = {n: rows[i * len(part) :][: len(part)] for i, n in enumerate(names)}
                 offsets = np.arange(len(part) * len(names), dtype=np.int64) * page_bytes
                 local = dict(zip(names, np.split(offsets, len(names)), strict=True))
                 if to_guest:
                     for name in names:
                         device.pack(name, part, pages[name], self._unit.heads(name))
-                remote.exchange(part, memory, local, to_guest=to_guest, grace_s=grace_s)
+                remote.exchange(part, memory_of(room), local, to_guest=to_guest, grace_s=grace_s)
                 if not to_guest:
                     for name in names:
                         device.unpack(name, part, pages[name], self._unit.heads(name))
                 self.num_bytes += len(part) * self.each_bytes
 
-    def _room(self, num_bytes: int) -> Memory:
-        """Return memory of this process, which is kept for the next copies."""
+    def _room(self, num_bytes: int, *, on_device: bool = False) -> torch.Tensor:
+        """Return memory, ``[num_bytes]`` uint8, which is kept for the next copies."""
         if self._bounce is None:
             device = self._host.device
-            self._bounce = reserve(num_bytes) if device is None else device.room(num_bytes)
+            if device is None:
+                self._bounce = torch.from_numpy(reserve(num_bytes).view())
+            else:
+                self._bounce = device.room(num_bytes, on_device=on_device)
         return self._bounce
 
     def _still_there(
@@ -179,7 +182,10 @@ class BlockMover:
         with self._still_there(blocks) as found:
             blocks = found  # a block that returns home meanwhile may be copied: it is never read
         per_time = max(1, _BOUNCE_BYTES // self._host.page_bytes)
-        memory = self._room(per_time * self._host.page_bytes)
+        on_device = all(
+            isinstance(kv, StagedRemoteKv) and kv.is_on_gpu for kv in (self._source, self._target)
+        )
+        memory = memory_of(self._room(per_time * self._host.page_bytes, on_device=on_device))
         for name in self._unit.names:
             for first in range(0, len(blocks), per_time):
                 if stop():

@@ -29,6 +29,7 @@ from banaserve.engine.vllm.migration.modules.expert_split import SplitExperts
 from banaserve.engine.vllm.migration.modules.step_graphs import StepGraphs
 from banaserve.engine.vllm.migration.ranks import OTHER_FAILED, Ranks
 from banaserve.engine.vllm.migration.rpc import messages
+from banaserve.engine.vllm.migration.rpc.gpu_lane import HostLane
 from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
 from banaserve.engine.vllm.migration.time_hook import REAL_TIME, TimeHook
@@ -38,10 +39,10 @@ from banaserve.engine.vllm.migration.units.host_unit import HostEngine, HostUnit
 from banaserve.engine.vllm.migration.units.registry import HostUnits
 from banaserve.engine.vllm.migration.worker_api import GuestLinkStatus, LinkState
 from banaserve.engine.vllm.settings.migration_settings import MigrationSettings
-from banaserve.errors import BanaServeError, GuestLostError, MigrationError
+from banaserve.errors import BanaServeError, GuestLostError, MigrationError, UserError
 from banaserve.fail_points import FailPoint, reach
-from banaserve.transport.errors import PeerGoneError
-from banaserve.transport.interface import Channel
+from banaserve.transport.errors import PeerGoneError, TransportError
+from banaserve.transport.interface import Channel, Transport
 
 KEPT = 32
 """Number of ended moves that are kept for status requests."""
@@ -440,6 +441,7 @@ class MigrationHost:
 
 ATTACH_TIMEOUT_S = 120.0
 """Timeout of attaching a guest, in seconds: a guest that is not forked imports vLLM first."""
+_LANE_TIMEOUT_S = 5.0
 
 
 class Attaching:
@@ -501,7 +503,26 @@ class Attaching:
         ready = link.ask(hello, messages.GuestReady, ATTACH_TIMEOUT_S)
         if not self._address.is_elsewhere:
             link.watch(ready.pid)
+        if problem := self._pass_beside(link, ready):
+            link.way = f"host memory: {problem}"
+            logger.warning("guest %s: KV and activations pass by %s", link.guest_id, link.way)
         return link
+
+    def _pass_beside(self, link: GuestClient, ready: messages.GuestReady) -> str:
+        """Open the lane that a guest on a GPU offers; return why not, empty on a CPU."""
+        if ready.lane is None:
+            return ready.no_lane
+        device = next(iter(self._host.kv.tensors.values())).device
+        transport: Transport | None = None
+        try:
+            transport = self._address.make_gpu_transport()
+            region = transport.open(ready.lane, _LANE_TIMEOUT_S)
+            link.enter(HostLane(region, device), transport)
+        except (TransportError, UserError, MigrationError) as refused:
+            if transport is not None:
+                transport.close()
+            return str(refused)
+        return ""
 
     def _open_channel(self, deadline_s: float) -> Channel:
         while True:

@@ -101,7 +101,10 @@ def _num_single_blocks(unit: HostUnit) -> int | None:
 
 def _guest(link: GuestClient) -> GuestLinkStatus:
     state = LinkState.READY if link.lost is None else LinkState.LOST
-    return GuestLinkStatus(state, link.lost or "", link.round_trips, link.share, link.num_saved)
+    passed = 0 if link.lane is None else link.lane.num_passed
+    return GuestLinkStatus(
+        state, link.lost or "", link.round_trips, link.share, link.num_saved, link.way, passed
+    )
 
 
 class MigrationMethods:

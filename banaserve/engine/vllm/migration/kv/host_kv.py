@@ -27,7 +27,7 @@ class DeviceKv:
     """Copier that packs blocks on their device: a page crosses the bus as one run of bytes.
 
     A page is one block of one attention: head by head, each token's key before its value. Its
-    bytes are in host memory when a call returns. Several threads may call it.
+    bytes are in place when a call returns. Several threads may call it.
 
     Args:
         caches: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]`` by attention, all on one
@@ -72,14 +72,16 @@ class DeviceKv:
         """Copy blocks to pages.
 
         Args:
-            pages: ``[len(blocks), page_bytes]`` uint8 in host memory.
+            pages: ``[len(blocks), page_bytes]`` uint8, in host memory or on the caches' device.
             heads: Heads to copy; None for all. The bytes of other heads in the pages are undefined.
         """
         with self._lock:
             for part, room in self._pieces(name, len(blocks), pages):
                 self._packed[name].pack(0, blocks[part], room, heads)
-                if self._stage is not None:
+                if not self._is_direct(pages):
                     pages[part].copy_(room)
+            if pages.device.type != "cpu":
+                self._wait()
 
     def unpack(
         self,
@@ -91,16 +93,19 @@ class DeviceKv:
         """Copy pages to blocks, the reverse of ``pack``; heads not named keep their values."""
         with self._lock:
             for part, room in self._pieces(name, len(blocks), pages):
-                if self._stage is not None:
+                if not self._is_direct(pages):
                     room.copy_(pages[part])
                 self._packed[name].unpack(0, blocks[part], room, heads)
             self._wait()
 
-    def room(self, num_bytes: int) -> Memory:
-        """Return memory of this process for pages; for a GPU it is pinned."""
+    def room(self, num_bytes: int, *, on_device: bool = False) -> torch.Tensor:
+        """Return memory for pages, ``[num_bytes]`` uint8; host memory for a GPU is pinned."""
+        if on_device:
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         if self._device.type != "cuda":
-            return reserve(num_bytes)
-        return Memory.of(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy())
+            return torch.from_numpy(reserve(num_bytes).view())
+        with torch.cuda.device(self._device):  # pinning by a thread of its own would use GPU 0
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def _pieces(
         self, name: str, count: int, pages: torch.Tensor
@@ -109,15 +114,20 @@ class DeviceKv:
         if not count:
             return
         self._wait()
-        if self._stage is None:
+        if self._is_direct(pages):
             yield slice(0, count), pages
             return
+        assert self._stage is not None
         size = self.page_bytes[name]
         per_time = len(self._stage) // size
         for first in range(0, count, per_time):
             part = slice(first, min(first + per_time, count))
             num_pages = part.stop - part.start
             yield part, self._stage[: num_pages * size].view(num_pages, size)
+
+    def _is_direct(self, pages: torch.Tensor) -> bool:
+        """Return whether the kernels reach the pages, so that no stage is needed."""
+        return self._stage is None or pages.device.type != "cpu"
 
     def _wait(self) -> None:
         """Wait for the work queued by other threads and streams: it may write the same blocks."""

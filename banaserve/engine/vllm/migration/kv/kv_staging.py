@@ -1,4 +1,7 @@
-"""KV of a guest on its device, and the buffer in host memory through which blocks arrive."""
+"""KV of a guest on its device, and the buffer through which blocks arrive.
+
+The buffer is in memory of the device if the transport offers that, otherwise in host memory.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import torch
 from banaserve.engine.vllm.kv_connector.gpu_block_copy import PinnedPool
 from banaserve.engine.vllm.migration.kv.host_kv import DeviceKv, make_slab
 from banaserve.engine.vllm.migration.rpc.messages import CopyPages, KvShape
-from banaserve.engine.vllm.migration.rpc.tensors import dtype_named
+from banaserve.engine.vllm.migration.rpc.tensors import bytes_of, dtype_named
 from banaserve.errors import MigrationError, ProtocolError
 from banaserve.kernels.interface import Kernels
 from banaserve.transport.interface import OfferedRegion, Transport
@@ -77,14 +80,14 @@ class StagingBuffer:
         self._kv = DeviceKv(caches, kernels)
         one_block = sum(self._kv.page_bytes.values())
         self.region: OfferedRegion = transport.offer(max(STAGING_BYTES, 2 * one_block), epoch)
-        view = self.region.memory.view()
-        self._bytes = torch.from_numpy(view)
         device = next(iter(caches.values())).device
+        memory = self.region.memory
+        self._bytes = bytes_of(memory, device)
         self._pinned: PinnedPool | None = None
-        if device.type == "cuda":
+        if device.type == "cuda" and not memory.is_on_gpu:
             # Nothing is queued behind a call that has returned.
             self._pinned = PinnedPool(device, lambda: None)
-            self._pinned.pin(_Pages(self.region.memory.address, view))
+            self._pinned.pin(_Pages(memory.address, memory.view()))
 
     def close(self) -> None:
         """Unpin and close the region."""

@@ -1,7 +1,7 @@
 """KV of a unit in a guest: one-sided copies between that KV and memory of this process.
 
-``StagedRemoteKv`` is for guests with KV on a device: copies end in host memory of the guest, and
-the guest moves the blocks from there to its device.
+``StagedRemoteKv`` is for guests with KV on a device: copies end in a buffer of the guest, and the
+guest moves the blocks from there to its KV.
 """
 
 from __future__ import annotations
@@ -261,6 +261,11 @@ class StagedRemoteKv(RemoteKv):
         self._half_bytes = num_bytes // 2
         self._page_bytes = {name: sum(r.num_bytes for r in found) for name, found in runs.items()}
         self._halves = threading.Lock(), threading.Lock()
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Return whether pages land in memory of the guest's GPU, not in host memory."""
+        return self._link.lane is not None
 
     def warm(self, blocks: Sequence[int]) -> None:
         """Skip the warming: the region has few pages, which are used again and again."""

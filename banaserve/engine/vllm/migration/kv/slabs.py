@@ -10,14 +10,15 @@ import ctypes
 import importlib.util
 import mmap
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import torch
 
 from banaserve.engine.vllm.migration.kv.device_wait import wait_for
+from banaserve.engine.vllm.migration.rpc.tensors import bytes_of
 from banaserve.errors import UserError
 from banaserve.platform import linux
+from banaserve.transport.memory import Memory
 
 _MAP_NORESERVE = 0x4000
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -159,8 +160,8 @@ class GpuSlab:
         return self._slab.mapped_bytes
 
     def _bytes(self, offset: int, num_bytes: int) -> torch.Tensor:
-        part = _Bytes(self.address + offset, num_bytes, self._slab)
-        return torch.as_tensor(part, device=self._device)
+        part = Memory(self.address + offset, num_bytes, True, self._slab, is_on_gpu=True)
+        return bytes_of(part, self._device)
 
 
 class PlainSlab:
@@ -198,16 +199,3 @@ class PlainSlab:
 def has_gpu_slabs() -> bool:
     """Return whether this build of banaserve has ``GpuSlab``."""
     return importlib.util.find_spec("banaserve._native_cuda") is not None
-
-
-class _Bytes:
-    """Device memory with the interface by which torch adopts it without a copy."""
-
-    def __init__(self, address: int, num_bytes: int, owner: Any) -> None:
-        self._owner = owner
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }

@@ -31,3 +31,9 @@ def kernels_for(choice: str, device: torch.device) -> Kernels | None:
         return registry.pick(device, choice if choice in registry.CHOICES else "auto").kernels
     except UserError as refused:
         raise MigrationError(str(refused)) from None
+
+
+def attention_blocker(choice: str, device_type: str) -> str:
+    """Return why kernels that the user named cannot run on a type of device; empty if they can."""
+    lacks = registry.missing(choice, device_type) if choice in registry.CHOICES[1:] else None
+    return f"--migration-attention {choice}: {lacks}; choose auto" if lacks else ""

@@ -14,7 +14,7 @@ import torch
 from banaserve.engine.vllm.compat.attention import window_tokens
 from banaserve.engine.vllm.compat.runner_hooks import set_implementation
 from banaserve.errors import MigrationError
-from banaserve.kernels.interface import HEAD_SIZES, Batch, Heads, Kernels, PartialAttention
+from banaserve.kernels.interface import Batch, Heads, Kernels, PartialAttention
 from banaserve.kernels.layouts import KvLayout, key_value_views
 
 
@@ -107,7 +107,7 @@ class KernelsAttention:
         batches: StepBatches,
         splits_only: bool = False,
     ) -> None:
-        check_plain(layer, name)
+        check_plain(layer, name, kernels)
         self.inner = layer.impl
         self.kernels = kernels
         self._batches = batches
@@ -180,7 +180,8 @@ def take_kernels(
     """
     chosen = {name: attentions[name] for name in names if kernels is not None}
     for name, layer in chosen.items():
-        check_plain(layer, name)
+        assert kernels is not None
+        check_plain(layer, name, kernels)
     batches = StepBatches()
     for name, layer in chosen.items():
         assert kernels is not None
@@ -203,8 +204,8 @@ def all_heads(num_heads: int, num_kv_heads: int) -> Heads:
     return Heads(tuple(range(num_kv_heads)), num_heads // num_kv_heads)
 
 
-def check_plain(layer: Any, name: str) -> None:
-    """Refuse an attention that the kernels would compute differently from vLLM.
+def check_plain(layer: Any, name: str, kernels: Kernels) -> None:
+    """Refuse an attention that ``kernels`` would compute differently from vLLM.
 
     Raises:
         MigrationError: The attention is refused; the message states the reason.
@@ -223,10 +224,16 @@ def check_plain(layer: Any, name: str) -> None:
             f"{name} keeps its KV as {layer.kv_cache_dtype}, which the kernels do not take: leave "
             "--kv-cache-dtype at auto"
         )
-    if layer.head_size not in HEAD_SIZES or layer.head_size_v != layer.head_size:
+    if layer.head_size not in kernels.head_sizes or layer.head_size_v != layer.head_size:
         raise MigrationError(
-            f"{name} has heads of size {layer.head_size}, which the kernels do not take: they "
-            f"take {', '.join(map(str, HEAD_SIZES))}"
+            f"{name} has heads of size {layer.head_size}, which the {kernels.name} kernels do not "
+            f"take: they take {', '.join(map(str, kernels.head_sizes))}"
+        )
+    if (dtype := layer.kv_cache.dtype) not in kernels.dtypes:
+        taken = ", ".join(str(one).removeprefix("torch.") for one in kernels.dtypes)
+        raise MigrationError(
+            f"{name} computes in {str(dtype).removeprefix('torch.')}, which the {kernels.name} "
+            f"kernels do not take: they take {taken}"
         )
     if layer.attn_backend.forward_includes_kv_cache_update:
         raise MigrationError(

@@ -5,6 +5,7 @@ Also the device that a guest computes on, and the kernels of its attention.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -29,9 +30,14 @@ from banaserve.kernels.interface import Kernels
 
 
 def device_of(config: VllmConfig) -> torch.device:
-    """Return the device of weights and KV: the first visible one of the engine's device type."""
+    """Return the device of weights and KV of this tensor-parallel rank, among the visible ones."""
     kind = str(config.device_config.device_type)
-    return torch.device(kind, 0) if kind != "cpu" else torch.device("cpu")
+    return torch.device(kind, config.parallel_config.rank) if kind != "cpu" else torch.device("cpu")
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which a GPU is this thread's current one; each thread begins with 0."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def attends_with(config: VllmConfig) -> Kernels | None:

@@ -11,14 +11,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import msgspec
 import torch
 
 from banaserve.engine.vllm.migration.rpc import messages
+from banaserve.engine.vllm.migration.rpc.gpu_lane import HostLane
 from banaserve.engine.vllm.migration.rpc.tensors import TensorBundle, from_wire
 from banaserve.errors import GuestLostError, MigrationError, ProtocolError
 from banaserve.platform.processes import ProcessHandle, Pulse
 from banaserve.transport.errors import PeerGoneError, TransferTimeoutError, TransportError
-from banaserve.transport.interface import Channel, Message, Transport
+from banaserve.transport.interface import Channel, Message, Tensor, Transport
 
 _FACTOR = 10.0
 _SMOOTHING = 0.2
@@ -73,6 +75,8 @@ class GuestClient:
         save_s: Time the guest took to save the blocks of its last answer, in seconds; None if it
             did not save them.
         num_saved: Number of answers whose blocks the guest saved.
+        way: See ``GuestLinkStatus``.
+        lane: Memory of a GPU through which large tensors pass; None if they go through host memory.
     """
 
     def __init__(
@@ -94,6 +98,8 @@ class GuestClient:
         self.run_s, self.share = 0.0, 1.0
         self.save_s: float | None = None
         self.num_saved = 0
+        self.way = ""
+        self.lane: HostLane | None = None
         self._may_write = False
         self._process: ProcessHandle | None = None
         self._submitted_s: deque[float] = deque()
@@ -170,7 +176,33 @@ class GuestClient:
         finally:
             self._lock.release()
 
+    def enter(self, lane: HostLane, transport: Transport) -> None:
+        """Pass the large tensors of steps through ``lane``, and KV through ``transport``.
+
+        Raises:
+            MigrationError, GuestLostError: The guest refuses, or is gone.
+        """
+        self.ask(messages.UseLane(), messages.StepsDone)
+        self.lane, self.transport, self.way = lane, transport, transport.name
+
     # ---- steps
+
+    def bundle(self) -> TensorBundle:
+        """Return the bundle of the next step's tensors, which must be submitted before another.
+
+        Its ``put`` raises ``GuestLostError`` if the guest is gone.
+        """
+        if self.lane is None or self.lost is not None:
+            return TensorBundle()
+        self.lane.begin()
+        return TensorBundle(self._pass_beside)
+
+    def _pass_beside(self, tensor: torch.Tensor) -> Tensor | None:
+        assert self.lane is not None
+        try:
+            return self.lane.write(tensor)
+        except TransportError as error:
+            raise self.give_up(str(error)) from error
 
     def run(
         self, request: messages.Request, bundle: TensorBundle, num_tokens: int
@@ -197,6 +229,8 @@ class GuestClient:
             self._refuse_lost()
             if isinstance(request, messages.Run) and request.writes_store:
                 self._may_write = True
+            if self.lane is not None:
+                bundle.tensors += self.lane.sent()
             self._send(request, bundle, self._stall_s / self.share)
             self._submitted_s.append(self._sent_s)
         except TransportError as error:
@@ -217,6 +251,10 @@ class GuestClient:
             answer = self._await_answer(self._times.deadline_s(num_tokens))
             self._answered_s = time.perf_counter()
             self._times.learn(self._answered_s - began_s, num_tokens)
+            if self.lane is not None:
+                answer = msgspec.structs.replace(
+                    answer, tensors=tuple(self.lane.received(answer.tensors))
+                )
             reply, tensors = self._read(answer)
             self._may_write = self._may_write and bool(self._submitted_s)
         except (TransportError, ProtocolError) as error:
@@ -260,6 +298,8 @@ class GuestClient:
     def _let_go(self, reason: str, *, ends: bool = False) -> None:
         self.lost = self.lost or reason
         self._channel.close()
+        if self.lane is not None:
+            self.lane.close()
         if self._process is not None:
             # The slots of the store that the guest may be writing to will get other owners.
             if self._may_write or ends:

@@ -16,9 +16,10 @@ import msgspec
 from banaserve.errors import ProtocolError
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.transport.connect import accept_tcp, connect, over_unix
-from banaserve.transport.errors import PeerGoneError, TransferTimeoutError
+from banaserve.transport.cuda_ipc import CudaIpcTransport
+from banaserve.transport.errors import PeerGoneError, RefusedError, TransferTimeoutError
 from banaserve.transport.interface import Channel, RegionDescriptor, Transport, TransportOptions
-from banaserve.transport.registry import create
+from banaserve.transport.registry import NIXL, create
 
 _TCP = "tcp:"
 
@@ -59,6 +60,24 @@ class GuestAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             UserError: There is no such transport here.
         """
         return create(self.transport, self._options)
+
+    def make_gpu_transport(self) -> Transport:
+        """Return the transport of memory of this process's GPU, for either side.
+
+        Raises:
+            TransportError: There is none between these two machines, or this process has no GPU
+                that it can share.
+            UserError: A package is missing.
+        """
+        options = self._options
+        if not self.is_elsewhere:
+            return CudaIpcTransport(options)
+        if self.transport != NIXL:
+            raise RefusedError(
+                "the guest is on another machine: install banaserve[nixl] on both and give "
+                "--migration-transport nixl"
+            )
+        return create(NIXL, msgspec.structs.replace(options, in_gpu_memory=True))
 
     def accept(self, timeout_s: float) -> Channel:
         """Wait for the host, on the guest's side.
@@ -107,7 +126,10 @@ class GuestAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def _options(self) -> TransportOptions:
         return TransportOptions(
-            folder=self.folder, secret=bytes.fromhex(self.secret), host=self.listen_host
+            folder=self.folder,
+            secret=bytes.fromhex(self.secret),
+            host=self.listen_host,
+            device=self.rank,
         )
 
 
@@ -269,12 +291,25 @@ class SetShare(msgspec.Struct, frozen=True, tag=True):
     fraction: float
 
 
-Request = GuestHello | Build | Activate | ReleaseUnit | CopyPages | Run | GetUsage | SetShare
-_CONTROL = GuestHello | Activate | ReleaseUnit | CopyPages | GetUsage | SetShare
+class UseLane(msgspec.Struct, frozen=True, tag=True):
+    """Request to pass tensors and KV in memory of GPUs from now on: the host reaches the lane."""
+
+
+_CONTROL = GuestHello | UseLane | Activate | ReleaseUnit | CopyPages | GetUsage | SetShare
+Request = _CONTROL | Build | Run
 
 
 class GuestReady(msgspec.Struct, frozen=True, tag=True):
+    """Answer to ``GuestHello``.
+
+    Attributes:
+        lane: Region in memory of the guest's GPU for the tensors of steps; None if it offers none.
+        no_lane: Reason why it offers none; empty on a CPU, where none is needed.
+    """
+
     pid: int
+    lane: RegionDescriptor | None = None
+    no_lane: str = ""
 
 
 class Built(msgspec.Struct, frozen=True, tag=True):

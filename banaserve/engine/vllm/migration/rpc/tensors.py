@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 
 from banaserve.errors import ProtocolError
 from banaserve.transport.interface import Tensor
+from banaserve.transport.memory import Memory
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -46,15 +47,32 @@ _ON_DEVICE = "device"
 _HOST = torch.device("cpu")
 
 
-class TensorBundle:
-    """Tensors of one message, in the order in which they are sent."""
+class TensorOnGpu(Tensor, frozen=True):
+    """A tensor that has arrived in memory of a GPU, so that a message holds no bytes of it."""
 
-    def __init__(self) -> None:
+    values: Any = None
+
+
+Pass = Callable[[torch.Tensor], Tensor | None]
+"""Function that leaves a tensor where the peer finds it, and returns what tells the peer where;
+None if the tensor has to go through host memory."""
+
+
+class TensorBundle:
+    """Tensors of one message, in the order in which they are sent.
+
+    Args:
+        beside: Way past the host's memory for some of the tensors; None for none of them.
+    """
+
+    def __init__(self, beside: Pass | None = None) -> None:
         self.tensors: list[Tensor] = []
+        self._beside = beside
 
     def put(self, tensor: torch.Tensor) -> int:
         """Add a tensor; return its index."""
-        self.tensors.append(to_wire(tensor))
+        passed = self._beside(tensor) if self._beside is not None else None
+        self.tensors.append(to_wire(tensor) if passed is None else passed)
         return len(self.tensors) - 1
 
     def put_all(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,10 +108,39 @@ def from_wire(tensor: Tensor) -> torch.Tensor:
     Raises:
         ProtocolError: torch has no such dtype.
     """
+    if isinstance(tensor, TensorOnGpu):
+        values: torch.Tensor = tensor.values
+        return values
     dtype = dtype_named(tensor.dtype)
     if not tensor.data.size:
         return torch.empty(tensor.shape, dtype=dtype)
     return torch.from_numpy(tensor.data).view(dtype).view(tensor.shape)
+
+
+def bytes_of(memory: Memory, device: torch.device) -> torch.Tensor:
+    """Return memory as ``[num_bytes]`` uint8; ``device`` says which GPU it is, if it is one."""
+    if memory.is_on_gpu:
+        return torch.as_tensor(_GpuBytes(memory), device=device)
+    return torch.from_numpy(memory.view())
+
+
+def memory_of(tensor: torch.Tensor) -> Memory:
+    """Return the memory of a contiguous tensor, which it keeps alive."""
+    is_on_gpu = tensor.device.type == "cuda"
+    return Memory(tensor.data_ptr(), tensor.nbytes, True, tensor, is_on_gpu=is_on_gpu)
+
+
+class _GpuBytes:
+    """Memory of a GPU with the interface by which torch adopts it without a copy."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self.__cuda_array_interface__ = {
+            "shape": (memory.num_bytes,),
+            "typestr": "|u1",
+            "data": (memory.address, False),
+            "version": 3,
+        }
 
 
 def dtype_named(name: str) -> torch.dtype:

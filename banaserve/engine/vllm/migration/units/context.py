@@ -28,7 +28,7 @@ from banaserve.engine.vllm.migration.modules.head_attention import head_attentio
 from banaserve.engine.vllm.migration.modules.paged_attention import Pages, kernels_of, pages_of
 from banaserve.engine.vllm.migration.rpc import messages
 from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
-from banaserve.engine.vllm.migration.rpc.tensors import TensorBundle, from_wire, restore, to_device
+from banaserve.engine.vllm.migration.rpc.tensors import from_wire, restore, to_device
 from banaserve.engine.vllm.migration.types import ModelGeometry
 from banaserve.engine.vllm.migration.units.base import LayerSpan, MigrationUnit
 from banaserve.engine.vllm.migration.units.guest_unit import Answer, GuestServices, GuestUnit
@@ -260,7 +260,7 @@ class RemoteContext:
         """Send queries ``[num_tokens, num_heads, head_size]`` of one layer."""
         residence, step_id = self._residence, self._step_context.step_id
         assert self._plan is not None
-        bundle = TensorBundle()
+        bundle = self.link.bundle()
         bundle.put(query)
         step: dict[str, Any] | None = None
         if self._described_step != step_id:
@@ -374,7 +374,7 @@ class GuestContext(GuestUnit):
     ) -> Answer:
         with services.computing():
             part = self.run(request.name, request.step_id, request.step, tensors)
-        bundle = TensorBundle()
+        bundle = services.bundle()
         indices = bundle.put(part.output), bundle.put(part.lse)
         return messages.StepOutputs(True, indices), bundle
 

@@ -27,7 +27,7 @@ from banaserve.engine.vllm.migration.modules.expert_split import NOT_HERE, sum_o
 from banaserve.engine.vllm.migration.modules.partial_model import PartialModel
 from banaserve.engine.vllm.migration.rpc import messages
 from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
-from banaserve.engine.vllm.migration.rpc.tensors import TensorBundle, from_wire, to_device
+from banaserve.engine.vllm.migration.rpc.tensors import from_wire, to_device
 from banaserve.engine.vllm.migration.types import ModelGeometry
 from banaserve.engine.vllm.migration.units.base import LayerNumbers
 from banaserve.engine.vllm.migration.units.guest_unit import Answer, GuestServices, GuestUnit
@@ -153,7 +153,7 @@ class RemoteExperts:
 
     def submit(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
         residence = self._residence
-        bundle = TensorBundle()
+        bundle = self.link.bundle()
         for tensor in (x, weights, ids):
             bundle.put(tensor)
         request = RunExperts(residence.unit_id, residence.working_epoch, self._layer)
@@ -203,7 +203,7 @@ class GuestExperts(GuestUnit):
             raise ProtocolError(f"that is no step of experts of layer {request.layer} here")
         x, weights, ids = (to_device(from_wire(tensor), self._device) for tensor in tensors)
         _check_step(x, weights, ids, int(experts.global_num_experts))
-        bundle = TensorBundle()
+        bundle = services.bundle()
         with services.computing(), torch.inference_mode():
             bundle.put(sum_of(experts, x, weights, ids, ids != NOT_HERE))
         return messages.StepOutputs(False, (0,)), bundle

@@ -35,10 +35,12 @@ class GuestServices:
         computing: Factory of contexts; all computing runs within one, which bounds the guest's
             share.
         expect: Called with the number of messages that the host sends without waiting.
+        bundle: Maker of the bundle of the answer's tensors.
     """
 
     computing: Around
     expect: Callable[[int], None]
+    bundle: Callable[[], TensorBundle] = TensorBundle
 
 
 class GuestUnit(ABC):

@@ -17,7 +17,7 @@ from banaserve.engine.vllm.migration.modules.head_attention import HeadAttention
 from banaserve.engine.vllm.migration.modules.head_split import HeadChannel, SplitAttention
 from banaserve.engine.vllm.migration.rpc import messages
 from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
-from banaserve.engine.vllm.migration.rpc.tensors import TensorBundle, from_wire, restore, to_device
+from banaserve.engine.vllm.migration.rpc.tensors import from_wire, restore, to_device
 from banaserve.engine.vllm.migration.types import ModelGeometry
 from banaserve.engine.vllm.migration.units.base import LayerNumbers
 from banaserve.engine.vllm.migration.units.guest_unit import Answer, GuestServices, GuestUnit
@@ -190,7 +190,7 @@ class RemoteHeads:
     def submit(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Send queries and new keys and values, ``[num_tokens, heads, head_size]``."""
         residence, step_context = self._residence, self._step_context
-        bundle = TensorBundle()
+        bundle = self.link.bundle()
         for tensor in (query, key, value):
             bundle.put(tensor)
         self._query = query
@@ -283,7 +283,7 @@ class GuestHeads(GuestUnit):
             self._described.set(request.step_id, self.read_step(request.step, tensors))
         step = self._described.get(request.step_id)
         query, key, value = (from_wire(tensor) for tensor in tensors[:3])
-        bundle = TensorBundle()
+        bundle = services.bundle()
         with services.computing():
             bundle.put(self.run(request.name, step, query, key, value))
         return messages.StepOutputs(False, (0,)), bundle

@@ -220,7 +220,7 @@ class RemoteLayers:
     def _message(
         self, arguments: Mapping[str, Any], num_follow: int, saves: SlotCopies | None
     ) -> tuple[RunLayers, TensorBundle]:
-        bundle = TensorBundle()
+        bundle = self.link.bundle()
         request = RunLayers(
             self._residence.unit_id,
             self._residence.working_epoch,
@@ -292,7 +292,7 @@ class GuestLayers(GuestUnit):
         arguments = restore(request.arguments, tensors, self._device)
         returned = self._model.run(common, arguments, services.computing)
         values = returned if isinstance(returned, tuple) else (returned,)
-        bundle = TensorBundle()
+        bundle = services.bundle()
         indices = tuple(None if value is None else bundle.put(value) for value in values)
         seconds = time.perf_counter() - began_s
         save_s = self._save(request.saves, services.computing)
