@@ -296,8 +296,7 @@ class Attempt(NamedTuple):
         return cls("heads" if action.module.heads else "layers", action.host, action.guest)
 
 
-@dataclass(frozen=True, slots=True)
-class Influence:
+class Influence(NamedTuple):
     """Predicted change of one instance by a step.
 
     Attributes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -14,11 +15,27 @@ from banaserve.orchestrator.model.serving_times import (
     assumed_coefficients,
     times_of,
 )
+from banaserve.orchestrator.routing.excess import (
+    Excesses,
+    LegPlace,
+    Limits,
+    RouteSituation,
+    missed,
+    missed_by,
+)
 from banaserve.orchestrator.routing.legs import LegOptions
 from banaserve.orchestrator.routing.registry import make
-from banaserve.orchestrator.routing.slo_aware import SloAware, SloAwareOptions, missed, missed_by
+from banaserve.orchestrator.routing.slo_aware import (
+    SloAware,
+    SloAwareOptions,
+    _apart,
+    _firsts,
+    _whole,
+    choose,
+)
 from banaserve.types import (
     ClusterView,
+    Distance,
     InstanceId,
     InstanceReport,
     InstanceView,
@@ -29,6 +46,7 @@ from banaserve.types import (
     Role,
     Route,
 )
+from depth import seeds
 
 FIXED_S, TOKEN_S, CONTEXT_S, REQUEST_S = 0.01, 1e-4, 1e-7, 1e-4
 REPORT = InstanceReport(
@@ -208,6 +226,49 @@ def test_room_for_input_and_expected_output_decides() -> None:
     for kv_tokens, wanted in ((90_000, "p0>d0 two_legs"), (2600, "p0>d1 two_legs")):
         small = instance("d0", decoding=3, kv_tokens=kv_tokens)
         assert way(routed(*others, small)) == wanted
+
+
+def situation(draws: random.Random) -> RouteSituation:
+    """A request at random instances, which are often alike, some of them on another machine."""
+    leg = LegLoad(draws.randrange(1, 4000), draws.choice((0, 500)), draws.uniform(1, 300))
+    places = {}
+    for number in range(draws.randrange(2, 12)):
+        name = f"{draws.choice('ppddc')}{number}"
+        view = instance(name, draws.choice((0, 1, 40, 90)), draws.choice((0, 0, 3000, 30_000)))
+        if draws.random() < 0.2:
+            view = replace(view, far=dict.fromkeys(places, Distance(0.01, 1e9)))
+        recent = RecentPrompts(draws.choice((0.0, 0.5 / TOKEN_S)), 0.0, draws.choice((0.0, 2.0)))
+        times = times_of(view, 100.0, (), recent)
+        places[view.id] = LegPlace(
+            view,
+            times,
+            leg,
+            times.first_token_s(leg),
+            times.leg_s(leg),
+            times.added_token_s(leg.prompt),
+        )
+    limits = Limits(draws.choice((0.0, 0.1, 1.0)), draws.choice((0.0, 0.02, 0.1)))
+    is_late, may_leave = draws.random() < 0.3, True
+    own = tuple(sorted(draws.randrange(1, 500) for _ in range(4)))
+    tpot_s = draws.choice((0.0, 0.02, 0.05))
+    return RouteSituation(
+        places, leg, leg.prompt, LENGTHS, own, limits, tpot_s, set(), False, is_late, may_leave
+    )
+
+
+@pytest.mark.parametrize("seed", seeds(400, 60))
+def test_the_choice_is_the_one_by_the_excesses_of_all_candidates(seed: int) -> None:
+    draws = random.Random(seed)
+    for _ in range(10):
+        s = situation(draws)
+        options = SloAwareOptions(tolerance=draws.choice((0.0, 0.05, 0.3)))
+        excesses = Excesses(s, options.late_weight)
+        found = [*_whole(s, options), *_apart(s, _firsts(s))]
+        for one in found:
+            assert excesses.LEAST <= excesses.least_of(one) <= excesses.of(one)
+        most = min(excesses.of(one) for one in found) + options.tolerance
+        able = [one for one in found if excesses.of(one) <= most]
+        assert choose(s, options) == min(able, key=lambda one: one.latency_s)
 
 
 # ---- legs that are given

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from banaserve.orchestrator.migration import effects, refusals, slabs
 from banaserve.orchestrator.migration.interface import Rejected, RejectReason
 from banaserve.orchestrator.migration.options import RepairedOptions
 from banaserve.orchestrator.migration.projection import Projected, Projection
-from banaserve.types import Attempt, Module
+from banaserve.types import Attempt, InstanceId, Module
 
 BREADTH = 2
 """Number of hosts, and of guests for each host, that are considered for one resource."""
@@ -43,7 +43,9 @@ def memory_pairs(
     Args:
         refused: List to which rejected instances are appended.
     """
-    return _pairs(projection, _memory_load, now_s, options, refused)
+    instances = projection.values()
+    loads = [one.wanted_blocks / one.kv_blocks for one in instances]
+    return _pairs(instances, loads, now_s, options, refused)
 
 
 def compute_pairs(
@@ -57,7 +59,9 @@ def compute_pairs(
     Args:
         refused: List to which rejected instances are appended.
     """
-    pairs = _pairs(projection, _compute_load, now_s, options, refused)
+    instances = projection.values()
+    loads = [one.compute + one.waiting for one in instances]
+    pairs = _pairs(instances, loads, now_s, options, refused)
     able = [pair for pair in pairs if effects.overlap_of(pair.host, options) > 0]
     if able:
         return able
@@ -67,51 +71,42 @@ def compute_pairs(
     return []
 
 
-def _memory_load(instance: Projected) -> float:
-    return instance.wanted_blocks / instance.kv_blocks  # the property takes twice as long
-
-
-def _compute_load(instance: Projected) -> float:
-    return instance.compute + instance.waiting
-
-
 def _pairs(
-    projection: Projection,
-    load: Callable[[Projected], float],
+    instances: Iterable[Projected],
+    loads: Iterable[float],
     now_s: float,
     options: RepairedOptions,
     refused: list[Rejected],
 ) -> list[Pair]:
     def usable(
-        found: Sequence[Projected], role: str, may: Callable[[Projected], RejectReason | None]
-    ) -> list[Projected]:
+        found: Sequence[tuple[float, InstanceId, Projected]],
+        role: str,
+        may: Callable[[Projected], RejectReason | None],
+    ) -> list[tuple[float, Projected]]:
         able = []
         limits = (now_s, options.dwell_s, options.max_moves_per_instance)
-        for instance in found:
+        for load, name, instance in found:
             if reason := may(instance) or refusals.may_change(instance, *limits):
-                refused.append(Rejected(f"{instance.id} as {role}", reason, load(instance)))
+                refused.append(Rejected(f"{name} as {role}", reason, load))
             else:
-                able.append(instance)
+                able.append((load, instance))
         return able[:BREADTH]
 
     # More than needed, since the fullest and emptiest instances may not change at present.
     look = 4 * BREADTH
-    everyone = projection.values()
-    loaded = [(load(instance), instance.id, instance) for instance in everyone]
+    loaded = [(load, one.id, one) for load, one in zip(loads, instances, strict=True)]
     if len(loaded) <= _SORTED:
         loaded.sort()
         fullest, emptiest = loaded[: -look - 1 : -1], loaded[:look]
     else:
         fullest, emptiest = heapq.nlargest(look, loaded), heapq.nsmallest(look, loaded)
-    hosts = [instance for _, _, instance in fullest]
-    guests = [instance for _, _, instance in emptiest]
-    able_hosts = usable(hosts, "host", refusals.may_host)
-    able_guests = usable(guests, "guest", refusals.may_guest)
+    able_hosts = usable(fullest, "host", refusals.may_host)
+    able_guests = usable(emptiest, "guest", refusals.may_guest)
     return [
-        Pair(host, guest, load(host) - load(guest))
-        for host in able_hosts
-        for guest in able_guests
-        if load(host) - load(guest) > options.delta_down
+        Pair(host, guest, most - least)
+        for most, host in able_hosts
+        for least, guest in able_guests
+        if most - least > options.delta_down
     ]
 
 

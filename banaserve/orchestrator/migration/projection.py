@@ -168,7 +168,9 @@ def _projected(view: InstanceView, horizon_s: float, own_blocks: dict[int, int])
             kv_blocks = known
     if kv_blocks < 1:
         kv_blocks = 1
-    waiting = view.computable_prefill_tokens / speed / horizon_s if speed > 0 else 0.0
+    waiting = 0.0
+    if speed > 0 and view.inflight_prefill_tokens:
+        waiting = view.computable_prefill_tokens / speed / horizon_s
     # A waiting request waits for blocks at a decode instance, and for compute elsewhere.
     waiting_blocks = 0.0
     if role is Role.DECODE:
@@ -204,13 +206,14 @@ def take(projection: Projection, step: Step, horizon_s: float, now_s: float) -> 
         if instance is None:
             continue
         # No max() and no call, for speed: a role switch influences all instances.
-        compute = instance.compute + influence.compute
+        compute, kv_blocks, guest_bytes, step_s, waiting_s, memory = influence
+        compute += instance.compute
         instance.compute = compute if compute > 0 else 0.0
-        waiting = instance.waiting + influence.waiting_s / horizon_s
+        waiting = instance.waiting + waiting_s / horizon_s
         instance.waiting = waiting if waiting > 0 else 0.0
-        wanted = instance.wanted_blocks + influence.memory * instance.kv_blocks
+        wanted = instance.wanted_blocks + memory * instance.kv_blocks
         instance.wanted_blocks = wanted if wanted > 0 else 0.0
-        if influence.kv_blocks or influence.guest_bytes or influence.step_s:
+        if kv_blocks or guest_bytes or step_s:
             instance.resize(influence)
     for instance_id in step.instances:
         if instance_id in projection:

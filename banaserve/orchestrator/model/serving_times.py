@@ -8,6 +8,7 @@ that decodes.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from math import ceil, exp
 from typing import NamedTuple
 
@@ -65,13 +66,16 @@ class RecentPrompts(NamedTuple):
     def after(self, age_s: float, window_s: float) -> RecentPrompts:
         """Return the rates after ``age_s`` without a prompt, smoothed over ``window_s``."""
         kept = exp(-age_s / window_s)
-        return RecentPrompts(*(value * kept for value in self))
+        return RecentPrompts(
+            self.tokens_per_s * kept, self.pairs_per_s * kept, self.prompts_per_s * kept
+        )
 
     def and_one(self, leg: LegLoad, window_s: float) -> RecentPrompts:
         """Return the rates after the arrival of the prompt of ``leg``."""
-        one = (leg.to_compute, leg.pairs, 1)
         return RecentPrompts(
-            *(value + more / window_s for value, more in zip(self, one, strict=True))
+            self.tokens_per_s + leg.to_compute / window_s,
+            self.pairs_per_s + leg.pairs / window_s,
+            self.prompts_per_s + 1 / window_s,
         )
 
 
@@ -89,7 +93,10 @@ class InstanceTimes(NamedTuple):
         all_requests: Number of these requests, of requests whose prompts are still to be computed,
             and of requests that are computed elsewhere and will decode here.
         all_tokens: Tokens of all these requests, together.
-        ahead_tokens, ahead_pairs: Tokens and pairs of the prompts that are still to be computed.
+        ahead_tokens: Tokens of the prompts that are still to be computed.
+        ahead_s: Time that these prompts add to steps.
+        beside_s: Time of a step without its prompt tokens.
+        under_way_s: Remaining time of the step under way: half of the step on average.
         chunk_tokens: Maximum number of prompt tokens of a step.
         prefill_share: Share of the instance's time that prompts take at their recent rate.
         prompts_per_s: Recent rate of prompts.
@@ -107,40 +114,24 @@ class InstanceTimes(NamedTuple):
     all_requests: int
     all_tokens: float
     ahead_tokens: int
-    ahead_pairs: int
+    ahead_s: float
+    beside_s: float
+    under_way_s: float
     chunk_tokens: int
     prefill_share: float
     prompts_per_s: float
     kv_tokens: int
 
-    def compute_s(self, tokens: int, pairs: int) -> float:
-        """Return the time that prompt tokens add to the steps that compute them."""
-        return self.token_s * tokens + self.pair_s * pairs
-
     def leg_s(self, leg: LegLoad) -> float:
         """Return the time that the prompt of ``leg`` adds to the steps that compute it."""
-        return self.compute_s(leg.to_compute, leg.pairs)
-
-    @property
-    def ahead_s(self) -> float:
-        """Time that the prompts that are still to be computed add to steps."""
-        return self.compute_s(self.ahead_tokens, self.ahead_pairs)
-
-    @property
-    def under_way_s(self) -> float:
-        """Remaining time of the step under way: half of the step on average."""
-        step_s = self._beside_s if self.ahead_tokens or self.batch else 0.0
-        if self.ahead_tokens:
-            share = min(1.0, self.chunk_tokens / self.ahead_tokens)
-            step_s += share * self.ahead_s
-        return step_s / 2
+        return self.token_s * leg.to_compute + self.pair_s * leg.pairs
 
     def first_token_s(self, leg: LegLoad) -> float:
         """Return the time until the prompt of ``leg`` is computed, after the prompts before it."""
         steps = ceil((self.ahead_tokens + leg.to_compute) / self.chunk_tokens)
         own_s = self.leg_s(leg)
         own_s = max(own_s, leg.fetched * self.fetch_token_s - self.fixed_s)
-        return self.under_way_s + steps * self._beside_s + self.ahead_s + own_s
+        return self.under_way_s + steps * self.beside_s + self.ahead_s + own_s
 
     def handover_s(self, prompt_tokens: int, way_s: float = 0.0) -> float:
         """Return the time from the end of a prefill leg elsewhere to the step that continues it.
@@ -196,19 +187,20 @@ class InstanceTimes(NamedTuple):
             return 0.0
         return missing / self.all_tokens * output_tokens * self.token_s_with()
 
-    @property
-    def _beside_s(self) -> float:
-        """Time of a step without its prompt tokens."""
-        return self.fixed_s + self.request_s * self.batch + self.context_s * self.context_tokens
-
 
 def assumed_coefficients(views: Iterable[InstanceView]) -> tuple[float, ...]:
     """Return the mean learnt coefficients of ``views``, for instances without; 0 if none has one.
 
     An instance that has never prefilled cannot know the cost of a prompt; its peers can.
     """
-    known = [view.report.step_coefficients for view in views if view.report is not None]
-    columns = zip(*(one for one in known if one), strict=True)
+    known = (view.report.step_coefficients for view in views if view.report is not None)
+    return _means(tuple(one for one in known if one))
+
+
+@lru_cache(maxsize=64)
+def _means(known: tuple[tuple[float, ...], ...]) -> tuple[float, ...]:
+    """Return the mean of each coefficient; cached, since requests come more often than reports."""
+    columns = zip(*known, strict=True)
     means = []
     for column in columns:
         learnt = [value for value in column if value > 0]
@@ -239,6 +231,16 @@ def times_of(
     batch = max(0, view.inflight_requests - view.inflight_prefill_requests)
     prompts = max(0, view.inflight_tokens - view.inflight_prefill_tokens)
     num_all = view.inflight_requests + coming_requests
+    context_tokens = prompts + batch * output_tokens / 2 if batch else 0.0
+    beside_s = fixed_s + request_s * batch + context_s * context_tokens
+    chunk_tokens = (
+        max(_LEAST_CHUNK_TOKENS, view.step_tokens - batch) if view.step_tokens else 1 << 30
+    )
+    ahead_tokens = view.inflight_prefill_tokens
+    ahead_s = token_s * ahead_tokens + pair_s * view.inflight_prefill_pairs
+    under_way_s = beside_s if ahead_tokens or batch else 0.0
+    if ahead_tokens:
+        under_way_s += min(1.0, chunk_tokens / ahead_tokens) * ahead_s
     return InstanceTimes(
         fixed_s,
         token_s,
@@ -247,12 +249,14 @@ def times_of(
         request_s,
         view.report.fetch_token_s if view.report is not None else 0.0,
         batch,
-        prompts + batch * output_tokens / 2 if batch else 0.0,
+        context_tokens,
         num_all,
         max(1.0, view.inflight_tokens + coming_tokens + num_all * output_tokens / 2),
-        view.inflight_prefill_tokens,
-        view.inflight_prefill_pairs,
-        max(_LEAST_CHUNK_TOKENS, view.step_tokens - batch) if view.step_tokens else 1 << 30,
+        ahead_tokens,
+        ahead_s,
+        beside_s,
+        under_way_s / 2,
+        chunk_tokens,
         min(_MOST_PREFILL_SHARE, token_s * recent.tokens_per_s + pair_s * recent.pairs_per_s),
         recent.prompts_per_s,
         view.kv_tokens,
@@ -269,10 +273,15 @@ def _step(
     if not coefficients:
         token_s = 1 / view.prefill_tokens_per_s if view.prefill_tokens_per_s > 0 else 1.0
         return (report.step_s if report is not None else 0.0), token_s, 0.0, 0.0, token_s
-    # A fitted coefficient may be below 0 if its kind of work has been rare.
-    fixed_s, token_s, pair_s, context_s, request_s, call_s = (
-        own if own > 0 else other
-        for own, other in zip(coefficients, assumed or (0.0,) * len(coefficients), strict=True)
-    )
-    calls = sum(p.module.num_layers if p.module.heads else 1 for p in view.placements)
-    return fixed_s + call_s * calls, token_s, pair_s, context_s, request_s
+    fixed_s, token_s, pair_s, context_s, request_s, call_s = _filled(coefficients, assumed)
+    if view.placements:
+        calls = sum(p.module.num_layers if p.module.heads else 1 for p in view.placements)
+        fixed_s += call_s * calls
+    return fixed_s, token_s, pair_s, context_s, request_s
+
+
+@lru_cache(maxsize=1024)
+def _filled(coefficients: tuple[float, ...], assumed: tuple[float, ...]) -> tuple[float, ...]:
+    """Return ``coefficients``; those of rare kinds of work, 0 or fitted below, from ``assumed``."""
+    others = assumed or (0.0,) * len(coefficients)
+    return tuple(own if own > 0 else other for own, other in zip(coefficients, others, strict=True))

@@ -9,9 +9,10 @@ since engines know no role.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import exp
+from math import inf
+from operator import attrgetter, itemgetter
 from typing import ClassVar, NamedTuple
 
 from banaserve.errors import UserError
@@ -25,6 +26,13 @@ from banaserve.orchestrator.model.serving_times import (
     times_of,
 )
 from banaserve.orchestrator.routing.checks import check_number
+from banaserve.orchestrator.routing.excess import (
+    Excesses,
+    LegCandidate,
+    LegPlace,
+    Limits,
+    RouteSituation,
+)
 from banaserve.orchestrator.routing.legs import LegOptions, LegReason, Legs, plan_legs
 from banaserve.orchestrator.routing.registry import register
 from banaserve.orchestrator.routing.rotation import Rotation
@@ -39,8 +47,7 @@ from banaserve.types import (
 )
 
 _UNKNOWN_LENGTHS = OutputLengths(128.0, (128,), (128,))
-_STEEPNESS = 10
-_MOST_RATIO = 100.0
+_LATENCY = attrgetter("latency_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,118 +81,52 @@ class SloAwareOptions:
             raise UserError(f"off_role_factor is {self.off_role_factor}: give 1 or more")
 
 
-class Limits(NamedTuple):
-    """Limits of a request, in seconds; 0 is no limit."""
-
-    ttft_s: float
-    tpot_s: float
-
-
-class LegCandidate(NamedTuple):
-    """A way to serve a request.
-
-    Attributes:
-        prefill: Instance of the prefill leg; None if ``decode`` serves both legs.
-        ttft_s, tpot_s: Predicted latencies of the request.
-        excess: Expected number of requests that miss a limit because of it, including itself.
-        latency_s: Time until its last token, plus the delay of other requests because of it.
-    """
-
-    prefill: InstanceId | None
-    decode: InstanceId
-    ttft_s: float
-    tpot_s: float
-    excess: float
-    latency_s: float
-
-
-class Harm(NamedTuple):
-    """Cost of a leg for the other requests at its instance.
-
-    Attributes:
-        excess: Expected number of requests that additionally miss a limit.
-        delay_s: Sum of the delays, in seconds.
-    """
-
-    excess: float
-    delay_s: float
-
-
-class RouteSituation(NamedTuple):
-    """Input of a choice.
-
-    Attributes:
-        views: Ready instances; among equals, the first is preferred.
-        times: Predicted times, by instance.
-        leg: Tokens of the request, without tokens in instances' own caches.
-        resident: Tokens of the prompt in an instance's own cache, by instance.
-        lengths: Output lengths of recent requests.
-        own_lengths: Output lengths that the request may have.
-        limits: Limits of the request.
-        others_tpot_s: TPOT limit of the requests that decode; 0 is no limit.
-        others_missed: Probability that such a request misses this limit anyway, by instance; empty
-            without a limit.
-        whole: Instances whose role is to serve the whole request, if it has one leg only.
-        is_whole: True if the request has one leg only.
-        first_token_waits: Flag ``first_token_waits`` of the ``RequestView``.
-        may_leave_role: True if instances may serve legs of another role.
-    """
-
-    views: Sequence[InstanceView]
-    times: Mapping[InstanceId, InstanceTimes]
-    leg: LegLoad
-    resident: Mapping[InstanceId, int]
-    lengths: OutputLengths
-    own_lengths: Sequence[int]
-    limits: Limits
-    others_tpot_s: float
-    others_missed: Mapping[InstanceId, float]
-    whole: Sequence[InstanceView]
-    is_whole: bool
-    first_token_waits: bool
-    may_leave_role: bool
-
-    def leg_at(self, instance: InstanceId) -> LegLoad:
-        """Return the request's leg at ``instance``, which may have KV of its prompt already."""
-        resident = self.resident.get(instance, 0)
-        return self.leg.where(resident) if resident else self.leg
-
-
-def missed(ratio: float) -> float:
-    """Return the probability that a request misses a limit, in [0, 1].
-
-    A prediction errs, so that a predicted time equal to the limit gives one half.
-
-    Args:
-        ratio: Predicted time as a multiple of the limit.
-    """
-    return 1 - 1 / (1 + min(ratio, _MOST_RATIO) ** _STEEPNESS)
-
-
 def choose(situation: RouteSituation, options: SloAwareOptions) -> LegCandidate:
     """Return the candidate of least latency among those of about the least excess.
 
     Pure. There is at least one candidate: ``plan_legs`` has found an instance for each leg.
+    Candidates are examined by their latency, and an excess, which takes most of the time, is only
+    computed if it can decide.
     """
-    found = [*_whole(situation, options), *_apart(situation, options)]
-    least = min(one.excess for one in found) + options.tolerance
-    return min((one for one in found if one.excess <= least), key=lambda one: one.latency_s)
+    excesses, firsts = Excesses(situation, options.late_weight), _firsts(situation)
+    whole = [*_whole(situation, options)]
+    first = min((*whole, *_apart(situation, _fastest(firsts))), key=_LATENCY)
+    if excesses.of(first) <= excesses.LEAST + options.tolerance:
+        return first
+    found = [*whole, *_apart(situation, firsts)]
+    bounded = [(excesses.least_of(one), one) for one in sorted(found, key=_LATENCY)]
+    most, rivals = inf, sorted(bounded, key=itemgetter(0), reverse=True)
+    for bound, one in bounded:
+        if bound > most:
+            continue
+        excess = excesses.of(one)
+        # It is chosen once no rival left can have an excess that excludes it.
+        while excess <= most and rivals:
+            bound, rival = rivals[-1]
+            if excess <= bound + options.tolerance:
+                return one
+            rivals.pop()
+            most = min(most, excesses.of(rival) + options.tolerance)
+        if excess <= most:
+            return one
+    raise AssertionError("the candidate of the least excess is within the tolerance")
 
 
 def _whole(s: RouteSituation, options: SloAwareOptions) -> Iterator[LegCandidate]:
     """Yield the candidates with one instance for both legs, the role of colocated instances."""
-    mean = s.lengths.mean_tokens
-    for view in s.views:
-        is_own = view.role is Role.COLOCATED or (s.is_whole and view in s.whole)
+    mean, tokens, leg = s.lengths.mean_tokens, s.tokens, s.leg
+    all_tokens, further = leg.prompt + leg.output, max(0.0, leg.output - 1)
+    for place in s.places.values():
+        view, times = place.view, place.times
+        is_own = view.role is Role.COLOCATED or (s.is_whole and view.id in s.whole)
         if not is_own and not s.may_leave_role:
             continue
-        times, leg = s.times[view.id], s.leg_at(view.id)
-        tokens = leg.prompt + leg.output / 2
-        ttft_s = times.first_token_s(leg) + times.room_s(leg.prompt + leg.output, mean)
-        own = _tokens(s, times, times.token_s_with(1, tokens), tokens, 0.0)
-        harm = _harm(s, view.id, times.leg_s(leg), times.added_token_s(tokens))
-        factor = 1.0 if is_own else _off_role_factor(view, leg, options)
-        yield _candidate(s, options, None, view.id, ttft_s, own, harm, factor)
+        ttft_s = place.first_s + times.room_s(all_tokens, mean)
+        tpot_s = times.token_s_with(1, tokens)
+        delay_s = place.delay_s(place.prompt_s, place.added_s, mean)
+        latency_s = ttft_s + tpot_s * further + delay_s
+        factor = 1.0 if is_own else _off_role_factor(view, place.leg, options)
+        yield LegCandidate(None, view.id, ttft_s, tpot_s, factor * latency_s, 0.0)
 
 
 def _off_role_factor(view: InstanceView, leg: LegLoad, options: SloAwareOptions) -> float:
@@ -197,143 +138,79 @@ def _off_role_factor(view: InstanceView, leg: LegLoad, options: SloAwareOptions)
     return 1 + (options.off_role_factor - 1) * share
 
 
-def _apart(s: RouteSituation, options: SloAwareOptions) -> Iterator[LegCandidate]:
-    """Yield the candidates with one instance for prefill and another one for decode.
+class _First(NamedTuple):
+    """A prefill leg of two legs: its time to the first token, and the delay of others by it."""
+
+    view: InstanceView
+    ttft_s: float
+    delay_s: float
+
+    def is_as_fast_as(self, other: _First) -> bool:
+        """Return whether no candidate with ``other`` is faster than the same one with this leg."""
+        is_faster = self.ttft_s <= other.ttft_s and self.delay_s <= other.delay_s
+        return is_faster and self.view.role is other.view.role and not self.view.far
+
+
+def _firsts(s: RouteSituation) -> list[_First]:
+    """Return the prefill legs of candidates with two instances.
 
     Pairs of colocated instances are left out: the gain of one from handing over is lost by
     computing prompts of the other.
     """
-    roles = {view.role for view in s.views}
-    if s.is_whole or len(roles) < 2:
+    if s.is_whole:
+        return []
+    places, mean = s.places.values(), s.lengths.mean_tokens
+    has_decode = any(place.view.role is Role.DECODE for place in places)
+    return [
+        _First(
+            place.view,
+            place.first_s + place.times.room_s(s.leg.prompt, mean),
+            place.delay_s(place.prompt_s, 0.0, mean),
+        )
+        for place in places
+        if place.view.role is Role.PREFILL or (place.view.role is Role.COLOCATED and has_decode)
+    ]
+
+
+def _fastest(firsts: Sequence[_First]) -> list[_First]:
+    """Return the legs without those that the leg of an earlier instance makes unnecessary."""
+    kept: list[_First] = []
+    for one in firsts:
+        if not any(other.is_as_fast_as(one) for other in kept):
+            kept.append(one)
+    return kept
+
+
+def _apart(s: RouteSituation, firsts: Sequence[_First]) -> Iterator[LegCandidate]:
+    """Yield the candidates with one of ``firsts`` and another instance for decode."""
+    if not firsts:
         return
-    mean, leg = s.lengths.mean_tokens, s.leg
-    firsts = []
-    for view in s.views:
-        if view.role is Role.PREFILL or (view.role is Role.COLOCATED and Role.DECODE in roles):
-            times, own_leg = s.times[view.id], s.leg_at(view.id)
-            ttft_s = times.first_token_s(own_leg) + times.room_s(leg.prompt, mean)
-            firsts.append((view, ttft_s, _harm(s, view.id, times.leg_s(own_leg), 0.0)))
-    for view in s.views:
-        if view.role is Role.PREFILL or (view.role is Role.COLOCATED and Role.PREFILL not in roles):
+    places, mean, leg, tokens = s.places.values(), s.lengths.mean_tokens, s.leg, s.tokens
+    has_prefill = any(place.view.role is Role.PREFILL for place in places)
+    further = max(0.0, leg.output - 1)
+    for place in places:
+        view, times = place.view, place.times
+        if view.role is Role.PREFILL or (view.role is Role.COLOCATED and not has_prefill):
             continue
-        times = s.times[view.id]
-        tokens = leg.prompt + leg.output / 2
-        fetched = leg.prompt - s.leg_at(view.id).resident
+        fetched = leg.prompt - place.leg.resident
         room_s = times.room_s(leg.prompt + leg.output, mean)
         token_s = times.token_s_behind(1, tokens, leg.output)
-        harm = _harm(s, view.id, 0.0, times.added_token_s(tokens))
-        by_way: dict[float, tuple[_Tokens, float]] = {}
-        for first, ttft_s, first_harm in firsts:
-            if first.id == view.id or first.role is view.role:
+        delay_s = place.delay_s(0.0, place.added_s, mean)
+        by_way: dict[float, tuple[float, float, float]] = {}
+        for first, ttft_s, first_delay_s in firsts:
+            if first.role is view.role:
                 continue
             taken_s = way_s(first, view, fetched)
             if (begun := by_way.get(taken_s)) is None:
                 begins_s, waits_s = room_s + times.handover_s(fetched, taken_s), 0.0
                 if s.first_token_waits:
                     begins_s, waits_s = 0.0, begins_s + token_s
-                begun = by_way[taken_s] = _tokens(s, times, token_s, tokens, begins_s), waits_s
-            own, waits_s = begun
-            both = Harm(first_harm.excess + harm.excess, first_harm.delay_s + harm.delay_s)
-            yield _candidate(s, options, first.id, view.id, ttft_s + waits_s, own, both, 1.0)
-
-
-class _Tokens(NamedTuple):
-    """Tokens of the request after the first: their mean time, and the probability that their limit
-    is missed."""
-
-    tpot_s: float
-    missed: float
-
-
-def _tokens(
-    s: RouteSituation, times: InstanceTimes, token_s: float, tokens: float, begins_s: float
-) -> _Tokens:
-    """Return the predicted times of the output tokens of a request.
-
-    Args:
-        token_s: Mean time of an output token.
-        tokens: Mean number of tokens of the request while it decodes.
-        begins_s: Additional time between the first and the second output token.
-    """
-    tpot_s = token_s + begins_s / max(1.0, s.leg.output - 1)
-    if not s.limits.tpot_s:
-        return _Tokens(tpot_s, 0.0)
-    step_s = times.step_s_with(1, tokens)
-    return _Tokens(tpot_s, missed_by(times, s.own_lengths, s.limits.tpot_s, step_s, begins_s))
-
-
-def _candidate(
-    s: RouteSituation,
-    options: SloAwareOptions,
-    prefill: InstanceId | None,
-    decode: InstanceId,
-    ttft_s: float,
-    tokens: _Tokens,
-    harm: Harm,
-    factor: float,
-) -> LegCandidate:
-    ttft_ratio = ttft_s / s.limits.ttft_s if s.limits.ttft_s else 0.0
-    has_tokens = s.leg.output > 1 and s.limits.tpot_s
-    ratio = max(ttft_ratio, tokens.tpot_s / s.limits.tpot_s if has_tokens else 0.0)
-    own = 1 - (1 - missed(ttft_ratio)) * (1 - tokens.missed)
-    excess = own + options.late_weight * max(0.0, ratio - 1) + harm.excess
-    latency_s = ttft_s + tokens.tpot_s * max(0.0, s.leg.output - 1) + harm.delay_s
-    return LegCandidate(prefill, decode, ttft_s, tokens.tpot_s, excess, factor * latency_s)
-
-
-def _harm(s: RouteSituation, instance: InstanceId, once_s: float, token_s: float) -> Harm:
-    """Return the cost of a leg for the requests that decode at its instance, or will before it.
-
-    Args:
-        once_s: Time that each of these requests waits once, for a prompt.
-        token_s: Time by which each of their steps becomes longer.
-    """
-    times = s.times[instance]
-    count = times.all_requests
-    if not count:
-        return Harm(0.0, 0.0)
-    # On average, half of their tokens are still to be generated.
-    delay_s = count * (once_s + token_s * s.lengths.mean_tokens / 2)
-    if not s.others_tpot_s:
-        return Harm(0.0, delay_s)
-    lengths, step_s = s.lengths.present_tokens, times.step_s_with() + token_s
-    after = missed_by(times, lengths, s.others_tpot_s, step_s, once_s)
-    return Harm(count * (after - s.others_missed[instance]), delay_s)
-
-
-def missed_by(
-    times: InstanceTimes,
-    lengths: Sequence[int],
-    limit_s: float,
-    step_s: float,
-    once_s: float = 0.0,
-) -> float:
-    """Return the probability that a request of one of ``lengths`` misses its limit per token.
-
-    A short output either ends before the next prompt arrives or is delayed by it for long; the mean
-    delay, which a long output has, describes neither case. So both cases are computed, each with
-    its probability. Called several times for every request and instance, hence few calls inside.
-
-    Args:
-        lengths: Possible output lengths, with equal probability.
-        limit_s: Limit of the time per token, in seconds.
-        step_s: Time of a step that decodes the request.
-        once_s: Time that the request waits once.
-    """
-    mean_s, token_s = times.interrupted(step_s)
-    rate, chance = -times.prompts_per_s, 0.0
-    for length in lengths:
-        if length > 1:
-            own_s = step_s + once_s / (length - 1)
-            quiet = exp(rate * length * token_s)
-            ratio = own_s / limit_s
-            within = 1 / (1 + (ratio if ratio < _MOST_RATIO else _MOST_RATIO) ** _STEEPNESS)
-            chance += quiet * (1 - within)
-            if quiet < 1:
-                ratio = (own_s + mean_s / (1 - quiet)) / limit_s
-                within = 1 / (1 + (ratio if ratio < _MOST_RATIO else _MOST_RATIO) ** _STEEPNESS)
-                chance += (1 - quiet) * (1 - within)
-    return chance / len(lengths)
+                tpot_s = token_s + begins_s / max(1.0, leg.output - 1)
+                begun = by_way[taken_s] = begins_s, waits_s, tpot_s
+            begins_s, waits_s, tpot_s = begun
+            first_s = ttft_s + waits_s
+            latency_s = first_s + tpot_s * further + (first_delay_s + delay_s)
+            yield LegCandidate(first.id, view.id, first_s, tpot_s, latency_s, begins_s)
 
 
 class _Promise(NamedTuple):
@@ -388,51 +265,67 @@ class SloAware:
             options.ttft_s if own.ttft_s is None else own.ttft_s,
             options.tpot_s if own.tpot_s is None else own.tpot_s,
         )
-        assumed, limit_s = assumed_coefficients(ready), options.tpot_s
-        times = {
-            view.id: self._times(view, lengths.mean_tokens, assumed, cluster.now_s)
-            for view in ready
-        }
-        others_missed = {
-            name: missed_by(one, lengths.present_tokens, limit_s, one.step_s_with())
-            for name, one in times.items()
-            if limit_s
-        }
+        leg = LegLoad(max(1, request.uncached_tokens), request.cached_tokens, output)
+        tokens = leg.prompt + output / 2
+        times = self._times(ready, lengths.mean_tokens, cluster.now_s)
+        places = {}
+        for view in self._turns.order(ready):
+            resident, one = request.resident_tokens.get(view.id, 0), times[view.id]
+            own_leg = leg.where(resident) if resident else leg
+            places[view.id] = LegPlace(
+                view,
+                one,
+                own_leg,
+                one.first_token_s(own_leg),
+                one.leg_s(own_leg),
+                one.added_token_s(tokens),
+            )
         return RouteSituation(
-            self._turns.order(ready),
-            times,
-            LegLoad(max(1, request.uncached_tokens), request.cached_tokens, output),
-            request.resident_tokens,
+            places,
+            leg,
+            tokens,
             lengths,
             own_lengths,
             limits,
-            limit_s,
-            others_missed,
-            legs.decode,
+            options.tpot_s,
+            {view.id for view in legs.decode},
             not legs.prefill,
             request.first_token_waits,
             self._legs.fallback,
         )
 
     def _times(
-        self, view: InstanceView, output_tokens: float, assumed: tuple[float, ...], now_s: float
-    ) -> InstanceTimes:
-        coming = [one.tokens for one in self._promises if one.instance == view.id]
-        recent = self._prompts_at(view.id, now_s)
-        return times_of(view, output_tokens, assumed, recent, len(coming), sum(coming))
+        self, ready: Sequence[InstanceView], output_tokens: float, now_s: float
+    ) -> dict[InstanceId, InstanceTimes]:
+        assumed = assumed_coefficients(ready)
+        coming: dict[InstanceId, list[int]] = {}
+        for one in self._promises:
+            coming.setdefault(one.instance, []).append(one.tokens)
+        return {
+            view.id: times_of(
+                view,
+                output_tokens,
+                assumed,
+                self._prompts_at(view.id, now_s),
+                len(tokens := coming.get(view.id, ())),
+                sum(tokens),
+            )
+            for view in ready
+        }
 
     def _prompts_at(self, instance: InstanceId, now_s: float) -> RecentPrompts:
-        at_s, recent = self._prompts.get(instance, (now_s, NO_PROMPTS))
+        if instance not in self._prompts:
+            return NO_PROMPTS
+        at_s, recent = self._prompts[instance]
         return recent.after(now_s - at_s, self._options.rate_window_s)
 
     def _remember(self, chosen: LegCandidate, situation: RouteSituation, now_s: float) -> None:
         first = chosen.decode if chosen.prefill is None else chosen.prefill
         recent = self._prompts_at(first, now_s)
-        leg = situation.leg_at(first)
-        self._prompts[first] = (now_s, recent.and_one(leg, self._options.rate_window_s))
-        by_id = {view.id: view for view in situation.views}
-        self._turns.take(by_id[first])
+        place = situation.places[first]
+        self._prompts[first] = (now_s, recent.and_one(place.leg, self._options.rate_window_s))
+        self._turns.take(place.view)
         if chosen.prefill is not None:
-            self._turns.take(by_id[chosen.decode])
+            self._turns.take(situation.places[chosen.decode].view)
             until_s = now_s + chosen.ttft_s
             self._promises.append(_Promise(until_s, chosen.decode, situation.leg.prompt))
