@@ -63,6 +63,7 @@ class FutureRequest(NamedTuple):
             ``instance``.
         age_s: Time since the arrival of a request under way, in seconds.
         first_age_s: Time since its first token, in seconds; None without one.
+        source: Number of the observed request: requests that arrive repeatedly share it.
     """
 
     at_s: float
@@ -73,6 +74,7 @@ class FutureRequest(NamedTuple):
     age_s: float = 0.0
     instance: InstanceId | None = None
     first_age_s: float | None = None
+    source: int = 0
 
 
 class InstanceUse(NamedTuple):
@@ -140,6 +142,7 @@ def future_of(
             (now_s - request.arrival_s) / dilation,
             request.instance,
             None if request.first_s is None else (now_s - request.first_s) / dilation,
+            place,
         )
         for place, request in enumerate(requests)
         if request.end_s is None
@@ -150,6 +153,7 @@ def future_of(
             request.prompt_tokens,
             request.cached_tokens,
             lengths[place],
+            source=place,
         )
         for place, request in enumerate(requests)
         if since_s <= request.arrival_s < now_s

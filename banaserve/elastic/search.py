@@ -106,8 +106,11 @@ class Search:
             options.max_requests,
             options.dilation,
         )
-        arrivals_s = [one.arrival_s for one in requests if one.arrival_s >= since_s]
-        self._rate_doubt = rate_doubt(arrivals_s)
+        seen = [one for one in requests if one.arrival_s >= since_s]
+        self._work_doubt = work_doubt(
+            [one.arrival_s for one in seen],
+            [one.prompt_tokens - one.cached_tokens for one in seen],
+        )
 
     def best(self) -> Decision:
         """Return the decision for the best arrangement, forecast as the module describes.
@@ -170,7 +173,7 @@ class Search:
         home = Wanted(self._present, self._away)
         doubt = ""
         if best not in (stay, home) and not self._is_back(best):
-            if gain < max(least, options.certainty * chance_of(found[best], held)):
+            if gain < max(least, options.certainty * chance_of(found[best], held, self._future)):
                 doubt = f"{best} would be better by {gain:.3f} only"
             elif gain + self._gain_if_denser(best, stay) < 0:
                 doubt = f"{best} would lose more with a little more load"
@@ -205,11 +208,11 @@ class Search:
         return {one: max(0.0, value - fastest - _AS_FAST) for one, value in lost.items()}
 
     def _gain_if_denser(self, best: Wanted, stay: Wanted) -> float:
-        """Return the gain of ``best`` at a rate higher by one standard deviation of its doubt.
+        """Return the gain of ``best`` at a rate higher by ``certainty`` deviations of the doubt.
 
         Near saturation, a little more load is much worse, and some arrangements have less reserve.
         """
-        future = denser(self._future, self._rate_doubt)
+        future = denser(self._future, self._options.certainty * self._work_doubt)
         found = {one: self._forecast(one, future) for one in (best, stay)}
         slower = self._slower(found, stay)
         lost = self._options.slowdown_weight * (slower[best] - slower[stay])
@@ -384,18 +387,26 @@ def _seen(views: Sequence[InstanceView], options: ElasticOptions) -> Sequence[In
     ]
 
 
-def rate_doubt(arrivals_s: Sequence[float]) -> float:
-    """Return the relative standard deviation of the rate of these arrivals.
+def work_doubt(arrivals_s: Sequence[float], prompt_tokens: Sequence[int]) -> float:
+    """Return the relative standard deviation of the prompt tokens that arrive per second.
 
-    For a renewal process it is the coefficient of variation of the gaps between arrivals, divided
-    by the square root of their number; at most ``_MOST_DOUBT``.
+    For a renewal process with independent lengths it is the root of the sum of the squared
+    coefficients of variation of the gaps between arrivals and of the lengths, divided by the square
+    root of the number of gaps; at most ``_MOST_DOUBT``.
     """
     gaps = [b - a for a, b in pairwise(arrivals_s)]
-    mean = sum(gaps) / len(gaps) if gaps else 0.0
-    if mean <= 0:
+    if not gaps or sum(gaps) <= 0:
         return _MOST_DOUBT
-    variation = sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) / mean
-    return min(_MOST_DOUBT, variation / sqrt(len(gaps)))
+    squares = _squared_variation(gaps) + _squared_variation(prompt_tokens)
+    return min(_MOST_DOUBT, sqrt(squares / len(gaps)))
+
+
+def _squared_variation(values: Sequence[float]) -> float:
+    """Return the variance of ``values`` divided by the square of their mean; 0 for a mean of 0."""
+    mean = sum(values) / len(values)
+    if mean <= 0:
+        return 0.0
+    return sum((one - mean) ** 2 for one in values) / len(values) / mean**2
 
 
 def denser(future: Sequence[FutureRequest], more: float) -> list[FutureRequest]:
@@ -403,13 +414,16 @@ def denser(future: Sequence[FutureRequest], more: float) -> list[FutureRequest]:
     return [one._replace(at_s=one.at_s / (1 + more)) for one in future]
 
 
-def chance_of(one: Forecast, other: Forecast) -> float:
+def chance_of(one: Forecast, other: Forecast, future: Sequence[FutureRequest]) -> float:
     """Return the standard deviation of the mean gain by chance, from ten interleaved samples.
 
-    The samples are interleaved because the growth of a queue is not chance.
+    The samples are interleaved because the growth of a queue is not chance. A request that arrives
+    repeatedly in the forecast was observed once, so all of its arrivals are in one sample: else the
+    requests of a few seconds would seem as certain as those of a minute.
     """
-    gains = [a - b for a, b in zip(one.values, other.values, strict=True)]
-    samples = [gains[first::10] for first in range(10)]
+    samples: list[list[float]] = [[] for _ in range(10)]
+    for told, a, b in zip(future, one.values, other.values, strict=True):
+        samples[told.source % 10].append(a - b)
     parts = [sum(sample) / len(sample) for sample in samples if sample]
     if len(parts) < 2:
         return 0.0

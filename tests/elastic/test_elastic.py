@@ -24,7 +24,7 @@ from banaserve.elastic.options import ElasticOptions
 from banaserve.elastic.planning import Change, changes_of
 from banaserve.elastic.policy import Elastic, decide, plan_of
 from banaserve.elastic.process import DecisionProcess
-from banaserve.elastic.search import denser, least_gain, rate_doubt
+from banaserve.elastic.search import denser, least_gain, work_doubt
 from banaserve.errors import UserError
 from banaserve.orchestrator.migration import registry
 from banaserve.sim.batch import EngineLimits
@@ -486,11 +486,18 @@ def test_options_that_make_no_sense(options, words):
 @pytest.mark.parametrize(
     ("num", "variation", "doubt"), [(100, 0.0, 0.0), (100, 1.0, 0.1), (4, 1.0, 0.3)]
 )
-def test_how_far_off_a_rate_may_be(num: int, variation: float, doubt: float) -> None:
+def test_how_far_off_the_work_may_be(num: int, variation: float, doubt: float) -> None:
     """Gaps of two lengths, as often one as the other, whose deviation is so many means."""
     gaps = [1.0 + (variation if n % 2 else -variation) for n in range(num)]
-    assert rate_doubt(list(accumulate(gaps, initial=5.0))) == pytest.approx(doubt)
-    assert rate_doubt([1.0, 1.0]) == rate_doubt([]) == 0.3
+    arrivals_s = list(accumulate(gaps, initial=5.0))
+    assert work_doubt(arrivals_s, [100] * len(arrivals_s)) == pytest.approx(doubt)
+    assert work_doubt([1.0, 1.0], [5, 5]) == work_doubt([], []) == 0.3
+
+
+def test_lengths_that_differ_add_to_the_doubt() -> None:
+    arrivals_s = [float(n) for n in range(101)]
+    lengths = [50, 150] * 50
+    assert work_doubt(arrivals_s, lengths) == pytest.approx(0.05)
 
 
 def test_a_denser_future_is_the_same_in_less_time() -> None:
