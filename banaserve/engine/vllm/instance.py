@@ -175,6 +175,7 @@ class Instance:
             request is to blame.
         settings: Settings that its engine was started with, or will be started with.
         inflight: Counts of the legs that were sent to the instance and have not ended.
+        coming: Requests that will decode here, while their prompts are computed elsewhere.
         step_tokens: Maximum number of tokens of a step; 0 for the default of the role.
     """
 
@@ -219,7 +220,7 @@ class Instance:
         self.step_tokens = 0
         self._kv_tokens = 0
         self._kv_token_bytes = 0
-        self._num_coming = 0
+        self.coming: set[object] = set()
         self._guests = (0, 0.0)
         self._placements: tuple[ModulePlacement, ...] = ()
         self._epoch = 0
@@ -493,21 +494,12 @@ class Instance:
             kv_tokens=self._kv_tokens,
             far=far,
             kv_token_bytes=self._kv_token_bytes,
-            coming_requests=self._num_coming,
+            coming_requests=len(self.coming),
         )
 
     def _new_board(self) -> ReportBoard:
         full_step = self.settings.budgets.of_role(self.role).num_tokens
         return ReportBoard(self.id, self._clock, full_step, self._gpu)
-
-    @contextlib.contextmanager
-    def expecting(self) -> Iterator[None]:
-        """Count a request that will decode here, while its prompt is computed elsewhere."""
-        self._num_coming += 1
-        try:
-            yield
-        finally:
-            self._num_coming -= 1
 
     def set_guests(self, num_bytes: int, busy_fraction: float) -> None:
         """Set the memory and the fraction of time that guests beside this instance take."""
@@ -617,6 +609,12 @@ class Instance:
     def takes_requests(self) -> bool:
         """True if the instance receives new requests."""
         return self.is_ready and not (self.is_draining or self.is_held or self.is_leaving)
+
+    @property
+    def has_left_decode(self) -> bool:
+        """True if the instance has stopped serving decode legs."""
+        is_out = self.is_draining or self.is_held or self.is_leaving
+        return is_out or self.role is Role.PREFILL
 
     @property
     def has_lost_client(self) -> bool:
