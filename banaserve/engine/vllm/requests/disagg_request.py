@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
@@ -212,16 +213,6 @@ class RequestContext:
             arrival_time=self.request.arrival_time, leg=leg, sequences=self.sequences
         )
 
-    def first_token_is_there(self) -> None:
-        """Note the time of the first token, whether or not it goes to the client at once."""
-        prefilled = self.prefilled
-        if prefilled is not None:  # report prefill's count: for decode, all tokens are cached
-            compat.set_created_tokens(self.state, prefilled.num_cache_creation_tokens or 0)
-        if self.index == 0:
-            source = "decode" if self.first is None else "prefill"
-            blocker = self.blockers.first_token if prefilled is not None else None
-            self.notes.note(FirstToken(source, blocker))
-
     def send(self, output: RequestOutput) -> RequestOutput:
         """Note that ``output`` goes to the client; return it."""
         if self.suspicion.turn is not None:
@@ -341,14 +332,13 @@ async def prefill(
     context: RequestContext, router: Router, legs: RoutedLegs, instance: Instance
 ) -> None:
     """Run the prefill leg: it leaves the prompt's KV in the store, and its token in ``context``."""
-    stats, num_tokens = context.stats(is_prefill=True), context.num_prompt_tokens
+    llm, stats = _client(instance), context.stats(is_prefill=True)
     is_for_all = not context.others_have_begun and context.index == 0
     hold = router.lookups.hold(context.hold, instance.store, legs.decode.store)
     prompt = context.prompt = StoredPrompt(instance, hold)
     to_compute, weights = legs.asked.to_compute_at(instance.id), instance.weights
-    llm = _client(instance)
     queue = LegOutputCollector(RequestOutputKind.FINAL_ONLY, f"{context.request.request_id}-p")
-    held = instance.holding(to_compute, num_tokens, queue.move, is_prompt=True)
+    held = instance.holding(to_compute, context.num_prompt_tokens, queue.move, is_prompt=True)
     with router.decode_batching.coming(legs.decode), held:
         leg = prefill_leg(
             context.request,
@@ -496,7 +486,7 @@ class DecodeOutputs:
         if context.prefilled and not num_resumed and self._batching.waits(instance):
             self._unsent = leg
         else:
-            await self._queue.send(self._llm, leg)
+            await self._send(leg)
 
     def _register(self) -> bool:
         """Continue the front-end state, or make one; return False if the request is over."""
@@ -505,21 +495,19 @@ class DecodeOutputs:
             compat.adopt(llm, context.state, context.request.request_id, self._queue)
             metrics.RESUMED.inc()
             return True
+        source = "decode" if context.first is None else "prefill"
+        event = FirstToken(source, context.blockers.first_token if prefilled else None)
         context.state = compat.register(
             llm,
             context.request,
             context.prompt_text,
             self._queue,
             context.stats(),
-            context.first_token_is_there,
+            functools.partial(context.notes.note, event) if context.index == 0 else None,
+            prefilled,
         )
-        if prefilled is not None:  # report prefill's count: for decode, all tokens are cached
-            compat.set_cached_tokens(context.state, prefilled.num_cached_tokens or 0)
-        if context.first is None:
-            metrics.FIRST_TOKENS.labels("decode").inc()
-            return True
-        metrics.FIRST_TOKENS.labels("prefill").inc()
-        return self._put_first_token(context.first)
+        metrics.FIRST_TOKENS.labels(source).inc()
+        return context.first is None or self._put_first_token(context.first)
 
     def _put_first_token(self, first: RequestOutput) -> bool:
         context, output, finish = self._context, first.outputs[0], None
@@ -583,9 +571,15 @@ class DecodeOutputs:
             await _abort(self._llm, leg.request_id)
         output = self._queue.get_nowait()
         if output is None:
-            await self._queue.send(self._llm, leg)
             self._unsent = None
+            await self._send(leg)
         return output
+
+    async def _send(self, leg: compat.EngineCoreRequest) -> None:
+        try:
+            await compat.send(self._llm, leg)
+        except compat.EngineDeadError as death:
+            self._queue.put(death)  # behind prefill's token, which the client must still get
 
     def _note(self, event: LegOutput | LegEnded) -> None:
         self._context.notes.note(event, self._context.request.request_id)

@@ -71,16 +71,6 @@ class LegOutputCollector(compat.RequestOutputCollector):
         finally:
             timer.cancel()
 
-    async def send(self, llm: compat.AsyncLLM, leg: compat.EngineCoreRequest) -> None:
-        """Send the leg to its engine; if the engine is dead, put the error into the queue.
-
-        The error comes behind the prefill leg's token, which the client must still get.
-        """
-        try:
-            await compat.send(llm, leg)
-        except compat.EngineDeadError as death:
-            self.put(death)
-
     def _raise_next(self) -> None:
         error, self._error = self._error, None
         if error is not None:
