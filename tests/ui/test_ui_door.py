@@ -334,7 +334,7 @@ async def test_the_end_of_the_server_ends_the_stream(served):
 async def test_requests_are_on_the_page(served):
     now_s = served.requests._clock.now()
     with served.requests.following("chatcmpl-1", 12, now_s, 1.7e9) as notes:
-        notes.first_token("decode", None)
+        notes.note(FirstToken("decode"))
         notes.tokens_so_far = lambda: 5
         state = await served.page.read_state()
         assert state.snapshot.figures.ttft_p50_s is not None

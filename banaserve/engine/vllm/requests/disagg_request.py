@@ -389,7 +389,7 @@ async def hand_over(
     """Return the legs of the decode leg; it goes elsewhere if its instance has left meanwhile."""
     chosen = legs.decode
     if legs.prefill is not None and (
-        chosen.id not in router.cluster.instances
+        router.cluster.instances.get(chosen.id) is not chosen  # removed
         or chosen.has_left_decode
         or (context.weights and chosen.weights != context.weights)
     ):
