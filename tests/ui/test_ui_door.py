@@ -22,6 +22,7 @@ from banaserve.api.page_access import CODE_S, PageAccess
 from banaserve.api.serving import _page
 from banaserve.cli.serve.command import _page as _page_line
 from banaserve.cli.serve.options.command_line import parse_serve_argv
+from banaserve.engine.vllm.tracing.events import FirstToken
 from banaserve.ui.page import PageMiddleware, page_files
 from banaserve.ui.records import PageInfo
 from banaserve.ui.replay_app import replay_app
