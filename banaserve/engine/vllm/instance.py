@@ -18,7 +18,7 @@ import os
 import signal
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 import zmq
@@ -75,12 +75,6 @@ class Inflight(NamedTuple):
         return Inflight(*(own + sign * its for own, its in zip(self, leg, strict=True)))
 
 
-class Counting(Protocol):
-    """The part of an ``Instance`` that a guard changes."""
-
-    def add_inflight(self, leg: Inflight, sign: int) -> None: ...
-
-
 class InflightGuard:
     """Counter of one leg of a request at its instance, while the leg runs.
 
@@ -92,7 +86,7 @@ class InflightGuard:
         has_output: True if the engine has computed a token of the leg.
     """
 
-    def __init__(self, instance: Counting, prefill_tokens: int, tokens: int) -> None:
+    def __init__(self, instance: Instance, prefill_tokens: int, tokens: int) -> None:
         self._instance = instance
         self.has_output = False
         self._leg = Inflight(1, tokens)

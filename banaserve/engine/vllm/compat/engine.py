@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.v1.engine import (
     EngineCoreOutput,
@@ -34,6 +33,7 @@ from vllm.v1.outputs import LogprobsLists
 
 from banaserve.config import Budget
 from banaserve.engine.vllm.compat.config import VllmConfig, own_budget
+from banaserve.engine.vllm.compat.requests import RequestOutput
 from banaserve.engine.vllm.continuation import output_of
 from banaserve.engine.vllm.rpc.engine_api import CoreApi
 from banaserve.engine.vllm.rpc.typed_rpc import implements

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Any, NamedTuple
@@ -19,13 +19,12 @@ from typing import Any, NamedTuple
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.compat.requests import (
     GracefulHTTPError,
-    PoolingRequestOutput,
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
 )
 from banaserve.engine.vllm.continuation import logprob_rows
-from banaserve.engine.vllm.instance import REBALANCED, InflightGuard, Instance
+from banaserve.engine.vllm.instance import REBALANCED, Instance
 from banaserve.engine.vllm.kv_connector.handover import Handover
 from banaserve.engine.vllm.monitoring import metrics
 from banaserve.engine.vllm.monitoring.leg_stats import (
@@ -34,7 +33,6 @@ from banaserve.engine.vllm.monitoring.leg_stats import (
     LegRequestStats,
     Sequences,
 )
-from banaserve.engine.vllm.requests.decode_batching import DecodeBatching
 from banaserve.engine.vllm.requests.intake import Blockers
 from banaserve.engine.vllm.requests.leg_output import LegMovedError, LegOutputCollector
 from banaserve.engine.vllm.requests.legs import decode_leg, prefill_leg
@@ -97,7 +95,8 @@ class Prediction(NamedTuple):
             metrics.PREDICTED.labels(what, legs).observe(predicted_s / measured_s)
 
 
-class Retry(NamedTuple):
+@dataclass(frozen=True)
+class Retry:
     """Facts about earlier attempts that the next attempt of a request takes into account.
 
     Attributes:
@@ -286,9 +285,10 @@ async def run_request(
                     yield context.send(await aborted_output(context, legs.decode))
                     return
                 legs = await hand_over(context, router, legs, retry)
-                async with decode(context, router, legs, retry.rebalanced_s) as outputs:
-                    while not outputs.finished:
-                        yield context.send(await outputs.get())
+                stream = decode(context, router, legs, retry.rebalanced_s)
+                async with contextlib.aclosing(stream) as outputs:
+                    async for output in outputs:
+                        yield context.send(output)
                 if router.residency is not None:
                     router.residency.computed(legs.decode, context.request, context.tokens_so_far)
                 return
@@ -405,27 +405,60 @@ async def hand_over(
     return legs
 
 
-@contextlib.asynccontextmanager
 async def decode(
     context: RequestContext, router: Router, legs: RoutedLegs, moved_s: float | None
-) -> AsyncIterator[DecodeOutputs]:
-    """Run the decode leg, or the whole request if there was no prefill leg, while it is read.
+) -> AsyncGenerator[RequestOutput, None]:
+    """Run the decode leg, or the whole request if there was no prefill leg.
 
     Args:
         moved_s: Time of the stream's last move by the rebalancer; None if it was not moved.
     """
-    instance, request_id = legs.decode, context.request.request_id
-    llm = _client(instance)
+    instance, batching = legs.decode, router.decode_batching
+    llm, request_id = _client(instance), context.request.request_id
     queue = LegOutputCollector(context.params.output_kind, request_id)
+    name, num_resumed = "decode" if context.prefilled else "whole", context.num_output_tokens
     to_compute = 0 if context.prefilled else legs.asked.to_compute_at(instance.id)
-    num_tokens = context.num_prompt_tokens + context.num_output_tokens
+    num_tokens = context.num_prompt_tokens + num_resumed
     held = instance.holding(to_compute, num_tokens, queue.move, moved_s=moved_s)
     with held as guard, queue.expiring(context.deadline):
         context.suspicion.num_beside = instance.inflight_requests
         try:
-            outputs = DecodeOutputs(context, router.decode_batching, instance, queue, guard)
-            await outputs.begin(_handover_to_decode(context, legs))
-            yield outputs
+            is_sent = is_awaited = _begin(context, llm, queue)
+            num_before = context.num_output_tokens
+            unsent: compat.EngineCoreRequest | None = None
+            if is_sent:
+                began = LegBegan(name, instance.id, request_id, num_resumed)
+                context.notes.note(began, request_id, instance.incarnation)
+                handover = _handover_to_decode(context, legs)
+                unsent = decode_leg(context.request, context.tokens_so_far, handover)
+                begins = context.prefilled and not num_resumed
+                if not (begins and batching.waits(instance)):
+                    await _send(llm, unsent, queue)
+                    unsent = None
+            finished = False
+            while not finished:
+                output = queue.get_nowait()
+                if output is None and unsent is not None:  # the client has prefill's output
+                    await batching.wait_for_group(instance, queue.ready)
+                    if context.aborted:  # the engine does not have the leg yet: end it here
+                        await _abort(llm, request_id)
+                    output = queue.get_nowait()
+                    if output is None:  # the request has not ended meanwhile
+                        await _send(llm, unsent, queue)
+                        unsent = None
+                output = output or await queue.get()
+                guard.prefilled()
+                assert isinstance(output, RequestOutput)
+                finished = output.finished
+                if is_awaited and context.num_output_tokens > num_before:
+                    context.notes.note(LegOutput(name, instance.id), request_id)
+                    is_awaited = False
+                if finished and is_sent:
+                    ended = LegEnded(name, instance.id, output.outputs[0].finish_reason)
+                    context.notes.note(ended, request_id)
+                    if ended.finish_reason == "error" and not context.tokens_so_far:
+                        raise failed_by_itself(context, instance)
+                yield output
         except DEAD:
             _count_beside(context, instance)
             compat.forget(llm, request_id)
@@ -441,148 +474,62 @@ async def decode(
             raise
 
 
-class DecodeOutputs:
-    """Outputs of a decode leg, or of the whole request if there was no prefill leg.
+def _begin(context: RequestContext, llm: compat.AsyncLLM, queue: LegOutputCollector) -> bool:
+    """Set up the front-end state on this engine's client; return False if the request is over."""
+    if context.tokens_so_far:
+        compat.adopt(llm, context.state, context.request.request_id, queue)
+        metrics.RESUMED.inc()
+        return True
+    prefilled, first = context.prefilled, context.first
+    source = "decode" if first is None else "prefill"
+    event = FirstToken(source, context.blockers.first_token if prefilled else None)
+    context.state = compat.register(
+        llm,
+        context.request,
+        context.prompt_text,
+        queue,
+        context.stats(),
+        functools.partial(context.notes.note, event) if context.index == 0 else None,
+        prefilled,
+    )
+    metrics.FIRST_TOKENS.labels(source).inc()
+    return first is None or _put_first_token(context, llm, first)
 
-    Attributes:
-        finished: True once the last output has been read.
-    """
 
-    def __init__(
-        self,
-        context: RequestContext,
-        batching: DecodeBatching,
-        instance: Instance,
-        queue: LegOutputCollector,
-        guard: InflightGuard,
-    ) -> None:
-        self.finished = False
-        self._context = context
-        self._batching = batching
-        self._instance = instance
-        self._llm = _client(instance)
-        self._queue = queue
-        self._guard = guard
-        self._name = "decode" if context.prefilled else "whole"
-        self._num_before = 0
-        self._is_sent = self._is_awaited = False
-        self._unsent: compat.EngineCoreRequest | None = None
+def _put_first_token(context: RequestContext, llm: compat.AsyncLLM, first: RequestOutput) -> bool:
+    output, finish = first.outputs[0], None
+    if output.finish_reason == "stop":
+        finish = compat.FinishReason.STOP
+    elif context.params.max_tokens == 1:
+        finish = compat.FinishReason.LENGTH
+    num_prompt, num_cached = context.num_prompt_tokens, first.num_cached_tokens or 0
+    stats = compat.PrefillStats(
+        num_prompt_tokens=num_prompt,
+        num_cached_tokens=num_cached,
+        num_computed_tokens=num_prompt - num_cached,
+    )
+    token_id = output.token_ids[-1]
+    rows = logprob_rows(output.logprobs[-1], token_id) if output.logprobs else None
+    return compat.put_first_token(
+        llm,
+        context.request.request_id,
+        token_id,
+        finish,
+        output.stop_reason,
+        stats,
+        IterationByLeg(),
+        rows,
+    )
 
-    async def begin(self, handover: Handover | None) -> None:
-        """Set up the front-end state on this engine's client, and send the leg.
 
-        The leg is not sent yet if it can begin together with others, and never if the prefill leg's
-        token is the whole answer.
-        """
-        context, request, instance = self._context, self._context.request, self._instance
-        num_resumed = context.num_output_tokens
-        self._is_sent = self._is_awaited = self._register()
-        if not self._is_sent:
-            return
-        self._num_before = context.num_output_tokens
-        began = LegBegan(self._name, instance.id, request.request_id, num_resumed)
-        context.notes.note(began, request.request_id, instance.incarnation)
-        leg = decode_leg(request, context.tokens_so_far, handover)
-        if context.prefilled and not num_resumed and self._batching.waits(instance):
-            self._unsent = leg
-        else:
-            await self._send(leg)
-
-    def _register(self) -> bool:
-        """Continue the front-end state, or make one; return False if the request is over."""
-        context, llm, prefilled = self._context, self._llm, self._context.prefilled
-        if context.tokens_so_far:
-            compat.adopt(llm, context.state, context.request.request_id, self._queue)
-            metrics.RESUMED.inc()
-            return True
-        source = "decode" if context.first is None else "prefill"
-        event = FirstToken(source, context.blockers.first_token if prefilled else None)
-        context.state = compat.register(
-            llm,
-            context.request,
-            context.prompt_text,
-            self._queue,
-            context.stats(),
-            functools.partial(context.notes.note, event) if context.index == 0 else None,
-            prefilled,
-        )
-        metrics.FIRST_TOKENS.labels(source).inc()
-        return context.first is None or self._put_first_token(context.first)
-
-    def _put_first_token(self, first: RequestOutput) -> bool:
-        context, output, finish = self._context, first.outputs[0], None
-        if output.finish_reason == "stop":
-            finish = compat.FinishReason.STOP
-        elif context.params.max_tokens == 1:
-            finish = compat.FinishReason.LENGTH
-        num_prompt, num_cached = context.num_prompt_tokens, first.num_cached_tokens or 0
-        stats = compat.PrefillStats(
-            num_prompt_tokens=num_prompt,
-            num_cached_tokens=num_cached,
-            num_computed_tokens=num_prompt - num_cached,
-        )
-        token_id = output.token_ids[-1]
-        rows = logprob_rows(output.logprobs[-1], token_id) if output.logprobs else None
-        return compat.put_first_token(
-            self._llm,
-            context.request.request_id,
-            token_id,
-            finish,
-            output.stop_reason,
-            stats,
-            IterationByLeg(),
-            rows,
-        )
-
-    async def get(self) -> RequestOutput:
-        """Return the next output.
-
-        Raises:
-            EngineDeadError: The engine has died.
-            LegMovedError: The leg is to continue at another instance.
-            DeadlineExceededError: The request's time is over.
-            GracefulHTTPError: The engine has refused the request.
-        """
-        context = self._context
-        output = self._queue.get_nowait()
-        if output is None and self._unsent is not None:  # the client has prefill's output
-            output = await self._send_with_group(self._unsent)
-        if output is None:
-            output = await self._queue.get()
-        self._guard.prefilled()
-        assert isinstance(output, RequestOutput)
-        self.finished = output.finished
-        if self._is_awaited and context.num_output_tokens > self._num_before:
-            self._is_awaited = False
-            self._note(LegOutput(self._name, self._instance.id))
-        if output.finished and self._is_sent:
-            finish_reason = output.outputs[0].finish_reason
-            self._note(LegEnded(self._name, self._instance.id, finish_reason))
-            if finish_reason == "error" and not context.tokens_so_far:
-                raise failed_by_itself(context, self._instance)
-        return output
-
-    async def _send_with_group(
-        self, leg: compat.EngineCoreRequest
-    ) -> RequestOutput | PoolingRequestOutput | None:
-        """Send the leg together with others, unless the request ends or moves before."""
-        await self._batching.wait_for_group(self._instance, self._queue.ready)
-        if self._context.aborted:  # the engine does not have the leg yet: end it here
-            await _abort(self._llm, leg.request_id)
-        output = self._queue.get_nowait()
-        if output is None:
-            self._unsent = None
-            await self._send(leg)
-        return output
-
-    async def _send(self, leg: compat.EngineCoreRequest) -> None:
-        try:
-            await compat.send(self._llm, leg)
-        except compat.EngineDeadError as death:
-            self._queue.put(death)  # behind prefill's token, which the client must still get
-
-    def _note(self, event: LegOutput | LegEnded) -> None:
-        self._context.notes.note(event, self._context.request.request_id)
+async def _send(
+    llm: compat.AsyncLLM, leg: compat.EngineCoreRequest, queue: LegOutputCollector
+) -> None:
+    """Send a leg to its engine; if the engine is dead, put the error into ``queue``."""
+    try:
+        await compat.send(llm, leg)
+    except compat.EngineDeadError as death:
+        queue.put(death)  # behind prefill's token, which the client must still get
 
 
 async def aborted_output(context: RequestContext, instance: Instance) -> RequestOutput:
@@ -620,7 +567,7 @@ def recover(
     if legs is not None:
         instance = legs.prefill if leg == "prefill" else legs.decode
     avoided = retry.avoided if leg == "route" else None
-    retry = retry._replace(is_first=False, avoided=avoided)
+    retry = replace(retry, is_first=False, avoided=avoided)
     match error:
         case compat.EngineDeadError() | InstanceDeadError() if instance is not None:
             dead = router.cluster.instances.get(instance.id)  # None if removed meanwhile
@@ -635,13 +582,13 @@ def recover(
             if suspicion.is_certain:
                 raise given_up(context.request.external_req_id, suspicion.num_deaths) from error
             metrics.RETRIES.labels(leg).inc()
-            retry = retry._replace(dead=dead)
+            retry = replace(retry, dead=dead)
         case LegMovedError() if instance is not None:
             _note_failure(context, leg, instance, error, "goes on elsewhere")
             if error.reason == REBALANCED:
                 metrics.REBALANCED.inc()
                 now_s = asyncio.get_running_loop().time()
-                retry = retry._replace(avoided=instance.id, rebalanced_s=now_s)
+                retry = replace(retry, avoided=instance.id, rebalanced_s=now_s)
             else:
                 metrics.MOVED.inc()
         case WeightsReplacedError() if context.start_over():
