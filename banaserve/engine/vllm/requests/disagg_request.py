@@ -274,7 +274,8 @@ async def run_request(
     retry = Retry()
     try:
         while True:
-            leg, legs = "route", None
+            leg = "route"
+            legs: RoutedLegs | None = None
             try:
                 legs = await choose(context, router, retry)
                 if legs.prefill is not None and not (context.prefilled or context.aborted):
@@ -563,11 +564,9 @@ def recover(
         GracefulHTTPError: The request's time is over, or instances probably die of it.
         Exception: ``error`` itself, if another attempt would meet it too.
     """
-    suspicion, instance = context.suspicion, None
-    if legs is not None:
-        instance = legs.prefill if leg == "prefill" else legs.decode
-    avoided = retry.avoided if leg == "route" else None
-    retry = replace(retry, is_first=False, avoided=avoided)
+    suspicion = context.suspicion
+    instance = None if legs is None else legs.prefill if leg == "prefill" else legs.decode
+    retry = replace(retry, is_first=False, avoided=retry.avoided if leg == "route" else None)
     match error:
         case compat.EngineDeadError() | InstanceDeadError() if instance is not None:
             dead = router.cluster.instances.get(instance.id)  # None if removed meanwhile
