@@ -420,6 +420,7 @@ async def decode(
     name, num_resumed = "decode" if context.prefilled else "whole", context.num_output_tokens
     to_compute = 0 if context.prefilled else legs.asked.to_compute_at(instance.id)
     num_tokens = context.num_prompt_tokens + num_resumed
+    handover = _handover_to_decode(context, legs)
     held = instance.holding(to_compute, num_tokens, queue.move, moved_s=moved_s)
     with held as guard, queue.expiring(context.deadline):
         context.suspicion.num_beside = instance.inflight_requests
@@ -430,7 +431,6 @@ async def decode(
             if is_sent:
                 began = LegBegan(name, instance.id, request_id, num_resumed)
                 context.notes.note(began, request_id, instance.incarnation)
-                handover = _handover_to_decode(context, legs)
                 unsent = decode_leg(context.request, context.tokens_so_far, handover)
                 begins = context.prefilled and not num_resumed
                 if not (begins and batching.waits(instance)):
