@@ -541,6 +541,11 @@ class RequestView:
     def uncached_tokens(self) -> int:
         return max(0, self.prompt_tokens - self.cached_tokens)
 
+    def to_compute_at(self, instance: InstanceId) -> int:
+        """Return the number of prompt tokens that the instance has to compute."""
+        resident_tokens = self.resident_tokens.get(instance, 0)
+        return min(self.prompt_tokens - self.cached_tokens, self.prompt_tokens - resident_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class Route:

@@ -44,7 +44,7 @@ from banaserve.engine.vllm.client import DisaggregatedClient
 from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.compat import server
 from banaserve.engine.vllm.compat.config import ModelConfig
-from banaserve.engine.vllm.requests.disagg_request import EnginesDiedError
+from banaserve.engine.vllm.requests.suspects import EnginesDiedError
 from banaserve.errors import UserError
 from banaserve.net.keep_alive import keep_alive
 from banaserve.net.loop_watch import LoopWatch

@@ -12,6 +12,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from banaserve.access.cache_salt import tenant
 from banaserve.access.quotas import OverLimit, Quota
 from banaserve.access.tenants import (
     TENANT_FIELD,
@@ -22,7 +23,6 @@ from banaserve.access.tenants import (
 )
 from banaserve.api.edge.authenticated import mark_authenticated
 from banaserve.api.edge.refusals import note, refuse
-from banaserve.engine.vllm.client import tenant
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/version", "/metrics"})
 _TENANT_FIELD = TENANT_FIELD.lower().encode()

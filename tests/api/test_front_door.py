@@ -23,6 +23,7 @@ pytest.importorskip("vllm")
 from starlette.types import Receive, Scope, Send
 
 from banaserve import run_dir
+from banaserve.access.cache_salt import tenant
 from banaserve.access.tenants import TenantKey
 from banaserve.api.app import ApiServer
 from banaserve.api.auth import KeyMiddleware
@@ -32,7 +33,7 @@ from banaserve.cli.serve import launch, needs
 from banaserve.cli.serve.command_line import parse_serve_argv
 from banaserve.cli.sockets import check_tls
 from banaserve.config import ServeConfig
-from banaserve.engine.vllm.client import request_limits, tenant
+from banaserve.engine.vllm.client import request_limits
 from banaserve.engine.vllm.compat.engine_errors import last_error_in
 from banaserve.engine.vllm.settings import engine_args
 from banaserve.engine.vllm.settings.engine_args import refuse_taken

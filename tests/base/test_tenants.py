@@ -21,6 +21,7 @@ from vllm.exceptions import GracefulHTTPError
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from banaserve.access.cache_salt import tenant
 from banaserve.access.tenants import (
     TENANT_FIELD,
     TenantKey,
@@ -34,7 +35,6 @@ from banaserve.api.auth import KeyMiddleware
 from banaserve.cli.serve.command_line import parse_serve_argv
 from banaserve.clock import WallClock
 from banaserve.engine.vllm import client as clients
-from banaserve.engine.vllm.client import tenant
 from banaserve.engine.vllm.tracing.request_log import RequestLog
 from banaserve.errors import UserError
 from test_engine_client import client as engine_client
@@ -157,23 +157,23 @@ async def test_tokens_are_counted_and_the_keys_priority_wins(
     made: Any = engine_client()
     made.requests, made._sequences = RequestLog(WallClock()), {}
 
-    async def processed(*given: Any) -> Any:
-        options.update(given[3])
-        return SimpleNamespace(prompt_token_ids=[1, 2, 3]), ""
+    take = made.input_processor.process_inputs
 
-    async def prepared(*_: Any) -> None:
-        pass
+    def process_inputs(*given: Any, **said: Any) -> Any:
+        options.update(said)
+        return take(*given)
 
     async def outputs(*_: Any) -> AsyncIterator[str]:
         yield "output"
 
-    made._processed, made._prepare = processed, prepared
+    made.input_processor.process_inputs = process_inputs
     sequences = [SimpleNamespace(num_output_tokens=5), SimpleNamespace(num_output_tokens=6)]
     monkeypatch.setattr(clients, "sequences_of", lambda _: sequences)
     monkeypatch.setattr(clients, "run_sequences", outputs)
     before = tenant_terms.set(TenantTerms(used.append, priority=7))
     try:
-        stream = made.generate(prompt(3), SamplingParams(), "r", priority=-100)
+        told = {"priority": -100, "prompt_text": ""}
+        stream = made.generate(prompt(3), SamplingParams(n=2), "r", **told)
         assert [output async for output in stream] == ["output"]
     finally:
         tenant_terms.reset(before)

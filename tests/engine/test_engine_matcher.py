@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 
 from vllm.sampling_params import SamplingParams
 
+from banaserve.access.cache_salt import TenantSalt
 from banaserve.engine.vllm.compat import kv_cache as compat
 from banaserve.engine.vllm.continuation import with_output
 from banaserve.engine.vllm.kv_connector.handover import Handover
@@ -23,7 +24,7 @@ from banaserve.engine.vllm.kv_connector.prefix_matcher import (
     ROOM_S,
     UNDECIDED_FOR_S,
 )
-from banaserve.engine.vllm.kv_connector.request_state import LONGEST_WAIT_S, tenant_of
+from banaserve.engine.vllm.kv_connector.request_state import LONGEST_WAIT_S
 from banaserve.engine.vllm.kv_connector.scheduler import StoreConnectorScheduler
 from banaserve.kvstore.cost_gate import CostGate
 from banaserve.kvstore.interface import Exchanged, Lease, Lookup, Slot
@@ -577,7 +578,7 @@ def test_what_is_cheaper_to_fetch_is_fetched_and_the_win_is_counted(bench: Bench
 def test_the_store_hears_what_a_block_costs_and_who_asks(bench: Bench) -> None:
     request = bench.request(4, salt="alice:")
     bench.side.match(request, 0)
-    assert bench.store.exchanges[-1][2:] == (tenant_of("alice:"), 0.0)
+    assert bench.store.exchanges[-1][2:] == (TenantSalt.of("alice:").account, 0.0)
     teach(bench, block_fetch_s=0.001)
     other = bench.request(4)
     bench.side.match(other, 0)
@@ -585,19 +586,6 @@ def test_the_store_hears_what_a_block_costs_and_who_asks(bench: Bench) -> None:
     assert tenant == b""
     # Five blocks, the last of one token.
     assert compute_block_s == pytest.approx(65 * 0.001 / 5 - 0.001, rel=0.1)
-
-
-def test_tenants_are_told_apart_without_telling_their_salt() -> None:
-    names = {tenant_of(salt) for salt in (None, "a", "b", "a:")}
-    assert len(names) == 4
-    assert all(b"a" not in name or len(name) == 16 for name in names)
-    assert tenant_of("") == tenant_of(None) == b""
-
-
-def test_the_holder_of_a_key_pays_for_every_salt_it_sends() -> None:
-    name, other = "0123456789abcdef", "fedcba9876543210"
-    assert tenant_of(f"{name}:mine") == tenant_of(f"{name}:another") == tenant_of(f"{name}:")
-    assert len({tenant_of(salt) for salt in (f"{name}:mine", f"{other}:mine", "mine")}) == 3
 
 
 def test_whatever_happens_nothing_stays_held() -> None:
@@ -653,7 +641,7 @@ def test_a_prompt_is_pushed_once_its_slots_are_reserved_and_it_is_scheduled(benc
     plan = bench.schedule(request, matched)
     keys = list(request.block_hashes)
     to, pushed, tenant, reserved = bench.store.pushes.pop()
-    assert (to, pushed, tenant) == ("10.0.0.2:7100", keys, tenant_of("salt"))
+    assert (to, pushed, tenant) == ("10.0.0.2:7100", keys, TenantSalt.of("salt").account)
     assert reserved == {*keys[2:]}
     assert plan.pushed == [copy.slot for copy in plan.saves]
     assert len(plan.pushed) == 2

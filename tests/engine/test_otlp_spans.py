@@ -26,9 +26,9 @@ from banaserve.engine.vllm.compat.server import get_span_exporter
 from banaserve.engine.vllm.monitoring import otlp
 from banaserve.engine.vllm.monitoring.otlp import BoundedSpans, OtlpTracer
 from banaserve.engine.vllm.requests.trace_collection import TraceCollector
-from banaserve.engine.vllm.tracing.events import Prepared
+from banaserve.engine.vllm.tracing.events import FirstToken, LegBegan, Prepared
 from banaserve.engine.vllm.tracing.http_call import HttpCall, http_call
-from banaserve.engine.vllm.tracing.request_log import RequestLog
+from banaserve.engine.vllm.tracing.request_log import RequestLog, SeenRoute
 from banaserve.types import ClusterView, InstanceId, InstanceView, Role, Route
 from benchmarks.drivers.otlp_receiver import OtlpReceiver
 from forked import Forked
@@ -103,11 +103,11 @@ class World:
             notes.note(Prepared())
             seen = InstanceView(InstanceId("d0"), Role.DECODE, True, None, 1, 7, 1.0)
             route = Route(None, InstanceId("d0"), "short_prompt")
-            notes.routed("load_aware", route, None, ClusterView(0.0, {seen.id: seen}), "r")
-            notes.leg_began("whole", "d0", 1, "r")
+            notes.note(SeenRoute("load_aware", route, None, ClusterView(0.0, {seen.id: seen})), "r")
+            notes.note(LegBegan("whole", "d0", "r"), "r", 1)
             if error is not None:
                 raise error
-            notes.first_token("decode", None)
+            notes.note(FirstToken("decode"))
             notes.output_tokens, notes.finish_reason = 3, "stop"
 
 

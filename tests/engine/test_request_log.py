@@ -42,7 +42,7 @@ from banaserve.engine.vllm.tracing.events import (
     StepsPlanned,
     StoreAsked,
 )
-from banaserve.engine.vllm.tracing.request_log import RequestLog, RequestNotes
+from banaserve.engine.vllm.tracing.request_log import RequestLog, RequestNotes, SeenRoute
 from banaserve.errors import UserError
 from banaserve.types import ClusterView, InstanceId, InstanceView, Role, Route
 
@@ -91,7 +91,7 @@ def test_policies_see_more_requests_than_have_notes() -> None:
     with log.following("slow", 7, 0.5, 0.0) as slow:
         slow.tokens_so_far = lambda: 3
         followed(log, *(f"r{i}" for i in range(6)))
-        slow.leg_began("decode", "d0", 1, "slow-1")
+        slow.note(LegBegan("decode", "d0", "slow-1"), "slow-1", 1)
         first, *ended = log.observed(0.0)
     assert (first.prompt_tokens, first.output_tokens) == (7, 3)
     assert (first.instance, first.end_s) == (InstanceId("d0"), None)
@@ -134,7 +134,7 @@ def test_a_beginning_of_several_names_them() -> None:
 def test_events_of_one_request_are_bounded_and_its_end_is_always_told() -> None:
     with RequestLog(Ticks()).following("s", 5, 0.0, 0.0) as notes:
         for _ in range(MAX_EVENTS + 3):
-            notes.leg_began("whole", "d0", 1, "s-1")
+            notes.note(LegBegan("whole", "d0", "s-1"), "s-1", 1)
     assert len(notes.events()) == MAX_EVENTS + 1
     assert isinstance(notes.events()[-1][1], RequestEnded)
     assert (notes.num_dropped, len(notes.legs)) == (3, MAX_EVENTS)
@@ -284,13 +284,13 @@ def traced() -> tuple[RequestNotes, ConnectorNotes, ConnectorNotes]:
     seen = InstanceView(InstanceId("p0"), Role.PREFILL, True, None, 1, 7, 1.0)
     view = ClusterView(0.0, {seen.id: seen})
     with RequestLog(clock).following("r", 100, clock.now(), 0.0) as notes:
-        notes.routed("LoadAware", Route("p0", "d0", "two_legs"), None, view)
-        notes.leg_began("prefill", "p0", 1, "r-1-p")
+        notes.note(SeenRoute("LoadAware", Route("p0", "d0", "two_legs"), None, view))
+        notes.note(LegBegan("prefill", "p0", "r-1-p"), "r-1-p", 1)
         prefill.received("r-1-p", 100, True, None)
         prefill.finished("r-1-p", 1)
-        notes.leg_began("decode", "d0", 1, "r-1")
+        notes.note(LegBegan("decode", "d0", "r-1"), "r-1", 1)
         decode.received("r-1", 100, False, 100)
-        notes.first_token("prefill", None)
+        notes.note(FirstToken("prefill"))
         notes.output_tokens, notes.finish_reason = 3, "length"
     return notes, prefill, decode
 
@@ -316,7 +316,7 @@ async def test_a_trace_has_the_events_of_all_processes_in_the_order_of_time() ->
         ("front door", FirstToken),
         ("front door", RequestEnded),
     ]
-    assert [line.at_s for line in found.lines] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 9.0]
+    assert [line.at_s for line in found.lines] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
     assert found.missing == []
     routed = found.lines[0].event
     assert isinstance(routed, Routed)

@@ -350,7 +350,7 @@ async def test_engines_of_other_machines_are_told_on_the_front_doors_clock(ahead
     log, kept = RequestLog(clock), []
     for name in ("a", "b"):
         with log.following(name, 10, clock.now(), 0.0) as notes:
-            notes.leg_began("whole", "d0", 1, name)
+            notes.note(LegBegan("whole", "d0", name), name, 1)
             clock.now_s += 0.5
             machine.clock.now_s += 0.5
             machine.notes.received(name, 10, False, None)
@@ -370,7 +370,7 @@ async def test_engines_of_other_machines_are_told_on_the_front_doors_clock(ahead
 async def test_a_move_is_told_to_requests_that_ran_where_it_happened() -> None:
     clock = At(100.0)
     with RequestLog(clock).following("a", 10, clock.now(), 0.0) as notes:
-        notes.leg_began("whole", "d0", 1, "a")
+        notes.note(LegBegan("whole", "d0", "a"), "a", 1)
         clock.now_s += 1.0
     moves = [
         (100.5, MoveCommitted("d0", "m1", "layers", "p0", 0.1)),

@@ -24,13 +24,16 @@ from vllm.exceptions import GracefulHTTPError
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
+from banaserve.access.cache_salt import tenant
 from banaserve.api.app import vllm_app
 from banaserve.clock import WallClock
-from banaserve.engine.vllm.client import DisaggregatedClient, tenant
+from banaserve.engine.vllm.client import DisaggregatedClient
 from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.compat.server import ServerStub
 from banaserve.engine.vllm.liveness.timeouts import ClusterTimeouts
+from banaserve.engine.vllm.requests.disagg_request import RequestContext
+from banaserve.engine.vllm.requests.intake import Blockers
 from banaserve.engine.vllm.requests.lora import Adapters
 from banaserve.engine.vllm.requests.router import Router
 from banaserve.engine.vllm.settings.engine_args import parse_vllm_argv
@@ -95,17 +98,17 @@ def prompt(num_tokens: int, **more: str) -> dict[str, Any]:
     return {"type": "token", "prompt_token_ids": list(range(num_tokens)), **more}
 
 
-async def prepared(of: Any, num_tokens: int, **options: Any) -> Any:
+async def prepared(of: Any, num_tokens: int, **options: Any) -> RequestContext:
     params = SamplingParams(temperature=0.0, max_tokens=100, **options)
     given, options = prompt(num_tokens), {"prompt_text": ""}
-    request, text = await of._processed(given, params, "r", options)
+    request, text, blockers = await of._processed(given, params, "r", options)
     notes = RequestNotes(WallClock(), "r", num_tokens, 0.0, 0.0)
-    return await of._prepare(request, text, notes)
+    return RequestContext(request, text, blockers, 0.0, notes)
 
 
 async def test_the_output_ends_with_the_context() -> None:
     job = await prepared(client(), MAX_MODEL_LEN - 1)
-    assert (job.request.sampling_params.max_tokens, job.first_token_blocker) == (1, None)
+    assert (job.params.max_tokens, job.blockers) == (1, Blockers())
 
 
 async def test_an_abort_by_id_is_told_to_the_request_and_to_both_legs() -> None:
@@ -178,7 +181,7 @@ async def test_a_pause_tells_those_that_it_ends(mode: str) -> None:
 
 async def test_a_logits_processor_of_the_users_sees_the_whole_output() -> None:
     job = await prepared(client(logits_processors=["some.Processor"]), 4)
-    assert (job.first_token_blocker, job.split_blocker) == ("logits_processors", None)
+    assert job.blockers == Blockers(None, "logits_processors")
 
 
 async def test_what_vllms_client_offers_is_done_or_refused_in_plain_words() -> None:
@@ -361,13 +364,10 @@ async def test_a_request_that_cannot_be_split_is_not_whatever_the_policy_says(
     policy = _Splitting()
     instances: Any = [_viewed("p0"), _viewed("d0")]
     router = router_of(instances, NamedPolicy(policy, "splitting"))
-    params = SamplingParams(max_tokens=7)
-    asked: Any = SimpleNamespace(request_id="r", prompt_token_ids=[1, 2, 3], sampling_params=params)
-    notes = RequestNotes(WallClock(), "r", 3, 0.0, 0.0)
-    limits = RequestLimits(ttft_s=0.5)
-    route = await router.route(asked, 1, blocker, notes, limits)
-    assert route.prefill == (None if blocker else "p0")
-    assert policy.shown == [RequestView(RequestId("r"), 3, 2, 7, limits, blocker is None)]
+    asked = RequestView(RequestId("r"), 3, 2, 7, RequestLimits(ttft_s=0.5), blocker is None)
+    legs = await router.route(asked, blocker, RequestNotes(WallClock(), "r", 3, 0.0, 0.0))
+    assert (legs.prefill, legs.decode) == (None if blocker else instances[0], instances[1])
+    assert policy.shown == [asked]
 
 
 def router_of(instances: list[Any], policy: NamedPolicy) -> Router:
@@ -395,11 +395,8 @@ async def test_a_routing_policy_that_fails_is_answered_500_under_its_name(
 
     @app.post("/v1/x")
     async def ask() -> None:
-        params = SamplingParams(max_tokens=1)
-        asked: Any = SimpleNamespace(
-            request_id="r", prompt_token_ids=[1, 2], sampling_params=params
-        )
-        await router.route(asked, 2, None, RequestNotes(WallClock(), "r", 2, 0.0, 0.0))
+        asked = RequestView(RequestId("r"), 2)
+        await router.route(asked, None, RequestNotes(WallClock(), "r", 2, 0.0, 0.0))
 
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://door") as door:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -27,16 +26,20 @@ from banaserve.engine.vllm.continuation import output_of, with_output
 from banaserve.engine.vllm.instance import DRAINED
 from banaserve.engine.vllm.kv_connector.handover import Handover
 from banaserve.engine.vllm.requests.decode_batching import DecodeBatching
-from banaserve.engine.vllm.requests.disagg_request import EnginesDiedError, run_request
+from banaserve.engine.vllm.requests.disagg_request import (
+    Prediction,
+    RequestContext,
+    run_request,
+)
+from banaserve.engine.vllm.requests.intake import Blockers
 from banaserve.engine.vllm.requests.prefix_lookup import HoldEnd, PrefixLookups
-from banaserve.engine.vllm.requests.request_context import Prediction, RequestContext
-from banaserve.engine.vllm.requests.retry_turns import RetryTurns
-from banaserve.engine.vllm.requests.router import WeightsReplacedError
+from banaserve.engine.vllm.requests.router import RoutedLegs, WeightsReplacedError
 from banaserve.engine.vllm.requests.sequences import run_sequences, sequences_of
+from banaserve.engine.vllm.requests.suspects import EnginesDiedError
 from banaserve.engine.vllm.tracing.events import TraceLine
 from banaserve.engine.vllm.tracing.request_log import RequestNotes
 from banaserve.engine.vllm.tracing.spans import FRONT_DOOR, spans_of
-from banaserve.types import NOWHERE, InstanceId, Route
+from banaserve.types import NOWHERE, InstanceId, RequestView, Route
 from waiting import until
 
 GATHER_S = 600.0
@@ -70,18 +73,11 @@ class Engine:
         self.given_back = asyncio.Event()
         self.given_back.set()
         self.store = ""
-        self.num_coming = 0
+        self.coming: set[object] = set()
+        self.has_left_decode = False
 
     def store_beside(self, other: Engine) -> str:
         return other.store if other.store != self.store else ""
-
-    @contextlib.contextmanager
-    def expecting(self) -> Iterator[None]:
-        self.num_coming += 1
-        try:
-            yield
-        finally:
-            self.num_coming -= 1
 
     async def wait_given_back(self) -> None:
         await self.given_back.wait()
@@ -144,28 +140,22 @@ class Engines:
     """Sends each request to the next engine; two legs where ``prefill`` is given."""
 
     def __init__(self, *engines: Engine, prefill: Engine | None = None) -> None:
-        self.retry_turns = RetryTurns()
+        self.retry_turns, self.residency = asyncio.Lock(), None
         self.lookups = PrefixLookups(cast("Any", self))
         self.decode_batching = DecodeBatching(GATHER_S)
         self.cluster = self
         self._left = list(engines)
-        self._prefill = prefill.id if prefill else None
+        self._prefill = prefill
         known = [*engines, prefill] if prefill else engines
         self.instances = {engine.id: engine for engine in known}
 
-    async def route(self, *_: object, **__: object) -> Route:
-        return Route(self._prefill, self._left.pop(0).id, "")
-
-    def instance(self, name: InstanceId) -> Engine:
-        return self.instances[name]
-
-    def has_left_decode(self, _: InstanceId) -> bool:
-        return False
+    async def route(self, asked: RequestView, *_: object) -> RoutedLegs:
+        prefill, decode = self._prefill, cast("Any", self._left.pop(0))
+        route = Route(prefill.id if prefill else None, decode.id, "")
+        return RoutedLegs(asked, route, cast("Any", prefill), decode)
 
     def resident_tokens(self, _: compat.EngineCoreRequest) -> Mapping[InstanceId, int]:
         return NOWHERE
-
-    def has_computed(self, *_: object) -> None: ...
 
 
 def job(params: SamplingParams, name: str = "r", **more: Any) -> RequestContext:
@@ -183,9 +173,8 @@ def job(params: SamplingParams, name: str = "r", **more: Any) -> RequestContext:
     )
     deadline = asyncio.get_running_loop().time() + 60.0
     notes = RequestNotes(WallClock(), name, 1, 0.0, 0.0)
-    return RequestContext(
-        request, None, more.pop("first_token_blocker", None), deadline, notes, **more
-    )
+    blockers = Blockers(first_token=more.pop("first_token_blocker", None))
+    return RequestContext(request, None, blockers, deadline, notes, **more)
 
 
 def streamed(**options: Any) -> SamplingParams:
@@ -399,7 +388,7 @@ async def test_of_requests_that_die_together_the_cause_alone_is_given_up() -> No
 async def test_a_request_whose_time_is_over_before_its_turn_comes_is_told_so() -> None:
     engines = [Engine(f"d{i}") for i in range(3)]
     cluster = Engines(*engines)
-    async with cluster.retry_turns.turn(asyncio.get_running_loop().time() + 60.0):
+    async with cluster.retry_turns:
         context = job(streamed())
         reader = Reader(context, cluster)
         for engine in engines[:2]:
@@ -530,10 +519,10 @@ async def test_a_prefill_leg_and_its_decode_leg_name_each_others_store(
     assert left == Handover(leaves_tail=True, push_to=pushed_to, hold=left.hold)
     assert left.hold
     # The router knows meanwhile that it will decode there.
-    assert (prefill.num_coming, decode.num_coming) == (0, 1)
+    assert (len(prefill.coming), len(decode.coming)) == (0, 1)
     prefill.compute(1)
     await reader.reaches(decode)
-    assert (prefill.num_coming, decode.num_coming) == (0, 0)
+    assert (len(prefill.coming), len(decode.coming)) == (0, 0)
     told = handover_of(decode)
     assert (told.hold, told.pushed_from) == (left.hold, here if pushed_to else "")
     decode.compute(9)
@@ -564,11 +553,11 @@ class Replaced(Engines):
 
     is_replaced = False
 
-    async def route(self, *said: object, **options: object) -> Route:
+    async def route(self, asked: RequestView, *said: object) -> RoutedLegs:
         *_, weights, _ = said
         if self.is_replaced and weights:
             raise WeightsReplacedError
-        return await super().route()
+        return await super().route(asked)
 
 
 @pytest.mark.parametrize("num", [1, 2])
@@ -725,10 +714,10 @@ async def test_predictions_are_held_against_what_a_stream_shows(
     now_s, seen = [100.0], {}
     loop = SimpleNamespace(time=lambda: now_s[0])
     monkeypatch.setattr(
-        "banaserve.engine.vllm.requests.request_context.asyncio.get_running_loop", lambda: loop
+        "banaserve.engine.vllm.requests.disagg_request.asyncio.get_running_loop", lambda: loop
     )
     monkeypatch.setattr(
-        "banaserve.engine.vllm.requests.request_context.metrics.PREDICTED",
+        "banaserve.engine.vllm.requests.disagg_request.metrics.PREDICTED",
         SimpleNamespace(
             labels=lambda *names: SimpleNamespace(
                 observe=lambda ratio: seen.update({names: pytest.approx(ratio)})
@@ -736,7 +725,7 @@ async def test_predictions_are_held_against_what_a_stream_shows(
         ),
     )
     given = job(SamplingParams(max_tokens=10, output_kind=kind))
-    given.prediction = Prediction.of(Route(prefill, InstanceId("d0"), "", 2.0, 0.1))
+    given.prediction = Prediction(Route(prefill, InstanceId("d0"), "", 2.0, 0.1), now_s[0])
     for at_s, num_tokens, is_last in ((101.0, 1, False), (101.8, 5, True)):
         now_s[0] = at_s
         monkeypatch.setattr(RequestContext, "num_output_tokens", num_tokens)
@@ -770,7 +759,7 @@ async def test_decode_legs_whose_prompts_are_computed_together_begin_together() 
 async def test_a_decode_leg_that_waits_for_others_is_told_when_its_instance_goes(how: str) -> None:
     prefill, first, second = Engine("p0"), Engine("d0"), Engine("d1")
     engines = Engines(first, second, prefill=prefill)
-    with engines.decode_batching.coming(first.id):
+    with engines.decode_batching.coming(first):
         reader = Reader(job(streamed()), engines)
         await reader.reaches(prefill)
         prefill.compute(1)
@@ -792,7 +781,7 @@ async def test_a_decode_leg_that_waits_for_others_is_told_when_its_instance_goes
 async def test_a_request_that_ends_while_its_decode_leg_waits_has_none(by: str) -> None:
     prefill, decode = Engine("p0"), Engine("d0")
     engines = Engines(decode, prefill=prefill)
-    with engines.decode_batching.coming(decode.id):
+    with engines.decode_batching.coming(decode):
         work = job(streamed())
         reader = Reader(work, engines)
         await reader.reaches(prefill)

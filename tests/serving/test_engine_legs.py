@@ -23,18 +23,17 @@ from banaserve.engine.vllm.compat.runner_hooks import (
 from banaserve.engine.vllm.continuation import (
     logprob_rows,
     output_of,
-    take_client_args,
     with_output,
 )
 from banaserve.engine.vllm.kv_connector.handover import Handover
 from banaserve.engine.vllm.liveness.restart_policy import RestartPolicy
-from banaserve.engine.vllm.requests.legs import (
-    decode_leg,
+from banaserve.engine.vllm.requests.intake import (
     end_with_context,
     first_token_blocker,
     give_seed,
-    prefill_leg,
+    take_client_args,
 )
+from banaserve.engine.vllm.requests.legs import decode_leg, prefill_leg
 
 
 def greedy(**options: object) -> SamplingParams:
@@ -122,7 +121,7 @@ def params_of(leg: compat.EngineCoreRequest) -> SamplingParams:
 
 def test_the_prefill_leg_computes_one_token_and_leaves_the_original_alone() -> None:
     given = request(greedy(min_tokens=4, stop=["x"], logit_bias={1: 2.0}))
-    leg = prefill_leg(given, keeps_token=True)
+    leg = prefill_leg(given, True, Handover(leaves_tail=True))
     params = params_of(leg)
     assert (leg.request_id, leg.external_req_id) == ("r-1-p", "r-p")
     assert (params.max_tokens, params.min_tokens, params.stop) == (1, 1, [])
@@ -130,21 +129,19 @@ def test_the_prefill_leg_computes_one_token_and_leaves_the_original_alone() -> N
     assert params.output_kind is RequestOutputKind.FINAL_ONLY
     transfer = (params.extra_args or {})["kv_transfer_params"]
     assert Handover.of(transfer) == Handover(leaves_tail=True)
-    pushed = params_of(prefill_leg(given, keeps_token=True, push_to="h:1")).extra_args or {}
-    assert Handover.of(pushed["kv_transfer_params"]) == Handover(leaves_tail=True, push_to="h:1")
     original = params_of(given)
     assert (original.max_tokens, original.stop, original.extra_args) == (32, ["x"], None)
 
 
 def test_a_token_that_is_thrown_away_is_sampled_in_the_cheapest_way() -> None:
     given = request(SamplingParams(temperature=0.9, seed=4, logprobs=5, max_tokens=9, n=3))
-    params = params_of(prefill_leg(given, keeps_token=False))
+    params = params_of(prefill_leg(given, False, Handover(leaves_tail=True)))
     assert (params.temperature, params.seed, params.logprobs, params.n) == (0.0, None, None, 1)
 
 
 def test_the_decode_leg_brings_the_tokens_along_as_output() -> None:
     given = request(greedy(min_tokens=2, prompt_logprobs=1))
-    params = params_of(leg := decode_leg(given, [7], handed_over=True))
+    params = params_of(leg := decode_leg(given, [7], Handover(tokens=10)))
     assert (leg.prompt_token_ids, list(output_of(params))) == (list(range(10)), [7])
     assert (params.max_tokens, params.min_tokens, params.prompt_logprobs) == (32, 2, None)
     assert Handover.of((params.extra_args or {})["kv_transfer_params"]).tokens == 10
@@ -152,7 +149,7 @@ def test_the_decode_leg_brings_the_tokens_along_as_output() -> None:
 
 
 def test_of_a_leg_that_goes_on_after_a_death_all_is_looked_up() -> None:
-    params = params_of(decode_leg(request(greedy()), [7, 8, 9], handed_over=True, is_stored=True))
+    params = params_of(decode_leg(request(greedy()), [7, 8, 9], Handover(tokens=10)))
     assert list(output_of(params)) == [7, 8, 9]
     assert "kv_transfer_params" not in (params.extra_args or {})
 
@@ -232,18 +229,15 @@ def test_a_seeds_draws_go_on_where_they_stood(num_tokens: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("handed_over", "is_stored", "note"),
+    ("told", "note"),
     [
-        (True, False, Handover(tokens=10)),
-        (True, True, Handover(tokens=10)),
-        (False, True, Handover(is_stored=True)),
-        (False, False, Handover()),
+        (Handover(tokens=10), Handover(tokens=10)),
+        (Handover(is_stored=True), Handover(is_stored=True)),
+        (None, Handover()),
     ],
 )
-def test_the_decode_leg_says_what_the_store_has(
-    handed_over: bool, is_stored: bool, note: Handover
-) -> None:
-    params = params_of(decode_leg(request(greedy()), [], handed_over, is_stored))
+def test_the_decode_leg_says_what_the_store_has(told: Handover | None, note: Handover) -> None:
+    params = params_of(decode_leg(request(greedy()), [], told))
     assert Handover.of((params.extra_args or {}).get("kv_transfer_params")) == note
 
 

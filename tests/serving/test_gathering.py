@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
 
 from banaserve.engine.vllm.requests.decode_batching import DecodeBatching
-from banaserve.types import InstanceId
 
-HERE, THERE = InstanceId("d0"), InstanceId("d1")
+HERE: Any = SimpleNamespace(id="d0", coming=set())
+THERE: Any = SimpleNamespace(id="d1", coming=set())
 LONG_S = 600.0
 
 
 async def test_nobody_waits_without_a_limit_or_without_others() -> None:
     off, on = DecodeBatching(), DecodeBatching(LONG_S)
-    with off.coming(HERE), on.coming(THERE):
-        assert not off.waits(HERE)
+    with on.coming(THERE):
+        assert not off.waits(THERE)
         assert not on.waits(HERE)
-        await off.wait_for_group(HERE)
+        await off.wait_for_group(THERE)
         await on.wait_for_group(HERE)
         assert on.waits(THERE)
+        assert len(THERE.coming) == 1
+    assert not THERE.coming
 
 
 async def test_a_group_begins_when_those_are_done_that_the_first_has_met() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("vllm")
@@ -18,7 +20,7 @@ class Counts:
 
 
 def test_a_leg_counts_with_its_prompt_until_that_is_computed() -> None:
-    counts = Counts()
+    counts: Any = Counts()
     other = InflightGuard(counts, 0, 50)
     leg = InflightGuard(counts, 300, 1000)
     # 300 tokens after 700: 300 (300 + 2 x 700) pairs.

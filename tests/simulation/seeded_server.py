@@ -50,11 +50,10 @@ from banaserve.engine.vllm.migration.modules import layer_proxy
 from banaserve.engine.vllm.migration.rpc import guest_client, messages
 from banaserve.engine.vllm.migration.types import ALLOWED, MovePhase
 from banaserve.engine.vllm.migration.units import guest_unit, layers
-from banaserve.engine.vllm.requests.disagg_request import EnginesDiedError
 from banaserve.engine.vllm.requests.lora import Adapters
 from banaserve.engine.vllm.requests.prefix_lookup import PrefixLookup
-from banaserve.engine.vllm.requests.request_context import MAX_DEATHS
 from banaserve.engine.vllm.requests.router import Router, WeightsReplacedError
+from banaserve.engine.vllm.requests.suspects import MAX_DEATHS, EnginesDiedError
 from banaserve.engine.vllm.restart.api import RestartRequest
 from banaserve.engine.vllm.restart.rolling import RollingRestarts
 from banaserve.engine.vllm.roles.drain import Drains
@@ -599,7 +598,7 @@ class Server:
             assert not llm.output_processor.external_req_ids
             assert not llm.core.requests, f"{one.id} computes for nobody"
             self._check_memory(one.id, llm.core.side)
-        assert not self.router.retry_turns._turns.locked()
+        assert not self.router.retry_turns.locked()
         assert not self.client._sequences
         assert not self.client.requests._open
         stats = self.store.service.stats()

@@ -17,7 +17,7 @@ pytest.importorskip("vllm")
 
 import made_log
 from admin_server import AdminServer
-from banaserve.engine.vllm.tracing.events import LegBegan
+from banaserve.engine.vllm.tracing.events import FirstToken, LegBegan
 from banaserve.engine.vllm.tracing.request_log import TracedLeg
 from banaserve.types import InstanceReport
 from banaserve.ui.page import PageMiddleware
@@ -309,7 +309,7 @@ def test_a_request_opens_as_a_waterfall(chrome, live):
     with requests.following("chatcmpl-first", 12, now_s - 2.0, 1.7e9) as notes:
         notes.legs.append(TracedLeg("c9", 1, "e1"))
         notes._events.append((now_s - 1.5, LegBegan("whole", "c9", "e1"), "e1"))
-        notes.first_token("decode", None)
+        notes.note(FirstToken("decode"))
     with signed_in(chrome, live) as page:
         page.click('[data-request="chatcmpl-first"]')
         page.locator(".waterfall svg").wait_for()
@@ -333,7 +333,7 @@ def noted(live: Live, num_requests: int, ttft_s: float) -> None:
         now_s = requests._clock.now()
         arrived_s = now_s - ttft_s - (number == 0) * 100 * ttft_s
         with requests.following(f"chatcmpl-{number:03}", 12, arrived_s, 1.7e9 + number) as notes:
-            notes.first_token("decode", None)
+            notes.note(FirstToken("decode"))
 
 
 @pytest.mark.parametrize("width", [360, 1400, *in_room(390, 768, 1024, 1280, 1920)])

@@ -22,6 +22,7 @@ from banaserve.api.page_access import CODE_S, PageAccess
 from banaserve.api.serving import _page
 from banaserve.cli.serve.command import _page as _page_line
 from banaserve.cli.serve.command_line import parse_serve_argv
+from banaserve.engine.vllm.tracing.events import FirstToken
 from banaserve.ui.page import PageMiddleware, page_files
 from banaserve.ui.records import PageInfo
 from banaserve.ui.replay_app import replay_app
@@ -334,7 +335,7 @@ async def test_the_end_of_the_server_ends_the_stream(served):
 async def test_requests_are_on_the_page(served):
     now_s = served.requests._clock.now()
     with served.requests.following("chatcmpl-1", 12, now_s, 1.7e9) as notes:
-        notes.first_token("decode", None)
+        notes.note(FirstToken("decode"))
         notes.tokens_so_far = lambda: 5
         state = await served.page.read_state()
         assert state.snapshot.figures.ttft_p50_s is not None

@@ -22,6 +22,7 @@ from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any, NoReturn
 
+from banaserve.access.cache_salt import own_prompt, own_salt
 from banaserve.access.tenants import tenant_terms
 from banaserve.clock import WallClock
 from banaserve.engine.vllm.cluster import Cluster
@@ -42,28 +43,27 @@ from banaserve.engine.vllm.compat.server import (
     extract_prompt_components,
     xgrammar_vocabulary,
 )
-from banaserve.engine.vllm.continuation import take_client_args
 from banaserve.engine.vllm.monitoring import metrics
 from banaserve.engine.vllm.monitoring.request_times import observe
-from banaserve.engine.vllm.requests.disagg_request import given_up, out_of_time
+from banaserve.engine.vllm.requests.disagg_request import (
+    DEAD,
+    RequestContext,
+    out_of_time,
+    run_request,
+)
+from banaserve.engine.vllm.requests.intake import Blockers, take_client_args, take_in
 from banaserve.engine.vllm.requests.leg_output import next_output
-from banaserve.engine.vllm.requests.leg_runs import DEAD
-from banaserve.engine.vllm.requests.legs import end_with_context, first_token_blocker, give_seed
 from banaserve.engine.vllm.requests.lora import Adapters
-from banaserve.engine.vllm.requests.request_context import MAX_DEATHS, RequestContext
 from banaserve.engine.vllm.requests.router import Router
 from banaserve.engine.vllm.requests.sequences import run_sequences, sequences_of
 from banaserve.engine.vllm.requests.session_tokens import SessionTokens
+from banaserve.engine.vllm.requests.suspects import MAX_DEATHS, given_up
 from banaserve.engine.vllm.tracing.events import LookedUp, Prepared
 from banaserve.engine.vllm.tracing.http_call import RequestTracer, http_call
-from banaserve.engine.vllm.tracing.request_log import RequestLog, RequestNotes
+from banaserve.engine.vllm.tracing.request_log import RequestLog
 from banaserve.types import NO_LIMITS, RequestLimits
 
 logger = logging.getLogger(__name__)
-
-tenant: ContextVar[str | None] = ContextVar("tenant", default=None)
-"""Name of the API key that the current task serves; set if there are several keys."""
-
 
 request_limits: ContextVar[RequestLimits] = ContextVar("request_limits", default=NO_LIMITS)
 """Latency limits that the request of the current task specifies."""
@@ -151,26 +151,21 @@ class DisaggregatedClient(EngineClient):
         request_id: str,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Run the prefill leg, then the decode leg; see ``disagg_request``."""
+        """Run the prefill leg, then the decode leg; see ``run_request``."""
         call = http_call.get()
         if call is None:
             arrived_s, arrived_at_s = self._clock.now(), time.time()
         else:
             arrived_s, arrived_at_s = call.received_s, call.arrived_at_s
-        options.pop("trace_headers", None)  # engines do not use them: spans are made here
-        options = self._adapters.resolve_lora(options)
-        take_client_args(sampling_params)
-        terms = tenant_terms.get()
-        if terms is not None and terms.priority is not None:
-            options["priority"] = terms.priority
         if inspect.isasyncgen(prompt):
-            stream = self._streaming_input(prompt, sampling_params, request_id, options)
-            async with contextlib.aclosing(stream) as outputs:
+            session = self._streaming_input(prompt, sampling_params, request_id, options)
+            async with contextlib.aclosing(session) as outputs:
                 async for output in outputs:
                     yield output
             return
-        request, prompt_text = await self._processed(prompt, sampling_params, request_id, options)
-        num_tokens = len(request.prompt_token_ids or ())
+        made = await self._processed(prompt, sampling_params, request_id, options)
+        request, prompt_text, blockers = made
+        num_tokens, terms = len(request.prompt_token_ids or ()), tenant_terms.get()
         if terms is not None:
             terms.use_tokens(num_tokens)
         arrived = (arrived_s, arrived_at_s, call)
@@ -178,17 +173,30 @@ class DisaggregatedClient(EngineClient):
             if call is not None and self.tracer is not None:
                 notes.span = self.tracer.begin(call, notes, sampling_params)
             notes.note(Prepared())
-            context = await self._prepare(request, prompt_text, notes)
-            sequences = sequences_of(context)
+            deadline = asyncio.get_running_loop().time() + self._request_timeout_s
+            limits, cached_tokens = request_limits.get(), 0
+            if num_tokens > self._lookup_above_tokens:
+                began_s = self._clock.now()
+                cached_tokens = await self._router.lookups.cached_tokens(request)
+                notes.cached_tokens = cached_tokens
+                notes.note(LookedUp(cached_tokens, self._clock.now() - began_s))
+            uncached_tokens = max(0, num_tokens - cached_tokens)
+            whole = RequestContext(
+                request, prompt_text, blockers, deadline, notes, limits, uncached_tokens
+            )
+            if whole.params.n == 1:
+                sequences, run = [whole], run_request(whole, self._router)
+            else:
+                sequences = sequences_of(whole)
+                run = run_sequences(sequences, self._router)
             notes.tokens_so_far = lambda: sum(one.num_output_tokens for one in sequences)
-            stream = run_sequences(sequences, self._router)
-            self._sequences[id(stream)] = sequences
+            self._sequences[id(run)] = sequences
             try:
-                async with contextlib.aclosing(stream) as outputs:
+                async with contextlib.aclosing(run) as outputs:
                     async for output in outputs:
                         yield output
             finally:
-                self._sequences.pop(id(stream), None)
+                self._sequences.pop(id(run), None)
                 notes.count_output()
                 if terms is not None:
                     terms.use_tokens(notes.output_tokens)
@@ -197,10 +205,10 @@ class DisaggregatedClient(EngineClient):
                         self._router.output_lengths.ended(one.num_output_tokens)
 
     async def _processed(
-        self, prompt: Any, params: SamplingParams, request_id: str, options: dict[str, Any]
-    ) -> tuple[compat.EngineCoreRequest, str | None]:
-        """Return the request, tokenised and validated, and the text of its prompt."""
-        given = dict(options)
+        self, prompt: Any, params: SamplingParams, request_id: str, options: Mapping[str, Any]
+    ) -> tuple[compat.EngineCoreRequest, str | None, Blockers]:
+        """Return the request, tokenised and validated, the text of its prompt, and its blockers."""
+        given = self._engine_options(params, options)
         prompt_text = given.pop("prompt_text", None)
         reasoning_ended = given.pop("reasoning_ended", None)
         parser_kwargs = given.pop("reasoning_parser_kwargs", None)
@@ -213,58 +221,31 @@ class DisaggregatedClient(EngineClient):
         request = await made if inspect.isawaitable(made) else made
         request.reasoning_ended = reasoning_ended
         request.reasoning_parser_kwargs = parser_kwargs
-        assert request.sampling_params is not None
-        give_seed(request.sampling_params)
         self.input_processor.assign_request_id(request)
-        end_with_context(request, self.model_config.max_model_len)
-        self._salt(request, prompt)
-        if prompt_text is None:
-            prompt_text, _, _ = extract_prompt_components(self.model_config, prompt)
-        return request, prompt_text
-
-    async def _prepare(
-        self,
-        request: compat.EngineCoreRequest,
-        prompt_text: str | None,
-        notes: RequestNotes,
-    ) -> RequestContext:
-        return RequestContext(
-            request=request,
-            prompt_text=prompt_text,
-            first_token_blocker=self._first_token_blocker(request),
-            deadline=self._deadline(),
-            uncached_tokens=await self._uncached_tokens(request, notes),
-            split_blocker=_split_blocker(request),
-            notes=notes,
-            limits=request_limits.get(),
-        )
-
-    def _first_token_blocker(self, request: compat.EngineCoreRequest) -> str | None:
-        assert request.sampling_params is not None
-        if self.model_config.logits_processors:
-            return "logits_processors"  # they may count output tokens
-        return _split_blocker(request) or first_token_blocker(request.sampling_params)
-
-    def _salt(self, request: compat.EngineCoreRequest, prompt: Any) -> None:
-        """Keep the caches of different API keys apart."""
-        request.cache_salt = _own(request.cache_salt)
+        model = self.model_config
+        blockers = take_in(request, model.max_model_len, bool(model.logits_processors))
+        request.cache_salt = own_salt(request.cache_salt)
         if request.cache_salt is not None and isinstance(prompt, dict):
             prompt["cache_salt"] = request.cache_salt
+        if prompt_text is None:
+            prompt_text, _, _ = extract_prompt_components(model, prompt)
+        return request, prompt_text, blockers
 
-    async def _uncached_tokens(self, request: compat.EngineCoreRequest, notes: RequestNotes) -> int:
-        num_tokens = len(request.prompt_token_ids or ())
-        if num_tokens <= self._lookup_above_tokens:
-            return num_tokens
-        began_s = self._clock.now()
-        cached_tokens = await self._router.lookups.cached_tokens(request)
-        notes.cached_tokens = cached_tokens
-        notes.note(LookedUp(cached_tokens, self._clock.now() - began_s))
-        return max(0, num_tokens - cached_tokens)
+    def _engine_options(self, params: SamplingParams, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return options of ``generate`` as engines take them; remove what clients may not say."""
+        given = self._adapters.resolve_lora(options)
+        given.pop("trace_headers", None)  # engines do not use them: spans are made here
+        take_client_args(params)
+        terms = tenant_terms.get()
+        if terms is not None and terms.priority is not None:
+            given["priority"] = terms.priority
+        return given
 
     async def _streaming_input(
-        self, prompt: Any, params: SamplingParams, request_id: str, options: dict[str, Any]
+        self, prompt: Any, params: SamplingParams, request_id: str, options: Mapping[str, Any]
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run a session whose prompt arrives in pieces, on one instance."""
+        given = self._engine_options(params, options)
         serving = await self._cluster.taking()
         if not serving:
             raise GracefulHTTPError("no instance serves", HTTPStatus.SERVICE_UNAVAILABLE)
@@ -274,7 +255,7 @@ class DisaggregatedClient(EngineClient):
         tokens = SessionTokens(terms, params) if terms else None
         if tokens is not None:
             tokens.check()
-        stream = instance.llm.generate(_salted(prompt), params, request_id, **options)
+        stream = instance.llm.generate(_salted(prompt), params, request_id, **given)
         try:
             with instance.holding(0):
                 async with contextlib.aclosing(stream) as outputs:
@@ -294,20 +275,17 @@ class DisaggregatedClient(EngineClient):
         self, prompt: Any, pooling_params: PoolingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """Compute a request of a pooling model; see ``pool``."""
-        if isinstance(prompt, dict) and (salt := _own(prompt.get("cache_salt"))) is not None:
-            prompt["cache_salt"] = salt
+        own_prompt(prompt)
         options.pop("trace_headers", None)
         request = (prompt, pooling_params, request_id)
         options = self._adapters.resolve_lora(options)
-        stream = pool(self._cluster, self._deadline(), *request, **options)
+        deadline = asyncio.get_running_loop().time() + self._request_timeout_s
+        stream = pool(self._cluster, deadline, *request, **options)
         async with contextlib.aclosing(stream) as outputs:
             async for output in outputs:
                 yield output
                 if (terms := tenant_terms.get()) is not None and output.finished:
                     terms.use_tokens(len(output.prompt_token_ids))
-
-    def _deadline(self) -> float:
-        return asyncio.get_running_loop().time() + self._request_timeout_s
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         if self._cluster.has_failed:
@@ -535,28 +513,9 @@ def check_sleep(level: int) -> None:
         raise NotImplementedError(f"sleep level {level} throws weights away: use level 1")
 
 
-def _own(cache_salt: str | None) -> str | None:
-    """Return ``cache_salt`` with the current tenant's prefix, unless it already has the prefix."""
-    name, given = tenant.get(), cache_salt or ""
-    if name is None:
-        return cache_salt
-    return given if given.startswith(f"{name}:") else f"{name}:{given}"
-
-
 async def _salted(pieces: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
     """Yield the pieces of a session's prompt, each with the tenant's ``cache_salt``."""
     async with contextlib.aclosing(pieces):
         async for piece in pieces:
-            given = piece.prompt
-            if isinstance(given, dict) and (salt := _own(given.get("cache_salt"))) is not None:
-                given["cache_salt"] = salt
+            own_prompt(piece.prompt)
             yield piece
-
-
-def _split_blocker(request: compat.EngineCoreRequest) -> str | None:
-    """Return the reason why one instance must compute prompt and output; None if two may."""
-    if request.prompt_token_ids is None or request.prompt_embeds is not None:
-        return "prompt_embeds"
-    if request.sampling_params is not None and request.sampling_params.skip_reading_prefix_cache:
-        return "prompt_logprobs"
-    return None

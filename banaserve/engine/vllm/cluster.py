@@ -90,13 +90,6 @@ class Cluster:
             raise InstanceDeadError(f"instance {instance_id} has been removed")
         return instance
 
-    def has_left_decode(self, instance_id: InstanceId) -> bool:
-        """Return whether an instance has stopped serving decode legs, or has been removed."""
-        if (instance := self.instances.get(instance_id)) is None:
-            return True
-        is_out = instance.is_draining or instance.is_held or instance.is_leaving
-        return is_out or instance.role is Role.PREFILL
-
     # ---- several instances
 
     def serving(self) -> list[Instance]:

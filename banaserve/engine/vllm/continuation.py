@@ -13,8 +13,6 @@ from typing import Any, Protocol
 
 KEY = "banaserve_output"
 """Key of the output in ``extra_args``; a request whose client sets it is rejected."""
-_OURS = "banaserve_"
-_TRANSFER = "kv_transfer_params"
 
 
 class HasExtraArgs(Protocol):
@@ -32,27 +30,6 @@ def output_of(params: HasExtraArgs | None) -> Sequence[int]:
     """Return the output so far of a request; empty if the request is new."""
     found: Sequence[int] = ((params and params.extra_args) or {}).get(KEY, ())
     return found
-
-
-def take_client_args(params: HasExtraArgs) -> None:
-    """Remove ``kv_transfer_params`` from a client's parameters, and reject banaserve's own keys.
-
-    With the keys that instances use among themselves, a client could skip the cost gate, or have
-    tokens counted as cached that are not. Legs get these keys from the server.
-    ``kv_transfer_params`` of clients are meant for other connectors.
-
-    Raises:
-        ValueError: A key in the parameters is one of banaserve's own.
-    """
-    extra = params.extra_args or {}
-    transfer = extra.get(_TRANSFER)
-    for place, given in (("vllm_xargs", extra), (_TRANSFER, transfer)):
-        names = given if isinstance(given, Mapping) else ()
-        for name in names:
-            if str(name).startswith(_OURS):
-                raise ValueError(f"{name} is no argument of a request: leave it out of {place}")
-    if _TRANSFER in extra:
-        params.extra_args = {k: v for k, v in extra.items() if k != _TRANSFER} or None
 
 
 def logprob_rows(position: Mapping[int, Any], token_id: int) -> tuple[list[int], list[float], int]:

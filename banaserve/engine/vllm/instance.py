@@ -18,7 +18,7 @@ import os
 import signal
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 import zmq
@@ -75,12 +75,6 @@ class Inflight(NamedTuple):
         return Inflight(*(own + sign * its for own, its in zip(self, leg, strict=True)))
 
 
-class Counting(Protocol):
-    """The part of an ``Instance`` that a guard changes."""
-
-    def add_inflight(self, leg: Inflight, sign: int) -> None: ...
-
-
 class InflightGuard:
     """Counter of one leg of a request at its instance, while the leg runs.
 
@@ -92,7 +86,7 @@ class InflightGuard:
         has_output: True if the engine has computed a token of the leg.
     """
 
-    def __init__(self, instance: Counting, prefill_tokens: int, tokens: int) -> None:
+    def __init__(self, instance: Instance, prefill_tokens: int, tokens: int) -> None:
         self._instance = instance
         self.has_output = False
         self._leg = Inflight(1, tokens)
@@ -175,6 +169,7 @@ class Instance:
             request is to blame.
         settings: Settings that its engine was started with, or will be started with.
         inflight: Counts of the legs that were sent to the instance and have not ended.
+        coming: Requests that will decode here, while their prompts are computed elsewhere.
         step_tokens: Maximum number of tokens of a step; 0 for the default of the role.
     """
 
@@ -219,7 +214,7 @@ class Instance:
         self.step_tokens = 0
         self._kv_tokens = 0
         self._kv_token_bytes = 0
-        self._num_coming = 0
+        self.coming: set[object] = set()
         self._guests = (0, 0.0)
         self._placements: tuple[ModulePlacement, ...] = ()
         self._epoch = 0
@@ -493,21 +488,12 @@ class Instance:
             kv_tokens=self._kv_tokens,
             far=far,
             kv_token_bytes=self._kv_token_bytes,
-            coming_requests=self._num_coming,
+            coming_requests=len(self.coming),
         )
 
     def _new_board(self) -> ReportBoard:
         full_step = self.settings.budgets.of_role(self.role).num_tokens
         return ReportBoard(self.id, self._clock, full_step, self._gpu)
-
-    @contextlib.contextmanager
-    def expecting(self) -> Iterator[None]:
-        """Count a request that will decode here, while its prompt is computed elsewhere."""
-        self._num_coming += 1
-        try:
-            yield
-        finally:
-            self._num_coming -= 1
 
     def set_guests(self, num_bytes: int, busy_fraction: float) -> None:
         """Set the memory and the fraction of time that guests beside this instance take."""
@@ -617,6 +603,12 @@ class Instance:
     def takes_requests(self) -> bool:
         """True if the instance receives new requests."""
         return self.is_ready and not (self.is_draining or self.is_held or self.is_leaving)
+
+    @property
+    def has_left_decode(self) -> bool:
+        """True if the instance has stopped serving decode legs."""
+        is_out = self.is_draining or self.is_held or self.is_leaving
+        return is_out or self.role is Role.PREFILL
 
     @property
     def has_lost_client(self) -> bool:

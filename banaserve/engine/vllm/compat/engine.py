@@ -33,6 +33,7 @@ from vllm.v1.outputs import LogprobsLists
 
 from banaserve.config import Budget
 from banaserve.engine.vllm.compat.config import VllmConfig, own_budget
+from banaserve.engine.vllm.compat.requests import RequestOutput
 from banaserve.engine.vllm.continuation import output_of
 from banaserve.engine.vllm.rpc.engine_api import CoreApi
 from banaserve.engine.vllm.rpc.typed_rpc import implements
@@ -72,8 +73,6 @@ __all__ = [
     "request_state",
     "run_engine_core",
     "send",
-    "set_cached_tokens",
-    "set_created_tokens",
     "start_output_handler",
     "submit",
 ]
@@ -137,6 +136,7 @@ def register(
     queue: RequestOutputCollector,
     stats: RequestStateStats,
     on_first_token: Callable[[], None] | None = None,
+    prefilled: RequestOutput | None = None,
 ) -> Any:
     """Make the front-end state of a request without sending it; returns the state.
 
@@ -144,22 +144,31 @@ def register(
         stats: Statistics that replace the state's own.
         on_first_token: Function called once, before the first token is passed to ``queue``; to an
             answer that is not streamed the first token is passed only with the last.
+        prefilled: Output of the prefill leg, with the numbers of cached and of created tokens to
+            report: for the decode leg, all tokens are cached. None for none.
     """
     llm.output_processor.add_request(request, prompt_text, None, 0, queue)
     state = llm.output_processor.request_states[request.request_id]
     state.stats = stats
-    if on_first_token is not None:
-        _call_at_first_token(state, on_first_token)
+    if prefilled is not None:
+        state.remote_prefill_cached_tokens = prefilled.num_cached_tokens or 0
+    if on_first_token is not None or prefilled is not None:
+        _prepare_first_token(state, on_first_token, prefilled)
     return state
 
 
-def _call_at_first_token(state: Any, on_first_token: Callable[[], None]) -> None:
+def _prepare_first_token(
+    state: Any, on_first_token: Callable[[], None] | None, prefilled: RequestOutput | None
+) -> None:
     make = state.make_request_output
 
     def first(new_token_ids: list[int], *args: Any, **kwargs: Any) -> Any:
         if new_token_ids:
             del state.make_request_output  # the class's own from here on
-            on_first_token()
+            if prefilled is not None:  # with the token the state has taken the engine's number
+                state.num_cache_creation_tokens = prefilled.num_cache_creation_tokens or 0
+            if on_first_token is not None:
+                on_first_token()
         return make(new_token_ids, *args, **kwargs)
 
     state.make_request_output = first
@@ -182,19 +191,6 @@ def adopt(llm: AsyncLLM, state: Any, request_id: str, queue: RequestOutputCollec
 def output_tokens(state: Any) -> list[int]:
     """Return the tokens output so far for the request of a front-end state."""
     return list(state.detokenizer.output_token_ids)
-
-
-def set_cached_tokens(state: Any, num_tokens: int) -> None:
-    """Report to the client that ``num_tokens`` tokens of the prompt were cached."""
-    state.remote_prefill_cached_tokens = num_tokens
-
-
-def set_created_tokens(state: Any, num_tokens: int) -> None:
-    """Report to the client that ``num_tokens`` tokens of the prompt were computed and cached.
-
-    Call from the first token on: with that token the state takes over the engine's numbers.
-    """
-    state.num_cache_creation_tokens = num_tokens
 
 
 async def send(llm: AsyncLLM, request: EngineCoreRequest) -> None:

@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from banaserve.access.cache_salt import TenantSalt
 from banaserve.engine.vllm.compat import kv_cache as compat
 from banaserve.engine.vllm.kv_connector.block_hash import chain
 from banaserve.engine.vllm.kv_connector.handover import Handover
@@ -27,9 +26,6 @@ Predictions of a few milliseconds are unreliable on a busy machine, and the firs
 LONGEST_WAIT_S = 10.0
 
 Arrivals = Callable[[Sequence[Slot]], list[Lookup]]
-_TENANT_BYTES = 16
-# What the engine client puts before the salts of an API key's requests.
-_KEY_NAME = re.compile(r"[0-9a-f]{16}:")
 
 
 class PromotionOutcome(Enum):
@@ -184,7 +180,7 @@ class RequestState:
         handover = Handover.of(request.kv_transfer_params)
         return cls(
             request,
-            tenant_of(request.cache_salt),
+            TenantSalt.of(request.cache_salt).account,
             push_to=handover.push_to,
             leaves_tail=handover.leaves_tail,
             hold=handover.hold,
@@ -215,19 +211,6 @@ class RequestState:
         if ready:
             self.saves = [save for save in self.saves if save.end_tokens > num_computed]
         return ready
-
-
-def tenant_of(cache_salt: str | None) -> bytes:
-    """Return the tenant of the clients that share an API key, or else a cache salt.
-
-    The tenant does not reveal the salt. The holder of a key may send an own salt with each
-    request; the blocks of all of them are charged to the key.
-    """
-    if not cache_salt:
-        return b""
-    if (key := _KEY_NAME.match(cache_salt)) is not None:
-        cache_salt = key[0]
-    return hashlib.blake2b(cache_salt.encode(), digest_size=_TENANT_BYTES).digest()
 
 
 def full_block_offers(keys: Sequence[bytes], first: int, block_size: int) -> list[SaveCandidate]:

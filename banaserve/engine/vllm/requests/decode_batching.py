@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 
+from banaserve.engine.vllm.instance import Instance
 from banaserve.types import InstanceId
 
 
@@ -40,32 +41,28 @@ class DecodeBatching:
 
     def __init__(self, limit_s: float = 0.0) -> None:
         self._limit_s = limit_s
-        self._coming: dict[InstanceId, set[object]] = {}
         self._groups: dict[InstanceId, _Group] = {}
 
     @contextlib.contextmanager
-    def coming(self, instance: InstanceId) -> Iterator[None]:
+    def coming(self, instance: Instance) -> Iterator[None]:
         """Note, for the block, that a prompt computed elsewhere will be decoded at ``instance``."""
         prompt = object()
-        coming = self._coming.setdefault(instance, set())
-        coming.add(prompt)
+        instance.coming.add(prompt)
         try:
             yield
         finally:
-            coming.remove(prompt)
-            if not coming:
-                del self._coming[instance]
-            group = self._groups.get(instance)
+            instance.coming.remove(prompt)
+            group = self._groups.get(instance.id)
             if group is not None:
                 group.awaited.discard(prompt)
                 if not group.awaited:
-                    self._close(instance, group)
+                    self._close(instance.id, group)
 
-    def waits(self, instance: InstanceId) -> bool:
+    def waits(self, instance: Instance) -> bool:
         """Return whether a decode leg that is about to begin at ``instance`` should wait."""
-        return self._limit_s > 0 and bool(self._coming.get(instance))
+        return self._limit_s > 0 and bool(instance.coming)
 
-    async def wait_for_group(self, instance: InstanceId, news: asyncio.Event | None = None) -> None:
+    async def wait_for_group(self, instance: Instance, news: asyncio.Event | None = None) -> None:
         """Return when the group of a decode leg that is about to begin at ``instance`` is complete.
 
         Args:
@@ -73,11 +70,11 @@ class DecodeBatching:
         """
         if not self.waits(instance):
             return
-        group = self._groups.get(instance)
+        group = self._groups.get(instance.id)
         if group is None:
-            group = self._groups[instance] = _Group(set(self._coming[instance]))
+            group = self._groups[instance.id] = _Group(set(instance.coming))
             loop = asyncio.get_running_loop()
-            group.timer = loop.call_later(self._limit_s, self._close, instance, group)
+            group.timer = loop.call_later(self._limit_s, self._close, instance.id, group)
         events = [group.closed] if news is None else [group.closed, news]
         waits = [asyncio.create_task(event.wait()) for event in events]
         try:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+import contextlib
+from collections.abc import AsyncGenerator, Iterator
 from typing import TypeVar
 
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.compat.requests import PoolingRequestOutput, RequestOutput
 from banaserve.engine.vllm.instance import DRAINED
+from banaserve.errors import DeadlineExceededError
 
 Output = TypeVar("Output")
 
@@ -55,6 +57,19 @@ class LegOutputCollector(compat.RequestOutputCollector):
         output = super().get_nowait()
         self._raise_next()
         return output
+
+    def move(self, reason: str) -> None:
+        """End the leg here, since it is to continue at another instance."""
+        self.put(LegMovedError(reason))
+
+    @contextlib.contextmanager
+    def expiring(self, deadline: float) -> Iterator[None]:
+        """Wake the reader with an error if the deadline passes within the block."""
+        timer = asyncio.get_running_loop().call_at(deadline, self.put, DeadlineExceededError())
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def _raise_next(self) -> None:
         error, self._error = self._error, None

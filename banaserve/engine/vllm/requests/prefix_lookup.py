@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -34,6 +34,18 @@ _TELL_S = 0.2
 Most holds have been ended by their decode legs before.
 """
 _HOLD_BITS = 62
+
+
+class PromptHold(NamedTuple):
+    """Hold of a prompt's blocks in stores, from the prefill leg on until decode has read them.
+
+    Attributes:
+        number: Number of the hold; 0 without a store.
+        stores: ``HOST:PORT`` of each store; an empty string stands for the front door's store.
+    """
+
+    number: int
+    stores: tuple[str, ...]
 
 
 class HoldEnd(NamedTuple):
@@ -132,24 +144,22 @@ class PrefixLookups:
         self._ended: list[HoldEnd] = []
         self._telling: asyncio.Task[None] | None = None
 
-    def new_hold(self) -> int:
-        """Return a number under which the store holds a prompt for decode; 0 without a store.
+    def hold(self, earlier: PromptHold | None, *stores: str) -> PromptHold:
+        """Return a hold of a prompt in place of an earlier one, which ends.
 
         The caller must call ``end_hold`` at the end of the request, whatever its outcome.
         """
-        return 1 + secrets.randbits(_HOLD_BITS) if self.by_weights else 0
+        self.end_hold(earlier)
+        return PromptHold(1 + secrets.randbits(_HOLD_BITS) if self.by_weights else 0, stores)
 
-    def end_hold(self, hold: int, stores: Iterable[str], reader: int | None = None) -> None:
+    def end_hold(self, hold: PromptHold | None, reader: int | None = None) -> None:
         """End the hold of a request that has ended or is retried; the stores are told soon.
 
         Args:
-            hold: Number of the hold; 0 for none.
-            stores: ``HOST:PORT`` of each store that holds the prompt; an empty string stands for
-                the front door's store.
             reader: Index of the request's sequence that has ended; None if all have.
         """
-        if hold:
-            self._ended += [HoldEnd(hold, reader, store) for store in sorted({*stores})]
+        if hold is not None and hold.number:
+            self._ended += [HoldEnd(hold.number, reader, one) for one in sorted({*hold.stores})]
             if self._telling is None or self._telling.done():
                 self._telling = asyncio.get_running_loop().create_task(self._tell())
 

@@ -25,9 +25,9 @@ class Residency:
     ) -> None:
         """Record that ``instance`` has the KV of the prompt and of ``output``.
 
-        The last token of ``output`` has no KV yet.
+        The last token of ``output`` has no KV yet, and an engine that has ended has no KV.
         """
-        if request.prompt_token_ids is not None:
+        if request.prompt_token_ids is not None and instance.llm is not None:
             tokens = [*request.prompt_token_ids, *output[:-1]]
             self._prefixes.add(instance.id, _root(request), tokens, instance.view().kv_tokens)
 

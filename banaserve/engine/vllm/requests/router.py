@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from http import HTTPStatus
+from typing import NamedTuple
 
 from banaserve.clock import Clock
 from banaserve.engine.vllm.cluster import Cluster
 from banaserve.engine.vllm.compat import engine as compat
 from banaserve.engine.vllm.compat.requests import GracefulHTTPError
 from banaserve.engine.vllm.generations import candidates, is_lost
+from banaserve.engine.vllm.instance import Instance
 from banaserve.engine.vllm.requests.decode_batching import DecodeBatching
 from banaserve.engine.vllm.requests.prefix_lookup import PrefixLookups
 from banaserve.engine.vllm.requests.residency import Residency
-from banaserve.engine.vllm.requests.retry_turns import RetryTurns
 from banaserve.engine.vllm.tracing.events import NoInstance
-from banaserve.engine.vllm.tracing.request_log import RequestNotes
+from banaserve.engine.vllm.tracing.request_log import RequestNotes, SeenRoute
 from banaserve.errors import NoInstanceError, PolicyError
 from banaserve.orchestrator.model.output_length import OutputLengthWindow
 from banaserve.orchestrator.routing.named import NamedPolicy
 from banaserve.types import (
-    NO_LIMITS,
     NOWHERE,
     ClusterView,
     InstanceId,
-    RequestId,
-    RequestLimits,
     RequestView,
     Route,
 )
@@ -47,6 +45,22 @@ class WeightsReplacedError(GracefulHTTPError):
         )
 
 
+class RoutedLegs(NamedTuple):
+    """Instances of the legs of a request.
+
+    Attributes:
+        asked: Request as the policy saw it.
+        route: Policy's choice.
+        prefill: Instance of the prefill leg; None if one instance serves both legs.
+        decode: Instance of the decode leg, or of both legs.
+    """
+
+    asked: RequestView
+    route: Route
+    prefill: Instance | None
+    decode: Instance
+
+
 class Router:
     """Router of requests to the instances of a cluster, with knowledge of cached prompts.
 
@@ -60,7 +74,7 @@ class Router:
         lookups: Lookups of prompts in the store.
         residency: KV in the engines' own caches; None if the policy does not use it.
         output_lengths: Lengths of the last answers, for the policy.
-        retry_turns: Turns for retries of requests under which instances died.
+        retry_turns: Lock of the only suspect that may run; see ``Suspicion``.
         decode_batching: Groups of decode legs that begin together.
     """
 
@@ -77,7 +91,7 @@ class Router:
         self.lookups = PrefixLookups(cluster)
         self.residency: Residency | None = None
         self.output_lengths = OutputLengthWindow()
-        self.retry_turns = RetryTurns()
+        self.retry_turns = asyncio.Lock()
         self.decode_batching = DecodeBatching(gather_s)
         self._clock = clock
         self._no_instance_s = no_instance_s
@@ -102,40 +116,23 @@ class Router:
         if self.residency is not None:
             self.residency.forget()
 
-    def has_computed(
-        self, instance_id: InstanceId, request: compat.EngineCoreRequest, output: Sequence[int] = ()
-    ) -> None:
-        """Record that the instance has computed the prompt of ``request``, and its ``output``."""
-        instance = self.cluster.instances.get(instance_id)  # None if removed meanwhile
-        if self.residency is not None and instance is not None:
-            self.residency.computed(instance, request, output)
-
     # ---- routing
 
     async def route(
         self,
-        request: compat.EngineCoreRequest,
-        uncached_tokens: int,
+        asked: RequestView,
         split_blocker: str | None,
         notes: RequestNotes,
-        limits: RequestLimits = NO_LIMITS,
-        first_token_waits: bool = False,
-        resident_tokens: Mapping[InstanceId, int] = NOWHERE,
         weights: str = "",
         avoided: InstanceId | None = None,
-    ) -> Route:
+    ) -> RoutedLegs:
         """Return the policy's choice; wait for a restart if no instance serves.
 
         A request that cannot be split has one leg, whatever the policy chooses.
 
         Args:
-            request: Request to route.
-            uncached_tokens: Estimated number of prompt tokens that the store does not have.
             split_blocker: Reason why the request cannot be split into legs; None if it can.
             notes: Notes of the request, to which the choice is added.
-            limits: Latency limits that the request specifies.
-            first_token_waits: True if decode must sample the first token.
-            resident_tokens: Number of prompt tokens in engine caches, by instance.
             weights: Identity of the weights that the request began with; empty for a new request.
             avoided: Instance that is not chosen if any other can serve; None for none.
 
@@ -143,18 +140,6 @@ class Router:
             GracefulHTTPError: 503 if still no instance serves; 500 if the policy fails.
             WeightsReplacedError: No instance has those weights any more.
         """
-        num_tokens = len(request.prompt_token_ids or ())
-        params = request.sampling_params
-        view = RequestView(
-            RequestId(request.request_id),
-            num_tokens,
-            num_tokens - uncached_tokens,
-            (params.max_tokens if params is not None else 1) or 0,
-            limits,
-            split_blocker is None,
-            first_token_waits,
-            resident_tokens,
-        )
         until_s = self._clock.now() + self._no_instance_s
         waits = False
         while True:
@@ -163,11 +148,7 @@ class Router:
                 left = replace(seen.instances[avoided], ready=False)
                 seen = replace(seen, instances={**seen.instances, avoided: left})
             try:
-                route = self.policy.route(view, seen)
-                if split_blocker is not None and route.prefill is not None:
-                    route = Route(None, route.decode, route.reason)
-                notes.routed(self.policy.label, route, split_blocker, seen, request.request_id)
-                return route
+                route = self.policy.route(asked, seen)
             except PolicyError as failure:
                 self._log(failure)
                 error = GracefulHTTPError(str(failure), HTTPStatus.INTERNAL_SERVER_ERROR)
@@ -177,12 +158,19 @@ class Router:
                     avoided = None
                     continue
                 if not waits:
-                    notes.note(NoInstance(str(nobody)), request.request_id)
+                    notes.note(NoInstance(str(nobody)), asked.id)
                 waits = True
                 is_late = self._clock.now() >= until_s and not self.cluster.is_replacing
                 if self.cluster.has_failed or is_late:
                     raise GracefulHTTPError(str(nobody), HTTPStatus.SERVICE_UNAVAILABLE) from None
                 await asyncio.sleep(_POLL_S)
+                continue
+            if split_blocker is not None and route.prefill is not None:
+                route = Route(None, route.decode, route.reason)
+            notes.note(SeenRoute(self.policy.label, route, split_blocker, seen), asked.id)
+            known = self.cluster.instances
+            prefill = None if route.prefill is None else known[route.prefill]
+            return RoutedLegs(asked, route, prefill, known[route.decode])
 
     def _view(self) -> ClusterView:
         return ClusterView(

@@ -12,40 +12,33 @@ import asyncio
 import contextlib
 import copy
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 
 from banaserve.engine.vllm.compat.requests import RequestOutput, RequestOutputKind
 from banaserve.engine.vllm.monitoring.leg_stats import Sequences
-from banaserve.engine.vllm.requests.disagg_request import run_request
-from banaserve.engine.vllm.requests.request_context import RequestContext
+from banaserve.engine.vllm.requests.disagg_request import RequestContext, run_request
 from banaserve.engine.vllm.requests.router import Router
+from banaserve.engine.vllm.requests.suspects import Suspicion
 
 
-def sequences_of(context: RequestContext) -> Sequence[RequestContext]:
-    """Return a context for each sequence; ``context`` itself if there is only one."""
-    params = context.request.sampling_params
-    assert params is not None
-    if params.n == 1:
-        return (context,)
-    context.sequences = Sequences(params.n)
-    return [_sequence(context, index) for index in range(params.n)]
+def sequences_of(context: RequestContext) -> list[RequestContext]:
+    """Return a context for each of the request's sequences."""
+    num = context.params.n
+    context.sequences = Sequences(num)
+    return [_sequence(context, index) for index in range(num)]
 
 
 def _sequence(context: RequestContext, index: int) -> RequestContext:
-    made = copy.copy(context)
-    made.request = copy.copy(context.request)
-    made.request.request_id = f"{index}_{context.request.request_id}"
-    params = copy.copy(context.request.sampling_params)
-    assert params is not None
+    request, params = copy.copy(context.request), copy.copy(context.params)
+    request.request_id = f"{index}_{request.request_id}"
     params.n = 1
     if params.seed is not None:
         params.seed += index
-    made.request.sampling_params = params
-    made.is_sibling, made.has_siblings = index > 0, index == 0
-    made.prompt_leg_ended = asyncio.Event()
-    return made
+    request.sampling_params = params
+    return replace(context, request=request, index=index, suspicion=Suspicion())
 
 
-def run_sequences(
+async def run_sequences(
     sequences: Sequence[RequestContext], router: Router
 ) -> AsyncGenerator[RequestOutput, None]:
     """Run all sequences and yield their outputs as vLLM does.
@@ -56,17 +49,8 @@ def run_sequences(
     Raises:
         Exception: Error of the first sequence that cannot continue; the others are cancelled.
     """
-    if len(sequences) == 1:
-        return run_request(sequences[0], router)
-    return _run_several(sequences, router)
-
-
-async def _run_several(
-    sequences: Sequence[RequestContext], router: Router
-) -> AsyncGenerator[RequestOutput, None]:
-    params = sequences[0].request.sampling_params
-    assert params is not None
-    merged = _Merged(len(sequences), params.output_kind is RequestOutputKind.FINAL_ONLY)
+    is_final_only = sequences[0].params.output_kind is RequestOutputKind.FINAL_ONLY
+    merged = _Merged(len(sequences), is_final_only)
     tasks = [
         asyncio.create_task(_run(sequences, index, router, merged))
         for index in range(len(sequences))
@@ -78,8 +62,7 @@ async def _run_several(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        first = sequences[0]
-        router.lookups.end_hold(first.hold, first.hold_stores)  # some readers may never have begun
+        router.lookups.end_hold(sequences[0].hold)  # some readers may never have begun
 
 
 async def _run(
@@ -89,11 +72,7 @@ async def _run(
     try:
         if index > 0:
             await first.prompt_leg_ended.wait()
-            own.prefilled, own.num_cached_tokens = first.prefilled, first.num_cached_tokens
-            own.num_created_tokens = first.num_created_tokens
-            own.weights = first.weights
-            own.hold, own.hold_stores, own.reader = first.hold, first.hold_stores, index
-            own.computed_by = first.computed_by
+            own.prompt, own.weights = first.prompt, first.weights
         async with contextlib.aclosing(run_request(own, router)) as outputs:
             async for output in outputs:
                 merged.put(index, output)

@@ -33,7 +33,7 @@ _NAMED = 5
 _PREFIXES = ("chatcmpl-", "cmpl-")
 
 
-class _SeenRoute(NamedTuple):
+class SeenRoute(NamedTuple):
     """A policy's choice with the view it was made from; turned into an event only on a query."""
 
     policy: str
@@ -124,7 +124,7 @@ class RequestNotes:
         self.ended: tuple[float, RequestEnded] | None = None
         self.call = call
         self.span: RequestSpan | None = None
-        self._events: list[tuple[float, FrontEvent | _SeenRoute, str]] = []
+        self._events: list[tuple[float, FrontEvent | SeenRoute, str]] = []
 
     def count_output(self) -> None:
         """Keep the number of tokens, and drop the function that has counted them so far.
@@ -135,48 +135,31 @@ class RequestNotes:
         counted = self.output_tokens = self.tokens_so_far()
         self.tokens_so_far = lambda: counted
 
-    def note(self, event: FrontEvent, leg_id: str = "") -> None:
-        """Note an event; ``leg_id`` is the engine's id of the leg, empty for the whole request."""
-        self._note(event, leg_id)
+    def note(self, event: FrontEvent | SeenRoute, leg_id: str = "", incarnation: int = 0) -> None:
+        """Note an event that has just happened; it is dropped beyond ``MAX_EVENTS``.
 
-    def routed(
-        self,
-        policy: str,
-        route: Route,
-        split_blocker: str | None,
-        view: ClusterView,
-        leg_id: str = "",
-    ) -> None:
-        """Note that the policy chose ``route`` from ``view``."""
-        self._note(_SeenRoute(policy, route, split_blocker, view), leg_id)
-
-    def leg_began(
-        self, leg: str, instance: str, incarnation: int, name: str, resumed_tokens: int = 0
-    ) -> None:
-        """Note that a leg is about to be sent to an engine, under the id ``name``."""
-        if len(self.legs) < MAX_EVENTS:
-            self.legs.append(TracedLeg(instance, incarnation, name))
-        self._note(LegBegan(leg, instance, name, resumed_tokens), name)
-
-    def first_token(self, source: str, blocker: str | None) -> None:
-        """Note the answer's first token; called again where the answer starts over."""
-        self.first_token_s = self._clock.now()
-        self._note(FirstToken(source, blocker))
+        Args:
+            leg_id: Engine's id of the leg; empty for the whole request.
+            incarnation: Incarnation of the instance of ``LegBegan``, which has notes of the leg.
+        """
+        at_s = self._clock.now()
+        if isinstance(event, FirstToken):  # noted again where the answer starts over
+            self.first_token_s = at_s
+        elif isinstance(event, LegBegan) and len(self.legs) < MAX_EVENTS:
+            self.legs.append(TracedLeg(event.instance, incarnation, leg_id))
+        if len(self._events) < MAX_EVENTS:
+            self._events.append((at_s, event, leg_id))
+        else:
+            self.num_dropped += 1
 
     def end(self, how: str, error: str = "") -> None:
         """Note the end of the request, even where other events were dropped."""
         self.ended = (self._clock.now(), RequestEnded(how, self.output_tokens, error))
 
-    def _note(self, event: FrontEvent | _SeenRoute, leg_id: str = "") -> None:
-        if len(self._events) < MAX_EVENTS:
-            self._events.append((self._clock.now(), event, leg_id))
-        else:
-            self.num_dropped += 1
-
     def events(self) -> list[Noted]:
         """Return the events in the order in which they happened."""
         found = [
-            Noted(at_s, event.event() if isinstance(event, _SeenRoute) else event, leg_id)
+            Noted(at_s, event.event() if isinstance(event, SeenRoute) else event, leg_id)
             for at_s, event, leg_id in self._events
         ]
         return [*found, Noted(*self.ended)] if self.ended is not None else found
