@@ -25,7 +25,7 @@ from banaserve.errors import UserError
 from banaserve.names import check_known
 from benchmarks.gpu import device
 from benchmarks.gpu.kit_files import KIT, Kit
-from benchmarks.gpu.stages import StageOutcome, Stage, StageState, limit_s, stages_of, still_to_run
+from benchmarks.gpu.stages import Stage, StageOutcome, StageState, limit_s, stages_of, still_to_run
 from benchmarks.location import ROOT
 from benchmarks.random_model import SIZES
 from benchmarks.run_all import run_logged
@@ -76,7 +76,9 @@ def _run_all(
         allowed_s = limit_s(stage, chosen[place + 1 :], until_s - time.monotonic())
         if not allowed_s:
             print(f"{stage.name}: no time left", flush=True)
-            ended.setdefault(stage.name, StageOutcome(stage.name, StageState.NOT_RUN, words="no time left"))
+            ended.setdefault(
+                stage.name, StageOutcome(stage.name, StageState.NOT_RUN, words="no time left")
+            )
             continue
         print(f"{stage.name} (at most {allowed_s:.0f} s) ...", flush=True)
         ended[stage.name] = outcome = run_stage(stage, out, allowed_s)

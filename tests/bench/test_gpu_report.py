@@ -17,8 +17,8 @@ from benchmarks.gpu import device, report
 from benchmarks.gpu.device import DeviceFacts, check
 from benchmarks.gpu.stages import (
     LEAST_S,
-    StageOutcome,
     Stage,
+    StageOutcome,
     StageState,
     limit_s,
     stages_of,
