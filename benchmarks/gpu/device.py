@@ -1,4 +1,4 @@
-"""What this machine's GPU, driver, torch and vLLM are, and whether the report can run on them."""
+"""Facts of this machine: GPU, driver, torch and vLLM, and whether the report can run on them."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from importlib.metadata import version
 
 from banaserve.errors import UserError
 from benchmarks.gpu.device import NULL_GPU
@@ -20,15 +21,12 @@ _TOLERANCE = 0.03
 def main(argv: Sequence[str]) -> int:
     """Print the facts; raise at the first one that is wrong."""
     import torch
-    import transformers
-    import triton
-    import vllm
-    import vllm._C_stable_libtorch
-    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
-    print(f"torch {torch.__version__}, Triton {triton.__version__}", flush=True)
-    print(f"transformers {transformers.__version__}, vLLM {vllm.__version__}", flush=True)
-    print(f"FlashAttention {get_flash_attn_version()}", flush=True)
+    from banaserve.engine.vllm.compat.config import import_kernels
+
+    packages = ("torch", "triton", "transformers", "vllm")
+    print(", ".join(f"{name} {version(name)}" for name in packages), flush=True)
+    import_kernels()
     device = torch.device("cuda", 0)
     draws = torch.Generator().manual_seed(1)
     hidden = torch.randn(5, 64, generator=draws).to(device, torch.bfloat16)

@@ -25,7 +25,7 @@ from banaserve.errors import UserError
 from banaserve.names import check_known
 from benchmarks.gpu import device
 from benchmarks.gpu.kit_files import KIT, Kit
-from benchmarks.gpu.stages import Outcome, Stage, State, limit_s, stages_of, still_to_run
+from benchmarks.gpu.stages import Stage, StageOutcome, StageState, limit_s, stages_of, still_to_run
 from benchmarks.location import ROOT
 from benchmarks.random_model import SIZES
 from benchmarks.run_all import run_logged
@@ -64,11 +64,11 @@ def main(argv: Sequence[str]) -> int:
         _run_all(chosen, given.out, budget_s, ended)
     finally:
         _deliver(given.out, facts, known, ended)
-    return 0 if all(_state(ended, one.name) is State.OK for one in (chosen or known)) else 1
+    return 0 if all(_state(ended, one.name) is StageState.OK for one in (chosen or known)) else 1
 
 
 def _run_all(
-    chosen: Sequence[Stage], out: Path, budget_s: float, ended: dict[str, Outcome]
+    chosen: Sequence[Stage], out: Path, budget_s: float, ended: dict[str, StageOutcome]
 ) -> None:
     """Run the stages one after the other; note each end in ``ended`` and in the folder."""
     until_s = time.monotonic() + budget_s
@@ -76,7 +76,9 @@ def _run_all(
         allowed_s = limit_s(stage, chosen[place + 1 :], until_s - time.monotonic())
         if not allowed_s:
             print(f"{stage.name}: no time left", flush=True)
-            ended.setdefault(stage.name, Outcome(stage.name, State.NOT_RUN, words="no time left"))
+            ended.setdefault(
+                stage.name, StageOutcome(stage.name, StageState.NOT_RUN, words="no time left")
+            )
             continue
         print(f"{stage.name} (at most {allowed_s:.0f} s) ...", flush=True)
         ended[stage.name] = outcome = run_stage(stage, out, allowed_s)
@@ -84,7 +86,7 @@ def _run_all(
         (out / _STATE_FILE).write_bytes(msgspec.json.encode(list(ended.values())))
 
 
-def run_stage(stage: Stage, out: Path, allowed_s: float) -> Outcome:
+def run_stage(stage: Stage, out: Path, allowed_s: float) -> StageOutcome:
     """Run a stage with its output in a log of its own; return how it ended.
 
     Raises:
@@ -102,10 +104,10 @@ def run_stage(stage: Stage, out: Path, allowed_s: float) -> Outcome:
     took_s = time.monotonic() - began_s
     words = _last_line(log_path)
     if code is None:
-        return Outcome(stage.name, State.STOPPED, took_s, f"at its limit: {words}")
+        return StageOutcome(stage.name, StageState.STOPPED, took_s, f"at its limit: {words}")
     if code:
-        return Outcome(stage.name, State.FAILED, took_s, f"exit code {code}: {words}")
-    return Outcome(stage.name, State.OK, took_s, words)
+        return StageOutcome(stage.name, StageState.FAILED, took_s, f"exit code {code}: {words}")
+    return StageOutcome(stage.name, StageState.OK, took_s, words)
 
 
 def _last_line(log_path: Path) -> str:
@@ -116,12 +118,12 @@ def _last_line(log_path: Path) -> str:
 
 
 def _deliver(
-    out: Path, facts: device.DeviceFacts, known: Sequence[Stage], ended: Mapping[str, Outcome]
+    out: Path, facts: device.DeviceFacts, known: Sequence[Stage], ended: Mapping[str, StageOutcome]
 ) -> None:
     """Write the page of results, the table and the archive of everything; print the table."""
     if not out.is_dir():
         return
-    if any(stage.benchmark and _state(ended, stage.name) is State.OK for stage in known):
+    if any(stage.benchmark and _state(ended, stage.name) is StageState.OK for stage in known):
         write_report(out, out, f"{facts.gpu}: report")
     lines = [facts.words, *table(known, ended)]
     if os.environ.get(device.NULL_GPU):
@@ -135,17 +137,17 @@ def _deliver(
     print(f"\n{text}{out / _ARCHIVE} holds all results and logs", flush=True)
 
 
-def table(known: Sequence[Stage], ended: Mapping[str, Outcome]) -> list[str]:
+def table(known: Sequence[Stage], ended: Mapping[str, StageOutcome]) -> list[str]:
     """Return a line for each stage: its name, its end, seconds, and its last words."""
-    rows = [ended.get(stage.name, Outcome(stage.name, State.NOT_RUN)) for stage in known]
+    rows = [ended.get(stage.name, StageOutcome(stage.name, StageState.NOT_RUN)) for stage in known]
     return [f"{one.name:<13} {one.state:<8} {one.took_s:5.0f} s  {one.words}" for one in rows]
 
 
-def _state(ended: Mapping[str, Outcome], name: str) -> State:
-    return ended[name].state if name in ended else State.NOT_RUN
+def _state(ended: Mapping[str, StageOutcome], name: str) -> StageState:
+    return ended[name].state if name in ended else StageState.NOT_RUN
 
 
-def _read(out: Path) -> dict[str, Outcome]:
+def _read(out: Path) -> dict[str, StageOutcome]:
     """Return the outcomes of earlier calls by the name of the stage.
 
     Raises:
@@ -156,7 +158,7 @@ def _read(out: Path) -> dict[str, Outcome]:
     except FileNotFoundError:
         return {}
     try:
-        return {one.name: one for one in msgspec.json.decode(said, type=list[Outcome])}
+        return {one.name: one for one in msgspec.json.decode(said, type=list[StageOutcome])}
     except msgspec.DecodeError as error:
         raise UserError(f"{out / _STATE_FILE}: {error}: remove it, and all stages run") from error
 

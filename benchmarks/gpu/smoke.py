@@ -39,7 +39,8 @@ def main(argv: Sequence[str]) -> int:
     # In this process, so that an error shows where it arises.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     import torch
-    from vllm import LLM, SamplingParams
+
+    from banaserve.engine.vllm.compat.offline import LLM, SamplingParams
 
     with tempfile.TemporaryDirectory(prefix="smoke-") as folder:
         path = make_model(given.size, Path(folder), "bfloat16")

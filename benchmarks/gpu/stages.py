@@ -30,7 +30,7 @@ class Stage:
     benchmark: bool = False
 
 
-class State(StrEnum):
+class StageState(StrEnum):
     """End of a stage."""
 
     OK = "ok"
@@ -39,11 +39,11 @@ class State(StrEnum):
     NOT_RUN = "not run"
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class StageOutcome(msgspec.Struct, frozen=True):
     """End of a stage, and the words that report it."""
 
     name: str
-    state: State
+    state: StageState
     took_s: float = 0.0
     words: str = ""
 
@@ -84,14 +84,14 @@ def _benchmark(name: str, options: tuple[str, ...], limit_s: float, weight: floa
     return Stage(name, command, limit_s, weight, benchmark=True)
 
 
-def still_to_run(stages: Sequence[Stage], ended: Mapping[str, Outcome]) -> list[Stage]:
+def still_to_run(stages: Sequence[Stage], ended: Mapping[str, StageOutcome]) -> list[Stage]:
     """Return the stages that an earlier call has not run, then those that did not end well."""
 
     def place(stage: Stage) -> int:
         outcome = ended.get(stage.name)
-        if outcome is None or outcome.state is State.NOT_RUN:
+        if outcome is None or outcome.state is StageState.NOT_RUN:
             return 0
-        return {State.STOPPED: 1, State.FAILED: 2, State.OK: 3}[outcome.state]
+        return {StageState.STOPPED: 1, StageState.FAILED: 2, StageState.OK: 3}[outcome.state]
 
     return [stage for stage in sorted(stages, key=place) if place(stage) < 3]
 

@@ -17,9 +17,9 @@ from benchmarks.gpu import device, report
 from benchmarks.gpu.device import DeviceFacts, check
 from benchmarks.gpu.stages import (
     LEAST_S,
-    Outcome,
     Stage,
-    State,
+    StageOutcome,
+    StageState,
     limit_s,
     stages_of,
     still_to_run,
@@ -95,10 +95,10 @@ def test_a_stage_may_take_what_others_left() -> None:
 def test_a_further_call_runs_what_is_left_and_then_what_failed() -> None:
     stages = [Stage(name, (), 10, 1) for name in "abcde"]
     ended = {
-        "a": Outcome("a", State.FAILED),
-        "b": Outcome("b", State.OK),
-        "c": Outcome("c", State.STOPPED),
-        "d": Outcome("d", State.NOT_RUN),
+        "a": StageOutcome("a", StageState.FAILED),
+        "b": StageOutcome("b", StageState.OK),
+        "c": StageOutcome("c", StageState.STOPPED),
+        "d": StageOutcome("d", StageState.NOT_RUN),
     }
     assert [stage.name for stage in still_to_run(stages, ended)] == ["d", "e", "c", "a"]
 

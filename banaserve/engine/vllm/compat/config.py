@@ -21,6 +21,7 @@ __all__ = [
     "VllmConfig",
     "adopt_kernels",
     "adopt_kv_layout",
+    "import_kernels",
     "is_on_cpu",
     "own_budget",
     "set_current_vllm_config",
@@ -32,6 +33,13 @@ def is_on_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
+
+
+def import_kernels() -> None:
+    """Load vLLM's compiled kernels for this machine's device into ``torch.ops``."""
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
 
 
 def own_budget(config: VllmConfig) -> tuple[int, int]:

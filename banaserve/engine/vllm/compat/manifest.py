@@ -160,6 +160,8 @@ _CONFIG = [
                  "NONE PIECEWISE"),
     Entry("config", "vllm.platforms", "current_platform", NameKind.VALUE, "CPU or GPU"),
     *_methods("config", "vllm.platforms.interface", "Platform", "CPU or GPU", "is_cpu()"),
+    *_methods("config", "vllm.platforms.interface", "Platform", "whether kernels load",
+              "import_kernels()"),
     *_functions("config", "vllm.v1.attention.backends.utils", "KV layout of a guest",
                 "record_kv_cache_layout(cache_config, layout_name)"),
     *_functions("config", "vllm.ir", "kernels of a guest", "set_default_torch_wrap(enable)"),
