@@ -197,7 +197,7 @@ def test_what_cannot_be_on_a_gpu_or_with_our_kernels_is_said(
     from vllm.config import CompilationMode, CUDAGraphMode
 
     parallel = SimpleNamespace(
-        tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1
+        tensor_parallel_size=1 + (kind == "cuda"), pipeline_parallel_size=1, data_parallel_size=1
     )
     config: Any = SimpleNamespace(
         device_config=SimpleNamespace(device_type=kind),
