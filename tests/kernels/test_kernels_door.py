@@ -221,7 +221,7 @@ def test_what_cannot_be_on_a_gpu_or_with_our_kernels_is_said(
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", str(int("breakable" in graphs)))
 
     parallel = SimpleNamespace(
-        tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1
+        tensor_parallel_size=1 + (kind == "cuda"), pipeline_parallel_size=1, data_parallel_size=1
     )
     config: Any = SimpleNamespace(
         device_config=SimpleNamespace(device_type=kind),

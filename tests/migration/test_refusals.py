@@ -71,11 +71,6 @@ def _ranks(config: Any) -> None:
     config.parallel_config.tensor_parallel_size = 2
 
 
-def _ranks_elsewhere(config: Any) -> None:
-    _ranks(config)
-    config.device_config.device_type = "cuda"
-
-
 def _adapters(config: Any) -> None:
     config.lora_config = object()
 
@@ -106,7 +101,6 @@ def test_engines_that_can(config: Any, change: Callable[[Any], None] | None) -> 
         (_speculative, "speculative"),
         (_stages, "pipeline parallel"),
         (_replicas, "data parallel"),
-        (_ranks_elsewhere, "on CPUs alone"),
         (_adapters, "LoRA"),
         (_gguf, "gguf"),
         (_sharded, "sharded_state"),

@@ -12,6 +12,7 @@ from banaserve.engine.vllm.launch.messages import GuestLaunch
 from banaserve.engine.vllm.migration.guest.environment import guest_environment
 from banaserve.engine.vllm.migration.guest.server import GuestServer
 from banaserve.engine.vllm.migration.guest.throttle import start_threads
+from banaserve.engine.vllm.migration.modules.partial_model import device_of
 from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
 
 ACCEPT_TIMEOUT_S = 60.0
@@ -33,10 +34,9 @@ def serve(config: VllmConfig, address: GuestAddress) -> None:
         channel = address.accept(ACCEPT_TIMEOUT_S)
         rendezvous = address.rendezvous or str(Path(folder) / "rendezvous")
         with guest_environment(config, rendezvous, address.rank):
-            server = GuestServer(
-                config, channel, transport, address.token, address.make_gpu_transport
-            )
-            server.serve()
+            on_cpu = device_of(config).type == "cpu"
+            gpu_transport = None if on_cpu else address.make_gpu_transport
+            GuestServer(config, channel, transport, address.token, gpu_transport).serve()
 
 
 def run_launched(said: bytes) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from banaserve.engine.vllm.compat.config import VllmConfig, adopt_kv_layout, is_on_cpu
 from banaserve.engine.vllm.migration.guest.throttle import ComputeThrottle, run_low_priority
-from banaserve.engine.vllm.migration.modules.partial_model import device_of, on_device
+from banaserve.engine.vllm.migration.modules.partial_model import device_of
 from banaserve.engine.vllm.migration.rpc import messages
 from banaserve.engine.vllm.migration.rpc.gpu_lane import GuestLane
 from banaserve.engine.vllm.migration.rpc.guest_channel import GuestChannel
@@ -47,7 +47,7 @@ class GuestServer:
         channel: Channel to the host; the guest ends when the channel closes.
         transport: Transport that offers the guest's KV to the host.
         token: Secret that the host's first message must contain.
-        gpu_transport: Maker of the transport of memory of the guest's GPU; called on a GPU only.
+        gpu_transport: Maker of the transport of memory of the guest's GPU; None on a CPU.
     """
 
     def __init__(
@@ -137,12 +137,11 @@ class GuestServer:
 
     def _offer_lane(self) -> str:
         """Offer memory of the GPU for the tensors of steps; return why not, empty on a CPU."""
-        device = device_of(self._config)
-        if device.type == "cpu" or self._make_gpu_transport is None:
+        if self._make_gpu_transport is None:
             return ""
         try:
             self._gpu_transport = self._make_gpu_transport()
-            self._lane = GuestLane(self._gpu_transport, device)
+            self._lane = GuestLane(self._gpu_transport, device_of(self._config))
         except (TransportError, UserError) as refused:
             return str(refused)
         return ""
@@ -166,8 +165,7 @@ class GuestServer:
         adopt_kv_layout(self._config, request.kv.layout, request.kv.block_size_tokens)
 
         def make() -> GuestUnit:
-            with on_device(device_of(self._config)):
-                unit = self._builder.build(request, epoch)
+            unit = self._builder.build(request, epoch)
             if request.loads_weights and is_on_cpu():
                 huge_pages.gather()  # as in the host: each step reads every weight
             return unit

@@ -15,6 +15,7 @@ import msgspec
 
 from banaserve.engine.vllm.compat.config import VllmConfig
 from banaserve.engine.vllm.migration.api import MigrationRequest, Return
+from banaserve.engine.vllm.migration.modules.partial_model import device_of, on_device
 from banaserve.engine.vllm.migration.rpc import messages
 from banaserve.engine.vllm.migration.units import context, experts, heads, layers
 from banaserve.engine.vllm.migration.units.base import MigrationUnit
@@ -105,14 +106,16 @@ class GuestUnits:
     """Builder of a guest's units."""
 
     def __init__(self, config: VllmConfig, transport: Transport) -> None:
+        self._config = config
         self._builders: dict[type[messages.Build], Callable[[Any, int], GuestUnit]] = {
             kind.build: kind.guest_units(config, transport) for kind in KINDS
         }
 
     def build(self, request: messages.Build, epoch: int) -> GuestUnit:
-        """Build a unit and offer its KV at ``epoch``.
+        """Build a unit and offer its KV at ``epoch``, on any thread.
 
         Raises:
             MigrationError: The unit cannot be built here.
         """
-        return self._builders[type(request)](request, epoch)
+        with on_device(device_of(self._config)):
+            return self._builders[type(request)](request, epoch)
