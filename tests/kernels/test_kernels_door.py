@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from banaserve.engine.vllm.compat.attention import window_tokens
+from banaserve.engine.vllm.compat.runner_hooks import window_tokens
 from banaserve.engine.vllm.kv_connector import block_hash
 from banaserve.engine.vllm.migration import checks
 from banaserve.engine.vllm.migration.modules import attention_backend, partial_model

@@ -19,6 +19,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata
 
 from banaserve.engine.vllm.compat.config import VllmConfig, set_current_vllm_config
+from banaserve.engine.vllm.compat.runner_hooks import window_tokens
 
 __all__ = [
     "CommonAttentionMetadata",
@@ -31,7 +32,6 @@ __all__ = [
     "set_forward_context",
     "some_heads",
     "split_batch",
-    "window_tokens",
 ]
 
 
@@ -106,24 +106,6 @@ def some_heads(
     # The builder has counted the query heads of the whole layer.
     builder.num_heads = num_heads
     return implementation, builder
-
-
-def window_tokens(implementation: Any) -> int | None:
-    """Return the number of latest tokens that an attention reads, its own among them.
-
-    vLLM's attention on CPUs keeps this number, or -1 or 0 for no window. Attention on GPUs keeps a
-    pair, how many tokens it reads before and after its own, whose first is -1 without a window.
-
-    Args:
-        implementation: vLLM's implementation of the attention.
-
-    Returns:
-        None if the attention reads all tokens.
-    """
-    window = implementation.sliding_window
-    if isinstance(window, tuple | list):
-        window = window[0] + 1
-    return window if window and window > 0 else None
 
 
 def split_batch(

@@ -230,6 +230,24 @@ def set_implementation(layer: Any, implementation: Any) -> None:
     layer.impl = implementation
 
 
+def window_tokens(implementation: Any) -> int | None:
+    """Return the number of latest tokens that an attention reads, its own among them.
+
+    vLLM's attention on CPUs keeps this number, or -1 or 0 for no window. Attention on GPUs keeps a
+    pair, how many tokens it reads before and after its own, whose first is -1 without a window.
+
+    Args:
+        implementation: vLLM's implementation of the attention.
+
+    Returns:
+        None if the attention reads all tokens.
+    """
+    window = implementation.sliding_window
+    if isinstance(window, tuple | list):
+        window = window[0] + 1
+    return window if window and window > 0 else None
+
+
 def wrap_build(builder: Any, begin: Callable[[Any], None]) -> Call:
     """Call ``begin`` with a batch's common metadata before a builder makes its own metadata.
 

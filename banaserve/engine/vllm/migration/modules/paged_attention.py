@@ -11,8 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from banaserve.engine.vllm.compat.attention import window_tokens
-from banaserve.engine.vllm.compat.runner_hooks import set_implementation
+from banaserve.engine.vllm.compat.runner_hooks import set_implementation, window_tokens
 from banaserve.errors import MigrationError
 from banaserve.kernels.interface import Batch, Heads, Kernels, PartialAttention
 from banaserve.kernels.layouts import KvLayout, key_value_views

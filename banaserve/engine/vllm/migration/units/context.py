@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from banaserve.engine.vllm.compat.attention import window_tokens
 from banaserve.engine.vllm.compat.config import VllmConfig
+from banaserve.engine.vllm.compat.runner_hooks import window_tokens
 from banaserve.engine.vllm.migration import checks
 from banaserve.engine.vllm.migration.api import MoveContext, Return
 from banaserve.engine.vllm.migration.kv.dirty_blocks import DirtyBlockTracker, RemoteBlocks

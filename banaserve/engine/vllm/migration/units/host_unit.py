@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from banaserve.engine.vllm.compat.attention import window_tokens
 from banaserve.engine.vllm.compat.config import VllmConfig
+from banaserve.engine.vllm.compat.runner_hooks import window_tokens
 from banaserve.engine.vllm.migration.kv.dirty_blocks import DirtyBlockTracker, RemoteBlocks
 from banaserve.engine.vllm.migration.kv.host_kv import Freed, HostKv
 from banaserve.engine.vllm.migration.kv.remote_kv import RemoteKv, StagedRemoteKv
