@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -41,6 +42,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> None:
     async def closed_loop(
         _: OpenAiClient, calls: Sequence[CompletionCall], concurrency: int
     ) -> list[RequestRecord]:
+        await asyncio.to_thread(lambda: None)  # the move goes on meanwhile, on a thread too
         return [
             RequestRecord(id=call.id, sent_at_s=0.0, first_token_at_s=0.1, token_ids=TOKENS)
             for call in calls
