@@ -12,6 +12,7 @@ from torch import nn
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from banaserve.engine.vllm.compat import runner_hooks
+from banaserve.engine.vllm.compat.config import CUDAGraphMode
 from banaserve.engine.vllm.kv_connector.block_copy import EndedCopy
 from banaserve.engine.vllm.migration.host.host import MigrationHost
 from banaserve.engine.vllm.migration.host.worker_rpc import MigrationMethods
@@ -64,7 +65,9 @@ class Runner:
         kinds = ("is_encoder_decoder", "is_mm_prefix_lm", "uses_mrope", "use_mla")
         model = SimpleNamespace(**dict.fromkeys(kinds, False))
         self.vllm_config = SimpleNamespace(
-            compilation_config=SimpleNamespace(static_forward_context=context),
+            compilation_config=SimpleNamespace(
+                static_forward_context=context, cudagraph_mode=CUDAGraphMode.NONE
+            ),
             model_config=model,
             parallel_config=SimpleNamespace(tensor_parallel_size=1),
             kv_transfer_config=None,
