@@ -65,6 +65,7 @@ class Runner:
         kinds = ("is_encoder_decoder", "is_mm_prefix_lm", "uses_mrope", "use_mla")
         model = SimpleNamespace(**dict.fromkeys(kinds, False))
         self.vllm_config = SimpleNamespace(
+            use_v2_model_runner=False,
             compilation_config=SimpleNamespace(
                 static_forward_context=context, cudagraph_mode=CUDAGraphMode.NONE
             ),

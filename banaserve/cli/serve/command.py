@@ -82,8 +82,6 @@ def check_config(config: ServeConfig) -> None:
     Raises:
         UserError: Options contradict each other, or name something that does not exist.
     """
-    if not NodeOptions.of(config).are_used:
-        needs.check_memory(config, 0, available_memory_bytes())
     store = StoreOptions.of(config)
     store.tiers()
     store.peers.check()
@@ -99,6 +97,8 @@ def check_config(config: ServeConfig) -> None:
         _check_transport(config.migration_transport)
     if config.orchestrator.is_elastic:
         forecast_profile(config)
+    if not NodeOptions.of(config).are_used:
+        needs.check_memory(config, 0, available_memory_bytes())
 
 
 def _check_orchestrator(config: OrchestratorConfig) -> None:

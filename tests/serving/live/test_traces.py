@@ -46,12 +46,17 @@ def traceparent(number: int) -> tuple[str, dict[str, str]]:
     return trace_id, {"traceparent": f"00-{trace_id}-00000000000000aa-01"}
 
 
-async def stream(server: Run, headers: dict[str, str], kill_after: int | None = None) -> str:
+async def stream(
+    server: Run,
+    headers: dict[str, str],
+    kill_after: int | None = None,
+    num_tokens: int = OUTPUT_TOKENS,
+) -> str:
     """The text of a stream, under which the engine that decodes it may be killed."""
     body = {
         "model": MODEL,
         "prompt": PROMPT,
-        "max_tokens": OUTPUT_TOKENS,
+        "max_tokens": num_tokens,
         "ignore_eos": True,
         "temperature": 0.0,
         "stream": True,
@@ -100,9 +105,10 @@ async def test_a_request_over_two_legs(server: Run, receiver: OtlpReceiver) -> N
 
 
 async def test_a_death_in_mid_stream_is_seen(server: Run, receiver: OtlpReceiver) -> None:
-    expected = await stream(server, {})
+    # So long that the engine has not ended it when its instance has been looked up and killed.
+    expected = await stream(server, {}, num_tokens=400)
     trace_id, headers = traceparent(2)
-    assert await stream(server, headers, kill_after=10) == expected
+    assert await stream(server, headers, kill_after=10, num_tokens=400) == expected
     spans = await asyncio.to_thread(receiver.trace, trace_id)
     died, went_on = named(spans, "decode")
     assert died.is_error
