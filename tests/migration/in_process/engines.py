@@ -86,7 +86,7 @@ class EngineKind:
         options: Of vLLM.
         has_store: Whether it saves to and loads from a store of its own.
         is_compiled: Whether its model is.
-        has_graphs: Whether its small steps run as CUDA graphs, which are recorded.
+        has_graphs: True if small steps of the engine run as recorded CUDA graphs.
     """
 
     model: Callable[[Path], str]
