@@ -59,7 +59,7 @@ def gpu_words(use: GpuUse, parts: GpuParts) -> str:
     if not parts.has_slabs:
         words[0] += ", without giving GPU memory back (no BANASERVE_CUDA=1 build)"
     if use.graphs:
-        words.append(f"graphs {use.graphs}")
+        words.append(use.graphs)
     words.append(_rank_words(use.num_ranks))
     words.append(_transport_words(use, parts))
     words.append(_attention_words(use.attention, parts))

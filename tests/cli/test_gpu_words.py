@@ -18,9 +18,9 @@ IPC = "KV and activations by CUDA IPC within a machine"
     [
         (GpuUse(blocker="LoRA adapters"), ALL, "moves off: LoRA adapters"),
         (
-            GpuUse(num_ranks=1, graphs="off by --enforce-eager"),
+            GpuUse(num_ranks=1, graphs="no CUDA graphs, as asked"),
             ALL,
-            "moves on; graphs off by --enforce-eager; no tensor parallelism; "
+            "moves on; no CUDA graphs, as asked; no tensor parallelism; "
             f"{IPC}; FlashInfer off: not asked for",
         ),
         (

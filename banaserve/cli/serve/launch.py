@@ -319,9 +319,8 @@ def dtype_words(config: ServeConfig, parts: Parts) -> str:
 
 
 def model_words(config: ServeConfig, parts: Parts) -> str:
-    """Return the banner's text on how engines run the model; on GPUs without its compilation."""
+    """Return the banner's text on how engines run the model; for GPUs see also ``gpu_line``."""
     from banaserve.engine.vllm.compat.config import is_on_cpu
-    from banaserve.engine.vllm.settings.cuda_graphs import graph_words
     from banaserve.engine.vllm.settings.engine_args import goes_without_rotary_kernel, pools
 
     kept = ""
@@ -330,8 +329,7 @@ def model_words(config: ServeConfig, parts: Parts) -> str:
     elif config.kv_store and parts.engine_config.model_config.is_hybrid:
         kept = "its states lie in the store, so vLLM's own prefix cache is off"
     if not is_on_cpu():
-        moves = config.migration and not _migration_blocker(parts.engine_config)
-        return "; ".join(filter(None, [kept, graph_words(parts.engine_config) if moves else ""]))
+        return kept
     if _gives(config.vllm_argv, *_EAGER):
         is_eager = parts.engine_config.model_config.enforce_eager
         words = str(CompileChoice(not is_eager, "given by --[no-]enforce-eager"))
@@ -374,6 +372,7 @@ def migration_words(config: ServeConfig, parts: Parts) -> str:
 def gpu_line(config: ServeConfig, parts: Parts) -> str:
     """Return the banner's text on what is on and off on GPUs; empty on a CPU."""
     from banaserve.engine.vllm.compat.config import is_on_cpu
+    from banaserve.engine.vllm.settings.cuda_graphs import graph_words
 
     if is_on_cpu():
         return ""
@@ -381,19 +380,13 @@ def gpu_line(config: ServeConfig, parts: Parts) -> str:
     off = "--migration is off" if not config.migration else ""
     use = GpuUse(
         blocker=off or _migration_blocker(engine_config),
-        graphs=_graph_words(engine_config),
+        graphs=graph_words(engine_config),
         num_ranks=engine_config.parallel_config.tensor_parallel_size,
         crosses=NodeOptions.of(config).are_used,
         transport=config.migration_transport,
         attention=config.migration_attention,
     )
     return gpu_words(use, installed())
-
-
-def _graph_words(engine_config: VllmConfig) -> str:
-    """Return words on the engines' CUDA graphs."""
-    name = engine_config.compilation_config.cudagraph_mode.name
-    return "off" if name == "NONE" else name.lower().replace("_", " ")
 
 
 def _check_attention(choice: str, device_type: str) -> None:

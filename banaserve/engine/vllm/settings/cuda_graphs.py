@@ -49,5 +49,5 @@ def break_at_attention(args: Namespace) -> None:
 def graph_words(config: VllmConfig) -> str:
     """Return the banner's text on the graphs of engines on a GPU whose modules can move."""
     if config.compilation_config.cudagraph_mode == CUDAGraphMode.NONE:
-        return "without CUDA graphs, as asked; modules can move"
-    return "uncompiled in piecewise CUDA graphs, so that modules can move; --migration off compiles"
+        return "no CUDA graphs, as asked"
+    return "piecewise CUDA graphs of the uncompiled model (--migration off compiles it)"
