@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Literal
 
 import msgspec
 
@@ -22,13 +21,12 @@ _NAMES = {"context": "older blocks"}
 
 
 class Shown(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one test has shown.
+    """What one test has shown to work.
 
     Attributes:
         kind: One of ``KINDS``.
         runner: Model runner of vLLM, 1 or 2.
         ranks: Tensor-parallel ranks of each instance.
-        why: The line with which a server refuses to start; empty for what works.
     """
 
     kind: str
@@ -36,12 +34,6 @@ class Shown(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     runner: int
     ranks: int
     vllm: str
-    outcome: Literal["works", "refused"]
-    why: str = ""
-
-    @property
-    def case(self) -> tuple[str, bool, int, int, str]:
-        return self.kind, self.graphs, self.runner, self.ranks, self.vllm
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,8 +52,6 @@ def main(argv: Sequence[str]) -> int:
 def page(rows: Sequence[Shown]) -> str:
     """Return the page of a record's rows."""
     setups = sorted({(row.vllm, row.runner, row.ranks, row.graphs) for row in rows})
-    found = {row.case: row for row in rows}
-    reasons = list(dict.fromkeys(row.why for row in rows if row.why))
     lines = [
         "# CUDA's path on a GPU that computes nothing",
         "",
@@ -78,17 +68,11 @@ def page(rows: Sequence[Shown]) -> str:
         f"|{' --- |' * (4 + len(KINDS))}",
     ]
     for vllm, runner, ranks, graphs in setups:
-        cells = [_cell(found.get((kind, graphs, runner, ranks, vllm)), reasons) for kind in KINDS]
+        works = [Shown(kind, graphs, runner, ranks, vllm) in rows for kind in KINDS]
+        cells = ["works" if one else "not run" for one in works]
         how = "yes" if graphs else "no"
         lines.append(f"| {vllm} | {runner} | {ranks} | {how} | {' | '.join(cells)} |")
-    lines += ["", *(f"{number}. {reason}" for number, reason in enumerate(reasons, 1))]
     return "\n".join(lines) + "\n"
-
-
-def _cell(row: Shown | None, reasons: Sequence[str]) -> str:
-    if row is None:
-        return "not run"
-    return f"{row.outcome} ({reasons.index(row.why) + 1})" if row.why else row.outcome
 
 
 if __name__ == "__main__":
