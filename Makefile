@@ -112,7 +112,7 @@ test-differential: install  ## Compare the balancer with nginx and HAProxy on CA
 	@PATH="$$PATH:/usr/sbin"; command -v nginx >/dev/null && command -v haproxy >/dev/null || \
 	    { echo 'it needs both: apt-get install nginx-light haproxy' >&2; exit 1; }
 	@BANASERVE_DIFFERENTIAL_CASES=$(CASES) BANASERVE_DIFFERENTIAL_SEED=$(SEED) \
-	    $(BIN)/pytest -n0 tests/balancer/differential $(ARGS)
+	    $(BIN)/pytest -n0 tests/route/differential $(ARGS)
 
 support: install  ## Run the tests of model families, and write the page of what they show; ARGS as pytest's.
 	@BANASERVE_SUPPORT=$(CURDIR)/docs/models.json $(BIN)/pytest -n0 tests/families/live/test_model_families.py $(ARGS)
@@ -167,7 +167,7 @@ demo: install  ## Show four paced engines under a swinging load on the page, for
 
 pictures: install  ## Draw README's pictures anew: the headline result, and the page during a move, in a browser.
 	@PYTHONSAFEPATH= $(BIN)/python -m benchmarks pictures
-	@BANASERVE_PICTURES='$(CURDIR)/docs/pictures' $(BIN)/pytest -q -n0 tests/ui/live/test_page.py -k under_load
+	@BANASERVE_PICTURES='$(CURDIR)/docs/pictures' $(BIN)/pytest -q -n0 tests/page/live/test_page.py -k under_load
 
 bench-gpu:  ## Time the kernels on a GPU with GPU_PYTHON into benchmarks/results/kernels.json.
 	@PYTHONSAFEPATH= timeout 480 $(GPU_PYTHON) -m benchmarks.kernel_bandwidth --json benchmarks/results/kernels.json $(ARGS)

@@ -2,8 +2,8 @@
 
 import sys
 
+from banaserve.base.platform.processes import end_now
 from banaserve.cli.main import main
-from banaserve.platform.processes import end_now
 
 
 def run() -> None:

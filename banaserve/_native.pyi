@@ -1,8 +1,8 @@
 import numpy as np
 import numpy.typing as npt
 
-from banaserve.orchestrator.replicas.interface import ReplicaId
-from banaserve.orchestrator.replicas.prefixes.tree import TreeEntry
+from banaserve.route.policies.interface import ReplicaId
+from banaserve.route.policies.prefixes.tree import TreeEntry
 
 def copy_instructions() -> list[str]:
     """Instruction sets for streaming copies on this processor, widest first: avx512, avx2."""
@@ -72,7 +72,7 @@ class DiskQueue:
     def close(self) -> None: ...
 
 class PrefixTree:
-    """See ``banaserve.orchestrator.replicas.prefixes.tree.PrefixTree``.
+    """See ``banaserve.route.policies.prefixes.tree.PrefixTree``.
 
     Raises:
         ValueError: ``unit_bytes`` is not 1, 2, 4 or 8.

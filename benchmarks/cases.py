@@ -20,7 +20,10 @@ from typing import Any, Self
 
 import msgspec
 
-from banaserve.arguments import Parser
+from banaserve.base.arguments import Parser
+from banaserve.base.config import MINIATURE
+from banaserve.base.errors import UserError
+from banaserve.base.names import check_known
 from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from banaserve.bench.loadgen.loops import closed_loop, open_loop
 from banaserve.bench.loadgen.modelled_time import modelled_time
@@ -29,11 +32,8 @@ from banaserve.bench.results import result
 from banaserve.bench.results.result import ModelledTime, commit
 from banaserve.bench.serving.summary import output_tokens, tpot_s
 from banaserve.bench.serving.timeline import decisions_of
-from banaserve.config import MINIATURE
-from banaserve.costs import miniatures
-from banaserve.costs.profile import Profile
-from banaserve.errors import UserError
-from banaserve.names import check_known
+from banaserve.orchestrator.control.costs.profile import Profile
+from banaserve.pacing import miniatures
 from banaserve.sim import case as cases
 from banaserve.sim.case import Case
 from banaserve.sim.request import SimRequest

@@ -30,10 +30,10 @@ from rich.progress import Progress
 
 import banaserve._native as _native
 from banaserve._native import DiskQueue
-from banaserve.arguments import Parser
+from banaserve.base.arguments import Parser
+from banaserve.base.errors import UserError
 from banaserve.bench.results import result
 from banaserve.bench.results.statistics import median
-from banaserve.errors import UserError
 from benchmarks.kvstore.disk import check_direct
 from benchmarks.kvstore.memory import plain_memory
 from benchmarks.script import run_script

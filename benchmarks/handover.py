@@ -18,15 +18,15 @@ from typing import NamedTuple
 
 from rich.progress import Progress
 
-from banaserve import models
-from banaserve.arguments import Parser, positive
+from banaserve.base import models
+from banaserve.base.arguments import Parser, positive
+from banaserve.base.errors import UserError
 from banaserve.bench.datasets import prompts as datasets_prompts
 from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from banaserve.bench.loadgen.loops import closed_loop
 from banaserve.bench.loadgen.servers import Server, banaserve_server, end_on_sigterm, vllm_server
 from banaserve.bench.results import result
 from banaserve.bench.results.statistics import median, paired_ratios
-from banaserve.errors import UserError
 from benchmarks.script import run_script
 
 _SAME = ("--dtype", "float32", "--kv-cache-memory-bytes", str(1 << 30))

@@ -18,16 +18,16 @@ from typing import NamedTuple
 
 from rich.progress import Progress
 
-from banaserve import models
-from banaserve.api.admin_client import AdminClient
-from banaserve.arguments import Parser, positive
+from banaserve.base import models
+from banaserve.base.arguments import Parser, positive
+from banaserve.base.errors import UserError
+from banaserve.base.run_dir import find_admin
 from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from banaserve.bench.loadgen.servers import Server, banaserve_server, end_on_sigterm
 from banaserve.bench.results import result
 from banaserve.bench.results.statistics import median, paired_ratios
-from banaserve.engine.vllm.migration.api import MoveLayers
-from banaserve.errors import UserError
-from banaserve.run_dir import find_admin
+from banaserve.contracts.migration_api import MoveLayers
+from banaserve.frontdoor.admin_client import AdminClient
 from benchmarks.script import run_script
 
 _SAME = (

@@ -1,9 +1,9 @@
 """Step times of a real engine on this machine, fitted to a profile for simulator and pacing.
 
-``python -m benchmarks measure-profile [--out banaserve/costs/profiles] [--json FILE]``.
-One engine of SmolLM2-135M on one thread is stepped by hand: prompts of several lengths alone, and
-batches that decode with several contexts. Two least-squares fits of the relative error give the
-coefficients; mixed steps, which are in no fit, show how accurate they are.
+``python -m benchmarks measure-profile [--out FOLDER] [--json FILE]``. One engine of SmolLM2-135M on
+one thread is stepped by hand: prompts of several lengths alone, and batches that decode with
+several contexts. Two least-squares fits of the relative error give the coefficients; mixed steps,
+which are in no fit, show how accurate they are.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from banaserve import models
-from banaserve.arguments import Parser
+from banaserve.base import models
+from banaserve.base.arguments import Parser
 from banaserve.bench.results import result
 from banaserve.bench.results.result import machine
 from banaserve.bench.results.statistics import median
-from banaserve.costs.profile import DecodeSection, PrefillSection
-from banaserve.engine.vllm.settings.environment import set_environment
+from banaserve.contracts.environment import set_environment
+from banaserve.orchestrator.control.costs.profile import DecodeSection, PrefillSection
 from benchmarks.script import run_script
 
 NAME = "smollm2-135m-cpu"
@@ -69,7 +69,7 @@ class Stepped:
     """An engine whose steps are taken one by one."""
 
     def __init__(self, model: str, seed: int) -> None:
-        from banaserve.engine.vllm.compat.offline import LLM
+        from banaserve.engine.compat.offline import LLM
 
         self._engine: Any = LLM(
             model=model,
@@ -115,7 +115,7 @@ class Stepped:
         return took_s
 
     def _ask(self, tokens: int, output: int) -> None:
-        from banaserve.engine.vllm.compat.offline import SamplingParams
+        from banaserve.engine.compat.offline import SamplingParams
 
         prompt = self._draws.choices(range(100, 40_000), k=tokens)
         params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
@@ -123,7 +123,7 @@ class Stepped:
         self._engine.add_request(str(self._count), {"prompt_token_ids": prompt}, params)
 
     def _is_prefilling(self, batch: int) -> bool:
-        from banaserve.engine.vllm.compat.offline import running_requests
+        from banaserve.engine.compat.offline import running_requests
 
         running = running_requests(self._engine)
         decoding = [r for r in running if r.num_computed_tokens >= r.num_prompt_tokens]
@@ -159,7 +159,9 @@ def fitted(features: Sequence[Sequence[float]], seconds: Sequence[float]) -> lis
 def main(argv: Sequence[str]) -> int:
     """Measure the steps and write profile and result; return the exit code."""
     parser = Parser(prog="python -m benchmarks measure-profile", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("banaserve/costs/profiles"))
+    parser.add_argument(
+        "--out", type=Path, default=Path("banaserve/orchestrator/control/costs/profiles")
+    )
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/profile.json"))
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)

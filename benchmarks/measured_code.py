@@ -1,9 +1,9 @@
 """Code that each benchmark measures, and whether it has changed since a result was measured.
 
 A result is stale if a statement of that code differs from the commit that the result names.
-Comments, docstrings and the layout of lines do not count. If the commit is not in the history, as
-after a rebase, the commit is used instead in which the result's file began to name it: a later
-change of the file's layout does not make a result younger.
+Comments, docstrings, the layout of lines, imports and moves of files do not count. If the commit is
+not in the history, as after a rebase, the commit is used instead in which the result's file began
+to name it: a later change of the file's layout does not make a result younger.
 """
 
 from __future__ import annotations
@@ -15,25 +15,31 @@ from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
-_SIMULATOR = ("banaserve/sim", "banaserve/costs", "banaserve/orchestrator")
-_ELASTIC = (*_SIMULATOR, "banaserve/elastic", "benchmarks/elastic")
+_SIMULATOR = ("banaserve/sim", "banaserve/orchestrator/control")
+_ELASTIC = (*_SIMULATOR, "banaserve/orchestrator/planner", "benchmarks/elastic")
 _STORE = ("banaserve/kvstore", "csrc")
-_REQUESTS = ("banaserve/engine/vllm/requests", "banaserve/engine/vllm/kv_connector", *_STORE)
-_SERVER = (*_REQUESTS, "banaserve/api", "banaserve/orchestrator", "banaserve/controller")
-_MOVES = ("banaserve/engine/vllm/migration", "banaserve/transport")
-_PACE = ("banaserve/engine/vllm/emulation", "banaserve/costs")
+_REQUESTS = ("banaserve/serving/requests", "banaserve/engine/connector", *_STORE)
+_SERVER = (*_REQUESTS, "banaserve/frontdoor", "banaserve/orchestrator")
+_MOVES = ("banaserve/migration", "banaserve/transport")
+_PACE = ("banaserve/pacing", "banaserve/orchestrator/control/costs")
 
 MEASURED: Mapping[str, Sequence[str]] = MappingProxyType(
     {
         "break-even": (*_SIMULATOR, "benchmarks/break_even"),
         "cases": (*_SIMULATOR, *_SERVER, *_MOVES, *_PACE, "benchmarks/cases.py"),
-        "cells": (*_SIMULATOR, "banaserve/elastic", "benchmarks/cells"),
-        "compare": (*_SERVER, *_MOVES, *_PACE, "banaserve/balancer", "banaserve/bench/compare"),
+        "cells": (*_SIMULATOR, "banaserve/orchestrator/planner", "benchmarks/cells"),
+        "compare": (
+            *_SERVER,
+            *_MOVES,
+            *_PACE,
+            "banaserve/route/balancer",
+            "banaserve/bench/compare",
+        ),
         "copies": ("csrc/block_copy.cpp", "csrc/block_copy.h", "benchmarks/copies.py"),
         "elastic": _ELASTIC,
-        "elastic-cpu": (*_SERVER, "banaserve/elastic", "benchmarks/elastic_cpu"),
+        "elastic-cpu": (*_SERVER, "banaserve/orchestrator/planner", "benchmarks/elastic_cpu"),
         "elastic-paced": (*_ELASTIC, *_SERVER, *_PACE),
-        "front": ("banaserve/api", "banaserve/engine/vllm/requests", "benchmarks/front.py"),
+        "front": ("banaserve/frontdoor", "banaserve/serving/requests", "benchmarks/front.py"),
         "handover": (*_REQUESTS, "benchmarks/handover.py"),
         "handover-moved": (*_REQUESTS, *_MOVES, "benchmarks/handover_moved.py"),
         "kvstore": (*_STORE, "benchmarks/kvstore"),
@@ -42,18 +48,22 @@ MEASURED: Mapping[str, Sequence[str]] = MappingProxyType(
         "orchestrator": (*_SIMULATOR, "benchmarks/orchestrator.py"),
         "overlap": (*_MOVES, *_PACE, "benchmarks/overlap"),
         "pacing": (*_PACE, "benchmarks/pacing.py"),
-        "pipeline": (*_STORE, "banaserve/engine/vllm/kv_connector", "benchmarks/pipeline.py"),
+        "pipeline": (*_STORE, "banaserve/engine/connector", "benchmarks/pipeline.py"),
         "prefix-ttft": (*_REQUESTS, "benchmarks/prefix_ttft.py"),
         "rebalancing": (*_REQUESTS, *_PACE, "banaserve/orchestrator", "benchmarks/rebalancing.py"),
-        "recovery": (*_REQUESTS, "banaserve/engine/vllm/liveness", "benchmarks/recovery"),
-        "regions": ("banaserve/balancer", "banaserve/orchestrator/replicas", *_SIMULATOR),
-        "router": ("banaserve/balancer", "banaserve/net", "benchmarks/router"),
+        "recovery": (*_REQUESTS, "banaserve/serving/liveness", "benchmarks/recovery"),
+        "regions": ("banaserve/route/balancer", "banaserve/route/policies", *_SIMULATOR),
+        "router": ("banaserve/route/balancer", "banaserve/base/net", "benchmarks/router"),
         "short-prompts": (*_REQUESTS, "benchmarks/short_prompts.py"),
-        "simulate-paper": (*_SIMULATOR, "banaserve/elastic", "benchmarks/simulate_paper"),
+        "simulate-paper": (
+            *_SIMULATOR,
+            "banaserve/orchestrator/planner",
+            "benchmarks/simulate_paper",
+        ),
         "simulate-seeds": (*_SIMULATOR, "benchmarks/simulate_seeds"),
         "stall": (*_REQUESTS, "benchmarks/stall.py"),
-        "timeline": (*_REQUESTS, "banaserve/engine/vllm/tracing", "benchmarks/timeline.py"),
-        "ui": ("banaserve/ui", "benchmarks/ui.py"),
+        "timeline": (*_REQUESTS, "banaserve/serving/tracing", "benchmarks/timeline.py"),
+        "ui": ("banaserve/frontdoor/page", "benchmarks/ui.py"),
     }
 )
 """Folders and files by benchmark, from the top of the repository."""
@@ -64,6 +74,7 @@ class History:
 
     def __init__(self, top: Path) -> None:
         self._top = top
+        self._changes_since: dict[str, Sequence[tuple[str, str]]] = {}
 
     def is_whole(self) -> bool:
         """Return whether all commits are there: not in a shallow clone or outside a repository."""
@@ -84,19 +95,31 @@ class History:
 
     def has_changed(self, commit: str, paths: Sequence[str]) -> bool:
         """Return whether a statement below ``paths`` differs between ``commit`` and the files."""
-        names = self._git("diff", "--name-only", commit, "--", *paths).splitlines()
-        return any(self._differs(commit, name) for name in names)
+        return any(
+            self._differs(commit, before, name)
+            for before, name in self._changes(commit)
+            if any(name == path or name.startswith(f"{path}/") for path in paths)
+        )
+
+    def _changes(self, commit: str) -> Sequence[tuple[str, str]]:
+        """Return the changed files since ``commit``: path at that commit, path now."""
+        if commit not in self._changes_since:
+            # A third of a short file may be imports, which name other modules after a move.
+            lines = self._git("diff", "--name-status", "-M40%", "-l0", commit).splitlines()
+            parts = [line.split("\t") for line in lines]
+            self._changes_since[commit] = [(names[0], names[-1]) for _, *names in parts]
+        return self._changes_since[commit]
 
     def _is_ancestor(self, commit: str) -> bool:
         command = ["git", "-C", str(self._top), "merge-base", "--is-ancestor", commit, "HEAD"]
         return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
-    def _differs(self, commit: str, name: str) -> bool:
+    def _differs(self, commit: str, before: str, name: str) -> bool:
         path = self._top / name
         if path.suffix != ".py" or not path.is_file():
             return path.suffix != ".md"
-        before = self._git("show", f"{commit}:{name}")
-        return _statements(before) != _statements(path.read_text())
+        old = self._git("show", f"{commit}:{before}")
+        return _statements(old) != _statements(path.read_text())
 
     def _git(self, *arguments: str) -> str:
         command = ["git", "-C", str(self._top), *arguments]
@@ -105,17 +128,17 @@ class History:
 
 @cache
 def _statements(source: str) -> str:
-    """Return a module without comments, docstrings and the layout of its lines."""
+    """Return a module without comments, docstrings, imports and the layout of its lines."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            node.body = [one for one in node.body if not _is_words(one)]
+            node.body = [one for one in node.body if not _is_left_out(one)]
     return ast.dump(tree)
 
 
-def _is_words(node: ast.stmt) -> bool:
-    """Return whether a statement is only a text, as docstrings of modules and names are."""
-    return (
+def _is_left_out(node: ast.stmt) -> bool:
+    """Return whether a statement is an import, or only a text as docstrings are."""
+    return isinstance(node, ast.Import | ast.ImportFrom) or (
         isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Constant)
         and isinstance(node.value.value, str)

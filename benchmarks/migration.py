@@ -26,23 +26,23 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from banaserve import models
-from banaserve.api.admin_client import AdminClient
-from banaserve.arguments import Parser, positive
+from banaserve.base import models
+from banaserve.base.arguments import Parser, positive
+from banaserve.base.errors import UserError
+from banaserve.base.run_dir import find_admin
 from banaserve.bench.datasets import prompts as datasets_prompts
 from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from banaserve.bench.loadgen.servers import Server, banaserve_server, end_on_sigterm
 from banaserve.bench.results import result
 from banaserve.bench.results.statistics import median
-from banaserve.engine.vllm.migration.api import (
+from banaserve.contracts.migration_api import (
     Migration,
     MigrationRequest,
     MoveHeads,
     MoveLayers,
     Return,
 )
-from banaserve.errors import UserError
-from banaserve.run_dir import find_admin
+from banaserve.frontdoor.admin_client import AdminClient
 from banaserve.transport.interface import Offsets, RemoteRegion, TransportOptions
 from banaserve.transport.memory import Memory
 from banaserve.transport.registry import create

@@ -23,16 +23,16 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from banaserve import models
-from banaserve.api.admin_client import AdminClient
-from banaserve.arguments import Parser, positive
+from banaserve.base import models
+from banaserve.base.arguments import Parser, positive
+from banaserve.base.net.descriptors import raise_descriptor_limit
+from banaserve.base.run_dir import find_admin
 from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from banaserve.bench.loadgen.servers import Server, command_server, end_on_sigterm
 from banaserve.bench.results import result
-from banaserve.controller.schemas import ScaleRequest
-from banaserve.engine.vllm.restart.api import RestartRequest
-from banaserve.net.descriptors import raise_descriptor_limit
-from banaserve.run_dir import find_admin
+from banaserve.contracts.control_api import ScaleRequest
+from banaserve.contracts.restart_api import RestartRequest
+from banaserve.frontdoor.admin_client import AdminClient
 from benchmarks.location import ROOT
 from benchmarks.script import run_script
 

@@ -23,18 +23,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from banaserve.arguments import Parser, positive
-from banaserve.bench.results import result
-from banaserve.bench.results.statistics import median
-from banaserve.costs.profile import load as load_profile
-from banaserve.errors import UserError
-from banaserve.orchestrator.migration import registry
-from banaserve.sim.cluster import cells_of
-from banaserve.sim.parts import simulate_in_parts
-from banaserve.sim.request import SimRequest
-from banaserve.sim.system import System, preset
-from banaserve.sim.workload import Lengths, LoadPhase, drawn
-from banaserve.types import (
+from banaserve.base.arguments import Parser, positive
+from banaserve.base.errors import UserError
+from banaserve.base.types import (
     ClusterView,
     InstanceFacts,
     InstanceId,
@@ -42,6 +33,15 @@ from banaserve.types import (
     InstanceView,
     Role,
 )
+from banaserve.bench.results import result
+from banaserve.bench.results.statistics import median
+from banaserve.orchestrator.control.costs.profile import load as load_profile
+from banaserve.orchestrator.control.migration import registry
+from banaserve.sim.cluster import cells_of
+from banaserve.sim.parts import simulate_in_parts
+from banaserve.sim.request import SimRequest
+from banaserve.sim.system import System, preset
+from banaserve.sim.workload import Lengths, LoadPhase, drawn
 from benchmarks.script import run_script
 
 _SIZES = (8, 64, 512, 4096)

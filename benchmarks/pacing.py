@@ -18,7 +18,9 @@ from typing import Any, NamedTuple
 
 from rich.progress import Progress
 
-from banaserve.arguments import Parser
+from banaserve.base.arguments import Parser
+from banaserve.base.config import MINIATURE, parse_pd
+from banaserve.base.errors import UserError
 from banaserve.bench.loadgen import arrivals
 from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from banaserve.bench.loadgen.loops import open_loop
@@ -28,11 +30,9 @@ from banaserve.bench.results import result
 from banaserve.bench.results.result import ModelledTime
 from banaserve.bench.results.statistics import median, percentile
 from banaserve.bench.serving.summary import tpot_s
-from banaserve.config import MINIATURE, parse_pd
-from banaserve.costs import profile as profiles
-from banaserve.costs.profile import Profile
-from banaserve.engine.vllm.emulation.step_log import PacedStep, StepReader, readers
-from banaserve.errors import UserError
+from banaserve.orchestrator.control.costs import profile as profiles
+from banaserve.orchestrator.control.costs.profile import Profile
+from banaserve.pacing.step_log import PacedStep, StepReader, readers
 from banaserve.sim.request import SimRequest
 from banaserve.sim.run import simulate
 from banaserve.sim.system import preset

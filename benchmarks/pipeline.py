@@ -27,12 +27,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.progress import Progress
 
-from banaserve import models
-from banaserve.arguments import Parser, positive
+from banaserve.base import models
+from banaserve.base.arguments import Parser, positive
+from banaserve.base.errors import UserError
 from banaserve.bench.loadgen.servers import end_on_sigterm
 from banaserve.bench.results import result
 from banaserve.bench.results.statistics import median, paired_ratios
-from banaserve.errors import UserError
 from benchmarks.drivers.driven_engine import DrivenEngine, driven_engine
 from benchmarks.drivers.layer_pipeline import Prefill, hidden_fraction, pipeline
 from benchmarks.script import run_script

@@ -25,13 +25,13 @@ from typing import Any, NamedTuple
 
 from rich.progress import Progress
 
-from banaserve import models
-from banaserve.arguments import Parser, positive
+from banaserve.base import models
+from banaserve.base.arguments import Parser, positive
+from banaserve.base.errors import UserError
 from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve.bench.loadgen.servers import Server, banaserve_server, end_on_sigterm
 from banaserve.bench.results import result
 from banaserve.bench.results.statistics import paired_ratios
-from banaserve.errors import UserError
 from benchmarks.pipeline import traced_engine
 from benchmarks.script import run_script
 

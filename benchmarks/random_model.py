@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from banaserve import models
+from banaserve.base import models
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _LLAMA: Mapping[str, Any] = {"max_position_embeddings": 8192, "tie_word_embeddings": False}

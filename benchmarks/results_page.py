@@ -17,7 +17,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from banaserve.arguments import Parser
+from banaserve.base.arguments import Parser
+from banaserve.base.errors import UserError
 from banaserve.bench.report import drawing, tables
 from banaserve.bench.report.report import result_files, write_report
 from banaserve.bench.report.section import section_of
@@ -25,7 +26,6 @@ from banaserve.bench.results import result
 from banaserve.bench.results.digits import row, scaled
 from banaserve.bench.results.result import Figure, Result
 from banaserve.bench.results.statistics import spread_fraction
-from banaserve.errors import UserError
 from benchmarks.break_even import page as break_even
 from benchmarks.location import ROOT
 from benchmarks.measured_code import MEASURED, History

@@ -17,11 +17,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from banaserve.arguments import Parser
+from banaserve.base.arguments import Parser
+from banaserve.base.errors import UserError
+from banaserve.base.names import check_known
 from banaserve.bench.loadgen.servers import end_on_sigterm, end_with_parent
 from banaserve.bench.report.report import write_report
-from banaserve.errors import UserError
-from banaserve.names import check_known
 from benchmarks.location import ROOT, environment
 from benchmarks.script import run_script
 

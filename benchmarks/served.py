@@ -20,9 +20,10 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from banaserve import models
-from banaserve.api.admin_client import AdminClient
-from banaserve.arguments import Parser, positive
+from banaserve.base import models
+from banaserve.base.arguments import Parser, positive
+from banaserve.base.errors import UserError
+from banaserve.base.run_dir import find_admin
 from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from banaserve.bench.loadgen.loops import closed_loop
 from banaserve.bench.loadgen.servers import (
@@ -34,7 +35,7 @@ from banaserve.bench.loadgen.servers import (
 )
 from banaserve.bench.results import result
 from banaserve.bench.results.statistics import median
-from banaserve.engine.vllm.migration.api import (
+from banaserve.contracts.migration_api import (
     Migration,
     MigrationRequest,
     MoveContext,
@@ -43,8 +44,7 @@ from banaserve.engine.vllm.migration.api import (
     MoveLayers,
     Return,
 )
-from banaserve.errors import UserError
-from banaserve.run_dir import find_admin
+from banaserve.frontdoor.admin_client import AdminClient
 from benchmarks.random_model import SIZES, make_model
 from benchmarks.script import run_script
 

@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 from rich.progress import Progress
 
-from banaserve import models
-from banaserve.arguments import Parser, positive
+from banaserve.base import models
+from banaserve.base.arguments import Parser, positive
+from banaserve.base.errors import UserError
 from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from banaserve.bench.loadgen.servers import Server, banaserve_server, end_on_sigterm
 from banaserve.bench.results import result
 from banaserve.bench.results.statistics import median
-from banaserve.errors import UserError
 from benchmarks.script import run_script
 
 _LENGTHS = (8, 16, 32, 64, 128, 256)

@@ -21,12 +21,12 @@ import httpx
 from rich.console import Console
 from rich.progress import Progress
 
-from banaserve import models
-from banaserve.arguments import Parser, positive
+from banaserve.base import models
+from banaserve.base.arguments import Parser, positive
 from banaserve.bench.loadgen.servers import banaserve_server, end_on_sigterm
 from banaserve.bench.results import result
 from banaserve.bench.results.statistics import median
-from banaserve.engine.vllm.tracing.spans import SpanName
+from banaserve.serving.tracing.spans import SpanName
 from benchmarks.drivers.otlp_receiver import OtlpReceiver, ReceivedSpan
 from benchmarks.script import run_script
 

@@ -18,15 +18,15 @@ from pathlib import Path
 import httpx
 import numpy as np
 
-from banaserve.arguments import Parser
+from banaserve.base.arguments import Parser
+from banaserve.base.errors import UserError
+from banaserve.base.models import miniature
 from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve.bench.loadgen.loops import closed_loop
 from banaserve.bench.loadgen.servers import Server, banaserve_server, end_on_sigterm
 from banaserve.bench.results import result
 from banaserve.bench.results.statistics import paired_ratios, percentile
-from banaserve.errors import UserError
-from banaserve.models import miniature
-from banaserve.ui.page import page_files
+from banaserve.frontdoor.page.page import page_files
 from benchmarks.script import run_script
 
 _NAME = "miniature"

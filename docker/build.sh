@@ -6,7 +6,7 @@
 # RELEASE, where it is not empty, refuses base images that are not named by their digests.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-# The top-level link `kernels` must not be importable by that name.
+# The top-level folder `kernels` must not be importable by that name.
 export PYTHONSAFEPATH=1
 device=$1
 venv=$2

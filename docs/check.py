@@ -38,7 +38,7 @@ def documents() -> list[Path]:
         *(ROOT / "benchmarks" / "log").glob("*.md"),
         *(ROOT / "examples").rglob("*.md"),
         ROOT / "docker" / "README.md",
-        ROOT / "banaserve" / "kernels" / "README.md",
+        *(ROOT / name / "README.md" for name in ("kernels", "kvstore", "orchestrator")),
     ]
     return sorted(path for path in found if path.parent != REFERENCE)
 

@@ -22,12 +22,7 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 import banaserve
-from banaserve.api.admin import admin_app
-from banaserve.api.admin_control import Control
-from banaserve.api.admin_traces import Traces
-from banaserve.balancer.config import BalancerSettings
-from banaserve.balancer.metrics import Metrics
-from banaserve.controller.schemas import (
+from banaserve.contracts.control_api import (
     ControllerStatus,
     DecisionRecord,
     NodeRequest,
@@ -36,10 +31,8 @@ from banaserve.controller.schemas import (
     ScaleRequest,
     ServerStatus,
 )
-from banaserve.costs import profile
-from banaserve.engine.interface import DrainState, NodeChange, NodeStatus, RoleChange, Scaling
-from banaserve.engine.vllm.emulation.metrics import PacedTime
-from banaserve.engine.vllm.migration.api import (
+from banaserve.contracts.instances import DrainState, NodeChange, NodeStatus, RoleChange, Scaling
+from banaserve.contracts.migration_api import (
     ClusterPlacement,
     ExpertLoad,
     ExpertLoadRequest,
@@ -50,12 +43,19 @@ from banaserve.engine.vllm.migration.api import (
     OverlapRequest,
     ShareRequest,
 )
-from banaserve.engine.vllm.restart.api import RestartRequest, RollingRestart
-from banaserve.engine.vllm.tracing.events import RequestSummary, RequestTrace
+from banaserve.contracts.restart_api import RestartRequest, RollingRestart
+from banaserve.contracts.trace_events import RequestSummary, RequestTrace
+from banaserve.frontdoor.admin import admin_app
+from banaserve.frontdoor.admin_control import Control
+from banaserve.frontdoor.admin_traces import Traces
+from banaserve.frontdoor.page.records import PageSnapshot
 from banaserve.kvstore.daemon.metrics import prometheus_text
 from banaserve.kvstore.stats import StoreStats, TierReport
 from banaserve.kvstore.tiers.interface import TierStats
-from banaserve.ui.records import PageSnapshot
+from banaserve.orchestrator.control.costs import profile
+from banaserve.pacing.metrics import PacedTime
+from banaserve.route.balancer.config import BalancerSettings
+from banaserve.route.balancer.metrics import Metrics
 from docs.commands import GENERATED, commands_page
 
 PACKAGE = Path(banaserve.__file__).parent

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from banaserve import models
+from banaserve.base import models
 
 MODEL = "smollm2-135m"
 PORT = 8000
@@ -36,7 +36,7 @@ def transfer_config(socket_path: Path) -> str:
     return json.dumps(
         {
             "kv_connector": "StoreConnector",
-            "kv_connector_module_path": "banaserve.engine.vllm.kv_connector.connector",
+            "kv_connector_module_path": "banaserve.engine.connector.connector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",  # a block that is lost is computed again
             "kv_connector_extra_config": {"socket": str(socket_path)},

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import openai
 
-from banaserve.api.admin_client import AdminClient
-from banaserve.engine.vllm.migration.api import Migration, MoveLayers, Return
-from banaserve.run_dir import find_admin
+from banaserve.base.run_dir import find_admin
+from banaserve.contracts.migration_api import Migration, MoveLayers, Return
+from banaserve.frontdoor.admin_client import AdminClient
 
 HOST, TARGET = "d0", "p0"
 

@@ -29,5 +29,5 @@ else
     python=.venv/bin/python
     suits "$python" || fail ".venv is broken, its Python does not run: \`make distclean\`, then again"
 fi
-# Nothing of the caller's is to be imported, nor the top-level link `kernels` by that name.
+# Nothing of the caller's is to be imported, nor the top-level folder `kernels` by that name.
 PYTHONPATH=$PWD/requirements PYTHONSAFEPATH=1 exec "$python" -m installer "$@"

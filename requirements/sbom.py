@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 OWN = "banaserve"
-CARRIED = Path(__file__).parents[1] / "banaserve" / "ui" / "vendor.toml"
+CARRIED = Path(__file__).parents[1] / "banaserve" / "frontdoor" / "page" / "vendor.toml"
 """Says what banaserve's own package holds of others."""
 _UNKNOWN = ("", "UNKNOWN", "none")
 _LICENSE_NAMES = ("licen", "copying", "notice", "authors")

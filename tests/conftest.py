@@ -48,7 +48,7 @@ settings.load_profile("banaserve")
 for _name in ("routing_policy", "store_tier"):
     sys.path.append(str(Path(__file__).parents[1] / "examples" / _name))
 
-# The top of the checkout is not on the path: the link `kernels` must not be importable by that
+# The top of the checkout is not on the path: the folder `kernels` must not be importable by that
 # name. So `benchmarks` and `docs`, which lie there too, are made known by hand.
 for _name in ("benchmarks", "docs"):
     _place = Path(__file__).parents[1] / _name

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, get_type_hints
 
-from banaserve.arguments import Formatter, Parser, check_rules, options_of, values_of
-from banaserve.errors import UserError
+from banaserve.base.arguments import Formatter, Parser, check_rules, options_of, values_of
+from banaserve.base.errors import UserError
 
 Function = Callable[[Any], int | None]
 """Function of a command: its argument is a dataclass of options, its result the exit code."""

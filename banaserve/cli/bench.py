@@ -12,8 +12,8 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from banaserve.errors import UserError
-from banaserve.names import check_known
+from banaserve.base.errors import UserError
+from banaserve.base.names import check_known
 
 
 class Benchmark(NamedTuple):

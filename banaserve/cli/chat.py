@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from banaserve.access.key_files import key_option
-from banaserve.api.admin_client import opener_of
-from banaserve.arguments import argument, option
+from banaserve.base.access.key_files import key_option
+from banaserve.base.arguments import argument, option
+from banaserve.base.errors import UserError
+from banaserve.base.run_dir import admin_on, find_admin
 from banaserve.cli.admin.options import check_one_server
 from banaserve.cli.app import App
-from banaserve.errors import UserError
-from banaserve.run_dir import admin_on, find_admin
+from banaserve.frontdoor.admin_client import opener_of
 
 _TIMEOUT_S = 600.0
 Message = dict[str, str]

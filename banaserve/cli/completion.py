@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
 
 _ASK = "banaserve completion --complete"
 SCRIPTS = {

@@ -13,8 +13,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple, ParamSpec
 
+from banaserve.base.errors import BanaServeError, UserError
 from banaserve.cli.console import print_error
-from banaserve.errors import BanaServeError, UserError
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from banaserve.access.key_files import CLUSTER_KEY_VARIABLE, key_option
-from banaserve.arguments import option
+from banaserve.base.access.key_files import CLUSTER_KEY_VARIABLE, key_option
+from banaserve.base.arguments import option
+from banaserve.base.net.addresses import host_and_port
+from banaserve.base.net.descriptors import raise_descriptor_limit
+from banaserve.base.platform.processes import die_with_parent
+from banaserve.base.run_dir import open_run_dir
 from banaserve.cli.app import App
 from banaserve.cli.console import timed
 from banaserve.cli.quiet import quiet
-from banaserve.net.addresses import host_and_port
-from banaserve.net.descriptors import raise_descriptor_limit
-from banaserve.platform.processes import die_with_parent
-from banaserve.run_dir import open_run_dir
 
 if TYPE_CHECKING:
     from banaserve.nodes.agent import NodeAgent

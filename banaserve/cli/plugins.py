@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from banaserve.base.plugins import Plugin, PluginGroup, load_plugins
+from banaserve.base.registry import Registry
 from banaserve.cli.console import print_error
 from banaserve.kvstore.tiers.registry import TIERS
-from banaserve.orchestrator.migration.registry import POLICIES as MIGRATION_POLICIES
-from banaserve.orchestrator.replicas.registry import POLICIES as REPLICA_POLICIES
-from banaserve.orchestrator.routing.registry import POLICIES as ROUTING_POLICIES
-from banaserve.plugins import Plugin, PluginGroup, load_plugins
-from banaserve.registry import Registry
+from banaserve.orchestrator.control.migration.registry import POLICIES as MIGRATION_POLICIES
+from banaserve.orchestrator.control.routing.registry import POLICIES as ROUTING_POLICIES
+from banaserve.route.policies.registry import POLICIES as REPLICA_POLICIES
 
 REGISTRIES: dict[PluginGroup, Registry[Any]] = {
     PluginGroup.ROUTING_POLICIES: ROUTING_POLICIES,

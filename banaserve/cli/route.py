@@ -8,24 +8,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from banaserve.access.key_files import key_option
-from banaserve.arguments import Formatter, Options, Parser, option, pairs, values_of
-from banaserve.balancer.balancer import Balancer, max_connections
-from banaserve.balancer.config import (
+from banaserve.base.access.key_files import key_option
+from banaserve.base.arguments import Formatter, Options, Parser, option, pairs, values_of
+from banaserve.base.errors import UserError
+from banaserve.base.net.descriptors import raise_descriptor_limit
+from banaserve.base.plugins import PluginGroup
+from banaserve.cli.console import print_error, timed
+from banaserve.cli.plugins import use_plugins, warn_of_rivalries
+from banaserve.cli.sockets import listening
+from banaserve.route.balancer.balancer import Balancer, max_connections
+from banaserve.route.balancer.config import (
     BalancerSettings,
     HealthSettings,
     LimitSettings,
     PolicySettings,
     ReplicaSettings,
 )
-from banaserve.balancer.config_file import read_settings
-from banaserve.cli.console import print_error, timed
-from banaserve.cli.plugins import use_plugins, warn_of_rivalries
-from banaserve.cli.sockets import listening
-from banaserve.errors import UserError
-from banaserve.net.descriptors import raise_descriptor_limit
-from banaserve.orchestrator.replicas import registry
-from banaserve.plugins import PluginGroup
+from banaserve.route.balancer.config_file import read_settings
+from banaserve.route.policies import registry
 
 _DEFAULTS = BalancerSettings()
 _LIMITS = _DEFAULTS.limits
@@ -117,7 +117,7 @@ def route_command(argv: Sequence[str]) -> int:
     warn_of_rivalries((PluginGroup.REPLICA_POLICIES, settings.policy.name))
     if not settings.replicas and not settings.peers:
         raise UserError("route: no replica: give --replica URL, once for each, or --config FILE")
-    from banaserve.balancer import server
+    from banaserve.route.balancer import server
 
     say = timed(sys.stdout)
     balancers: list[Balancer] = []

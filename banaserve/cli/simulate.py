@@ -10,16 +10,16 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from banaserve.arguments import AT_LEAST_1, argument, option
+from banaserve.base.arguments import AT_LEAST_1, argument, option
+from banaserve.base.errors import UserError
+from banaserve.base.plugins import PluginGroup
 from banaserve.bench.results.digits import interval_text, row
 from banaserve.cli.app import App
 from banaserve.cli.console import print_json, print_rows
 from banaserve.cli.plugins import use_plugins, warn_of_rivalries
-from banaserve.controller.simulated_log import SimulatedLog
-from banaserve.costs import profile as profiles
-from banaserve.errors import UserError
-from banaserve.orchestrator.migration.registry import names
-from banaserve.plugins import PluginGroup
+from banaserve.orchestrator.control.costs import profile as profiles
+from banaserve.orchestrator.control.migration.registry import names
+from banaserve.orchestrator.planner.loop.simulated_log import SimulatedLog
 from banaserve.sim import case as cases
 from banaserve.sim.chrome import ChromeTrace
 from banaserve.sim.cluster import SimCluster

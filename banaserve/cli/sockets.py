@@ -6,12 +6,12 @@ import contextlib
 import socket
 from collections.abc import Iterator
 
-from banaserve.api.front_socket import BoundSocket, ClaimedSocket, FrontSocket, bind
-from banaserve.api.take_over import SocketClaim
-from banaserve.config import ServeConfig
-from banaserve.errors import UserError
-from banaserve.net.tls import ServerTls
-from banaserve.run_dir import find_offer
+from banaserve.base.config import ServeConfig
+from banaserve.base.errors import UserError
+from banaserve.base.net.tls import ServerTls
+from banaserve.base.run_dir import find_offer
+from banaserve.frontdoor.front_socket import BoundSocket, ClaimedSocket, FrontSocket, bind
+from banaserve.frontdoor.take_over import SocketClaim
 
 
 @contextlib.contextmanager

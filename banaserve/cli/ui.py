@@ -7,12 +7,12 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from banaserve.api.admin_client import AdminClient
-from banaserve.arguments import option
+from banaserve.base.arguments import option
+from banaserve.base.errors import UserError
+from banaserve.base.run_dir import admin_note, find_admin_dir
 from banaserve.cli.app import App
-from banaserve.errors import UserError
-from banaserve.run_dir import admin_note, find_admin_dir
-from banaserve.ui.records import page_link
+from banaserve.frontdoor.admin_client import AdminClient
+from banaserve.frontdoor.page.records import page_link
 
 _LOOPBACK = "127.0.0.1"
 
@@ -50,7 +50,7 @@ def ui(asked: UiOptions) -> None:
 def _replay(path: Path, port: int) -> None:
     import uvicorn
 
-    from banaserve.ui.replay_app import read_replay, replay_app
+    from banaserve.frontdoor.page.replay_app import read_replay, replay_app
 
     replay = read_replay(path)
     sock = _bound(port)

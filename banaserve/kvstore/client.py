@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from banaserve.errors import StoreUnavailableError
-from banaserve.fail_points import FailPoint, reach
+from banaserve.base.errors import StoreUnavailableError
+from banaserve.base.fail_points import FailPoint, reach
 from banaserve.kvstore import wire
 from banaserve.kvstore.channel import FIRST_RETRY_S, StoreLink
 from banaserve.kvstore.fingerprint import Fingerprint

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 import xxhash
 
-from banaserve.errors import FingerprintError
+from banaserve.base.errors import FingerprintError
 
 PAGE_BYTES = 4096
 _MAX_SLOT_BYTES = 2**40

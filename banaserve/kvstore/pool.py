@@ -15,12 +15,12 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from banaserve.errors import StoreUnavailableError, UserError
+from banaserve.base.errors import StoreUnavailableError, UserError
+from banaserve.base.platform import linux
 from banaserve.kvstore.fingerprint import PAGE_BYTES, Fingerprint
 from banaserve.kvstore.interface import Lookup, Slot
 from banaserve.kvstore.records import MAX_SERIAL
 from banaserve.kvstore.sizes import format_size
-from banaserve.platform import linux
 
 Numbers = npt.NDArray[np.int64]
 """Numbers of an engine's blocks or the store's slots, ``[num]``."""

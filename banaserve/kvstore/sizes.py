@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
 
 _UNIT_BYTES = {
     "": 1,

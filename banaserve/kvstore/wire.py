@@ -12,7 +12,7 @@ from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 
-from banaserve.errors import ProtocolError
+from banaserve.base.errors import ProtocolError
 from banaserve.kvstore.fingerprint import MAX_PARTS, Fingerprint
 from banaserve.kvstore.stats import StoreStats
 

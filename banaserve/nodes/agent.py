@@ -8,8 +8,9 @@ import logging
 import ssl
 from collections.abc import Callable
 
-from banaserve.errors import BanaServeError, ProtocolError, UserError
-from banaserve.net.addresses import written
+from banaserve.base.errors import BanaServeError, ProtocolError, UserError
+from banaserve.base.net.addresses import written
+from banaserve.base.run_dir import RunDir
 from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.link import CONNECT_S, NodeLink, NodeLostError, accepted
 from banaserve.nodes.measuring.inspection import inspect_node
@@ -26,7 +27,6 @@ from banaserve.nodes.messages import (
 )
 from banaserve.nodes.session import NodeSession
 from banaserve.nodes.versions import own_version
-from banaserve.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
+from banaserve.base.types import InstanceId, Role
 from banaserve.kvstore.sizes import format_size
-from banaserve.types import InstanceId, Role
 
 _NO_LIMIT = 1 << 20
 

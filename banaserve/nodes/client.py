@@ -7,9 +7,9 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from banaserve.errors import ProtocolError
-from banaserve.net.addresses import written
-from banaserve.net.loop_watch import wait_first
+from banaserve.base.errors import ProtocolError
+from banaserve.base.net.addresses import written
+from banaserve.base.net.loop_watch import wait_first
 from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.link import (
     PATIENT_S,

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.x509.oid import NameOID
 
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
 
 MIN_KEY_BYTES = 16
 _SEED_BYTES = 32

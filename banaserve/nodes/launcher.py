@@ -10,12 +10,12 @@ from pathlib import Path
 
 import msgspec
 
-from banaserve.engine.interface import NodeStatus
-from banaserve.engine.vllm.launch.launcher import GuestPlace
-from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
-from banaserve.errors import InstanceDeadError, MigrationError, UserError
+from banaserve.base.errors import InstanceDeadError, MigrationError, UserError
+from banaserve.base.net.addresses import written
+from banaserve.base.types import Distance
+from banaserve.contracts.instances import NodeStatus
 from banaserve.kvstore.daemon.options import StoreOptions
-from banaserve.net.addresses import written
+from banaserve.migration.rpc.messages import GuestAddress
 from banaserve.nodes import shim
 from banaserve.nodes.assignment import room
 from banaserve.nodes.client import NodeClient
@@ -24,8 +24,8 @@ from banaserve.nodes.messages import JoinSession, SessionOpened
 from banaserve.nodes.places import Places
 from banaserve.nodes.pool import NodePool, NodeWork, OnPeers, PoolNode
 from banaserve.nodes.remote_process import SOCKET_NAMES
+from banaserve.serving.launch.launcher import GuestPlace
 from banaserve.transport.registry import SHARED_MEMORY, TCP
-from banaserve.types import Distance
 
 LOOKUP_STORE_SIZE = "64MiB"
 """Size of the server's own store if all engines are on nodes: it only queries the other stores."""

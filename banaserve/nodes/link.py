@@ -8,10 +8,10 @@ import os
 import struct
 from typing import NamedTuple
 
-from banaserve.errors import BanaServeError, ProtocolError
+from banaserve.base.errors import BanaServeError, ProtocolError
+from banaserve.base.platform.linux import since_received_s
 from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.messages import MAX_FRAME_BYTES, Beat, NodeMessage, NodeRefused, decode, encode
-from banaserve.platform.linux import since_received_s
 
 BEAT_S = 0.5
 SILENT_S = 2.5

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import msgspec
 
-from banaserve.errors import ProtocolError
+from banaserve.base.errors import ProtocolError
 
 PROTOCOL = 3
 MAX_FRAME_BYTES = 1 << 20

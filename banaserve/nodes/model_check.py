@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from banaserve.errors import UserError
-from banaserve.models.files import digest_files
+from banaserve.base.errors import UserError
+from banaserve.base.models.files import digest_files
 
 
 def model_digest(vllm_argv: Sequence[str]) -> str:

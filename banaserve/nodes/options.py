@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from banaserve.access.key_files import CLUSTER_KEY_VARIABLE
-from banaserve.config import ServeConfig
-from banaserve.errors import UserError
-from banaserve.net.addresses import host_and_port
+from banaserve.base.access.key_files import CLUSTER_KEY_VARIABLE
+from banaserve.base.config import ServeConfig
+from banaserve.base.errors import UserError
+from banaserve.base.net.addresses import host_and_port
 from banaserve.nodes.credentials import MIN_KEY_BYTES
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from banaserve.net.addresses import host_and_port
+from banaserve.base.net.addresses import host_and_port
 
 
 class AgentPlace(msgspec.Struct, frozen=True):

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from banaserve.engine.vllm.monitoring import metrics
-from banaserve.engine.vllm.settings.environment import GRAPHS_VARIABLE
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
+from banaserve.base.net.addresses import host_and_port, written
+from banaserve.base.types import InstanceId, Role
+from banaserve.contracts.environment import GRAPHS_VARIABLE
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.peers.options import PeerOptions
-from banaserve.net.addresses import host_and_port, written
 from banaserve.nodes.assignment import (
     InstanceNeed,
     NodeAssignment,
@@ -34,7 +34,7 @@ from banaserve.nodes.messages import Inspect, NodeStore, PrepareNode
 from banaserve.nodes.model_check import model_digest
 from banaserve.nodes.places import AgentPlace, NumberedPlace, Places
 from banaserve.nodes.versions import own_version
-from banaserve.types import InstanceId, Role
+from banaserve.serving.monitoring import metrics
 
 logger = logging.getLogger(__name__)
 OnPeers = Callable[[Sequence[str]], Awaitable[None]]

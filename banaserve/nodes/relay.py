@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from banaserve.errors import ProtocolError
+from banaserve.base.errors import ProtocolError
 from banaserve.nodes.link import CHUNK_BYTES, Data, NodeLink, NodeLostError
 from banaserve.nodes.messages import MAX_CHANNELS, ChannelClosed, ChannelOpened
 

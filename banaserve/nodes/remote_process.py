@@ -9,7 +9,8 @@ import signal
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-from banaserve.errors import ProtocolError
+from banaserve.base.errors import ProtocolError
+from banaserve.base.platform.processes import wait_dying, wait_ended, wait_readable
 from banaserve.nodes.link import CHUNK_BYTES, Data, NodeLink, NodeLostError
 from banaserve.nodes.messages import (
     ChannelClosed,
@@ -19,7 +20,6 @@ from banaserve.nodes.messages import (
     ProcessStarted,
 )
 from banaserve.nodes.relay import Relay
-from banaserve.platform.processes import wait_dying, wait_ended, wait_readable
 
 SOCKET_NAMES = ("h", "i", "o")
 """Suffixes of the names of an engine's sockets: handshake, input and output."""

@@ -15,15 +15,14 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from banaserve.engine.vllm.launch.devices import Devices
-from banaserve.engine.vllm.launch.launcher import ForkLauncher, Launcher, SpawnLauncher
-from banaserve.engine.vllm.launch.parent_link import start_parent
-from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
-from banaserve.engine.vllm.settings.environment import STORE_VARIABLE, set_environment
-from banaserve.errors import BanaServeError, UserError
+from banaserve.base.errors import BanaServeError, UserError
+from banaserve.base.platform.linux import available_memory_bytes, visible_gpus
+from banaserve.base.run_dir import RunDir
+from banaserve.contracts.environment import STORE_VARIABLE, set_environment
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.daemon.supervised import SupervisedStore
 from banaserve.kvstore.peers.options import PeerOptions
+from banaserve.migration.rpc.messages import GuestAddress
 from banaserve.nodes.link import NodeLink
 from banaserve.nodes.messages import (
     FreePort,
@@ -40,8 +39,9 @@ from banaserve.nodes.messages import (
 )
 from banaserve.nodes.model_check import check_model
 from banaserve.nodes.remote_process import SOCKET_NAMES, RemoteProcess
-from banaserve.platform.linux import available_memory_bytes, visible_gpus
-from banaserve.run_dir import RunDir
+from banaserve.serving.launch.devices import Devices
+from banaserve.serving.launch.launcher import ForkLauncher, Launcher, SpawnLauncher
+from banaserve.serving.launch.parent_link import start_parent
 
 
 class NodeSession:

@@ -16,7 +16,9 @@ from pathlib import Path
 
 import msgspec
 
-from banaserve.errors import BanaServeError
+from banaserve.base.errors import BanaServeError
+from banaserve.base.platform.processes import die_with_parent, show_life
+from banaserve.base.platform.spawning import spawn_module
 from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.link import Data, NodeLink, NodeLostError, connect
 from banaserve.nodes.messages import (
@@ -29,8 +31,6 @@ from banaserve.nodes.messages import (
     ProcessStarted,
 )
 from banaserve.nodes.relay import Relay
-from banaserve.platform.processes import die_with_parent, show_life
-from banaserve.platform.spawning import spawn_module
 
 
 class ShimLaunch(msgspec.Struct, frozen=True):

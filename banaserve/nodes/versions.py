@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from banaserve.platform.packages import installed_version, vllm_version
+from banaserve.base.platform.packages import installed_version, vllm_version
 
 
 def own_version() -> str:

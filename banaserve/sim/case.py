@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from banaserve.costs.profile import Profile, check_keys, load, read_toml
-from banaserve.errors import UserError
-from banaserve.names import check_known
+from banaserve.base.errors import UserError
+from banaserve.base.names import check_known
+from banaserve.orchestrator.control.costs.profile import Profile, check_keys, load, read_toml
 from banaserve.sim.events import Event
 from banaserve.sim.request import SimRequest
 from banaserve.sim.result import LatencyLimits

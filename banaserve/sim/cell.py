@@ -6,25 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from banaserve.costs.devices import device_of, relative_speed
-from banaserve.costs.profile import Profile
-from banaserve.costs.steps import StepCosts
-from banaserve.errors import NoInstanceError
-from banaserve.orchestrator import control
-from banaserve.orchestrator.control import Mode
-from banaserve.orchestrator.migration import registry as migrations
-from banaserve.orchestrator.model.output_length import OutputLengthWindow
-from banaserve.orchestrator.rebalancing import RebalanceOptions, choose_moves, remaining_tokens
-from banaserve.orchestrator.routing import registry as routings
-from banaserve.sim.engine import SimEngine
-from banaserve.sim.instance import SimInstance
-from banaserve.sim.placing import Placing
-from banaserve.sim.rebalancing import loads
-from banaserve.sim.request import SimRequest
-from banaserve.sim.store import HASH_BLOCK_TOKENS, SimPrefixCache
-from banaserve.sim.system import System
-from banaserve.sim.timeline import Timeline
-from banaserve.types import (
+from banaserve.base.errors import NoInstanceError
+from banaserve.base.types import (
     ClusterView,
     Distance,
     InstanceId,
@@ -35,6 +18,27 @@ from banaserve.types import (
     Role,
     Route,
 )
+from banaserve.orchestrator.control.costs.devices import device_of, relative_speed
+from banaserve.orchestrator.control.costs.profile import Profile
+from banaserve.orchestrator.control.costs.steps import StepCosts
+from banaserve.orchestrator.control.migration import registry as migrations
+from banaserve.orchestrator.control.model.output_length import OutputLengthWindow
+from banaserve.orchestrator.control.rebalancing import (
+    RebalanceOptions,
+    choose_moves,
+    remaining_tokens,
+)
+from banaserve.orchestrator.control.routing import registry as routings
+from banaserve.orchestrator.control.turn import Mode, Remembered, Turn
+from banaserve.orchestrator.control.turn import turn as take_turn
+from banaserve.sim.engine import SimEngine
+from banaserve.sim.instance import SimInstance
+from banaserve.sim.placing import Placing
+from banaserve.sim.rebalancing import loads
+from banaserve.sim.request import SimRequest
+from banaserve.sim.store import HASH_BLOCK_TOKENS, SimPrefixCache
+from banaserve.sim.system import System
+from banaserve.sim.timeline import Timeline
 
 _REPEAT_S = 0.5
 """Time after which a request that no instance could take is tried again, in seconds."""
@@ -107,7 +111,7 @@ class Cell:
         kv_tokens = min(one.memory.kv_tokens for one in own.values())
         self._max_tokens = min(profile.model.max_context_tokens, kv_tokens)
         self._block_tokens = profile.memory.block_tokens
-        self._memory = control.Remembered()
+        self._memory = Remembered()
         self.store = store
         self.caches: dict[InstanceId, SimPrefixCache] = {}
         self.load = 0
@@ -132,7 +136,7 @@ class Cell:
                 self.caches.update(dict.fromkeys(node, shared))
         self._everyone = tuple(self.instances.values())
         self._views: dict[InstanceId, InstanceView] = {}
-        self.on_turn: list[Callable[[control.Turn], None]] = []
+        self.on_turn: list[Callable[[Turn], None]] = []
         self.placing = Placing(
             timeline, self.instances, profile, system.overlap_fraction, system.attention_fraction
         )
@@ -341,7 +345,7 @@ class Cell:
         self.placing.bend()
         limits = self._system.control_limits
         view = replace(self.view(), requests=self.observed())
-        turn = control.turn(view, self._migration, Mode.ON, False, limits, self._memory)
+        turn = take_turn(view, self._migration, Mode.ON, False, limits, self._memory)
         self._memory = turn.after
         for told in self.on_turn:
             told(turn)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
 from banaserve.sim.cluster import SimCluster
 from banaserve.sim.request import SimRequest
 from banaserve.sim.result import SIMULATED

@@ -7,17 +7,17 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from banaserve.costs.profile import Profile
-from banaserve.errors import UserError
-from banaserve.names import check_known
-from banaserve.orchestrator.rebalancing import RebalanceOptions
+from banaserve.base.errors import UserError
+from banaserve.base.names import check_known
+from banaserve.base.types import InstanceId, Role
+from banaserve.orchestrator.control.costs.profile import Profile
+from banaserve.orchestrator.control.rebalancing import RebalanceOptions
 from banaserve.sim.cell import Cell
 from banaserve.sim.instance import SimInstance
 from banaserve.sim.request import SimRequest
 from banaserve.sim.store import HASH_BLOCK_TOKENS, SimPrefixCache
 from banaserve.sim.system import System
 from banaserve.sim.timeline import Timeline
-from banaserve.types import InstanceId, Role
 
 _GIVE_UP_S = 60.0
 """Time without any event after which a cluster is left with its requests unfinished, in seconds."""

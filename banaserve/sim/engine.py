@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from banaserve.costs.steps import StepCosts, run_s, steps_within
-from banaserve.costs.transfers import overlapped_s
+from banaserve.base.types import InstanceId
+from banaserve.orchestrator.control.costs.steps import StepCosts, run_s, steps_within
+from banaserve.orchestrator.control.costs.transfers import overlapped_s
 from banaserve.sim.batch import EngineLimits, SimBatch
 from banaserve.sim.request import SimRequest
 from banaserve.sim.timeline import Timeline
-from banaserve.types import InstanceId
 
 
 class SimEngine(SimBatch):

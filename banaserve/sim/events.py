@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from banaserve.errors import UserError
-from banaserve.names import check_known
+from banaserve.base.errors import UserError
+from banaserve.base.names import check_known
+from banaserve.base.types import Step
 from banaserve.sim.cell import Cell
 from banaserve.sim.cluster import SimCluster
 from banaserve.sim.timeline import Timeline
-from banaserve.types import Step
 
 KINDS = ("kill", "kill_guest_in_move", "kill_host_in_move", "slow")
 

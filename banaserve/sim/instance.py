@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from banaserve.orchestrator.migration import slabs
-from banaserve.sim.engine import SimEngine
-from banaserve.sim.request import SimRequest
-from banaserve.types import (
+from banaserve.base.types import (
     Distance,
     InstanceFacts,
     InstanceId,
@@ -17,6 +14,9 @@ from banaserve.types import (
     ModulePlacement,
     Role,
 )
+from banaserve.orchestrator.control.migration import slabs
+from banaserve.sim.engine import SimEngine
+from banaserve.sim.request import SimRequest
 
 REPORT_S = 0.5
 """Period of the reports of an instance without events, in seconds."""

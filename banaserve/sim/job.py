@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
-from banaserve.costs import profile as profiles
-from banaserve.costs.profile import Profile
-from banaserve.errors import UserError
-from banaserve.names import check_known
-from banaserve.orchestrator.migration import registry as migrations
-from banaserve.records import read_records
+from banaserve.base.errors import UserError
+from banaserve.base.names import check_known
+from banaserve.base.records import read_records
+from banaserve.orchestrator.control.costs import profile as profiles
+from banaserve.orchestrator.control.costs.profile import Profile
+from banaserve.orchestrator.control.migration import registry as migrations
 from banaserve.sim import case as cases
 from banaserve.sim.case import Case
 from banaserve.sim.events import Event

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from banaserve.costs.profile import Profile
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
+from banaserve.orchestrator.control.costs.profile import Profile
 from banaserve.sim.cluster import ClusterPart, cells_of
 from banaserve.sim.request import SimRequest
 from banaserve.sim.result import LatencyLimits, Tally, added_up

@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-from banaserve.costs import modules
-from banaserve.costs.profile import Profile
-from banaserve.orchestrator.control import words
-from banaserve.orchestrator.model.calibration import StepWork
-from banaserve.sim.instance import SimInstance
-from banaserve.sim.timeline import Timeline
-from banaserve.types import (
+from banaserve.base.types import (
     InstanceId,
     Module,
     ModulePlacement,
@@ -21,6 +15,12 @@ from banaserve.types import (
     Step,
     SwitchRole,
 )
+from banaserve.orchestrator.control.costs import modules
+from banaserve.orchestrator.control.costs.profile import Profile
+from banaserve.orchestrator.control.model.calibration import StepWork
+from banaserve.orchestrator.control.turn import words
+from banaserve.sim.instance import SimInstance
+from banaserve.sim.timeline import Timeline
 
 _PREFILL_STEP_TOKENS = 1024
 """Prompt tokens of a step for which hops are charged while an engine prefills."""

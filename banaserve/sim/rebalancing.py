@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from banaserve.orchestrator.rebalancing import DecodeLoad, Stream, load_of
+from banaserve.base.types import ClusterView, InstanceId, Role
+from banaserve.orchestrator.control.rebalancing import DecodeLoad, Stream, load_of
 from banaserve.sim.engine import SimEngine
 from banaserve.sim.instance import SimInstance
-from banaserve.types import ClusterView, InstanceId, Role
 
 
 def loads(

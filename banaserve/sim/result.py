@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
 from banaserve.sim.cluster import SimCluster
 from banaserve.sim.timeline import Timeline
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from banaserve.costs.profile import Profile
+from banaserve.orchestrator.control.costs.profile import Profile
 from banaserve.sim.case import Case
 from banaserve.sim.cluster import WHOLE, ClusterPart, SimCluster
 from banaserve.sim.events import Event, arrange

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from banaserve.errors import UserError
-from banaserve.names import check_known
-from banaserve.orchestrator.control import ControlLimits
-from banaserve.orchestrator.migration import registry as migrations
-from banaserve.orchestrator.routing import registry as routings
+from banaserve.base.errors import UserError
+from banaserve.base.names import check_known
+from banaserve.base.types import Role
+from banaserve.orchestrator.control.migration import registry as migrations
+from banaserve.orchestrator.control.routing import registry as routings
+from banaserve.orchestrator.control.turn import ControlLimits
 from banaserve.sim.batch import EngineLimits
-from banaserve.types import Role
 
 KINDS = ("banaserve", "colocated", "elastic", "static")
 HANDOVERS = ("pull", "store")

@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from banaserve.errors import UserError
-from banaserve.records import read_records, unpacked
+from banaserve.base.errors import UserError
+from banaserve.base.records import read_records, unpacked
 from banaserve.sim.request import SimRequest
 
 _MAX_TOKENS = 10**9

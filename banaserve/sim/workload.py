@@ -7,8 +7,8 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from banaserve.errors import UserError
-from banaserve.names import check_known
+from banaserve.base.errors import UserError
+from banaserve.base.names import check_known
 from banaserve.sim.lengths import MEASURED, draw_measured
 from banaserve.sim.request import SimRequest
 from banaserve.sim.trace import cut

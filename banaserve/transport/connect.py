@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from banaserve.platform.linux import is_own, peer_of
+from banaserve.base.platform.linux import is_own, peer_of
 from banaserve.transport import seal
 from banaserve.transport.channel import StreamChannel
 from banaserve.transport.errors import (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from banaserve.errors import BanaServeError
+from banaserve.base.errors import BanaServeError
 
 
 class TransportError(BanaServeError):

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import msgspec
 
-from banaserve.errors import ProtocolError
+from banaserve.base.errors import ProtocolError
 from banaserve.transport.errors import RefusedError
 from banaserve.transport.interface import MAX_DIMENSIONS, MAX_EPOCH, Bytes, Message, Tensor
 

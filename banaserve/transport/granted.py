@@ -15,7 +15,7 @@ from contextlib import ExitStack
 import msgspec
 import numpy as np
 
-from banaserve.errors import ProtocolError
+from banaserve.base.errors import ProtocolError
 from banaserve.transport.channel import StreamChannel
 from banaserve.transport.errors import (
     PeerGoneError,

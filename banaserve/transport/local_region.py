@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 
 import numpy as np
 
-from banaserve.platform.linux import MADV_DONTNEED, madvise
+from banaserve.base.platform.linux import MADV_DONTNEED, madvise
 from banaserve.transport.errors import RefusedError, StaleEpochError, TransferTimeoutError
 from banaserve.transport.gpu_memory import Gpu
 from banaserve.transport.interface import RegionDescriptor

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from banaserve.errors import UserError
-from banaserve.names import check_known
+from banaserve.base.errors import UserError
+from banaserve.base.names import check_known
 from banaserve.transport.gpu_memory import CudaGpu
 from banaserve.transport.interface import Transport, TransportOptions
 

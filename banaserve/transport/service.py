@@ -12,8 +12,8 @@ from collections.abc import Callable, Hashable
 from contextlib import suppress
 from pathlib import Path
 
-from banaserve.net.connections import address_of
-from banaserve.platform.linux import MAX_SOCKET_PATH_BYTES
+from banaserve.base.net.connections import address_of
+from banaserve.base.platform.linux import MAX_SOCKET_PATH_BYTES
 from banaserve.transport.errors import RefusedError
 
 MAX_CONNECTIONS = 64

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from banaserve.platform.linux import MADV_REMOVE, SEALS, madvise, populate
+from banaserve.base.platform.linux import MADV_REMOVE, SEALS, madvise, populate
 from banaserve.transport.errors import RefusedError, StaleEpochError, TransferTimeoutError
 from banaserve.transport.memory import PAGE_BYTES, Memory, Plan, copy_runs, whole_pages
 

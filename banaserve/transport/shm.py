@@ -9,7 +9,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from banaserve.platform.linux import is_own, peer_of
+from banaserve.base.platform.linux import is_own, peer_of
 from banaserve.transport.errors import PeerGoneError, RefusedError, TransferTimeoutError
 from banaserve.transport.interface import RegionDescriptor, TransportOptions
 from banaserve.transport.memory import SLICE_BYTES, Memory

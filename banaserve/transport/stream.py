@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from banaserve.platform.linux import open_peer_pidfd
+from banaserve.base.platform.linux import open_peer_pidfd
 from banaserve.transport.errors import PeerGoneError, TransferTimeoutError
 
 # Minimum wait for the rest of a message that the peer has begun, even after the caller's deadline.

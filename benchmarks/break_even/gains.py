@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from banaserve.costs import modules as costs
-from banaserve.costs.profile import Profile
-from banaserve.elastic.modules import has_room, module_of, net_relief, step_time_s
-from banaserve.elastic.planning import Ledger
-from banaserve.orchestrator.migration import slabs
-from banaserve.orchestrator.model.calibration import StepWork
-from banaserve.orchestrator.model.moving import migration_s
-from banaserve.types import InstanceId, Module
+from banaserve.base.types import InstanceId, Module
+from banaserve.orchestrator.control.costs import modules as costs
+from banaserve.orchestrator.control.costs.profile import Profile
+from banaserve.orchestrator.control.migration import slabs
+from banaserve.orchestrator.control.model.calibration import StepWork
+from banaserve.orchestrator.control.model.moving import migration_s
+from banaserve.orchestrator.planner.modules import has_room, module_of, net_relief, step_time_s
+from banaserve.orchestrator.planner.planning import Ledger
 
 PROFILES = ("opt-13b-a100", "llama-3.1-8b-h100", "llama-3.1-70b-h100-tp4")
 

@@ -6,17 +6,17 @@ from collections.abc import Iterator, Sequence
 from random import Random
 from typing import NamedTuple
 
-from banaserve.costs import profile as profiles
-from banaserve.costs.profile import Profile
-from banaserve.elastic.arrangement import Arrangement, arrangements
-from banaserve.elastic.modules import has_room, module_of
-from banaserve.elastic.planning import Ledger
+from banaserve.base.types import InstanceId, ModulePlacement, Role
+from banaserve.orchestrator.control.costs import profile as profiles
+from banaserve.orchestrator.control.costs.profile import Profile
+from banaserve.orchestrator.planner.arrangement import Arrangement, arrangements
+from banaserve.orchestrator.planner.modules import has_room, module_of
+from banaserve.orchestrator.planner.planning import Ledger
 from banaserve.sim.batch import EngineLimits
 from banaserve.sim.cell import Cell
 from banaserve.sim.request import SimRequest
 from banaserve.sim.system import System
 from banaserve.sim.timeline import Timeline
-from banaserve.types import InstanceId, ModulePlacement, Role
 from benchmarks.break_even.gains import with_link
 
 CHUNKS = (512, 2048)

@@ -24,13 +24,13 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from banaserve.arguments import Parser, positive
+from banaserve.base.arguments import Parser, positive
+from banaserve.base.errors import UserError
 from banaserve.bench.results import result
-from banaserve.costs.profile import load as load_profile
-from banaserve.errors import UserError
-from banaserve.sim.regions.cells_load import CellsLoad
-from banaserve.sim.regions.cells_world import CellsSetting, CellsWorld
-from banaserve.sim.regions.round_trips import FIVE_REGIONS, read_round_trips
+from banaserve.orchestrator.control.costs.profile import load as load_profile
+from banaserve.route.sim.cells_load import CellsLoad
+from banaserve.route.sim.cells_world import CellsSetting, CellsWorld
+from banaserve.route.sim.round_trips import FIVE_REGIONS, read_round_trips
 from benchmarks.cells import growth
 from benchmarks.script import run_script
 

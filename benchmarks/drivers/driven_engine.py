@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from banaserve.base.errors import UserError
 from banaserve.bench.loadgen.servers import end_with_parent
-from banaserve.engine.vllm.settings.environment import ENVIRONMENT
-from banaserve.errors import UserError
+from banaserve.contracts.environment import ENVIRONMENT
 from benchmarks.location import environment
 
 _END_S = 20.0

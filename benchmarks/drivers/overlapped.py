@@ -28,12 +28,12 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from banaserve.engine.vllm.migration.types import MovePhase
-from banaserve.engine.vllm.migration.units.layers import LayerRange
-from banaserve.engine.vllm.migration.worker_api import HostStatus, LinkState, MigrationApi
-from banaserve.engine.vllm.rpc.typed_rpc import RemoteCall, call
-from banaserve.engine.vllm.settings.environment import set_environment
-from banaserve.engine.vllm.worker import WorkerExtension
+from banaserve.contracts.environment import set_environment
+from banaserve.contracts.move_phase import MovePhase
+from banaserve.contracts.rpc.typed_rpc import RemoteCall, call
+from banaserve.mains.worker import WorkerExtension
+from banaserve.migration.units.layers import LayerRange
+from banaserve.migration.worker_api import HostStatus, LinkState, MigrationApi
 from benchmarks.drivers.answers import say, take_stdout
 
 T = TypeVar("T")
@@ -79,7 +79,7 @@ class _Engine:
 
     def run(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
         """Serve these prompts at once; return the seconds and the tokens."""
-        from banaserve.engine.vllm.compat.offline import SamplingParams
+        from banaserve.engine.compat.offline import SamplingParams
 
         params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
         asked = [{"prompt_token_ids": prompt} for prompt in prompts]
@@ -93,14 +93,14 @@ class Live(_Engine):
     """An engine on one core, and the parent of its guests, which run on another core."""
 
     def __init__(self, arguments: dict[str, Any], folder: Path) -> None:
-        from banaserve.engine.vllm.compat import runner_hooks
-        from banaserve.engine.vllm.compat.offline import LLM, EngineArgs
-        from banaserve.engine.vllm.launch import forkserver
-        from banaserve.engine.vllm.migration.host import install
+        from banaserve.engine.compat import runner_hooks
+        from banaserve.engine.compat.offline import LLM, EngineArgs
+        from banaserve.mains import engine_parent as forkserver
+        from banaserve.migration.host import install
 
         whole = arguments | {
-            "worker_extension_cls": "banaserve.engine.vllm.worker.WorkerExtension",
-            "scheduler_cls": "banaserve.engine.vllm.migration.host.recovery.AsyncPoolScheduler",
+            "worker_extension_cls": "banaserve.mains.worker.WorkerExtension",
+            "scheduler_cls": "banaserve.migration.host.recovery.AsyncPoolScheduler",
             "async_scheduling": True,
             "additional_config": {"banaserve_migration": {"stall_s": 5.0, "overlap": 1}},
         }
@@ -177,8 +177,8 @@ class Live(_Engine):
             time.sleep(_LOOK_S)
 
     def _guest(self) -> str:
-        from banaserve.engine.vllm.launch import messages
-        from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
+        from banaserve.migration.rpc.messages import GuestAddress
+        from banaserve.serving.launch import messages
 
         self._num += 1
         guest_id, folder = f"g{self._num}", str(self._folder)
@@ -213,7 +213,7 @@ class Stages(_Engine):
 
     def __init__(self, arguments: dict[str, Any], folder: Path) -> None:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"{_HOST_CORE}|{_GUEST_CORE}"
-        from banaserve.engine.vllm.compat.offline import LLM
+        from banaserve.engine.compat.offline import LLM
 
         self.llm = LLM(
             **arguments,
@@ -228,7 +228,7 @@ class Neighbour(_Engine):
     """An engine that knows nothing of guests on its core."""
 
     def __init__(self, arguments: dict[str, Any], folder: Path) -> None:
-        from banaserve.engine.vllm.compat.offline import LLM
+        from banaserve.engine.compat.offline import LLM
 
         self.llm = LLM(**arguments)
         _pin(os.getpid(), _GUEST_CORE)
@@ -239,7 +239,7 @@ class StageWorker(WorkerExtension):
 
     def banaserve_make_buffers(self) -> None:
         """Allocate memory for what the stage before sends, which vLLM 0.32 forgets on CPU."""
-        from banaserve.engine.vllm.compat import runner_hooks
+        from banaserve.engine.compat import runner_hooks
 
         runner_hooks.make_stage_buffers(self.model_runner)  # type: ignore[attr-defined]
 

@@ -21,7 +21,7 @@ import sys
 import time
 from typing import Any
 
-from banaserve.engine.vllm.settings.environment import set_environment
+from banaserve.contracts.environment import set_environment
 from banaserve.kvstore.cost_gate import FetchPredictor
 from benchmarks.drivers.answers import say, take_stdout
 
@@ -33,8 +33,8 @@ def main() -> int:
     model, socket = sys.argv[1:]
     replies = take_stdout()
     set_environment()
-    from banaserve.engine.vllm.compat.kv_connector import get_kv_transfer_group
-    from banaserve.engine.vllm.compat.offline import LLM, SamplingParams, scheduler_connector
+    from banaserve.engine.compat.kv_connector import get_kv_transfer_group
+    from banaserve.engine.compat.offline import LLM, SamplingParams, scheduler_connector
 
     engine = LLM(model, **_engine_options(socket))
     connector: Any = get_kv_transfer_group()
@@ -80,7 +80,7 @@ def _engine_options(socket: str) -> dict[str, Any]:
         "distributed_executor_backend": "uni",
         "kv_transfer_config": {
             "kv_connector": "StoreConnector",
-            "kv_connector_module_path": "banaserve.engine.vllm.kv_connector.connector",
+            "kv_connector_module_path": "banaserve.engine.connector.connector",
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"socket": socket, "trace": True, "cost_gate": False},
         },

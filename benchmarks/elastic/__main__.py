@@ -25,11 +25,11 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from banaserve.arguments import Parser
+from banaserve.base.arguments import Parser
+from banaserve.base.errors import UserError
 from banaserve.bench.datasets.files import data_folder
 from banaserve.bench.results import result
 from banaserve.bench.results.result import Figure
-from banaserve.errors import UserError
 from benchmarks.elastic.cells import cells, code_cells
 from benchmarks.elastic.constant import (
     ConstantOutcome,

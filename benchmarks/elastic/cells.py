@@ -14,9 +14,9 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
+from banaserve.base.errors import UserError
 from banaserve.bench.datasets.files import dataset_files
-from banaserve.costs import profile as profiles
-from banaserve.errors import UserError
+from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.sim.lengths import draw_measured
 from banaserve.sim.request import SimRequest
 from banaserve.sim.trace import cut, read_trace

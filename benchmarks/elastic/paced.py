@@ -21,7 +21,10 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from banaserve.arguments import Parser
+from banaserve.base.arguments import Parser
+from banaserve.base.config import MINIATURE
+from banaserve.base.errors import UserError
+from banaserve.base.names import check_known
 from banaserve.bench.datasets.files import data_folder
 from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from banaserve.bench.loadgen.loops import open_loop
@@ -31,10 +34,7 @@ from banaserve.bench.results import result
 from banaserve.bench.results.result import ModelledTime, commit
 from banaserve.bench.results.statistics import median
 from banaserve.bench.serving.timeline import decisions_of
-from banaserve.config import MINIATURE
-from banaserve.costs import profile as profiles
-from banaserve.errors import UserError
-from banaserve.names import check_known
+from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.sim.cluster import SimCluster
 from banaserve.sim.request import SimRequest
 from banaserve.sim.run import tallied

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from banaserve.costs import profile as profiles
-from banaserve.elastic.arrangement import Arrangement, arrangements
+from banaserve.orchestrator.control.costs import profile as profiles
+from banaserve.orchestrator.planner.arrangement import Arrangement, arrangements
 from banaserve.sim.batch import EngineLimits
 from banaserve.sim.result import LatencyLimits, summary
 from banaserve.sim.run import tallied

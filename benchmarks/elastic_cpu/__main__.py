@@ -24,14 +24,14 @@ from statistics import fmean
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from banaserve import models
-from banaserve.arguments import Parser, positive
+from banaserve.base import models
+from banaserve.base.arguments import Parser, positive
+from banaserve.base.errors import UserError
 from banaserve.bench.datasets.items import Words
 from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from banaserve.bench.loadgen.servers import end_on_sigterm
 from banaserve.bench.results import result
 from banaserve.bench.results.statistics import median
-from banaserve.errors import UserError
 from benchmarks.elastic_cpu.figures import OURS, PEERS, LoadSample, Work, figures, table
 from benchmarks.elastic_cpu.loads import (
     CONCURRENCY,

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from banaserve.base.errors import UserError
+from banaserve.base.models import ResolvedModel
 from banaserve.bench.loadgen.servers import (
     Balanced,
     Running,
@@ -24,8 +26,6 @@ from banaserve.bench.loadgen.servers import (
     command_server,
     vllm_server,
 )
-from banaserve.errors import UserError
-from banaserve.models import ResolvedModel
 from benchmarks.elastic_cpu.figures import OURS, PEERS, Work
 from benchmarks.router.peers import peer_command
 

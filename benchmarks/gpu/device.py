@@ -8,7 +8,7 @@ import sys
 
 import msgspec
 
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
 from benchmarks.location import environment
 
 NULL_GPU = "BANASERVE_NULL_GPU"

@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
 from benchmarks.gpu.device import NULL_GPU
 from benchmarks.script import run_script
 
@@ -22,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
     """Print the facts; raise at the first one that is wrong."""
     import torch
 
-    from banaserve.engine.vllm.compat.config import import_kernels
+    from banaserve.engine.compat.config import import_kernels
 
     packages = ("torch", "triton", "transformers", "vllm")
     print(", ".join(f"{name} {version(name)}" for name in packages), flush=True)

@@ -25,9 +25,9 @@ from typing import Any
 
 from rich.progress import Progress, TaskID
 
-from banaserve import models
-from banaserve.arguments import Parser, positive
-from banaserve.errors import UserError
+from banaserve.base import models
+from banaserve.base.arguments import Parser, positive
+from banaserve.base.errors import UserError
 from benchmarks.gpu.fatbins import keep_architectures
 from benchmarks.gpu.kit_files import KIT, Kit, version_of
 from benchmarks.location import ROOT

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from banaserve.arguments import Parser
-from banaserve.engine.vllm.settings.environment import set_environment
-from banaserve.errors import UserError
+from banaserve.base.arguments import Parser
+from banaserve.base.errors import UserError
+from banaserve.contracts.environment import set_environment
 from benchmarks.gpu.device import NULL_GPU
 from benchmarks.random_model import SIZES, make_model
 from benchmarks.script import run_script
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     import torch
 
-    from banaserve.engine.vllm.compat.offline import LLM, SamplingParams
+    from banaserve.engine.compat.offline import LLM, SamplingParams
 
     with tempfile.TemporaryDirectory(prefix="smoke-") as folder:
         path = make_model(given.size, Path(folder), "bfloat16")

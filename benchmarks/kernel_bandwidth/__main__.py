@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from banaserve.arguments import Parser
+from banaserve.base.arguments import Parser
+from banaserve.base.errors import UserError
 from banaserve.bench.results import result
-from banaserve.errors import UserError
 from banaserve.kernels.registry import CHOICES, pick
 from benchmarks.kernel_bandwidth.native import measure_native, native_or_reason
 from benchmarks.kernel_bandwidth.pipeline import measure_pipeline

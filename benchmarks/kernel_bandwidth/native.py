@@ -10,7 +10,7 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
 
 PAGE_BYTES = (4 << 10, 16 << 10, 64 << 10, 1 << 20)
 _TOTAL_BYTES = 64 << 20

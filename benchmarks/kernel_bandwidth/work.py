@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.attention.bias import causal_lower_right
 
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
 from banaserve.kernels.interface import Batch, BlockCopies, Heads, Kernels, PartialAttention
 from banaserve.kernels.layouts import KvLayout, key_value_views
 from banaserve.kernels.registry import missing, pick

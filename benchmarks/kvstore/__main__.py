@@ -18,11 +18,11 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from banaserve.arguments import Parser
+from banaserve.base.arguments import Parser
+from banaserve.base.errors import UserError
 from banaserve.bench.loadgen.servers import end_on_sigterm
 from banaserve.bench.results import result
 from banaserve.bench.results.statistics import median
-from banaserve.errors import UserError
 from benchmarks.kvstore.disk import DiskBench, DiskTimes, check_direct
 from benchmarks.kvstore.memory import (
     ARRANGEMENTS,

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
 from banaserve.kvstore.tiers.interface import BlockName, TierOutcome
 from banaserve.kvstore.tiers.ssd.tier import SsdTier
 from benchmarks.kvstore.memory import Memory, plain_memory

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 import banaserve._native as _native
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
 from banaserve.kvstore.channel import StoreChannel
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.fingerprint import Fingerprint

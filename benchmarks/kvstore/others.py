@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
 from benchmarks.kvstore.memory import Memory, plain_memory
 from benchmarks.kvstore.peers import joined_mooncake, mooncake_master, redis_server
 

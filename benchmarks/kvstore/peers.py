@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+from banaserve.base.errors import UserError
 from banaserve.bench.loadgen.servers import end_with_parent, free_port
-from banaserve.errors import UserError
 from banaserve.kvstore.tiers.mooncake import MooncakeTier
 from banaserve.kvstore.tiers.mooncake_config import check_installed
 

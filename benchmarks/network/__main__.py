@@ -26,10 +26,10 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from banaserve.arguments import Parser
+from banaserve.base.arguments import Parser
+from banaserve.base.errors import UserError
 from banaserve.bench.loadgen.servers import end_on_sigterm
 from banaserve.bench.results import result
-from banaserve.errors import UserError
 from benchmarks.kvstore.peers import missing_mooncake
 from benchmarks.network import hosts
 from benchmarks.network.hosts import Network

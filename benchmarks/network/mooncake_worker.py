@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from banaserve.base.errors import UserError
 from banaserve.bench.loadgen.servers import end_with_parent
-from banaserve.errors import UserError
 from benchmarks.kvstore.memory import plain_memory
 from benchmarks.kvstore.others import Mooncake
 

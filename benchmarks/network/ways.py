@@ -16,9 +16,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from banaserve.access.key_files import PEER_KEY_VARIABLE
+from banaserve.base.access.key_files import PEER_KEY_VARIABLE
+from banaserve.base.errors import UserError
 from banaserve.bench.loadgen.servers import end_with_parent
-from banaserve.errors import UserError
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.interface import Lookup, Slot

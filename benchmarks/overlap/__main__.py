@@ -21,12 +21,12 @@ from typing import Any
 
 from rich.progress import Progress
 
-from banaserve import models
-from banaserve.arguments import Parser, positive
+from banaserve.base import models
+from banaserve.base.arguments import Parser, positive
+from banaserve.base.config import LEAST_GUEST_SHARE, MAX_MICROBATCHES
+from banaserve.base.errors import UserError
 from banaserve.bench.loadgen.servers import end_on_sigterm
 from banaserve.bench.results import result
-from banaserve.config import LEAST_GUEST_SHARE, MAX_MICROBATCHES
-from banaserve.errors import UserError
 from benchmarks.drivers.driven_engine import DrivenEngine, driven_engine
 from benchmarks.overlap import figures as figures
 from benchmarks.overlap import neighbour as overlap_neighbour

@@ -18,23 +18,23 @@ from typing import Any, NamedTuple
 
 from rich.progress import Progress
 
-from banaserve.api.admin_client import AdminClient
+from banaserve.base.config import MINIATURE
+from banaserve.base.errors import UserError
+from banaserve.base.run_dir import find_admin
 from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve.bench.loadgen.loops import closed_loop
 from banaserve.bench.loadgen.modelled_time import StretchedClock, modelled_time
 from banaserve.bench.loadgen.servers import banaserve_server
 from banaserve.bench.results import result
 from banaserve.bench.results.result import ModelledTime
-from banaserve.config import MINIATURE
-from banaserve.costs import miniatures
-from banaserve.costs import profile as profiles
-from banaserve.costs.profile import Profile
-from banaserve.costs.steps import StepCosts
-from banaserve.engine.vllm.emulation.pacer import in_parts
-from banaserve.engine.vllm.migration.api import MigrationRequest, MoveLayers, OverlapRequest, Return
-from banaserve.errors import UserError
-from banaserve.orchestrator.model.calibration import StepWork
-from banaserve.run_dir import find_admin
+from banaserve.contracts.migration_api import MigrationRequest, MoveLayers, OverlapRequest, Return
+from banaserve.frontdoor.admin_client import AdminClient
+from banaserve.orchestrator.control.costs import profile as profiles
+from banaserve.orchestrator.control.costs.profile import Profile
+from banaserve.orchestrator.control.costs.steps import StepCosts
+from banaserve.orchestrator.control.model.calibration import StepWork
+from banaserve.pacing import miniatures
+from banaserve.pacing.pacer import in_parts
 from benchmarks.overlap.figures import OverlapLoad, Samples
 
 _TOKEN_IDS = (500, 40_000)

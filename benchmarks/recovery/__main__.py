@@ -20,13 +20,13 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.progress import Progress
 
-from banaserve import models
-from banaserve.arguments import Parser, positive
+from banaserve.base import models
+from banaserve.base.arguments import Parser, positive
+from banaserve.base.errors import UserError
 from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve.bench.loadgen.loops import closed_loop
 from banaserve.bench.loadgen.servers import end_on_sigterm
 from banaserve.bench.results import result
-from banaserve.errors import UserError
 from benchmarks.recovery.figures import (
     ENOUGH_FOR_P99,
     KilledPair,

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from banaserve.base.errors import UserError
 from banaserve.bench.results.statistics import median, paired_ratios, percentile
-from banaserve.engine.vllm.tracing.events import (
+from banaserve.contracts.trace_events import (
     CopiesEnded,
     EngineReceived,
     LegBegan,
@@ -19,7 +20,6 @@ from banaserve.engine.vllm.tracing.events import (
     StepsPlanned,
     TraceLine,
 )
-from banaserve.errors import UserError
 
 HEADLINE_TOKENS = 2_000
 """Context in tokens of the ratio that has a goal."""

@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 import psutil
 
-from banaserve.api.admin_client import AdminClient
+from banaserve.base.errors import UserError
+from banaserve.base.run_dir import find_admin
 from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from banaserve.bench.loadgen.servers import Server, banaserve_server
-from banaserve.errors import UserError
-from banaserve.run_dir import find_admin
+from banaserve.frontdoor.admin_client import AdminClient
 from benchmarks.recovery.figures import TracedRecovery, pause_s, read_trace
 
 _LOOK_S = 0.002

@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec import structs
 
-from banaserve.arguments import Parser, positive
+from banaserve.base.arguments import Parser, positive
 from banaserve.bench.loadgen.servers import end_on_sigterm
 from banaserve.bench.results import result
 from benchmarks.router import decisions, proxy

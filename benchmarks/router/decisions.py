@@ -15,12 +15,12 @@ from random import Random
 
 import psutil
 
+from banaserve.base.types import RequestId
 from banaserve.bench.results.result import Figure, figure
-from banaserve.orchestrator.replicas.fleet import Fleet, Report
-from banaserve.orchestrator.replicas.interface import Flight, ReplicaId, ReplicaView, Request
-from banaserve.orchestrator.replicas.prefixes.tree import make_tree
-from banaserve.orchestrator.replicas.registry import make
-from banaserve.types import RequestId
+from banaserve.route.policies.fleet import Fleet, Report
+from banaserve.route.policies.interface import Flight, ReplicaId, ReplicaView, Request
+from banaserve.route.policies.prefixes.tree import make_tree
+from banaserve.route.policies.registry import make
 
 REPLICAS = (8, 64, 512)
 PROMPT_TOKENS = (1_000, 8_000, 100_000)

@@ -19,8 +19,9 @@ from typing import Any
 
 import uvloop
 
-from banaserve.orchestrator.replicas.interface import Request
-from banaserve.sim.regions.replica import (
+from banaserve.base.types import RequestId
+from banaserve.route.policies.interface import Request
+from banaserve.route.sim.replica import (
     BLOCK_TOKENS,
     UNIT_BYTES,
     Accelerator,
@@ -28,7 +29,6 @@ from banaserve.sim.regions.replica import (
     SimReplica,
 )
 from banaserve.sim.timeline import Timeline
-from banaserve.types import RequestId
 
 SPEC = Accelerator(20.0, 0.2, 0.2, 24_000, 16_000, 16, 2048)
 """Modelled accelerator, two to three times as fast as an L4: many requests in a few seconds."""

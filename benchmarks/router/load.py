@@ -8,7 +8,7 @@ import random
 from time import monotonic
 from typing import cast
 
-from banaserve.errors import BanaServeError
+from banaserve.base.errors import BanaServeError
 
 PREFIX_WORDS = 150
 """Number of words in a prefix of about 600 bytes; eight groups of requests share one each."""

@@ -7,8 +7,8 @@ import venv
 from collections.abc import Sequence
 from pathlib import Path
 
+from banaserve.base.errors import UserError
 from banaserve.bench.loadgen.servers import free_port
-from banaserve.errors import UserError
 
 PEERS = {"vllm-router": "vllm-router==0.1.17", "sglang-router": "sglang-router==0.3.2"}
 _MODULES = {

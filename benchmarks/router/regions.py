@@ -22,8 +22,8 @@ from time import monotonic
 from types import TracebackType
 from typing import Any
 
+from banaserve.base.errors import BanaServeError
 from banaserve.bench.loadgen.servers import end_with_parent, free_port
-from banaserve.errors import BanaServeError
 from benchmarks.router.link import RegionLink
 
 ROUND_TRIP_MS = {("us", "asia"): 145.4, ("us", "eu"): 99.1, ("asia", "eu"): 222.5}

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
-from banaserve.arguments import Parser
+from banaserve.base.arguments import Parser
 from banaserve.bench.results import result
 from banaserve.bench.results.result import Result
 from banaserve.sim.result import SIMULATED

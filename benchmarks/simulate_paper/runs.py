@@ -13,8 +13,8 @@ from pathlib import Path
 from random import Random
 
 import banaserve
-from banaserve.costs.profile import load as load_profile
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
+from banaserve.orchestrator.control.costs.profile import load as load_profile
 from banaserve.sim.cluster import SimCluster
 from banaserve.sim.lengths import draw_measured
 from banaserve.sim.request import SimRequest
@@ -223,7 +223,7 @@ def sources() -> list[Path]:
     """Return this file, and the files of the simulator, its policies and its costs."""
     root = Path(banaserve.__file__).parent
     found = [Path(__file__)]
-    for folder in ("costs", "elastic", "orchestrator", "sim"):
+    for folder in ("orchestrator", "sim"):
         paths = sorted((root / folder).rglob("*.*"))
         found += [path for path in paths if path.suffix in (".py", ".toml")]
     return found

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from banaserve.bench.results.result import Figure, figure
 from banaserve.bench.results.statistics import mean_interval
-from banaserve.sim.regions.world import RequestOutcome, simulate
+from banaserve.route.sim.world import RequestOutcome, simulate
 from benchmarks.simulate_seeds.cases import PaperCase
 
 MEASURES: dict[str, tuple[str, Callable[[RequestOutcome], float]]] = {

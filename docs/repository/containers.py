@@ -11,8 +11,8 @@ from unittest.mock import patch
 
 import yaml
 
+from banaserve.base.errors import UserError
 from banaserve.cli.serve.command_line import parse_serve_argv
-from banaserve.errors import UserError
 from docs.repository.dashboard_queries import DASHBOARD
 from docs.repository.findings import ROOT, Finding, at
 
@@ -119,7 +119,7 @@ def image_findings(path: Path, text: str) -> Iterator[Finding]:
     if not re.search(r"^HEALTHCHECK .*--start-period", last, re.MULTILINE):
         yield at(path, "HEALTHCHECK", "has no health check with a start period")
     # A probe has no key. Importing the module would import vLLM.
-    auth = (ROOT / "banaserve/api/auth.py").read_text()
+    auth = (ROOT / "banaserve/frontdoor/auth.py").read_text()
     opened = re.search(r"OPEN_PATHS = frozenset\((.*)\)", auth)
     probed = re.findall(r"127\.0\.0\.1:8000(/\w+)", last)
     if opened is None or len(probed) != 1 or f'"{probed[0]}"' not in opened[1]:

@@ -15,11 +15,11 @@ from typing import Any
 
 from prometheus_client.registry import REGISTRY
 
-from banaserve.controller import metrics as of_the_loop  # noqa: F401  (registers its families)
-from banaserve.engine.vllm.monitoring import metrics  # noqa: F401
 from banaserve.kvstore.daemon.metrics import prometheus_text
 from banaserve.kvstore.stats import StoreStats, TierReport
 from banaserve.kvstore.tiers.interface import TierStats
+from banaserve.orchestrator.planner.loop import metrics as of_the_loop  # noqa: F401  (registers its families)
+from banaserve.serving.monitoring import metrics  # noqa: F401
 from docs.repository.dashboard_queries import (
     DASHBOARD,
     PATH,

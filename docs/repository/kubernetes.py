@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
+from banaserve.base.errors import UserError
 from banaserve.cli.node import app
 from banaserve.cli.serve.command_line import parse_serve_argv
-from banaserve.errors import UserError
 from docs.repository.findings import ROOT, Finding, at
 
 FOLDER = ROOT / "docker" / "kubernetes"

@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
-import os
 import tomllib
 from collections.abc import Iterator
 from typing import Any
 
-from docs.repository.findings import PACKAGE, ROOT, Finding, at, sources, too_few
+from docs.repository.findings import PACKAGE, ROOT, Finding, sources, too_few
 from docs.repository.import_graph import circles, entries_of, find_modules, read_imports
 
-LINKS = ("kernels", "kvstore", "orchestrator")
+FOLDERS = ("kernels", "kvstore", "orchestrator")
+"""Folders at the top that only say where the code of that name is."""
 SETTINGS_FILE = ROOT / "pyproject.toml"
 SETTINGS: dict[str, Any] = tomllib.loads(SETTINGS_FILE.read_text())["tool"]["importlinter"]
-WITH_VLLM = {"__main__", "api", "cli", "engine"}
-"""Entries of the package that may depend on vLLM."""
-APART = {"banaserve.engine.vllm.migration.controller"}
-"""Folders that count as entries of the folder above their own: the controller runs in the server's
-process and starts guests through the launcher, the rest of migration in engines."""
+APART = {"banaserve.orchestrator.planner"}
+"""Folders that count as entries of the folder above their own: the simulator is above ``control``
+and below ``planner``."""
 
 
 def findings() -> Iterator[Finding]:
-    """Yield links and packages that are not as they must be, and circles of imports."""
-    yield from _links()
+    """Yield folders and packages that are not as they must be, and circles of imports."""
+    yield from _top()
     yield from _packages()
-    yield from _contracts()
     yield from _circles()
 
 
-def _links() -> Iterator[Finding]:
-    for name in LINKS:
-        link = ROOT / name
-        if not link.is_symlink() or os.readlink(link) != f"banaserve/{name}" or not link.is_dir():
-            yield Finding(link, 1, f"is not a link to banaserve/{name}")
-        if (PACKAGE / name / "__init__.py").exists():
-            yield Finding(PACKAGE / name / "__init__.py", 1, f"makes {name} a regular package")
+def _top() -> Iterator[Finding]:
+    for name in FOLDERS:
+        held = sorted(path.name for path in (ROOT / name).glob("*"))
+        if held != ["README.md"]:
+            yield Finding(ROOT / name, 1, f"holds {held}, not only README.md")
 
 
 def _packages() -> Iterator[Finding]:
@@ -44,32 +39,9 @@ def _packages() -> Iterator[Finding]:
             yield Finding(path, 1, "tests are no packages, and the top is not on their path")
     if (ROOT / "benchmarks" / "kernels").exists():
         yield Finding(ROOT / "benchmarks" / "kernels", 1, "shadows the package kernels")
-    # grimp takes such a folder for a portion of its own, and import-linter loses its place.
-    for init in PACKAGE.rglob("__init__.py"):
-        if init.parent != PACKAGE and not (init.parent.parent / "__init__.py").exists():
-            yield Finding(init, 1, "is a regular package in a folder that is none")
-
-
-def _contracts() -> Iterator[Finding]:
-    folders = {
-        path.relative_to(PACKAGE).parts[0]
-        for path in sources("banaserve")
-        if path.parent != PACKAGE
-    }
-    hidden = {name for name in folders if not (PACKAGE / name / "__init__.py").exists()}
-    expected = {f"banaserve.{name}" for name in hidden} | {"banaserve"}
-    for name in sorted(expected ^ set(SETTINGS["root_packages"])):
-        words = "is missing" if name in expected else "is no folder without __init__.py"
-        yield at(SETTINGS_FILE, "root_packages", f"{name} {words}: grimp looks for no others")
-    contract = next(one for one in SETTINGS["contracts"] if "depend on vllm" in one["name"])
-    names = {
-        path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        for path in sources("banaserve")
-        if path.name != "__init__.py"
-    }
-    expected = {f"banaserve.{name}" for name in names - WITH_VLLM}
-    for name in sorted(expected - set(contract["source_modules"])):
-        yield at(SETTINGS_FILE, contract["name"], f"{name} is missing in this contract")
+    for folder in sorted({path.parent for path in sources("banaserve")}):
+        if not (folder / "__init__.py").exists():
+            yield Finding(folder, 1, "has no __init__.py that says what it holds and where it runs")
 
 
 def _circles() -> Iterator[Finding]:

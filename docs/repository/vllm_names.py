@@ -13,12 +13,12 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from banaserve.engine.vllm.compat.checker import check
-from banaserve.engine.vllm.compat.manifest import ENTRIES, Hook
-from banaserve.engine.vllm.compat.sources import FolderFiles, Sources
+from banaserve.engine.compat.checker import check
+from banaserve.engine.compat.manifest import ENTRIES, Hook
+from banaserve.engine.compat.sources import FolderFiles, Sources
 from docs.repository.findings import PACKAGE, ROOT, Finding, at, nodes_of, sources
 
-COMPAT = PACKAGE / "engine" / "vllm" / "compat"
+COMPAT = PACKAGE / "engine" / "compat"
 MANIFEST = COMPAT / "manifest.py"
 PRIVATE = re.compile(r"_[a-zA-Z]\w*")
 HOOKED = (Hook.SET, Hook.REPLACED, Hook.WRAPPED)
@@ -33,7 +33,17 @@ OF_OTHERS = {
     "ssl._create_unverified_context",
     "torch.ops.mkldnn._is_mkldnn_bf16_supported",
 }
-NEAR_VLLM = ("banaserve/engine/vllm", "banaserve/api", "banaserve/cli", "benchmarks/drivers")
+NEAR_VLLM = (
+    "banaserve/cli",
+    "banaserve/engine",
+    "banaserve/frontdoor",
+    "banaserve/mains",
+    "banaserve/migration",
+    "banaserve/pacing",
+    "banaserve/route/preble_scheduler.py",
+    "banaserve/serving",
+    "benchmarks/drivers",
+)
 """Folders whose files handle objects of vLLM."""
 _MODULE = re.compile(r"vllm(\.\w+)+")
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from banaserve.errors import UserError
-from banaserve.orchestrator.routing.leg_by_leg import LegByLeg
-from banaserve.orchestrator.routing.legs import LegOptions
-from banaserve.types import InstanceId, InstanceView, RequestView
+from banaserve.base.errors import UserError
+from banaserve.base.types import InstanceId, InstanceView, RequestView
+from banaserve.orchestrator.control.routing.leg_by_leg import LegByLeg
+from banaserve.orchestrator.control.routing.legs import LegOptions
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from urllib.parse import parse_qs, urlsplit
 
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
 from banaserve.kvstore.interface import Lookup
 from banaserve.kvstore.sizes import parse_size
 from banaserve.kvstore.tiers.chains import ChainedBlock, ChainedBlocks

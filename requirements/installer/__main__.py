@@ -25,10 +25,10 @@ from installer.commands import run
 from installer.console import Problem, say
 
 _COMPILE = """
-import banaserve.api.app
-from banaserve.engine.vllm.launch import forkserver
+import banaserve.frontdoor.app
+from banaserve.mains import engine_parent
 if {device!r} == "cpu":
-    forkserver.pre_import()
+    engine_parent.pre_import()
 """
 
 

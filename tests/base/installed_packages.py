@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from banaserve.plugins import PluginGroup
-from banaserve.registry import Registry
+from banaserve.base.plugins import PluginGroup
+from banaserve.base.registry import Registry
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -23,8 +23,8 @@ ROUTING = """
 from dataclasses import dataclass
 from typing import ClassVar
 
-from banaserve.errors import UserError
-from banaserve.orchestrator.routing.leg_by_leg import LegByLeg
+from banaserve.base.errors import UserError
+from banaserve.orchestrator.control.routing.leg_by_leg import LegByLeg
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class ById(LegByLeg):
 REPLICAS = """
 from dataclasses import dataclass
 
-from banaserve.orchestrator.replicas.interface import Need, RoutingDecision, RoutingReason
-from banaserve.orchestrator.replicas.policy import Policy
+from banaserve.route.policies.interface import Need, RoutingDecision, RoutingReason
+from banaserve.route.policies.policy import Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ MIGRATION = """
 from dataclasses import dataclass
 from typing import ClassVar
 
-from banaserve.orchestrator.migration.interface import MigrationPlan
+from banaserve.orchestrator.control.migration.interface import MigrationPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Lazy:
 TIER = """
 from urllib.parse import parse_qs, urlsplit
 
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
 from banaserve.kvstore.sizes import parse_size
 from dictionary_tier import DictionaryTier
 

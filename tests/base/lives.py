@@ -10,7 +10,7 @@ import sys
 import threading
 from pathlib import Path
 
-from banaserve.platform import processes
+from banaserve.base.platform import processes
 from waiting import eventually
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from banaserve.arguments import (
+from banaserve.base.arguments import (
     ABOVE_0,
     NOT_NEGATIVE,
     Formatter,
@@ -23,7 +23,7 @@ from banaserve.arguments import (
     pairs,
     values_of,
 )
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
 
 
 @dataclass(frozen=True)

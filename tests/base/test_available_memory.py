@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.platform import linux
+from banaserve.base.platform import linux
 
 MIB = 1 << 20
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from banaserve.access.cache_salt import TenantSalt, own_prompt, own_salt, tenant
-from banaserve.access.tenants import tenant_name
+from banaserve.base.access.cache_salt import TenantSalt, own_prompt, own_salt, tenant
+from banaserve.base.access.tenants import tenant_name
 
 KEY = "0123456789abcdef"
 """As a server names the holder of a key."""

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from banaserve.platform.cpu_features import choose_dtype, read_cpu_flags
+from banaserve.base.platform.cpu_features import choose_dtype, read_cpu_flags
 
 AVX512 = frozenset({"avx2", "avx512f", "avx512bw", "avx512_vnni"})
 AMX = frozenset({"amx_tile", "amx_bf16", "amx_int8"})
@@ -57,7 +57,7 @@ def test_no_flags_where_there_is_no_such_file(tmp_path):
 
 LEAVE = """
 import ctypes
-from banaserve.platform.cpu_features import ask_for_amx
+from banaserve.base.platform.cpu_features import ask_for_amx
 
 def leave():
     allowed = ctypes.c_uint64()
@@ -75,6 +75,6 @@ def test_a_process_that_asks_may_use_amx():
 
 
 def test_asking_for_amx_harms_nobody():
-    code = "from banaserve.platform.cpu_features import ask_for_amx; ask_for_amx()"
+    code = "from banaserve.base.platform.cpu_features import ask_for_amx; ask_for_amx()"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

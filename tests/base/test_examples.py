@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from sticky_routing import Sticky, StickyOptions
 
-from banaserve.errors import UserError
-from banaserve.orchestrator.routing.legs import LegOptions
-from banaserve.types import ClusterView, InstanceId, InstanceView, RequestId, RequestView, Role
+from banaserve.base.errors import UserError
+from banaserve.base.types import ClusterView, InstanceId, InstanceView, RequestId, RequestView, Role
+from banaserve.orchestrator.control.routing.legs import LegOptions
 from installed_packages import install_examples
 
 pytestmark = pytest.mark.deep

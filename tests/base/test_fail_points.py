@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from banaserve import fail_points
-from banaserve.fail_points import FailPoint, InjectedError
+from banaserve.base import fail_points
+from banaserve.base.fail_points import FailPoint, InjectedError
 
-ROOT = Path(fail_points.__file__).parent
+ROOT = Path(fail_points.__file__).parents[1]
 
 
 def armed(folder: Path) -> fail_points._Armed:

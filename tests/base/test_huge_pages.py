@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from banaserve.platform.huge_pages import (
+from banaserve.base.platform.huge_pages import (
     PAGE_BYTES,
     VARIABLE,
     are_offered,
@@ -23,7 +23,7 @@ MIB = 1 << 20
 GATHERS = """
 import os, re
 from pathlib import Path
-from banaserve.platform.huge_pages import gather
+from banaserve.base.platform.huge_pages import gather
 
 def huge_bytes():
     shown = Path("/proc/self/smaps_rollup").read_text()

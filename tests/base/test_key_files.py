@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.access.key_files import key_of, keys_of, read_keys
-from banaserve.balancer.config import BalancerSettings
+from banaserve.base.access.key_files import key_of, keys_of, read_keys
+from banaserve.base.errors import UserError
 from banaserve.cli import route
 from banaserve.cli.serve.command_line import parse_serve_argv
-from banaserve.errors import UserError
+from banaserve.route.balancer.config import BalancerSettings
 
 
 @pytest.fixture(autouse=True)

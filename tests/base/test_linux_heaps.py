@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="heaps
 
 GIVES_BACK = """
 import ctypes
-from banaserve.platform import linux
+from banaserve.base.platform import linux
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
@@ -34,7 +34,7 @@ print(before - resident_bytes())
 
 COUNTS_HEAPS = """
 import ctypes, re, threading
-from banaserve.platform import linux
+from banaserve.base.platform import linux
 
 assert linux.limit_heaps(2)
 libc = ctypes.CDLL(None)

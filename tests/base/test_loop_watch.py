@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from banaserve.net.loop_watch import LEAST_STALL_S, LoopWatch, wait_first
+from banaserve.base.net.loop_watch import LEAST_STALL_S, LoopWatch, wait_first
 
 TICK_S = 0.1
 

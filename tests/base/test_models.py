@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from banaserve import models
-from banaserve.errors import UserError
-from banaserve.models import cache, hub
+from banaserve.base import models
+from banaserve.base.errors import UserError
+from banaserve.base.models import cache, hub
 
 
 def silent(text: str) -> None:

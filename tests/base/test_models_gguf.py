@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from gguf import GGUFWriter
 
-from banaserve import models
-from banaserve.errors import UserError
-from banaserve.models import gguf
+from banaserve.base import models
+from banaserve.base.errors import UserError
+from banaserve.base.models import gguf
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN = 16, 4, 2, 4, 32
 BYTES = "".join(chr(code) for code in range(33, 127)) + "Ġ"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.errors import UserError
-from banaserve.net.tls import Certificates, ClientTls, ServerTls
+from banaserve.base.errors import UserError
+from banaserve.base.net.tls import Certificates, ClientTls, ServerTls
 from certificates import write_certificate
 
 

@@ -10,19 +10,19 @@ from random import Random
 
 import pytest
 
+from banaserve.base.errors import NoInstanceError, PolicyError, UserError
+from banaserve.base.plugins import Plugin, PluginGroup
+from banaserve.base.types import ClusterView, InstanceId, InstanceView, RequestId, RequestView, Role
 from banaserve.cli.plugins import REGISTRIES, use_plugins
-from banaserve.controller.loop import ControllerOptions
-from banaserve.controller.time_scaling import dilated
-from banaserve.errors import NoInstanceError, PolicyError, UserError
 from banaserve.kvstore.tiers.registry import TierSpec, distributed_spec, open_tier
-from banaserve.orchestrator.migration import registry as migration
-from banaserve.orchestrator.replicas import registry as replicas
-from banaserve.orchestrator.replicas.fleet import Fleet
-from banaserve.orchestrator.replicas.interface import ReplicaId, ReplicaView, Request
-from banaserve.orchestrator.routing import registry as routing
-from banaserve.plugins import Plugin, PluginGroup
+from banaserve.orchestrator.control.migration import registry as migration
+from banaserve.orchestrator.control.routing import registry as routing
+from banaserve.orchestrator.planner.loop.loop import ControllerOptions
+from banaserve.orchestrator.planner.loop.time_scaling import dilated
+from banaserve.route.policies import registry as replicas
+from banaserve.route.policies.fleet import Fleet
+from banaserve.route.policies.interface import ReplicaId, ReplicaView, Request
 from banaserve.sim.system import preset
-from banaserve.types import ClusterView, InstanceId, InstanceView, RequestId, RequestView, Role
 from installed_packages import (
     MIGRATION,
     REPLICAS,
@@ -132,7 +132,7 @@ def test_the_guide_s_tier_works(site: Path) -> None:
 
 TYPED = """
 from dataclasses import dataclass
-from banaserve.orchestrator.routing.leg_by_leg import LegByLeg
+from banaserve.orchestrator.control.routing.leg_by_leg import LegByLeg
 
 @dataclass(frozen=True)
 class Options:
@@ -199,8 +199,8 @@ def test_values_are_of_their_fields_types(site: Path) -> None:
 FAILING = """
 import sys
 from dataclasses import dataclass
-from banaserve.errors import NoInstanceError
-from banaserve.types import Route
+from banaserve.base.errors import NoInstanceError
+from banaserve.base.types import Route
 
 @dataclass(frozen=True)
 class Options:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from banaserve.base.plugins import PluginGroup, load_plugins
 from banaserve.cli.plugins import REGISTRIES, rivalries, use_plugins
-from banaserve.orchestrator.routing import registry as routing
-from banaserve.plugins import PluginGroup, load_plugins
+from banaserve.orchestrator.control.routing import registry as routing
 from installed_packages import (
     ROUTING,
     install,
@@ -56,7 +56,7 @@ class OtherRoute(Unready):
 class OtherInit(Unready):
     def __init__(self, options): ...
 
-from banaserve.orchestrator.routing.leg_by_leg import LegByLeg
+from banaserve.orchestrator.control.routing.leg_by_leg import LegByLeg
 
 class Half(LegByLeg):
     def choose_prefill(self, request, views, now_s): ...
@@ -64,7 +64,7 @@ class Half(LegByLeg):
 class Needy:
     ...
 
-from banaserve.orchestrator.replicas.policy import Policy, NoOptions as Nothing
+from banaserve.route.policies.policy import Policy, NoOptions as Nothing
 
 class NoPresets(Policy):
     def pick(self, request, candidates, fleet): ...

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from banaserve.engine.vllm.process_groups import share_group
+from banaserve.engine.process_groups import share_group
 
 def num_threads():
     return sum(1 for _ in Path("/proc/self/task").iterdir())
@@ -39,7 +39,7 @@ TOGETHER = """
 import sys
 import torch
 import torch.distributed as dist
-from banaserve.engine.vllm.process_groups import share_group
+from banaserve.engine.process_groups import share_group
 
 share_group()
 rank = int(sys.argv[2])

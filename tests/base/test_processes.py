@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.platform import processes
-from banaserve.platform.processes import in_daemon_thread
+from banaserve.base.platform import processes
+from banaserve.base.platform.processes import in_daemon_thread
 from forked import Forked
 from lives import keeps_a_file, loses_a_thread, obeys, shows_life
 from waiting import eventually
@@ -95,7 +95,7 @@ async def test_it_hands_over_the_result_or_the_error() -> None:
 def test_an_end_without_taking_apart_flushes_and_runs_what_is_registered() -> None:
     program = """
 import atexit
-from banaserve.platform.processes import end_now
+from banaserve.base.platform.processes import end_now
 
 class Heavy:
     def __del__(self):

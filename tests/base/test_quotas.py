@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from banaserve.access.quotas import KeyLimits, Quota
-from banaserve.errors import UserError
+from banaserve.base.access.quotas import KeyLimits, Quota
+from banaserve.base.errors import UserError
 
 
 def test_without_limits_everything_may_begin() -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from banaserve.platform import processes
-from banaserve.platform.processes import StallWatch, is_running
+from banaserve.base.platform import processes
+from banaserve.base.platform.processes import StallWatch, is_running
 from waiting import eventually
 
 

@@ -21,8 +21,8 @@ from vllm.exceptions import GracefulHTTPError
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from banaserve.access.cache_salt import tenant
-from banaserve.access.tenants import (
+from banaserve.base.access.cache_salt import tenant
+from banaserve.base.access.tenants import (
     TENANT_FIELD,
     TenantKey,
     TenantTerms,
@@ -31,12 +31,12 @@ from banaserve.access.tenants import (
     tenant_name,
     tenant_terms,
 )
-from banaserve.api.auth import KeyMiddleware
+from banaserve.base.clock import WallClock
+from banaserve.base.errors import UserError
 from banaserve.cli.serve.command_line import parse_serve_argv
-from banaserve.clock import WallClock
-from banaserve.engine.vllm import client as clients
-from banaserve.engine.vllm.tracing.request_log import RequestLog
-from banaserve.errors import UserError
+from banaserve.frontdoor.auth import KeyMiddleware
+from banaserve.serving import client as clients
+from banaserve.serving.tracing.request_log import RequestLog
 from test_engine_client import client as engine_client
 from test_engine_client import prompt
 from waiting import until

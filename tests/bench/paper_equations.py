@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from banaserve.orchestrator.model.moving import Link
+from banaserve.orchestrator.control.model.moving import Link
 from benchmarks.drivers.layer_pipeline import Prefill, pipeline
 
 Key = TypeVar("Key")

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from banaserve.bench.results import result
-from banaserve.costs import profile as profiles
+from banaserve.orchestrator.control.costs import profile as profiles
 from benchmarks.break_even import page
 from benchmarks.break_even.__main__ import figures
 from benchmarks.break_even.gains import (

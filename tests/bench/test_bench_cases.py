@@ -8,18 +8,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from banaserve.base.errors import UserError
 from banaserve.bench.loadgen.client import RequestRecord
 from banaserve.bench.results import result
 from banaserve.bench.results.result import ModelledTime
 from banaserve.bench.serving.timeline import decisions_of
-from banaserve.controller.loop import ControllerOptions
-from banaserve.controller.schemas import DecisionRecord, StepRecord, WantedStep
-from banaserve.controller.time_scaling import dilated
-from banaserve.elastic.options import ElasticOptions
-from banaserve.errors import UserError
-from banaserve.orchestrator.control import ControlLimits as ControlLimits
-from banaserve.orchestrator.migration import registry
-from banaserve.orchestrator.migration.options import RepairedOptions
+from banaserve.contracts.control_api import DecisionRecord, StepRecord, WantedStep
+from banaserve.orchestrator.control.migration import registry
+from banaserve.orchestrator.control.migration.options import RepairedOptions
+from banaserve.orchestrator.control.turn import ControlLimits as ControlLimits
+from banaserve.orchestrator.planner.loop.loop import ControllerOptions
+from banaserve.orchestrator.planner.loop.time_scaling import dilated
+from banaserve.orchestrator.planner.options import ElasticOptions
 from banaserve.sim import case as scenarios
 from banaserve.sim.request import SimRequest
 from banaserve.sim.result import LatencyLimits

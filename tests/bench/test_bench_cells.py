@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from banaserve.base.errors import UserError
 from banaserve.bench.results import result
-from banaserve.errors import UserError
 from benchmarks.cells import __main__ as cells
 from benchmarks.cells import growth
 

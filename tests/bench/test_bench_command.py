@@ -10,8 +10,8 @@ from types import ModuleType
 
 import pytest
 
+from banaserve.base.errors import UserError
 from banaserve.cli.bench import Benchmark, bench_command, run_benchmark
-from banaserve.errors import UserError
 from benchmarks.location import ROOT, environment
 from benchmarks.registry import BENCHMARKS
 

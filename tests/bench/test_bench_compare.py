@@ -10,6 +10,8 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from banaserve.base.config import ServeConfig
+from banaserve.base.errors import UserError
 from banaserve.bench.compare import command
 from banaserve.bench.compare import options as compare_options
 from banaserve.bench.compare.result import (
@@ -29,10 +31,8 @@ from banaserve.bench.serving.run import write_whole
 from banaserve.bench.serving.summary import Slo, Summary, summarize
 from banaserve.bench.serving.timeline import InstanceTimeline
 from banaserve.cli.serve.command_line import parse_serve_argv
-from banaserve.config import ServeConfig
-from banaserve.errors import UserError
-from banaserve.orchestrator.replicas import registry as replica_policies
-from banaserve.orchestrator.routing import registry
+from banaserve.orchestrator.control.routing import registry
+from banaserve.route.policies import registry as replica_policies
 
 
 def config(system: ServerSystem) -> ServeConfig:

@@ -8,13 +8,13 @@ from typing import Any, cast
 
 import pytest
 
-from banaserve.api.admin_client import AdminClient
+from banaserve.base.errors import UserError
 from banaserve.bench.compare import command
 from banaserve.bench.compare.command import StartPlacement
-from banaserve.controller.schemas import RoleRequest
-from banaserve.engine.interface import RoleChange
-from banaserve.engine.vllm.migration.api import Return
-from banaserve.errors import UserError
+from banaserve.contracts.control_api import RoleRequest
+from banaserve.contracts.instances import RoleChange
+from banaserve.contracts.migration_api import Return
+from banaserve.frontdoor.admin_client import AdminClient
 
 
 @dataclass

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
 from benchmarks import handover_moved
 from benchmarks.handover_moved import MovedRun
 

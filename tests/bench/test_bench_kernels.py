@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from banaserve.base.errors import UserError
 from banaserve.bench.results import result
-from banaserve.engine.vllm.kv_connector import gpu_block_copy
-from banaserve.errors import UserError
+from banaserve.engine.connector import gpu_block_copy
 from banaserve.kernels.interface import PartialAttention
 from banaserve.kernels.reference import ReferenceKernels
 from benchmarks.kernel_bandwidth import pipeline

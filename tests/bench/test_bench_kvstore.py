@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
 from benchmarks.kvstore.disk import DiskBench
 from benchmarks.kvstore.memory import (
     ARRANGEMENTS,

@@ -12,10 +12,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from banaserve.costs import profile as profiles
-from banaserve.engine.vllm.launch import messages
-from banaserve.engine.vllm.migration.worker_api import GuestLinkStatus, LinkState
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
+from banaserve.migration.worker_api import GuestLinkStatus, LinkState
+from banaserve.orchestrator.control.costs import profile as profiles
+from banaserve.serving.launch import messages
 from benchmarks.drivers import overlapped
 from benchmarks.overlap import __main__, paced
 from benchmarks.overlap import figures as figures

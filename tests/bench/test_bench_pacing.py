@@ -6,11 +6,11 @@ import argparse
 
 import pytest
 
+from banaserve.base.errors import UserError
 from banaserve.bench.loadgen.client import RequestRecord
 from banaserve.bench.results.result import ModelledTime
-from banaserve.costs.profile import load
-from banaserve.engine.vllm.emulation.step_log import PacedStep
-from banaserve.errors import UserError
+from banaserve.orchestrator.control.costs.profile import load
+from banaserve.pacing.step_log import PacedStep
 from benchmarks import pacing
 from benchmarks.pacing import PacedRequest, PacedRun, draw, figures_of, predicted
 

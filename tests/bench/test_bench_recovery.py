@@ -7,7 +7,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from banaserve.engine.vllm.tracing.events import (
+from banaserve.base.errors import UserError
+from banaserve.contracts.trace_events import (
     CopiesEnded,
     EngineReceived,
     LegBegan,
@@ -18,7 +19,6 @@ from banaserve.engine.vllm.tracing.events import (
     StepsPlanned,
     TraceLine,
 )
-from banaserve.errors import UserError
 from benchmarks.recovery import __main__ as recovery
 from benchmarks.recovery.figures import (
     ENOUGH_FOR_P99,

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
+from banaserve.base.errors import UserError
 from banaserve.bench.loadgen.client import RequestRecord
 from banaserve.bench.report import pages, tables
 from banaserve.bench.report.drawing import DARK, LIGHT
@@ -24,7 +25,6 @@ from banaserve.bench.results import result
 from banaserve.bench.serving.cell import CellId, Sent
 from banaserve.bench.serving.run import as_result
 from banaserve.bench.serving.summary import Slo, Summary, summarize
-from banaserve.errors import UserError
 from contrasts import contrast
 
 COMMITTED = Path(__file__).resolve().parents[2] / "benchmarks" / "results"

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from banaserve.base.errors import UserError
 from banaserve.bench.results import result as results_result
 from banaserve.bench.results.result import (
     Figure,
@@ -20,7 +21,6 @@ from banaserve.bench.results.result import (
     table,
     write,
 )
-from banaserve.errors import UserError
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 STARTED_AT = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)

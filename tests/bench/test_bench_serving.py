@@ -20,10 +20,10 @@ pytest.importorskip("aiohttp")
 from aiohttp import web
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from banaserve.base.errors import UserError
 from banaserve.bench.results import result
 from banaserve.bench.serving.cell import Sent
 from banaserve.bench.serving.command import main, parse
-from banaserve.errors import UserError
 
 KEY = "secret"
 

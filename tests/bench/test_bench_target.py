@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from banaserve.base.clock import WallClock
+from banaserve.base.errors import UserError
 from banaserve.bench.loadgen.modelled_time import modelled_time
 from banaserve.bench.loadgen.target import find_target
 from banaserve.bench.serving import timeline
-from banaserve.clock import WallClock
-from banaserve.errors import UserError
 
 Answering = Callable[[bytes], str]
 

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from banaserve.ui.page import page_files
+from banaserve.frontdoor.page.page import page_files
 from benchmarks.registry import BENCHMARKS
 from benchmarks.ui import _result
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
 from benchmarks import demo
 from benchmarks.demo import DemoRun, verdict
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
 from benchmarks.gpu import kit, start
 from benchmarks.gpu.fatbins import keep_architectures
 from benchmarks.gpu.kit_files import Kit, KitError, unpack, version_of

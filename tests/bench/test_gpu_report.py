@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
 from benchmarks.gpu import device, report
 from benchmarks.gpu.device import DeviceFacts, check
 from benchmarks.gpu.stages import (

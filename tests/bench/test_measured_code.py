@@ -71,6 +71,17 @@ def test_a_change_of_what_is_measured(
     assert History(repository.top).has_changed(repository.first, ["sim"]) is is_stale
 
 
+@pytest.mark.parametrize("number", ["1.0", "2.0"])
+def test_a_file_that_has_moved_counts_by_its_statements(
+    number: str, repository: Repository
+) -> None:
+    moved = "from steps.names import MODEL\n\n" + SOURCE.replace("1.0", number)
+    repository.write("model/steps.py", moved)
+    (repository.top / "sim" / "steps.py").unlink()
+    repository.git("add", ".")
+    assert History(repository.top).has_changed(repository.first, ["model"]) is (number == "2.0")
+
+
 def test_a_file_that_is_gone_is_a_change(repository: Repository) -> None:
     (repository.top / "sim" / "steps.py").unlink()
     assert History(repository.top).has_changed(repository.first, ["sim"])

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from banaserve.base.errors import UserError
 from banaserve.bench.results import result
-from banaserve.errors import UserError
 from benchmarks import results_page
 
 LINK = re.compile(r"\]\(([^)#\s]+)\)")

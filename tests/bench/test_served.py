@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from banaserve.base.errors import UserError
 from banaserve.bench.loadgen import servers
 from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
-from banaserve.engine.vllm.migration.api import Migration, MigrationRequest, MoveLayers, Return
-from banaserve.engine.vllm.settings.environment import engine_environment
-from banaserve.errors import UserError
+from banaserve.contracts.environment import engine_environment
+from banaserve.contracts.migration_api import Migration, MigrationRequest, MoveLayers, Return
 from benchmarks import served
 from benchmarks.served import Seen, ServedOptions, Shape
 

@@ -168,6 +168,11 @@ def test_the_report_of_a_result_without_a_system_or_a_metric(
 def test_a_cache_is_that_of_the_code_it_was_made_with(paper: Any) -> None:
     names = {path.relative_to(ROOT).as_posix() for path in paper.sources()}
     assert "benchmarks/simulate_paper/runs.py" in names
-    for needed in ("costs/profile", "elastic/policy", "orchestrator/control", "sim/engine"):
+    for needed in (
+        "orchestrator/control/costs/profile",
+        "orchestrator/planner/policy",
+        "orchestrator/control/turn",
+        "sim/engine",
+    ):
         assert f"banaserve/{needed}.py" in names
-    assert any(name.startswith("banaserve/costs/profiles/") for name in names)
+    assert any(name.startswith("banaserve/orchestrator/control/costs/profiles/") for name in names)

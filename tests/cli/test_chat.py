@@ -13,10 +13,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from banaserve.base.errors import UserError
+from banaserve.base.run_dir import AdminAccess, open_run_dir, write_admin
 from banaserve.cli.chat import pieces
 from banaserve.cli.main import main
-from banaserve.errors import UserError
-from banaserve.run_dir import AdminAccess, open_run_dir, write_admin
 
 KEY = "of-the-tenant"
 

@@ -10,11 +10,11 @@ from types import ModuleType
 
 import pytest
 
-from banaserve.arguments import ABOVE_0, argument, option
+from banaserve.base.arguments import ABOVE_0, argument, option
+from banaserve.base.errors import NoInstanceError, UserError
 from banaserve.cli import main as cli
 from banaserve.cli.app import App
 from banaserve.cli.console import print_rows
-from banaserve.errors import NoInstanceError, UserError
 
 
 def install_command(monkeypatch, body, attribute="run"):

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from banaserve import models
-from banaserve.api.edge.limits import edge_limits
+from banaserve.base import models
+from banaserve.base.config import ServeConfig
+from banaserve.base.errors import UserError
 from banaserve.cli.doctor import checks, command, facts
 from banaserve.cli.doctor.checks import CheckStatus, Finding
 from banaserve.cli.gpu_words import GpuParts
 from banaserve.cli.main import main
 from banaserve.cli.serve import launch, needs
-from banaserve.config import ServeConfig
-from banaserve.errors import UserError
+from banaserve.frontdoor.edge.limits import edge_limits
 
 OK, WARNING, MISSING = CheckStatus.OK, CheckStatus.WARNING, CheckStatus.MISSING
 X86 = "x86_64"

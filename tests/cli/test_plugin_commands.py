@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from banaserve.base.errors import UserError
+from banaserve.base.plugins import PluginGroup
 from banaserve.cli import main as cli
 from banaserve.cli.plugins import REGISTRIES
 from banaserve.cli.serve.command import serve_command
-from banaserve.errors import UserError
 from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.daemon import process as daemon
-from banaserve.plugins import PluginGroup
 from installed_packages import (
     MIGRATION,
     REPLICAS,

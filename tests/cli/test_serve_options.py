@@ -1,6 +1,6 @@
 """Wrong options of ``banaserve serve``: what is wrong, and what to write, before an engine starts.
 
-``tests/api/live/test_bad_input.py`` starts the command for what only a process finds out.
+``tests/frontdoor/live/test_bad_input.py`` starts the command for what only a process finds out.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from banaserve import models
+from banaserve.base import models
+from banaserve.base.errors import UserError
 from banaserve.cli import main as cli
 from banaserve.cli.serve.command import check_config
 from banaserve.cli.serve.command_line import parse_serve_argv
-from banaserve.errors import UserError
 
 WRONG = [
     ("--pd 0:1", "--pd 0:1: write the number of prefill and of decode instances, such as 1:1"),
@@ -82,7 +82,7 @@ def test_the_command_says_it_in_one_line_before_it_listens(
     ],
 )
 def test_an_option_of_vllm_is_refused_too(options: str, words: str) -> None:
-    from banaserve.engine.vllm.settings.engine_args import parse_vllm_argv
+    from banaserve.engine.engine_args import parse_vllm_argv
 
     config = parse_serve_argv(["--", *options.split()])
     assert config.vllm_argv == tuple(options.split())

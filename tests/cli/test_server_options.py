@@ -12,8 +12,8 @@ from threading import Thread
 
 import pytest
 
+from banaserve.base.run_dir import AdminAccess, open_run_dir, write_admin
 from banaserve.cli.main import main
-from banaserve.run_dir import AdminAccess, open_run_dir, write_admin
 from certificates import write_certificate
 
 KEY = "of-this-server"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from banaserve.cli.main import main
-from banaserve.costs import profile
+from banaserve.orchestrator.control.costs import profile
 from banaserve.sim import case
 from banaserve.sim.system import KINDS
 

@@ -14,10 +14,10 @@ def import_without_vllm() -> None:
     sys.path.append(str(Path(__file__).parents[2]))
     for name in (
         "benchmarks.kernel_bandwidth.__main__",
-        "banaserve.engine.vllm.kv_connector.gpu_block_copy",
-        "banaserve.engine.vllm.migration.kv.slabs",
-        "banaserve.engine.vllm.migration.host.block_mover",
-        "banaserve.engine.vllm.migration.modules.paged_attention",
-        "banaserve.engine.vllm.migration.kv.kv_staging",
+        "banaserve.engine.connector.gpu_block_copy",
+        "banaserve.migration.kv.slabs",
+        "banaserve.migration.host.block_mover",
+        "banaserve.migration.modules.paged_attention",
+        "banaserve.migration.kv.kv_staging",
     ):
         importlib.import_module(name)

@@ -8,9 +8,9 @@ import threading
 
 def check() -> int:
     """Exit code: 0 where nothing of ours is loaded and nothing of OpenTelemetry runs."""
-    import banaserve.api.serving
+    import banaserve.mains.serve
 
-    assert banaserve.api.serving.serve
-    if "banaserve.engine.vllm.monitoring.otlp" in sys.modules:
+    assert banaserve.mains.serve.serve
+    if "banaserve.serving.monitoring.otlp" in sys.modules:
         return 1
     return 2 if any(one.name.startswith("Otel") for one in threading.enumerate()) else 0

@@ -9,13 +9,13 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from banaserve.config import Budget, ServeConfig
-from banaserve.engine.vllm.compat import engine as compat
-from banaserve.engine.vllm.roles.role_switch import Budgets
-from banaserve.engine.vllm.rpc.engine_api import CoreApi
-from banaserve.engine.vllm.rpc.typed_rpc import call
-from banaserve.errors import UserError
-from banaserve.types import Role
+from banaserve.base.config import Budget, ServeConfig
+from banaserve.base.errors import UserError
+from banaserve.base.types import Role
+from banaserve.contracts.rpc.engine_api import CoreApi
+from banaserve.contracts.rpc.typed_rpc import call
+from banaserve.engine.compat import engine as compat
+from banaserve.serving.roles.role_switch import Budgets
 from engine_steps import Load, _scheduler
 
 STEP_TOKENS, REQUESTS = 64, 4

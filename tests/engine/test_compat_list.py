@@ -16,8 +16,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from banaserve.engine.vllm.compat.manifest import ENTRIES, Entry, Hook, NameKind
-from banaserve.engine.vllm.compat.sources import Signature
+from banaserve.engine.compat.manifest import ENTRIES, Entry, Hook, NameKind
+from banaserve.engine.compat.sources import Signature
 
 
 def object_of(entry: Entry) -> tuple[Any, bool]:

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from banaserve.engine.vllm.kv_connector import gpu_block_copy
-from banaserve.engine.vllm.kv_connector.block_copy import make_copier
-from banaserve.engine.vllm.kv_connector.gpu_block_copy import GpuCopier
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
+from banaserve.engine.connector import gpu_block_copy
+from banaserve.engine.connector.block_copy import make_copier
+from banaserve.engine.connector.gpu_block_copy import GpuCopier
 from banaserve.kernels import packed_pages
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.pool import PoolView, SlotPool

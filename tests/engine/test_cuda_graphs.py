@@ -8,9 +8,9 @@ pytest.importorskip("vllm")
 
 from vllm.config import CUDAGraphMode
 
-from banaserve.engine.vllm.settings import cuda_graphs
-from banaserve.engine.vllm.settings.engine_args import parse_vllm_argv
-from banaserve.engine.vllm.settings.environment import GRAPHS_VARIABLE
+from banaserve.contracts.environment import GRAPHS_VARIABLE
+from banaserve.engine import cuda_graphs
+from banaserve.engine.engine_args import parse_vllm_argv
 
 
 @pytest.fixture(autouse=True)

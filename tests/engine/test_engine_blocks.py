@@ -22,17 +22,17 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from banaserve.engine.vllm.kv_connector.block_copy import make_copier
-from banaserve.engine.vllm.kv_connector.block_hash import (
+from banaserve.base.errors import FingerprintError, MigrationError, UserError
+from banaserve.engine.connector.block_copy import make_copier
+from banaserve.engine.connector.block_hash import (
     check_degrees,
     check_model,
     check_parallel,
     describe_blocks,
 )
-from banaserve.engine.vllm.kv_connector.latent_layout import check_latents
-from banaserve.engine.vllm.migration.checks import check_heads
-from banaserve.errors import FingerprintError, MigrationError, UserError
+from banaserve.engine.connector.latent_layout import check_latents
 from banaserve.kvstore.fingerprint import Fingerprint, check_alike
+from banaserve.migration.checks import check_heads
 
 BLOCK_TOKENS = 16
 LATENT = 576

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from banaserve.engine.vllm.runner_setup import compile_model_alone
+from banaserve.engine.runner_setup import compile_model_alone
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from banaserve.config import Budget
-from banaserve.engine.vllm.compat import engine as compat
-from banaserve.engine.vllm.kv_connector.connector import StoreConnector
-from banaserve.engine.vllm.rpc.engine_api import CoreApi
-from banaserve.engine.vllm.rpc.typed_rpc import call
-from banaserve.engine.vllm.tracing.events import EngineAnswer
+from banaserve.base.config import Budget
+from banaserve.contracts.rpc.engine_api import CoreApi
+from banaserve.contracts.rpc.typed_rpc import call
+from banaserve.contracts.trace_events import EngineAnswer
+from banaserve.engine.compat import engine as compat
+from banaserve.engine.connector.connector import StoreConnector
 from banaserve.kvstore.stats import StoreStats, TierReport
 from banaserve.kvstore.tiers.interface import TierStats
 

@@ -7,7 +7,7 @@ from prometheus_client import REGISTRY
 
 pytest.importorskip("vllm")
 
-from banaserve.engine.vllm.monitoring import metrics
+from banaserve.serving.monitoring import metrics
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.metrics.stats import LoRARequestStates, PrefillStats, SchedulerStats
 
-from banaserve.engine.vllm.monitoring.engine_series import OF_OUTPUT, OF_PROMPTS, EngineSeries
-from banaserve.engine.vllm.monitoring.leg_stats import IterationByLeg, Leg, LegRequestStats
-from banaserve.types import InstanceId
+from banaserve.base.types import InstanceId
+from banaserve.serving.monitoring.engine_series import OF_OUTPUT, OF_PROMPTS, EngineSeries
+from banaserve.serving.monitoring.leg_stats import IterationByLeg, Leg, LegRequestStats
 
 OF_STEPS = {"vllm:iteration_tokens_total"}
 SILENT = {"vllm:corrupted_requests", "vllm:watermark_requests", "vllm:prompt_tokens_cached"}

@@ -22,12 +22,12 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from banaserve.engine.vllm.compat import kv_cache as compat
-from banaserve.engine.vllm.kv_connector.cache_groups import CacheGroups, describe_states, pages
-from banaserve.engine.vllm.kv_connector.handover import Handover
-from banaserve.engine.vllm.kv_connector.scheduler import StoreConnectorScheduler
-from banaserve.engine.vllm.kv_connector.states import block_ends, chunk_end, state_keys
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
+from banaserve.engine.compat import kv_cache as compat
+from banaserve.engine.connector.cache_groups import CacheGroups, describe_states, pages
+from banaserve.engine.connector.handover import Handover
+from banaserve.engine.connector.scheduler import StoreConnectorScheduler
+from banaserve.engine.connector.states import block_ends, chunk_end, state_keys
 from tests.engine.test_engine_matcher import BLOCK, HIT, MISS, PENDING, STEP_TOKENS, Bench
 
 PAGE_BYTES = 512

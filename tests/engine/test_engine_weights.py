@@ -15,8 +15,8 @@ pytest.importorskip("vllm")
 
 from vllm.config import ParallelConfig
 
-from banaserve.engine.vllm.kv_connector.block_hash import check_parallel, describe_weights
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
+from banaserve.engine.connector.block_hash import check_parallel, describe_weights
 
 LARGE = 3 * 2**20
 

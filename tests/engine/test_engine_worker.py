@@ -17,17 +17,17 @@ import torch
 
 pytest.importorskip("vllm")
 
-from banaserve.engine.vllm.kv_connector.block_copy import make_copier
-from banaserve.engine.vllm.kv_connector.metadata import (
+from banaserve.base.errors import StoreUnavailableError, UserError
+from banaserve.engine.connector.block_copy import make_copier
+from banaserve.engine.connector.metadata import (
     BlockCopy,
     ConnectorOptions,
     MappedCopies,
     StepPlan,
     StepResult,
 )
-from banaserve.engine.vllm.kv_connector.tracer import TracePoint
-from banaserve.engine.vllm.kv_connector.worker import RankShare, StoreConnectorWorker
-from banaserve.errors import StoreUnavailableError, UserError
+from banaserve.engine.connector.tracer import TracePoint
+from banaserve.engine.connector.worker import RankShare, StoreConnectorWorker
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.interface import Slot

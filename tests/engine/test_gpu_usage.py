@@ -9,10 +9,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from banaserve.engine.vllm.compat.nvml import NVML
-from banaserve.engine.vllm.monitoring.gpu_monitor import GpuMeter
-from banaserve.engine.vllm.monitoring.reports import ReportBoard
-from banaserve.types import InstanceId
+from banaserve.base.types import InstanceId
+from banaserve.engine.compat.nvml import NVML
+from banaserve.serving.monitoring.gpu_monitor import GpuMeter
+from banaserve.serving.monitoring.reports import ReportBoard
 
 
 class Clock:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from vllm.config.kernel import IrOpPriorityConfig
 from vllm.ir import op
 import vllm.kernels
-from banaserve.engine.vllm.compat.config import adopt_kernels
+from banaserve.engine.compat.config import adopt_kernels
 
 assert op.IrOp.registry["rms_norm"].get_priority() == []
 adopt_kernels(SimpleNamespace(

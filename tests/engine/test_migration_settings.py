@@ -9,14 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from banaserve.engine.vllm.settings import engine_args
-from banaserve.engine.vllm.settings.migration_settings import (
+from banaserve.base.errors import UserError
+from banaserve.engine import engine_args
+from banaserve.engine.migration_settings import (
     KEY,
     MigrationSettings,
     migration_options,
     settings_of,
 )
-from banaserve.errors import UserError
 
 SETTINGS = MigrationSettings(kv_growth=3.0)
 OURS = msgspec.to_builtins(SETTINGS)

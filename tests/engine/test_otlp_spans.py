@@ -20,16 +20,16 @@ from prometheus_client import REGISTRY
 from vllm.sampling_params import SamplingParams
 
 import imported_without_traces
-from banaserve.api.call_times import CallTimes
-from banaserve.clock import WallClock
-from banaserve.engine.vllm.compat.server import get_span_exporter
-from banaserve.engine.vllm.monitoring import otlp
-from banaserve.engine.vllm.monitoring.otlp import BoundedSpans, OtlpTracer
-from banaserve.engine.vllm.requests.trace_collection import TraceCollector
-from banaserve.engine.vllm.tracing.events import FirstToken, LegBegan, Prepared
-from banaserve.engine.vllm.tracing.http_call import HttpCall, http_call
-from banaserve.engine.vllm.tracing.request_log import RequestLog, SeenRoute
-from banaserve.types import ClusterView, InstanceId, InstanceView, Role, Route
+from banaserve.base.clock import WallClock
+from banaserve.base.types import ClusterView, InstanceId, InstanceView, Role, Route
+from banaserve.contracts.trace_events import FirstToken, LegBegan, Prepared
+from banaserve.engine.compat.server import get_span_exporter
+from banaserve.frontdoor.call_times import CallTimes
+from banaserve.serving.monitoring import otlp
+from banaserve.serving.monitoring.otlp import BoundedSpans, OtlpTracer
+from banaserve.serving.requests.trace_collection import TraceCollector
+from banaserve.serving.tracing.http_call import HttpCall, http_call
+from banaserve.serving.tracing.request_log import RequestLog, SeenRoute
 from benchmarks.drivers.otlp_receiver import OtlpReceiver
 from forked import Forked
 from waiting import until

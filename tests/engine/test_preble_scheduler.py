@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from banaserve import models
-from banaserve.errors import UserError
+from banaserve.base import models
+from banaserve.base.errors import UserError
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.e2e
@@ -125,8 +125,8 @@ class Engine:
 def engine_of(kind: str = "preble", num_blocks: int = NUM_BLOCKS, **more: Any) -> Engine:
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from banaserve.engine.vllm.compat import kv_cache as compat
-    from banaserve.engine.vllm.preble_scheduler import PrebleScheduler
+    from banaserve.engine.compat import kv_cache as compat
+    from banaserve.route.preble_scheduler import PrebleScheduler
 
     config = config_of(**more)
     scheduler = scheduler_of(config, Scheduler if kind == "vllm" else PrebleScheduler, num_blocks)

@@ -10,9 +10,9 @@ from prometheus_client import REGISTRY
 from vllm.v1.engine import FinishReason
 from vllm.v1.metrics.stats import FinishedRequestStats, SchedulerStats
 
-from banaserve.engine.vllm.monitoring.leg_stats import never_below_zero
-from banaserve.engine.vllm.monitoring.reports import ReportBoard
-from banaserve.types import BackPressure, InstanceId
+from banaserve.base.types import BackPressure, InstanceId
+from banaserve.serving.monitoring.leg_stats import never_below_zero
+from banaserve.serving.monitoring.reports import ReportBoard
 
 STEP_S = 0.005
 

@@ -12,12 +12,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from banaserve.base.errors import UserError
+from banaserve.base.types import ClusterView, InstanceId, InstanceView, Role, Route
 from banaserve.cli.admin.trace import heading, list_rows, parts_of, trace_rows
-from banaserve.engine.vllm.compat import engine as compat
-from banaserve.engine.vllm.kv_connector.metadata import StepResult
-from banaserve.engine.vllm.kv_connector.request_notes import ConnectorNotes
-from banaserve.engine.vllm.requests.trace_collection import TraceCollector
-from banaserve.engine.vllm.tracing.events import (
+from banaserve.contracts.trace_events import (
     MAX_EVENTS,
     CopiesEnded,
     EngineFinished,
@@ -42,9 +40,11 @@ from banaserve.engine.vllm.tracing.events import (
     StepsPlanned,
     StoreAsked,
 )
-from banaserve.engine.vllm.tracing.request_log import RequestLog, RequestNotes, SeenRoute
-from banaserve.errors import UserError
-from banaserve.types import ClusterView, InstanceId, InstanceView, Role, Route
+from banaserve.engine.compat import engine as compat
+from banaserve.engine.connector.metadata import StepResult
+from banaserve.engine.connector.request_notes import ConnectorNotes
+from banaserve.serving.requests.trace_collection import TraceCollector
+from banaserve.serving.tracing.request_log import RequestLog, RequestNotes, SeenRoute
 
 
 class Ticks:

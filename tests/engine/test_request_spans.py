@@ -12,10 +12,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from banaserve.cli.admin.trace_spans import span_rows
-from banaserve.engine.vllm.compat import engine as compat
-from banaserve.engine.vllm.kv_connector.request_notes import ConnectorNotes
-from banaserve.engine.vllm.requests.trace_collection import TraceCollector
-from banaserve.engine.vllm.tracing.events import (
+from banaserve.contracts.trace_events import (
     CopiesEnded,
     EngineReceived,
     GateDecided,
@@ -36,8 +33,11 @@ from banaserve.engine.vllm.tracing.events import (
     TraceLine,
     TraceSpan,
 )
-from banaserve.engine.vllm.tracing.request_log import RequestLog
-from banaserve.engine.vllm.tracing.spans import FRONT_DOOR, accounted_s, spans_of
+from banaserve.engine.compat import engine as compat
+from banaserve.engine.connector.request_notes import ConnectorNotes
+from banaserve.serving.requests.trace_collection import TraceCollector
+from banaserve.serving.tracing.request_log import RequestLog
+from banaserve.serving.tracing.spans import FRONT_DOOR, accounted_s, spans_of
 
 
 def front(at_s: float, event: RequestEvent, leg_id: str = "") -> TraceLine:

@@ -20,7 +20,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from banaserve.engine.vllm.settings.engine_args import WORKER_EXTENSION
+from banaserve.engine.engine_args import WORKER_EXTENSION
 
 own, tensors = CPUModelRunner._update_states, CPUModelRunner.initialize_kv_cache_tensors
 resolve_obj_by_qualname(WORKER_EXTENSION)

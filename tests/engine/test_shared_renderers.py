@@ -12,10 +12,10 @@ from vllm.v1.engine import async_llm
 from vllm.v1.worker import block_table
 
 import small_model
-from banaserve.engine.vllm.compat.clients import lent_renderer
-from banaserve.engine.vllm.compat.config import VllmConfig
-from banaserve.engine.vllm.compat.engine import override_kernels
-from banaserve.engine.vllm.settings.engine_args import engine_config, parse_vllm_argv
+from banaserve.engine.compat.clients import lent_renderer
+from banaserve.engine.compat.config import VllmConfig
+from banaserve.engine.compat.engine import override_kernels
+from banaserve.engine.engine_args import engine_config, parse_vllm_argv
 
 KERNEL = block_table.ComputeSlotMappingKernel
 

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 import small_model
-from banaserve.engine.vllm.compat.config import VllmConfig
-from banaserve.engine.vllm.settings import engine_args
-from banaserve.engine.vllm.settings.tool_parsers import FAMILIES, OPTIONS, choose_tool_parser
+from banaserve.engine import engine_args
+from banaserve.engine.compat.config import VllmConfig
+from banaserve.engine.tool_parsers import FAMILIES, OPTIONS, choose_tool_parser
 
 TOKENS = {"<jupyter_start>": "<|python_tag|>", "<jupyter_text>": "[TOOL_CALLS]"}
 TEMPLATE = """{% if tools %}TOOLS{% endif %}

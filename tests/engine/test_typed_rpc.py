@@ -11,15 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from banaserve.config import Budget
-from banaserve.engine.vllm.migration.microbatch.status import OverlapStatus, OverlapTimes
-from banaserve.engine.vllm.migration.rpc.messages import GuestAddress, GuestUsage
-from banaserve.engine.vllm.migration.types import MovePhase
-from banaserve.engine.vllm.migration.units.context import Context
-from banaserve.engine.vllm.migration.units.experts import ExpertSet
-from banaserve.engine.vllm.migration.units.heads import HeadSet
-from banaserve.engine.vllm.migration.units.layers import LayerRange
-from banaserve.engine.vllm.migration.worker_api import (
+from banaserve.base.config import Budget
+from banaserve.base.errors import MigrationError, ProtocolError
+from banaserve.contracts.move_phase import MovePhase
+from banaserve.contracts.rpc.engine_api import CoreApi, PoolResize, PoolStatus, WorkerApi
+from banaserve.contracts.rpc.typed_rpc import RemoteCall, call, implements
+from banaserve.contracts.trace_events import EngineAnswer, EngineNotes
+from banaserve.kvstore.fingerprint import Fingerprint
+from banaserve.migration.microbatch.status import OverlapStatus, OverlapTimes
+from banaserve.migration.rpc.messages import GuestAddress, GuestUsage
+from banaserve.migration.units.context import Context
+from banaserve.migration.units.experts import ExpertSet
+from banaserve.migration.units.heads import HeadSet
+from banaserve.migration.units.layers import LayerRange
+from banaserve.migration.worker_api import (
     CommitReport,
     GuestLinkStatus,
     HostStatus,
@@ -30,11 +35,6 @@ from banaserve.engine.vllm.migration.worker_api import (
     MoveReport,
     UnitStatus,
 )
-from banaserve.engine.vllm.rpc.engine_api import CoreApi, PoolResize, PoolStatus, WorkerApi
-from banaserve.engine.vllm.rpc.typed_rpc import RemoteCall, call, implements
-from banaserve.engine.vllm.tracing.events import EngineAnswer, EngineNotes
-from banaserve.errors import MigrationError, ProtocolError
-from banaserve.kvstore.fingerprint import Fingerprint
 
 ADDRESS = GuestAddress("g1", "/run/g1.sock", "token", "shm", "/run", "00" * 32, target="p0")
 MOVE = MoveReport(
@@ -212,10 +212,10 @@ def test_measurements_are_told_as_far_as_they_were_made() -> None:
 
 def test_workers_and_engine_cores_have_what_the_contracts_list() -> None:
     pytest.importorskip("vllm")
-    from banaserve.engine.vllm.compat import engine
-    from banaserve.engine.vllm.compat.engine import EngineCoreProc
-    from banaserve.engine.vllm.migration.host import install
-    from banaserve.engine.vllm.worker import WorkerExtension
+    from banaserve.engine.compat import engine
+    from banaserve.engine.compat.engine import EngineCoreProc
+    from banaserve.mains.worker import WorkerExtension
+    from banaserve.migration.host import install
 
     install.install_utilities()
     engine.install_budget_utility()

@@ -7,12 +7,12 @@ from typing import Any
 
 from hypothesis import given
 
-from banaserve.balancer.adoption import adoptable
-from banaserve.balancer.config import HealthSettings, PeerSettings
-from banaserve.balancer.peers import PeerProber
-from banaserve.errors import ProtocolError
-from banaserve.orchestrator.replicas.interface import ReplicaId
-from banaserve.orchestrator.replicas.prefixes.peers import MAX_TREE_BYTES, PeerPrefixes
+from banaserve.base.errors import ProtocolError
+from banaserve.route.balancer.adoption import adoptable
+from banaserve.route.balancer.config import HealthSettings, PeerSettings
+from banaserve.route.balancer.peers import PeerProber
+from banaserve.route.policies.interface import ReplicaId
+from banaserve.route.policies.prefixes.peers import MAX_TREE_BYTES, PeerPrefixes
 from corpus import attempt, ends, fuzzed, kept, spoiled
 
 PEER = PeerSettings(region="us", url="http://10.1.0.1:8080", adopt=("10.1.0.0/16",))

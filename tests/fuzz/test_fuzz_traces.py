@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 
-from banaserve import records
+from banaserve.base import records
+from banaserve.base.errors import UserError
 from banaserve.bench.datasets.entries import read_entries
-from banaserve.errors import UserError
 from banaserve.sim.lengths import read_lengths
 from banaserve.sim.trace import read_trace
 from corpus import attempt, fuzzed, spoiled

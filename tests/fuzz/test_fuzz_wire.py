@@ -9,11 +9,11 @@ pytest.importorskip("vllm")
 
 from hypothesis import given
 
-from banaserve.engine.vllm.migration.rpc import messages
-from banaserve.engine.vllm.migration.rpc.tensors import restore
-from banaserve.engine.vllm.migration.units.registry import decode_request
-from banaserve.errors import ProtocolError
+from banaserve.base.errors import ProtocolError
 from banaserve.kvstore import wire
+from banaserve.migration.rpc import messages
+from banaserve.migration.rpc.tensors import restore
+from banaserve.migration.units.registry import decode_request
 from corpus import attempt, fuzzed, spoiled
 
 

@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 import torch
 
-from banaserve.engine.vllm.migration.rpc.gpu_lane import GuestLane
-from banaserve.engine.vllm.migration.rpc.tensors import bytes_of, from_wire
+from banaserve.migration.rpc.gpu_lane import GuestLane
+from banaserve.migration.rpc.tensors import bytes_of, from_wire
 from banaserve.transport.cuda_ipc import CudaIpcTransport
 from banaserve.transport.interface import Tensor, TransportOptions
 

@@ -14,9 +14,9 @@ pytest.importorskip("vllm")
 
 from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture
 
-from banaserve.engine.vllm.compat.graphs import beside_other_threads
-from banaserve.engine.vllm.migration.kv.device_wait import no_wait, wait_for
-from banaserve.engine.vllm.migration.modules.eager_break import call_in_break
+from banaserve.engine.compat.graphs import beside_other_threads
+from banaserve.migration.kv.device_wait import no_wait, wait_for
+from banaserve.migration.modules.eager_break import call_in_break
 
 CUDA = torch.device("cuda", 0)
 ROWS, WIDTH = 8, 256

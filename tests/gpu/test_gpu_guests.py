@@ -13,20 +13,20 @@ import torch
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
-from banaserve.engine.vllm.migration.host.block_mover import BlockMover
-from banaserve.engine.vllm.migration.kv.host_kv import HostKv
-from banaserve.engine.vllm.migration.kv.kv_staging import StagingBuffer, make_kv
-from banaserve.engine.vllm.migration.kv.remote_kv import StagedRemoteKv
-from banaserve.engine.vllm.migration.modules.paged_attention import (
+from banaserve.kernels.interface import Heads
+from banaserve.kernels.reference import ReferenceKernels
+from banaserve.kernels.registry import pick
+from banaserve.migration.host.block_mover import BlockMover
+from banaserve.migration.kv.host_kv import HostKv
+from banaserve.migration.kv.kv_staging import StagingBuffer, make_kv
+from banaserve.migration.kv.remote_kv import StagedRemoteKv
+from banaserve.migration.modules.paged_attention import (
     KernelsAttention,
     StepBatches,
     write_tokens,
 )
-from banaserve.engine.vllm.migration.rpc import messages
-from banaserve.engine.vllm.migration.rpc.tensors import to_device, to_host
-from banaserve.kernels.interface import Heads
-from banaserve.kernels.reference import ReferenceKernels
-from banaserve.kernels.registry import pick
+from banaserve.migration.rpc import messages
+from banaserve.migration.rpc.tensors import to_device, to_host
 from banaserve.transport.interface import TransportOptions
 from banaserve.transport.registry import create
 

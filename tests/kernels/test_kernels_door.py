@@ -11,14 +11,19 @@ import torch
 
 pytest.importorskip("vllm")
 
-from banaserve.engine.vllm.compat.runner_hooks import window_tokens
-from banaserve.engine.vllm.kv_connector import block_hash
-from banaserve.engine.vllm.migration import checks
-from banaserve.engine.vllm.migration.modules import attention_backend, partial_model
-from banaserve.engine.vllm.migration.modules.attention_backend import attention_blocker, kernels_for
-from banaserve.engine.vllm.migration.modules.head_attention import KernelsHeadAttention
-from banaserve.engine.vllm.migration.modules.head_split import SplitAttention
-from banaserve.engine.vllm.migration.modules.paged_attention import (
+from banaserve.base.errors import GuestLostError, MigrationError, UserError
+from banaserve.engine.compat.runner_hooks import window_tokens
+from banaserve.engine.connector import block_hash
+from banaserve.engine.migration_settings import KEY, settings_of
+from banaserve.kernels.layouts import KvLayout, key_value_views
+from banaserve.kernels.reference import ReferenceKernels
+from banaserve.kernels.registry import Picked
+from banaserve.migration import checks
+from banaserve.migration.modules import attention_backend, partial_model
+from banaserve.migration.modules.attention_backend import attention_blocker, kernels_for
+from banaserve.migration.modules.head_attention import KernelsHeadAttention
+from banaserve.migration.modules.head_split import SplitAttention
+from banaserve.migration.modules.paged_attention import (
     KernelsAttention,
     StepBatches,
     check_plain,
@@ -26,12 +31,7 @@ from banaserve.engine.vllm.migration.modules.paged_attention import (
     take_kernels,
     write_tokens,
 )
-from banaserve.engine.vllm.migration.rpc.messages import AttentionSlice
-from banaserve.engine.vllm.settings.migration_settings import KEY, settings_of
-from banaserve.errors import GuestLostError, MigrationError, UserError
-from banaserve.kernels.layouts import KvLayout, key_value_views
-from banaserve.kernels.reference import ReferenceKernels
-from banaserve.kernels.registry import Picked
+from banaserve.migration.rpc.messages import AttentionSlice
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 BLOCKS, SIZE, KV_HEADS, GROUP, HEAD_SIZE = 8, 4, 3, 2, 64

@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 import torch
 
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
 from banaserve.kernels.interface import Batch, Heads
 from banaserve.kernels.registry import missing, pick
 from banaserve.kernels.tiling import MIN_SPLIT_TOKENS, choose_num_splits, choose_tiling

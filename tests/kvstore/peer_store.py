@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from banaserve.access.key_files import PEER_KEY_VARIABLE
+from banaserve.base.access.key_files import PEER_KEY_VARIABLE
 from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.interface import Lookup

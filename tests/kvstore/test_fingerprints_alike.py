@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from banaserve.errors import FingerprintError
+from banaserve.base.errors import FingerprintError
 from banaserve.kvstore.fingerprint import check_alike
 from fingerprints import FINGERPRINT
 

@@ -16,7 +16,7 @@ from urllib.request import urlopen
 import msgspec
 import pytest
 
-from banaserve.errors import FingerprintError, StoreUnavailableError
+from banaserve.base.errors import FingerprintError, StoreUnavailableError
 from banaserve.kvstore.admin import clear_store
 from banaserve.kvstore.daemon.metrics import MetricsServer, prometheus_text
 from banaserve.kvstore.interface import Lookup, Slot

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.errors import StoreUnavailableError
+from banaserve.base.errors import StoreUnavailableError
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.interface import Lookup
 from store_rig import FINGERPRINT, KEYS, Store, opened, read, reserve, write

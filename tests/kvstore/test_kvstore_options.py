@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from banaserve.base.errors import UserError
 from banaserve.cli.serve.command_line import parse_serve_argv
-from banaserve.errors import UserError
 from banaserve.kvstore.daemon.attached_tier import attach
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.daemon.process import main

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from banaserve.access.key_files import PEER_KEY_VARIABLE
-from banaserve.errors import UserError
+from banaserve.base.access.key_files import PEER_KEY_VARIABLE
+from banaserve.base.errors import UserError
 from banaserve.kvstore.admin import set_peers
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.daemon.options import StoreOptions

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from banaserve.errors import ProtocolError
-from banaserve.fail_points import VARIABLE, FailPoint
+from banaserve.base.errors import ProtocolError
+from banaserve.base.fail_points import VARIABLE, FailPoint
 from banaserve.kvstore.admin import set_peers
 from banaserve.kvstore.interface import Exchanged, Lookup, Slot
 from banaserve.kvstore.mailbox import Mailbox

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from banaserve.errors import ProtocolError, UserError
+from banaserve.base.errors import ProtocolError, UserError
 from banaserve.kvstore import wire
 from banaserve.kvstore.daemon.service import StoreService
 from banaserve.kvstore.daemon.tiering import Tiering

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.errors import StoreUnavailableError, UserError
+from banaserve.base.errors import StoreUnavailableError, UserError
+from banaserve.base.platform.processes import is_running
 from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.daemon.options import StoreOptions
@@ -19,7 +20,6 @@ from banaserve.kvstore.daemon.supervised import StoreTimeouts, SupervisedStore
 from banaserve.kvstore.interface import Lookup
 from banaserve.kvstore.peers.options import PeerOptions
 from banaserve.kvstore.tiers.ssd.check import check_folder
-from banaserve.platform.processes import is_running
 from fingerprints import FINGERPRINT
 from ports import free_port
 from waiting import eventually, until

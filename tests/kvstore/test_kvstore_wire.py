@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from banaserve.errors import ProtocolError
+from banaserve.base.errors import ProtocolError
 from banaserve.kvstore import wire
 from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.client import StoreClient

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
 from banaserve.kvstore.tiers import mooncake_config
 from banaserve.kvstore.tiers.mooncake import MooncakeTier
 from banaserve.kvstore.tiers.mooncake_config import parse_url

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from banaserve.costs.transfers import overlapped_s
 from banaserve.kvstore.cost_gate import CostGate, GateDecision
 from banaserve.kvstore.prefix_cut import (
     FetchWork,
@@ -17,6 +16,7 @@ from banaserve.kvstore.prefix_cut import (
     best_cut,
     predict_steps,
 )
+from banaserve.orchestrator.control.costs.transfers import overlapped_s
 from depth import num_examples
 
 BLOCK_TOKENS = 16

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
 from banaserve.kvstore.tiers.ssd.check import check_folder
 from banaserve.kvstore.tiers.ssd.folder import Folder
 from banaserve.kvstore.tiers.ssd.tier import SsdTier
@@ -133,7 +133,7 @@ def test_limits(tmp_path: Path) -> None:
 OPEN = """
 import os, sys
 from pathlib import Path
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
 from banaserve.kvstore.tiers.ssd.check import check_folder
 from banaserve.kvstore.tiers.ssd.folder import Folder
 from banaserve.kvstore.tiers.ssd.tier import SsdTier

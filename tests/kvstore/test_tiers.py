@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from dictionary_tier import DictionaryTier
 
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
 from banaserve.kvstore.interface import Lookup
 from banaserve.kvstore.tiers import mooncake_supervisor
 from banaserve.kvstore.tiers.interface import (

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import torch
 
 import migration_doubles as doubles
-from banaserve.clock import WallClock
-from banaserve.engine.vllm.migration.controller.guest_monitor import GuestMonitor
-from banaserve.engine.vllm.migration.controller.move_executor import MoveExecutor
-from banaserve.engine.vllm.roles.role_switch import Roles
-from banaserve.types import InstanceId, InstanceReport, InstanceView, Role
+from banaserve.base.clock import WallClock
+from banaserve.base.types import InstanceId, InstanceReport, InstanceView, Role
+from banaserve.serving.executor import MoveExecutor
+from banaserve.serving.migration.guest_monitor import GuestMonitor
+from banaserve.serving.roles.role_switch import Roles
 
 FACTS = doubles.FACTS
 CONFIG = SimpleNamespace(

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from banaserve.engine.vllm.migration.microbatch.planner import MicroBatchPlan, plan_microbatches
+from banaserve.migration.microbatch.planner import MicroBatchPlan, plan_microbatches
 
 
 def as_many_as_can_be(times: Any, stages: Any, seen: Any, max_microbatches: int) -> MicroBatchPlan:

@@ -12,16 +12,16 @@ from typing import Any
 
 import msgspec
 
-from banaserve.engine.vllm.launch.launcher import LocalLauncher
-from banaserve.engine.vllm.migration.api import Migration, MoveLayers
-from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
-from banaserve.engine.vllm.migration.controller.guest_pool import GuestHandle, GuestPool
-from banaserve.engine.vllm.migration.controller.planner import ModelFacts
-from banaserve.engine.vllm.migration.kv.host_kv import blocks_gained
-from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
-from banaserve.engine.vllm.migration.units.base import MigrationUnit
-from banaserve.engine.vllm.migration.units.registry import AnyUnit
-from banaserve.types import InstanceId, ModulePlacement, Role
+from banaserve.base.types import InstanceId, ModulePlacement, Role
+from banaserve.contracts.migration_api import Migration, MoveLayers
+from banaserve.migration.kv.host_kv import blocks_gained
+from banaserve.migration.rpc.messages import GuestAddress
+from banaserve.migration.units.base import MigrationUnit
+from banaserve.migration.units.registry import AnyUnit
+from banaserve.serving.launch.launcher import LocalLauncher
+from banaserve.serving.migration.coordinator import Coordinator
+from banaserve.serving.migration.guest_pool import GuestHandle, GuestPool
+from banaserve.serving.migration.planner import ModelFacts
 
 FACTS = ModelFacts(num_layers=30, num_kv_heads=3, layer_weight_bytes=1000)
 NUM_BLOCKS, PAGE_BYTES = 300, 3000

@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from banaserve.engine.vllm.migration.kv.dirty_blocks import RemoteBlocks
+from banaserve.migration.kv.dirty_blocks import RemoteBlocks
 
 if not current_platform.is_cpu():
     pytest.skip("pages are those of vLLM on CPU", allow_module_level=True)

@@ -10,14 +10,14 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from banaserve.engine.vllm.migration.api import (
+from banaserve.base.errors import MigrationError, UserError
+from banaserve.contracts.migration_api import (
     Migration,
     MoveExperts,
     MoveHeads,
     MoveLayers,
     Return,
 )
-from banaserve.errors import MigrationError, UserError
 from migration_doubles import LAYERS, Cluster, done
 from waiting import until
 

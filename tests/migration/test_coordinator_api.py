@@ -18,15 +18,15 @@ pytest.importorskip("vllm")
 
 import migration_doubles as doubles
 from admin_server import AdminServer
-from banaserve.access.tenants import TenantKey
-from banaserve.api import admin_client
-from banaserve.api.admin import AdminMiddleware
-from banaserve.api.admin_client import AdminClient, OperationClient
-from banaserve.api.auth import KeyMiddleware
+from banaserve.base.access.tenants import TenantKey
+from banaserve.base.errors import UserError
+from banaserve.base.run_dir import AdminAccess, find_admin, open_run_dir, write_admin
 from banaserve.cli.main import main
-from banaserve.engine.vllm.migration.api import MoveLayers
-from banaserve.errors import UserError
-from banaserve.run_dir import AdminAccess, find_admin, open_run_dir, write_admin
+from banaserve.contracts.migration_api import MoveLayers
+from banaserve.frontdoor import admin_client
+from banaserve.frontdoor.admin import AdminMiddleware
+from banaserve.frontdoor.admin_client import AdminClient, OperationClient
+from banaserve.frontdoor.auth import KeyMiddleware
 
 KEY = "the-admin-key"
 AUTH = {"Authorization": f"Bearer {KEY}"}

@@ -12,12 +12,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from banaserve.engine.vllm.launch.launcher import GuestPlace
-from banaserve.engine.vllm.migration.api import MoveLayers, Return
-from banaserve.engine.vllm.migration.controller import host_client, timeouts
-from banaserve.engine.vllm.migration.controller.guest_monitor import GuestMonitor
-from banaserve.engine.vllm.migration.controller.status import placement_of
-from banaserve.errors import InstanceDeadError
+from banaserve.base.errors import InstanceDeadError
+from banaserve.contracts.migration_api import MoveLayers, Return
+from banaserve.serving.launch.launcher import GuestPlace
+from banaserve.serving.migration import host_client, timeouts
+from banaserve.serving.migration.guest_monitor import GuestMonitor
+from banaserve.serving.migration.status import placement_of
 from migration_doubles import LAYERS, Cluster, done, run
 from waiting import until
 

@@ -10,7 +10,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from banaserve.engine.vllm.migration.controller.planner import (
+from banaserve.base.errors import MigrationError
+from banaserve.contracts.move_phase import ModelGeometry
+from banaserve.migration.units.heads import HeadSet
+from banaserve.migration.units.layers import LayerRange
+from banaserve.migration.worker_api import KvStatus
+from banaserve.serving.migration.planner import (
     GUEST_BYTES,
     BringBack,
     ModelFacts,
@@ -22,17 +27,12 @@ from banaserve.engine.vllm.migration.controller.planner import (
     plan_move,
     plan_return,
 )
-from banaserve.engine.vllm.migration.controller.timeouts import (
+from banaserve.serving.migration.timeouts import (
     MAX_TIMEOUT_S,
     MoveStage,
     copies_again,
     timeout_s,
 )
-from banaserve.engine.vllm.migration.types import ModelGeometry
-from banaserve.engine.vllm.migration.units.heads import HeadSet
-from banaserve.engine.vllm.migration.units.layers import LayerRange
-from banaserve.engine.vllm.migration.worker_api import KvStatus
-from banaserve.errors import MigrationError
 
 SHAPE = ModelGeometry(30, 3)
 LAYERS = LayerRange

@@ -16,9 +16,9 @@ pytest.importorskip("vllm")
 
 from vllm.v1.core.block_pool import BlockPool
 
-from banaserve.engine.vllm.compat import scheduler as compat
-from banaserve.engine.vllm.migration.controller import process_stats
-from banaserve.engine.vllm.migration.controller.process_stats import ProcessUsage
+from banaserve.engine.compat import scheduler as compat
+from banaserve.serving.migration import process_stats
+from banaserve.serving.migration.process_stats import ProcessUsage
 
 NUM_BLOCKS = 10
 

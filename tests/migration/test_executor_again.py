@@ -10,10 +10,10 @@ import pytest
 pytest.importorskip("vllm")
 
 import executor_doubles as doubles
-from banaserve.clock import WallClock
-from banaserve.engine.interface import Ending
-from banaserve.engine.vllm.migration.controller.move_executor import MoveExecutor
-from banaserve.types import InstanceId, Module, MoveModule, ReturnModule, Step
+from banaserve.base.clock import WallClock
+from banaserve.base.types import InstanceId, Module, MoveModule, ReturnModule, Step
+from banaserve.contracts.instances import Ending
+from banaserve.serving.executor import MoveExecutor
 from waiting import until
 
 D0, P0 = InstanceId("d0"), InstanceId("p0")

@@ -10,11 +10,11 @@ import torch
 
 pytest.importorskip("vllm")
 
-from banaserve.engine.vllm.migration.modules import expert_split
-from banaserve.engine.vllm.migration.modules.expert_split import NOT_HERE, SplitExperts, sum_of
-from banaserve.engine.vllm.migration.ranks import Ranks
-from banaserve.engine.vllm.migration.units.experts import _check_step
-from banaserve.errors import GuestLostError, ProtocolError
+from banaserve.base.errors import GuestLostError, ProtocolError
+from banaserve.migration.modules import expert_split
+from banaserve.migration.modules.expert_split import NOT_HERE, SplitExperts, sum_of
+from banaserve.migration.ranks import Ranks
+from banaserve.migration.units.experts import _check_step
 
 HIDDEN, NUM_EXPERTS, TOP_K = 8, 6, 3
 

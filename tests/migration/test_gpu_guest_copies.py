@@ -12,19 +12,19 @@ import numpy as np
 import pytest
 import torch
 
-from banaserve.engine.vllm.migration.host import block_mover
-from banaserve.engine.vllm.migration.host.block_mover import BlockMover
-from banaserve.engine.vllm.migration.kv import host_kv, kv_staging
-from banaserve.engine.vllm.migration.kv.host_kv import DeviceKv, HostKv, KvRun
-from banaserve.engine.vllm.migration.kv.kv_staging import StagingBuffer, make_kv
-from banaserve.engine.vllm.migration.kv.remote_kv import StagedRemoteKv
-from banaserve.engine.vllm.migration.rpc import messages
-from banaserve.engine.vllm.migration.units.base import MigrationUnit
-from banaserve.engine.vllm.migration.units.heads import HeadSet
-from banaserve.engine.vllm.migration.units.host_unit import HostUnit
-from banaserve.engine.vllm.migration.units.layers import LayerRange
-from banaserve.errors import GuestLostError, MigrationError, ProtocolError
+from banaserve.base.errors import GuestLostError, MigrationError, ProtocolError
 from banaserve.kernels.reference import ReferenceKernels
+from banaserve.migration.host import block_mover
+from banaserve.migration.host.block_mover import BlockMover
+from banaserve.migration.kv import host_kv, kv_staging
+from banaserve.migration.kv.host_kv import DeviceKv, HostKv, KvRun
+from banaserve.migration.kv.kv_staging import StagingBuffer, make_kv
+from banaserve.migration.kv.remote_kv import StagedRemoteKv
+from banaserve.migration.rpc import messages
+from banaserve.migration.units.base import MigrationUnit
+from banaserve.migration.units.heads import HeadSet
+from banaserve.migration.units.host_unit import HostUnit
+from banaserve.migration.units.layers import LayerRange
 from banaserve.transport.cuda_ipc import CudaIpcTransport
 from banaserve.transport.interface import Transport, TransportOptions
 from banaserve.transport.memory import Memory

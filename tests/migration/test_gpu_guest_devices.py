@@ -13,28 +13,28 @@ import torch
 
 pytest.importorskip("vllm")
 
-from banaserve.engine.vllm.launch.devices import Devices, check_groups
-from banaserve.engine.vllm.launch.launcher import SpawnLauncher
-from banaserve.engine.vllm.migration.host.placement import PlacementManager
-from banaserve.engine.vllm.migration.ranks import Ranks
-from banaserve.engine.vllm.migration.rpc import tensors
-from banaserve.engine.vllm.migration.rpc.messages import (
+from banaserve.base.errors import UserError
+from banaserve.kernels.interface import Batch, PartialAttention
+from banaserve.migration.host.placement import PlacementManager
+from banaserve.migration.ranks import Ranks
+from banaserve.migration.rpc import tensors
+from banaserve.migration.rpc.messages import (
     AttentionSlice,
     GuestAddress,
     KvShape,
 )
-from banaserve.engine.vllm.migration.rpc.tensors import TensorBundle, restore, to_wire
-from banaserve.engine.vllm.migration.units import guest_unit
-from banaserve.engine.vllm.migration.units.context import BuildContext, GuestContext, RemoteContext
-from banaserve.engine.vllm.migration.units.heads import (
+from banaserve.migration.rpc.tensors import TensorBundle, restore, to_wire
+from banaserve.migration.units import guest_unit
+from banaserve.migration.units.context import BuildContext, GuestContext, RemoteContext
+from banaserve.migration.units.heads import (
     BuildHeads,
     DescribedStep,
     GuestHeads,
     RemoteHeads,
 )
-from banaserve.engine.vllm.migration.units.layers import LayerRange, RemoteLayers
-from banaserve.errors import UserError
-from banaserve.kernels.interface import Batch, PartialAttention
+from banaserve.migration.units.layers import LayerRange, RemoteLayers
+from banaserve.serving.launch.devices import Devices, check_groups
+from banaserve.serving.launch.launcher import SpawnLauncher
 
 META = torch.device("meta")
 HEADS, SIZE, HEAD_SIZE = 2, 4, 64

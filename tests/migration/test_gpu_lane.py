@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from banaserve.engine.vllm.migration.rpc import gpu_lane
-from banaserve.engine.vllm.migration.rpc.gpu_lane import MIN_BYTES, GuestLane, HostLane, LaneHalf
-from banaserve.engine.vllm.migration.rpc.tensors import TensorBundle, from_wire, restore
-from banaserve.errors import ProtocolError
+from banaserve.base.errors import ProtocolError
+from banaserve.migration.rpc import gpu_lane
+from banaserve.migration.rpc.gpu_lane import MIN_BYTES, GuestLane, HostLane, LaneHalf
+from banaserve.migration.rpc.tensors import TensorBundle, from_wire, restore
 from banaserve.transport import frames
 from banaserve.transport.cuda_ipc import CudaIpcTransport
 from banaserve.transport.errors import TransportError

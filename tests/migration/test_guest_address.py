@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
+from banaserve.migration.rpc.messages import GuestAddress
 from banaserve.transport.errors import PeerGoneError, TransferTimeoutError, TransportError
 from banaserve.transport.interface import Channel
 from waiting import eventually

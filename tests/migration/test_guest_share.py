@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 pytest.importorskip("vllm")
 
 import migration_doubles as doubles
-from banaserve.engine.vllm.migration.api import MoveLayers, ShareRequest
-from banaserve.engine.vllm.migration.controller.guest_monitor import GuestMonitor
-from banaserve.engine.vllm.migration.controller.guest_sharing import predicted_slow_down, share
-from banaserve.engine.vllm.migration.controller.process_stats import CoreWaits, ProcessUsage
-from banaserve.engine.vllm.migration.controller.shares import Shares
-from banaserve.engine.vllm.migration.controller.status import placement_of
-from banaserve.engine.vllm.migration.guest.throttle import ComputeThrottle
-from banaserve.errors import MigrationError, UserError
-from banaserve.types import InstanceId
+from banaserve.base.errors import MigrationError, UserError
+from banaserve.base.types import InstanceId
+from banaserve.contracts.migration_api import MoveLayers, ShareRequest
+from banaserve.migration.guest.throttle import ComputeThrottle
+from banaserve.serving.migration.guest_monitor import GuestMonitor
+from banaserve.serving.migration.guest_sharing import predicted_slow_down, share
+from banaserve.serving.migration.process_stats import CoreWaits, ProcessUsage
+from banaserve.serving.migration.shares import Shares
+from banaserve.serving.migration.status import placement_of
 
 PIECES = st.lists(
     st.tuples(st.floats(0.0, 2.0), st.floats(1e-3, 1.0)), min_size=1, max_size=30

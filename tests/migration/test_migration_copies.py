@@ -14,25 +14,25 @@ import numpy as np
 import pytest
 import torch
 
-from banaserve.engine.vllm.migration.host import block_mover
-from banaserve.engine.vllm.migration.host.block_mover import BlockMover
-from banaserve.engine.vllm.migration.host.unit_builder import UnitBuilder
-from banaserve.engine.vllm.migration.kv.dirty_blocks import DirtyBlockTracker
-from banaserve.engine.vllm.migration.kv.host_kv import HostKv, KvRun
-from banaserve.engine.vllm.migration.kv.remote_kv import (
+from banaserve.base.errors import GuestLostError, MigrationError
+from banaserve.migration.host import block_mover
+from banaserve.migration.host.block_mover import BlockMover
+from banaserve.migration.host.unit_builder import UnitBuilder
+from banaserve.migration.kv.dirty_blocks import DirtyBlockTracker
+from banaserve.migration.kv.host_kv import HostKv, KvRun
+from banaserve.migration.kv.remote_kv import (
     BACKGROUND_GRACE_S,
     STEP_GRACE_S,
     RemoteKv,
 )
-from banaserve.engine.vllm.migration.kv.store_copier import StoreCopier
-from banaserve.engine.vllm.migration.rpc import messages
-from banaserve.engine.vllm.migration.time_hook import REAL_TIME, TimeHook
-from banaserve.engine.vllm.migration.units.base import MigrationUnit
-from banaserve.engine.vllm.migration.units.context import Context
-from banaserve.engine.vllm.migration.units.heads import HeadSet
-from banaserve.engine.vllm.migration.units.host_unit import HostUnit
-from banaserve.engine.vllm.migration.units.layers import LayerRange
-from banaserve.errors import GuestLostError, MigrationError
+from banaserve.migration.kv.store_copier import StoreCopier
+from banaserve.migration.rpc import messages
+from banaserve.migration.time_hook import REAL_TIME, TimeHook
+from banaserve.migration.units.base import MigrationUnit
+from banaserve.migration.units.context import Context
+from banaserve.migration.units.heads import HeadSet
+from banaserve.migration.units.host_unit import HostUnit
+from banaserve.migration.units.layers import LayerRange
 from banaserve.transport.errors import PeerGoneError
 from banaserve.transport.interface import OfferedRegion, Transport, TransportOptions
 from banaserve.transport.registry import create

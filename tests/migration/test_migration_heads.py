@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from banaserve.engine.vllm.migration.modules.head_split import SplitAttention, VllmHeads, _Away
-from banaserve.engine.vllm.migration.rpc import guest_client, messages
-from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
-from banaserve.engine.vllm.migration.rpc.tensors import TensorBundle, from_wire, to_wire
-from banaserve.engine.vllm.migration.units.heads import RemoteHeads, RunHeads
-from banaserve.engine.vllm.migration.units.registry import decode_request
-from banaserve.errors import GuestLostError
+from banaserve.base.errors import GuestLostError
+from banaserve.migration.modules.head_split import SplitAttention, VllmHeads, _Away
+from banaserve.migration.rpc import guest_client, messages
+from banaserve.migration.rpc.guest_client import GuestClient
+from banaserve.migration.rpc.tensors import TensorBundle, from_wire, to_wire
+from banaserve.migration.units.heads import RemoteHeads, RunHeads
+from banaserve.migration.units.registry import decode_request
 from banaserve.transport.channel import StreamChannel
 from banaserve.transport.connect import over_unix
 from banaserve.transport.errors import PeerGoneError, TransferTimeoutError

@@ -22,13 +22,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from banaserve.engine.vllm.migration.guest.throttle import run_low_priority, start_threads
-from banaserve.engine.vllm.migration.kv.dirty_blocks import DirtyBlockTracker
-from banaserve.engine.vllm.migration.kv.host_kv import HostKv, blocks_gained, make_slab, spans
-from banaserve.engine.vllm.migration.kv.slabs import GpuSlab, Slab, merged
-from banaserve.engine.vllm.migration.rpc.tensors import TensorBundle, from_wire, restore, to_wire
-from banaserve.errors import ProtocolError, UserError
-from banaserve.platform.processes import Pulse
+from banaserve.base.errors import ProtocolError, UserError
+from banaserve.base.platform.processes import Pulse
+from banaserve.migration.guest.throttle import run_low_priority, start_threads
+from banaserve.migration.kv.dirty_blocks import DirtyBlockTracker
+from banaserve.migration.kv.host_kv import HostKv, blocks_gained, make_slab, spans
+from banaserve.migration.kv.slabs import GpuSlab, Slab, merged
+from banaserve.migration.rpc.tensors import TensorBundle, from_wire, restore, to_wire
 from banaserve.transport.interface import TransportOptions
 from banaserve.transport.registry import create
 from waiting import eventually
@@ -310,7 +310,7 @@ def test_threads_that_serve_do_not_give_way(name: str, tmp_path: Path) -> None:
 
 IN_PARALLEL = """
 import os, sys, torch
-from banaserve.engine.vllm.migration.guest.throttle import run_low_priority, start_threads
+from banaserve.migration.guest.throttle import run_low_priority, start_threads
 from banaserve.transport.interface import TransportOptions
 from banaserve.transport.registry import create
 

@@ -14,20 +14,20 @@ import torch
 from torch import nn
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from banaserve.engine.vllm.compat import attention as compat
-from banaserve.engine.vllm.migration import checks
-from banaserve.engine.vllm.migration.microbatch import planner
-from banaserve.engine.vllm.migration.microbatch.pipeline import microbatch_blocker, seen_of, work_of
-from banaserve.engine.vllm.migration.microbatch.planner import (
+from banaserve.base.errors import MigrationError
+from banaserve.engine.compat import attention as compat
+from banaserve.migration import checks
+from banaserve.migration.microbatch import planner
+from banaserve.migration.microbatch.pipeline import microbatch_blocker, seen_of, work_of
+from banaserve.migration.microbatch.planner import (
     MicroBatchWork,
     StageTimes,
     flow_makespan_s,
     plan_microbatches,
 )
-from banaserve.engine.vllm.migration.modules.layer_proxy import LayerOrder
-from banaserve.engine.vllm.migration.rpc.guest_channel import GuestChannel
-from banaserve.errors import MigrationError
-from banaserve.orchestrator.model.overlapping import makespan_s
+from banaserve.migration.modules.layer_proxy import LayerOrder
+from banaserve.migration.rpc.guest_channel import GuestChannel
+from banaserve.orchestrator.control.model.overlapping import makespan_s
 from banaserve.transport.connect import over_unix
 from banaserve.transport.errors import PeerGoneError
 from banaserve.transport.interface import Message, Tensor
@@ -258,7 +258,7 @@ def test_engines_whose_steps_cannot_be_cut(facts: Any, connector: str | None, wh
 
 
 def test_what_cannot_be_cut_stays_as_it_is() -> None:
-    from banaserve.engine.vllm.migration.microbatch.overlap import Overlap
+    from banaserve.migration.microbatch.overlap import Overlap
 
     overlap = Overlap(nn.ModuleList([Layer()]), None, "it is odd", 1)  # type: ignore[arg-type]
     with pytest.raises(MigrationError, match="it is odd"):

@@ -10,20 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from banaserve.engine.vllm.migration.host.host import KEPT, MoveBook
-from banaserve.engine.vllm.migration.host.move import Move
-from banaserve.engine.vllm.migration.types import (
+from banaserve.base.errors import MigrationError
+from banaserve.contracts.move_phase import (
     ALLOWED,
     OPEN,
     ModelGeometry,
     MovePhase,
     check_step,
 )
-from banaserve.engine.vllm.migration.units.base import MigrationUnit, check_free, overlap
-from banaserve.engine.vllm.migration.units.heads import HeadSet
-from banaserve.engine.vllm.migration.units.layers import LayerRange
-from banaserve.engine.vllm.migration.units.registry import read_modules, write_modules
-from banaserve.errors import MigrationError
+from banaserve.migration.host.host import KEPT, MoveBook
+from banaserve.migration.host.move import Move
+from banaserve.migration.units.base import MigrationUnit, check_free, overlap
+from banaserve.migration.units.heads import HeadSet
+from banaserve.migration.units.layers import LayerRange
+from banaserve.migration.units.registry import read_modules, write_modules
 
 SHAPE = ModelGeometry(num_layers=30, num_kv_heads=3)
 UNIT: Any = SimpleNamespace(unit_id="m", modules=LayerRange(3, 4), residence=None)

@@ -14,18 +14,18 @@ from torch import nn
 from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from banaserve.engine.vllm.migration.kv.step_context import StepContext, common_from
-from banaserve.engine.vllm.migration.microbatch import overlap
-from banaserve.engine.vllm.migration.microbatch.overlap import Overlap
-from banaserve.engine.vllm.migration.modules.layer_proxy import LayerChain, RemoteRange
-from banaserve.engine.vllm.migration.ranks import Ranks
-from banaserve.engine.vllm.migration.rpc import messages
-from banaserve.engine.vllm.migration.rpc.guest_channel import GuestChannel
-from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
-from banaserve.engine.vllm.migration.rpc.tensors import TensorBundle, restore
-from banaserve.engine.vllm.migration.units.layers import RemoteLayers, RunLayers
-from banaserve.engine.vllm.migration.units.registry import decode_request
-from banaserve.errors import GuestLostError
+from banaserve.base.errors import GuestLostError
+from banaserve.migration.kv.step_context import StepContext, common_from
+from banaserve.migration.microbatch import overlap
+from banaserve.migration.microbatch.overlap import Overlap
+from banaserve.migration.modules.layer_proxy import LayerChain, RemoteRange
+from banaserve.migration.ranks import Ranks
+from banaserve.migration.rpc import messages
+from banaserve.migration.rpc.guest_channel import GuestChannel
+from banaserve.migration.rpc.guest_client import GuestClient
+from banaserve.migration.rpc.tensors import TensorBundle, restore
+from banaserve.migration.units.layers import RemoteLayers, RunLayers
+from banaserve.migration.units.registry import decode_request
 from banaserve.transport.connect import over_unix
 from banaserve.transport.errors import PeerGoneError
 from banaserve.transport.interface import Message

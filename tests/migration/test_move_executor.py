@@ -17,21 +17,8 @@ pytest.importorskip("vllm")
 
 
 import executor_doubles as doubles
-from banaserve.costs import profile as profiles
-from banaserve.engine.interface import Ending
-from banaserve.engine.vllm.migration.api import MoveHeads, MoveLayers, Return
-from banaserve.engine.vllm.migration.controller import move_executor as executors
-from banaserve.engine.vllm.migration.controller.move_executor import (
-    ask_of,
-    instance_facts,
-    with_device,
-)
-from banaserve.engine.vllm.migration.units.heads import HeadSet
-from banaserve.engine.vllm.migration.units.layers import LayerRange
-from banaserve.errors import MigrationError, NoAnswerError, UserError
-from banaserve.orchestrator.migration.options import RepairedOptions
-from banaserve.orchestrator.model.calibration import EASED_AFTER_S
-from banaserve.types import (
+from banaserve.base.errors import MigrationError, NoAnswerError, UserError
+from banaserve.base.types import (
     InstanceId,
     Module,
     MoveModule,
@@ -40,6 +27,19 @@ from banaserve.types import (
     Role,
     Step,
     SwitchRole,
+)
+from banaserve.contracts.instances import Ending
+from banaserve.contracts.migration_api import MoveHeads, MoveLayers, Return
+from banaserve.migration.units.heads import HeadSet
+from banaserve.migration.units.layers import LayerRange
+from banaserve.orchestrator.control.costs import profile as profiles
+from banaserve.orchestrator.control.migration.options import RepairedOptions
+from banaserve.orchestrator.control.model.calibration import EASED_AFTER_S
+from banaserve.serving import executor as executors
+from banaserve.serving.executor import (
+    ask_of,
+    instance_facts,
+    with_device,
 )
 from depth import seeds
 from waiting import until

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
 
-from banaserve.engine.vllm.migration.controller.planner import (
+from banaserve.base.errors import MigrationError
+from banaserve.contracts.move_phase import ModelGeometry
+from banaserve.migration.kv.dirty_blocks import DirtyBlockTracker, RemoteBlocks
+from banaserve.migration.units.context import Context
+from banaserve.migration.units.heads import HeadSet
+from banaserve.migration.units.layers import LayerRange
+from banaserve.migration.units.registry import read_modules, write_modules
+from banaserve.serving.migration.planner import (
     BringBack,
     MoveOut,
     Relocate,
@@ -20,13 +27,6 @@ from banaserve.engine.vllm.migration.controller.planner import (
     plan_move,
     plan_return,
 )
-from banaserve.engine.vllm.migration.kv.dirty_blocks import DirtyBlockTracker, RemoteBlocks
-from banaserve.engine.vllm.migration.types import ModelGeometry
-from banaserve.engine.vllm.migration.units.context import Context
-from banaserve.engine.vllm.migration.units.heads import HeadSet
-from banaserve.engine.vllm.migration.units.layers import LayerRange
-from banaserve.engine.vllm.migration.units.registry import read_modules, write_modules
-from banaserve.errors import MigrationError
 from depth import num_examples
 
 Write = tuple[str, list[tuple[int, int]]]

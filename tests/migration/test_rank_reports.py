@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 pytest.importorskip("vllm")
 
 import migration_doubles as doubles
-from banaserve.engine.vllm.migration.controller import rank_reports
-from banaserve.engine.vllm.migration.ranks import OTHER_FAILED
-from banaserve.engine.vllm.migration.types import MovePhase
-from banaserve.engine.vllm.migration.worker_api import (
+from banaserve.contracts.move_phase import MovePhase
+from banaserve.migration.ranks import OTHER_FAILED
+from banaserve.migration.worker_api import (
     GuestLinkStatus,
     HostStatus,
     LinkState,
     MoveFacts,
     MoveReport,
 )
+from banaserve.serving.migration import rank_reports
 
 PHASES = list(MovePhase)
 

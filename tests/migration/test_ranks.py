@@ -16,9 +16,9 @@ pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 
-from banaserve.engine.vllm.migration.ranks import OTHER_FAILED, Ranks
-from banaserve.engine.vllm.migration.rpc.tensors import TensorBundle
-from banaserve.errors import GuestLostError, MigrationError
+from banaserve.base.errors import GuestLostError, MigrationError
+from banaserve.migration.ranks import OTHER_FAILED, Ranks
+from banaserve.migration.rpc.tensors import TensorBundle
 
 NUM_RANKS = 3
 Work = Callable[[Ranks], Any]
@@ -120,7 +120,7 @@ def test_an_answer_of_another_shape_is_a_failure_of_all(
     all_ranks: Callable[[Work], list[Future[Any]]],
 ) -> None:
     pytest.importorskip("vllm")
-    from banaserve.engine.vllm.migration.units.layers import RemoteLayers
+    from banaserve.migration.units.layers import RemoteLayers
 
     hidden, given_up = torch.zeros(3, 8), list[str]()
 

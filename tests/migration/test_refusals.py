@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from banaserve.errors import MigrationError, UserError
+from banaserve.base.errors import MigrationError, UserError
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def _sharded(config: Any) -> None:
 
 @pytest.mark.parametrize("change", [None, _compiled, _ranks])
 def test_engines_that_can(config: Any, change: Callable[[Any], None] | None) -> None:
-    from banaserve.engine.vllm.migration.checks import check_config
+    from banaserve.migration.checks import check_config
 
     changed = copy.deepcopy(config)
     if change is not None:
@@ -107,7 +107,7 @@ def test_engines_that_can(config: Any, change: Callable[[Any], None] | None) -> 
     ],
 )
 def test_others_say_why_not(config: Any, change: Callable[[Any], None], why: str) -> None:
-    from banaserve.engine.vllm.migration.checks import check_config
+    from banaserve.migration.checks import check_config
 
     changed = copy.deepcopy(config)
     change(changed)
@@ -124,7 +124,7 @@ def test_mixed_and_windowed_attention_are_refused() -> None:
         SlidingWindowSpec,
     )
 
-    from banaserve.engine.vllm.migration.checks import check_groups
+    from banaserve.migration.checks import check_groups
 
     shape = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
     full = KVCacheGroupSpec(["a"], FullAttentionSpec(**shape))
@@ -140,7 +140,7 @@ def test_mixed_and_windowed_attention_are_refused() -> None:
 def test_layers_that_do_not_lie_in_one_list_are_refused() -> None:
     from torch import nn
 
-    from banaserve.engine.vllm.migration.checks import find_layers
+    from banaserve.migration.checks import find_layers
 
     class Layer(nn.Module):
         def forward(self, hidden_states: Any) -> Any:
@@ -168,7 +168,7 @@ def test_layers_that_do_not_lie_in_one_list_are_refused() -> None:
     "given", [{"kv_grow": 2}, {"kv_growth": 0.5}, {"stall_s": 0}, {"poison": "yes"}]
 )
 def test_settings_are_checked(config: Any, given: dict[str, Any]) -> None:
-    from banaserve.engine.vllm.settings.migration_settings import KEY, settings_of
+    from banaserve.engine.migration_settings import KEY, settings_of
 
     changed = copy.deepcopy(config)
     assert settings_of(changed) is None

@@ -15,10 +15,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from banaserve.engine.vllm.migration.kv.slot_writer import SlotWriter
-from banaserve.engine.vllm.migration.rpc.messages import SlotCopies, StorePlace
+from banaserve.base.platform.processes import ProcessHandle
 from banaserve.kvstore.interface import Slot
-from banaserve.platform.processes import ProcessHandle
+from banaserve.migration.kv.slot_writer import SlotWriter
+from banaserve.migration.rpc.messages import SlotCopies, StorePlace
 from banaserve.transport.memory import Memory
 from store_rig import FINGERPRINT, KEYS, Store, opened
 from waiting import eventually

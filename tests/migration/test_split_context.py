@@ -10,13 +10,13 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from banaserve.engine.vllm.migration.kv.dirty_blocks import RemoteBlocks
-from banaserve.engine.vllm.migration.modules import paged_attention
-from banaserve.engine.vllm.migration.modules.context_split import ContextPlan, split_context
-from banaserve.engine.vllm.migration.modules.paged_attention import DevicePages, KvPages, Pages
 from banaserve.kernels.interface import Batch, Heads
 from banaserve.kernels.reference import ReferenceKernels
 from banaserve.kernels.registry import pick
+from banaserve.migration.kv.dirty_blocks import RemoteBlocks
+from banaserve.migration.modules import paged_attention
+from banaserve.migration.modules.context_split import ContextPlan, split_context
+from banaserve.migration.modules.paged_attention import DevicePages, KvPages, Pages
 from depth import seeds
 from split_doubles import (
     BLOCK_SIZE,

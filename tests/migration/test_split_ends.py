@@ -12,25 +12,25 @@ import pytest
 import torch
 from vllm import _custom_ops as ops
 
-from banaserve.engine.vllm.migration.kv.dirty_blocks import RemoteBlocks
-from banaserve.engine.vllm.migration.kv.host_kv import HostKv
-from banaserve.engine.vllm.migration.kv.step_context import StepContext
-from banaserve.engine.vllm.migration.modules.context_split import ContextAttention
-from banaserve.engine.vllm.migration.modules.paged_attention import KvPages
-from banaserve.engine.vllm.migration.ranks import Ranks
-from banaserve.engine.vllm.migration.rpc import messages
-from banaserve.engine.vllm.migration.rpc.guest_client import GuestClient
-from banaserve.engine.vllm.migration.rpc.tensors import TensorBundle, from_wire, restore
-from banaserve.engine.vllm.migration.units.context import (
+from banaserve.base.errors import GuestLostError, ProtocolError
+from banaserve.migration.kv.dirty_blocks import RemoteBlocks
+from banaserve.migration.kv.host_kv import HostKv
+from banaserve.migration.kv.step_context import StepContext
+from banaserve.migration.modules.context_split import ContextAttention
+from banaserve.migration.modules.paged_attention import KvPages
+from banaserve.migration.ranks import Ranks
+from banaserve.migration.rpc import messages
+from banaserve.migration.rpc.guest_client import GuestClient
+from banaserve.migration.rpc.tensors import TensorBundle, from_wire, restore
+from banaserve.migration.units.context import (
     Context,
     HostContext,
     OlderBlocks,
     RemoteContext,
     RunContext,
 )
-from banaserve.engine.vllm.migration.units.host_unit import UnitLocation
-from banaserve.engine.vllm.migration.units.registry import HostUnits, decode_request
-from banaserve.errors import GuestLostError, ProtocolError
+from banaserve.migration.units.host_unit import UnitLocation
+from banaserve.migration.units.registry import HostUnits, decode_request
 from banaserve.transport.connect import over_unix
 from banaserve.transport.errors import PeerGoneError
 from banaserve.transport.interface import Message

@@ -18,11 +18,11 @@ from vllm.forward_context import BatchDescriptor
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
-from banaserve.engine.vllm.compat import graphs as compat
-from banaserve.engine.vllm.compat.experts import join_shared_experts
-from banaserve.engine.vllm.migration.modules.eager_break import call_in_break, is_capturing
-from banaserve.engine.vllm.migration.modules.step_graphs import WANTED_STEPS, StepGraphs
-from banaserve.engine.vllm.migration.units.layers import without_padding
+from banaserve.engine.compat import graphs as compat
+from banaserve.engine.compat.experts import join_shared_experts
+from banaserve.migration.modules.eager_break import call_in_break, is_capturing
+from banaserve.migration.modules.step_graphs import WANTED_STEPS, StepGraphs
+from banaserve.migration.units.layers import without_padding
 
 
 class Captured:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import cast
 
-from banaserve.engine.vllm.migration.host import worker_rpc
-from banaserve.engine.vllm.migration.host.host import MigrationHost
-from banaserve.engine.vllm.migration.worker_api import GuestLinkStatus, LinkState
+from banaserve.migration.host import worker_rpc
+from banaserve.migration.host.host import MigrationHost
+from banaserve.migration.worker_api import GuestLinkStatus, LinkState
 
 
 class Link:

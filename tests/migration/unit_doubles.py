@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from banaserve.engine.vllm.migration.kv.host_kv import HostKv
-from banaserve.engine.vllm.migration.modules.paged_attention import KernelsAttention
-from banaserve.engine.vllm.migration.units.base import MigrationUnit
-from banaserve.engine.vllm.migration.units.host_unit import HostEngine, HostUnit
-from banaserve.engine.vllm.migration.units.registry import HostUnits
 from banaserve.kernels.reference import ReferenceKernels
+from banaserve.migration.kv.host_kv import HostKv
+from banaserve.migration.modules.paged_attention import KernelsAttention
+from banaserve.migration.units.base import MigrationUnit
+from banaserve.migration.units.host_unit import HostEngine, HostUnit
+from banaserve.migration.units.registry import HostUnits
 
 
 def attended_by_kernels() -> Any:

@@ -22,10 +22,10 @@ import msgspec
 import zmq
 
 import mock_protocol as protocol
-from banaserve.config import Budget
-from banaserve.engine.vllm.continuation import output_of
-from banaserve.engine.vllm.rpc.engine_api import CoreApi, PoolResize, PoolStatus, WorkerApi
-from banaserve.engine.vllm.rpc.typed_rpc import implements
+from banaserve.base.config import Budget
+from banaserve.contracts.rpc.engine_api import CoreApi, PoolResize, PoolStatus, WorkerApi
+from banaserve.contracts.rpc.typed_rpc import implements
+from banaserve.engine.continuation import output_of
 from banaserve.kvstore.fingerprint import Fingerprint
 from mock_facts import VLLM, EngineFacts, MockOptions, Trouble
 from mock_protocol import (

@@ -1,4 +1,4 @@
-"""Engines of a test that are mocks: what ``banaserve.engine.vllm.launch.spawned`` is for real ones.
+"""Engines of a test that are mocks: what ``banaserve.mains.spawned`` is for real ones.
 
 ``python -m mock_parent KIND PARENT_PID`` reads what it is to be from its standard input. A parent
 forks mock cores on order, as the engine parent forks real ones: ten milliseconds and some megabytes
@@ -20,10 +20,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 import mock_core
-from banaserve.engine.vllm.launch import messages
-from banaserve.engine.vllm.launch.spawn import LaunchKind
-from banaserve.fail_points import FailPoint, reach
-from banaserve.platform.processes import die_with_parent, show_life
+from banaserve.base.fail_points import FailPoint, reach
+from banaserve.base.platform.processes import die_with_parent, show_life
+from banaserve.serving.launch import messages
+from banaserve.serving.launch.spawn import LaunchKind
 
 _READ_BYTES = 4096
 

@@ -12,11 +12,11 @@ import socket
 from pathlib import Path
 
 from banaserve.cli.serve import launch as serve_launch
-from banaserve.engine.vllm.launch import launcher, messages, spawn
-from banaserve.engine.vllm.launch.launcher import ForkLauncher
-from banaserve.engine.vllm.launch.parent_link import ORDER_S, ParentLink, start_parent
-from banaserve.engine.vllm.liveness import probe
 from banaserve.kvstore.daemon.supervised import StoreTimeouts, SupervisedStore
+from banaserve.serving.launch import launcher, messages, spawn
+from banaserve.serving.launch.launcher import ForkLauncher
+from banaserve.serving.launch.parent_link import ORDER_S, ParentLink, start_parent
+from banaserve.serving.liveness import probe
 from mock_facts import HOST_VARIABLE, MockOptions
 
 _CLONE_NEWNS, _CLONE_NEWNET = 0x00020000, 0x40000000

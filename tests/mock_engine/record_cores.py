@@ -23,8 +23,8 @@ from typing import Any
 
 import msgspec
 
-from banaserve.engine.vllm.compat.wheels import wheel_of
-from banaserve.models.cache import cache_root
+from banaserve.base.models.cache import cache_root
+from banaserve.engine.compat.wheels import wheel_of
 from front_end import (
     Action,
     FrontEnd,
@@ -88,10 +88,10 @@ def fields_of(version: str) -> Path:
 def real_core(folder: Path, front: FrontEnd) -> Iterator[subprocess.Popen[bytes]]:
     """A real engine core, started from nothing as banaserve starts one on a GPU."""
     import small_model
-    from banaserve.engine.vllm.launch.messages import EngineLaunch
-    from banaserve.engine.vllm.launch.spawn import LaunchKind, spawn
-    from banaserve.engine.vllm.settings.engine_args import common_options
-    from banaserve.engine.vllm.settings.environment import ENVIRONMENT
+    from banaserve.contracts.environment import ENVIRONMENT
+    from banaserve.engine.engine_args import common_options
+    from banaserve.serving.launch.messages import EngineLaunch
+    from banaserve.serving.launch.spawn import LaunchKind, spawn
 
     model = small_model.resolve()
     argv = ["--model", model.path_or_id, "--served-model-name", model.served_name]
@@ -156,7 +156,7 @@ def record() -> Recording:
 
 def init_message() -> Any:
     """Answer to HELLO as banaserve encodes it; addresses are put in by the front end."""
-    from banaserve.engine.vllm.compat.engine import EngineHandshakeMetadata, EngineZmqAddresses
+    from banaserve.engine.compat.engine import EngineHandshakeMetadata, EngineZmqAddresses
 
     addresses = EngineZmqAddresses(inputs=[], outputs=[])
     return encoded(EngineHandshakeMetadata(addresses=addresses, parallel_config={}))
@@ -164,7 +164,7 @@ def init_message() -> Any:
 
 def scenario() -> list[Action]:
     """Requests, an abort and utility calls, as vLLM's client encodes them."""
-    from banaserve.engine.vllm.rpc.engine_api import CoreApi, WorkerApi
+    from banaserve.contracts.rpc.engine_api import CoreApi, WorkerApi
 
     numbers = iter(range(1, 100))
 

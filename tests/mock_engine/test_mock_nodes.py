@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from banaserve.api.admin_client import AdminClient
-from banaserve.controller.schemas import NodeRequest
-from banaserve.run_dir import find_admin
+from banaserve.base.run_dir import find_admin
+from banaserve.contracts.control_api import NodeRequest
+from banaserve.frontdoor.admin_client import AdminClient
 from fork_server import ForkServer
 from mock_facts import MockOptions
 from mock_run import MockRun, mock_launching, mock_node, mock_serving

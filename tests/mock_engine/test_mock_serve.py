@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from banaserve.api.admin_client import AdminClient
-from banaserve.controller.schemas import ScaleRequest
-from banaserve.engine.vllm.restart.api import RestartRequest
-from banaserve.run_dir import find_admin
+from banaserve.base.run_dir import find_admin
+from banaserve.contracts.control_api import ScaleRequest
+from banaserve.contracts.restart_api import RestartRequest
+from banaserve.frontdoor.admin_client import AdminClient
 from fork_server import ForkServer
 from mock_facts import MockOptions, Trouble
 from mock_run import MockRun, mock_run

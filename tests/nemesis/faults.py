@@ -14,12 +14,12 @@ from pathlib import Path
 
 import psutil
 
-from banaserve.api.admin_client import AdminClient
-from banaserve.engine.vllm.migration.api import MoveLayers
-from banaserve.errors import UserError
-from banaserve.fail_points import FailPoint
-from banaserve.platform.processes import is_running
-from banaserve.run_dir import find_admin
+from banaserve.base.errors import UserError
+from banaserve.base.fail_points import FailPoint
+from banaserve.base.platform.processes import is_running
+from banaserve.base.run_dir import find_admin
+from banaserve.contracts.migration_api import MoveLayers
+from banaserve.frontdoor.admin_client import AdminClient
 from link import Link
 from observing import until, writers
 from router import Router

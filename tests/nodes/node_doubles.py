@@ -14,9 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
+from banaserve.base.net.addresses import written
+from banaserve.base.platform.processes import is_running
+from banaserve.base.run_dir import RunDir
+from banaserve.base.types import InstanceId, Role
 from banaserve.kvstore.daemon.options import StoreOptions
-from banaserve.net.addresses import written
+from banaserve.migration.rpc.messages import GuestAddress
 from banaserve.nodes.agent import NodeAgent
 from banaserve.nodes.assignment import InstanceNeed
 from banaserve.nodes.credentials import ClusterCredentials
@@ -24,9 +27,6 @@ from banaserve.nodes.launcher import NodesLauncher
 from banaserve.nodes.places import GivenPlaces
 from banaserve.nodes.pool import NodeWork
 from banaserve.nodes.session import NodeSession
-from banaserve.platform.processes import is_running
-from banaserve.run_dir import RunDir
-from banaserve.types import InstanceId, Role
 
 KEY = "a-key-of-a-cluster"
 ENGINE = """

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
-from banaserve.errors import InstanceDeadError, UserError
+from banaserve.base.errors import InstanceDeadError, UserError
+from banaserve.base.platform.processes import is_running, wait_dying, wait_ended
+from banaserve.migration.rpc.messages import GuestAddress
 from banaserve.nodes import agent as agents
 from banaserve.nodes import client as clients
 from banaserve.nodes import link as links
@@ -25,7 +26,6 @@ from banaserve.nodes.messages import Inspect, JoinSession, LinkMeasured, Session
 from banaserve.nodes.model_check import model_digest
 from banaserve.nodes.places import AgentPlace, GivenPlaces
 from banaserve.nodes.versions import own_version
-from banaserve.platform.processes import is_running, wait_dying, wait_ended
 from node_doubles import KEY, Front, Scripts, launcher_of, opened, patched, start_node
 from waiting import until
 

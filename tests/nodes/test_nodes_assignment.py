@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from banaserve.config import ServeConfig
-from banaserve.errors import UserError
+from banaserve.base.config import ServeConfig
+from banaserve.base.errors import UserError
+from banaserve.base.types import InstanceId, Role
 from banaserve.nodes.assignment import InstanceNeed, NodeAssignment, NodeFacts, assign, room
-from banaserve.types import InstanceId, Role
 
 GIB = 1 << 30
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.errors import MigrationError, UserError
+from banaserve.base.errors import MigrationError, UserError
 from banaserve.kvstore.client import StoreClient
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.nodes import session as sessions

@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from banaserve.engine.vllm.instance import Instance
 from banaserve.nodes.pool import PoolNode
+from banaserve.serving.instance import Instance
 from node_doubles import launcher_of
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.errors import ProtocolError, UserError
+from banaserve.base.errors import ProtocolError, UserError
 from banaserve.nodes import client as clients
 from banaserve.nodes import link as links
 from banaserve.nodes.client import NodeClient

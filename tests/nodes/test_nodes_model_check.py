@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
 from banaserve.nodes.model_check import check_model, model_digest
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from banaserve.orchestrator.migration import slabs
-from banaserve.types import (
+from banaserve.base.types import (
     ClusterView,
     InstanceFacts,
     InstanceId,
@@ -17,6 +16,7 @@ from banaserve.types import (
     Step,
     SwitchRole,
 )
+from banaserve.orchestrator.control.migration import slabs
 
 WEIGHT_BYTES = 629_278_720
 FIXED_BYTES = 540_000_000

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from banaserve.costs import profile
-from banaserve.costs.profile import DecodeSection, PrefillSection
-from banaserve.costs.steps import StepCosts
+from banaserve.orchestrator.control.costs import profile
+from banaserve.orchestrator.control.costs.profile import DecodeSection, PrefillSection
+from banaserve.orchestrator.control.costs.steps import StepCosts
 from benchmarks import measure_profile
 
 PREFILL = PrefillSection(fixed_s=0.02, token_s=1e-3, pair_s=2e-7)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
-from banaserve.costs.profile import load
-from banaserve.orchestrator.measure import smoothed
-from banaserve.types import (
+from banaserve.base.types import (
     ClusterView,
     InstanceId,
     InstanceReport,
@@ -15,6 +13,8 @@ from banaserve.types import (
     ModulePlacement,
     Role,
 )
+from banaserve.orchestrator.control.costs.profile import load
+from banaserve.orchestrator.control.measure import smoothed
 
 BLENDED = {"kv_used_fraction", "busy_fraction", "step_fill_fraction", "step_s"}
 

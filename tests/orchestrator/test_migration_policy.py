@@ -12,9 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import migration_clusters as clusters_module
-from banaserve.orchestrator.migration import slabs
-from banaserve.orchestrator.migration.registry import make
-from banaserve.types import (
+from banaserve.base.types import (
     ClusterView,
     InstanceFacts,
     InstanceView,
@@ -24,6 +22,8 @@ from banaserve.types import (
     Role,
     SwitchRole,
 )
+from banaserve.orchestrator.control.migration import slabs
+from banaserve.orchestrator.control.migration.registry import make
 from depth import num_examples
 
 blocks_of, cluster_of = clusters_module.blocks_of, clusters_module.cluster

@@ -9,11 +9,7 @@ from typing import Any
 import pytest
 
 import migration_clusters as known
-from banaserve.controller.time_scaling import stretched
-from banaserve.orchestrator.migration import scoring
-from banaserve.orchestrator.migration.interface import MigrationPlan, RejectReason
-from banaserve.orchestrator.migration.registry import POLICIES, make, names
-from banaserve.types import (
+from banaserve.base.types import (
     Attempt,
     BackPressure,
     ClusterView,
@@ -25,6 +21,10 @@ from banaserve.types import (
     Role,
     SwitchRole,
 )
+from banaserve.orchestrator.control.migration import scoring
+from banaserve.orchestrator.control.migration.interface import MigrationPlan, RejectReason
+from banaserve.orchestrator.control.migration.registry import POLICIES, make, names
+from banaserve.orchestrator.planner.loop.time_scaling import stretched
 from depth import seeds
 
 OPT_13B, cluster, instance = known.OPT_13B, known.cluster, known.instance

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from banaserve.errors import UserError
-from banaserve.orchestrator.migration import options
-from banaserve.orchestrator.migration.options import RepairedOptions
-from banaserve.orchestrator.migration.registry import make
-from banaserve.orchestrator.model.moving import Link
+from banaserve.base.errors import UserError
+from banaserve.orchestrator.control.migration import options
+from banaserve.orchestrator.control.migration.options import RepairedOptions
+from banaserve.orchestrator.control.migration.registry import make
+from banaserve.orchestrator.control.model.moving import Link
 
 
 @pytest.mark.parametrize(

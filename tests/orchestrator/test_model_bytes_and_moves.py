@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import paper_equations
-from banaserve.orchestrator.model import moving, shape
-from banaserve.orchestrator.model.moving import Link
+from banaserve.orchestrator.control.model import moving, shape
+from banaserve.orchestrator.control.model.moving import Link
 from benchmarks.drivers.layer_pipeline import Prefill
 
 LLAMA_8B = shape.ModelShape(

@@ -6,15 +6,15 @@ import random
 
 import pytest
 
-from banaserve.orchestrator.model.calibration import (
+from banaserve.orchestrator.control.model.calibration import (
     EASED_AFTER_S,
     StepTime,
     StepWork,
     TransferTime,
     eased,
 )
-from banaserve.orchestrator.model.fit import LinearFit
-from banaserve.orchestrator.model.moving import Link
+from banaserve.orchestrator.control.model.fit import LinearFit
+from banaserve.orchestrator.control.model.moving import Link
 from depth import chosen_seed
 
 OPT_13B_A100 = (18.10e-3, 0.10191e-3, 7.122e-9, 6.269e-7, 0.03851e-3)

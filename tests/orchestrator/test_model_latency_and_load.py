@@ -5,11 +5,8 @@ from __future__ import annotations
 import pytest
 
 import paper_equations
-from banaserve.errors import UserError
-from banaserve.orchestrator import measure
-from banaserve.orchestrator.measure import LeftOut, ScalarLoad
-from banaserve.orchestrator.model import utilisation
-from banaserve.types import (
+from banaserve.base.errors import UserError
+from banaserve.base.types import (
     ClusterView,
     InstanceFacts,
     InstanceId,
@@ -18,6 +15,9 @@ from banaserve.types import (
     Load,
     Role,
 )
+from banaserve.orchestrator.control import measure
+from banaserve.orchestrator.control.measure import LeftOut, ScalarLoad
+from banaserve.orchestrator.control.model import utilisation
 from paper_equations import Latency
 
 FIGURE_2B_PREFILL = Load(0.95, 0.35)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from banaserve.orchestrator.model.calibration import StepTime, StepWork
-from banaserve.orchestrator.model.overlapping import makespan_s, overlap_fraction
+from banaserve.orchestrator.control.model.calibration import StepTime, StepWork
+from banaserve.orchestrator.control.model.overlapping import makespan_s, overlap_fraction
 
 FREE = StepTime.of(1e-12, 1e-3, 1e-15, 1e-15, 1e-3)
 """Nothing but work: a millisecond a token."""

@@ -6,19 +6,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from banaserve.errors import UserError
-from banaserve.orchestrator.control import (
-    ControlLimits,
-    Held,
-    Mode,
-    Remembered,
-    kind_of,
-    turn,
-    words,
-)
-from banaserve.orchestrator.migration import registry
-from banaserve.orchestrator.migration.interface import MigrationPlan
-from banaserve.types import (
+from banaserve.base.errors import UserError
+from banaserve.base.types import (
     Attempt,
     ClusterView,
     InstanceFacts,
@@ -31,6 +20,17 @@ from banaserve.types import (
     Role,
     Step,
     SwitchRole,
+)
+from banaserve.orchestrator.control.migration import registry
+from banaserve.orchestrator.control.migration.interface import MigrationPlan
+from banaserve.orchestrator.control.turn import (
+    ControlLimits,
+    Held,
+    Mode,
+    Remembered,
+    kind_of,
+    turn,
+    words,
 )
 
 P0, P1, D0 = InstanceId("p0"), InstanceId("p1"), InstanceId("d0")

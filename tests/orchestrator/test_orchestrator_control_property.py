@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import migration_clusters as clusters
-from banaserve.orchestrator.control import ControlLimits, Mode, Remembered, turn
-from banaserve.orchestrator.migration.registry import make
-from banaserve.types import ClusterView, InstanceFacts, Step
+from banaserve.base.types import ClusterView, InstanceFacts, Step
+from banaserve.orchestrator.control.migration.registry import make
+from banaserve.orchestrator.control.turn import ControlLimits, Mode, Remembered, turn
 from depth import num_examples
 
 NUM_BLOCKS, INTERVAL_S = 400, 2.0

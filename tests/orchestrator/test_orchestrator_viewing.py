@@ -6,10 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from banaserve.orchestrator import cluster_view
-from banaserve.orchestrator.cluster_view import Known
-from banaserve.orchestrator.migration import slabs
-from banaserve.types import (
+from banaserve.base.types import (
     Influence,
     InstanceFacts,
     InstanceId,
@@ -21,6 +18,9 @@ from banaserve.types import (
     Role,
     Step,
 )
+from banaserve.orchestrator.control import cluster_view
+from banaserve.orchestrator.control.cluster_view import Known
+from banaserve.orchestrator.control.migration import slabs
 
 P0, D0 = InstanceId("p0"), InstanceId("d0")
 FACTS = InstanceFacts(

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from banaserve.orchestrator.rebalancing import (
+from banaserve.base.types import InstanceId
+from banaserve.orchestrator.control.rebalancing import (
     DecodeLoad,
     RebalanceOptions,
     Stream,
     choose_moves,
 )
-from banaserve.types import InstanceId
 from depth import seeds
 
 OPTIONS = RebalanceOptions()

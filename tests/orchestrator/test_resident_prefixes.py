@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from banaserve.orchestrator.model.serving_times import LegLoad
-from banaserve.orchestrator.routing.resident_prefixes import ResidentPrefixes
-from banaserve.types import InstanceId
+from banaserve.base.types import InstanceId
+from banaserve.orchestrator.control.model.serving_times import LegLoad
+from banaserve.orchestrator.control.routing.resident_prefixes import ResidentPrefixes
 from depth import seeds
 
 A, B = InstanceId("a"), InstanceId("b")

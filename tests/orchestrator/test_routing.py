@@ -10,10 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from banaserve.errors import NoInstanceError
-from banaserve.orchestrator.routing.load_aware import LoadAwareOptions, dispatch
-from banaserve.orchestrator.routing.registry import make
-from banaserve.types import (
+from banaserve.base.errors import NoInstanceError
+from banaserve.base.types import (
     ClusterView,
     Distance,
     InstanceId,
@@ -24,6 +22,8 @@ from banaserve.types import (
     Role,
     Route,
 )
+from banaserve.orchestrator.control.routing.load_aware import LoadAwareOptions, dispatch
+from banaserve.orchestrator.control.routing.registry import make
 
 NOW_S = 50.0
 POLICIES: list[tuple[str, dict[str, Any]]] = [

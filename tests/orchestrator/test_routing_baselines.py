@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from banaserve.errors import UserError
-from banaserve.orchestrator.routing.registry import make, names, register
-from banaserve.orchestrator.routing.rotation import Rotation
-from banaserve.orchestrator.routing.round_robin import RoundRobin
-from banaserve.types import (
+from banaserve.base.errors import UserError
+from banaserve.base.types import (
     ClusterView,
     InstanceId,
     InstanceReport,
@@ -17,6 +14,9 @@ from banaserve.types import (
     RequestView,
     Role,
 )
+from banaserve.orchestrator.control.routing.registry import make, names, register
+from banaserve.orchestrator.control.routing.rotation import Rotation
+from banaserve.orchestrator.control.routing.round_robin import RoundRobin
 
 LONG = RequestView(RequestId("long"), 500)
 SHORT = RequestView(RequestId("short"), 500, cached_tokens=500)

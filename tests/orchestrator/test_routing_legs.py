@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from banaserve.errors import NoInstanceError, UserError
-from banaserve.orchestrator.routing.legs import LegOptions, plan_legs
-from banaserve.orchestrator.routing.registry import make, names
-from banaserve.types import ClusterView, InstanceId, InstanceView, RequestId, RequestView, Role
+from banaserve.base.errors import NoInstanceError, UserError
+from banaserve.base.types import ClusterView, InstanceId, InstanceView, RequestId, RequestView, Role
+from banaserve.orchestrator.control.routing.legs import LegOptions, plan_legs
+from banaserve.orchestrator.control.routing.registry import make, names
 
 
 def cluster(words: str) -> ClusterView:

@@ -6,15 +6,8 @@ from collections import Counter
 
 import pytest
 
-from banaserve.errors import UserError
-from banaserve.orchestrator.routing.load_aware import (
-    LoadAware,
-    LoadAwareOptions,
-    dispatch,
-    least_loaded,
-)
-from banaserve.orchestrator.routing.registry import make
-from banaserve.types import (
+from banaserve.base.errors import UserError
+from banaserve.base.types import (
     ClusterView,
     InstanceId,
     InstanceReport,
@@ -23,6 +16,13 @@ from banaserve.types import (
     RequestView,
     Role,
 )
+from banaserve.orchestrator.control.routing.load_aware import (
+    LoadAware,
+    LoadAwareOptions,
+    dispatch,
+    least_loaded,
+)
+from banaserve.orchestrator.control.routing.registry import make
 
 NOW_S = 100.0
 PUBLISHED = LoadAwareOptions(preset="published")

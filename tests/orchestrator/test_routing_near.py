@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 
-from banaserve.orchestrator.model.handing_over import UNMEASURED, way_s
-from banaserve.orchestrator.routing.leg_by_leg import nearest
-from banaserve.orchestrator.routing.registry import make
-from banaserve.types import (
+from banaserve.base.types import (
     ClusterView,
     Distance,
     InstanceId,
@@ -20,6 +17,9 @@ from banaserve.types import (
     RequestView,
     Role,
 )
+from banaserve.orchestrator.control.model.handing_over import UNMEASURED, way_s
+from banaserve.orchestrator.control.routing.leg_by_leg import nearest
+from banaserve.orchestrator.control.routing.registry import make
 
 NOW_S = 10.0
 FAST, SLOW = Distance(1e-4, 1e10), Distance(1e-3, 1e8)

@@ -7,33 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from banaserve.errors import UserError
-from banaserve.orchestrator.model.output_length import OutputLengthWindow
-from banaserve.orchestrator.model.serving_times import (
-    LegLoad,
-    RecentPrompts,
-    assumed_coefficients,
-    times_of,
-)
-from banaserve.orchestrator.routing.excess import (
-    Excesses,
-    LegPlace,
-    Limits,
-    RouteSituation,
-    missed,
-    missed_by,
-)
-from banaserve.orchestrator.routing.legs import LegOptions
-from banaserve.orchestrator.routing.registry import make
-from banaserve.orchestrator.routing.slo_aware import (
-    SloAware,
-    SloAwareOptions,
-    _apart,
-    _firsts,
-    _whole,
-    choose,
-)
-from banaserve.types import (
+from banaserve.base.errors import UserError
+from banaserve.base.types import (
     ClusterView,
     Distance,
     InstanceId,
@@ -45,6 +20,31 @@ from banaserve.types import (
     RequestView,
     Role,
     Route,
+)
+from banaserve.orchestrator.control.model.output_length import OutputLengthWindow
+from banaserve.orchestrator.control.model.serving_times import (
+    LegLoad,
+    RecentPrompts,
+    assumed_coefficients,
+    times_of,
+)
+from banaserve.orchestrator.control.routing.excess import (
+    Excesses,
+    LegPlace,
+    Limits,
+    RouteSituation,
+    missed,
+    missed_by,
+)
+from banaserve.orchestrator.control.routing.legs import LegOptions
+from banaserve.orchestrator.control.routing.registry import make
+from banaserve.orchestrator.control.routing.slo_aware import (
+    SloAware,
+    SloAwareOptions,
+    _apart,
+    _firsts,
+    _whole,
+    choose,
 )
 from depth import seeds
 

@@ -6,9 +6,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from banaserve.engine.vllm.kv_connector.scheduler import work_of
-from banaserve.engine.vllm.monitoring.reports import StepMeter
-from banaserve.orchestrator.model.calibration import StepTime, StepWork
+from banaserve.engine.connector.scheduler import work_of
+from banaserve.orchestrator.control.model.calibration import StepTime, StepWork
+from banaserve.serving.monitoring.reports import StepMeter
 
 TRUTH = StepTime.of(0.02, 1e-3, 1e-7, 1e-6, 2e-3)
 

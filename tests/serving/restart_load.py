@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 
 import httpx
 
-from banaserve.api.admin_client import AdminClient
-from banaserve.engine.vllm.restart.api import RestartRequest, RollingRestart
-from banaserve.run_dir import find_admin
+from banaserve.base.run_dir import find_admin
+from banaserve.contracts.restart_api import RestartRequest, RollingRestart
+from banaserve.frontdoor.admin_client import AdminClient
 from observing import writer
 from server_run import Run
 from streams import Answer, Gaps, Kind, connected, differences

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import executor_doubles as doubles
-from banaserve.clock import WallClock
-from banaserve.engine.interface import NodeStatus
-from banaserve.engine.vllm.launch.launcher import LocalLauncher
-from banaserve.engine.vllm.roles.drain import Drains
-from banaserve.engine.vllm.scaling.scaler import Scaler
-from banaserve.errors import InstanceDeadError, MigrationError, UserError
-from banaserve.types import InstanceId, Role
+from banaserve.base.clock import WallClock
+from banaserve.base.errors import InstanceDeadError, MigrationError, UserError
+from banaserve.base.types import InstanceId, Role
+from banaserve.contracts.instances import NodeStatus
+from banaserve.serving.launch.launcher import LocalLauncher
+from banaserve.serving.roles.drain import Drains
+from banaserve.serving.scaling.scaler import Scaler
 
 
 class NewInstance(doubles.Instance):

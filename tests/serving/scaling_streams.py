@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx
 
-from banaserve.api.admin_client import AdminClient
-from banaserve.controller.schemas import ScaleRequest
-from banaserve.engine.interface import Scaling
+from banaserve.contracts.control_api import ScaleRequest
+from banaserve.contracts.instances import Scaling
+from banaserve.frontdoor.admin_client import AdminClient
 from observing import until, writers
 from server_run import Run
 from streams import Answer, Gaps, Kind, connected, differences

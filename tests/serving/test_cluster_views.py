@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 import model_shapes
-from banaserve.clock import WallClock
-from banaserve.engine.vllm.cluster import Cluster
-from banaserve.engine.vllm.liveness.timeouts import ClusterTimeouts
-from banaserve.engine.vllm.settings.kv_bytes import kv_token_bytes
-from banaserve.types import NO_WAYS, Distance, InstanceId, InstanceView, Role
+from banaserve.base.clock import WallClock
+from banaserve.base.types import NO_WAYS, Distance, InstanceId, InstanceView, Role
+from banaserve.engine.kv_bytes import kv_token_bytes
+from banaserve.serving.cluster import Cluster
+from banaserve.serving.liveness.timeouts import ClusterTimeouts
 
 WAYS = {("a", "b"): Distance(1e-3, 1e9), ("b", "a"): Distance(2e-3, 2e9)}
 

@@ -16,10 +16,10 @@ from vllm.lora.request import LoRARequest
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
-from banaserve.engine.vllm.client import DisaggregatedClient
-from banaserve.engine.vllm.compat import engine as compat
-from banaserve.engine.vllm.compat import kv_cache
-from banaserve.engine.vllm.requests.lora import Adapters
+from banaserve.engine.compat import engine as compat
+from banaserve.engine.compat import kv_cache
+from banaserve.serving.client import DisaggregatedClient
+from banaserve.serving.requests.lora import Adapters
 
 BLOCK_SIZE = 4
 

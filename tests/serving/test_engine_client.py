@@ -24,22 +24,9 @@ from vllm.exceptions import GracefulHTTPError
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
-from banaserve.access.cache_salt import tenant
-from banaserve.api.app import vllm_app
-from banaserve.clock import WallClock
-from banaserve.engine.vllm.client import DisaggregatedClient
-from banaserve.engine.vllm.cluster import Cluster
-from banaserve.engine.vllm.compat import engine as compat
-from banaserve.engine.vllm.compat.server import ServerStub
-from banaserve.engine.vllm.liveness.timeouts import ClusterTimeouts
-from banaserve.engine.vllm.requests.disagg_request import RequestContext
-from banaserve.engine.vllm.requests.intake import Blockers
-from banaserve.engine.vllm.requests.lora import Adapters
-from banaserve.engine.vllm.requests.router import Router
-from banaserve.engine.vllm.settings.engine_args import parse_vllm_argv
-from banaserve.engine.vllm.tracing.request_log import RequestNotes
-from banaserve.orchestrator.routing.named import NamedPolicy
-from banaserve.types import (
+from banaserve.base.access.cache_salt import tenant
+from banaserve.base.clock import WallClock
+from banaserve.base.types import (
     InstanceId,
     InstanceView,
     RequestId,
@@ -48,6 +35,19 @@ from banaserve.types import (
     Role,
     Route,
 )
+from banaserve.engine.compat import engine as compat
+from banaserve.engine.compat.server import ServerStub
+from banaserve.engine.engine_args import parse_vllm_argv
+from banaserve.frontdoor.app import vllm_app
+from banaserve.orchestrator.control.routing.named import NamedPolicy
+from banaserve.serving.client import DisaggregatedClient
+from banaserve.serving.cluster import Cluster
+from banaserve.serving.liveness.timeouts import ClusterTimeouts
+from banaserve.serving.requests.disagg_request import RequestContext
+from banaserve.serving.requests.intake import Blockers
+from banaserve.serving.requests.lora import Adapters
+from banaserve.serving.requests.router import Router
+from banaserve.serving.tracing.request_log import RequestNotes
 
 MAX_MODEL_LEN = 16
 
@@ -406,7 +406,7 @@ async def test_a_routing_policy_that_fails_is_answered_500_under_its_name(
         (500, line),
         (500, line),
     ]
-    told = [one for one in caplog.records if one.name == "banaserve.engine.vllm.requests.router"]
+    told = [one for one in caplog.records if one.name == "banaserve.serving.requests.router"]
     assert [(one.getMessage(), bool(one.exc_info)) for one in told] == [(line, True), (line, False)]
 
 

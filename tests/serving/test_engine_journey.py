@@ -20,26 +20,26 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.stats import IterationStats
 
-from banaserve.clock import WallClock
-from banaserve.engine.vllm.compat import engine as compat
-from banaserve.engine.vllm.continuation import output_of, with_output
-from banaserve.engine.vllm.instance import DRAINED
-from banaserve.engine.vllm.kv_connector.handover import Handover
-from banaserve.engine.vllm.requests.decode_batching import DecodeBatching
-from banaserve.engine.vllm.requests.disagg_request import (
+from banaserve.base.clock import WallClock
+from banaserve.base.types import NOWHERE, InstanceId, RequestView, Route
+from banaserve.contracts.trace_events import TraceLine
+from banaserve.engine.compat import engine as compat
+from banaserve.engine.connector.handover import Handover
+from banaserve.engine.continuation import output_of, with_output
+from banaserve.serving.instance import DRAINED
+from banaserve.serving.requests.decode_batching import DecodeBatching
+from banaserve.serving.requests.disagg_request import (
     Prediction,
     RequestContext,
     run_request,
 )
-from banaserve.engine.vllm.requests.intake import Blockers
-from banaserve.engine.vllm.requests.prefix_lookup import HoldEnd, PrefixLookups
-from banaserve.engine.vllm.requests.router import RoutedLegs, WeightsReplacedError
-from banaserve.engine.vllm.requests.sequences import run_sequences, sequences_of
-from banaserve.engine.vllm.requests.suspects import EnginesDiedError
-from banaserve.engine.vllm.tracing.events import TraceLine
-from banaserve.engine.vllm.tracing.request_log import RequestNotes
-from banaserve.engine.vllm.tracing.spans import FRONT_DOOR, spans_of
-from banaserve.types import NOWHERE, InstanceId, RequestView, Route
+from banaserve.serving.requests.intake import Blockers
+from banaserve.serving.requests.prefix_lookup import HoldEnd, PrefixLookups
+from banaserve.serving.requests.router import RoutedLegs, WeightsReplacedError
+from banaserve.serving.requests.sequences import run_sequences, sequences_of
+from banaserve.serving.requests.suspects import EnginesDiedError
+from banaserve.serving.tracing.request_log import RequestNotes
+from banaserve.serving.tracing.spans import FRONT_DOOR, spans_of
 from waiting import until
 
 GATHER_S = 600.0
@@ -714,10 +714,10 @@ async def test_predictions_are_held_against_what_a_stream_shows(
     now_s, seen = [100.0], {}
     loop = SimpleNamespace(time=lambda: now_s[0])
     monkeypatch.setattr(
-        "banaserve.engine.vllm.requests.disagg_request.asyncio.get_running_loop", lambda: loop
+        "banaserve.serving.requests.disagg_request.asyncio.get_running_loop", lambda: loop
     )
     monkeypatch.setattr(
-        "banaserve.engine.vllm.requests.disagg_request.metrics.PREDICTED",
+        "banaserve.serving.requests.disagg_request.metrics.PREDICTED",
         SimpleNamespace(
             labels=lambda *names: SimpleNamespace(
                 observe=lambda ratio: seen.update({names: pytest.approx(ratio)})

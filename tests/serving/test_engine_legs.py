@@ -14,26 +14,26 @@ pytest.importorskip("vllm")
 from vllm.logprobs import Logprob, append_logprobs_for_next_position
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
-from banaserve.engine.vllm.compat import engine as compat
-from banaserve.engine.vllm.compat.runner_hooks import (
+from banaserve.engine.compat import engine as compat
+from banaserve.engine.compat.runner_hooks import (
     RewindableGenerator,
     advance,
     rewind_failed_loads,
 )
-from banaserve.engine.vllm.continuation import (
+from banaserve.engine.connector.handover import Handover
+from banaserve.engine.continuation import (
     logprob_rows,
     output_of,
     with_output,
 )
-from banaserve.engine.vllm.kv_connector.handover import Handover
-from banaserve.engine.vllm.liveness.restart_policy import RestartPolicy
-from banaserve.engine.vllm.requests.intake import (
+from banaserve.serving.liveness.restart_policy import RestartPolicy
+from banaserve.serving.requests.intake import (
     end_with_context,
     first_token_blocker,
     give_seed,
     take_client_args,
 )
-from banaserve.engine.vllm.requests.legs import decode_leg, prefill_leg
+from banaserve.serving.requests.legs import decode_leg, prefill_leg
 
 
 def greedy(**options: object) -> SamplingParams:

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from banaserve.engine.vllm.requests.decode_batching import DecodeBatching
+from banaserve.serving.requests.decode_batching import DecodeBatching
 
 HERE: Any = SimpleNamespace(id="d0", coming=set())
 THERE: Any = SimpleNamespace(id="d1", coming=set())

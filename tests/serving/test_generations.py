@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from banaserve.engine.vllm.generations import (
+from banaserve.base.types import InstanceId, Role
+from banaserve.serving.generations import (
     Member,
     can_leave,
     candidates,
     is_lost,
     restart_order,
 )
-from banaserve.types import InstanceId, Role
 
 ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "c": Role.COLOCATED}
 

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from banaserve.engine.vllm.instance import Inflight, InflightGuard
+from banaserve.serving.instance import Inflight, InflightGuard
 
 
 class Counts:

@@ -19,13 +19,15 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from banaserve.engine.vllm.launch import forkserver, messages, spawned
-from banaserve.engine.vllm.launch.launcher import ForkLauncher
-from banaserve.engine.vllm.launch.messages import EngineLaunch
-from banaserve.engine.vllm.launch.parent_link import ParentLink, ParentLostError
-from banaserve.engine.vllm.launch.spawn import LaunchKind, spawn
-from banaserve.errors import InstanceDeadError
-from banaserve.platform.processes import is_running
+from banaserve.base.errors import InstanceDeadError
+from banaserve.base.platform.processes import is_running
+from banaserve.mains import engine_parent as forkserver
+from banaserve.mains import spawned
+from banaserve.serving.launch import messages
+from banaserve.serving.launch.launcher import ForkLauncher
+from banaserve.serving.launch.messages import EngineLaunch
+from banaserve.serving.launch.parent_link import ParentLink, ParentLostError
+from banaserve.serving.launch.spawn import LaunchKind, spawn
 from waiting import until
 
 

@@ -11,14 +11,14 @@ import pytest
 pytest.importorskip("vllm")
 
 import executor_doubles as doubles
-from banaserve.clock import WallClock
-from banaserve.engine.interface import NodeChange
-from banaserve.engine.vllm.roles.drain import Drains
-from banaserve.engine.vllm.scaling import node_changes
-from banaserve.engine.vllm.scaling.node_changes import NodeChanges
-from banaserve.engine.vllm.scaling.plan import InstanceCounts
-from banaserve.errors import MigrationError, UserError
-from banaserve.types import InstanceId, Role
+from banaserve.base.clock import WallClock
+from banaserve.base.errors import MigrationError, UserError
+from banaserve.base.types import InstanceId, Role
+from banaserve.contracts.instances import NodeChange
+from banaserve.serving.roles.drain import Drains
+from banaserve.serving.scaling import node_changes
+from banaserve.serving.scaling.node_changes import NodeChanges
+from banaserve.serving.scaling.plan import InstanceCounts
 from scaling_doubles import Cluster, Factory, Machines, scaler_of
 from waiting import until
 

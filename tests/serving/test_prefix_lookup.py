@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from banaserve.engine.vllm.requests.prefix_lookup import num_known
 from banaserve.kvstore.interface import Lookup
+from banaserve.serving.requests.prefix_lookup import num_known
 
 _STATES = {"h": Lookup.HIT, "p": Lookup.PENDING, "a": Lookup.ASKED, "m": Lookup.MISS}
 

@@ -17,19 +17,19 @@ pytest.importorskip("vllm")
 
 from vllm.outputs import CompletionOutput
 
-from banaserve.clock import WallClock
-from banaserve.engine.vllm.cluster import Cluster
-from banaserve.engine.vllm.compat.requests import RequestOutput, RequestOutputKind
-from banaserve.engine.vllm.instance import State
-from banaserve.engine.vllm.launch.engine_settings import EngineSettings
-from banaserve.engine.vllm.liveness import supervisor
-from banaserve.engine.vllm.liveness.timeouts import ClusterTimeouts
-from banaserve.engine.vllm.requests.leg_output import LegMovedError, LegOutputCollector
-from banaserve.engine.vllm.restart.api import RestartRequest, RollingRestart
-from banaserve.engine.vllm.restart.options import check_fits, check_options
-from banaserve.engine.vllm.restart.rolling import RollingRestarts
-from banaserve.errors import InstanceDeadError, MigrationError, UserError
-from banaserve.types import InstanceId, Role
+from banaserve.base.clock import WallClock
+from banaserve.base.errors import InstanceDeadError, MigrationError, UserError
+from banaserve.base.types import InstanceId, Role
+from banaserve.contracts.restart_api import RestartRequest, RollingRestart
+from banaserve.engine.compat.requests import RequestOutput, RequestOutputKind
+from banaserve.serving.cluster import Cluster
+from banaserve.serving.instance import State
+from banaserve.serving.launch.engine_settings import EngineSettings
+from banaserve.serving.liveness import supervisor
+from banaserve.serving.liveness.timeouts import ClusterTimeouts
+from banaserve.serving.requests.leg_output import LegMovedError, LegOutputCollector
+from banaserve.serving.restart.options import check_fits, check_options
+from banaserve.serving.restart.rolling import RollingRestarts
 from waiting import until
 
 NOTHING: Any = SimpleNamespace()

@@ -14,24 +14,24 @@ pytest.importorskip("vllm")
 from prometheus_client import REGISTRY
 
 import executor_doubles as doubles
-from banaserve.clock import WallClock
-from banaserve.engine.vllm.launch.devices import Devices
-from banaserve.engine.vllm.launch.launcher import LocalLauncher
-from banaserve.engine.vllm.migration.api import MoveLayers
-from banaserve.engine.vllm.migration.controller import guest_monitor
-from banaserve.engine.vllm.monitoring import metrics
-from banaserve.engine.vllm.roles.drain import Drains
-from banaserve.engine.vllm.scaling import factory as factories
-from banaserve.engine.vllm.scaling.autoscaler import Autoscaler
-from banaserve.engine.vllm.scaling.plan import (
+from banaserve.base.clock import WallClock
+from banaserve.base.errors import BanaServeError, MigrationError, UserError
+from banaserve.base.types import ClusterView, InstanceId, InstanceReport, InstanceView, Role
+from banaserve.contracts.migration_api import MoveLayers
+from banaserve.orchestrator.control.autoscaling import AutoscaleOptions, LoadsSince, next_step
+from banaserve.serving.launch.devices import Devices
+from banaserve.serving.launch.launcher import LocalLauncher
+from banaserve.serving.migration import guest_monitor
+from banaserve.serving.monitoring import metrics
+from banaserve.serving.roles.drain import Drains
+from banaserve.serving.scaling import factory as factories
+from banaserve.serving.scaling.autoscaler import Autoscaler
+from banaserve.serving.scaling.plan import (
     InstanceCounts,
     InstanceLoad,
     plan_leaving,
     plan_scaling,
 )
-from banaserve.errors import BanaServeError, MigrationError, UserError
-from banaserve.orchestrator.autoscaling import AutoscaleOptions, LoadsSince, next_step
-from banaserve.types import ClusterView, InstanceId, InstanceReport, InstanceView, Role
 from migration_doubles import LAYERS, done
 from scaling_doubles import Factory, scaler_of
 from waiting import until

@@ -9,22 +9,22 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from banaserve.api import serving
+from banaserve.base.errors import UserError
+from banaserve.base.types import InstanceId, InstanceView, Role
 from banaserve.cli.serve.command_line import parse_serve_argv
-from banaserve.elastic.arrangement import arrangements
-from banaserve.elastic.options import ElasticOptions
-from banaserve.elastic.planning import changes_of
-from banaserve.engine.vllm.cluster import Cluster
-from banaserve.engine.vllm.compat.engine import EngineDeadError
-from banaserve.engine.vllm.instance import State
-from banaserve.engine.vllm.liveness import probe as probes
-from banaserve.engine.vllm.liveness.probe import LivenessProbe
-from banaserve.engine.vllm.liveness.timeouts import ClusterTimeouts
-from banaserve.engine.vllm.requests.prefix_lookup import PrefixLookups
-from banaserve.engine.vllm.roles.role_switch import Budgets
-from banaserve.errors import UserError
-from banaserve.orchestrator.routing import registry
-from banaserve.types import InstanceId, InstanceView, Role
+from banaserve.engine.compat.engine import EngineDeadError
+from banaserve.mains import serve as serving
+from banaserve.orchestrator.control.routing import registry
+from banaserve.orchestrator.planner.arrangement import arrangements
+from banaserve.orchestrator.planner.options import ElasticOptions
+from banaserve.orchestrator.planner.planning import changes_of
+from banaserve.serving.cluster import Cluster
+from banaserve.serving.instance import State
+from banaserve.serving.liveness import probe as probes
+from banaserve.serving.liveness.probe import LivenessProbe
+from banaserve.serving.liveness.timeouts import ClusterTimeouts
+from banaserve.serving.requests.prefix_lookup import PrefixLookups
+from banaserve.serving.roles.role_switch import Budgets
 from waiting import until
 
 

@@ -16,17 +16,17 @@ import pytest
 pytest.importorskip("vllm")
 
 import model_shapes
-from banaserve.clock import WallClock
-from banaserve.engine.vllm import instance as instances
-from banaserve.engine.vllm.cluster import Cluster
-from banaserve.engine.vllm.instance import Instance, State
-from banaserve.engine.vllm.launch.devices import Devices
-from banaserve.engine.vllm.launch.engine_settings import EngineSettings
-from banaserve.engine.vllm.launch.launcher import SpawnLauncher
-from banaserve.engine.vllm.liveness import probe, supervisor
-from banaserve.engine.vllm.liveness.timeouts import ClusterTimeouts
-from banaserve.errors import InstanceDeadError
-from banaserve.types import InstanceId, Role
+from banaserve.base.clock import WallClock
+from banaserve.base.errors import InstanceDeadError
+from banaserve.base.types import InstanceId, Role
+from banaserve.serving import instance as instances
+from banaserve.serving.cluster import Cluster
+from banaserve.serving.instance import Instance, State
+from banaserve.serving.launch.devices import Devices
+from banaserve.serving.launch.engine_settings import EngineSettings
+from banaserve.serving.launch.launcher import SpawnLauncher
+from banaserve.serving.liveness import probe, supervisor
+from banaserve.serving.liveness.timeouts import ClusterTimeouts
 from waiting import until
 
 

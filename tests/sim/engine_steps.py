@@ -118,7 +118,7 @@ def _scheduler(load: Load) -> Any:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.structured_output import StructuredOutputManager
 
-    from banaserve import models
+    from banaserve.base import models
 
     model = models.resolve(models.PACKAGED, None, lambda line: print(line, file=sys.stderr))
     limits = SchedulerConfig(

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from banaserve.costs import profile
-from banaserve.costs.steps import StepCosts, run_s
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
+from banaserve.orchestrator.control.costs import profile
+from banaserve.orchestrator.control.costs.steps import StepCosts, run_s
 from banaserve.sim import case
 from banaserve.sim.run import judged, simulate
 from banaserve.sim.workload import Lengths, LoadPhase, drawn

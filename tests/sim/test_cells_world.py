@@ -7,19 +7,19 @@ from random import Random
 
 import pytest
 
-from banaserve.costs.profile import load as load_profile
-from banaserve.errors import UserError
-from banaserve.orchestrator.routing.leg_by_leg import LegByLeg
-from banaserve.orchestrator.routing.load_aware import LoadAware
+from banaserve.base.errors import UserError
+from banaserve.base.types import Distance, InstanceId
+from banaserve.orchestrator.control.costs.profile import load as load_profile
+from banaserve.orchestrator.control.routing.leg_by_leg import LegByLeg
+from banaserve.orchestrator.control.routing.load_aware import LoadAware
+from banaserve.route.sim.cell_replica import far_between, nodes_of
+from banaserve.route.sim.cells_load import CellsLoad
+from banaserve.route.sim.cells_world import CellsSetting, CellsWorld, NodeDeath
+from banaserve.route.sim.round_trips import FIVE_REGIONS, ROUND_TRIPS_MS, read_round_trips
 from banaserve.sim.cell import Cell
-from banaserve.sim.regions.cell_replica import far_between, nodes_of
-from banaserve.sim.regions.cells_load import CellsLoad
-from banaserve.sim.regions.cells_world import CellsSetting, CellsWorld, NodeDeath
-from banaserve.sim.regions.round_trips import FIVE_REGIONS, ROUND_TRIPS_MS, read_round_trips
 from banaserve.sim.request import SimRequest
 from banaserve.sim.system import preset
 from banaserve.sim.timeline import Timeline
-from banaserve.types import Distance, InstanceId
 from depth import seeds
 
 pytestmark = pytest.mark.deep
@@ -99,7 +99,7 @@ def test_other_policies_lose_nothing_either(policy):
 
 
 def test_a_region_without_a_living_cell_is_served_by_the_other_one(monkeypatch):
-    module = "banaserve.sim.regions.cells_world.drawn_deaths"
+    module = "banaserve.route.sim.cells_world.drawn_deaths"
     deaths = [NodeDeath(2.0, "europe", cell, 0) for cell in (0, 1)]
     monkeypatch.setattr(module, lambda *_: deaths)
     world = ran(TWO, 1)

@@ -6,18 +6,8 @@ from typing import Any
 
 import pytest
 
-from banaserve.costs.profile import load
-from banaserve.errors import UserError
-from banaserve.orchestrator.routing.slo_aware import SloAware
-from banaserve.sim.cluster import SimCluster
-from banaserve.sim.events import Event, arrange
-from banaserve.sim.request import SimRequest
-from banaserve.sim.result import LatencyLimits
-from banaserve.sim.run import simulate
-from banaserve.sim.system import System, preset
-from banaserve.sim.timeline import Timeline
-from banaserve.sim.workload import Lengths, LoadPhase, drawn
-from banaserve.types import (
+from banaserve.base.errors import UserError
+from banaserve.base.types import (
     ClusterView,
     InstanceId,
     Module,
@@ -28,6 +18,16 @@ from banaserve.types import (
     Role,
     Route,
 )
+from banaserve.orchestrator.control.costs.profile import load
+from banaserve.orchestrator.control.routing.slo_aware import SloAware
+from banaserve.sim.cluster import SimCluster
+from banaserve.sim.events import Event, arrange
+from banaserve.sim.request import SimRequest
+from banaserve.sim.result import LatencyLimits
+from banaserve.sim.run import simulate
+from banaserve.sim.system import System, preset
+from banaserve.sim.timeline import Timeline
+from banaserve.sim.workload import Lengths, LoadPhase, drawn
 
 PROFILE = load("opt-13b-a100")
 TOKEN_BYTES = 819_200

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from banaserve.costs.profile import load
-from banaserve.costs.steps import StepCosts, run_s, steps_within
+from banaserve.orchestrator.control.costs.profile import load
+from banaserve.orchestrator.control.costs.steps import StepCosts, run_s, steps_within
 from banaserve.sim.batch import EngineLimits
 from banaserve.sim.engine import SimEngine
 from banaserve.sim.request import SimRequest

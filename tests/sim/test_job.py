@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
 from banaserve.sim.job import AskedSystem, job
 from banaserve.sim.workload import Arrivals
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from banaserve.cli.main import main
-from banaserve.engine.vllm.settings.migration_settings import MigrationSettings
+from banaserve.engine.migration_settings import MigrationSettings
 from banaserve.sim import case
 from banaserve.sim.job import AskedSystem, job
 from banaserve.sim.run import simulate

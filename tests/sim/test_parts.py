@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 
-from banaserve.costs import profile
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
+from banaserve.orchestrator.control.costs import profile
 from banaserve.sim.cluster import ClusterPart
 from banaserve.sim.parts import dealt, simulate_in_parts
 from banaserve.sim.request import SimRequest

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from banaserve.costs.profile import load
-from banaserve.orchestrator.rebalancing import RebalanceOptions
+from banaserve.orchestrator.control.costs.profile import load
+from banaserve.orchestrator.control.rebalancing import RebalanceOptions
 from banaserve.sim.cluster import SimCluster
 from banaserve.sim.events import Event, arrange
 from banaserve.sim.run import simulate

@@ -6,7 +6,7 @@ from math import ceil
 
 import pytest
 
-from banaserve.sim.regions.world import Record, RequestOutcome
+from banaserve.route.sim.world import Record, RequestOutcome
 from banaserve.sim.result import percentile
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.costs.profile import load as load_profile
-from banaserve.costs.steps import StepCosts
+from banaserve.orchestrator.control.costs.profile import load as load_profile
+from banaserve.orchestrator.control.costs.steps import StepCosts
 from banaserve.sim.batch import EngineLimits
 from banaserve.sim.engine import SimEngine
 from banaserve.sim.request import SimRequest

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from banaserve.clock import Clock
+from banaserve.base.clock import Clock
 from banaserve.sim.timeline import Timeline, run_virtual
 
 

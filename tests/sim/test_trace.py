@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
 from banaserve.sim.lengths import MEASURED, draw_measured, read_lengths
 from banaserve.sim.trace import Arrival, cut, read_trace, requests_of
 from depth import chosen_seed

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from banaserve.engine.vllm.compat.requests import RequestOutput
+from banaserve.engine.compat.requests import RequestOutput
 from seeded_engine import MAX_MODEL_LEN, WORDS, token_at
 
 

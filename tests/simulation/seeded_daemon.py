@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from banaserve.errors import StoreUnavailableError
+from banaserve.base.errors import StoreUnavailableError
 from banaserve.kvstore.daemon.supervised import SupervisedStore
 from seeded_engine import SharedStore
 from seeded_machine import Troubles

@@ -21,11 +21,11 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 import model_shapes
-from banaserve.engine.vllm.compat import engine as compat
-from banaserve.engine.vllm.compat.kv_cache import Request
-from banaserve.engine.vllm.continuation import output_of
-from banaserve.engine.vllm.kv_connector.metadata import StepPlan, StepResult
-from banaserve.engine.vllm.kv_connector.scheduler import StoreConnectorScheduler
+from banaserve.engine.compat import engine as compat
+from banaserve.engine.compat.kv_cache import Request
+from banaserve.engine.connector.metadata import StepPlan, StepResult
+from banaserve.engine.connector.scheduler import StoreConnectorScheduler
+from banaserve.engine.continuation import output_of
 from banaserve.kvstore import wire
 from banaserve.kvstore.cost_gate import CostGate
 from banaserve.kvstore.interface import Exchanged, Lease, Lookup, Slot

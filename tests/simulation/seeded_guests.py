@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from banaserve.engine.vllm.migration.guest.server import GuestServer
-from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
-from banaserve.platform.processes import Pulse
+from banaserve.base.platform.processes import Pulse
+from banaserve.migration.guest.server import GuestServer
+from banaserve.migration.rpc.messages import GuestAddress
 from banaserve.transport.errors import PeerGoneError, RefusedError, StaleEpochError
 from banaserve.transport.interface import Offsets, RegionDescriptor, TransportOptions
 from banaserve.transport.local_region import reserve

@@ -11,19 +11,19 @@ import torch
 from torch import nn
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from banaserve.engine.vllm.compat import runner_hooks
-from banaserve.engine.vllm.compat.config import CUDAGraphMode
-from banaserve.engine.vllm.kv_connector.block_copy import EndedCopy
-from banaserve.engine.vllm.migration.host.host import MigrationHost
-from banaserve.engine.vllm.migration.host.worker_rpc import MigrationMethods
-from banaserve.engine.vllm.migration.kv.host_kv import HostKv, KvRun
-from banaserve.engine.vllm.migration.kv.store_copier import StoreCopier
-from banaserve.engine.vllm.migration.modules.layer_proxy import RangeProxy
-from banaserve.engine.vllm.migration.units.heads import HostHeads
-from banaserve.engine.vllm.rpc.engine_api import CoreApi, PoolResize, PoolStatus
-from banaserve.engine.vllm.rpc.typed_rpc import implements
-from banaserve.engine.vllm.settings.migration_settings import MigrationSettings
-from banaserve.errors import MigrationError
+from banaserve.base.errors import MigrationError
+from banaserve.contracts.rpc.engine_api import CoreApi, PoolResize, PoolStatus
+from banaserve.contracts.rpc.typed_rpc import implements
+from banaserve.engine.compat import runner_hooks
+from banaserve.engine.compat.config import CUDAGraphMode
+from banaserve.engine.connector.block_copy import EndedCopy
+from banaserve.engine.migration_settings import MigrationSettings
+from banaserve.migration.host.host import MigrationHost
+from banaserve.migration.host.worker_rpc import MigrationMethods
+from banaserve.migration.kv.host_kv import HostKv, KvRun
+from banaserve.migration.kv.store_copier import StoreCopier
+from banaserve.migration.modules.layer_proxy import RangeProxy
+from banaserve.migration.units.heads import HostHeads
 from banaserve.transport.memory import Memory
 from seeded_modules import (
     BLOCK,

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import msgspec
 import zmq
 
-from banaserve.engine.vllm.launch.launcher import LocalLauncher
-from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
-from banaserve.errors import InstanceDeadError
+from banaserve.base.errors import InstanceDeadError
+from banaserve.migration.rpc.messages import GuestAddress
+from banaserve.serving.launch.launcher import LocalLauncher
 from banaserve.sim.timeline import Timeline, VirtualTimeLoop
 from seeded_threads import Thread, run_on_thread
 

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from banaserve.engine.vllm.migration.controller.planner import ModelFacts
-from banaserve.engine.vllm.migration.kv.step_context import common_from
-from banaserve.engine.vllm.migration.rpc import messages
-from banaserve.engine.vllm.migration.rpc.tensors import TensorBundle, from_wire, restore
-from banaserve.engine.vllm.migration.units.guest_unit import Answer, GuestServices, GuestUnit
-from banaserve.engine.vllm.migration.units.heads import (
+from banaserve.base.errors import GuestLostError
+from banaserve.migration.kv.step_context import common_from
+from banaserve.migration.rpc import messages
+from banaserve.migration.rpc.tensors import TensorBundle, from_wire, restore
+from banaserve.migration.units.guest_unit import Answer, GuestServices, GuestUnit
+from banaserve.migration.units.heads import (
     BuildHeads,
     DescribedStep,
     HeadStep,
@@ -27,8 +27,8 @@ from banaserve.engine.vllm.migration.units.heads import (
     RemoteHeads,
     RunHeads,
 )
-from banaserve.engine.vllm.migration.units.layers import BuildLayers, RunLayers
-from banaserve.errors import GuestLostError
+from banaserve.migration.units.layers import BuildLayers, RunLayers
+from banaserve.serving.migration.planner import ModelFacts
 from banaserve.transport.interface import Tensor, Transport
 from seeded_threads import sleep
 

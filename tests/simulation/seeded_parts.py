@@ -8,10 +8,10 @@ from typing import Any
 
 from vllm.sampling_params import SamplingParams
 
-from banaserve.engine.vllm.compat import engine as compat
-from banaserve.engine.vllm.instance import Instance
-from banaserve.engine.vllm.launch.engine_settings import EngineSettings
-from banaserve.types import InstanceId, Role
+from banaserve.base.types import InstanceId, Role
+from banaserve.engine.compat import engine as compat
+from banaserve.serving.instance import Instance
+from banaserve.serving.launch.engine_settings import EngineSettings
 from seeded_engine import Front
 from seeded_machine import LoopClock, Machine
 

@@ -24,49 +24,49 @@ import pytest
 import torch
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from banaserve.config import Budget
-from banaserve.engine.vllm import instance as instances
-from banaserve.engine.vllm.client import DisaggregatedClient
-from banaserve.engine.vllm.cluster import Cluster
-from banaserve.engine.vllm.compat.requests import GracefulHTTPError
-from banaserve.engine.vllm.instance import Inflight, Instance, State
-from banaserve.engine.vllm.launch.engine_settings import EngineSettings
-from banaserve.engine.vllm.liveness import probe
-from banaserve.engine.vllm.liveness.timeouts import ClusterTimeouts
-from banaserve.engine.vllm.migration import checks
-from banaserve.engine.vllm.migration.api import (
+from banaserve.base.config import Budget
+from banaserve.base.errors import BanaServeError, InstanceDeadError, MigrationError, UserError
+from banaserve.base.types import InstanceId, Role
+from banaserve.contracts.migration_api import (
     MigrationRequest,
     MoveHeads,
     MoveLayers,
     Return,
 )
-from banaserve.engine.vllm.migration.controller import guest_monitor, guest_pool, process_stats
-from banaserve.engine.vllm.migration.controller.coordinator import Coordinator
-from banaserve.engine.vllm.migration.guest import server as guest_server
-from banaserve.engine.vllm.migration.host import block_mover, host, move, unit_builder
-from banaserve.engine.vllm.migration.host.move import Move
-from banaserve.engine.vllm.migration.kv import store_copier
-from banaserve.engine.vllm.migration.modules import layer_proxy
-from banaserve.engine.vllm.migration.rpc import guest_client, messages
-from banaserve.engine.vllm.migration.types import ALLOWED, MovePhase
-from banaserve.engine.vllm.migration.units import guest_unit, layers
-from banaserve.engine.vllm.requests.lora import Adapters
-from banaserve.engine.vllm.requests.prefix_lookup import PrefixLookup
-from banaserve.engine.vllm.requests.router import Router, WeightsReplacedError
-from banaserve.engine.vllm.requests.suspects import MAX_DEATHS, EnginesDiedError
-from banaserve.engine.vllm.restart.api import RestartRequest
-from banaserve.engine.vllm.restart.rolling import RollingRestarts
-from banaserve.engine.vllm.roles.drain import Drains
-from banaserve.engine.vllm.roles.role_switch import Budgets, Roles
-from banaserve.engine.vllm.scaling.plan import InstanceCounts
-from banaserve.engine.vllm.scaling.scaler import Scaler
-from banaserve.engine.vllm.tracing.request_log import RequestLog
-from banaserve.errors import BanaServeError, InstanceDeadError, MigrationError, UserError
+from banaserve.contracts.move_phase import ALLOWED, MovePhase
+from banaserve.contracts.restart_api import RestartRequest
+from banaserve.engine.compat.requests import GracefulHTTPError
 from banaserve.kvstore.daemon import supervised
-from banaserve.orchestrator.routing import registry
-from banaserve.orchestrator.routing.legs import LegOptions
-from banaserve.orchestrator.routing.named import NamedPolicy
-from banaserve.types import InstanceId, Role
+from banaserve.migration import checks
+from banaserve.migration.guest import server as guest_server
+from banaserve.migration.host import block_mover, host, move, unit_builder
+from banaserve.migration.host.move import Move
+from banaserve.migration.kv import store_copier
+from banaserve.migration.modules import layer_proxy
+from banaserve.migration.rpc import guest_client, messages
+from banaserve.migration.units import guest_unit, layers
+from banaserve.orchestrator.control.routing import registry
+from banaserve.orchestrator.control.routing.legs import LegOptions
+from banaserve.orchestrator.control.routing.named import NamedPolicy
+from banaserve.serving import instance as instances
+from banaserve.serving.client import DisaggregatedClient
+from banaserve.serving.cluster import Cluster
+from banaserve.serving.instance import Inflight, Instance, State
+from banaserve.serving.launch.engine_settings import EngineSettings
+from banaserve.serving.liveness import probe
+from banaserve.serving.liveness.timeouts import ClusterTimeouts
+from banaserve.serving.migration import guest_monitor, guest_pool, process_stats
+from banaserve.serving.migration.coordinator import Coordinator
+from banaserve.serving.requests.lora import Adapters
+from banaserve.serving.requests.prefix_lookup import PrefixLookup
+from banaserve.serving.requests.router import Router, WeightsReplacedError
+from banaserve.serving.requests.suspects import MAX_DEATHS, EnginesDiedError
+from banaserve.serving.restart.rolling import RollingRestarts
+from banaserve.serving.roles.drain import Drains
+from banaserve.serving.roles.role_switch import Budgets, Roles
+from banaserve.serving.scaling.plan import InstanceCounts
+from banaserve.serving.scaling.scaler import Scaler
+from banaserve.serving.tracing.request_log import RequestLog
 from seeded_answers import MAX_MODEL_LEN, Answer, ClientRequest, fits
 from seeded_daemon import VirtualDaemon
 from seeded_engine import WORDS, Core, SharedStore, StoreLink, hash_blocks

@@ -185,12 +185,12 @@ def _import() -> None:
         "banaserve.cli.main",
         "banaserve.cli.serve.command",
         "banaserve.cli.serve.launch",
-        "banaserve.api.serving",
+        "banaserve.mains.serve",
         "uvloop",
     ):
         importlib.import_module(name)
-    from banaserve.engine.vllm.launch.forkserver import pre_import
-    from banaserve.engine.vllm.settings.environment import set_environment
+    from banaserve.contracts.environment import set_environment
+    from banaserve.mains.engine_parent import pre_import
 
     set_environment()
     pre_import()

@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import small_model
-from banaserve import models
-from banaserve.api.admin_client import AdminClient
+from banaserve.base import models
+from banaserve.base.errors import UserError
 from banaserve.bench.datasets import prompts
 from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from banaserve.bench.loadgen.servers import Server
-from banaserve.engine.vllm.migration.api import (
+from banaserve.contracts.migration_api import (
     InstancePlacement,
     Migration,
     MigrationRequest,
@@ -27,7 +27,7 @@ from banaserve.engine.vllm.migration.api import (
     MoveLayers,
     Return,
 )
-from banaserve.errors import UserError
+from banaserve.frontdoor.admin_client import AdminClient
 from fork_server import ForkServer
 from observing import until, writer, writers
 from reference import reference_tokens, tokenizer

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import psutil
 
-from banaserve.access.key_files import CLUSTER_KEY_VARIABLE
+from banaserve.base.access.key_files import CLUSTER_KEY_VARIABLE
 from fork_server import ForkedProcess
 from observing import until
 from process_tree import ProcessTree

@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from banaserve import models
+from banaserve.base import models
 
 SEED = 3
 SPREAD = 0.08

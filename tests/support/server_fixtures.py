@@ -12,7 +12,7 @@ import pytest
 
 import ports
 import small_model
-from banaserve.platform.linux import available_memory_bytes
+from banaserve.base.platform.linux import available_memory_bytes
 from fork_server import ForkServer
 from observing import until
 from server_run import Run

@@ -11,9 +11,9 @@ import json
 import shutil
 from pathlib import Path
 
-from banaserve import models
-from banaserve.models import miniature
-from banaserve.models.miniature import Miniature
+from banaserve.base import models
+from banaserve.base.models import miniature
+from banaserve.base.models.miniature import Miniature
 
 THINK_END = 12
 """Token that ends the reasoning of the model that ``thinking`` makes."""

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.engine.vllm.compat import __main__ as command
-from banaserve.engine.vllm.compat import wheels
-from banaserve.engine.vllm.compat.checker import Comparison, check
-from banaserve.engine.vllm.compat.manifest import ENTRIES, Entry, Hook, NameKind, Parameters
-from banaserve.engine.vllm.compat.sources import Sources, WheelFiles
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
+from banaserve.engine.compat import __main__ as command
+from banaserve.engine.compat import wheels
+from banaserve.engine.compat.checker import Comparison, check
+from banaserve.engine.compat.manifest import ENTRIES, Entry, Hook, NameKind, Parameters
+from banaserve.engine.compat.sources import Sources, WheelFiles
 
 pytestmark = pytest.mark.room
 
@@ -321,7 +321,7 @@ def test_it_runs_without_vllm_and_torch(tmp_path: Path) -> None:
         "import sys, runpy\n"
         "for name in ('vllm', 'torch'): sys.modules[name] = None\n"
         f"sys.argv = ['compat', {str(path)!r}, '--only-breaks']\n"
-        "runpy.run_module('banaserve.engine.vllm.compat', run_name='__main__')\n"
+        "runpy.run_module('banaserve.engine.compat', run_name='__main__')\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 1, done.stderr

@@ -26,16 +26,16 @@ def test_dead_links_and_names_are_one_line_each(tmp_path: Path) -> None:
     document = tmp_path / "page.md"
     document.write_text(
         "# A page\n[here](#a-page) [nowhere](#no) [gone](gone.md)\n"
-        "`clock.py:WallClock.now` `clock.py:stop` `no/where.py:main`\n"
-        "```mermaid\nA->>B: api/app.py:make_nothing\n```\n"
+        "`base/clock.py:WallClock.now` `base/clock.py:stop` `no/where.py:main`\n"
+        "```mermaid\nA->>B: frontdoor/app.py:make_nothing\n```\n"
         f"{'<' * 7} HEAD\n"
     )
     assert [line.partition(": ")[2] for line in check.findings_in(document)] == [
         "page.md has no heading #no",
         "dead link gone.md",
-        "clock.py has no stop",
+        "base/clock.py has no stop",
         "there is no file no/where.py",
-        "api/app.py has no make_nothing",
+        "frontdoor/app.py has no make_nothing",
         "a merge has left its mark",
     ]
 
@@ -79,7 +79,7 @@ def test_a_message_that_names_no_document_of_a_clone_is_found(tmp_path: Path) ->
         "2: there is no document docs/reference/commands.md",
         "3: there is no document docs/gone.md",
     ]
-    assert ROOT / "banaserve" / "ui" / "static" / "index.html" in check.sources()
+    assert ROOT / "banaserve" / "frontdoor" / "page" / "static" / "index.html" in check.sources()
 
 
 @pytest.fixture(scope="module")

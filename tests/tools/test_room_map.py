@@ -70,8 +70,8 @@ def test_nothing_has_changed_since_the_record_but_the_record(checkout: Path) -> 
     [
         ("csrc/a.cpp", {"kernels", "kvstore"}),
         ("banaserve/kvstore/tiers/ssd/new.py", {"kvstore", "simulation"}),
-        ("banaserve/ui/new.py", {"ui"}),
-        ("tests/balancer/test_new.py", {"balancer"}),
+        ("banaserve/frontdoor/page/new.py", {"page"}),
+        ("tests/route/test_new.py", {"route"}),
         ("tests/support/new.py", set(room_map.rooms())),
         ("README.md", set()),
         ("tests/support/room_map.py", set()),

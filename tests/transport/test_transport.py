@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from banaserve.errors import ProtocolError, UserError
+from banaserve.base.errors import ProtocolError, UserError
 from banaserve.transport import registry, seal, service
 from banaserve.transport import tcp as bulk
 from banaserve.transport.errors import (

@@ -28,8 +28,9 @@ import msgspec
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from banaserve import models
-from banaserve.api.admin_client import AdminClient
+from banaserve.base import models
+from banaserve.base.errors import UserError
+from banaserve.base.run_dir import find_admin
 from banaserve.bench.compare import options as compare_options
 from banaserve.bench.compare.options import make_parser, parse, plans
 from banaserve.bench.compare.result import (
@@ -55,11 +56,10 @@ from banaserve.bench.serving.cell import CellId, Progress
 from banaserve.bench.serving.command import table
 from banaserve.bench.serving.run import run_cells, stopped_by_signals, write_whole
 from banaserve.bench.serving.timeline import decisions_of, watched
-from banaserve.controller.schemas import RoleRequest
-from banaserve.costs import miniatures
-from banaserve.engine.vllm.migration.api import Return
-from banaserve.errors import UserError
-from banaserve.run_dir import find_admin
+from banaserve.contracts.control_api import RoleRequest
+from banaserve.contracts.migration_api import Return
+from banaserve.frontdoor.admin_client import AdminClient
+from banaserve.pacing import miniatures
 
 __all__ = ["main", "make_parser"]
 

@@ -6,15 +6,15 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from banaserve import models
-from banaserve.arguments import Parser
+from banaserve.base import models
+from banaserve.base.arguments import Parser
+from banaserve.base.config import MINIATURE
+from banaserve.base.errors import UserError
 from banaserve.bench.compare.result import Workload
 from banaserve.bench.datasets.items import Dataset, WantedLengths, Words
 from banaserve.bench.serving.run import ServingPlan
 from banaserve.bench.serving.summary import Slo
-from banaserve.config import MINIATURE
-from banaserve.costs import profile as profiles
-from banaserve.errors import UserError
+from banaserve.orchestrator.control.costs import profile as profiles
 
 _MAX_PROMPT_TOKENS = 4000
 

@@ -12,7 +12,7 @@ from banaserve.bench.loadgen.client import RequestRecord
 from banaserve.bench.serving.cell import CellId, Sent
 from banaserve.bench.serving.run import requests_of
 from banaserve.bench.serving.summary import Summary, summarize
-from banaserve.costs.profile import Profile
+from banaserve.orchestrator.control.costs.profile import Profile
 from banaserve.sim.cluster import SimCluster
 from banaserve.sim.request import SimRequest
 from banaserve.sim.run import simulate

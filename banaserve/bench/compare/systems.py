@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from banaserve.errors import UserError
-from banaserve.names import check_known
+from banaserve.base.errors import UserError
+from banaserve.base.names import check_known
 
 
 class ServerSystem(NamedTuple):

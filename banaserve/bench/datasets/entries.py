@@ -26,9 +26,9 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from banaserve.base.errors import UserError
+from banaserve.base.records import read_records, unpacked
 from banaserve.bench.datasets.files import prompt_of, prompt_templates
-from banaserve.errors import UserError
-from banaserve.records import read_records, unpacked
 
 _AZURE_FIELDS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _REQUIRED = {

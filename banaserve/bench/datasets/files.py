@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from banaserve.errors import UserError
-from banaserve.names import check_known
-from banaserve.records import read_records
+from banaserve.base.errors import UserError
+from banaserve.base.names import check_known
+from banaserve.base.records import read_records
 
 _FILES = {
     "alpaca": ("yahma/alpaca-cleaned", "alpaca_data_cleaned.json"),

@@ -10,12 +10,12 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from banaserve.base.errors import UserError
+from banaserve.base.names import check_known
 from banaserve.bench.datasets import synthetic_datasets
 from banaserve.bench.datasets.entries import DatasetEntry, read_entries
 from banaserve.bench.datasets.files import data_folder, dataset_files, fetch
 from banaserve.bench.datasets.prompts import without_middle
-from banaserve.errors import UserError
-from banaserve.names import check_known
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from banaserve.base.errors import UserError
+from banaserve.base.names import check_known
 from banaserve.bench.datasets.files import Text, data_folder, dataset_files, read_texts
 from banaserve.bench.datasets.synthetic_prompts import write_prompt
-from banaserve.errors import UserError
-from banaserve.names import check_known
 
 Tokenize = Callable[[str], Sequence[int]]
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from banaserve.errors import UserError
-from banaserve.names import check_known
+from banaserve.base.errors import UserError
+from banaserve.base.names import check_known
 
 KINDS = ("closed", "gamma", "poisson", "trace")
 

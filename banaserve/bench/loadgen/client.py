@@ -13,8 +13,8 @@ from typing import Any, Self
 
 import msgspec
 
+from banaserve.base.clock import Clock, WallClock
 from banaserve.bench.loadgen.http import HttpExchange, HttpStreams
-from banaserve.clock import Clock, WallClock
 
 
 class RequestRecord(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit
 
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
 
 if TYPE_CHECKING:
     import httptools

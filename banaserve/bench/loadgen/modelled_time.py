@@ -8,9 +8,9 @@ import urllib.request
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from banaserve.base.clock import WallClock
+from banaserve.base.errors import UserError
 from banaserve.bench.results.result import ModelledTime
-from banaserve.clock import WallClock
-from banaserve.errors import UserError
 
 _INFO = "banaserve_paced_info"
 

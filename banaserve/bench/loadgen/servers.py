@@ -23,8 +23,8 @@ from typing import Protocol
 
 import psutil
 
-from banaserve.engine.vllm.settings.environment import engine_environment
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
+from banaserve.contracts.environment import engine_environment
 
 LOGS_VARIABLE = "BANASERVE_BENCH_LOGS"
 _METRIC = re.compile(r"^([^\s{#]+)(?:\{(.*)\})?\s+(\S+)$")

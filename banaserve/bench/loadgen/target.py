@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from banaserve import models
+from banaserve.base import models
+from banaserve.base.errors import UserError
 from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient
-from banaserve.errors import UserError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
+from banaserve.base.errors import UserError
 from banaserve.bench.report.serving_metrics import load_words, loads_of
 from banaserve.bench.serving.summary import Summary
 from banaserve.bench.serving.timeline import InstanceTimeline
-from banaserve.errors import UserError
 
 Point = tuple[float, float]
 

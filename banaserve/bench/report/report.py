@@ -11,12 +11,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from banaserve.arguments import Parser
+from banaserve.base.arguments import Parser
+from banaserve.base.errors import UserError
 from banaserve.bench.report import drawing
 from banaserve.bench.report.pages import as_html, as_markdown
 from banaserve.bench.report.section import section_of
 from banaserve.bench.results import result
-from banaserve.errors import UserError
 
 _SKIPPED = ("run.json",)
 

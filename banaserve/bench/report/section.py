@@ -7,13 +7,13 @@ from typing import Any
 
 import msgspec
 
+from banaserve.base.errors import UserError
 from banaserve.bench.report.compare_tables import extra_tables
 from banaserve.bench.report.plots import PlotGrid, grids_of
 from banaserve.bench.report.sentences import answer_of, by_metric
 from banaserve.bench.report.tables import MARKS, Table, figure_table, serving_table
 from banaserve.bench.results.result import Result
 from banaserve.bench.serving.summary import Summary
-from banaserve.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)

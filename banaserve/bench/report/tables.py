@@ -12,13 +12,12 @@ from banaserve.bench.report.serving_metrics import (
     loads_of,
 )
 from banaserve.bench.report.standings import Standing, standings
-from banaserve.bench.results.digits import interval_text, number, row, scaled, with_half
+from banaserve.bench.results.digits import NO_VALUE, interval_text, number, row, scaled, with_half
 from banaserve.bench.results.result import Figure
 from banaserve.bench.results.statistics import mean_interval
 from banaserve.bench.serving.summary import Summary
 
 Table = list[list[str]]
-NO_VALUE = "-"
 LIKE_THE_BEST = "≈"
 _LOADS = ("requests/s", "at once")
 """Endings of a load in words, which begins with a digit but is not a number."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from banaserve.bench.results.statistics import mean_interval
 
+NO_VALUE = "-"
 _MOST_DIGITS = 6
 _SMALLEST_PLAIN = 1e-6
 _SCALES: dict[str, Sequence[tuple[float, str]]] = {

@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 import banaserve
+from banaserve.base.errors import UserError
 from banaserve.bench.results.statistics import median, spread_fraction
-from banaserve.errors import UserError
 
 _MAX_LINE = 400
 _CODE = ("banaserve", "csrc", "setup.py", "pyproject.toml", ":(glob)benchmarks/**/*.py")

@@ -9,10 +9,10 @@ from typing import IO, NamedTuple, Self
 
 import msgspec
 
+from banaserve.base.errors import UserError
 from banaserve.bench.datasets.items import Item
 from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from banaserve.bench.loadgen.loops import INTERRUPTED, closed_loop, open_loop
-from banaserve.errors import UserError
 
 
 class CellId(NamedTuple):

@@ -26,16 +26,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from banaserve.arguments import Parser
+from banaserve.base.arguments import Parser
+from banaserve.base.errors import UserError
+from banaserve.base.names import check_known
 from banaserve.bench.datasets.items import Dataset, WantedLengths, Words
 from banaserve.bench.loadgen.arrivals import KINDS
 from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve.bench.loadgen.loops import run_fast
 from banaserve.bench.loadgen.modelled_time import modelled_time
 from banaserve.bench.loadgen.target import ServerUnderTest, find_target, load_tokenizer, try_out
-from banaserve.bench.report.tables import NO_VALUE
 from banaserve.bench.results import result
-from banaserve.bench.results.digits import interval_text
+from banaserve.bench.results.digits import NO_VALUE, interval_text
 from banaserve.bench.results.result import ModelledTime
 from banaserve.bench.serving.cell import CellId, Progress
 from banaserve.bench.serving.run import (
@@ -46,8 +47,6 @@ from banaserve.bench.serving.run import (
     stopped_by_signals,
 )
 from banaserve.bench.serving.summary import LATENCIES, Slo, Summary
-from banaserve.errors import UserError
-from banaserve.names import check_known
 
 _ROWS = (
     ("requests/s", "requests_per_s", 1.0),

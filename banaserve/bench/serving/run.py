@@ -19,13 +19,13 @@ from typing import Any
 
 import msgspec
 
+from banaserve.base.errors import UserError
 from banaserve.bench.datasets.items import Dataset, Item
 from banaserve.bench.loadgen.arrivals import arrival_times_s
 from banaserve.bench.loadgen.client import OpenAiClient
 from banaserve.bench.results import result
 from banaserve.bench.serving.cell import CellFile, CellId, Progress, run_cell
 from banaserve.bench.serving.summary import Slo, Summary, summarize, unit_of
-from banaserve.errors import UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

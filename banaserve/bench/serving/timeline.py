@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from banaserve.clock import Clock
-from banaserve.controller.schemas import DecisionRecord
+from banaserve.base.clock import Clock
+from banaserve.contracts.control_api import DecisionRecord
 
 _EVERY_S = 1.0
 _IN_FLIGHT = "banaserve_requests_in_flight"

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from banaserve.arguments import AT_LEAST_1, option
+from banaserve.base.arguments import AT_LEAST_1, option
 from banaserve.cli.admin.options import JsonOptions
 from banaserve.cli.app import App
 from banaserve.cli.console import print_json
-from banaserve.controller.schemas import DecisionRecord, Felt, StepRecord, WantedStep
+from banaserve.contracts.control_api import DecisionRecord, Felt, StepRecord, WantedStep
 from banaserve.kvstore.sizes import format_size
 
 

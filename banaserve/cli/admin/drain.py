@@ -6,7 +6,7 @@ import sys
 import time
 from dataclasses import dataclass
 
-from banaserve.arguments import argument, option
+from banaserve.base.arguments import argument, option
 from banaserve.cli.admin.options import JsonOptions
 from banaserve.cli.app import App
 from banaserve.cli.console import print_error, print_json

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from banaserve.api.admin_client import OperationClient
+from banaserve.base.errors import UserError
 from banaserve.cli.console import print_error, print_json
-from banaserve.errors import UserError
+from banaserve.frontdoor.admin_client import OperationClient
 
 _LOOK_S = 0.5
 

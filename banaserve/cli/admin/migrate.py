@@ -10,13 +10,13 @@ from typing import Any
 
 import msgspec
 
-from banaserve.api.admin_client import AdminClient
-from banaserve.arguments import option
+from banaserve.base.arguments import option
+from banaserve.base.errors import UserError
 from banaserve.cli.admin.following import ended, followed
 from banaserve.cli.admin.options import JsonOptions
 from banaserve.cli.admin.placement import overlap_words, sharing_line
 from banaserve.cli.app import App
-from banaserve.engine.vllm.migration.api import (
+from banaserve.contracts.migration_api import (
     ExpertLoadRequest,
     Migration,
     MigrationRequest,
@@ -28,9 +28,9 @@ from banaserve.engine.vllm.migration.api import (
     Return,
     ShareRequest,
 )
-from banaserve.errors import UserError
+from banaserve.frontdoor.admin_client import AdminClient
 from banaserve.kvstore.sizes import format_size
-from banaserve.orchestrator.migration.expert_choice import experts_for
+from banaserve.orchestrator.control.migration.expert_choice import experts_for
 
 
 @dataclass(frozen=True, kw_only=True)

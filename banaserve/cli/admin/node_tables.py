@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from banaserve.engine.interface import NodeStatus
+from banaserve.contracts.instances import NodeStatus
 from banaserve.kvstore.sizes import format_size
 
 _HEADING = ("NODE", "STATE", "INSTANCES", "ROOM FOR", "GPUS", "MEMORY", "PROBLEM")

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from banaserve.arguments import argument, extra, option
+from banaserve.base.arguments import argument, extra, option
 from banaserve.cli.admin.following import ended, followed
 from banaserve.cli.admin.node_tables import node_rows
 from banaserve.cli.admin.options import JsonOptions
 from banaserve.cli.admin.status import STYLES
 from banaserve.cli.app import App
 from banaserve.cli.console import print_json, print_rows
-from banaserve.controller.schemas import NodeRequest
-from banaserve.engine.interface import NodeChange
+from banaserve.contracts.control_api import NodeRequest
+from banaserve.contracts.instances import NodeChange
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from banaserve.access.key_files import key_option
-from banaserve.api.admin_client import AdminClient
-from banaserve.arguments import option
-from banaserve.errors import UserError
-from banaserve.run_dir import find_admin
+from banaserve.base.access.key_files import key_option
+from banaserve.base.arguments import option
+from banaserve.base.errors import UserError
+from banaserve.base.run_dir import find_admin
+from banaserve.frontdoor.admin_client import AdminClient
 
 _GROUP = "server"
 _server = partial(option, group=_GROUP)

@@ -8,7 +8,7 @@ from banaserve.cli.admin.node_tables import node_rows, with_nodes
 from banaserve.cli.admin.options import JsonOptions
 from banaserve.cli.app import App
 from banaserve.cli.console import print_json, print_rows
-from banaserve.engine.vllm.migration.api import (
+from banaserve.contracts.migration_api import (
     ClusterPlacement,
     GuestSharing,
     InstancePlacement,

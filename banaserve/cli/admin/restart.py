@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from banaserve.arguments import argument, option
+from banaserve.base.arguments import argument, option
+from banaserve.base.errors import UserError
 from banaserve.cli.admin.following import ended, followed
 from banaserve.cli.admin.options import JsonOptions
 from banaserve.cli.app import App
-from banaserve.engine.vllm.restart.api import RestartRequest, RollingRestart
-from banaserve.errors import UserError
+from banaserve.contracts.restart_api import RestartRequest, RollingRestart
 
 
 @dataclass(frozen=True, kw_only=True)

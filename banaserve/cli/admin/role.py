@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from banaserve.arguments import argument, option
+from banaserve.base.arguments import argument, option
+from banaserve.base.types import Role
 from banaserve.cli.admin.following import ended, followed
 from banaserve.cli.admin.options import JsonOptions
 from banaserve.cli.app import App
-from banaserve.controller.schemas import RoleRequest
-from banaserve.engine.interface import RoleChange
-from banaserve.types import Role
+from banaserve.contracts.control_api import RoleRequest
+from banaserve.contracts.instances import RoleChange
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from banaserve.arguments import option
+from banaserve.base.arguments import option
+from banaserve.base.errors import UserError
 from banaserve.cli.admin.following import ended, followed
 from banaserve.cli.admin.options import JsonOptions
 from banaserve.cli.app import App
-from banaserve.controller.schemas import ScaleRequest
-from banaserve.engine.interface import Scaling
-from banaserve.errors import UserError
+from banaserve.contracts.control_api import ScaleRequest
+from banaserve.contracts.instances import Scaling
 
 
 @dataclass(frozen=True, kw_only=True)

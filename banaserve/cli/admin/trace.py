@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from banaserve.arguments import AT_LEAST_1, argument, option
+from banaserve.base.arguments import AT_LEAST_1, argument, option
 from banaserve.cli.admin.options import JsonOptions
 from banaserve.cli.admin.trace_spans import HEADING, span_rows
 from banaserve.cli.app import App
 from banaserve.cli.console import print_rows
-from banaserve.engine.vllm.tracing.events import (
+from banaserve.contracts.trace_events import (
     CopiesEnded,
     EngineFinished,
     EngineReceived,

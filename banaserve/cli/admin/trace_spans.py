@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from banaserve.engine.vllm.tracing.events import TraceSpan
+from banaserve.contracts.trace_events import TraceSpan
 
 HEADING = ("PART", "FROM", "MS", "PROCESS", "TIMELINE", "ABOUT")
 _COLUMNS = 32

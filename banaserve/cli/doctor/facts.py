@@ -13,21 +13,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import banaserve
-from banaserve import models
-from banaserve.api.front_socket import bind
+from banaserve.base import models
+from banaserve.base.config import ServeConfig
+from banaserve.base.errors import UserError
+from banaserve.base.models import cache
+from banaserve.base.net.descriptors import raise_descriptor_limit
+from banaserve.base.platform.cpu_features import read_cpu_flags
+from banaserve.base.platform.linux import MADV_POPULATE_WRITE, available_memory_bytes, madvise
+from banaserve.base.platform.packages import installed_version
+from banaserve.base.plugins import load_plugins
 from banaserve.cli.doctor import checks as checks
 from banaserve.cli.doctor.checks import CheckStatus, Finding, Remedies
 from banaserve.cli.gpu_words import installed
 from banaserve.cli.plugins import REGISTRIES
 from banaserve.cli.serve import needs
-from banaserve.config import ServeConfig
-from banaserve.errors import UserError
-from banaserve.models import cache
-from banaserve.net.descriptors import raise_descriptor_limit
-from banaserve.platform.cpu_features import read_cpu_flags
-from banaserve.platform.linux import MADV_POPULATE_WRITE, available_memory_bytes, madvise
-from banaserve.platform.packages import installed_version
-from banaserve.plugins import load_plugins
+from banaserve.frontdoor.front_socket import bind
 
 
 def examine(model: str, port: int) -> Iterator[Finding]:

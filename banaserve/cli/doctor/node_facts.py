@@ -10,11 +10,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from banaserve import models
+from banaserve.base import models
+from banaserve.base.errors import UserError
+from banaserve.base.models import hub
 from banaserve.cli.doctor import node_checks
 from banaserve.cli.doctor.checks import Finding
-from banaserve.errors import UserError
-from banaserve.models import hub
 from banaserve.nodes.assignment import InstanceNeed
 from banaserve.nodes.by_ray.places import RayPlaces
 from banaserve.nodes.credentials import ClusterCredentials

@@ -12,31 +12,31 @@ from types import TracebackType
 from typing import Any, TextIO
 from urllib.parse import urlsplit
 
-from banaserve import models
-from banaserve.api.bodies.bounds import RequestBounds
-from banaserve.api.front_socket import FrontSocket
+from banaserve.base import models
+from banaserve.base.config import OrchestratorConfig, ServeConfig
+from banaserve.base.net.descriptors import raise_descriptor_limit
+from banaserve.base.platform.linux import available_memory_bytes
+from banaserve.base.plugins import PluginGroup
+from banaserve.base.run_dir import RunDir, admin_note, open_run_dir
 from banaserve.cli.console import Say, print_error, timed
 from banaserve.cli.plugins import rivalries, use_plugins
 from banaserve.cli.quiet import quiet
 from banaserve.cli.serve import emulation, needs
 from banaserve.cli.serve.command_line import make_parser, parse_serve_argv
 from banaserve.cli.sockets import front_socket
-from banaserve.config import OrchestratorConfig, ServeConfig
-from banaserve.controller.decisions import DecisionLog
-from banaserve.elastic.forecast_profile import forecast_profile
+from banaserve.frontdoor.bodies.bounds import RequestBounds
+from banaserve.frontdoor.front_socket import FrontSocket
+from banaserve.frontdoor.page.records import page_link
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.sizes import parse_size
-from banaserve.net.descriptors import raise_descriptor_limit
 from banaserve.nodes.options import NodeOptions
-from banaserve.orchestrator.control import ControlLimits, Mode
-from banaserve.orchestrator.migration import registry as migration_policies
-from banaserve.orchestrator.routing import registry
-from banaserve.platform.linux import available_memory_bytes
-from banaserve.plugins import PluginGroup
-from banaserve.run_dir import RunDir, admin_note, open_run_dir
+from banaserve.orchestrator.control.migration import registry as migration_policies
+from banaserve.orchestrator.control.routing import registry
+from banaserve.orchestrator.control.turn import ControlLimits, Mode
+from banaserve.orchestrator.planner.forecast_profile import forecast_profile
+from banaserve.orchestrator.planner.loop.decisions import DecisionLog
 from banaserve.transport import registry as transports
 from banaserve.transport.interface import MIN_SECRET_BYTES, TransportOptions
-from banaserve.ui.records import page_link
 
 __all__ = ["check_config", "make_parser", "serve_command"]
 

@@ -8,12 +8,12 @@ import tomllib
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from banaserve.arguments import Formatter, values_of
+from banaserve.base.arguments import Formatter, values_of
+from banaserve.base.config import ServeConfig
+from banaserve.base.errors import UserError
 from banaserve.cli.serve.help_pages import ServeParser, asked_group
-from banaserve.config import ServeConfig
-from banaserve.errors import UserError
-from banaserve.orchestrator.migration import registry as migration_policies
-from banaserve.orchestrator.routing import registry as routing_policies
+from banaserve.orchestrator.control.migration import registry as migration_policies
+from banaserve.orchestrator.control.routing import registry as routing_policies
 from banaserve.transport import registry as transports
 
 

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from banaserve.config import MINIATURE, ServeConfig
+from banaserve.base.config import MINIATURE, ServeConfig
 
 _COMPILER = "g++"
 

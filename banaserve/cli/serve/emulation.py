@@ -6,13 +6,13 @@ import itertools
 from collections.abc import Callable
 from pathlib import Path
 
-from banaserve import models
-from banaserve.config import MINIATURE, ServeConfig
-from banaserve.costs import miniatures
-from banaserve.costs import profile as profiles
-from banaserve.costs.devices import device_of
-from banaserve.costs.profile import Profile
-from banaserve.errors import UserError
+from banaserve.base import models
+from banaserve.base.config import MINIATURE, ServeConfig
+from banaserve.base.errors import UserError
+from banaserve.orchestrator.control.costs import profile as profiles
+from banaserve.orchestrator.control.costs.devices import device_of
+from banaserve.orchestrator.control.costs.profile import Profile
+from banaserve.pacing import miniatures
 from banaserve.sim.batch import EngineLimits
 
 BLOCK_TOKENS = 32
@@ -71,7 +71,7 @@ def vllm_options(config: ServeConfig, logs: Path) -> list[str]:
     Raises:
         UserError: The user gives a miniature another number type.
     """
-    from banaserve.engine.vllm.emulation.config import PacingSettings, pacing_options
+    from banaserve.pacing.config import PacingSettings, pacing_options
 
     profile = profile_of(config)
     if profile is None:
@@ -131,6 +131,6 @@ def begin(config: ServeConfig, world_size: int, on_cpu: bool, logs: Path) -> Non
         raise UserError(
             "--pace models one GPU an instance on a CPU: no real GPU, and no -tp or -pp"
         )
-    from banaserve.engine.vllm.emulation import metrics
+    from banaserve.pacing import metrics
 
     metrics.register(profile, config.dilate, logs)

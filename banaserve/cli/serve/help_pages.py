@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 
-from banaserve.arguments import Parser
-from banaserve.names import check_known
+from banaserve.base.arguments import Parser
+from banaserve.base.names import check_known
 
 COMMON: Mapping[str, Sequence[str]] = {
     "model and instances": (

@@ -16,35 +16,35 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from banaserve import models
-from banaserve.api.front_socket import FrontSocket
-from banaserve.cli.gpu_words import GpuUse, gpu_words, installed
-from banaserve.cli.serve import emulation, needs
-from banaserve.cli.serve.compiling import CompileChoice, choose_compiling, find_compiler
-from banaserve.cli.sockets import check_tls
-from banaserve.config import (
+from banaserve.base import models
+from banaserve.base.config import (
     GUEST_STALL_ON_CPU_S,
     GUEST_STALL_ON_GPU_S,
     MINIATURE,
     ServeConfig,
 )
-from banaserve.errors import MigrationError, UserError
+from banaserve.base.errors import MigrationError, UserError
+from banaserve.base.models import ResolvedModel, cache
+from banaserve.base.platform.cpu_features import DtypeChoice, choose_dtype, read_cpu_flags
+from banaserve.base.platform.linux import available_memory_bytes, limit_heaps
+from banaserve.base.run_dir import RunDir
+from banaserve.base.types import Role
+from banaserve.cli.gpu_words import GpuUse, gpu_words, installed
+from banaserve.cli.serve import emulation, needs
+from banaserve.cli.serve.compiling import CompileChoice, choose_compiling, find_compiler
+from banaserve.cli.sockets import check_tls
+from banaserve.frontdoor.front_socket import FrontSocket
 from banaserve.kvstore.sizes import format_size, parse_size
-from banaserve.models import ResolvedModel, cache
 from banaserve.nodes.options import NodeOptions
-from banaserve.platform.cpu_features import DtypeChoice, choose_dtype, read_cpu_flags
-from banaserve.platform.linux import available_memory_bytes, limit_heaps
-from banaserve.run_dir import RunDir
-from banaserve.types import Role
 
 if TYPE_CHECKING:
-    from banaserve.api.serving import Parts
-    from banaserve.engine.vllm.compat.config import VllmConfig
-    from banaserve.engine.vllm.launch.devices import Devices
-    from banaserve.engine.vllm.launch.engine_settings import EngineSettings, RoleEngine
-    from banaserve.engine.vllm.launch.launcher import ForkLauncher
+    from banaserve.engine.compat.config import VllmConfig
+    from banaserve.mains.serve import Parts
     from banaserve.nodes.launcher import NodesLauncher
     from banaserve.nodes.pool import NodeWork
+    from banaserve.serving.launch.devices import Devices
+    from banaserve.serving.launch.engine_settings import EngineSettings, RoleEngine
+    from banaserve.serving.launch.launcher import ForkLauncher
 
 logger = logging.getLogger(__name__)
 _GARBAGE_AFTER = 3_000
@@ -77,12 +77,12 @@ def prepared(
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     # torch's default is a folder of a known name in the temporary folder, which all may write.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.cache_root() / "torchinductor"))
-    from banaserve.api.serving import Parts, scheme_of
-    from banaserve.engine.vllm.compat.config import is_on_cpu
-    from banaserve.engine.vllm.launch.launcher import Launcher, SpawnLauncher
-    from banaserve.engine.vllm.roles.role_switch import Budgets
-    from banaserve.engine.vllm.settings import engine_args
-    from banaserve.engine.vllm.settings.environment import set_environment
+    from banaserve.contracts.environment import set_environment
+    from banaserve.engine import engine_args
+    from banaserve.engine.compat.config import is_on_cpu
+    from banaserve.mains.serve import Parts, scheme_of
+    from banaserve.serving.launch.launcher import Launcher, SpawnLauncher
+    from banaserve.serving.roles.role_switch import Budgets
 
     set_environment()
     store_socket = str(run.sockets / "kv")
@@ -100,14 +100,14 @@ def prepared(
     front.check_scheme(scheme_of(args))
     engine_args.load_parsers(args)
     if config.scheduler == "preble":
-        from banaserve.engine.vllm.compat.scheduler import check_first_come
+        from banaserve.engine.compat.scheduler import check_first_come
 
         check_first_come(engine_config)
     on_cpu = is_on_cpu()
     nodes = NodeOptions.of(config)
     Budgets.of(config, engine_config)  # raises if the budgets are not possible
     if config.kv_store:
-        from banaserve.engine.vllm.kv_connector.block_hash import check_model, check_parallel
+        from banaserve.engine.connector.block_hash import check_model, check_parallel
 
         check_parallel(engine_config.parallel_config)
         check_model(engine_config.model_config)
@@ -163,9 +163,9 @@ def _for_vllm(
     Raises:
         UserError: vLLM refuses the options, or banaserve does not support one.
     """
-    from banaserve.engine.vllm.settings import engine_args
-    from banaserve.engine.vllm.settings.cuda_graphs import choose_graphs
-    from banaserve.engine.vllm.settings.environment import GRAPHS_VARIABLE
+    from banaserve.contracts.environment import GRAPHS_VARIABLE
+    from banaserve.engine import engine_args
+    from banaserve.engine.cuda_graphs import choose_graphs
 
     argv = _vllm_argv(config, model, store_socket, logs)
     args = engine_args.parse_vllm_argv(argv)
@@ -183,9 +183,9 @@ def _for_vllm(
 
 def _fork_launcher(argv: list[str], engine_config: VllmConfig) -> ForkLauncher:
     """Return a launcher that forks engines; fork its first parent now, before any thread."""
-    from banaserve.engine.vllm.launch.forkserver import fork_engine_parent, pre_import
-    from banaserve.engine.vllm.launch.launcher import ForkLauncher
-    from banaserve.engine.vllm.launch.parent_link import ParentLink, start_parent
+    from banaserve.mains.engine_parent import fork_engine_parent, pre_import
+    from banaserve.serving.launch.launcher import ForkLauncher
+    from banaserve.serving.launch.parent_link import ParentLink, start_parent
 
     pre_import()
     pid, control = fork_engine_parent(engine_config)
@@ -257,10 +257,10 @@ class SettingsMaker:
         Raises:
             UserError: No engine could serve with the new settings.
         """
-        from banaserve.engine.vllm.launch.engine_settings import EngineSettings, weights_of
-        from banaserve.engine.vllm.restart.options import check_fits, check_options
-        from banaserve.engine.vllm.roles.role_switch import Budgets
-        from banaserve.engine.vllm.settings import engine_args
+        from banaserve.engine import engine_args
+        from banaserve.serving.launch.engine_settings import EngineSettings, weights_of
+        from banaserve.serving.restart.options import check_fits, check_options
+        from banaserve.serving.roles.role_switch import Budgets
 
         check_options(options)
         if not (model_name or options) and weights_of(current.config) == current.weights:
@@ -306,7 +306,7 @@ class SettingsMaker:
 
 def dtype_words(config: ServeConfig, parts: Parts) -> str:
     """Return the banner's text on the engines' number type; empty on GPUs: the model sets it."""
-    from banaserve.engine.vllm.compat.config import is_on_cpu
+    from banaserve.engine.compat.config import is_on_cpu
 
     if not is_on_cpu():
         return ""
@@ -320,8 +320,8 @@ def dtype_words(config: ServeConfig, parts: Parts) -> str:
 
 def model_words(config: ServeConfig, parts: Parts) -> str:
     """Return the banner's text on how engines run the model; for GPUs see also ``gpu_line``."""
-    from banaserve.engine.vllm.compat.config import is_on_cpu
-    from banaserve.engine.vllm.settings.engine_args import goes_without_rotary_kernel, pools
+    from banaserve.engine.compat.config import is_on_cpu
+    from banaserve.engine.engine_args import goes_without_rotary_kernel, pools
 
     kept = ""
     if pools(parts.engine_config):
@@ -346,7 +346,7 @@ def give_tool_parser(config: ServeConfig, parts: Parts) -> str:
     Returns:
         Text of the banner; empty for a model without tools, and for a parser given by the user.
     """
-    from banaserve.engine.vllm.settings.tool_parsers import choose_tool_parser
+    from banaserve.engine.tool_parsers import choose_tool_parser
 
     if pools(parts) or _gives(config.vllm_argv, *_TOOL_OPTIONS):
         return ""
@@ -358,7 +358,7 @@ def give_tool_parser(config: ServeConfig, parts: Parts) -> str:
 
 def pools(parts: Parts) -> bool:
     """Return whether the model answers with embeddings or scores instead of text."""
-    from banaserve.engine.vllm.settings import engine_args
+    from banaserve.engine import engine_args
 
     return engine_args.pools(parts.engine_config)
 
@@ -371,8 +371,8 @@ def migration_words(config: ServeConfig, parts: Parts) -> str:
 
 def gpu_line(config: ServeConfig, parts: Parts) -> str:
     """Return the banner's text on what is on and off on GPUs; empty on a CPU."""
-    from banaserve.engine.vllm.compat.config import is_on_cpu
-    from banaserve.engine.vllm.settings.cuda_graphs import graph_words
+    from banaserve.engine.compat.config import is_on_cpu
+    from banaserve.engine.cuda_graphs import graph_words
 
     if is_on_cpu():
         return ""
@@ -395,7 +395,7 @@ def _check_attention(choice: str, device_type: str) -> None:
     Raises:
         UserError: A package is missing, or they do not run on this device.
     """
-    from banaserve.engine.vllm.migration.modules.attention_backend import attention_blocker
+    from banaserve.migration.modules.attention_backend import attention_blocker
 
     if blocker := attention_blocker(choice, device_type):
         raise UserError(blocker)
@@ -403,7 +403,7 @@ def _check_attention(choice: str, device_type: str) -> None:
 
 def _migration_blocker(engine_config: VllmConfig) -> str:
     """Return why engines cannot migrate, as far as their configuration shows; empty if they can."""
-    from banaserve.engine.vllm.migration.checks import check_config
+    from banaserve.migration.checks import check_config
 
     try:
         check_config(engine_config)
@@ -415,7 +415,7 @@ def _migration_blocker(engine_config: VllmConfig) -> str:
 def run(parts: Parts, say: Callable[[str], None], on_open: Callable[[str], None]) -> None:
     import uvloop
 
-    from banaserve.api.serving import serve
+    from banaserve.mains.serve import serve
 
     gc.set_threshold(_GARBAGE_AFTER)
     limit_heaps(_HEAPS)
@@ -427,8 +427,8 @@ def _vllm_argv(
     config: ServeConfig, model: ResolvedModel, store_socket: str, logs: Path
 ) -> list[str]:
     """Return vLLM's options: ours first, so that the user's options override them."""
-    from banaserve.engine.vllm.compat.config import is_on_cpu
-    from banaserve.engine.vllm.settings import engine_args
+    from banaserve.engine import engine_args
+    from banaserve.engine.compat.config import is_on_cpu
 
     argv = ["--model", model.path_or_id, "--host", config.host, "--port", str(config.port)]
     if not _gives(config.vllm_argv, "--served-model-name"):
@@ -454,7 +454,7 @@ def _vllm_argv(
         )
     argv += config.vllm_argv
     if config.migration:
-        from banaserve.engine.vllm.settings import migration_settings as migration_config
+        from banaserve.engine import migration_settings as migration_config
 
         usual_stall_s = GUEST_STALL_ON_CPU_S if is_on_cpu() else GUEST_STALL_ON_GPU_S
         argv += migration_config.migration_options(
@@ -475,8 +475,8 @@ def _by_role(
     config: ServeConfig, model: ResolvedModel, store_socket: str, logs: Path
 ) -> dict[Role, RoleEngine]:
     """Return the engines of each role that has its own tensor-parallel degree."""
-    from banaserve.engine.vllm.launch.engine_settings import RoleEngine
-    from banaserve.engine.vllm.settings import engine_args
+    from banaserve.engine import engine_args
+    from banaserve.serving.launch.engine_settings import RoleEngine
 
     found = {}
     for role, degree in config.tensor_parallel_by_role.items():
@@ -494,7 +494,7 @@ def _check_degrees(engine_config: VllmConfig, by_role: Mapping[Role, RoleEngine]
     Raises:
         UserError: Engines of one degree could not read blocks of another.
     """
-    from banaserve.engine.vllm.kv_connector.block_hash import check_degrees
+    from banaserve.engine.connector.block_hash import check_degrees
 
     parallel = [one.config.parallel_config for one in by_role.values()]
     degrees = {one.tensor_parallel_size for one in parallel}
@@ -535,7 +535,7 @@ def _instance_bytes(model: ResolvedModel, engine_config: VllmConfig) -> int:
 
 def _devices(config: ServeConfig, num_ranks: Sequence[int], on_cpu: bool) -> Devices:
     """Return the CUDA devices of each instance: as given, or in order, one for each rank."""
-    from banaserve.engine.vllm.launch.devices import Devices, check_groups
+    from banaserve.serving.launch.devices import Devices, check_groups
 
     ids = [str(instance_id) for instance_id, _ in config.instances()]
     if on_cpu:

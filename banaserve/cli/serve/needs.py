@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import psutil
 
-from banaserve.config import ServeConfig
-from banaserve.errors import UserError
+from banaserve.base.config import ServeConfig
+from banaserve.base.errors import UserError
 from banaserve.kvstore.sizes import format_size, parse_size
 
 CPU_KV_BYTES = 1 << 30

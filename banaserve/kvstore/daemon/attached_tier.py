@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from banaserve.errors import UserError
-from banaserve.fail_points import FailPoint, reach
+from banaserve.base.errors import UserError
+from banaserve.base.fail_points import FailPoint, reach
 from banaserve.kvstore.daemon.promotion import TierSpeed
 from banaserve.kvstore.interface import Lookup
 from banaserve.kvstore.records import IndexEntry

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from banaserve.errors import StoreUnavailableError
+from banaserve.base.errors import StoreUnavailableError
 from banaserve.kvstore.mailbox import Mailbox
 
 ANSWER_S = 5.0

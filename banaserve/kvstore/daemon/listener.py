@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from banaserve.errors import ProtocolError, UserError
+from banaserve.base.errors import ProtocolError, UserError
+from banaserve.base.platform.linux import MAX_SOCKET_PATH_BYTES
 from banaserve.kvstore import wire
-from banaserve.platform.linux import MAX_SOCKET_PATH_BYTES
 
 LOCK_WAIT_S = 5.0
 """Maximum wait for the lock, in seconds; a starting store holds it for a second at most."""

@@ -6,7 +6,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from banaserve.errors import StoreUnavailableError, UserError
+from banaserve.base.errors import StoreUnavailableError, UserError
 from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.stats import StoreStats
 

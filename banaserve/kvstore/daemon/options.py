@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from banaserve.arguments import derived, option, options_of, values_of
-from banaserve.config import ServeConfig
-from banaserve.errors import UserError
+from banaserve.base.arguments import derived, option, options_of, values_of
+from banaserve.base.config import ServeConfig
+from banaserve.base.errors import UserError
 from banaserve.kvstore.daemon.server import DaemonConfig
 from banaserve.kvstore.peers.options import NO_PEERS, PeerOptions
 from banaserve.kvstore.sizes import parse_size
@@ -143,7 +143,7 @@ def socket_option() -> Any:
 class DaemonOptions(StoreOptions):
     """Options of the store's process: ``banaserve kvstore`` and the daemon have the same ones."""
 
-    socket_path: Path = socket_option()  # noqa: RUF009
+    socket_path: Path = socket_option()
     metrics_port: int = option(
         "serve Prometheus metrics on this port of localhost; 0 for none", 0, metavar="PORT"
     )

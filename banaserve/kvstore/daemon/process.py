@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from banaserve.arguments import Parser, values_of
-from banaserve.errors import UserError
+from banaserve.base.arguments import Parser, values_of
+from banaserve.base.errors import UserError
+from banaserve.base.plugins import PluginGroup, load_plugins
 from banaserve.kvstore.daemon.options import DaemonOptions
 from banaserve.kvstore.daemon.server import DaemonConfig, StoreServer
 from banaserve.kvstore.tiers.registry import TIERS
-from banaserve.plugins import PluginGroup, load_plugins
 
 if TYPE_CHECKING:
     from banaserve.kvstore.daemon.metrics import MetricsServer

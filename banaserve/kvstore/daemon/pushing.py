@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from banaserve.base.net.addresses import written
 from banaserve.kvstore.daemon.carved_pool import CarvedPool
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.index import BlockIndex
@@ -17,7 +18,6 @@ from banaserve.kvstore.mailbox import Mailbox
 from banaserve.kvstore.peers.messages import MAX_KEYS, OfferPush
 from banaserve.kvstore.peers.push import Push, PushLink
 from banaserve.kvstore.records import IndexEntry
-from banaserve.net.addresses import written
 
 
 class PushTerms(NamedTuple):

@@ -11,8 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from banaserve.errors import ProtocolError
-from banaserve.fail_points import FailPoint, reach
+from banaserve.base.errors import ProtocolError
+from banaserve.base.fail_points import FailPoint, reach
+from banaserve.base.net.addresses import host_and_port
+from banaserve.base.platform.linux import is_own, open_peer_pidfd, peer_of
 from banaserve.kvstore import wire
 from banaserve.kvstore.daemon.attached_tier import AttachedTier, attach
 from banaserve.kvstore.daemon.calls import DaemonCalls
@@ -31,8 +33,6 @@ from banaserve.kvstore.peers.tier import PeersTier
 from banaserve.kvstore.pool import Board, SlotPool
 from banaserve.kvstore.sizes import format_size
 from banaserve.kvstore.tiers.registry import TierSpec
-from banaserve.net.addresses import host_and_port
-from banaserve.platform.linux import is_own, open_peer_pidfd, peer_of
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from banaserve.errors import ProtocolError, UserError
+from banaserve.base.errors import ProtocolError, UserError
 from banaserve.kvstore import wire
 from banaserve.kvstore.daemon.carved_pool import CarvedPool
 from banaserve.kvstore.daemon.promoter import PromotionRequest, PromotionResult

@@ -13,11 +13,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from banaserve.errors import StoreUnavailableError, UserError
+from banaserve.base.errors import StoreUnavailableError, UserError
+from banaserve.base.platform.processes import (
+    StallWatch,
+    in_daemon_thread,
+    wait_ended,
+    wait_readable,
+)
+from banaserve.base.run_dir import tail_of
 from banaserve.kvstore.admin import fetch_stats, set_peers
 from banaserve.kvstore.daemon.options import StoreOptions
-from banaserve.platform.processes import StallWatch, in_daemon_thread, wait_ended, wait_readable
-from banaserve.run_dir import tail_of
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from banaserve.errors import ProtocolError
+from banaserve.base.errors import ProtocolError
+from banaserve.base.platform.linux import since_received_s
 from banaserve.kvstore.mailbox import Mailbox
 from banaserve.kvstore.peers.messages import (
     VERSION,
@@ -29,7 +30,6 @@ from banaserve.kvstore.peers.messages import (
     reply_in,
 )
 from banaserve.kvstore.tiers.interface import BlockBytes, TierOutcome
-from banaserve.platform.linux import since_received_s
 from banaserve.transport.channel import StreamChannel
 from banaserve.transport.connect import over_tcp
 from banaserve.transport.errors import PeerGoneError, TransferTimeoutError, TransportError

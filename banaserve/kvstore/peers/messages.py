@@ -11,7 +11,7 @@ from typing import Annotated
 
 import msgspec
 
-from banaserve.errors import ProtocolError
+from banaserve.base.errors import ProtocolError
 from banaserve.kvstore.tiers.interface import BlockBytes
 from banaserve.transport.interface import Message, Tensor
 

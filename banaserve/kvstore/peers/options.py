@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from banaserve.access.key_files import PEER_KEY_VARIABLE, key_option
-from banaserve.arguments import option
-from banaserve.errors import UserError
-from banaserve.net.addresses import host_and_port
+from banaserve.base.access.key_files import PEER_KEY_VARIABLE, key_option
+from banaserve.base.arguments import option
+from banaserve.base.errors import UserError
+from banaserve.base.net.addresses import host_and_port
 from banaserve.transport.interface import MIN_SECRET_BYTES
 
 

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from banaserve.errors import ProtocolError
-from banaserve.fail_points import FailPoint, InjectedError, reach
+from banaserve.base.errors import ProtocolError
+from banaserve.base.fail_points import FailPoint, InjectedError, reach
+from banaserve.base.net.addresses import written
 from banaserve.kvstore.mailbox import Mailbox
 from banaserve.kvstore.peers.link import ANSWER_S, HEARTBEAT_S, RETRY_S, connect_to_peer, exchange
 from banaserve.kvstore.peers.messages import (
@@ -25,7 +26,6 @@ from banaserve.kvstore.peers.messages import (
     message_of,
 )
 from banaserve.kvstore.tiers.interface import BlockBytes
-from banaserve.net.addresses import written
 from banaserve.transport.channel import StreamChannel
 from banaserve.transport.errors import PeerGoneError, TransportError
 from banaserve.transport.frames import MAX_TENSORS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from banaserve.errors import ProtocolError
+from banaserve.base.errors import ProtocolError
 from banaserve.kvstore.peers.messages import OfferPush, PushRange
 from banaserve.kvstore.tiers.interface import BlockBytes
 from banaserve.transport.interface import Tensor

@@ -10,8 +10,11 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing
 from typing import Protocol
 
-from banaserve.errors import BanaServeError, ProtocolError, UserError
-from banaserve.fail_points import FailPoint, reach
+from banaserve.base.errors import BanaServeError, ProtocolError, UserError
+from banaserve.base.fail_points import FailPoint, reach
+from banaserve.base.net.descriptors import connections_within
+from banaserve.base.net.keep_alive import keep_alive
+from banaserve.base.net.refusal_log import RefusalLog
 from banaserve.kvstore.interface import Lookup
 from banaserve.kvstore.peers.messages import (
     VERSION,
@@ -35,9 +38,6 @@ from banaserve.kvstore.peers.messages import (
 )
 from banaserve.kvstore.peers.reception import BlockSink, Reception
 from banaserve.kvstore.tiers.interface import BlockBytes
-from banaserve.net.descriptors import connections_within
-from banaserve.net.keep_alive import keep_alive
-from banaserve.net.refusal_log import RefusalLog
 from banaserve.transport.channel import StreamChannel
 from banaserve.transport.connect import over_tcp
 from banaserve.transport.interface import Message

@@ -16,12 +16,12 @@ import numpy as np
 import xxhash
 
 from banaserve import _native
+from banaserve.base.platform.linux import SEALS
 from banaserve.kvstore.fingerprint import PAGE_BYTES
 from banaserve.kvstore.pool import map_memory
 from banaserve.kvstore.tiers.interface import BlockBytes
 from banaserve.kvstore.tiers.mooncake_config import MooncakeConfig
 from banaserve.kvstore.tiers.mooncake_process import Frames, Order, Report, frame
-from banaserve.platform.linux import SEALS
 
 _MODULE = "banaserve.kvstore.tiers.mooncake_process"
 _SEND_BUFFER_BYTES = 2**20

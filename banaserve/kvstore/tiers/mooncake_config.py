@@ -8,10 +8,10 @@ from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
 
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
+from banaserve.base.names import check_known
 from banaserve.kvstore.fingerprint import PAGE_BYTES
 from banaserve.kvstore.sizes import parse_size
-from banaserve.names import check_known
 
 _EXAMPLE = "mooncake://HOST:PORT?segment=1GiB"
 _PROTOCOLS = ("rdma", "tcp")

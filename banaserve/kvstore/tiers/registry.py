@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
+from banaserve.base.names import check_known
+from banaserve.base.registry import Registry, check_call, check_class
 from banaserve.kvstore.tiers.interface import StoreTier
-from banaserve.names import check_known
-from banaserve.registry import Registry, check_call, check_class
 
 
 class TierSpec(NamedTuple):

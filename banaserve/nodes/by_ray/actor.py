@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 
-from banaserve.access.key_files import CLUSTER_KEY_VARIABLE
+from banaserve.base.access.key_files import CLUSTER_KEY_VARIABLE
 
 _START_S = 60.0
 # Set by Ray for its own tasks; here the server decides the number of threads.

@@ -15,8 +15,10 @@ from typing import Any
 
 import msgspec
 
-from banaserve.errors import UserError
-from banaserve.net.addresses import host_and_port
+from banaserve.base.errors import UserError
+from banaserve.base.net.addresses import host_and_port
+from banaserve.base.platform.processes import die_with_parent
+from banaserve.base.types import InstanceId, Role
 from banaserve.nodes.assignment import NodeFacts, assign, no_room, room
 from banaserve.nodes.by_ray.places import (
     AddAgent,
@@ -28,8 +30,6 @@ from banaserve.nodes.by_ray.places import (
     RayRequest,
 )
 from banaserve.nodes.places import AgentPlace
-from banaserve.platform.processes import die_with_parent
-from banaserve.types import InstanceId, Role
 
 _HELD = ("PENDING", "PREPARED", "CREATED", "RESCHEDULING")
 _GROUP_S = 60.0

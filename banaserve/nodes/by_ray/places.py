@@ -12,10 +12,10 @@ from pathlib import Path
 
 import msgspec
 
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
+from banaserve.base.types import InstanceId, Role
 from banaserve.nodes.assignment import InstanceNeed
 from banaserve.nodes.places import AgentPlace, NumberedPlace
-from banaserve.types import InstanceId, Role
 
 logger = logging.getLogger(__name__)
 # Longer than the driver's own timeouts, and than Ray's processes wait for a lost head: a timeout

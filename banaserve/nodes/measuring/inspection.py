@@ -7,11 +7,11 @@ import time
 
 import psutil
 
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
+from banaserve.base.platform.linux import available_memory_bytes, visible_gpus
 from banaserve.nodes.messages import Inspect, Inspected
 from banaserve.nodes.model_check import check_model
 from banaserve.nodes.versions import own_version
-from banaserve.platform.linux import available_memory_bytes, visible_gpus
 
 
 def inspect_node(asked: Inspect, server: str) -> Inspected:

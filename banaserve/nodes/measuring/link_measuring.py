@@ -13,7 +13,7 @@ import socket
 import time
 from contextlib import suppress
 
-from banaserve.errors import ProtocolError
+from banaserve.base.errors import ProtocolError
 from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.link import Data, NodeLink, NodeLostError, connect
 from banaserve.nodes.messages import EchoLink, EchoOpened, LinkMeasured

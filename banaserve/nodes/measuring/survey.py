@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from banaserve.errors import ProtocolError
-from banaserve.net.addresses import written
+from banaserve.base.errors import ProtocolError
+from banaserve.base.net.addresses import written
 from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.link import NodeLostError, connect
 from banaserve.nodes.measuring.link_measuring import measure_link

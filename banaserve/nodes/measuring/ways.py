@@ -8,11 +8,11 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from banaserve.engine.vllm.monitoring import metrics
+from banaserve.base.types import Distance
 from banaserve.nodes.client import NodeClient
 from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.measuring.survey import measured_from
-from banaserve.types import Distance
+from banaserve.serving.monitoring import metrics
 
 logger = logging.getLogger(__name__)
 AGAIN_S = 300.0

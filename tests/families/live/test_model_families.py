@@ -20,8 +20,9 @@ import pytest
 
 import random_models
 from adapter_files import RANK, write_adapter
-from banaserve.api.admin_client import AdminClient
-from banaserve.engine.vllm.migration.api import (
+from banaserve.base.errors import BanaServeError
+from banaserve.base.run_dir import find_admin
+from banaserve.contracts.migration_api import (
     ExpertLoadRequest,
     MoveContext,
     MoveExperts,
@@ -29,9 +30,8 @@ from banaserve.engine.vllm.migration.api import (
     MoveLayers,
     Return,
 )
-from banaserve.errors import BanaServeError
-from banaserve.orchestrator.migration.expert_choice import experts_for
-from banaserve.run_dir import find_admin
+from banaserve.frontdoor.admin_client import AdminClient
+from banaserve.orchestrator.control.migration.expert_choice import experts_for
 from fork_server import ForkServer
 from observing import until, writer
 from reference import reference_tokens

@@ -14,15 +14,15 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("runs in a process of its own, with TRITON_INTERPRET=1", allow_module_level=True)
 
-from banaserve.engine.vllm.migration.kv.host_kv import DeviceKv
-from banaserve.engine.vllm.migration.modules.paged_attention import (
+from banaserve.kernels.interface import Heads, Kernels
+from banaserve.kernels.reference import ReferenceKernels
+from banaserve.kernels.triton_kernels import TritonKernels
+from banaserve.migration.kv.host_kv import DeviceKv
+from banaserve.migration.modules.paged_attention import (
     KernelsAttention,
     StepBatches,
     write_tokens,
 )
-from banaserve.kernels.interface import Heads, Kernels
-from banaserve.kernels.reference import ReferenceKernels
-from banaserve.kernels.triton_kernels import TritonKernels
 
 BLOCKS, SIZE, KV_HEADS, GROUP, HEAD_SIZE = 6, 16, 3, 2, 64
 REFERENCE = ReferenceKernels()

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import small_model
-from banaserve import models
+from banaserve.base import models
 from banaserve.bench.datasets import prompts as datasets_prompts
 from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from fork_server import ForkServer

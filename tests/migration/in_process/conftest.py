@@ -73,7 +73,7 @@ def rig(request: pytest.FixtureRequest, engines: Engines) -> Iterator[Rig]:
 @pytest.fixture(scope="module")
 def as_many_parts_as_can_be() -> Iterator[None]:
     """Every step has as many parts as it may, cut anywhere."""
-    from banaserve.engine.vllm.migration.microbatch import overlap
+    from banaserve.migration.microbatch import overlap
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(overlap, "plan_microbatches", as_many_as_can_be)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from banaserve import models
+from banaserve.base import models
 from fork_server import ForkServer
 from recorded_graphs import SIZES as GRAPH_SIZES
 from recorded_graphs import recorded_graphs
@@ -108,7 +108,7 @@ _qwen2 = random_model("qwen2", **{**GROUPED, "hidden_size": 256})
 _OF_KERNELS = {**RANDOM, "kv_cache_memory_bytes": 96 << 20, "block_size": 32}
 _SYNC = {
     "async_scheduling": False,
-    "scheduler_cls": "banaserve.engine.vllm.migration.host.recovery.PoolScheduler",
+    "scheduler_cls": "banaserve.migration.host.recovery.PoolScheduler",
 }
 
 ENGINES = {
@@ -204,8 +204,8 @@ class Engines:
             "enforce_eager": not kind.is_compiled,
             "max_model_len": 2048,
             "max_num_batched_tokens": 256,
-            "worker_extension_cls": "banaserve.engine.vllm.worker.WorkerExtension",
-            "scheduler_cls": "banaserve.engine.vllm.migration.host.recovery.AsyncPoolScheduler",
+            "worker_extension_cls": "banaserve.mains.worker.WorkerExtension",
+            "scheduler_cls": "banaserve.migration.host.recovery.AsyncPoolScheduler",
             "async_scheduling": True,
             "disable_log_stats": True,
             "additional_config": {"banaserve_migration": {**MIGRATION, **kind.migration}},
@@ -219,7 +219,7 @@ class Engines:
             stack.callback(process.kill)
             arguments["kv_transfer_config"] = {
                 "kv_connector": "StoreConnector",
-                "kv_connector_module_path": "banaserve.engine.vllm.kv_connector.connector",
+                "kv_connector_module_path": "banaserve.engine.connector.connector",
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
                 "kv_connector_extra_config": {"socket": str(store), "cost_gate": False},

@@ -22,7 +22,7 @@ def main() -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models import registry
 
-    from banaserve.engine.vllm.launch import forkserver
+    from banaserve.mains import engine_parent as forkserver
 
     forkserver.pre_import()
     registry._run_in_subprocess = lambda look: look()  # a process that imports vLLM once more

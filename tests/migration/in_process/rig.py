@@ -20,13 +20,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from banaserve.engine.vllm.migration.time_hook import TimeHook
-from banaserve.engine.vllm.migration.units.base import MigrationUnit
-from banaserve.engine.vllm.migration.units.registry import read_modules
-from banaserve.engine.vllm.migration.worker_api import MigrationApi
-from banaserve.engine.vllm.rpc.engine_api import CoreApi, PoolResize, PoolStatus
-from banaserve.engine.vllm.rpc.typed_rpc import call
-from banaserve.errors import MigrationError
+from banaserve.base.errors import MigrationError
+from banaserve.contracts.rpc.engine_api import CoreApi, PoolResize, PoolStatus
+from banaserve.contracts.rpc.typed_rpc import call
+from banaserve.migration.time_hook import TimeHook
+from banaserve.migration.units.base import MigrationUnit
+from banaserve.migration.units.registry import read_modules
+from banaserve.migration.worker_api import MigrationApi
 from ports import free_port
 from waiting import eventually
 
@@ -82,8 +82,8 @@ class Rig:
     ) -> None:
         from vllm import LLM
 
-        from banaserve.engine.vllm.compat import runner_hooks
-        from banaserve.engine.vllm.migration.host import install
+        from banaserve.engine.compat import runner_hooks
+        from banaserve.migration.host import install
 
         runner_class = runner_hooks.cpu_model_runner()
         install.install_runner(runner_class, _PIECES)
@@ -113,7 +113,7 @@ class Rig:
 
     def capture(self, sizes: Sequence[int]) -> None:
         """Capture graphs before the first request, as vLLM does on a GPU."""
-        from banaserve.engine.vllm.compat.graphs import graphs_of
+        from banaserve.engine.compat.graphs import graphs_of
 
         graphs = graphs_of(self.core.model_executor.driver_worker.worker.model_runner)
         assert graphs is not None
@@ -185,8 +185,8 @@ class Rig:
             stall_s: How long it may stand still; None: longer than on a busy machine.
             transport: By which KV travels; with any but that of one machine messages go over TCP.
         """
-        from banaserve.engine.vllm.launch import messages
-        from banaserve.engine.vllm.migration.rpc.messages import GuestAddress
+        from banaserve.migration.rpc.messages import GuestAddress
+        from banaserve.serving.launch import messages
 
         self._num_guests += 1
         guest_id = f"g{self._num_guests}"
@@ -388,7 +388,7 @@ def steps(count: int) -> During:
 
 def all_kinds() -> list[str]:
     """Names of the registered kinds of units."""
-    from banaserve.engine.vllm.migration.units.registry import KINDS
+    from banaserve.migration.units.registry import KINDS
 
     return [kind.name for kind in KINDS]
 
@@ -404,7 +404,7 @@ def modules_of(kind_name: str, **values: Any) -> dict[str, Any]:
     Args:
         values: For whatever field a request may have, such as ``layers`` and ``heads``.
     """
-    from banaserve.engine.vllm.migration.units.registry import KINDS, unit_asked, write_modules
+    from banaserve.migration.units.registry import KINDS, unit_asked, write_modules
 
     (kind,) = [one for one in KINDS if one.name == kind_name]
     fields = set(kind.request.__struct_fields__) & set(values)

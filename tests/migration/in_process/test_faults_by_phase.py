@@ -200,9 +200,9 @@ def travel(rig: Any, prompts: Any, modules: dict[str, Any], place: str, kind: st
 
 def check_clean(rig: Any, guest: str) -> None:
     """Nothing is left of a journey but what the rig's own calls take home."""
-    from banaserve.engine.vllm.migration.modules.context_split import ContextAttention
-    from banaserve.engine.vllm.migration.modules.head_split import SplitAttention
-    from banaserve.engine.vllm.migration.modules.layer_proxy import RangeProxy
+    from banaserve.migration.modules.context_split import ContextAttention
+    from banaserve.migration.modules.head_split import SplitAttention
+    from banaserve.migration.modules.layer_proxy import RangeProxy
 
     rig.do("status")
     rig.all_home()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from banaserve.engine.vllm.migration.modules.step_graphs import WANTED_STEPS
+from banaserve.migration.modules.step_graphs import WANTED_STEPS
 from recorded_graphs import SIZES
 from rig import modules_of
 

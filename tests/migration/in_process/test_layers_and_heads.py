@@ -45,7 +45,7 @@ def _home(rig: Any, expected: Any) -> Iterator[None]:
 def test_the_time_hook_is_told_what_a_move_has_done(
     rig: Any, prompts: list[list[int]], expected: Any
 ) -> None:
-    from banaserve.engine.vllm.migration.units.registry import read_modules
+    from banaserve.migration.units.registry import read_modules
 
     pieces = rig.pieces
     before_bytes, before = pieces.num_bytes, pieces.num_commits

@@ -124,9 +124,9 @@ def test_a_guest_that_is_given_up_while_it_saves_is_dead_before_its_slots_are_fr
 def test_where_a_guest_knows_another_life_of_the_store_its_host_saves(
     rig: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from banaserve.engine.vllm.migration.kv import store_copier
-    from banaserve.engine.vllm.migration.modules import layer_proxy
-    from banaserve.engine.vllm.migration.rpc.messages import SlotCopies
+    from banaserve.migration.kv import store_copier
+    from banaserve.migration.modules import layer_proxy
+    from banaserve.migration.rpc.messages import SlotCopies
 
     def of_another_life() -> SlotCopies | None:
         found = store_copier.slots_to_fill()

@@ -24,9 +24,10 @@ from typing import Any
 import pytest
 
 import migration_load as loads
-from banaserve.api.admin_client import AdminClient
-from banaserve.config import DEFAULT_MICROBATCHES
-from banaserve.engine.vllm.migration.api import (
+from banaserve.base.config import DEFAULT_MICROBATCHES
+from banaserve.base.errors import UserError
+from banaserve.base.run_dir import find_admin
+from banaserve.contracts.migration_api import (
     LayersModules,
     MoveContext,
     MoveHeads,
@@ -34,8 +35,7 @@ from banaserve.engine.vllm.migration.api import (
     OverlapRequest,
     Return,
 )
-from banaserve.errors import UserError
-from banaserve.run_dir import find_admin
+from banaserve.frontdoor.admin_client import AdminClient
 from fork_server import ForkServer
 from observing import until
 from server_run import Run

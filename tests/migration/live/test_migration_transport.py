@@ -7,9 +7,9 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from banaserve.api.admin_client import AdminClient
-from banaserve.engine.vllm.migration.api import MoveHeads, MoveLayers, Return
-from banaserve.run_dir import find_admin
+from banaserve.base.run_dir import find_admin
+from banaserve.contracts.migration_api import MoveHeads, MoveLayers, Return
+from banaserve.frontdoor.admin_client import AdminClient
 from observing import writers
 from server_run import Run
 

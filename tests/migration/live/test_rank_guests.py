@@ -15,8 +15,10 @@ import pytest
 
 import random_models
 from asked_again import AskedAgain
-from banaserve.api.admin_client import AdminClient
-from banaserve.engine.vllm.migration.api import (
+from banaserve.base.errors import UserError
+from banaserve.base.fail_points import VARIABLE, FailPoint
+from banaserve.base.run_dir import find_admin
+from banaserve.contracts.migration_api import (
     MigrationRequest,
     MoveContext,
     MoveExperts,
@@ -24,9 +26,7 @@ from banaserve.engine.vllm.migration.api import (
     MoveLayers,
     Return,
 )
-from banaserve.errors import UserError
-from banaserve.fail_points import VARIABLE, FailPoint
-from banaserve.run_dir import find_admin
+from banaserve.frontdoor.admin_client import AdminClient
 from migration_load import bring_home, done, units_away
 from observing import until, writers
 from reference import reference_tokens

@@ -13,10 +13,10 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import pytest
 
-from banaserve.api.admin_client import AdminClient
-from banaserve.engine.vllm.migration.api import MoveLayers, Return
-from banaserve.errors import UserError
-from banaserve.run_dir import find_admin
+from banaserve.base.errors import UserError
+from banaserve.base.run_dir import find_admin
+from banaserve.contracts.migration_api import MoveLayers, Return
+from banaserve.frontdoor.admin_client import AdminClient
 from faults import Choice, Harm, Nemesis, Victims
 from resources import Resources, grown, looked_at, slopes
 from server_run import Run

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import small_model
-from banaserve.access.key_files import CLUSTER_KEY_VARIABLE
-from banaserve.api.admin_client import AdminClient
-from banaserve.controller.schemas import ServerStatus
-from banaserve.engine.vllm.migration.api import Migration, MoveLayers, Return
-from banaserve.run_dir import find_admin
+from banaserve.base.access.key_files import CLUSTER_KEY_VARIABLE
+from banaserve.base.run_dir import find_admin
+from banaserve.contracts.control_api import ServerStatus
+from banaserve.contracts.migration_api import Migration, MoveLayers, Return
+from banaserve.frontdoor.admin_client import AdminClient
 from benchmarks.network.hosts import Host
 from server_run import Run
 from streams import Answer, Kind, asked_all

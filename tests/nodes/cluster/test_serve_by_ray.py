@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-from banaserve.engine.vllm.migration.api import MoveLayers, Return
+from banaserve.contracts.migration_api import MoveLayers, Return
 from benchmarks.network import hosts
 from benchmarks.network.hosts import Network
 from ray_run import RayCluster

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from banaserve.engine.vllm.migration.api import MoveLayers, Return
+from banaserve.contracts.migration_api import MoveLayers, Return
 from benchmarks.network import hosts
 from benchmarks.network.hosts import Network
 from host_cluster import PORT, Cluster

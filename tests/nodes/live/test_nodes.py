@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.api.admin_client import AdminClient
-from banaserve.engine.vllm.migration.api import MoveLayers, Return
-from banaserve.run_dir import find_admin
+from banaserve.base.run_dir import find_admin
+from banaserve.contracts.migration_api import MoveLayers, Return
+from banaserve.frontdoor.admin_client import AdminClient
 from node_run import NodeRun
 from server_run import Run
 from streams import Kind, asked_all, greedy

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from banaserve.api.admin_client import AdminClient
+from banaserve.base.run_dir import find_admin
 from banaserve.cli.main import main
-from banaserve.run_dir import find_admin
+from banaserve.frontdoor.admin_client import AdminClient
 from node_run import NodeRun
 from observing import until
 from server_run import Run

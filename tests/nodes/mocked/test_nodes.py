@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.access.key_files import CLUSTER_KEY_VARIABLE
+from banaserve.base.access.key_files import CLUSTER_KEY_VARIABLE
 from fork_server import ForkServer
 from mock_facts import MockOptions
 from mock_run import MockRun, mock_node

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.api.admin_client import AdminClient
+from banaserve.base.run_dir import find_admin
 from banaserve.cli.main import main
-from banaserve.run_dir import find_admin
+from banaserve.frontdoor.admin_client import AdminClient
 from fork_server import ForkServer
 from mock_facts import MockOptions
 from mock_run import MockRun, mock_node

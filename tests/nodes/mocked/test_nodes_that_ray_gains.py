@@ -11,10 +11,10 @@ import pytest
 
 pytest.importorskip("ray")
 
-from banaserve.api.admin_client import AdminClient
-from banaserve.controller.schemas import NodeRequest, ScaleRequest
-from banaserve.engine.interface import NodeChange, NodeStatus
-from banaserve.run_dir import find_admin
+from banaserve.base.run_dir import find_admin
+from banaserve.contracts.control_api import NodeRequest, ScaleRequest
+from banaserve.contracts.instances import NodeChange, NodeStatus
+from banaserve.frontdoor.admin_client import AdminClient
 from benchmarks.network import hosts
 from benchmarks.network.hosts import Network
 from fork_server import ForkServer

@@ -16,8 +16,8 @@ import msgspec
 import pytest
 
 import environment_files
-from banaserve.api.admin_client import AdminClient
-from banaserve.engine.vllm.migration.api import (
+from banaserve.base.run_dir import find_admin
+from banaserve.contracts.migration_api import (
     MigrationRequest,
     MoveContext,
     MoveExperts,
@@ -25,7 +25,7 @@ from banaserve.engine.vllm.migration.api import (
     MoveLayers,
     Return,
 )
-from banaserve.run_dir import find_admin
+from banaserve.frontdoor.admin_client import AdminClient
 from benchmarks.random_model import make_model
 from docs.null_gpu import KINDS, Shown
 from null_server import NullServer, Setup, started

@@ -21,9 +21,9 @@ os.environ.update(
 def main() -> None:
     from vllm import LLM, SamplingParams
 
-    from banaserve.engine.vllm.compat.kv_connector import get_kv_transfer_group
-    from banaserve.engine.vllm.compat.scheduler import install_states
-    from banaserve.engine.vllm.kv_connector.metadata import MappedCopies
+    from banaserve.engine.compat.kv_connector import get_kv_transfer_group
+    from banaserve.engine.compat.scheduler import install_states
+    from banaserve.engine.connector.metadata import MappedCopies
 
     install_states()
     job = json.loads(Path(sys.argv[1]).read_text())
@@ -36,7 +36,7 @@ def main() -> None:
         enable_prefix_caching=False,
         kv_transfer_config={
             "kv_connector": "StatesConnector",
-            "kv_connector_module_path": "banaserve.engine.vllm.kv_connector.connector",
+            "kv_connector_module_path": "banaserve.engine.connector.connector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"socket": job["store"], "cost_gate": False},

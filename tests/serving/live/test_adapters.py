@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from adapter_files import RANK, write_adapter
-from banaserve import models
+from banaserve.base import models
 from banaserve.bench.datasets import prompts
 from banaserve.bench.loadgen.servers import banaserve_server
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import small_model
-from banaserve.api.admin_client import AdminClient
-from banaserve.run_dir import find_admin
+from banaserve.base.run_dir import find_admin
+from banaserve.frontdoor.admin_client import AdminClient
 from fork_server import ForkServer
 from node_run import NodeRun
 from observing import until

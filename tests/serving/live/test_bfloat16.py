@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from banaserve import models
+from banaserve.base import models
 from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve.bench.loadgen.loops import closed_loop
 from fork_server import ForkServer

@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 
 from asked_again import AskedAgain
-from banaserve.api.admin_client import AdminClient
-from banaserve.engine.vllm.migration.api import MoveLayers, Return
-from banaserve.errors import UserError
-from banaserve.fail_points import VARIABLE, FailPoint
-from banaserve.run_dir import find_admin
+from banaserve.base.errors import UserError
+from banaserve.base.fail_points import VARIABLE, FailPoint
+from banaserve.base.run_dir import find_admin
+from banaserve.contracts.migration_api import MoveLayers, Return
+from banaserve.frontdoor.admin_client import AdminClient
 from migration_load import bring_home
 from observing import until, writer
 from server_run import Run

@@ -9,9 +9,9 @@ from itertools import pairwise
 import pytest
 
 import small_model
-from banaserve.api.admin_client import AdminClient
-from banaserve.engine.vllm.tracing.events import LegFailed
-from banaserve.run_dir import find_admin
+from banaserve.base.run_dir import find_admin
+from banaserve.contracts.trace_events import LegFailed
+from banaserve.frontdoor.admin_client import AdminClient
 from depth import IS_LONG
 from fork_server import ForkServer
 from observing import until

@@ -9,12 +9,12 @@ import httpx
 import pytest
 
 import small_model
-from banaserve.api.admin_client import AdminClient
+from banaserve.base.errors import UserError
+from banaserve.base.run_dir import find_admin
 from banaserve.bench.datasets import prompts
 from banaserve.cli.main import main
-from banaserve.engine.interface import Scaling
-from banaserve.errors import UserError
-from banaserve.run_dir import find_admin
+from banaserve.contracts.instances import Scaling
+from banaserve.frontdoor.admin_client import AdminClient
 from observing import until, writers
 from reference import tokenizer
 from scaling_streams import Streams, has_served, ids_of, one_of_each_again, scaled, series_of

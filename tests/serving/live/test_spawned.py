@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from banaserve.platform.huge_pages import are_offered
-from banaserve.platform.processes import is_running
+from banaserve.base.platform.huge_pages import are_offered
+from banaserve.base.platform.processes import is_running
 from observing import huge_page_bytes, until, writer
 from server_run import Run
 

@@ -21,10 +21,10 @@ import pytest
 
 import small_model
 from adapter_files import RANK, write_adapter
-from banaserve.api.admin_client import AdminClient
+from banaserve.base.errors import UserError
+from banaserve.base.run_dir import find_admin
 from banaserve.bench.datasets import prompts
-from banaserve.errors import UserError
-from banaserve.run_dir import find_admin
+from banaserve.frontdoor.admin_client import AdminClient
 from depth import IS_LONG, chosen_seed
 from fork_server import ForkServer
 from observing import writer

@@ -17,11 +17,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 import small_model
-from banaserve.api.admin_client import AdminClient
+from banaserve.base.run_dir import find_admin
 from banaserve.bench.datasets import prompts
-from banaserve.engine.interface import DrainState
-from banaserve.engine.vllm.tracing.events import LegBegan
-from banaserve.run_dir import find_admin
+from banaserve.contracts.instances import DrainState
+from banaserve.contracts.trace_events import LegBegan
+from banaserve.frontdoor.admin_client import AdminClient
 from observing import writer
 from reference import tokenizer
 from server_run import Run

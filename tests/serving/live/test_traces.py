@@ -12,8 +12,8 @@ import httpx
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from banaserve.api.admin_client import AdminClient
-from banaserve.run_dir import find_admin
+from banaserve.base.run_dir import find_admin
+from banaserve.frontdoor.admin_client import AdminClient
 from benchmarks.drivers.otlp_receiver import OtlpReceiver, ReceivedSpan
 from benchmarks.timeline import sample_of
 from observing import writer

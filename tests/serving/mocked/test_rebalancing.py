@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from banaserve.api.admin_client import AdminClient
-from banaserve.engine.vllm.tracing.events import LegFailed
-from banaserve.run_dir import find_admin
+from banaserve.base.run_dir import find_admin
+from banaserve.contracts.trace_events import LegFailed
+from banaserve.frontdoor.admin_client import AdminClient
 from mock_facts import MockOptions
 from mock_run import MockRun
 from observing import until

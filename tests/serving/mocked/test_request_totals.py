@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from banaserve.api.admin_client import AdminClient
-from banaserve.run_dir import find_admin
+from banaserve.base.run_dir import find_admin
+from banaserve.frontdoor.admin_client import AdminClient
 from mock_facts import MockOptions
 from mock_run import MockRun
 from observing import until, writer

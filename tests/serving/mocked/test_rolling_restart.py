@@ -22,10 +22,10 @@ import pytest
 
 import mock_core
 import small_model
+from banaserve.base.errors import UserError
 from banaserve.bench.datasets import prompts
 from banaserve.cli.main import main
-from banaserve.engine.vllm.restart.api import RestartRequest, RollingRestart
-from banaserve.errors import UserError
+from banaserve.contracts.restart_api import RestartRequest, RollingRestart
 from mock_facts import MockOptions, Trouble
 from mock_run import MockRun
 from reference import tokenizer

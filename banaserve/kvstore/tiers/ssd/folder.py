@@ -8,7 +8,7 @@ import os
 import re
 from pathlib import Path
 
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
 from banaserve.kvstore.tiers.ssd.record import FORMAT_VERSION, MAX_SEQUENCE
 
 _LOCK = "lock"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
 from banaserve.kvstore.sizes import format_size
 from banaserve.kvstore.tiers.ssd.record import PAGE_BYTES
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from banaserve.errors import BanaServeError
+from banaserve.base.errors import BanaServeError
 
 PAGE_BYTES = 4096
 MIN_KEY_BYTES = 32

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from banaserve.errors import UserError
+from banaserve.base.errors import UserError
 from banaserve.kvstore.interface import Lookup
 from banaserve.kvstore.sizes import format_size
 from banaserve.kvstore.tiers.chains import ChainedBlocks

@@ -1,0 +1,112 @@
+"""Secrets from files, because every user of a machine can see command lines."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from banaserve.base.arguments import derived, extra
+from banaserve.base.errors import UserError
+
+CLUSTER_KEY_VARIABLE = "BANASERVE_CLUSTER_KEY"
+"""Variable with the key of a server and its nodes."""
+PEER_KEY_VARIABLE = "BANASERVE_KV_STORE_PEER_KEY"
+"""Variable with the key of linked stores, also for the daemon, whose command line is public."""
+_MAX_BYTES = 1 << 20
+
+
+def read_keys(option: str, path: Path) -> tuple[str, ...]:
+    """Return the keys in a file, one per line, without empty lines and those that begin with ``#``.
+
+    Raises:
+        UserError: The file cannot be read, or holds no valid key.
+    """
+    try:
+        with path.open("rb") as file:
+            said = file.read(_MAX_BYTES + 1)
+        lines = [line.strip() for line in said.decode("ascii").splitlines()]
+    except OSError as error:
+        raise UserError(f"{option} {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{option} {path}: keys are ASCII text, one a line") from error
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise UserError(f"{option} {path}: it holds no key: write one a line")
+    if len(said) > _MAX_BYTES or any(" " in key or "\t" in key for key in keys):
+        raise UserError(f"{option} {path}: write one key a line, without spaces")
+    return keys
+
+
+def read_key(option: str, path: Path) -> str:
+    """Return the only key in a file.
+
+    Raises:
+        UserError: The file cannot be read, or does not hold exactly one key.
+    """
+    keys = read_keys(option, path)
+    if len(keys) > 1:
+        raise UserError(f"{option} {path}: it holds {len(keys)} keys: write one")
+    return keys[0]
+
+
+def key_of(option: str, given: str | None, path: Path | None, usual: str) -> str:
+    """Return the key that an option or its ``-file`` option gives; ``usual`` without both.
+
+    Args:
+        option: Name of the option, without ``-file``.
+
+    Raises:
+        UserError: Both options are given, or the file cannot be used.
+    """
+    if path is None:
+        return given or usual
+    if given is not None:
+        raise UserError(f"{option} and {option}-file exclude each other: leave out {option}")
+    return read_key(f"{option}-file", path)
+
+
+def keys_of(
+    option: str, given: Iterable[str], path: Path | None, usual: Iterable[str]
+) -> tuple[str, ...]:
+    """Return all keys that an option and its ``-file`` option give; ``usual`` without both.
+
+    Raises:
+        UserError: The file cannot be used.
+    """
+    found = (*given, *(read_keys(f"{option}-file", path) if path is not None else ()))
+    return found or tuple(usual)
+
+
+def key_option(
+    name: str,
+    help: str,
+    file_help: str,
+    variable: str,
+    *,
+    group: str = "",
+    is_repeated: bool = False,
+    **settings: Any,
+) -> Any:
+    """Declare a field with the key that an option, a file or an environment variable gives.
+
+    Args:
+        name: Name of the option; that of the file's option ends with ``-file``.
+        help: Help text of the option; empty if only a file and the variable can give the key.
+        is_repeated: True if the field is a tuple, with all keys of the option and the file.
+    """
+    dest = name.lstrip("-").replace("-", "_")
+    default: Any = () if is_repeated else None
+    file = extra(f"{name}-file", file_help, kind=Path, metavar="FILE", group=group)
+
+    def read(known: Namespace) -> str | tuple[str, ...]:
+        given, path = getattr(known, dest, default), getattr(known, f"{dest}_file")
+        usual = os.environ.get(variable, "")
+        if is_repeated:
+            return keys_of(name, given, path, [usual] if usual else [])
+        return key_of(name, given, path, usual)
+
+    own = (extra(name, help, default, group=group, **settings),) if help else ()
+    return derived(() if is_repeated else "", read, *own, file, is_shown=False)

@@ -1,0 +1,28 @@
+"""Addresses as users write them."""
+
+from __future__ import annotations
+
+from banaserve.base.errors import UserError
+
+_MAX_PORT = 65535
+
+
+def host_and_port(option: str, text: str, least_port: int = 1) -> tuple[str, int]:
+    """Return host and port of ``HOST:PORT``; an IPv6 address may be in brackets.
+
+    Args:
+        least_port: Lowest port accepted; 0 to accept 0 for any free port.
+
+    Raises:
+        UserError: ``text`` has another form.
+    """
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or " " in host or not port.isdecimal() or not least_port <= int(port) <= _MAX_PORT:
+        raise UserError(f"{option} {text!r}: write HOST:PORT")
+    return host, int(port)
+
+
+def written(host: str, port: int) -> str:
+    """Return ``HOST:PORT``, as ``host_and_port`` reads it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

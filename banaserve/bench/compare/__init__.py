@@ -1,0 +1,4 @@
+"""Comparison of several systems under one load.
+
+Entry: ``command.main``.
+"""

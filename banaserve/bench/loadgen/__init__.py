@@ -1,0 +1,1 @@
+"""Load generator: open and closed loops over streaming HTTP."""

@@ -1,0 +1,1 @@
+"""Reports of results: tables, plots and pages."""

@@ -1,0 +1,4 @@
+"""Format of results: one JSON schema for all benchmarks.
+
+Entry: ``result.Result``.
+"""

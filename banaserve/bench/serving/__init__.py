@@ -1,0 +1,4 @@
+"""``banaserve bench serving``: one server under one load.
+
+Entry: ``command.main``.
+"""

@@ -1,0 +1,4 @@
+"""``banaserve doctor``: what this machine can run.
+
+Entry: ``command``.
+"""

@@ -1,0 +1,119 @@
+"""Groups of a model's KV cache: attention's blocks of tokens, and states of its other layers.
+
+Mamba and linear attention keep one state per sequence, which each token changes. vLLM gives the
+state a block of the same pool, as large as a block of tokens, so the store copies both in the same
+way; only the time at which a state may be saved differs (see ``states.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from banaserve.base.errors import UserError
+from banaserve.engine.compat import kv_cache as compat
+from banaserve.engine.compat.kv_cache import FullAttentionSpec, KVCacheConfig
+
+_STATES_ALONE = "none"
+"""vLLM's mode of keeping states in which a sequence has one block per group: the newest state."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroups:
+    """Indices of the groups in which vLLM lists a sequence's blocks.
+
+    Attributes:
+        attention: Index of the group whose blocks hold tokens.
+        states: Indices of the groups whose blocks hold a state each.
+        num_rows: Number of layers of the largest group; a block is one page in each row.
+    """
+
+    attention: int = 0
+    states: tuple[int, ...] = ()
+    num_rows: int = 1
+
+    @classmethod
+    def of(cls, config: KVCacheConfig) -> CacheGroups:
+        """Read the groups of a KV cache that has been laid out.
+
+        Raises:
+            UserError: The cache has groups other than one of uniform attention layers and those of
+                states.
+        """
+        groups = config.kv_cache_groups
+        states = [i for i, one in enumerate(groups) if _is_state(one.kv_cache_spec)]
+        others = [i for i in range(len(groups)) if i not in states]
+        specs = [one.kv_cache_spec for one in groups]
+        is_plain = len(others) == 1 and isinstance(specs[others[0]], FullAttentionSpec)
+        if not is_plain or len({spec.page_size_bytes for spec in specs}) > 1:
+            raise UserError(
+                "this model mixes kinds of attention, which the KV cache store does not share yet; "
+                "serve it without the store: --colocated N --no-kv-store"
+            )
+        return cls(others[0], tuple(states), max(len(one.layer_names) for one in groups))
+
+    def with_states(self, block_ids: Sequence[Sequence[int]], first: int, end: int) -> list[int]:
+        """Return a request's blocks of tokens from ``first`` to ``end``, then those of its states.
+
+        Args:
+            block_ids: Block ids of the request in each group.
+        """
+        return [*block_ids[self.attention][first:end], *self.states_of(block_ids)]
+
+    def states_of(self, block_ids: Sequence[Sequence[int]]) -> list[int]:
+        """Return the blocks that hold a request's states, one of each group with states."""
+        return [block_ids[group][0] for group in self.states]
+
+
+def _is_state(spec: object) -> bool:
+    if not isinstance(spec, compat.MambaSpec):
+        return False
+    if spec.mamba_cache_mode != _STATES_ALONE or spec.num_speculative_blocks:
+        raise UserError(
+            "the KV cache store keeps states of sequences by itself: leave vLLM's "
+            "--mamba-cache-mode, --enable-prefix-caching and --speculative-config out"
+        )
+    return True
+
+
+def describe_states(groups: CacheGroups, config: KVCacheConfig) -> str:
+    """Describe all that affects the bytes of states, for fingerprints; empty without states."""
+    specs = [config.kv_cache_groups[group].kv_cache_spec for group in groups.states]
+    return "; ".join(f"{spec.mamba_type} {spec.shapes} {spec.dtypes}" for spec in specs)
+
+
+def pages(
+    config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
+) -> list[torch.Tensor]:
+    """Return the memory of a KV cache that layers of several groups share, row by row.
+
+    Args:
+        kv_caches: Tensor that vLLM gives each layer, or the tensors of its state.
+
+    Returns:
+        For each row a tensor uint8 ``[num_blocks, page_bytes]``; a block is one run of bytes.
+
+    Raises:
+        UserError: The groups do not share the memory in that way.
+    """
+    page_bytes = config.kv_cache_groups[0].kv_cache_spec.page_size_bytes
+    rows: dict[int, torch.Tensor] = {}
+    for placed in config.kv_cache_tensors:
+        for number, name in enumerate(placed.layers):
+            cache = kv_caches[name]
+            tensor = cache if isinstance(cache, torch.Tensor) else cache[0]
+            storage = tensor.untyped_storage()
+            offset = placed.offset + number * placed.layer_stride
+            end = offset + (config.num_blocks - 1) * placed.block_stride + page_bytes
+            begins_there = tensor.data_ptr() == storage.data_ptr() + offset
+            if not begins_there or end > storage.nbytes() or placed.block_stride < page_bytes:
+                raise UserError(
+                    f"the KV cache of {name} does not lie as the store goes by: serve it without "
+                    "the store: --colocated N --no-kv-store"
+                )
+            shape, strides = (config.num_blocks, page_bytes), (placed.block_stride, 1)
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            rows[offset] = whole.set_(storage, offset, shape, strides)
+    return [rows[offset] for offset in sorted(rows)]

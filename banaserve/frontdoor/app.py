@@ -1,0 +1,297 @@
+"""The front door: vLLM's API server over our engine client, with our limits and probes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from argparse import Namespace
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from http import HTTPStatus
+from time import monotonic
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from prometheus_client import Counter, Gauge
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from banaserve import __version__
+from banaserve.base.access.tenants import TenantKey
+from banaserve.base.errors import UserError
+from banaserve.base.net.keep_alive import keep_alive
+from banaserve.base.net.loop_watch import LoopWatch
+from banaserve.base.net.stall_witness import StallWitness
+from banaserve.base.net.tls import Certificates, ServerTls
+from banaserve.base.net.tls_listener import TlsListener
+from banaserve.engine.compat import server
+from banaserve.engine.compat.config import ModelConfig
+from banaserve.frontdoor.auth import KeyMiddleware
+from banaserve.frontdoor.bodies.bounds import RequestBounds
+from banaserve.frontdoor.bodies.guard import BodyGuard, ChecksGrammars
+from banaserve.frontdoor.bodies.parsed_route import take_parsed_bodies
+from banaserve.frontdoor.call_times import CallTimes
+from banaserve.frontdoor.closing import LastAnswers
+from banaserve.frontdoor.edge.edge import Edge
+from banaserve.frontdoor.edge.http_protocol import HttpProtocol
+from banaserve.frontdoor.edge.limits import EdgeLimits
+from banaserve.frontdoor.edge.refusals import note
+from banaserve.frontdoor.edge.websocket_limit import WebSocketLimit
+from banaserve.frontdoor.edge.websocket_protocol import WebSocketProtocol
+from banaserve.frontdoor.errors import answer_engines_died, error_response
+from banaserve.frontdoor.limits import BodyLimit, ConcurrencyLimit
+from banaserve.frontdoor.metrics import MetricsPage
+from banaserve.frontdoor.request_limits import RequestLimitsReader
+from banaserve.serving.client import DisaggregatedClient
+from banaserve.serving.cluster import Cluster
+from banaserve.serving.requests.suspects import EnginesDiedError
+
+_MAX_HELD_BYTES = 2**30
+"""Maximum size of all bodies together: 512 bodies of the maximum length would exceed the memory
+of many machines."""
+_HANDSHAKE_S = 1.0
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ApiServerOptions:
+    """Options of the front door: keys, limits of requests, and the time dilation."""
+
+    keys: Sequence[TenantKey]
+    metrics_key: str
+    max_concurrent_requests: int
+    max_body_bytes: int
+    bounds: RequestBounds
+    vllm_version: str
+    dilation: float = 1.0
+
+
+async def make_app(
+    args: Namespace,
+    client: DisaggregatedClient,
+    cluster: Cluster,
+    metrics: MetricsPage,
+    options: ApiServerOptions,
+    grammars: ChecksGrammars | None,
+) -> ASGIApp:
+    """Return vLLM's application with all its endpoints, preceded by our own."""
+    args.api_key = None  # KeyMiddleware guards more paths and knows tenants
+    tasks = await client.get_supported_tasks()
+    app = vllm_app(args, tasks, client.model_config)
+    await server.bind_engines(app, args, client, tasks)
+    app.router.routes[:0] = [
+        Route("/ready", _ready(cluster)),
+        Route("/version", _version(options.vllm_version)),
+        Route("/metrics", metrics.answer),
+        Route("/scale_elastic_ep", _no_scaling, methods=["POST"]),
+    ]
+    # Around the whole application: vLLM's own list of middleware can no longer be changed.
+    return CallTimes(guarded(app, options, grammars), client.tracer)
+
+
+def guarded(app: ASGIApp, options: ApiServerOptions, grammars: ChecksGrammars | None) -> ASGIApp:
+    """Return ``app`` behind every middleware that may refuse a request."""
+    held_bytes = max(_MAX_HELD_BYTES, options.max_body_bytes)
+    looked_at = BodyGuard(app, options.bounds, grammars)
+    limited = BodyLimit(looked_at, options.max_body_bytes, held_bytes)
+    counted = ConcurrencyLimit(limited, options.max_concurrent_requests)
+    timed = WebSocketLimit(counted)
+    limits = RequestLimitsReader(timed, options.dilation)
+    return KeyMiddleware(limits, options.keys, options.metrics_key)
+
+
+def vllm_app(args: Namespace, tasks: tuple[Any, ...], model_config: ModelConfig | None) -> FastAPI:
+    """Return vLLM's application, not yet bound to engines, with a handler of EnginesDiedError."""
+    app: FastAPI = server.build_app(args, tasks, model_config)
+    server.keep_serving(app, EnginesDiedError, answer_engines_died)
+    take_parsed_bodies(app)
+    return app
+
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def _ready(cluster: Cluster) -> Endpoint:
+    async def ready(_: Request) -> Response:
+        states = {i.id: i.state.value for i in cluster.instances.values()}
+        status = 200 if cluster.is_ready else 503
+        return JSONResponse({"ready": cluster.is_ready, "instances": states}, status)
+
+    return ready
+
+
+def _version(vllm_version: str) -> Endpoint:
+    async def version(_: Request) -> Response:
+        return JSONResponse({"version": __version__, "vllm": vllm_version})
+
+    return version
+
+
+async def _no_scaling(_: Request) -> Response:
+    return error_response(
+        HTTPStatus.NOT_IMPLEMENTED, "the number of instances is changed with `banaserve scale`"
+    )
+
+
+_TICK_S, _TICKS_A_SWEEP = 0.1, 5
+"""Interval at which uvicorn calls ``on_tick``, in seconds, and number of ticks per sweep."""
+LAG_S = Gauge(
+    "banaserve_front_door_lag_seconds",
+    "How much later than due the front door's event loop came to its last tick",
+)
+STALLED_S = Counter(
+    "banaserve_front_door_stalled_seconds",
+    "Seconds for which the front door's event loop stood still, in stalls of a second and more",
+)
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn server that leaves signals to its caller, sets ``listening``, sweeps connections."""
+
+    def __init__(self, config: uvicorn.Config, edge: Edge, tls: Certificates | None) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+        self._edge, self._tls = edge, tls
+        self._watch = LoopWatch(_TICK_S)
+        self._witness = StallWitness()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        self._witness.close()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        for sock in sockets or ():
+            keep_alive(sock)
+        if self._tls is None:
+            await super().startup(sockets)
+        else:
+            await super().startup([])
+            self.servers += [self._tls_listener(sock, self._tls) for sock in sockets or ()]
+        self.listening.set()
+
+    def _tls_listener(self, sock: socket.socket, tls: Certificates) -> TlsListener:
+        def make() -> asyncio.Protocol:
+            made: asyncio.Protocol = self.config.http_protocol_class(
+                config=self.config,
+                server_state=self.server_state,
+                app_state=self.lifespan.state,
+            )
+            return made
+
+        def failed(cause: str) -> None:
+            note(cause, 0, "a connection has ended before its TLS handshake")
+
+        edge = self._edge
+        return TlsListener(sock, make, tls, edge.table, edge.limits.handshake_s, failed)
+
+    async def on_tick(self, counter: int) -> bool:
+        now_s, where = monotonic(), self._witness.tick()
+        if self._watch.tick(now_s):
+            STALLED_S.inc(self._watch.lag_s)
+            logger.warning(
+                "the front door's event loop stood still for %.1f s: %s",
+                self._watch.lag_s,
+                where or "not seen where",
+            )
+        LAG_S.set(self._watch.lag_s)
+        if counter % _TICKS_A_SWEEP == 0:
+            if self._watch.may_enforce():
+                self._edge.sweep(now_s)
+            if self._tls is not None:
+                self._tls.look()
+        return bool(await super().on_tick(counter))
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class ApiServer:
+    """Front door's HTTP server, which listens until told to stop."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        sock: socket.socket,
+        args: Namespace,
+        limits: EdgeLimits | None = None,
+    ) -> None:
+        self._answers = LastAnswers(app)
+        self._edge = edge = Edge(limits or EdgeLimits())
+        self._args = args
+        config = uvicorn.Config(
+            self._answers,
+            log_config=None,
+            log_level=args.uvicorn_log_level,
+            access_log=not args.disable_uvicorn_access_log,
+            timeout_keep_alive=server.keep_alive_s(),
+            timeout_graceful_shutdown=2,
+            http=partial(HttpProtocol, edge),
+            ws=partial(WebSocketProtocol, edge),
+        )
+        self._config = config
+        self._sock = sock
+        self._retired_s = 0.0
+
+    async def open(self) -> asyncio.Task[None]:
+        """Start listening; the returned task ends when the server has closed.
+
+        Raises:
+            UserError: The server cannot listen.
+        """
+        try:
+            tls = tls_of(self._args)
+            certificates = Certificates(tls, logger.warning) if tls else None
+        except UserError as error:
+            raise UserError(f"the front door cannot open: {error}") from None
+        self._server = _Server(self._config, self._edge, certificates)
+        task = asyncio.create_task(self._server.serve(sockets=[self._sock]))
+        listening = asyncio.create_task(self._server.listening.wait())
+        await asyncio.wait({task, listening}, return_when=asyncio.FIRST_COMPLETED)
+        listening.cancel()
+        if task.done():
+            why = task.exception() or "see front.log in the run's folder"
+            raise UserError(f"the front door cannot open: {why}")
+        return task
+
+    def close(self) -> None:
+        """Accept no more requests; requests under way have two seconds to end."""
+        self._server.should_exit = True
+
+    def retire(self) -> None:
+        """Accept no more connections: another server accepts them, on the same socket.
+
+        Requests on open connections are served, and each answer closes its connection.
+        """
+        self._answers.is_retired = True
+        self._retired_s = asyncio.get_running_loop().time()
+        for one in self._server.servers:
+            one.close()
+
+    def num_connections(self) -> int:
+        """Return the number of open connections; idle ones end after vLLM's keep-alive time.
+
+        For a second after ``retire`` it is at least 1: a connection in its TLS handshake is not in
+        the table.
+        """
+        is_settling = asyncio.get_running_loop().time() < self._retired_s + _HANDSHAKE_S
+        return len(self._edge.table) + is_settling
+
+
+def tls_of(args: Namespace) -> ServerTls | None:
+    """Return the TLS settings in vLLM's parsed options; None without TLS."""
+    if not args.ssl_certfile:
+        return None
+    return ServerTls(
+        args.ssl_certfile,
+        args.ssl_keyfile or "",
+        args.ssl_ca_certs or "",
+        args.ssl_cert_reqs,
+        args.ssl_ciphers or "",
+    )

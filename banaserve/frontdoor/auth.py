@@ -1,0 +1,163 @@
+"""API keys: if any is set, all paths but the probes need one; each key is a tenant."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Sequence
+from http import HTTPStatus
+from time import monotonic
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from banaserve.base.access.cache_salt import tenant
+from banaserve.base.access.quotas import OverLimit, Quota
+from banaserve.base.access.tenants import (
+    TENANT_FIELD,
+    TenantKey,
+    TenantTerms,
+    is_tenant_name,
+    tenant_terms,
+)
+from banaserve.frontdoor.edge.authenticated import mark_authenticated
+from banaserve.frontdoor.edge.refusals import note, refuse
+
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/version", "/metrics"})
+_TENANT_FIELD = TENANT_FIELD.lower().encode()
+
+
+class _Holder:
+    """Holder of a key: the key's digest, its limits and its use of them."""
+
+    def __init__(self, key: TenantKey) -> None:
+        self.digest = _digest(key.key)
+        self.is_balancer = key.is_balancer
+        self.quota = Quota(key, monotonic())
+        self.terms = TenantTerms(self._use_tokens, key.priority, self._refuse_session)
+
+    def _use_tokens(self, num_tokens: int) -> None:
+        self.quota.spend_tokens(num_tokens, monotonic())
+
+    def _refuse_session(self) -> str:
+        if (over := self.quota.excess_of_tokens(monotonic())) is None:
+            return ""
+        note(over.limit, HTTPStatus.TOO_MANY_REQUESTS, str(over))
+        return str(over)
+
+
+class KeyMiddleware:
+    """Middleware that refuses requests without a known ``Authorization: Bearer`` key or over quota.
+
+    With more than one key, the KV caches of their holders are isolated: a prefix that one holder
+    has sent is not faster for another, so timing reveals nothing about other holders' prompts. Only
+    the holder of a balancer's key may name the tenant that a request is for.
+
+    Args:
+        metrics_key: Key for ``/metrics``, which then also accepts clients' keys; empty if
+            ``/metrics`` needs no key.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[TenantKey], metrics_key: str = "") -> None:
+        self._app = app
+        self._holders = [_Holder(key) for key in keys]
+        self._metrics_digest = _digest(metrics_key) if metrics_key else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._metrics_digest is not None and _is_metrics(scope):
+            await self._answer_metrics(self._metrics_digest, scope, receive, send)
+            return
+        is_guarded = _is_guarded(scope)
+        if not self._holders or not is_guarded:
+            if is_guarded:
+                mark_authenticated(scope)
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        holder = self._known(headers.get("authorization", ""))
+        named = headers.get(TENANT_FIELD, "")
+        if holder is None:
+            refusal = refuse(
+                "key",
+                HTTPStatus.UNAUTHORIZED,
+                "no valid API key: send the header 'Authorization: Bearer KEY'",
+                {"WWW-Authenticate": "Bearer"},
+            )
+            await refusal(scope, receive, send)
+            return
+        mark_authenticated(scope)
+        if holder.is_balancer and named and not is_tenant_name(named):
+            await _answer_odd_tenant()(scope, receive, send)
+            return
+        scope["headers"] = [pair for pair in scope["headers"] if pair[0] != _TENANT_FIELD]
+        if (over := holder.quota.begin(monotonic())) is not None:
+            await _answer_over(over)(scope, receive, send)
+            return
+        if holder.is_balancer and named:
+            tenant.set(named)
+        elif len(self._holders) > 1:
+            tenant.set(holder.digest.hex()[:16])
+        tenant_terms.set(holder.terms)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            holder.quota.end()
+
+    async def _answer_metrics(
+        self, digest: bytes, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        header = Headers(scope=scope).get("authorization", "")
+        if _is_key(header, digest) or self._known(header) is not None:
+            await self._app(scope, receive, send)
+            return
+        refusal = refuse(
+            "metrics_key",
+            HTTPStatus.UNAUTHORIZED,
+            "metrics need a key: send the header 'Authorization: Bearer KEY' with --metrics-key",
+            {"WWW-Authenticate": "Bearer"},
+        )
+        await refusal(scope, receive, send)
+
+    def _known(self, header: str) -> _Holder | None:
+        scheme, _, key = header.partition(" ")
+        given = _digest(key)
+        found = None
+        for holder in self._holders:
+            if secrets.compare_digest(given, holder.digest):
+                found = holder
+        return found if scheme.lower() == "bearer" else None
+
+
+def _answer_over(over: OverLimit) -> Response:
+    headers = {"Retry-After": str(over.retry_after_s)}
+    return refuse(over.limit, HTTPStatus.TOO_MANY_REQUESTS, str(over), headers)
+
+
+def _answer_odd_tenant() -> Response:
+    why = f"{TENANT_FIELD} is no tenant's name: update the balancer"
+    return refuse("tenant", HTTPStatus.BAD_REQUEST, why)
+
+
+def _is_guarded(scope: Scope) -> bool:
+    if scope["type"] not in ("http", "websocket") or scope.get("method") == "OPTIONS":
+        return False
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    return path.rstrip("/") not in OPEN_PATHS
+
+
+def _is_metrics(scope: Scope) -> bool:
+    """Return whether the path is ``/metrics`` or vLLM's own page, mounted below that path."""
+    if scope["type"] != "http":
+        return False
+    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    return path == "/metrics" or path.startswith("/metrics/")
+
+
+def _is_key(header: str, digest: bytes) -> bool:
+    scheme, _, key = header.partition(" ")
+    return secrets.compare_digest(_digest(key), digest) and scheme.lower() == "bearer"
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()

@@ -1,0 +1,171 @@
+"""Helper process that compiles grammars, each in its own fork with bounded time and memory.
+
+``python -m banaserve.frontdoor.bodies.grammar_process FD`` takes orders from the socket FD: a byte
+with one end of a fresh socket pair. The first pair carries the vocabulary, each later pair a
+grammar. The process ends when FD closes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import resource
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from banaserve.frontdoor.bodies.grammars import GrammarSpec
+
+STARTED = b"+"
+"""First byte of an answer: the fork has succeeded."""
+_NICE = 5
+_WALL_S = 120
+_READ_BYTES = 2**16
+_PROBE_VOCABULARY = ("a", "b", "<end>")
+
+
+class GrammarLimits(msgspec.Struct, frozen=True):
+    """Limits of compiling one grammar.
+
+    Attributes:
+        cpu_s: Processor time in whole seconds; unlike wall time it does not depend on the load.
+        memory_bytes: Memory beyond the process's size at its start.
+    """
+
+    cpu_s: int = 10
+    memory_bytes: int = 2**30
+
+
+class Order(msgspec.Struct, frozen=True):
+    """A grammar to compile."""
+
+    spec: GrammarSpec
+    limits: GrammarLimits
+
+
+class Compiled(msgspec.Struct, frozen=True):
+    """Answer: the grammar is compiled, or ``error`` is the library's message on it."""
+
+    error: str = ""
+
+
+def main() -> None:
+    """Take orders until the other end closes the socket."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    os.nice(_NICE)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended forks leave nothing behind
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    grammar_library = importlib.import_module("xgrammar")
+    vocabulary: Any = None
+    while (pair := _next(control)) is not None:
+        if vocabulary is None:
+            vocabulary = _read_vocabulary(grammar_library, pair)
+            continue
+        try:
+            is_child = os.fork() == 0
+        except OSError:
+            is_child = False  # the closed pair reports the failure
+        if is_child:
+            control.close()
+            _compile_and_exit(grammar_library, vocabulary, pair)
+        pair.close()
+    os._exit(0)
+
+
+def _next(control: socket.socket) -> socket.socket | None:
+    message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+    return socket.socket(fileno=descriptors[0]) if message and descriptors else None
+
+
+def _read_vocabulary(library: Any, pair: socket.socket) -> Any:
+    with pair:
+        text = _read_all(pair).decode()
+        if text:
+            return library.TokenizerInfo.deserialize_json(text)
+        return library.TokenizerInfo(list(_PROBE_VOCABULARY))
+
+
+def _read_all(pair: socket.socket) -> bytes:
+    parts = []
+    while part := pair.recv(_READ_BYTES):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _compile_and_exit(library: Any, vocabulary: Any, pair: socket.socket) -> None:
+    """Compile in this process, then exit; if a limit kills the process, no answer is sent."""
+    status = 1
+    try:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(_WALL_S)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+        pair.sendall(STARTED)
+        order = msgspec.msgpack.decode(_read_all(pair), type=Order)
+        _limit(order.limits)
+        answer = Compiled(_error_of(library, vocabulary, order.spec))
+        pair.sendall(msgspec.msgpack.encode(answer))
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _limit(limits: GrammarLimits) -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    memory_bytes = pages * resource.getpagesize() + limits.memory_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CPU, (limits.cpu_s, limits.cpu_s + 1))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _error_of(library: Any, vocabulary: Any, spec: GrammarSpec) -> str:
+    """Return the error in a grammar; empty if there is none.
+
+    Raises:
+        MemoryError: Compiling the grammar needs more memory than allowed.
+    """
+    compiler = library.GrammarCompiler(vocabulary, max_threads=1, cache_enabled=False)
+    try:
+        _compile(library, compiler, spec)
+    except MemoryError:
+        raise
+    except Exception as error:
+        if "bad_alloc" in str(error):
+            raise MemoryError from None
+        return str(error) or type(error).__name__
+    return ""
+
+
+def _compile(library: Any, compiler: Any, spec: GrammarSpec) -> None:
+    if spec.kind == "json":
+        compiler.compile_json_schema(spec.text)
+    elif spec.kind == "regex":
+        compiler.compile_regex(spec.text)
+    elif spec.kind == "choice":
+        choices = msgspec.json.decode(spec.text, type=list[str])
+        words = (choice.replace("\\", "\\\\").replace('"', '\\"') for choice in choices)
+        compiler.compile_grammar("root ::= " + " | ".join(f'"{word}"' for word in words))
+    elif spec.kind == "grammar" and "::=" not in spec.text:
+        compiler.compile_lark(spec.text)
+    elif spec.kind == "grammar":
+        compiler.compile_grammar(spec.text)
+    else:
+        _compile_tag(compiler, spec.text)
+
+
+def _compile_tag(compiler: Any, text: str) -> None:
+    tag = msgspec.json.decode(text)
+    if not isinstance(tag, dict) or "structures" not in tag:
+        compiler.compile_structural_tag(text)
+        return
+    for structure in tag["structures"]:
+        compiler.compile_json_schema(msgspec.json.encode(structure["schema"]).decode())
+
+
+if __name__ == "__main__":
+    main()

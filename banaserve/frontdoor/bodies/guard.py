@@ -1,0 +1,185 @@
+"""Guard of requests' bodies: bounds bodies, and parses long ones off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
+from typing import Any, Protocol
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from banaserve.base.json_text import as_utf8
+from banaserve.frontdoor.bodies.bounds import (
+    BodyRefusedError,
+    Outline,
+    RequestBounds,
+    no_json,
+    read_outline,
+    validation_s,
+)
+from banaserve.frontdoor.bodies.grammars import GrammarSpec, grammars_of
+from banaserve.frontdoor.bodies.pace import ValidationPace
+from banaserve.frontdoor.bodies.shape import measure
+from banaserve.frontdoor.edge.refusals import refuse
+from banaserve.frontdoor.limits import RETRY_AFTER_S
+
+LONG_BYTES = 256 * 2**10
+"""Size from which a body is checked in a thread."""
+PARSED = "banaserve.body"
+"""Key of the parsed body in a request's scope."""
+_NUM_THREADS = 2
+_MAX_HELD_OBJECT_BYTES = 2**30
+_NOT_JSON = ("multipart/", "application/x-www-form-urlencoded", "application/octet-stream")
+
+
+class ChecksGrammars(Protocol):
+    """Checker that tries grammars before an engine has to compile them."""
+
+    async def check(self, specs: Sequence[GrammarSpec]) -> None:
+        """Return if each grammar compiles, or is wrong in a way that vLLM itself reports.
+
+        Raises:
+            BodyRefusedError: A grammar takes too long or too much memory.
+        """
+        ...
+
+
+class BodyGuard:
+    """Middleware that refuses bodies of too many objects and grammars too costly to compile.
+
+    The endpoint gets the body in one message, and a long body already parsed.
+
+    Args:
+        grammars: Checker of grammars; None if no endpoint takes grammars.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        bounds: RequestBounds,
+        grammars: ChecksGrammars | None,
+        max_held_object_bytes: int = _MAX_HELD_OBJECT_BYTES,
+        pace: ValidationPace | None = None,
+    ) -> None:
+        self._app, self._bounds = app, bounds
+        self._grammars = grammars
+        self._pace = pace or ValidationPace()
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "body")
+        self._max_held_object_bytes = max_held_object_bytes
+        self._held_object_bytes = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH"):
+            await self._app(scope, receive, send)
+            return
+        if Headers(scope=scope).get("content-type", "").lower().startswith(_NOT_JSON):
+            await self._app(scope, receive, send)
+            return
+        body = await _whole(receive)
+        if body is None:
+            return
+        body = await self._in_utf8(body)
+        held = _Held()
+        try:
+            refusal = await self._refusal(scope, body, held)
+            if refusal is not None:
+                await refusal(scope, receive, send)
+            else:
+                await self._app(scope, _replayed(body, receive), send)
+        finally:
+            self._held_object_bytes -= held.object_bytes
+
+    async def _in_utf8(self, body: bytes) -> bytes:
+        if len(body) < LONG_BYTES:
+            return as_utf8(body)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, as_utf8, body)
+
+    async def _refusal(self, scope: Scope, body: bytes, held: _Held) -> Response | None:
+        """Return the answer to ``body`` if it is refused, else None."""
+        try:
+            specs, cost_s = await self._look(scope, body, held)
+            await self._pace.wait(cost_s)
+            if specs and self._grammars is not None:
+                await self._grammars.check(specs)
+        except BodyRefusedError as refusal:
+            status = refusal.status
+            is_busy = status == HTTPStatus.SERVICE_UNAVAILABLE
+            headers = {"Retry-After": str(RETRY_AFTER_S)} if is_busy else None
+            return refuse(refusal.cause, HTTPStatus(status), str(refusal), headers)
+        return None
+
+    async def _look(
+        self, scope: Scope, body: bytes, held: _Held
+    ) -> tuple[list[GrammarSpec], float]:
+        """Return the grammars of ``body`` and the estimated time of its validation, in seconds.
+
+        For a long body, adds the memory of its parsed objects to ``held``.
+        """
+        if len(body) < LONG_BYTES:
+            outline = read_outline(body, self._bounds) if body.strip() else None
+            return _found(outline, 0)
+        loop = asyncio.get_running_loop()
+        shape = await loop.run_in_executor(self._threads, measure, body)
+        object_bytes = shape.object_bytes
+        if self._held_object_bytes + object_bytes > self._max_held_object_bytes:
+            raise BodyRefusedError(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                "held_objects",
+                "requests under way hold too many objects; try again shortly",
+            )
+        self._held_object_bytes += object_bytes
+        held.object_bytes = object_bytes
+        found, scope[PARSED] = await loop.run_in_executor(
+            self._threads, _parse, body, self._bounds, shape.values
+        )
+        return found
+
+
+class _Held:
+    """Memory of parsed objects that one request is counted with."""
+
+    object_bytes = 0
+
+
+def _found(outline: Outline | None, num_values: int) -> tuple[list[GrammarSpec], float]:
+    if outline is None:
+        return [], 0.0
+    return grammars_of(outline), validation_s(outline, num_values)
+
+
+def _parse(
+    body: bytes, bounds: RequestBounds, num_values: int
+) -> tuple[tuple[list[GrammarSpec], float], Any]:
+    outline = read_outline(body, bounds)
+    try:
+        parsed = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise no_json(error) from None
+    return _found(outline, num_values), parsed
+
+
+async def _whole(receive: Receive) -> bytes | None:
+    """Return the body; None if the client disconnected before the body's end."""
+    parts: list[bytes] = []
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return None
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """Return a receiver that yields ``body`` in one message, then the messages of ``receive``."""
+    waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return waiting.pop() if waiting else await receive()
+
+    return replay

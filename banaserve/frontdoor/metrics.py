@@ -1,0 +1,196 @@
+"""``/metrics``: vLLM's metrics for each instance, banaserve's own, and the store's.
+
+The format is Prometheus' text format, or OpenMetrics, which has exemplars, if the scraper asks for
+it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
+from typing import Any, NamedTuple
+
+from prometheus_client import CollectorRegistry, exposition
+from prometheus_client.core import Metric
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import REGISTRY, Collector
+from starlette.requests import Request
+from starlette.responses import Response
+
+from banaserve.base.errors import StoreUnavailableError
+from banaserve.base.platform.processes import in_daemon_thread
+from banaserve.frontdoor.edge.refusals import refuse
+from banaserve.frontdoor.shared_calls import SharedCalls, TooManyCallsError
+from banaserve.kvstore.daemon.metrics import prometheus_text
+from banaserve.kvstore.stats import StoreStats
+
+_STORE = "banaserve_kvstore_"
+_OPEN_METRICS = "application/openmetrics-text"
+
+
+Registries = Sequence[tuple[Mapping[str, str], CollectorRegistry]]
+"""Registries of vLLM's series, each with the labels that its series get."""
+
+
+class _Labelled(Collector):
+    """The default registry, and the instances' registries with labels for each."""
+
+    def __init__(self, registries: Callable[[], Registries]) -> None:
+        self._registries = registries
+
+    def collect(self) -> Iterator[Metric]:
+        yield from REGISTRY.collect()
+        yield from _together((labels, one.collect()) for labels, one in self._registries())
+
+    def of(self, names: Sequence[str]) -> Iterator[Metric]:
+        """Yield only the samples of these names, without collecting the others."""
+        yield from REGISTRY.restricted_registry(names).collect()
+        yield from _together(
+            (labels, one.restricted_registry(names).collect()) for labels, one in self._registries()
+        )
+
+
+def _together(
+    labelled: Iterable[tuple[Mapping[str, str], Iterable[Metric]]],
+) -> Iterator[Metric]:
+    """Yield the families, those of one name merged into one family."""
+    found: dict[str, Metric] = {}
+    for labels, families in labelled:
+        for family in families:
+            samples = [_with(sample, labels) for sample in family.samples]
+            if (known := found.get(family.name)) is not None:
+                known.samples.extend(samples)
+            else:
+                family.samples = samples
+                found[family.name] = family
+    yield from found.values()
+
+
+def _with(sample: Any, labels: Mapping[str, str]) -> Any:
+    return sample._replace(labels={**sample.labels, **labels})
+
+
+class _Chosen(Collector):
+    """All samples of a page, or those of some names; then the store's."""
+
+    def __init__(self, page: _Labelled, names: Sequence[str], store: str) -> None:
+        self._page = page
+        self._names = names
+        self._store = store
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._page.of(self._names) if self._names else self._page.collect()
+        yield from text_string_to_metric_families(self._store)
+
+
+class _Page(NamedTuple):
+    """Page of metrics that a scraper asks for.
+
+    Attributes:
+        names: Names of samples; empty for all samples.
+        is_open: True for OpenMetrics.
+    """
+
+    names: tuple[str, ...]
+    is_open: bool
+
+
+class StoreStatsReader:
+    """Reader of the store's statistics in a separate thread: a hanging store blocks no other work.
+
+    Args:
+        ask: Returns the store's statistics; may block, may raise StoreUnavailableError.
+        patience_s: Maximum time to wait for an answer, in seconds.
+    """
+
+    def __init__(self, ask: Callable[[], StoreStats], patience_s: float = 3.0) -> None:
+        self._ask = ask
+        self._patience_s = patience_s
+        self._asked: asyncio.Future[StoreStats] | None = None
+
+    async def stats(self) -> StoreStats | None:
+        """Return the store's statistics; None if it does not answer."""
+        if self._asked is None or self._asked.done():
+            self._asked = in_daemon_thread(self._ask)
+            self._asked.add_done_callback(lambda one: one.cancelled() or one.exception())
+        asked = self._asked
+        try:
+            async with asyncio.timeout(self._patience_s):
+                return await asyncio.shield(asked)
+        except (TimeoutError, StoreUnavailableError):
+            return None
+
+
+class MetricsPage:
+    """Endpoint of metrics; asks the store at each scrape, off the event loop.
+
+    ``?name[]=NAME``, which may be repeated, selects samples by name, as Prometheus' own servers do.
+    For any number of scrapers, pages take at most a fifth of one processor and one dedicated
+    thread.
+
+    Args:
+        registries: Returns the registries of vLLM's series of instances, with labels for each.
+        store_stats: Returns the store's statistics, may block and may raise
+            StoreUnavailableError; None without a store.
+    """
+
+    def __init__(
+        self,
+        registries: Callable[[], Registries],
+        store_stats: Callable[[], StoreStats] | None,
+    ) -> None:
+        self._store = StoreStatsReader(store_stats) if store_stats is not None else None
+        self._labelled = _Labelled(registries)
+        self._thread = ThreadPoolExecutor(1, "metrics")
+        self._pages: SharedCalls[_Page, bytes] = SharedCalls(self._made)
+
+    async def answer(self, request: Request) -> Response:
+        """Return a page; 429 if too many different pages are asked for at once."""
+        names = tuple(sorted(set(request.query_params.getlist("name[]"))))
+        is_open = _asks_for_open_metrics(request.headers.get("accept", ""))
+        try:
+            page = await self._pages.get(_Page(names, is_open))
+        except TooManyCallsError:
+            return refuse(
+                "metrics",
+                HTTPStatus.TOO_MANY_REQUESTS,
+                "too many different pages of metrics are asked for at once: try again shortly",
+                {"Retry-After": "1"},
+            )
+        kind = openmetrics.CONTENT_TYPE_LATEST if is_open else exposition.CONTENT_TYPE_LATEST
+        return Response(page, headers={"Content-Type": kind})
+
+    async def _made(self, page: _Page) -> bytes:
+        store = ""
+        if self._store is not None and _asks_for_store(page.names):
+            store = _store_page(await self._store.stats())
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, self._written, page, store)
+
+    def _written(self, page: _Page, store: str) -> bytes:
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Chosen(self._labelled, page.names, store))
+        # The library's other escaping schemes replace the colon in vLLM's names.
+        written: bytes = (
+            openmetrics.generate_latest(registry, escaping=openmetrics.ALLOWUTF8)
+            if page.is_open
+            else exposition.generate_latest(registry)
+        )
+        return written
+
+
+def _asks_for_open_metrics(accept: str) -> bool:
+    return any(one.split(";")[0].strip() == _OPEN_METRICS for one in accept.split(","))
+
+
+def _asks_for_store(names: Sequence[str]) -> bool:
+    return not names or any(name.startswith(_STORE) for name in names)
+
+
+def _store_page(stats: StoreStats | None) -> str:
+    if stats is None:
+        return "# TYPE banaserve_kvstore_up gauge\nbanaserve_kvstore_up 0\n"
+    return "# TYPE banaserve_kvstore_up gauge\nbanaserve_kvstore_up 1\n" + prometheus_text(stats)

@@ -1,0 +1,4 @@
+"""Page under ``/ui``: its files, snapshots, viewers, and the replay of decision logs.
+
+In the server's process. Entry: ``viewers.Viewers``. No vLLM, no torch.
+"""

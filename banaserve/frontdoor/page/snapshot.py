@@ -1,0 +1,181 @@
+"""Snapshot of a server for its page, composed from given values. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from banaserve.base.types import ObservedRequest
+from banaserve.contracts.control_api import DecisionRecord, MoveLine, ServerStatus
+from banaserve.contracts.migration_api import (
+    ContextModules,
+    ExpertsModules,
+    HeadsModules,
+    Migration,
+    UnitModules,
+)
+from banaserve.contracts.trace_events import RequestSummary
+from banaserve.frontdoor.page.figures import figures_of
+from banaserve.frontdoor.page.records import (
+    InstancePanel,
+    ModulesAway,
+    MoveProgress,
+    PageSnapshot,
+    ShownLayers,
+    StoreLevel,
+    StorePanel,
+)
+from banaserve.kvstore.stats import StoreStats
+
+_ENDED_SHOWN = 8
+_COPIED = ("precopy_bytes", "commit_bytes", "weight_bytes")
+
+Mark = tuple[object, ...]
+
+
+def snapshot_of(
+    status: ServerStatus,
+    shape: tuple[int, int],
+    away: Mapping[str, list[ModulesAway]],
+    migrations: Sequence[Migration],
+    moving: Mapping[str, Sequence[UnitModules]],
+    observed: Iterable[ObservedRequest],
+    now_s: float,
+    store: StoreStats | None,
+    requests: list[RequestSummary],
+    cpu_fraction: float | None = None,
+) -> PageSnapshot:
+    """Return everything that the page shows of one moment, except decisions.
+
+    Args:
+        shape: Numbers of layers and KV heads of the model.
+        away: Modules that are away, by their host.
+        moving: Modules of migrations under way, by the migration's id.
+        observed: Requests for ``figures_of``; ``now_s`` is on their clock.
+        requests: Last requests, to be listed.
+    """
+    by_id = {migration.id for migration in migrations}
+    moves = [migration_progress(one, moving.get(one.id, ())) for one in migrations]
+    moves += [_line_progress(line) for line in status.moves if line.id not in by_id]
+    return PageSnapshot(
+        at_s=status.at_s,
+        num_layers=shape[0],
+        num_kv_heads=shape[1],
+        controller=status.controller,
+        instances=[InstancePanel(one, away.get(one.id, [])) for one in status.instances],
+        moves=_shown(moves),
+        figures=figures_of(status.instances, observed, now_s, cpu_fraction),
+        store=store_panel(store) if store is not None else None,
+        requests=requests,
+        routing=status.routing_policy,
+    )
+
+
+def _shown(moves: Sequence[MoveProgress]) -> list[MoveProgress]:
+    """Return all moves under way, and the last ended moves."""
+    ended = [one for one in moves if not is_open(one.state)]
+    return [one for one in moves if is_open(one.state)] + ended[-_ENDED_SHOWN:]
+
+
+def is_open(state: str) -> bool:
+    """Return whether a move of this state is under way."""
+    return state in ("waiting", "running", "draining", "starting", "going back")
+
+
+def migration_progress(migration: Migration, moving: Sequence[UnitModules]) -> MoveProgress:
+    """Return the progress of a migration, over all of its moves."""
+    now = next((one for one in migration.moves if one.phase not in ("waiting", "done")), None)
+    if now is None:
+        now = migration.moves[-1] if migration.moves else None
+    return MoveProgress(
+        id=migration.id,
+        kind=migration.kind,
+        state=migration.state,
+        what="; ".join(one.modules for one in migration.moves),
+        source=migration.host,
+        target=migration.to or "",
+        phase=now.phase if now is not None else "",
+        seconds=sum(sum(one.seconds.values()) for one in migration.moves),
+        num_bytes=int(sum(one.facts.get(name, 0) for one in migration.moves for name in _COPIED)),
+        total_bytes=_total_bytes(migration),
+        predicted_bytes=migration.predicted_bytes,
+        stall_s=sum(one.facts.get("stall_s", 0.0) for one in migration.moves),
+        error=migration.error,
+        spans=[span for modules in moving for span in spans_of(modules)],
+    )
+
+
+def _total_bytes(migration: Migration) -> int:
+    """Return the bytes to copy; 0 until every move of the migration has begun to copy."""
+    facts = [one.facts for one in migration.moves]
+    if not all("planned_bytes" in one for one in facts):
+        return 0
+    return int(sum(one["planned_bytes"] + one.get("weight_bytes", 0) for one in facts))
+
+
+def _line_progress(line: MoveLine) -> MoveProgress:
+    return MoveProgress(
+        line.id, "other", line.state, line.what, seconds=line.seconds, error=line.error
+    )
+
+
+def modules_away(modules: UnitModules, at: str, words: str) -> ModulesAway:
+    """Return the record of a unit that is away."""
+    kind = "layers"
+    if isinstance(modules, HeadsModules):
+        kind = "heads"
+    elif isinstance(modules, ContextModules):
+        kind = "context"
+    elif isinstance(modules, ExpertsModules):
+        kind = "experts"
+    return ModulesAway(kind, at, words, spans_of(modules))
+
+
+def spans_of(modules: UnitModules) -> list[ShownLayers]:
+    """Return the layers of a unit; adjacent layers with the same heads are one span."""
+    if isinstance(modules, ExpertsModules):
+        return [ShownLayers(layer, layer + 1) for layer, _ in sorted(modules.experts)]
+    if not isinstance(modules, HeadsModules):
+        return [ShownLayers(modules.start, modules.end)]
+    spans: list[ShownLayers] = []
+    for layer, heads in sorted(modules.heads):
+        if spans and spans[-1].end_layer == layer and spans[-1].heads == list(heads):
+            spans[-1] = ShownLayers(spans[-1].first_layer, layer + 1, list(heads))
+        else:
+            spans.append(ShownLayers(layer, layer + 1, list(heads)))
+    return spans
+
+
+def store_panel(stats: StoreStats) -> StorePanel:
+    """Return the store's state for the page."""
+    memory = StoreLevel(
+        "memory",
+        stats.used_bytes,
+        stats.capacity_bytes,
+        stats.used_slots,
+        stats.hits,
+        stats.evictions,
+    )
+    tiers = [
+        StoreLevel(
+            tier.stats.name,
+            tier.stats.used_bytes,
+            tier.stats.capacity_bytes,
+            tier.stats.num_blocks,
+            tier.promoted,
+            tier.stats.evictions,
+            "" if tier.stats.available else tier.stats.problem or "it does not answer",
+        )
+        for tier in stats.tiers
+    ]
+    return StorePanel(
+        stats.hits, stats.misses, stats.num_leases, stats.lent_bytes, [memory, *tiers]
+    )
+
+
+def mark_of(decision: DecisionRecord) -> Mark:
+    """Return a mark of a decision's turns and results: it is sent again when the mark changes."""
+    results = tuple(
+        (step.held, step.result is not None, bool(step.result and step.result.changed))
+        for step in decision.steps
+    )
+    return (decision.at_s, decision.turns, results)

@@ -1,0 +1,302 @@
+"""Take-over of a server's listening socket by another server on the same machine.
+
+The running server offers its socket on a Unix socket in a folder that only its user can read. A
+claimant announces at its start that it will want the socket, and takes it once it can serve. The
+running server serves on until the claimant reports that it serves: for a moment both accept
+connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import struct
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from banaserve.base.errors import BanaServeError, UserError
+
+_ANSWER_S = 10.0
+_MAX_MESSAGE_BYTES = 4096
+_CREDENTIALS = struct.Struct("iII")
+logger = logging.getLogger(__name__)
+M = TypeVar("M", bound=msgspec.Struct)
+
+
+class Ask(msgspec.Struct, frozen=True, tag=True):
+    """Message: the claimant will want the socket."""
+
+
+class Offer(msgspec.Struct, frozen=True, tag=True):
+    """Message: the running server and the address of its socket, as its user gave it."""
+
+    pid: int
+    host: str
+    port: int
+    scheme: str
+
+
+class Refusal(msgspec.Struct, frozen=True, tag=True):
+    """Message: the reason, in words, why the socket cannot be taken over."""
+
+    why: str
+
+
+class Take(msgspec.Struct, frozen=True, tag=True):
+    """Message: the claimant can serve."""
+
+
+class Given(msgspec.Struct, frozen=True, tag=True):
+    """Message that carries the socket itself."""
+
+
+class Serves(msgspec.Struct, frozen=True, tag=True):
+    """Message: the claimant accepts connections; the running server is to accept no more."""
+
+
+class Retired(msgspec.Struct, frozen=True, tag=True):
+    """Message: the server that was running accepts no more connections."""
+
+
+Message = Ask | Offer | Refusal | Take | Given | Serves | Retired
+_encode = msgspec.msgpack.Encoder().encode
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+class ClaimLostError(BanaServeError):
+    """Error: the running server has ended, or has sent an unexpected message."""
+
+
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Return process id and user id of the other end of a Unix socket."""
+    said = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(said)
+    return pid, uid
+
+
+def _decoded(said: bytes) -> Message:
+    if not said:
+        raise ClaimLostError("the other server has ended")
+    try:
+        return _decoder.decode(said)
+    except msgspec.DecodeError as wrong:
+        raise ClaimLostError(f"the other server says what nobody knows: {wrong}") from wrong
+
+
+def _read(said: bytes, kind: type[M]) -> M:
+    message = _decoded(said)
+    if not isinstance(message, kind):
+        raise ClaimLostError(f"{type(message).__name__} came and {kind.__name__} was due")
+    return message
+
+
+class SocketOffer:
+    """Offer of a listening socket, open while its server serves.
+
+    Args:
+        path: Path of the Unix socket, in a folder that only this user can read.
+        listening: Offered socket; it stays open in this process.
+
+    Attributes:
+        taken: Event set once another server serves on the socket: this server is to accept no
+            more connections.
+        taker: Process id of the other server.
+        retired: Event to be set once this server accepts no more connections.
+    """
+
+    def __init__(self, path: Path, listening: socket.socket, offer: Offer) -> None:
+        self.taken, self.retired = asyncio.Event(), asyncio.Event()
+        self.taker = 0
+        self._path = path
+        self._listening = listening
+        self._offer = offer
+        self._claimant = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        """Accept claimants while the block runs."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.setblocking(False)
+            listener.bind(str(self._path))
+            listener.listen()
+            self._begin(self._admit(listener))
+            try:
+                yield
+            finally:
+                for task in self._tasks:
+                    task.cancel()
+                await asyncio.gather(*self._tasks, return_exceptions=True)
+                self._path.unlink(missing_ok=True)
+
+    async def _admit(self, listener: socket.socket) -> None:
+        while True:
+            connection, _ = await asyncio.get_running_loop().sock_accept(listener)
+            self._begin(self._attend(connection))
+
+    def _begin(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _attend(self, connection: socket.socket) -> None:
+        pid, uid = peer_of(connection)
+        with connection:
+            if uid != os.getuid():
+                logger.warning("process %d of user %d wants the front door: refused", pid, uid)
+                return
+            try:
+                async with asyncio.timeout(_ANSWER_S):
+                    await self._next(connection, Ask)
+                await self._hand_over(connection, pid)
+            except (ClaimLostError, OSError, TimeoutError) as lost:
+                logger.warning("process %d does not take the front door over: %s", pid, lost)
+
+    async def _hand_over(self, connection: socket.socket, pid: int) -> None:
+        if self._claimant:
+            connection.send(_encode(Refusal(f"process {self._claimant} is taking it over")))
+            return
+        self._claimant = pid
+        try:
+            connection.send(_encode(self._offer))
+            # The claimant's engines start meanwhile, so this wait has no timeout.
+            await self._next(connection, Take)
+            socket.send_fds(connection, [_encode(Given())], [self._listening.fileno()])
+            await self._next(connection, Serves)
+            self.taker = pid
+            self.taken.set()
+            await self.retired.wait()
+            connection.send(_encode(Retired()))
+        finally:
+            if not self.taken.is_set():
+                self._claimant = 0
+
+    async def _next(self, connection: socket.socket, kind: type[M]) -> M:
+        loop = asyncio.get_running_loop()
+        return _read(await loop.sock_recv(connection, _MAX_MESSAGE_BYTES), kind)
+
+
+class SocketClaim:
+    """A claim on the listening socket of a running server.
+
+    Args:
+        path: Path of the Unix socket on which the running server offers its socket.
+
+    Attributes:
+        offer: Offer of the running server.
+
+    Raises:
+        UserError: No server offers its socket there, or the server is another user's or refuses.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._connection.settimeout(_ANSWER_S)
+        try:
+            self.offer = self._claimed(path)
+        except BaseException:
+            self.close()
+            raise
+
+    def _claimed(self, path: Path) -> Offer:
+        nothing = f"--take-over: no server of this version can be asked at {path}"
+        try:
+            self._connection.connect(str(path))
+            if peer_of(self._connection)[1] != os.getuid():
+                raise UserError("--take-over: that server is another user's")
+            self._connection.send(_encode(Ask()))
+            said = self._connection.recv(_MAX_MESSAGE_BYTES)
+            refusal = _decoded(said)
+            if isinstance(refusal, Refusal):
+                raise UserError(f"--take-over: {refusal.why}: wait for its end")
+            return _read(said, Offer)
+        except PermissionError:
+            raise UserError("--take-over: that server is another user's") from None
+        except TimeoutError:
+            raise UserError(f"--take-over: the server at {path} does not answer") from None
+        except OSError as error:
+            raise UserError(f"{nothing} ({error.strerror})") from error
+        except ClaimLostError as lost:
+            raise UserError(f"{nothing}: {lost}") from lost
+
+    def check(self, host: str, port: int) -> None:
+        """Check that the offered socket is bound to this address.
+
+        Raises:
+            UserError: The socket has another address.
+        """
+        if (self.offer.host, self.offer.port) != (host, port):
+            raise UserError(
+                f"--take-over: the running server listens on {self.offer.host}:{self.offer.port} "
+                f"and not on {host}:{port}: give its --host and --port"
+            )
+
+    def check_scheme(self, scheme: str) -> None:
+        """Check that clients of the running server can go on with this one.
+
+        Raises:
+            UserError: One of the two serves TLS and the other does not.
+        """
+        if self.offer.scheme != scheme:
+            raise UserError(
+                f"--take-over: clients of the running server speak {self.offer.scheme} and this "
+                f"one would serve {scheme}: give both TLS (--ssl-certfile), or neither"
+            )
+
+    def take(self) -> socket.socket:
+        """Return the listening socket. Blocking.
+
+        Raises:
+            ClaimLostError: The running server has ended, or sends no listening socket.
+        """
+        try:
+            self._connection.send(_encode(Take()))
+            said, numbers, _, _ = socket.recv_fds(
+                self._connection, _MAX_MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC
+            )
+        except OSError as gone:
+            raise ClaimLostError(f"the other server has gone ({gone})") from gone
+        try:
+            _read(said, Given)
+            return _listening(numbers)
+        except BaseException:
+            for number in numbers:
+                os.close(number)
+            raise
+
+    def serves(self) -> None:
+        """Tell the other server that this one accepts connections; return when it accepts no more.
+
+        Blocking.
+
+        Raises:
+            ClaimLostError: The other server has ended, or does not answer and may still accept
+                connections.
+        """
+        try:
+            self._connection.send(_encode(Serves()))
+            _read(self._connection.recv(_MAX_MESSAGE_BYTES), Retired)
+        except OSError as gone:
+            raise ClaimLostError(f"the other server has gone ({gone})") from gone
+
+    def close(self) -> None:
+        """Close the connection to the running server."""
+        self._connection.close()
+
+
+def _listening(numbers: Sequence[int]) -> socket.socket:
+    """Return the socket of the only descriptor; raise ClaimLostError unless it is listening TCP."""
+    with contextlib.suppress(OSError, ValueError):
+        (number,) = numbers
+        given = socket.socket(fileno=number)
+        is_tcp = given.family in (socket.AF_INET, socket.AF_INET6)
+        if is_tcp and given.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return given
+        given.detach()
+    raise ClaimLostError("the other server gives no socket that listens")

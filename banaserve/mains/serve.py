@@ -1,0 +1,643 @@
+"""Life of ``banaserve serve``, from parsed options to the end of its last process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import resource
+import secrets
+import socket
+import time
+from argparse import Namespace
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from starlette.types import ASGIApp
+
+from banaserve.base.clock import Clock, WallClock
+from banaserve.base.config import SLO_AWARE, ServeConfig
+from banaserve.base.errors import BanaServeError, InstanceDeadError, UserError
+from banaserve.base.platform.packages import vllm_version
+from banaserve.base.run_dir import AdminAccess, RunDir, remove_admin, write_admin
+from banaserve.base.types import InstanceId, Role
+from banaserve.contracts.control_api import ControllerState
+from banaserve.contracts.rpc.engine_api import WorkerApi
+from banaserve.contracts.rpc.typed_rpc import call
+from banaserve.engine.compat.config import VllmConfig, own_budget
+from banaserve.engine.compat.engine import EngineDeadError
+from banaserve.engine.compat.server import get_span_exporter
+from banaserve.frontdoor.admin import AdminMiddleware
+from banaserve.frontdoor.admin_control import Control
+from banaserve.frontdoor.admin_traces import Traces
+from banaserve.frontdoor.app import ApiServer, ApiServerOptions, make_app
+from banaserve.frontdoor.bodies.bounds import RequestBounds
+from banaserve.frontdoor.bodies.grammar_checker import GrammarChecker
+from banaserve.frontdoor.closing import ClosingMiddleware, StopSignals, until_none
+from banaserve.frontdoor.edge.limits import EdgeLimits, edge_limits
+from banaserve.frontdoor.front_socket import FrontSocket
+from banaserve.frontdoor.live_page import LivePage
+from banaserve.frontdoor.log_rotation import rotating
+from banaserve.frontdoor.metrics import MetricsPage
+from banaserve.frontdoor.page.page import PageMiddleware
+from banaserve.frontdoor.page.records import PageInfo
+from banaserve.frontdoor.take_over import Offer, SocketOffer
+from banaserve.kvstore.admin import fetch_stats
+from banaserve.kvstore.daemon.options import StoreOptions
+from banaserve.kvstore.daemon.supervised import SupervisedStore
+from banaserve.kvstore.fingerprint import check_alike
+from banaserve.kvstore.sizes import parse_size
+from banaserve.kvstore.stats import StoreStats
+from banaserve.orchestrator.control.autoscaling import AutoscaleOptions
+from banaserve.orchestrator.control.rebalancing import RebalanceOptions, Stream
+from banaserve.orchestrator.control.routing import registry
+from banaserve.orchestrator.control.routing.legs import LegOptions
+from banaserve.orchestrator.control.turn import ControlLimits, Mode
+from banaserve.orchestrator.planner.forecast_profile import forecast_profile
+from banaserve.orchestrator.planner.loop.decision_format import rebalancing_of
+from banaserve.orchestrator.planner.loop.decisions import DecisionLog
+from banaserve.orchestrator.planner.loop.loop import Controller, ControllerOptions
+from banaserve.orchestrator.planner.loop.time_scaling import dilated, stretched
+from banaserve.serving.client import DisaggregatedClient
+from banaserve.serving.cluster import Cluster
+from banaserve.serving.executor import MoveExecutor
+from banaserve.serving.instance import Instance
+from banaserve.serving.launch.engine_settings import RoleEngine
+from banaserve.serving.launch.launcher import Launcher
+from banaserve.serving.liveness.timeouts import ClusterTimeouts
+from banaserve.serving.migration.coordinator import Coordinator
+from banaserve.serving.migration.guest_monitor import live_migration
+from banaserve.serving.monitoring import metrics
+from banaserve.serving.requests.prefix_lookup import PrefixLookup
+from banaserve.serving.requests.rebalancer import Rebalancer
+from banaserve.serving.requests.residency import Residency
+from banaserve.serving.requests.router import Router
+from banaserve.serving.requests.trace_collection import TraceCollector
+from banaserve.serving.restart.admission import Admission
+from banaserve.serving.restart.rolling import Make, RollingRestarts
+from banaserve.serving.roles.drain import Drains
+from banaserve.serving.roles.role_switch import Budgets, Roles
+from banaserve.serving.scaling.autoscaler import Autoscaler
+from banaserve.serving.scaling.factory import InstanceFactory
+from banaserve.serving.scaling.node_changes import NodeChanges
+from banaserve.serving.scaling.scaler import Scaler
+from banaserve.serving.tracing.http_call import RequestTracer
+
+Say = Callable[[str], None]
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+_ANSWER_S, _NUM_ASKED = 30.0, 10
+_FIRST_PAUSE_S, _MOST_PAUSE_S = 0.5, 10.0
+"""First and longest pause before a retry, in seconds: about a minute in all, in which an engine
+is restarted."""
+_MIN_STEP_TIMEOUT_S = 60.0
+_HOP_BYTES_PER_S = 2e9
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Parts of a server that are prepared before the event loop begins.
+
+    Attributes:
+        engine_config: vLLM's configuration of every instance.
+        args: vLLM's parsed options, for its API server.
+        front: Source of the socket that the front door listens on.
+        make_settings: Makes new settings of engines, for rolling restarts.
+        instance_bytes: Memory of one instance on a CPU; 0 on GPUs, whose memory is not shared by
+            instances.
+        time: Description of modelled time for the user; empty in real time.
+        model_name: Name of the model in the API.
+        by_role: Engines for the roles that need different ones.
+    """
+
+    config: ServeConfig
+    engine_config: VllmConfig
+    args: Namespace
+    launcher: Launcher
+    front: FrontSocket
+    run: RunDir
+    store_socket: str
+    make_settings: Make
+    instance_bytes: int = 0
+    time: str = ""
+    model_name: str = ""
+    by_role: Mapping[Role, RoleEngine] = field(default_factory=dict)
+
+
+async def serve(parts: Parts, say: Say, on_open: Callable[[str], None]) -> None:
+    """Start store, instances and front door; return when all have ended.
+
+    They end at a signal, or when another server takes the front door over.
+
+    Args:
+        on_open: Called when requests are answered, with a one-time code for the page, empty
+            without a page.
+
+    Raises:
+        UserError: A part could not be started; nothing is left running.
+        InstanceDeadError: No instance can be restarted; nothing is left running.
+    """
+    signals = StopSignals()
+    stop = signals.stop
+    async with contextlib.AsyncExitStack() as stack:
+        max_log_bytes = parse_size(parts.config.log_max_size) if parts.config.log_max_size else 0
+        await stack.enter_async_context(rotating(parts.run.logs, max_log_bytes))
+        stack.push_async_callback(parts.launcher.leave)
+        if not await _unless(stop, asyncio.create_task(parts.launcher.open(say))):
+            return
+        if parts.config.kv_store:
+            await stack.enter_async_context(_store(parts, say))
+        factory = _factory(parts)
+        cluster = _cluster(parts, factory)
+        router = _router(parts.config, cluster)
+        stack.callback(router.lookups.close)
+        stack.push_async_callback(cluster.stop)
+        starting = asyncio.create_task(_start(cluster, say))
+        if not await _unless(stop, starting):
+            return
+        client = await _connect(parts, router)
+        stack.callback(client.shutdown)
+        coordinator = await stack.enter_async_context(
+            live_migration(
+                cluster,
+                parts.launcher,
+                parts.engine_config,
+                parts.run.logs,
+                parts.run.sockets,
+                parts.config.migration_guest_share,
+                parts.config.migration_transport,
+            )
+        )
+        control = await stack.enter_async_context(
+            _controlling(parts, router, factory, coordinator, client)
+        )
+        collector = TraceCollector(cluster.instances, WallClock(), lambda: coordinator.committed)
+        traces = Traces(client.requests, collector)
+        client.tracer = await stack.enter_async_context(_tracing(parts, collector))
+        grammars = GrammarChecker(client.grammar_vocabulary)
+        stack.callback(grammars.close)
+        closing = ClosingMiddleware(await _app(parts, client, cluster, factory, grammars))
+        key = parts.config.admin_key or secrets.token_urlsafe(32)
+        page = _page(parts, control, coordinator, client)
+        if page is not None:
+            stack.callback(page.viewers.close)
+        app: ASGIApp = AdminMiddleware(closing, coordinator, key, control, traces, page)
+        if page is not None:
+            app = PageMiddleware(app, PageInfo("live", parts.model_name, parts.time))
+        sock = await parts.front.obtain(say)
+        server = ApiServer(app, sock, parts.args, _edge_limits(parts.config, say))
+        closed = await server.open()
+        await parts.front.serves(say)
+        offer = await stack.enter_async_context(_offering(parts, sock, server))
+        _write_admin(parts, sock, key)
+        on_open(page.access.new_code() if page is not None else "")
+        over = (stop, offer.retired, cluster.supervisor.failed)
+        await asyncio.wait(
+            {closed, *(asyncio.create_task(event.wait()) for event in over)},
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        drain_s = parts.config.drain_timeout_s
+        if page is not None:
+            page.viewers.close()  # browsers reconnect, to the next server
+        if offer.retired.is_set():
+            say(
+                f"process {offer.taker} has taken the front door over: {closing.num_requests} "
+                f"requests are under way, waiting up to {drain_s:g} s for them and for open "
+                "connections"
+            )
+            await until_none(server.num_connections, drain_s, signals.now, cluster.serving)
+        elif closing.num_requests and drain_s and stop.is_set() and not signals.now.is_set():
+            say(
+                f"{closing.num_requests} requests are under way: waiting up to {drain_s:g} s for "
+                "them; a second signal ends it now"
+            )
+        if not offer.retired.is_set():
+            await closing.close(drain_s, signals.now, cluster.serving)
+        say("stopping")
+        server.close()
+        cluster.refuse()
+        with contextlib.suppress(asyncio.CancelledError):
+            await closed
+        if cluster.supervisor.failed.is_set() and not stop.is_set():
+            raise InstanceDeadError(_given_up(cluster))
+
+
+def _given_up(cluster: Cluster) -> str:
+    """Return one line for the user: all instances have been given up."""
+    words = cluster.supervisor.last_failure or next(iter(cluster.instances.values())).last_words()
+    return f"no instance can be started again, and all have been given up: {words}"
+
+
+async def _unless(stop: asyncio.Event, task: asyncio.Task[None]) -> bool:
+    """Wait for ``task`` or a signal; return False if the signal came first."""
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if not task.done():
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return False
+    task.result()
+    return True
+
+
+@contextlib.asynccontextmanager
+async def _store(parts: Parts, say: Say) -> AsyncIterator[SupervisedStore]:
+    options = parts.launcher.local_store(StoreOptions.of(parts.config))
+    say(f"starting the KV cache store ({options.size})")
+    store = SupervisedStore(
+        parts.run.sockets / "kv",
+        options,
+        parts.run.logs / "kvstore.log",
+        metrics.STORE_RESTARTS.inc,
+    )
+    try:
+        await store.start()
+        for problem in await store.problems():
+            if parts.config.take_over is not None:
+                raise UserError(f"--take-over: no server is replaced by one {problem}")
+            say(problem)
+        parts.launcher.follow_peers(store.set_peers)
+        yield store
+    finally:
+        await store.stop()
+
+
+@contextlib.asynccontextmanager
+async def _tracing(parts: Parts, collector: TraceCollector) -> AsyncIterator[RequestTracer | None]:
+    """Yield the tracer; None without ``--otlp-traces-endpoint``, and OpenTelemetry is not used."""
+    endpoint = parts.args.otlp_traces_endpoint
+    if endpoint is None:
+        yield None
+        return
+    from banaserve.serving.monitoring.otlp import OtlpTracer
+
+    try:
+        exporter = get_span_exporter(endpoint)
+    except ValueError as wrong:
+        raise UserError(f"--otlp-traces-endpoint {endpoint}: {wrong}") from wrong
+    tracer = OtlpTracer(exporter, collector, parts.model_name)
+    tracer.start()
+    try:
+        yield tracer
+    finally:
+        await tracer.close()
+
+
+def _factory(parts: Parts) -> InstanceFactory:
+    return InstanceFactory(
+        parts.engine_config,
+        parts.launcher,
+        parts.run.logs,
+        parts.run.sockets,
+        WallClock(),
+        Budgets.of(parts.config, parts.engine_config),
+        parts.instance_bytes,
+        parts.by_role,
+    )
+
+
+def _cluster(parts: Parts, factory: InstanceFactory) -> Cluster:
+    config = parts.config
+    instances = [factory.make(instance_id, role) for instance_id, role in config.instances()]
+    timeouts = ClusterTimeouts(
+        config.start_timeout_s,
+        # With --pace an engine is idle while modelled time passes.
+        max(1.0, config.dilate) * config.engine_stall_s,
+        max(1.0, config.dilate) * config.engine_spin_s,
+    )
+    return Cluster(instances, WallClock(), timeouts)
+
+
+def _router(config: ServeConfig, cluster: Cluster) -> Router:
+    legs = LegOptions(skip_prefill_below_tokens=config.skip_prefill_below_tokens)
+    options = registry.POLICIES.get(config.routing_policy).Options
+    section = stretched(options, config.routing_section, config.dilate)
+    policy = registry.make_named(config.routing_policy, legs=legs, **section)
+    return Router(cluster, policy, WallClock(), config.restart_grace_s, config.gather_decode_s)
+
+
+async def _start(cluster: Cluster, say: Say) -> None:
+    ids = ", ".join(cluster.instances)
+    say(f"starting instances {ids}")
+
+    def on_ready(instance: Instance) -> None:
+        say(f"instance {instance.id} ({instance.role.value}) is ready")
+
+    try:
+        await cluster.start(on_ready)
+    except* BanaServeError as failures:
+        raise UserError(str(failures.exceptions[0])) from None
+
+
+async def _connect(parts: Parts, router: Router) -> DisaggregatedClient:
+    client = DisaggregatedClient(
+        parts.engine_config,
+        router,
+        parts.config.request_timeout_s,
+        lookup_above_tokens=parts.config.skip_prefill_below_tokens,
+        has_store_peers=bool(parts.config.kv_store_peers),
+    )
+    await _answered(client.adopt_engine_facts)
+    cache = client.vllm_config.cache_config
+    if router.policy.reads_resident_tokens and cache.enable_prefix_caching:
+        router.follow_residency(Residency(cache.block_size))
+    if parts.config.kv_store:  # for colocated instances too: their roles may change
+        asked = call(WorkerApi.banaserve_fingerprint)
+        answers = await _answered(lambda: client.collective_rpc(asked.name))
+        found = [one for answer in answers if (one := asked.read(answer)) is not None]
+        assert len(found) == len(answers), "with a store every worker has a connector"
+        check_alike(found)
+        lookup = PrefixLookup(parts.engine_config, found[0], parts.store_socket)
+        weights = next(iter(router.cluster.instances.values())).weights
+        router.lookups.by_weights[weights] = lookup
+    return client
+
+
+async def _answered(
+    ask: Callable[[], Awaitable[T]],
+    clock: Clock | None = None,
+    draw: Callable[[], float] = random.random,
+) -> T:
+    """Return the answer of every serving instance; ask again if an instance has ended meanwhile.
+
+    An engine that dies during a call may never answer it, so a call has a timeout. A call to a
+    dead engine fails at once, so each retry follows a pause: doubled each time up to a maximum, of
+    which a random part of up to a half is left out.
+
+    Args:
+        clock: Clock of the pauses; None for the wall clock.
+        draw: Returns a random number in [0, 1).
+
+    Raises:
+        UserError: The instances have not answered any of several calls.
+    """
+    clock = clock or WallClock()
+    for number in range(_NUM_ASKED):
+        if number:
+            pause_s = min(_MOST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (number - 1))
+            logger.warning("an instance has not answered while the server starts: asked again")
+            await clock.sleep(pause_s * (1 - draw() / 2))
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                return await ask()
+        except (TimeoutError, EngineDeadError):
+            pass
+    raise UserError("the instances do not answer: see their logs")
+
+
+async def _app(
+    parts: Parts,
+    client: DisaggregatedClient,
+    cluster: Cluster,
+    factory: InstanceFactory,
+    grammars: GrammarChecker,
+) -> ASGIApp:
+    return await make_app(
+        parts.args,
+        client,
+        cluster,
+        MetricsPage(lambda: factory.series.registries, _store_stats(parts)),
+        ApiServerOptions(
+            keys=parts.config.keys,
+            metrics_key=parts.config.metrics_key,
+            max_concurrent_requests=parts.config.max_concurrent_requests,
+            max_body_bytes=parse_size(parts.config.max_body_size),
+            bounds=RequestBounds.of(parts.config.request_bounds),
+            vllm_version=vllm_version() or "unknown",
+            dilation=parts.config.dilate,
+        ),
+        grammars,
+    )
+
+
+def _store_stats(parts: Parts) -> Callable[[], StoreStats] | None:
+    socket_path = Path(parts.store_socket)
+    return (lambda: fetch_stats(socket_path)) if parts.config.kv_store else None
+
+
+def _page(
+    parts: Parts, control: Control, coordinator: Coordinator, client: DisaggregatedClient
+) -> LivePage | None:
+    """Return the page's data source; None with ``--no-ui``."""
+    if not parts.config.ui:
+        return None
+    ask = _store_stats(parts)
+    return LivePage(control, coordinator, client.requests, WallClock(), ask)
+
+
+def _edge_limits(config: ServeConfig, say: Say) -> EdgeLimits:
+    limits, problem = edge_limits(config, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    if problem:
+        say(problem)
+    return limits
+
+
+@contextlib.asynccontextmanager
+async def _controlling(
+    parts: Parts,
+    router: Router,
+    factory: InstanceFactory,
+    coordinator: Coordinator,
+    client: DisaggregatedClient,
+) -> AsyncIterator[Control]:
+    """Yield the control of instances; operations under way are ended at the end of the block."""
+    clock, config, chosen = WallClock(), parts.config, parts.config.orchestrator
+    requests, cluster = client.requests, router.cluster
+    roles = Roles(cluster.instances, clock)
+    if chosen.is_elastic:
+        requests.observe()
+    executor = MoveExecutor(
+        cluster,
+        coordinator,
+        roles,
+        clock,
+        config.migration_kv_growth,
+        requests.observed if chosen.is_elastic else None,
+    )
+    options = ControllerOptions(
+        mode=Mode(chosen.mode),
+        policy=chosen.policy,
+        section={**_section(config, parts.engine_config), **dict(chosen.options)},
+        interval_s=chosen.interval_s,
+        limits=ControlLimits(concurrent=chosen.concurrent, per_minute=chosen.per_minute),
+        time=parts.time,
+    )
+    log = DecisionLog(chosen.decision_log)
+    options = dilated(options, config.dilate)
+    controller = Controller(executor, options, log, clock, time.time)
+    controller.start()
+    drains = Drains(cluster.instances, roles)
+    scaler = Scaler(
+        cluster,
+        coordinator,
+        roles,
+        drains,
+        factory,
+        clock,
+        config.start_timeout_s,
+        is_restarting=lambda: restarts.is_under_way,
+        roles_follow_load=chosen.is_elastic and options.mode is Mode.ON,
+        has_store=config.kv_store,
+    )
+    autoscaler = _autoscaler(config, scaler, executor, controller, clock)
+    if autoscaler is not None:
+        autoscaler.start()
+    restarts = _restarts(parts, router, coordinator, client, lambda: scaler.is_under_way)
+    nodes = NodeChanges(parts.launcher, scaler, cluster, clock)
+    nodes.start()
+
+    def note_rebalancing(moves: Mapping[InstanceId, Sequence[Stream]]) -> None:
+        log.add(rebalancing_of(executor.view(), moves, time.time(), options.time))
+
+    rebalancer = _rebalancer(config, router, clock, note_rebalancing)
+    if rebalancer is not None:
+        rebalancer.start()
+    try:
+        yield Control(controller, executor, roles, drains, scaler, router.policy, restarts, nodes)
+    finally:
+        if rebalancer is not None:
+            await rebalancer.stop()
+        await nodes.stop()
+        await restarts.stop()
+        if autoscaler is not None:
+            await autoscaler.stop()
+        await scaler.stop()
+        await controller.stop()
+        await roles.stop()
+
+
+def _rebalancer(
+    config: ServeConfig,
+    router: Router,
+    clock: WallClock,
+    note: Callable[[Mapping[InstanceId, Sequence[Stream]]], None],
+) -> Rebalancer | None:
+    """Return the rebalancer; None if off or without a store: moved streams fetch their KV there."""
+    if not (config.rebalances and config.kv_store):
+        return None
+    given = {"tpot_s": float(config.routing_section.get("tpot_s", 0.0))}
+    options = RebalanceOptions(**stretched(RebalanceOptions, given, config.dilate))
+    return Rebalancer(router.cluster, lambda: router.output_lengths.lengths, options, clock, note)
+
+
+def _autoscaler(
+    config: ServeConfig,
+    scaler: Scaler,
+    executor: MoveExecutor,
+    controller: Controller,
+    clock: WallClock,
+) -> Autoscaler | None:
+    """Return the autoscaler; None if the number of instances is not scaled automatically."""
+    if not config.scale_max:
+        return None
+    usual = AutoscaleOptions(config.scale_min, config.scale_max)
+    return Autoscaler(
+        scaler,
+        executor.view,
+        lambda: controller.status().state is ControllerState.RUNNING,
+        replace(
+            usual,
+            grow_after_s=usual.grow_after_s * config.dilate,
+            shrink_after_s=usual.shrink_after_s * config.dilate,
+        ),
+        clock,
+        config.orchestrator.interval_s,
+        by_role=not config.orchestrator.is_elastic,
+    )
+
+
+def _restarts(
+    parts: Parts,
+    router: Router,
+    coordinator: Coordinator,
+    client: DisaggregatedClient,
+    is_scaling: Callable[[], bool],
+) -> RollingRestarts:
+    store_socket = parts.store_socket if parts.config.kv_store else ""
+    admission = Admission(router.lookups, client, store_socket)
+    settings = next(iter(router.cluster.instances.values())).settings
+    return RollingRestarts(
+        router.cluster,
+        coordinator,
+        settings,
+        parts.make_settings,
+        admission.check,
+        admission.forget,
+        parts.config.request_timeout_s,
+        WallClock(),
+        is_scaling,
+    )
+
+
+def _section(config: ServeConfig, engine_config: VllmConfig) -> dict[str, Any]:
+    """Return the policy's options for real engines.
+
+    Timeouts allow for a guest that has to be forked and to load weights. Messages between steps
+    need neither: they are copies in memory.
+    """
+    chosen = config.orchestrator
+    if chosen.is_elastic:
+        num_tokens, num_requests = own_budget(engine_config)
+        return {
+            "profile": forecast_profile(config),
+            "dilation": config.dilate,
+            "ttft_s": chosen.slo_ttft_s,
+            "tpot_s": chosen.slo_tpot_s,
+            "routing": _forecast_routing(config),
+            "min_step_tokens": min(num_requests, num_tokens),
+            "max_step_tokens": num_tokens,
+        }
+    if chosen.policy in ("still", "elastic"):
+        return {}
+    return {"min_timeout_s": _MIN_STEP_TIMEOUT_S, "hop_bytes_per_s": _HOP_BYTES_PER_S}
+
+
+def _forecast_routing(config: ServeConfig) -> str:
+    """Return the forecast's routing policy: the server's own if it shapes the arrangement."""
+    usual = ServeConfig().routing_policy
+    return config.routing_policy if config.routing_policy == SLO_AWARE else usual
+
+
+@contextlib.asynccontextmanager
+async def _offering(
+    parts: Parts, sock: socket.socket, server: ApiServer
+) -> AsyncIterator[SocketOffer]:
+    """Let another server take ``sock`` over; ``server`` then accepts no more connections."""
+    config = parts.config
+    said = Offer(os.getpid(), config.host, config.port, scheme_of(parts.args))
+    offer = SocketOffer(parts.run.offer, sock, said)
+
+    async def retire() -> None:
+        await offer.taken.wait()
+        remove_admin(parts.run.logs)
+        server.retire()
+        offer.retired.set()
+
+    retiring = asyncio.create_task(retire())
+    try:
+        async with offer.open():
+            yield offer
+    finally:
+        retiring.cancel()
+
+
+def scheme_of(args: Namespace) -> str:
+    """Return the scheme of the front door's URLs, given vLLM's parsed options."""
+    return "https" if args.ssl_certfile else "http"
+
+
+def _write_admin(parts: Parts, sock: socket.socket, key: str) -> None:
+    """Write the admin API's URL and key where this user's commands find them."""
+    host, port = sock.getsockname()[:2]
+    name = f"[{host}]" if ":" in host else host
+    url = f"{scheme_of(parts.args)}://{name}:{port}"
+    own_key = "" if parts.config.admin_key else key
+    certificate = parts.args.ssl_certfile
+    access = AdminAccess(url, own_key, str(Path(certificate).absolute()) if certificate else "")
+    write_admin(parts.run.logs, access)

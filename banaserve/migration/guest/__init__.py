@@ -1,0 +1,4 @@
+"""Guest: a process that computes units of a host engine with the memory of another instance.
+
+Entry: ``server``.
+"""

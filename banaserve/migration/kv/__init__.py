@@ -1,0 +1,4 @@
+"""KV of moved units: slabs, copies of blocks, dirty blocks, slots of a step.
+
+In workers and guests.
+"""

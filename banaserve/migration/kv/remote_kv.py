@@ -1,0 +1,381 @@
+"""KV of a unit in a guest: one-sided copies between that KV and memory of this process.
+
+``StagedRemoteKv`` is for guests with KV on a device: copies end in a buffer of the guest, and the
+guest moves the blocks from there to its KV.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from banaserve.base.errors import GuestLostError, MigrationError
+from banaserve.migration.kv.host_kv import KvRun, spans
+from banaserve.migration.rpc import messages
+from banaserve.migration.rpc.guest_client import GuestClient
+from banaserve.transport.errors import PeerGoneError, TransportError
+from banaserve.transport.interface import Offsets, RegionDescriptor, Ticket, Transport
+from banaserve.transport.memory import Memory
+
+OPEN_TIMEOUT_S = 5.0
+_SLOWEST_BYTES_PER_S = 50e6
+STEP_GRACE_S = 2.0
+BACKGROUND_GRACE_S = 30.0
+"""Seconds added to the time that a copy's bytes take, for step copies and background copies."""
+
+_Plan = tuple[Memory, Offsets, Offsets, int, int]
+"""Local memory, offsets in this memory and in the region, bytes at each offset, epoch."""
+_Offsets = npt.NDArray[np.int64]
+
+
+class RemoteKv:
+    """The KV of one unit in a guest, with the host's block ids.
+
+    The region is opened twice: a copy that a step waits for must not queue behind a background
+    copy.
+
+    Args:
+        places: Offset of each attention's KV in the region.
+        runs: Runs of the host's page, by attention; in the guest these runs are contiguous.
+
+    Attributes:
+        epoch: Epoch of the offer; the guest accepts copies of this epoch only.
+        runs: Runs of the host's page, by attention, as given.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        descriptor: RegionDescriptor,
+        places: Mapping[str, int],
+        runs: Mapping[str, Sequence[KvRun]],
+    ) -> None:
+        self.epoch = descriptor.epoch
+        self.runs = {name: list(found) for name, found in runs.items()}
+        self._places = dict(places)
+        self._strides = {name: sum(r.num_bytes for r in found) for name, found in runs.items()}
+        self._bulk = _Connection(transport, descriptor)
+        try:
+            self._urgent = _Connection(transport, descriptor)
+        except TransportError:
+            self._bulk.close()
+            raise
+
+    def warm(self, blocks: Sequence[int]) -> None:
+        """Allocate the memory of these blocks in advance, to avoid page faults in copies.
+
+        Raises:
+            TransportError: The guest does not accept such copies.
+            OSError: The system has no memory to map the pages.
+        """
+        for name, place in self._places.items():
+            stride = self._strides[name]
+            for first, count in spans(blocks):
+                self._bulk.region.warm(place + first * stride, count * stride)
+
+    def copy_units(
+        self,
+        blocks: Sequence[int],
+        local: Memory,
+        starts: Mapping[str, int],
+        page_bytes: int,
+        *,
+        to_guest: bool,
+    ) -> list[Ticket]:
+        """Begin to copy blocks of all attentions, with as few submissions as their runs allow.
+
+        Args:
+            starts: Offset in ``local`` of each attention's first page, of ``page_bytes`` each.
+
+        Raises:
+            GuestLostError: The guest is gone, or accepts copies of another epoch only.
+        """
+        ids = np.asarray(blocks, np.int64)
+        here: dict[int, list[npt.NDArray[np.int64]]] = {}
+        there: dict[int, list[npt.NDArray[np.int64]]] = {}
+        for name, place in self._places.items():
+            packed = place
+            for run in self.runs[name]:
+                length = run.num_bytes
+                here.setdefault(length, []).append(ids * page_bytes + starts[name] + run.in_page)
+                there.setdefault(length, []).append(ids * self._strides[name] + packed)
+                packed += length
+        plans = (
+            (local, np.concatenate(offsets), np.concatenate(there[length]), length, self.epoch)
+            for length, offsets in here.items()
+        )
+        return self._begin(plans, to_guest, urgent=False)
+
+    def copy(
+        self,
+        name: str,
+        blocks: Sequence[int],
+        local: Memory,
+        local_offsets: npt.NDArray[np.int64],
+        *,
+        to_guest: bool,
+        urgent: bool = False,
+    ) -> list[Ticket]:
+        """Begin to copy blocks of one attention, run by run of the page.
+
+        Args:
+            local_offsets: Offset of each block's page in ``local``, laid out as on the host.
+
+        Raises:
+            GuestLostError: The guest is gone, or accepts copies of another epoch only.
+        """
+        pages = np.asarray(blocks, np.int64) * self._strides[name] + self._places[name]
+        plans: list[_Plan] = []
+        packed = 0
+        for run in self.runs[name]:
+            offsets = local_offsets + run.in_page
+            plans.append((local, offsets, pages + packed, run.num_bytes, self.epoch))
+            packed += run.num_bytes
+        return self._begin(plans, to_guest, urgent)
+
+    def _begin(self, plans: Iterable[_Plan], to_guest: bool, urgent: bool) -> list[Ticket]:
+        connection = self._urgent if urgent else self._bulk
+        tickets: list[Ticket] = []
+        try:
+            for plan in plans:
+                tickets.append(connection.submit(plan, to_guest))
+        except TransportError as error:
+            cancel_all(tickets)
+            raise GuestLostError(str(error)) from error
+        return tickets
+
+    def close(self) -> None:
+        self._bulk.close()
+        self._urgent.close()
+
+
+class _Connection:
+    """A connection to a region, opened again after a copy has failed or was cancelled.
+
+    Attributes:
+        region: Region as opened last.
+    """
+
+    def __init__(self, transport: Transport, descriptor: RegionDescriptor) -> None:
+        self.region = transport.open(descriptor, OPEN_TIMEOUT_S)
+        self._transport = transport
+        self._descriptor = descriptor
+        self._last: Ticket | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def submit(self, plan: _Plan, to_guest: bool) -> Ticket:
+        """Begin a copy.
+
+        Raises:
+            TransportError: The guest does not answer, or accepts copies of another epoch only.
+        """
+        with self._lock:
+            if self._last is not None and _has_failed(self._last):
+                self._open_again()
+            try:
+                self._last = self._begin(plan, to_guest)
+            except PeerGoneError:
+                self._open_again()
+                self._last = self._begin(plan, to_guest)
+            return self._last
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self.region.close()
+
+    def _begin(self, plan: _Plan, to_guest: bool) -> Ticket:
+        return (self.region.submit_write if to_guest else self.region.submit_read)(*plan)
+
+    def _open_again(self) -> None:
+        if self._closed:
+            raise PeerGoneError("the region is closed")
+        self._last = None
+        self.region.close()
+        self.region = self._transport.open(self._descriptor, OPEN_TIMEOUT_S)
+
+
+def _has_failed(ticket: Ticket) -> bool:
+    """Return whether a copy has failed; a connection's copies end in order, so ask the last."""
+    if not ticket.poll():
+        return False
+    try:
+        ticket.wait(0.0)
+    except TransportError:
+        return True
+    return False
+
+
+def wait_all(tickets: Sequence[Ticket], num_bytes: int, grace_s: float = STEP_GRACE_S) -> None:
+    """Wait until all copies have ended; the time limit grows with their bytes.
+
+    Args:
+        grace_s: Time for which the guest may stand still meanwhile, in seconds. A guest whose
+            process has ended is detected at once.
+
+    Raises:
+        GuestLostError: A copy failed or took too long; no copy touches local memory any more.
+    """
+    try:
+        for ticket in tickets:
+            ticket.wait(grace_s + num_bytes / _SLOWEST_BYTES_PER_S)
+    except TransportError as error:
+        cancel_all(tickets)
+        raise GuestLostError(f"a copy has failed: {error}") from error
+
+
+def cancel_all(tickets: Sequence[Ticket]) -> None:
+    for ticket in tickets:
+        ticket.cancel()
+
+
+class StagedRemoteKv(RemoteKv):
+    """The KV of one unit on a guest's device, with the host's block ids.
+
+    Its region holds pages that are on their way. One half of the region is for copies that a step
+    waits for, the other half for background copies. Calls return when the copies are complete,
+    without tickets.
+
+    Args:
+        link: Connection to the guest, which moves pages between the region and its device.
+        descriptor: Descriptor of the region.
+        runs: Runs of the host's page, by attention; in the guest's page these are contiguous.
+        num_bytes: Size of the region; both halves have room for a block of all attentions.
+    """
+
+    def __init__(
+        self,
+        link: GuestClient,
+        unit_id: str,
+        descriptor: RegionDescriptor,
+        runs: Mapping[str, Sequence[KvRun]],
+        num_bytes: int,
+    ) -> None:
+        super().__init__(link.transport, descriptor, dict.fromkeys(runs, 0), runs)
+        self._link = link
+        self._unit_id = unit_id
+        self._half_bytes = num_bytes // 2
+        self._page_bytes = {name: sum(r.num_bytes for r in found) for name, found in runs.items()}
+        self._halves = threading.Lock(), threading.Lock()
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Return whether pages land in memory of the guest's GPU, not in host memory."""
+        return self._link.lane is not None
+
+    def warm(self, blocks: Sequence[int]) -> None:
+        """Skip the warming: the region has few pages, which are used again and again."""
+
+    def copy_units(
+        self,
+        blocks: Sequence[int],
+        local: Memory,
+        starts: Mapping[str, int],
+        page_bytes: int,
+        *,
+        to_guest: bool,
+    ) -> list[Ticket]:
+        """See ``RemoteKv``."""
+        ids = np.asarray(blocks, np.int64)
+        pages = {name: ids * page_bytes + start for name, start in starts.items()}
+        self.exchange(blocks, local, pages, to_guest=to_guest)
+        return []
+
+    def copy(
+        self,
+        name: str,
+        blocks: Sequence[int],
+        local: Memory,
+        local_offsets: _Offsets,
+        *,
+        to_guest: bool,
+        urgent: bool = False,
+    ) -> list[Ticket]:
+        """See ``RemoteKv``."""
+        self.exchange(blocks, local, {name: local_offsets}, to_guest=to_guest, urgent=urgent)
+        return []
+
+    def exchange(
+        self,
+        blocks: Sequence[int],
+        local: Memory,
+        pages: Mapping[str, _Offsets],
+        *,
+        to_guest: bool,
+        urgent: bool = False,
+        grace_s: float = STEP_GRACE_S,
+    ) -> None:
+        """Copy blocks of some attentions; return when the copy is complete.
+
+        Args:
+            pages: Offset of each block's page in ``local``, laid out as on the host, by attention.
+            grace_s: See ``wait_all``.
+
+        Raises:
+            GuestLostError: The guest is gone, or accepts copies of another epoch only.
+        """
+        each_bytes = sum(self._page_bytes[name] for name in pages)
+        per_time = self._half_bytes // each_bytes
+        with self._halves[urgent]:
+            for first in range(0, len(blocks), per_time):
+                part = slice(first, min(first + per_time, len(blocks)))
+                mine = {name: offsets[part] for name, offsets in pages.items()}
+                self._piece(blocks[part], local, mine, to_guest, urgent, grace_s)
+
+    def _piece(
+        self,
+        blocks: Sequence[int],
+        local: Memory,
+        pages: Mapping[str, _Offsets],
+        to_guest: bool,
+        urgent: bool,
+        grace_s: float,
+    ) -> None:
+        start = self._half_bytes if urgent else 0
+        request = messages.CopyPages(
+            self._unit_id, self.epoch, to_guest, start, tuple(pages), tuple(map(int, blocks))
+        )
+        if not to_guest:
+            self._ask(request)
+        wait_all(
+            self._submit(local, pages, start, to_guest, urgent),
+            len(blocks) * sum(self._page_bytes[name] for name in pages),
+            grace_s,
+        )
+        if to_guest:
+            self._ask(request)
+
+    def _submit(
+        self,
+        local: Memory,
+        pages: Mapping[str, _Offsets],
+        start: int,
+        to_guest: bool,
+        urgent: bool,
+    ) -> list[Ticket]:
+        """Begin copies: pages by attention, then by block; as few submissions as runs allow."""
+        here: dict[int, list[_Offsets]] = {}
+        there: dict[int, list[_Offsets]] = {}
+        for name, offsets in pages.items():
+            landed = start + np.arange(len(offsets), dtype=np.int64) * self._page_bytes[name]
+            start += len(offsets) * self._page_bytes[name]
+            packed = 0
+            for run in self.runs[name]:
+                here.setdefault(run.num_bytes, []).append(offsets + run.in_page)
+                there.setdefault(run.num_bytes, []).append(landed + packed)
+                packed += run.num_bytes
+        plans = [
+            (local, np.concatenate(offsets), np.concatenate(there[length]), length, self.epoch)
+            for length, offsets in here.items()
+        ]
+        return self._begin(plans, to_guest, urgent)
+
+    def _ask(self, request: messages.CopyPages) -> None:
+        try:
+            self._link.ask(request, messages.StepsDone)
+        except MigrationError as refused:
+            raise GuestLostError(str(refused)) from refused

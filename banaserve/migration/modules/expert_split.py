@@ -1,0 +1,279 @@
+"""Experts of a layer in several places: some here, others in guests, their outputs added up.
+
+``SplitExperts`` replaces the computation of a mixture-of-experts layer's routed experts. The router
+stays with the host, which knows the chosen experts of every token.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from banaserve.base.errors import GuestLostError
+from banaserve.engine.compat.attention import get_forward_context
+from banaserve.engine.compat.experts import (
+    RoutedExperts,
+    compute_experts,
+    join_shared_experts,
+    place_experts,
+    run_shared_experts,
+)
+from banaserve.migration.kv.step_context import StepContext
+from banaserve.migration.modules.eager_break import call_in_break, is_capturing
+from banaserve.migration.ranks import OTHER_FAILED, Ranks
+from banaserve.migration.rpc.guest_client import GuestClient
+
+NOT_HERE = -1
+"""Number in the place of an expert that the request does not ask for."""
+
+
+class ExpertChannel(Protocol):
+    """Channel to a guest with experts of one layer.
+
+    Both methods raise ``GuestLostError`` if the guest is lost.
+    """
+
+    @property
+    def link(self) -> GuestClient: ...
+
+    def submit(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
+        """Send tokens ``[n, hidden_size]``, ``[n, k]`` weights and the guest's numbers of experts.
+
+        The number is ``NOT_HERE`` for an expert that is in another place.
+        """
+        ...
+
+    def collect(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the experts' weighted sum for each of the submitted tokens ``x``."""
+        ...
+
+
+class _Away(NamedTuple):
+    """A unit's experts of the layer.
+
+    Attributes:
+        ids: Numbers of the experts in the layer, in the order of the guest's own numbers.
+    """
+
+    ids: tuple[int, ...]
+    where: ExpertChannel
+
+
+class _Share(NamedTuple):
+    """A unit's share of a step.
+
+    Attributes:
+        tokens: Indices of the tokens that have chosen one of the unit's experts, int64.
+    """
+
+    where: ExpertChannel
+    tokens: torch.Tensor
+    x: torch.Tensor
+    weights: torch.Tensor
+    ids: torch.Tensor
+
+
+class SplitExperts:
+    """The routed experts of one layer; all at home until ``arrange`` says otherwise.
+
+    Args:
+        experts: vLLM's module of routed experts.
+        on_lost: Called with a guest that is lost in the middle of a step.
+        ranks: Tensor-parallel ranks of the engine, each of which has a part of each expert.
+        step_context: Step under way; None if batches are never padded.
+
+    Attributes:
+        experts: vLLM's module of routed experts, as given.
+    """
+
+    def __init__(
+        self,
+        experts: RoutedExperts,
+        on_lost: Callable[[GuestClient, GuestLostError], None],
+        ranks: Ranks,
+        step_context: StepContext | None = None,
+    ) -> None:
+        self.experts = experts
+        self._step_context = step_context
+        self._on_lost = on_lost
+        self._ranks = ranks
+        self._units: dict[str, _Away] = {}
+        self._counts: torch.Tensor | None = None
+        self._is_placed = False
+        # By expert: index of the unit that has it, 0 for this engine; and its number there.
+        self._place = self._number = torch.empty(0)
+
+    @property
+    def num_experts(self) -> int:
+        return int(self.experts.global_num_experts)
+
+    # ---- between two steps
+
+    def arrange(self, unit_id: str, ids: Sequence[int], where: ExpertChannel | None) -> None:
+        """Set the channel to the guest with a unit's experts; None: they are here."""
+        if where is None:
+            self._units.pop(unit_id, None)
+        else:
+            self._units[unit_id] = _Away(tuple(ids), where)
+        place = torch.zeros(self.num_experts, dtype=torch.int64)
+        number = torch.zeros(self.num_experts, dtype=torch.int64)
+        for index, away in enumerate(self._units.values(), start=1):
+            mine = torch.tensor(away.ids)
+            place[mine] = index
+            number[mine] = torch.arange(len(mine))
+        device = next(self.experts.parameters()).device
+        self._place, self._number = place.to(device), number.to(device)
+        self._set_forward()
+
+    def count(self, is_wanted: bool) -> list[int]:
+        """Return how often each expert was chosen since counting began; go on counting or end."""
+        if self._counts is None:
+            device = next(self.experts.parameters()).device
+            self._counts = torch.zeros(self.num_experts, dtype=torch.int64, device=device)
+        counted: list[int] = self._counts.tolist()
+        if not is_wanted:
+            self._counts = None
+        self._set_forward()
+        return counted
+
+    def _set_forward(self) -> None:
+        is_needed = bool(self._units) or self._counts is not None
+        if is_needed is not self._is_placed:
+            place_experts(self.experts, self.forward if is_needed else None)
+            self._is_placed = is_needed
+
+    # ---- in a step
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any = None,
+        shared_experts_input: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the weighted sum of the chosen experts, as vLLM: ``[num_tokens, hidden_size]``."""
+        run_shared_experts(shared_experts, shared_experts_input)
+        if is_capturing():
+            join_shared_experts(shared_experts, shared_experts_input)
+        output: torch.Tensor = call_in_break(
+            lambda given: self._sum(**given),
+            lambda given: torch.zeros_like(given["x"]),
+            {"x": x, "topk_weights": topk_weights, "topk_ids": topk_ids},
+        )
+        return output
+
+    def _sum(
+        self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    ) -> torch.Tensor:
+        is_step = get_forward_context().attn_metadata is not None
+        if is_step and self._step_context is not None:
+            # What a router chooses for the padding of a CUDA graph may be no expert.
+            rows = slice(self._step_context.num_tokens)
+            x, topk_weights, topk_ids = x[rows], topk_weights[rows], topk_ids[rows]
+        if self._counts is not None and is_step:
+            chosen = topk_ids.reshape(-1).long()
+            self._counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+        if not self._units or not is_step:
+            return compute_experts(self.experts, x, topk_weights, topk_ids)
+        place = self._place[topk_ids.long()]
+        shares = self._shares(x, topk_weights, topk_ids, place)
+        asked, waiting = _first_of_each_guest(shares)
+        lost: dict[GuestClient, GuestLostError] = {}
+        submitted = [share for share in asked if _submit(share, lost)]
+        output = sum_of(self.experts, x, topk_weights, topk_ids, place == 0)
+        for share in submitted:
+            _collect(share, output, lost)
+        for share in waiting:
+            if _submit(share, lost):
+                _collect(share, output, lost)
+        self._settle(lost)
+        return output
+
+    def _settle(self, mine: Mapping[GuestClient, GuestLostError]) -> None:
+        """Report guests that are lost on any rank; all ranks call this, whatever tokens chose."""
+        links = list(dict.fromkeys(away.where.link for away in self._units.values()))
+        lost = self._ranks.any_of([link in mine for link in links])
+        for link in itertools.compress(links, lost):
+            self._on_lost(link, mine.get(link) or link.give_up(OTHER_FAILED))
+
+    def _shares(
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, place: torch.Tensor
+    ) -> list[_Share]:
+        """Return the shares of those units of which a token has chosen an expert."""
+        shares = []
+        number = self._number[ids.long()]
+        for index, away in enumerate(self._units.values(), start=1):
+            mine = place == index
+            tokens = mine.any(1).nonzero().squeeze(1)
+            if not len(tokens):
+                continue
+            there = torch.where(mine, number, NOT_HERE)[tokens].to(ids.dtype)
+            shares.append(_Share(away.where, tokens, x[tokens], weights[tokens], there))
+        return shares
+
+
+def _submit(share: _Share, lost: dict[GuestClient, GuestLostError]) -> bool:
+    """Submit a share; return False, with the guest entered in ``lost``, if the guest is lost."""
+    try:
+        share.where.submit(share.x, share.weights, share.ids)
+    except GuestLostError as error:
+        lost.setdefault(share.where.link, error)
+        return False
+    return True
+
+
+def _collect(share: _Share, output: torch.Tensor, lost: dict[GuestClient, GuestLostError]) -> None:
+    """Add a guest's part; a lost guest adds nothing, and the step will be run again."""
+    try:
+        output.index_add_(0, share.tokens, share.where.collect(share.x))
+    except GuestLostError as error:
+        lost.setdefault(share.where.link, error)
+
+
+def _first_of_each_guest(shares: Sequence[_Share]) -> tuple[list[_Share], list[_Share]]:
+    """Return the shares to submit at once, and those to submit when the first are answered.
+
+    Two large requests to one guest would wait for each other: the guest cannot read the second
+    while its answer to the first is not read.
+    """
+    first: dict[GuestClient, _Share] = {}
+    later = []
+    for share in shares:
+        if first.setdefault(share.where.link, share) is not share:
+            later.append(share)
+    return list(first.values()), later
+
+
+def sum_of(
+    experts: RoutedExperts,
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    wanted: torch.Tensor,
+) -> torch.Tensor:
+    """Return the weighted sum of the experts marked in ``wanted``; zero for a token without one.
+
+    Tokens with the same number of wanted experts are computed together, so that no kernel has to
+    know of experts that are elsewhere, and no unwanted expert is computed.
+
+    Args:
+        x: ``[num_tokens, hidden_size]``.
+        weights: ``[num_tokens, k]``; ``ids`` and ``wanted`` (bool) likewise.
+    """
+    if bool(wanted.all()):
+        return compute_experts(experts, x, weights, ids)
+    output = torch.zeros_like(x)
+    counts = wanted.sum(1)
+    for count in counts.unique().tolist():
+        if not count:
+            continue
+        tokens = (counts == count).nonzero().squeeze(1)
+        mine = wanted[tokens]
+        some_weights = weights[tokens][mine].view(-1, count)
+        some_ids = ids[tokens][mine].view(-1, count)
+        output[tokens] = compute_experts(experts, x[tokens], some_weights, some_ids)
+    return output

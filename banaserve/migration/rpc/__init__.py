@@ -1,0 +1,4 @@
+"""Messages between a host and its guests. In workers and guests.
+
+Entry: ``guest_channel``.
+"""

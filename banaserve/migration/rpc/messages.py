@@ -1,0 +1,415 @@
+"""Messages between a host and its guest. Tensors are sent beside a message, not in it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import operator
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from banaserve.base.errors import ProtocolError
+from banaserve.kvstore.fingerprint import Fingerprint
+from banaserve.transport.connect import accept_tcp, connect, over_unix
+from banaserve.transport.cuda_ipc import CudaIpcTransport
+from banaserve.transport.errors import PeerGoneError, RefusedError, TransferTimeoutError
+from banaserve.transport.interface import Channel, RegionDescriptor, Transport, TransportOptions
+from banaserve.transport.registry import NIXL, create
+
+_TCP = "tcp:"
+
+
+class GuestAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Address and secrets of a guest, made by the coordinator for the guest and its host.
+
+    Attributes:
+        guest_id: Id of the guest; there is one guest for each host and target, or for each move.
+        channel: Address of the guest's channel: path of a Unix socket, or ``tcp:HOST:PORT``.
+        token: Secret that the host shows to the guest.
+        transport: Name of the transport for KV.
+        folder: Private folder of the run.
+        secret: Secret of the transports of the run, in hex, at least 32 digits.
+        listen_host: Address for transports that use TCP.
+        target: Id of the instance beside which the guest runs, on the same devices.
+        is_elsewhere: True if the host runs on another machine than the guest.
+        rank: Rank of the host's worker that this process serves: a guest has a process for each.
+        rendezvous: Path by which these processes find each other; empty if there is only one.
+    """
+
+    guest_id: str
+    channel: str
+    token: str
+    transport: str
+    folder: str
+    secret: str
+    listen_host: str = "127.0.0.1"
+    target: str = ""
+    is_elsewhere: bool = False
+    rank: int = 0
+    rendezvous: str = ""
+
+    def make_transport(self) -> Transport:
+        """Return the transport, for either side.
+
+        Raises:
+            UserError: There is no such transport here.
+        """
+        return create(self.transport, self._options)
+
+    def make_gpu_transport(self) -> Transport:
+        """Return the transport of memory of this process's GPU, for either side.
+
+        Raises:
+            TransportError: There is none between these two machines, or this process has no GPU
+                that it can share.
+            UserError: A package is missing.
+        """
+        options = self._options
+        if not self.is_elsewhere:
+            return CudaIpcTransport(options)
+        if self.transport != NIXL:
+            raise RefusedError(
+                "the guest is on another machine: install banaserve[nixl] on both and give "
+                "--migration-transport nixl"
+            )
+        return create(NIXL, msgspec.structs.replace(options, in_gpu_memory=True))
+
+    def accept(self, timeout_s: float) -> Channel:
+        """Wait for the host, on the guest's side.
+
+        Another process that waits at the same path is an earlier start of this guest, whose order
+        to start was taken for lost and repeated: the host connects to the later start.
+
+        Raises:
+            TransportError: No host with the secret connects in time, or listening is impossible.
+        """
+        if self.channel.startswith(_TCP):
+            return accept_tcp(self.channel.removeprefix(_TCP), self._options, timeout_s)
+        path = Path(self.channel)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        own = None
+        try:
+            os.fchmod(listener.fileno(), 0o600)
+            with _alone_in(path.parent):
+                path.unlink(missing_ok=True)
+                listener.bind(self.channel)
+                own = path.stat().st_ino
+            listener.listen(1)
+            listener.settimeout(timeout_s)
+            sock, _ = listener.accept()
+        except TimeoutError:
+            raise TransferTimeoutError(f"no host has come to {path.name}") from None
+        except OSError as error:
+            raise PeerGoneError(f"cannot listen at {path}: {error.strerror}") from error
+        finally:
+            # The folder is gone if the run has ended in the meantime.
+            with contextlib.suppress(FileNotFoundError), _alone_in(path.parent):
+                if path.stat().st_ino == own:
+                    path.unlink()
+            listener.close()
+        return over_unix(sock)
+
+    def connect(self, timeout_s: float) -> Channel:
+        """Connect to the guest, on the host's side.
+
+        Raises:
+            TransportError: The guest does not answer.
+        """
+        where = self.channel if self.channel.startswith(_TCP) else f"unix:{self.channel}"
+        return connect(where, self._options, timeout_s)
+
+    @property
+    def _options(self) -> TransportOptions:
+        return TransportOptions(
+            folder=self.folder,
+            secret=bytes.fromhex(self.secret),
+            host=self.listen_host,
+            device=self.rank,
+        )
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Keep other starts of a guest from taking or removing a path in ``folder``.
+
+    Each of these has two steps, between which another start could take its successor's path for its
+    own and remove it.
+    """
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(number)
+
+
+class AttentionSlice(msgspec.Struct, frozen=True):
+    """Parameters with which a guest builds the attention of some KV heads of one layer.
+
+    Attributes:
+        name: Name of the layer's attention on the host.
+        num_heads: Number of query heads of these KV heads together.
+        num_kv_heads: Number of KV heads that move.
+        sliding_window: Sliding window that the attention was built with; None if it has none.
+    """
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+    sliding_window: int | None
+    logits_soft_cap: float | None
+
+
+class KvShape(msgspec.Struct, frozen=True):
+    """Layout of the host's KV cache; a guest uses the same block ids.
+
+    Attributes:
+        num_blocks: Number of blocks to reserve room for: the maximum of the host's pool.
+        block_shape: Shape of one block of one layer with all its heads, ``[heads, ...]``.
+        dtype: Type of the cache's elements.
+        layout: vLLM's name of the layout.
+        block_size_tokens: Number of tokens in a block.
+    """
+
+    num_blocks: int
+    block_shape: tuple[int, ...]
+    dtype: str
+    layout: str
+    block_size_tokens: int
+
+
+class StorePlace(msgspec.Struct, frozen=True):
+    """Store of a host.
+
+    Attributes:
+        socket: Path of the store's socket.
+        client_name: Name of the host at the store: slots that the host has reserved are given to
+            no other owner before every process that connects by this name is dead.
+    """
+
+    socket: str
+    client_name: str
+    fingerprint: Fingerprint
+
+
+class SlotCopies(msgspec.Struct, frozen=True):
+    """Blocks of a unit, and the slots of the store that the host has reserved for them.
+
+    Attributes:
+        generation: Generation of the store's pool.
+        slots: Slot of the pool for each block.
+    """
+
+    generation: int
+    blocks: tuple[int, ...]
+    slots: tuple[int, ...]
+
+
+class GuestHello(msgspec.Struct, frozen=True, tag=True):
+    """First message; ``token`` is the secret that the guest was started with."""
+
+    token: str
+    host: str
+
+
+class Build(msgspec.Struct, frozen=True):
+    """Request to build a unit; each kind of unit adds its own fields.
+
+    Attributes:
+        num_backed_blocks: Number of blocks, from the first, that get their memory before the
+            answer.
+    """
+
+    unit_id: str
+    kv: KvShape
+    num_backed_blocks: int
+
+    @property
+    def loads_weights(self) -> bool:
+        """Return whether the guest reads a checkpoint, which takes seconds."""
+        return False
+
+
+class Activate(msgspec.Struct, frozen=True, tag=True):
+    """Request to run the unit from now on, for messages and copies of this epoch only."""
+
+    unit_id: str
+    epoch: int
+
+
+class ReleaseUnit(msgspec.Struct, frozen=True, tag=True):
+    """Request to release a unit, its weights and its KV."""
+
+    unit_id: str
+
+
+class CopyPages(msgspec.Struct, frozen=True, tag=True):
+    """Request to copy pages from a unit's region to its device or back, if its KV is on a device.
+
+    Attributes:
+        epoch: Epoch of the region.
+        to_device: True to copy from the region to the device, False to copy back.
+        start: Offset of the first page in the region, in bytes; pages are grouped by attention.
+        names: Names of the attentions.
+        blocks: Block ids, the same for each of the attentions.
+    """
+
+    unit_id: str
+    epoch: int
+    to_device: bool
+    start: int
+    names: tuple[str, ...]
+    blocks: tuple[int, ...]
+
+
+class Run(msgspec.Struct, frozen=True):
+    """Request to run one step of a unit, or of one layer; each kind of unit adds its own fields."""
+
+    unit_id: str
+    epoch: int
+
+    @property
+    def writes_store(self) -> bool:
+        """Return whether the guest writes to slots of the host's store before it answers."""
+        return False
+
+
+class GetUsage(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class SetShare(msgspec.Struct, frozen=True, tag=True):
+    """Request to compute for at most this fraction of the time from now on, in (0, 1]."""
+
+    fraction: float
+
+
+class UseLane(msgspec.Struct, frozen=True, tag=True):
+    """Request to pass tensors and KV in memory of GPUs from now on: the host reaches the lane."""
+
+
+_CONTROL = GuestHello | UseLane | Activate | ReleaseUnit | CopyPages | GetUsage | SetShare
+Request = _CONTROL | Build | Run
+
+
+class GuestReady(msgspec.Struct, frozen=True, tag=True):
+    """Answer to ``GuestHello``.
+
+    Attributes:
+        lane: Region in memory of the guest's GPU for the tensors of steps; None if it offers none.
+        no_lane: Reason why it offers none; empty on a CPU, where none is needed.
+    """
+
+    pid: int
+    lane: RegionDescriptor | None = None
+    no_lane: str = ""
+
+
+class Built(msgspec.Struct, frozen=True, tag=True):
+    """Answer to ``Build``: the unit is built and its KV is offered.
+
+    Attributes:
+        region: Region with the KV of all attentions, or with pages on their way to the KV.
+        places: Offset of each attention's KV in the region, in bytes, by name.
+        weight_bytes: Bytes of the parameters that were loaded.
+        seconds: Time to build the unit.
+        saves: True if the guest can save blocks of the unit to the store.
+        landing_bytes: Bytes of a region that only holds pages on their way, see ``CopyPages``; 0
+            if the region holds the KV itself.
+    """
+
+    unit_id: str
+    region: RegionDescriptor
+    places: dict[str, int]
+    weight_bytes: int
+    seconds: float
+    saves: bool = False
+    landing_bytes: int = 0
+
+
+class StepsDone(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class StepOutputs(msgspec.Struct, frozen=True, tag=True):
+    """Outputs of a step: indices of the message's tensors, or None for an output that is None.
+
+    Attributes:
+        is_tuple: True if the outputs are a tuple, False if there is one output.
+        seconds: Time to compute the outputs.
+        save_s: Time to save the blocks, in seconds; None if the host has to save them.
+    """
+
+    is_tuple: bool
+    values: tuple[int | None, ...]
+    seconds: float = 0.0
+    save_s: float | None = None
+
+
+class GuestUsage(msgspec.Struct, frozen=True, tag=True):
+    """Resources that a guest uses.
+
+    Attributes:
+        resident_bytes: Bytes of the whole process, including pages shared with its parent.
+        own_bytes: Bytes of pages that no other process shares.
+        weight_bytes: Bytes of the weights of the units that it has built.
+        busy_s: Processor time spent computing since the last request, averaged over its threads,
+            in seconds.
+        num_runs: Number of runs of units since the last request.
+    """
+
+    resident_bytes: int
+    own_bytes: int
+    weight_bytes: int
+    busy_s: float
+    num_runs: int
+
+
+class RequestRefused(msgspec.Struct, frozen=True, tag=True):
+    """Answer to a refused request, which changed nothing; ``reason`` is for people."""
+
+    reason: str
+
+
+Reply = GuestReady | Built | StepsDone | StepOutputs | GuestUsage | RequestRefused
+
+_NO_MESSAGE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""Errors that a decoder raises; invalid UTF-8 raises one of Python's own."""
+encode = msgspec.msgpack.Encoder().encode
+_replies = msgspec.msgpack.Decoder(Reply)
+
+
+def decode_reply(body: bytes) -> Reply:
+    """Decode a guest's answer.
+
+    Raises:
+        ProtocolError: The body is no valid answer.
+    """
+    try:
+        return _replies.decode(body)
+    except _NO_MESSAGE as error:
+        raise ProtocolError(f"that is no guest's answer: {str(error)!r}") from None
+
+
+def request_decoder(of_units: Iterable[type[Build] | type[Run]]) -> Callable[[bytes], Request]:
+    """Return a decoder of a host's messages: those to every guest, and those of ``of_units``.
+
+    The decoder raises ``msgspec.MsgspecError`` for any other message.
+    """
+    known = functools.reduce(operator.or_, of_units, _CONTROL)
+    decode = msgspec.msgpack.Decoder(known).decode
+
+    def read(body: bytes) -> Request:
+        try:
+            return decode(body)
+        except _NO_MESSAGE as error:
+            raise msgspec.DecodeError(str(error)) from None
+
+    return read

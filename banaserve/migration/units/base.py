@@ -1,0 +1,268 @@
+"""Interface of a migration unit, and base classes of units."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol, Self
+
+import msgspec
+
+from banaserve.base.errors import MigrationError
+from banaserve.base.types import Module
+from banaserve.contracts.migration_api import MigrationRequest, Return
+from banaserve.contracts.move_phase import ModelGeometry
+
+Cell = tuple[int, int]
+"""A layer with the number of a head or expert in it; 0 for units that are given by layers."""
+
+
+class MigrationUnit(Protocol):
+    """Part of a model that moves as a whole: a value, which the controller plans with.
+
+    Attributes:
+        kind: Name of the unit's kind, in the admin API and between processes.
+        has_weights: True if whole layers move with their weights; the host must keep one layer.
+        loads_weights: True if a guest has to load weights for the unit, which stalls the guest.
+        is_on_all_ranks: True if every tensor-parallel rank has a part of the unit.
+    """
+
+    kind: ClassVar[str]
+    has_weights: ClassVar[bool]
+    loads_weights: ClassVar[bool]
+    is_on_all_ranks: ClassVar[bool]
+
+    @property
+    def layers(self) -> Sequence[int]:
+        """Return the layers of the unit, ascending."""
+        ...
+
+    # ---- planning
+
+    def check(self, shape: ModelGeometry) -> None:
+        """Check that the model has all parts of the unit.
+
+        Raises:
+            MigrationError: The unit is empty, or has an unknown layer, head or expert.
+        """
+        ...
+
+    def cells(self) -> set[Cell]:
+        """Return the single parts of the unit, comparable among units of one kind."""
+        ...
+
+    def of_cells(self, cells: set[Cell]) -> Sequence[MigrationUnit]:
+        """Return units of this kind that together have these parts; none for no parts."""
+        ...
+
+    def describe_cell(self, cell: Cell) -> str:
+        """Return a description of one part of the unit in words."""
+        ...
+
+    def covers(self, other: MigrationUnit) -> bool:
+        """Return whether a request to take this unit home takes all of ``other`` home."""
+        ...
+
+    # ---- sizes
+
+    def weight_bytes(self, layer_weight_bytes: int) -> int:
+        """Return the bytes of weights that a guest has to load for the unit."""
+        ...
+
+    def kv_pages(self, num_kv_heads: int) -> float:
+        """Return the KV that a guest may have to hold, in whole layers' pages for each block."""
+        ...
+
+    def num_pages(self, num_kv_heads: int) -> float:
+        """Return the KV that the host's pool lacks while the unit is away, as in ``kv_pages``."""
+        ...
+
+    # ---- its forms in messages, requests and policies
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return the unit as plain values for JSON, without its kind."""
+        ...
+
+    @classmethod
+    def from_wire(cls, given: Mapping[str, Any]) -> Self:
+        """Return the unit from plain values, the inverse of ``to_wire``.
+
+        Raises:
+            ValidationError: The values are malformed.
+        """
+        ...
+
+    def move_request(self, source: str, target: str) -> MigrationRequest:
+        """Return the request to the coordinator that moves the unit."""
+        ...
+
+    def return_request(self, source: str) -> Return:
+        """Return the request to the coordinator that takes the unit home.
+
+        Raises:
+            MigrationError: Such a request cannot name the unit.
+        """
+        ...
+
+    def as_modules(self) -> list[Module]:
+        """Return the unit as the orchestrator's modules; empty if it does not know the kind."""
+        ...
+
+    def modelled(self, own: ModelGeometry, model: ModelGeometry) -> list[Module]:
+        """Return modules of the modelled ``model`` that the unit of the real ``own`` represents."""
+        ...
+
+    # ---- on the host
+
+    def check_attention(self, attention: Any, name: str) -> None:
+        """Refuse a vLLM attention that cannot be moved in this kind of unit.
+
+        Raises:
+            MigrationError: The attention cannot be moved; the message states the reason.
+        """
+        ...
+
+
+class LayerSpan(msgspec.Struct, frozen=True):
+    """Base of units that are given by layers ``start`` to ``end - 1``."""
+
+    start: int
+    end: int
+
+    @property
+    def layers(self) -> range:
+        return range(self.start, self.end)
+
+    def cells(self) -> set[Cell]:
+        return {(layer, 0) for layer in self.layers}
+
+    def of_cells(self, cells: set[Cell]) -> list[Self]:
+        """Return one range for each run of neighbouring layers."""
+        ranges: list[tuple[int, int]] = []
+        for layer, _ in sorted(cells):
+            if ranges and ranges[-1][1] == layer:
+                ranges[-1] = (ranges[-1][0], layer + 1)
+            else:
+                ranges.append((layer, layer + 1))
+        return [type(self)(start, end) for start, end in ranges]
+
+    def describe_cell(self, cell: Cell) -> str:
+        return f"layer {cell[0]}"
+
+    def to_wire(self) -> dict[str, Any]:
+        return {"start": self.start, "end": self.end}
+
+    @classmethod
+    def from_wire(cls, given: Mapping[str, Any]) -> Self:
+        return msgspec.convert(given, cls)
+
+
+class LayerNumbers(msgspec.Struct, frozen=True):
+    """Base of units that are given by numbers in each layer, such as the numbers of heads.
+
+    The field with the numbers has the name of the kind.
+
+    Attributes:
+        one: Noun for the numbered part, such as "head".
+        in_full: Full noun for the numbered part, such as "KV head".
+    """
+
+    kind: ClassVar[str]
+    one: ClassVar[str]
+    in_full: ClassVar[str]
+
+    @property
+    def by_layer(self) -> dict[int, tuple[int, ...]]:
+        found: dict[int, tuple[int, ...]] = getattr(self, self.kind)
+        return found
+
+    @property
+    def layers(self) -> list[int]:
+        return sorted(self.by_layer)
+
+    def __str__(self) -> str:
+        parts = (f"{layer}/{','.join(map(str, self.by_layer[layer]))}" for layer in self.layers)
+        return f"{self.kind} {' '.join(parts)}"
+
+    def check_numbers(self, num_layers: int, count: int) -> None:
+        """Refuse unknown or empty layers, and numbers that are repeated or not below ``count``.
+
+        Raises:
+            MigrationError: A layer or number is wrong; the message states the first one.
+        """
+        if not self.by_layer:
+            raise MigrationError(f"no {self.kind} are named")
+        for layer, numbers in self.by_layer.items():
+            if not 0 <= layer < num_layers:
+                raise MigrationError(f"there is no layer {layer}: the model has {num_layers}")
+            if not numbers:
+                raise MigrationError(f"no {self.kind} of layer {layer} are named")
+            if len(set(numbers)) != len(numbers):
+                raise MigrationError(f"one of the {self.kind} of layer {layer} is named twice")
+            unknown = sorted(number for number in numbers if not 0 <= number < count)
+            if unknown:
+                raise MigrationError(
+                    f"layer {layer} has no {self.in_full} {unknown[0]}: it has {count}"
+                )
+
+    def cells(self) -> set[Cell]:
+        return {(layer, number) for layer, some in self.by_layer.items() for number in some}
+
+    def of_cells(self, cells: set[Cell]) -> list[Self]:
+        """Return one unit with all cells; none for no cells."""
+        numbers: dict[int, tuple[int, ...]] = {}
+        for layer, number in sorted(cells):
+            numbers[layer] = (*numbers.get(layer, ()), number)
+        return [type(self)(numbers)] if numbers else []
+
+    def describe_cell(self, cell: Cell) -> str:
+        return f"{self.one} {cell[1]} of layer {cell[0]}"
+
+    def covers(self, other: MigrationUnit) -> bool:
+        return other.kind == self.kind and other.cells() <= self.cells()
+
+    def to_wire(self) -> dict[str, Any]:
+        return {self.kind: [[layer, list(self.by_layer[layer])] for layer in self.layers]}
+
+    @classmethod
+    def from_wire(cls, given: Mapping[str, Any]) -> Self:
+        pairs = msgspec.convert(given.get(cls.kind), list[tuple[int, tuple[int, ...]]])
+        return cls.of(dict(pairs))
+
+    @classmethod
+    def of(cls, numbers: Mapping[int, Sequence[int]]) -> Self:
+        """Return a unit with the numbers of each layer in ascending order."""
+        return cls({layer: tuple(sorted(some)) for layer, some in numbers.items()})
+
+
+def overlap(one: MigrationUnit, other: MigrationUnit) -> str | None:
+    """Return the first part that two units have in common, in words; None if there is none."""
+    if one.kind == other.kind:
+        cells = one.cells() & other.cells()
+        return one.describe_cell(min(cells)) if cells else None
+    shared = set(one.layers) & set(other.layers)
+    return f"layer {min(shared)}" if shared else None
+
+
+def check_free(modules: MigrationUnit, others: Mapping[str, MigrationUnit]) -> None:
+    """Refuse modules that belong to another unit, which is away or moving.
+
+    Args:
+        modules: Unit that is to move.
+        others: Every unit that is not wholly at home, by its id.
+
+    Raises:
+        MigrationError: The modules overlap with another unit.
+    """
+    for unit_id, held in others.items():
+        shared = overlap(modules, held)
+        if shared is not None:
+            raise MigrationError(
+                f"{shared} belongs to {unit_id} ({held}), which is away or moving: "
+                f"return it first, or move {unit_id} as a whole"
+            )
+
+
+def layers_left(modules: Iterable[MigrationUnit], num_layers: int) -> set[int]:
+    """Return the layers whose weights remain on the host when ``modules`` move."""
+    gone = {layer for one in modules if one.has_weights for layer in one.layers}
+    return set(range(num_layers)) - gone

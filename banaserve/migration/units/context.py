@@ -1,0 +1,409 @@
+"""Older KV blocks of some layers: a guest attends over them, the host over newer ones."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from banaserve.base.errors import MigrationError, ProtocolError
+from banaserve.base.types import Module
+from banaserve.contracts.migration_api import MoveContext, Return
+from banaserve.contracts.move_phase import ModelGeometry
+from banaserve.engine.compat.config import VllmConfig
+from banaserve.engine.compat.runner_hooks import window_tokens
+from banaserve.kernels.interface import HEAD_SIZES, Batch, PartialAttention
+from banaserve.migration import checks
+from banaserve.migration.kv.dirty_blocks import DirtyBlockTracker, RemoteBlocks
+from banaserve.migration.kv.host_kv import Freed
+from banaserve.migration.kv.step_context import StepContext
+from banaserve.migration.modules.context_split import (
+    ContextAttention,
+    ContextChannel,
+    ContextPlan,
+    split_context,
+)
+from banaserve.migration.modules.head_attention import head_attention
+from banaserve.migration.modules.paged_attention import Pages, kernels_of, pages_of
+from banaserve.migration.rpc import messages
+from banaserve.migration.rpc.guest_client import GuestClient
+from banaserve.migration.rpc.tensors import from_wire, restore, to_device
+from banaserve.migration.units.base import LayerSpan, MigrationUnit
+from banaserve.migration.units.guest_unit import Answer, GuestServices, GuestUnit
+from banaserve.migration.units.host_unit import HostEngine, HostUnit, UnitLocation
+from banaserve.migration.units.kind import UnitKind
+from banaserve.transport.interface import Tensor, Transport
+
+
+class Context(LayerSpan, frozen=True, tag="context"):
+    """Older KV blocks of layers ``start`` to ``end - 1``: those that are full when they move."""
+
+    kind: ClassVar[str] = "context"
+    has_weights: ClassVar[bool] = False
+    loads_weights: ClassVar[bool] = False
+    is_on_all_ranks: ClassVar[bool] = True
+
+    def __str__(self) -> str:
+        return f"older blocks of layers {self.start}:{self.end}"
+
+    def check(self, shape: ModelGeometry) -> None:
+        if not 0 <= self.start < self.end <= shape.num_layers:
+            raise MigrationError(
+                f"{self}: name a range START:END of layers within 0:{shape.num_layers}"
+            )
+
+    def covers(self, other: MigrationUnit) -> bool:
+        return other.kind == self.kind and other.cells() <= self.cells()
+
+    def weight_bytes(self, layer_weight_bytes: int) -> int:
+        return 0
+
+    def kv_pages(self, num_kv_heads: int) -> float:
+        """Return the maximum: every block of the layers."""
+        return float(len(self.layers))
+
+    def num_pages(self, num_kv_heads: int) -> float:
+        """Return 0: the number of older blocks that are away varies."""
+        return 0.0
+
+    def move_request(self, source: str, target: str) -> MoveContext:
+        return MoveContext(source, target, (self.start, self.end))
+
+    def return_request(self, source: str) -> Return:
+        """Return a request that names the layers: all of their modules that are away come home."""
+        return Return(source, layers=(self.start, self.end))
+
+    def as_modules(self) -> list[Module]:
+        """Return no modules: only an operator moves older blocks."""
+        return []
+
+    def modelled(self, own: ModelGeometry, model: ModelGeometry) -> list[Module]:
+        """Return no modules: the cost of older blocks depends on the requests being served."""
+        return []
+
+    def check_attention(self, attention: Any, name: str) -> None:
+        """Refuse an attention that uses more than keys and queries, or has other head sizes."""
+        impl = getattr(attention.impl, "inner", attention.impl)
+        checks.check_heads(attention, name)
+        limits = (window_tokens(impl), "a sliding window"), (impl.logits_soft_cap, "a cap")
+        for value, what in limits:
+            if value is not None and value > 0:
+                raise MigrationError(f"{name} has {what}, so its sequences cannot be split")
+        if attention.head_size not in HEAD_SIZES:
+            raise MigrationError(
+                f"{name} has heads of size {attention.head_size}, so its sequences cannot be "
+                f"split: {', '.join(map(str, HEAD_SIZES))} can"
+            )
+
+
+class BuildContext(messages.Build, frozen=True, tag=True):
+    """Request to make room for older blocks of some layers; the slices have all KV heads."""
+
+    slices: tuple[messages.AttentionSlice, ...]
+
+
+class RunContext(messages.Run, frozen=True, tag=True):
+    """Request for one layer's step over older blocks; the first tensor has the queries.
+
+    The queries are those of the sequences with blocks in the guest. The answer is the output and
+    the log-sum-exp, float32.
+
+    Attributes:
+        step_id: Id of the step; ``step`` is None if the unit has this step's description already.
+        step: ``block_table``, ``query_start`` and ``num_tokens`` of these sequences: the fields of
+            ``kernels.interface.Batch`` that are needed without a mask.
+    """
+
+    step_id: int
+    name: str
+    step: dict[str, Any] | None
+
+
+# ---- on the host
+
+
+class ContextSplits:
+    """Attentions of an engine that may be split: newer blocks here, older ones in a guest."""
+
+    def __init__(self, engine: HostEngine) -> None:
+        self._engine = engine
+        self._contexts: dict[str, ContextAttention] = {}
+
+    def unit(self, unit_id: str, modules: Context) -> HostContext:
+        """Return a unit of older blocks that are at home.
+
+        Raises:
+            MigrationError: The blocks cannot be read in the layout in which they are kept.
+        """
+        return HostContext(unit_id, modules, self._engine, self)
+
+    def arrange(self, name: str, remote: ContextChannel | None, pages: Pages) -> None:
+        """Set the channel to the guest with an attention's older blocks; None: all are here."""
+        if name not in self._contexts:
+            engine = self._engine
+            self._contexts[name] = ContextAttention(
+                engine.attentions[name],
+                name,
+                engine.step_context,
+                engine.on_lost,
+                pages,
+                engine.ranks,
+            )
+        self._contexts[name].arrange(remote)
+
+
+class HostContext(HostUnit):
+    """Older blocks of some of this engine's layers.
+
+    Attributes:
+        away: Blocks that are in the guest. A block that is overwritten loses its NaN poison first.
+        pages: Attention over the pages of the KV cache.
+    """
+
+    blocks_come_home = True
+    microbatch_blocker = "older blocks of some layers are elsewhere"
+
+    def __init__(
+        self, unit_id: str, modules: Context, engine: HostEngine, splits: ContextSplits
+    ) -> None:
+        super().__init__(unit_id, modules, engine)
+        first = engine.attentions[self.names[0]]
+        impl = getattr(first.impl, "inner", first.impl)
+        tensor = engine.kv.tensors[self.names[0]]
+        self.pages = pages_of(first, impl, tensor, kernels_of(first.impl))
+        self.away = RemoteBlocks(
+            engine.kv.max_blocks, self._heal_blocks if engine.poisons else None
+        )
+        self._splits = splits
+
+    def build_request(self) -> BuildContext:
+        # 0 backed blocks: the guest's memory is backed as copies touch it.
+        return BuildContext(self.unit_id, self._engine.kv_shape, 0, self.attention_slices())
+
+    def install(self) -> None:
+        away, step_context = self.away, self._engine.step_context
+        step_context.dirty_blocks.unfollow(away)
+        remote: ContextChannel | None = None
+        if self.residence is None:
+            away.set(())
+        else:
+            step_context.dirty_blocks.follow(away)
+            remote = RemoteContext(self.residence, away, step_context)
+        for name in self.names:
+            self._splits.arrange(name, remote, self.pages)
+
+    def left_home(self, dirty_blocks: DirtyBlockTracker) -> None:
+        self.away.set(dirty_blocks.full())
+
+    def moved_heads(self, name: str) -> Sequence[int]:
+        """Return no heads: some blocks of each head are at home."""
+        return ()
+
+    @property
+    def single_blocks(self) -> RemoteBlocks:
+        return self.away
+
+    def holding(self, blocks: Sequence[int]) -> contextlib.AbstractContextManager[Sequence[int]]:
+        return self.away.holding(blocks)
+
+    def make_room(self) -> None:
+        """Back the KV at home, without healing: whole pages come home, beside pages in use."""
+        for name in self.names:
+            self._engine.kv.populate(name, self._engine.kv.num_blocks)
+
+    def free(self) -> list[Freed]:
+        return [self._free(name) for name in self.names]
+
+    def _free(self, name: str) -> Freed:
+        with self.away.holding(self.away.ids()) as blocks:
+            return self._engine.kv.free(name, None, blocks)
+
+    def _blocks_away(self) -> Iterable[int]:
+        return self.away.ids()
+
+    def _heal_blocks(self, blocks: npt.NDArray[np.int64]) -> None:
+        for name in self.names:
+            self._engine.kv.heal_blocks(name, blocks)
+
+
+class RemoteContext:
+    """Steps over older blocks of some layers in one guest; see ``ContextChannel``."""
+
+    def __init__(
+        self, residence: UnitLocation, away: RemoteBlocks, step_context: StepContext
+    ) -> None:
+        self._residence = residence
+        self._away = away
+        self._step_context = step_context
+        self._planned_step = self._described_step = 0
+        self._plan: ContextPlan | None = None
+
+    @property
+    def link(self) -> GuestClient:
+        return self._residence.link
+
+    def plan(self) -> ContextPlan | None:
+        """Return the division of the step under way, made once for all layers."""
+        step_context = self._step_context
+        if self._planned_step != step_context.step_id:
+            assert step_context.common is not None
+            self._plan = split_context(step_context.common, step_context.block_size, self._away)
+            self._planned_step = step_context.step_id
+        return self._plan
+
+    def submit(self, name: str, query: torch.Tensor) -> None:
+        """Send queries ``[num_tokens, num_heads, head_size]`` of one layer."""
+        residence, step_id = self._residence, self._step_context.step_id
+        assert self._plan is not None
+        bundle = self.link.bundle()
+        bundle.put(query)
+        step: dict[str, Any] | None = None
+        if self._described_step != step_id:
+            batch = self._plan.remote
+            fields = {
+                "block_table": batch.block_table,
+                "query_start": batch.query_start,
+                "num_tokens": batch.range_end,
+            }
+            step = bundle.put_all(fields)
+        self._described_step = step_id
+        request = RunContext(residence.unit_id, residence.working_epoch, step_id, name, step)
+        self.link.submit(request, bundle)
+
+    def collect(self, query: torch.Tensor) -> PartialAttention:
+        """Return the attention over the guest's blocks, float32."""
+        outputs = self.link.collect(self._step_context.num_tokens)
+        if len(outputs) != 2:
+            raise self.link.give_up("a step over older blocks was answered without log-sum-exp")
+        output, lse = outputs
+        wanted = query.float()
+        self.link.check_shape(output, wanted)
+        self.link.check_shape(lse, wanted[..., 0])
+        return PartialAttention(*(to_device(tensor, query.device) for tensor in (output, lse)))
+
+
+# ---- in the guest
+
+
+class OlderBlocks:
+    """KV of some layers that is read and never written by a step.
+
+    Args:
+        kv_caches: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]`` by attention.
+        scales: Scale of the scores, by attention.
+    """
+
+    def __init__(
+        self,
+        pages: Pages,
+        kv_caches: Mapping[str, torch.Tensor],
+        scales: Mapping[str, float],
+    ) -> None:
+        self._pages = pages
+        self._kv_caches = dict(kv_caches)
+        self._scales = dict(scales)
+        self._step: tuple[int, Batch] | None = None
+
+    def describe(self, step_id: int, fields: Mapping[str, Any]) -> None:
+        """Set the batch that the layers of a step share.
+
+        Raises:
+            ProtocolError: The fields do not describe a step, or name unknown blocks.
+        """
+        try:
+            table, lengths = fields["block_table"], fields["num_tokens"]
+            batch = Batch(
+                block_table=table,
+                query_start=fields["query_start"],
+                query_position=lengths,
+                range_start=torch.zeros_like(lengths),
+                range_end=lengths,
+            )
+        except (KeyError, AttributeError, TypeError) as error:
+            raise ProtocolError(f"step {step_id} is no step over older blocks: {error}") from None
+        num_blocks, _, block_size, _ = next(iter(self._kv_caches.values())).shape
+        room = table.shape[-1] * block_size
+        if not table.numel() or not 0 <= int(table.min()) <= int(table.max()) < num_blocks:
+            raise ProtocolError(f"step {step_id} names blocks that are not here")
+        if len(lengths) != len(table) or int(lengths.max()) > room:
+            raise ProtocolError(f"step {step_id} has more tokens than blocks")
+        self._step = step_id, batch
+
+    def run(self, name: str, step_id: int, query: torch.Tensor) -> PartialAttention:
+        """Return the attention over the step's blocks, float32.
+
+        Raises:
+            ProtocolError: The step has not been described.
+        """
+        if self._step is None or self._step[0] != step_id:
+            raise ProtocolError(f"step {step_id} has not been described")
+        with torch.inference_mode():
+            return self._pages.attend(
+                query,
+                self._kv_caches[name],
+                self._step[1],
+                self._scales[name],
+                causal=False,
+            )
+
+
+class GuestContext(GuestUnit):
+    """Older blocks of some layers: KV that is read and never written by a step."""
+
+    serves = RunContext
+
+    def __init__(
+        self, config: VllmConfig, transport: Transport, request: BuildContext, epoch: int
+    ) -> None:
+        super().__init__(config, transport)
+        heads = {part.name: part.num_kv_heads for part in request.slices}
+        kv_caches = self._offer(request, heads, epoch)
+        one = request.slices[0]
+        first = head_attention(config, one, request.unit_id, kv_caches[one.name], self._kernels)
+        scales = {part.name: part.scale for part in request.slices}
+        self._older: OlderBlocks | None = OlderBlocks(first.pages(), kv_caches, scales)
+        first.close()
+
+    def serve(
+        self, request: RunContext, tensors: Sequence[Tensor], services: GuestServices
+    ) -> Answer:
+        with services.computing():
+            part = self.run(request.name, request.step_id, request.step, tensors)
+        bundle = services.bundle()
+        indices = bundle.put(part.output), bundle.put(part.lse)
+        return messages.StepOutputs(True, indices), bundle
+
+    def run(
+        self,
+        name: str,
+        step_id: int,
+        step: Mapping[str, Any] | None,
+        tensors: Sequence[Tensor],
+    ) -> PartialAttention:
+        """Return one layer's attention over older blocks; ``step`` as in ``RunContext``."""
+        assert self._older is not None
+        if step is not None:
+            self._older.describe(step_id, restore(step, tensors))
+        return self._older.run(name, step_id, to_device(from_wire(tensors[0]), self._device))
+
+    def close(self) -> None:
+        self._older = None
+        super().close()
+
+
+KIND = UnitKind(
+    unit=Context,
+    request=MoveContext,
+    asked=lambda ask: Context(*ask.layers),
+    asked_home=lambda ask: None,
+    of_module=lambda one: None,
+    build=BuildContext,
+    run=RunContext,
+    host_units=lambda engine: ContextSplits(engine).unit,
+    guest_units=lambda config, transport: functools.partial(GuestContext, config, transport),
+)

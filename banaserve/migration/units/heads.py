@@ -1,0 +1,323 @@
+"""Head sets: attention of some KV heads of a layer runs in a guest, that of the others here."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from banaserve.base.errors import ProtocolError
+from banaserve.base.types import Module
+from banaserve.contracts.migration_api import MoveHeads, Return
+from banaserve.contracts.move_phase import ModelGeometry
+from banaserve.engine.compat.attention import CommonAttentionMetadata
+from banaserve.engine.compat.config import VllmConfig
+from banaserve.migration import checks
+from banaserve.migration.kv.step_context import StepContext, common_from
+from banaserve.migration.modules.head_attention import HeadAttention, head_attention
+from banaserve.migration.modules.head_split import HeadChannel, SplitAttention
+from banaserve.migration.rpc import messages
+from banaserve.migration.rpc.guest_client import GuestClient
+from banaserve.migration.rpc.tensors import from_wire, restore, to_device
+from banaserve.migration.units.base import LayerNumbers
+from banaserve.migration.units.guest_unit import Answer, GuestServices, GuestUnit
+from banaserve.migration.units.host_unit import HostEngine, HostUnit, UnitLocation
+from banaserve.migration.units.kind import UnitKind
+from banaserve.transport.interface import Tensor, Transport
+
+
+class HeadSet(LayerNumbers, frozen=True, tag="heads"):
+    """KV heads by layer, each with the query heads of its group: KV cache only."""
+
+    kind: ClassVar[str] = "heads"
+    one: ClassVar[str] = "head"
+    in_full: ClassVar[str] = "KV head"
+    has_weights: ClassVar[bool] = False
+    loads_weights: ClassVar[bool] = False
+    is_on_all_ranks: ClassVar[bool] = False
+
+    heads: dict[int, tuple[int, ...]]
+
+    def check(self, shape: ModelGeometry) -> None:
+        self.check_numbers(shape.num_layers, shape.num_kv_heads)
+
+    def weight_bytes(self, layer_weight_bytes: int) -> int:
+        return 0
+
+    def kv_pages(self, num_kv_heads: int) -> float:
+        return sum(len(heads) for heads in self.heads.values()) / num_kv_heads
+
+    def num_pages(self, num_kv_heads: int) -> float:
+        return self.kv_pages(num_kv_heads)
+
+    def move_request(self, source: str, target: str) -> MoveHeads:
+        return MoveHeads(source, target, self.heads)
+
+    def return_request(self, source: str) -> Return:
+        return Return(source, heads=self.heads)
+
+    def as_modules(self) -> list[Module]:
+        """Return one module for each run of neighbouring layers with equal heads."""
+        found: list[Module] = []
+        for layer in self.layers:
+            heads = tuple(sorted(self.heads[layer]))
+            last = found[-1] if found else None
+            if last is not None and (last.end_layer, last.heads) == (layer, heads):
+                found[-1] = Module(last.first_layer, layer + 1, heads)
+            else:
+                found.append(Module(layer, layer + 1, heads))
+        return found
+
+    def modelled(self, own: ModelGeometry, model: ModelGeometry) -> list[Module]:
+        def layer(index: int) -> int:
+            return index * model.num_layers // own.num_layers
+
+        found = []
+        for index in self.layers:
+            taken: list[int] = []
+            for head in sorted(self.heads[index]):
+                first, end = (n * model.num_kv_heads // own.num_kv_heads for n in (head, head + 1))
+                taken += range(first, end)
+            found.append(Module(layer(index), layer(index + 1), tuple(taken)))
+        return found
+
+    def check_attention(self, attention: Any, name: str) -> None:
+        """Refuse an attention whose heads are not alike."""
+        checks.check_heads(attention, name)
+
+
+def _of_module(module: Module) -> HeadSet | None:
+    layers = range(module.first_layer, module.end_layer)
+    return HeadSet(dict.fromkeys(layers, module.heads)) if module.heads else None
+
+
+class BuildHeads(messages.Build, frozen=True, tag=True):
+    """Request to build the attention of some heads."""
+
+    slices: tuple[messages.AttentionSlice, ...]
+
+
+class RunHeads(messages.Run, frozen=True, tag=True):
+    """Request for one step of heads of one layer; the first tensors are query, key and value.
+
+    Attributes:
+        step_id: Id of the step; ``step`` is None if this guest has the step's metadata already.
+        name: Name of the attention on the host.
+    """
+
+    step_id: int
+    name: str
+    step: dict[str, Any] | None
+
+
+# ---- on the host
+
+
+class HeadSplits:
+    """Attentions of an engine with heads in guests; the heads may belong to several units."""
+
+    def __init__(self, engine: HostEngine) -> None:
+        self._engine = engine
+        self._away: dict[str, HostHeads] = {}
+        self._splits: dict[str, SplitAttention] = {}
+
+    def unit(self, unit_id: str, modules: HeadSet) -> HostHeads:
+        """Return a unit of heads that are at home."""
+        return HostHeads(unit_id, modules, self._engine, self)
+
+    def put(self, unit: HostHeads) -> None:
+        """Arrange a unit's layers for the unit's current place."""
+        if unit.residence is None:
+            self._away.pop(unit.unit_id, None)
+        else:
+            self._away[unit.unit_id] = unit
+        for name in unit.names:
+            self._arrange(name)
+
+    def _arrange(self, name: str) -> None:
+        engine = self._engine
+        remote: dict[Sequence[int], HeadChannel] = {}
+        for unit in self._away.values():
+            if name in unit.names and unit.residence is not None:
+                remote[unit.heads(name)] = RemoteHeads(unit.residence, name, engine.step_context)
+        if name not in self._splits:
+            self._splits[name] = SplitAttention(
+                engine.config, engine.attentions[name], name, engine.step_context, engine.on_lost
+            )
+        self._splits[name].arrange(remote)
+
+
+class HostHeads(HostUnit):
+    """KV heads of some of this engine's layers."""
+
+    def __init__(
+        self, unit_id: str, modules: HeadSet, engine: HostEngine, splits: HeadSplits
+    ) -> None:
+        super().__init__(unit_id, modules, engine)
+        heads = (tuple(sorted(modules.heads[layer])) for layer in modules.layers)
+        self._heads = dict(zip(self.names, heads, strict=True))
+        self._splits = splits
+
+    def heads(self, name: str) -> tuple[int, ...]:
+        """Return the unit's KV heads of an attention, ascending."""
+        return self._heads[name]
+
+    def build_request(self) -> BuildHeads:
+        engine = self._engine
+        return BuildHeads(
+            self.unit_id, engine.kv_shape, engine.kv.num_blocks, self.attention_slices()
+        )
+
+    def install(self) -> None:
+        self._splits.put(self)
+
+
+class RemoteHeads:
+    """Steps of some heads of one layer in one guest; see ``HeadChannel``."""
+
+    def __init__(self, residence: UnitLocation, name: str, step_context: StepContext) -> None:
+        self._residence = residence
+        self._name = name
+        self._step_context = step_context
+        self._query: torch.Tensor | None = None
+
+    @property
+    def link(self) -> GuestClient:
+        return self._residence.link
+
+    def submit(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Send queries and new keys and values, ``[num_tokens, heads, head_size]``."""
+        residence, step_context = self._residence, self._step_context
+        bundle = self.link.bundle()
+        for tensor in (query, key, value):
+            bundle.put(tensor)
+        self._query = query
+        link = residence.link
+        step = (
+            bundle.put_all(step_context.fields())
+            if link.described_step != step_context.step_id
+            else None
+        )
+        link.described_step = step_context.step_id
+        request = RunHeads(
+            residence.unit_id, residence.working_epoch, step_context.step_id, self._name, step
+        )
+        link.submit(request, bundle)
+
+    def collect(self) -> torch.Tensor:
+        """Return the heads' attention output, ``[num_tokens, query heads, head_size]``."""
+        query, self._query = self._query, None
+        assert query is not None
+        outputs = self.link.collect(self._step_context.num_tokens)
+        output = self.link.check_shape(outputs[0] if outputs else None, query)
+        return to_device(output, query.device)
+
+
+# ---- in the guest
+
+
+class HeadStep:
+    """Metadata of one step, built once for all layers that have the same number of heads."""
+
+    def __init__(self, common: CommonAttentionMetadata) -> None:
+        self.common = common
+        self._built: dict[int, Any] = {}
+
+    def metadata(self, attention: HeadAttention, num_kv_heads: int) -> Any:
+        if num_kv_heads not in self._built:
+            self._built[num_kv_heads] = attention.metadata(self.common)
+        return self._built[num_kv_heads]
+
+
+class DescribedStep:
+    """The step that was last described to a guest, once for all its units of heads."""
+
+    def __init__(self) -> None:
+        self._last: tuple[int, HeadStep] | None = None
+
+    def set(self, step_id: int, step: HeadStep) -> None:
+        """Record a step that has been described."""
+        self._last = step_id, step
+
+    def get(self, step_id: int) -> HeadStep:
+        """Return the step of this id.
+
+        Raises:
+            ProtocolError: The step has not been described.
+        """
+        if self._last is None or self._last[0] != step_id:
+            raise ProtocolError(f"step {step_id} has not been described")
+        return self._last[1]
+
+
+class GuestHeads(GuestUnit):
+    """A unit of heads in a guest: KV and attention, no weights."""
+
+    serves = RunHeads
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        transport: Transport,
+        described: DescribedStep,
+        request: BuildHeads,
+        epoch: int,
+    ) -> None:
+        super().__init__(config, transport)
+        heads = {part.name: part.num_kv_heads for part in request.slices}
+        kv_caches = self._offer(request, heads, epoch)
+        self._described = described
+        self._attentions: dict[str, HeadAttention] = {
+            part.name: head_attention(
+                config, part, request.unit_id, kv_caches[part.name], self._kernels
+            )
+            for part in request.slices
+        }
+
+    def serve(
+        self, request: RunHeads, tensors: Sequence[Tensor], services: GuestServices
+    ) -> Answer:
+        if request.step is not None:
+            self._described.set(request.step_id, self.read_step(request.step, tensors))
+        step = self._described.get(request.step_id)
+        query, key, value = (from_wire(tensor) for tensor in tensors[:3])
+        bundle = services.bundle()
+        with services.computing():
+            bundle.put(self.run(request.name, step, query, key, value))
+        return messages.StepOutputs(False, (0,)), bundle
+
+    def read_step(self, step: Mapping[str, Any], tensors: Sequence[Tensor]) -> HeadStep:
+        """Return the description of a step, for all units of heads in this guest."""
+        return HeadStep(common_from(restore(step, tensors, self._device)))
+
+    def run(
+        self, name: str, step: HeadStep, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the attention of one layer's heads; query, key and value are as received."""
+        query, key, value = (to_device(tensor, self._device) for tensor in (query, key, value))
+        attention = self._attentions[name]
+        metadata = step.metadata(attention, key.shape[1])
+        return attention.run(metadata, step.common.slot_mapping, query, key, value)
+
+    def close(self) -> None:
+        for attention in self._attentions.values():
+            attention.close()
+        self._attentions.clear()
+        super().close()
+
+
+KIND = UnitKind(
+    unit=HeadSet,
+    request=MoveHeads,
+    asked=lambda ask: HeadSet.of(ask.heads),
+    asked_home=lambda ask: HeadSet.of(ask.heads) if ask.heads is not None else None,
+    of_module=_of_module,
+    build=BuildHeads,
+    run=RunHeads,
+    host_units=lambda engine: HeadSplits(engine).unit,
+    guest_units=lambda config, transport: functools.partial(
+        GuestHeads, config, transport, DescribedStep()
+    ),
+)

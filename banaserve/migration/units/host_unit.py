@@ -1,0 +1,218 @@
+"""Units as their host sees them: the work of each kind on the engine whose parts move."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from banaserve.base.errors import GuestLostError, MigrationError
+from banaserve.engine.compat.config import VllmConfig
+from banaserve.engine.compat.runner_hooks import window_tokens
+from banaserve.migration.kv.dirty_blocks import DirtyBlockTracker, RemoteBlocks
+from banaserve.migration.kv.host_kv import Freed, HostKv
+from banaserve.migration.kv.remote_kv import RemoteKv, StagedRemoteKv
+from banaserve.migration.kv.step_context import StepContext
+from banaserve.migration.modules.compiled_model import CompiledModel
+from banaserve.migration.modules.expert_split import SplitExperts
+from banaserve.migration.modules.step_graphs import StepGraphs
+from banaserve.migration.ranks import Ranks
+from banaserve.migration.rpc import messages
+from banaserve.migration.rpc.guest_client import GuestClient
+from banaserve.migration.units.base import MigrationUnit
+
+
+class UnitLocation:
+    """Location of a unit: its place in one guest.
+
+    Attributes:
+        link: Connection to the guest.
+        kv: The unit's KV in the guest.
+        epoch: Epoch in which the unit was activated; None until then.
+        weight_bytes: Bytes of weights that the guest has loaded for the unit.
+        saves: True if the guest can save the unit's blocks to the store.
+    """
+
+    saves = False
+
+    def __init__(self, unit_id: str, link: GuestClient, kv: RemoteKv, weight_bytes: int) -> None:
+        self.unit_id = unit_id
+        self.link = link
+        self.kv = kv
+        self.weight_bytes = weight_bytes
+        self.epoch: int | None = None
+
+    def activate(self, epoch: int) -> None:
+        """Activate the unit: from now on it accepts messages and copies of ``epoch`` only."""
+        self.link.ask(messages.Activate(self.unit_id, epoch), messages.StepsDone)
+        self.kv.epoch = epoch
+        self.epoch = epoch
+
+    def leave(self) -> None:
+        """Release the unit in the guest; a lost guest has nothing to release."""
+        self.kv.close()
+        try:
+            self.link.ask(messages.ReleaseUnit(self.unit_id), messages.StepsDone)
+        except GuestLostError:
+            return
+        except MigrationError as refused:
+            self.link.give_up(str(refused))
+
+    @property
+    def has_landed(self) -> bool:
+        """Return whether the guest has to be asked for each copy of the unit's KV."""
+        return isinstance(self.kv, StagedRemoteKv)
+
+    @property
+    def working_epoch(self) -> int:
+        assert self.epoch is not None
+        return self.epoch
+
+
+@dataclass
+class HostEngine:
+    """Parts of an engine that its units use.
+
+    Attributes:
+        path: Path of the model's list of layers in the model.
+        layers: The model's list of layers.
+        attentions: Attention modules by name, in layer order.
+        kv_shape: Shape and layout that a guest has to give its KV.
+        on_lost: Called with a guest that is lost in the middle of a step.
+        poisons: True if KV that has moved away is overwritten with NaN.
+        store: Store that guests may save blocks to; None if there is none.
+        experts: Routed experts by layer, for the layers that have experts.
+        compiled: The model, if it may be compiled; None otherwise.
+        graphs: CUDA graphs of the model's steps; None if there are none.
+        ranks: Tensor-parallel ranks of the engine, each of which runs a part of each layer.
+    """
+
+    config: VllmConfig
+    path: str
+    layers: nn.ModuleList
+    attentions: Mapping[str, Any]
+    kv: HostKv
+    kv_shape: messages.KvShape
+    step_context: StepContext
+    on_lost: Callable[[GuestClient, GuestLostError], None]
+    poisons: bool = False
+    store: messages.StorePlace | None = None
+    experts: Mapping[int, SplitExperts] = field(default_factory=dict)
+    compiled: CompiledModel | None = None
+    graphs: StepGraphs | None = None
+    ranks: Ranks = field(default_factory=Ranks)
+
+    def names(self, layers: Iterable[int]) -> list[str]:
+        """Return the names of the attentions of these layers."""
+        every = list(self.kv.tensors)
+        return [every[layer] for layer in layers]
+
+
+class HostUnit(ABC):
+    """A unit, which is in one place at a time; a kind overrides what differs for parts of pages.
+
+    Attributes:
+        unit_id: Id of the unit: the id of the move that first took the unit away.
+        modules: Modules of the unit, as the controller plans with them.
+        names: Names of the unit's attentions, in layer order; empty if no KV moves with the unit.
+        residence: Location in the guest that runs the unit; None at home.
+        blocks_come_home: True if a write to a single block brings it home while the unit is away.
+        microbatch_blocker: Reason why steps cannot be cut while the unit is away; empty if they
+            can.
+        replaces_modules: True if the unit replaces modules that compiled graphs would hold.
+    """
+
+    blocks_come_home = False
+    microbatch_blocker = ""
+    replaces_modules = False
+
+    def __init__(self, unit_id: str, modules: MigrationUnit, engine: HostEngine) -> None:
+        self.unit_id = unit_id
+        self.modules = modules
+        self.names = engine.names(modules.layers)
+        self.residence: UnitLocation | None = None
+        self._engine = engine
+
+    # ---- what each kind defines
+
+    @abstractmethod
+    def build_request(self) -> messages.Build:
+        """Return the message that lets a guest build the unit."""
+
+    @abstractmethod
+    def install(self) -> None:
+        """Let the model run the unit at ``residence``, or at home if ``residence`` is None.
+
+        Called between two steps, or when the unit's guest is lost in a step.
+        """
+
+    def heads(self, name: str) -> tuple[int, ...] | None:
+        """Return the unit's KV heads of an attention, ascending; None: the whole layer."""
+        return None
+
+    def left_home(self, dirty_blocks: DirtyBlockTracker) -> None:
+        """Record the blocks that have been copied; the unit leaves home with this commit."""
+        return
+
+    # ---- its blocks
+
+    def moved_heads(self, name: str) -> Sequence[int]:
+        """Return the KV heads of which every block is where the unit is."""
+        heads = self.heads(name)
+        return range(self._engine.kv.num_heads) if heads is None else heads
+
+    @property
+    def single_blocks(self) -> RemoteBlocks | None:
+        """Return the set of blocks that are where the unit is; None: all of ``moved_heads``."""
+        return None
+
+    def holding(self, blocks: Sequence[int]) -> contextlib.AbstractContextManager[Sequence[int]]:
+        """Return a context with those ``blocks`` that are at the unit; none comes home within."""
+        return contextlib.nullcontext(blocks)
+
+    def make_room(self) -> None:
+        """Back the unit's KV at home with memory again, and remove its NaN poison."""
+        for name in self.names:
+            self._engine.kv.populate(name, self._engine.kv.num_blocks)
+        self.heal()
+
+    def heal(self) -> None:
+        """Overwrite the unit's NaN poison at home with zeros, if the engine uses poison."""
+        for name in self.names if self._engine.poisons else ():
+            self._engine.kv.heal(name, self.heads(name))
+
+    def poison(self) -> None:
+        """Overwrite the unit's KV at home with NaN, if the engine uses poison."""
+        for name in self.names if self._engine.poisons else ():
+            self._engine.kv.poison(name, self.heads(name), self._blocks_away())
+
+    def _blocks_away(self) -> Iterable[int]:
+        return range(self._engine.kv.num_blocks)
+
+    def free(self) -> list[Freed]:
+        """Give the memory of the unit's KV at home back to the system."""
+        return [self._engine.kv.free(name, self.heads(name)) for name in self.names]
+
+    def attention_slices(self) -> tuple[messages.AttentionSlice, ...]:
+        """Return the unit's heads of each layer, as a guest has to build their attention."""
+        return tuple(self._slice(name) for name in self.names)
+
+    def _slice(self, name: str) -> messages.AttentionSlice:
+        layer = self._engine.attentions[name]
+        impl = getattr(layer.impl, "inner", layer.impl)
+        heads = self.heads(name)
+        num_kv_heads = layer.num_kv_heads if heads is None else len(heads)
+        group = layer.num_heads // layer.num_kv_heads
+        return messages.AttentionSlice(
+            name=name,
+            num_heads=num_kv_heads * group,
+            num_kv_heads=num_kv_heads,
+            head_size=layer.head_size,
+            scale=impl.scale,
+            sliding_window=window_tokens(impl),
+            logits_soft_cap=impl.logits_soft_cap or None,
+        )

@@ -1,0 +1,121 @@
+"""Kinds of migration units. To add one: write its file, and list its kind here.
+
+No other code depends on the kind of a unit: the differences are methods of ``MigrationUnit``,
+``HostUnit`` or ``GuestUnit``.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from banaserve.base.errors import MigrationError
+from banaserve.base.types import Module
+from banaserve.contracts.migration_api import MigrationRequest, Return
+from banaserve.engine.compat.config import VllmConfig
+from banaserve.migration.modules.partial_model import device_of, on_device
+from banaserve.migration.rpc import messages
+from banaserve.migration.units import context, experts, heads, layers
+from banaserve.migration.units.base import MigrationUnit
+from banaserve.migration.units.guest_unit import GuestUnit
+from banaserve.migration.units.host_unit import HostEngine, HostUnit
+from banaserve.migration.units.kind import UnitKind
+from banaserve.transport.interface import Transport
+
+KINDS: tuple[UnitKind, ...] = (layers.KIND, heads.KIND, context.KIND, experts.KIND)
+
+if TYPE_CHECKING:
+    AnyUnit = MigrationUnit
+else:
+    AnyUnit = functools.reduce(operator.or_, (kind.unit for kind in KINDS))
+    """Units as they travel between processes: structs with the kind as their tag."""
+
+_BY_NAME = {kind.name: kind for kind in KINDS}
+_BY_REQUEST = {kind.request: kind for kind in KINDS}
+
+decode_request = messages.request_decoder(
+    [kind.build for kind in KINDS] + [kind.run for kind in KINDS]
+)
+"""Decoder of a host's requests to a guest; see ``messages.request_decoder``."""
+
+
+# ---- forms of a unit
+
+
+def read_modules(given: Mapping[str, Any]) -> MigrationUnit:
+    """Return the unit that a coordinator's message names.
+
+    Raises:
+        ValidationError: The message is malformed.
+    """
+    kind = _BY_NAME.get(str(given.get("type")))
+    if kind is None:
+        raise msgspec.ValidationError(f"type is {' or '.join(_BY_NAME)}, not {given.get('type')}")
+    return kind.unit.from_wire(given)
+
+
+def write_modules(modules: MigrationUnit) -> dict[str, Any]:
+    """Return the message that names a unit, the inverse of ``read_modules``."""
+    return {"type": modules.kind, **modules.to_wire()}
+
+
+def unit_asked(ask: MigrationRequest) -> MigrationUnit | None:
+    """Return the unit that a request to the coordinator names; None: all modules that are away.
+
+    Raises:
+        MigrationError: The request names several kinds.
+    """
+    if not isinstance(ask, Return):
+        return _BY_REQUEST[type(ask)].asked(ask)
+    named = [kind.asked_home(ask) for kind in KINDS]
+    units = [unit for unit in named if unit is not None]
+    if len(units) > 1:
+        raise MigrationError("name layers, heads or experts, not several of them")
+    return units[0] if units else None
+
+
+def unit_of(module: Module) -> MigrationUnit:
+    """Return the unit for one of the orchestrator's modules."""
+    found = (kind.of_module(module) for kind in KINDS)
+    return next(unit for unit in found if unit is not None)
+
+
+# ---- on the host and in the guest
+
+
+class HostUnits:
+    """Maker of an engine's units."""
+
+    def __init__(self, engine: HostEngine) -> None:
+        self._makers = {kind.name: kind.host_units(engine) for kind in KINDS}
+
+    def make(self, unit_id: str, modules: MigrationUnit) -> HostUnit:
+        """Return modules that are at home as a unit.
+
+        Raises:
+            MigrationError: The modules cannot form a unit here, such as KV in an unreadable layout.
+        """
+        return self._makers[modules.kind](unit_id, modules)
+
+
+class GuestUnits:
+    """Builder of a guest's units."""
+
+    def __init__(self, config: VllmConfig, transport: Transport) -> None:
+        self._config = config
+        self._builders: dict[type[messages.Build], Callable[[Any, int], GuestUnit]] = {
+            kind.build: kind.guest_units(config, transport) for kind in KINDS
+        }
+
+    def build(self, request: messages.Build, epoch: int) -> GuestUnit:
+        """Build a unit and offer its KV at ``epoch``, on any thread.
+
+        Raises:
+            MigrationError: The unit cannot be built here.
+        """
+        with on_device(device_of(self._config)):
+            return self._builders[type(request)](request, epoch)

@@ -1,0 +1,1 @@
+"""Agents of nodes started by Ray. In the server's process and in Ray's actors."""

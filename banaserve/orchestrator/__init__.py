@@ -1,0 +1,4 @@
+"""Decisions: ``control`` is pure, ``planner`` is the control loop and the elastic policy.
+
+In the server's process. The simulator runs the same modules in virtual time.
+"""

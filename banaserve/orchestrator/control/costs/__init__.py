@@ -1,0 +1,4 @@
+"""Step times and transfer times of a modelled device and model.
+
+Entries: ``steps.StepCosts``, ``profile``.
+"""

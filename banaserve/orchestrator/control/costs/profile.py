@@ -1,0 +1,248 @@
+"""Profile of a modelled GPU and model, read from a file and checked, with its step times."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from math import isfinite
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+from banaserve.base.errors import UserError
+from banaserve.base.names import check_known
+from banaserve.base.types import InstanceFacts
+from banaserve.orchestrator.control.model.moving import Link
+from banaserve.orchestrator.control.model.shape import ModelShape
+
+BUILT_IN = Path(__file__).parent / "profiles"
+
+_MOST = {
+    "num_layers": 1000,
+    "num_heads": 1024,
+    "num_kv_heads": 1024,
+    "hidden_size": 1_000_000,
+    "element_bytes": 8,
+    "max_context_tokens": 100_000_000,
+    "kv_tokens": 1_000_000_000,
+    "block_tokens": 4096,
+}
+
+Section = TypeVar("Section")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSection:
+    """Dimensions of the model; ``fixed_weights`` are embeddings and output head."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    layer_weights: int
+    fixed_weights: int
+    max_context_tokens: int
+    element_bytes: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSection:
+    """Time of a prefill step: fixed + token n + pair n^2."""
+
+    fixed_s: float
+    token_s: float
+    pair_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSection:
+    """Time of a decode step from ``from_batch`` requests on: fixed + context + request."""
+
+    fixed_s: float
+    context_token_s: float
+    request_s: float
+    from_batch: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySection:
+    """KV cache of one instance with nothing migrated."""
+
+    kv_tokens: int
+    block_tokens: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSection:
+    """Link between two instances, and between an instance and the store."""
+
+    bytes_per_s: float
+    sync_s: float
+    hop_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A modelled device with a modelled model; all times of a profile are computed, not measured.
+
+    Raises:
+        ValueError: The model's dimensions do not fit together.
+    """
+
+    name: str
+    source: str
+    model: ModelSection
+    prefill: PrefillSection
+    decode_small: DecodeSection
+    decode_large: DecodeSection | None
+    memory: MemorySection
+    link: LinkSection
+    shape: ModelShape = field(init=False)
+
+    def __post_init__(self) -> None:
+        m = self.model
+        shape = ModelShape(
+            m.num_layers,
+            m.hidden_size,
+            m.num_heads,
+            m.num_kv_heads,
+            m.layer_weights,
+            m.element_bytes,
+        )
+        object.__setattr__(self, "shape", shape)
+
+    def decode(self, batch: int) -> DecodeSection:
+        """Return the coefficients for ``batch`` requests."""
+        large = self.decode_large
+        return large if large is not None and batch >= large.from_batch else self.decode_small
+
+    @property
+    def between(self) -> Link:
+        return Link(self.link.bytes_per_s, self.link.sync_s, self.link.hop_s)
+
+    @property
+    def facts(self) -> InstanceFacts:
+        """Facts of an instance of this profile whose memory is just large enough for its KV."""
+        shape, tokens = self.shape, self.memory.kv_tokens
+        fixed_bytes = self.model.fixed_weights * shape.element_bytes
+        weights = shape.num_layers * shape.layer_weight_bytes
+        blocks = tokens // self.memory.block_tokens
+        return InstanceFacts(
+            num_layers=shape.num_layers,
+            num_kv_heads=shape.num_kv_heads,
+            layer_weight_bytes=shape.layer_weight_bytes,
+            layer_token_bytes=shape.layer_token_bytes,
+            block_tokens=self.memory.block_tokens,
+            memory_bytes=fixed_bytes
+            + weights
+            + blocks * self.memory.block_tokens * shape.token_bytes,
+            fixed_bytes=fixed_bytes,
+            hidden_bytes=shape.hidden_size * shape.element_bytes,
+            queries_a_head=shape.num_heads // shape.num_kv_heads,
+        )
+
+
+def names() -> list[str]:
+    """Return the names of the profiles in this package."""
+    return sorted(path.stem for path in BUILT_IN.glob("*.toml"))
+
+
+def load(name_or_path: str) -> Profile:
+    """Read a built-in profile by its name, or a file that ends in ``.toml``.
+
+    Raises:
+        UserError: The name is unknown, the file cannot be read, or a key is missing, unknown or out
+            of range; the message names file and key.
+    """
+    if name_or_path.endswith(".toml"):
+        path = Path(name_or_path)
+    else:
+        check_known("profile", name_or_path, names())
+        path = BUILT_IN / f"{name_or_path}.toml"
+    table = read_toml(path)
+    known = ("name", "source", "model", "prefill", "decode", "memory", "link")
+    check_keys(path, "", table, known, required=known)
+    decode = table["decode"]
+    if not isinstance(decode, Mapping):
+        raise UserError(f"{path}: decode is no section")
+    check_keys(path, "decode.", decode, ("small", "large"), required=("small",))
+    large = decode.get("large")
+    parts = (
+        read_section(path, "model", table["model"], ModelSection),
+        read_section(path, "prefill", table["prefill"], PrefillSection),
+        read_section(path, "decode.small", decode["small"], DecodeSection),
+        None if large is None else read_section(path, "decode.large", large, DecodeSection),
+        read_section(path, "memory", table["memory"], MemorySection),
+        read_section(path, "link", table["link"], LinkSection),
+    )
+    try:
+        return Profile(str(table["name"]), str(table["source"]), *parts)
+    except ValueError as error:
+        raise UserError(f"{path}: [model]: {error}") from error
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file.
+
+    Raises:
+        UserError: The file cannot be read, or is not TOML; the message names the line.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"{path} is not TOML: {error}") from error
+
+
+def check_keys(
+    path: Path,
+    prefix: str,
+    table: Mapping[str, Any],
+    known: tuple[str, ...],
+    required: tuple[str, ...] = (),
+) -> None:
+    """Check that ``table`` has all required keys and only known ones.
+
+    Raises:
+        UserError: A key is missing or unknown; the message names file and key, and for an unknown
+            key the nearest known one.
+    """
+    for key in table:
+        check_known(f"key in {path.name}: {prefix}", key, known)
+    for key in required:
+        if key not in table:
+            raise UserError(f"{path}: {prefix}{key} is missing")
+
+
+def read_section(path: Path, name: str, table: Any, kind: type[Section]) -> Section:
+    """Build ``kind`` from a section whose values are finite numbers of the right type, above 0.
+
+    Raises:
+        UserError: A key is missing, unknown or out of range; the message names file and key.
+    """
+    if not isinstance(table, Mapping):
+        raise UserError(f"{path}: {name} is no section")
+    hints = get_type_hints(kind)
+    known = tuple(f.name for f in fields(kind))  # type: ignore[arg-type]
+    defaults = {f.name: f.default for f in fields(kind)}  # type: ignore[arg-type]
+    needed = tuple(key for key in known if not isinstance(defaults[key], int | float))
+    check_keys(path, f"{name}.", table, known, needed)
+    for key, value in table.items():
+        wanted = (int,) if hints[key] is int else (int, float)
+        if isinstance(value, bool) or not isinstance(value, wanted) or not isfinite(value):
+            what = "a whole number" if hints[key] is int else "a number"
+            raise UserError(f"{path}: {name}.{key} is {value!r}: give {what}")
+        if value <= 0:
+            raise UserError(f"{path}: {name}.{key} is {value!r}: give more than 0")
+        if value > (most := _most(key)):
+            raise UserError(f"{path}: {name}.{key} is {value!r}: give at most {most:g}")
+    return kind(**table)
+
+
+def _most(key: str) -> float:
+    """Return the maximum of a value; a larger one is a mistake: milliseconds instead of seconds,
+    bytes instead of tokens."""
+    if key.endswith("_per_s"):
+        return 1e15
+    return 10.0 if key.endswith("_s") else _MOST.get(key, float("inf"))

@@ -1,0 +1,4 @@
+"""Policies of moves and roles; ``repaired.Repaired`` is the default.
+
+Entries: ``registry``, ``interface``.
+"""

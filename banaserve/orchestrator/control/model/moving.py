@@ -1,0 +1,82 @@
+"""Cost of a migration, once and in every step: BanaServe Eqs. 4, 5, 11, 28 and 29."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from banaserve.base.types import Distance
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Network path between two instances.
+
+    Attributes:
+        bytes_per_s: Bandwidth B_net, for one direction.
+        sync_s: Synchronisation time T_sync, once for each migration.
+        hop_s: Latency of a message in one direction.
+    """
+
+    bytes_per_s: float
+    sync_s: float = 0.0
+    hop_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.bytes_per_s <= 0 or self.sync_s < 0 or self.hop_s < 0:
+            raise ValueError(f"{self}: bytes_per_s is above 0, the rest 0 or more")
+
+    def over(self, distance: Distance) -> Link:
+        """Return this link over ``distance``: no faster than measured between the machines."""
+        bytes_per_s = min(self.bytes_per_s, distance.bytes_per_s)
+        return Link(bytes_per_s, self.sync_s, max(self.hop_s, distance.round_trip_s / 2))
+
+    def transfer_s(self, num_bytes: float) -> float:
+        """Return the transfer time of ``num_bytes`` without synchronisation, in seconds."""
+        return num_bytes / self.bytes_per_s
+
+
+def migration_s(num_bytes: float, link: Link, realloc_s: float = 0.0) -> float:
+    """Return the time of one migration, in seconds: S / B + T_sync (BanaServe Eqs. 4 and 11).
+
+    With ``realloc_s`` it is Eq. 28, corrected. The paper has k (T_x + T_sync + T_realloc) for k
+    modules in sequence; contiguous modules share one synchronisation and one reallocation: sum of
+    bytes / B + T_sync + T_realloc.
+    """
+    return link.transfer_s(num_bytes) + link.sync_s + realloc_s
+
+
+def layers_step_s(batch_tokens: float, hidden_size: int, element_bytes: int, link: Link) -> float:
+    """Return the seconds that a remote range of layers adds to each step (not in BanaServe Eq. 5).
+
+    The hidden states of every token of the step are sent to the guest and back.
+    """
+    num_bytes = 2 * batch_tokens * hidden_size * element_bytes
+    return 2 * link.hop_s + link.transfer_s(num_bytes)
+
+
+def heads_step_s(
+    batch_tokens: float,
+    num_layers: int,
+    num_heads: int,
+    head_dim: int,
+    element_bytes: int,
+    link: Link,
+    queries_a_head: int = 1,
+) -> float:
+    """Return the seconds that remote KV heads add to each step (not in BanaServe Eq. 11).
+
+    In every layer, q, k and v are sent and o returns for each moved head:
+    layers x (2 hops + (3 + 1) heads d bytes / B). Under GQA, a KV head moves with its
+    ``queries_a_head`` query heads, so q and o count that many times: 2 + 2 ``queries_a_head``.
+    """
+    token_bytes = (2 + 2 * queries_a_head) * num_heads * head_dim * element_bytes
+    return num_layers * (2 * link.hop_s + link.transfer_s(batch_tokens * token_bytes))
+
+
+def within_budget(before_s: float, after_s: float, budget_s: float | None) -> bool:
+    """Return whether a latency keeps its budget (BanaServe Eq. 29: T(M) <= T^budget).
+
+    A latency that already exceeds its budget must only not get worse: else an overloaded instance
+    could never be relieved. None is no budget.
+    """
+    return budget_s is None or after_s <= max(budget_s, before_s)

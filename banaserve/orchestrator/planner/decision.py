@@ -1,0 +1,80 @@
+"""Decisions of the elastic policy, and their input; both pass between processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from banaserve.base.types import InstanceView, ModulePlacement, ObservedRequest
+from banaserve.orchestrator.planner.planning import Change, PlannedMove
+
+
+class LoadMemory(NamedTuple):
+    """State that one decision hands to the next.
+
+    Attributes:
+        since_s: Time since which the load is the same.
+        next_s: Time of the next decision if the load does not change.
+        is_settled: True if the load is known.
+        wanted: Roles and step sizes of the instances by the last plan.
+        num_for_home: Number of consecutive checks by which modules away should come home.
+        num_instances: Number of instances at the last plan; 0 before it.
+        is_pressed: True once there was a plan because prefill waited for room in the store.
+    """
+
+    since_s: float
+    next_s: float
+    is_settled: bool = False
+    wanted: tuple[Change, ...] = ()
+    num_for_home: int = 0
+    num_instances: int = 0
+    is_pressed: bool = False
+
+
+class Situation(NamedTuple):
+    """Input of a decision; it passes between processes unchanged.
+
+    Attributes:
+        is_changing: True if steps of an earlier plan are under way.
+        num_instances: Number of instances, ready or not; 0 if unknown.
+    """
+
+    now_s: float
+    instances: Sequence[InstanceView]
+    requests: Sequence[ObservedRequest]
+    memory: LoadMemory | None
+    is_changing: bool = False
+    num_instances: int = 0
+
+
+class Candidate(NamedTuple):
+    """An arrangement that was considered, in words.
+
+    Attributes:
+        worth: Mean worth of its requests by forecast, minus the penalty for lost throughput; for an
+            arrangement without a forecast, the bound of its gain by the cost model.
+        is_forecast: True if ``worth`` comes from a forecast, False if it is a bound.
+    """
+
+    words: str
+    worth: float
+    is_forecast: bool = True
+
+
+class Decision(NamedTuple):
+    """Changes to make, and the reason why there are no more.
+
+    Attributes:
+        changes: Changes of roles and step sizes, in this order.
+        gain: Predicted increase of the mean worth of a request.
+        returns: Modules that come home before ``changes``.
+        moves: Modules that leave after ``changes``.
+    """
+
+    changes: Sequence[Change]
+    candidates: Sequence[Candidate]
+    gain: float
+    memory: LoadMemory | None
+    reason: str
+    returns: Sequence[ModulePlacement] = ()
+    moves: Sequence[PlannedMove] = ()

@@ -1,0 +1,119 @@
+"""Decisions in a separate process: forecasts take seconds and must not block the event loop.
+
+The process reads a situation and writes a decision, each a MessagePack message after its length.
+It runs at the lowest priority, so that it only uses processor time that serving leaves, and ends
+when its input closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import struct
+import subprocess
+import sys
+from typing import BinaryIO
+
+import msgspec
+
+from banaserve.base.errors import NoAnswerError
+from banaserve.orchestrator.planner.decision import Decision, Situation
+from banaserve.orchestrator.planner.options import ElasticOptions
+from banaserve.orchestrator.planner.policy import decide
+
+_LENGTH = struct.Struct("<I")
+_MAX_BYTES = 64 << 20
+_ANSWER_S = 120.0
+_NICE = 19
+
+
+class _Ask(msgspec.Struct, array_like=True):
+    situation: Situation
+    options: ElasticOptions
+
+
+class DecisionProcess:
+    """Client of a process that runs ``decide``; started at the first call, and again if it died."""
+
+    def __init__(self) -> None:
+        self._process: asyncio.subprocess.Process | None = None
+        self._lock = asyncio.Lock()
+
+    async def decide(self, situation: Situation, options: ElasticOptions) -> Decision:
+        """Return the decision of the process.
+
+        Raises:
+            NoAnswerError: The process has ended, or has not answered within two minutes; the next
+                call starts another process.
+        """
+        async with self._lock:
+            process = await self._running()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            try:
+                async with asyncio.timeout(_ANSWER_S):
+                    body = msgspec.msgpack.encode(_Ask(situation, options))
+                    process.stdin.write(_LENGTH.pack(len(body)) + body)
+                    await process.stdin.drain()
+                    (size,) = _LENGTH.unpack(await process.stdout.readexactly(_LENGTH.size))
+                    answer = await process.stdout.readexactly(size)
+            except (TimeoutError, OSError, asyncio.IncompleteReadError) as failure:
+                await self._end()
+                why = str(failure) or type(failure).__name__
+                raise NoAnswerError(f"the process that forecasts has not answered: {why}") from None
+            except BaseException:
+                await self._end()  # else its answer would be taken for that of the next call
+                raise
+            return msgspec.msgpack.decode(answer, type=Decision)
+
+    async def stop(self) -> None:
+        """End the process."""
+        async with self._lock:
+            await self._end()
+
+    async def _running(self) -> asyncio.subprocess.Process:
+        if self._process is None or self._process.returncode is not None:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", "banaserve.orchestrator.planner.process"),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+        return self._process
+
+    async def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+def serve(asks: BinaryIO, answers: BinaryIO) -> None:
+    """Answer the questions of ``asks`` until it closes, even in the middle of a question.
+
+    Raises:
+        SystemExit: A question is longer than ``_MAX_BYTES``.
+    """
+    while (question := _read(asks)) is not None:
+        ask = msgspec.msgpack.decode(question, type=_Ask)
+        body = msgspec.msgpack.encode(decide(ask.situation, ask.options))
+        answers.write(_LENGTH.pack(len(body)) + body)
+        answers.flush()
+
+
+def _read(asks: BinaryIO) -> bytes | None:
+    """Return the next question; None if ``asks`` closes before its end."""
+    head = asks.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        return None
+    (size,) = _LENGTH.unpack(head)
+    if size > _MAX_BYTES:
+        raise SystemExit(f"a question of {size} bytes: {_MAX_BYTES} are the most")
+    body = asks.read(size)
+    return body if len(body) == size else None
+
+
+if __name__ == "__main__":
+    os.nice(_NICE)
+    serve(sys.stdin.buffer, sys.stdout.buffer)

@@ -1,0 +1,8 @@
+"""Registration of ``elastic`` as a migration policy; imported at the first lookup of one."""
+
+from __future__ import annotations
+
+from banaserve.orchestrator.control.migration.registry import POLICIES
+from banaserve.orchestrator.planner.policy import Elastic
+
+POLICIES.add("elastic", Elastic)

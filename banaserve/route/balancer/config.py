@@ -1,0 +1,431 @@
+"""Settings of a balancer: one frozen schema for the command line and the file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from ipaddress import ip_network
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from banaserve.base.access.quotas import KeyLimits
+from banaserve.base.config import is_loopback
+from banaserve.base.errors import UserError
+from banaserve.base.names import check_known
+from banaserve.base.net.tls import ClientTls, ServerTls
+from banaserve.kvstore.sizes import parse_size
+
+MAX_TOLD_REPLICAS = 256
+"""Maximum number of replicas that one balancer reports to another."""
+MAX_NAME_CHARS = 256
+"""Maximum length of an id or a model name, in characters."""
+
+
+class ReplicaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Settings of a replica.
+
+    Attributes:
+        url: URL of the replica, ``http://HOST:PORT``.
+        id: Name of the replica in metrics and logs; empty for host and port.
+        models: Names of the models that the replica serves; empty for any model.
+        key: Key sent to the replica instead of the client's key.
+        max_outstanding: Maximum number of requests at the replica at once; 0 for the balancer's
+            setting.
+        max_prompt_tokens: Maximum prompt length in tokens; 0 if unknown. Longer prompts go to other
+            replicas.
+    """
+
+    url: str
+    id: str = ""
+    models: tuple[str, ...] = ()
+    key: str = ""
+    max_outstanding: int = 0
+    max_prompt_tokens: int = 0
+
+    def check(self) -> None:
+        """Check that the URL is valid.
+
+        Raises:
+            UserError: The URL is invalid.
+        """
+        parse_endpoint(self.url)
+
+
+class PeerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Settings of a peer, the balancer of another region.
+
+    Attributes:
+        distance_ms: Round trip to the peer in milliseconds, used until it is measured.
+        replicas: Replicas of that region, in case the peer dies before it has reported them.
+        adopt: Allowed places of the replicas that the peer reports: URLs, or networks such as
+            ``10.1.0.0/16``. When the peer is dead, replicas elsewhere are not adopted, except those
+            at the peer's own host, which get no key.
+    """
+
+    region: str
+    url: str
+    distance_ms: float = 0.0
+    replicas: tuple[ReplicaSettings, ...] = ()
+    adopt: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Check the addresses of the replicas and of the places in ``adopt``.
+
+        Raises:
+            UserError: One of them is not an address.
+        """
+        for one in self.replicas:
+            one.check()
+        for place in self.adopt:
+            if "://" in place:
+                parse_endpoint(place)
+                continue
+            try:
+                ip_network(place)
+            except ValueError:
+                raise UserError(
+                    f"adopt {place!r}: write http://HOST:PORT, or a network such as 10.1.0.0/16"
+                ) from None
+
+
+class TenantSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Settings of a tenant, the holder of an API key.
+
+    Attributes:
+        key: API key that the tenant's clients show.
+        regions: Regions in which the tenant's requests may be served; empty for all.
+        max_requests: Maximum number of requests under way at once; 0: no limit, here and below.
+        requests_per_minute: Maximum number of requests per minute; a key that has been idle may
+            send a minute's requests at once.
+        tokens_per_minute: Maximum number of tokens of prompts and answers per minute, counted when
+            they are known.
+    """
+
+    key: str
+    regions: tuple[str, ...] = ()
+    max_requests: int = 0
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+
+    @property
+    def limits(self) -> KeyLimits:
+        return KeyLimits(
+            max_requests=self.max_requests,
+            requests_per_minute=self.requests_per_minute,
+            tokens_per_minute=self.tokens_per_minute,
+        )
+
+
+class PolicySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Settings of the routing policy: its name, its preset and its own options.
+
+    Attributes:
+        preset: Name of the preset; empty for the policy's default.
+        seed: Seed of the policy's random choices.
+        state_file: File in which the learned state survives a restart; empty for none.
+        staleness_s: Maximum age of the counters that the policy sees, in seconds; 0: live counters.
+            Stale counters imitate balancers that read metrics, for comparison.
+        hold_safe: True if weights found by tuning are taken back, and no others are tried. May
+            change while serving.
+    """
+
+    name: str = "round_robin"
+    preset: str = ""
+    options: dict[str, Any] = {}
+    seed: int = 0
+    state_file: str = ""
+    staleness_s: float = 0.0
+    hold_safe: bool = False
+
+
+_MAY_BE_0 = ("max_outstanding", "max_connections_per_address", "drain_s")
+
+
+class LimitSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Limits of sizes, numbers and times.
+
+    Attributes:
+        max_body: Maximum size of the body of a request.
+        max_buffered: Maximum total size of the bodies held in memory.
+        max_connections: Maximum number of client connections; beyond it, the oldest without a key
+            makes way. The limit of file descriptors may lower the number.
+        max_connections_per_address: Maximum number of client connections from one address without a
+            key; 0: a quarter of ``max_connections``.
+        max_requests: Maximum number of requests under way at once; more are answered 429.
+        max_queue: Maximum number of requests that wait for a replica.
+        max_outstanding: Maximum number of requests at one replica at a time; 0: no limit.
+        queue_timeout_s: Maximum wait for a replica, in seconds.
+        request_timeout_s: Maximum time from the whole request to the last byte of the answer, in
+            seconds.
+        body_timeout_s: Maximum time for a body, in seconds; a second more for each 64 KiB received.
+        max_attempts: Maximum number of replicas tried before the first byte of the answer.
+        drain_s: Maximum time for requests under way when the balancer ends, in seconds.
+    """
+
+    max_body: str = "32MiB"
+    max_buffered: str = "1GiB"
+    max_connections: int = 16384
+    max_connections_per_address: int = 0
+    max_requests: int = 4096
+    max_queue: int = 1024
+    max_outstanding: int = 0
+    queue_timeout_s: float = 30.0
+    request_timeout_s: float = 600.0
+    body_timeout_s: float = 30.0
+    connect_timeout_s: float = 2.0
+    max_attempts: int = 3
+    drain_s: float = 10.0
+
+    def check(self) -> None:
+        """Check every limit.
+
+        Raises:
+            UserError: A limit is invalid.
+        """
+        parse_size(self.max_body)
+        parse_size(self.max_buffered)
+        for name in _MAY_BE_0:
+            if getattr(self, name) < 0:
+                raise UserError(f"limits.{name} is {getattr(self, name)}: give 0 or more")
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if name in _MAY_BE_0 or isinstance(value, str):
+                continue
+            if not 0 < value < 1e9:
+                raise UserError(f"limits.{name} is {value}: give more than 0")
+
+
+class HealthSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Probes of replicas: how often, and when a replica is taken out and brought back.
+
+    Attributes:
+        interval_s: Time between two probes of a replica's ``path``, in seconds.
+        report_interval_s: Time between two reads of a replica's metrics, in seconds, for policies
+            that use them.
+        snapshot_interval_s: Time between two reads of the prefixes that a peer's replicas were
+            sent, in seconds.
+        failures: Number of failed probes in a row that take a replica out; one successful probe
+            brings it back.
+        breaker_failures: Number of failed requests in a row that open a replica's circuit.
+    """
+
+    path: str = "/health"
+    interval_s: float = 1.0
+    timeout_s: float = 2.0
+    report_interval_s: float = 0.1
+    snapshot_interval_s: float = 10.0
+    failures: int = 2
+    breaker_failures: int = 3
+    breaker_pause_s: float = 1.0
+    breaker_longest_pause_s: float = 30.0
+
+    def check(self) -> None:
+        """Check the path and every number.
+
+        Raises:
+            UserError: A value is invalid.
+        """
+        if not self.path.startswith("/") or not self.path.isascii() or " " in self.path:
+            raise UserError(f"health.path is {self.path!r}: give a path such as /health")
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if name != "path" and not 0 < value < 1e6:
+                raise UserError(f"health.{name} is {value}: give more than 0")
+
+
+class BalancerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """All settings of one balancer.
+
+    Attributes:
+        region: Region of this balancer and its replicas.
+        api_keys: Keys of which a client must show one; empty if no key is needed.
+        tenants: Further keys, each with limits and the regions that may serve its requests.
+        peer_key: Key that balancers show to each other; needed with ``peers``.
+        decision_log: File that gets one JSON line per request; empty for none.
+        traces: URL of an OTLP collector (``http://HOST:4318``); empty for none.
+        ssl_certfile: Certificate file for HTTPS; empty: plain HTTP. The certificate and its key are
+            read again when they change.
+        ssl_keyfile: Key file of the certificate; empty if the certificate file contains the key.
+        replica_ca: File of authorities for replicas and peers with ``https://``; empty for the
+            system's authorities.
+        forward_to: Regions to which requests may be forwarded; None: all of ``peers``.
+    """
+
+    region: str = "local"
+    host: str = "127.0.0.1"
+    port: int = 8080
+    api_keys: tuple[str, ...] = ()
+    replica_key: str = ""
+    policy: PolicySettings = PolicySettings()
+    replicas: tuple[ReplicaSettings, ...] = ()
+    tenants: tuple[TenantSettings, ...] = ()
+    peers: tuple[PeerSettings, ...] = ()
+    peer_key: str = ""
+    forward_to: tuple[str, ...] | None = None
+    decision_log: str = ""
+    traces: str = ""
+    ssl_certfile: str = ""
+    ssl_keyfile: str = ""
+    replica_ca: str = ""
+    limits: LimitSettings = LimitSettings()
+    health: HealthSettings = HealthSettings()
+
+    def check(self) -> None:
+        """Check the settings, each by itself and all together.
+
+        Raises:
+            UserError: The settings are invalid; the message names the key.
+        """
+        self.limits.check()
+        self.health.check()
+        if not 0 < self.port < 65536:
+            raise UserError(f"port is {self.port}: give 1 to 65535")
+        self._check_keys()
+        self._check_servers()
+        self._check_tls()
+
+    def _check_keys(self) -> None:
+        tenants = [one.key for one in self.tenants]
+        for one in self.tenants:
+            one.limits.check()
+        client_keys = [*self.api_keys, *tenants]
+        if not all(client_keys):
+            raise UserError("an API key is empty: give a key, or none")
+        if len(set(client_keys)) < len(client_keys):
+            raise UserError("an API key is there twice: remove one")
+        if self.peer_key and self.peer_key in client_keys:
+            raise UserError("peer_key is one of the API keys: give it a key of its own")
+        if not is_loopback(self.host) and not client_keys:
+            raise UserError(
+                f"host {self.host} lets other machines in: set an API key (--api-key, "
+                "BANASERVE_API_KEY), or stay on 127.0.0.1"
+            )
+        others = (self.replica_key, self.peer_key, *(one.key for one in self.replicas))
+        for key in (*others, *client_keys):
+            if not key.isascii() or not key.isprintable() or " " in key:
+                raise UserError("a key has characters that no header may carry")
+
+    @property
+    def server_tls(self) -> ServerTls | None:
+        """Return the TLS settings for serving clients; None for plain HTTP."""
+        return ServerTls(self.ssl_certfile, self.ssl_keyfile) if self.ssl_certfile else None
+
+    def _check_tls(self) -> None:
+        if self.ssl_keyfile and not self.ssl_certfile:
+            raise UserError("ssl_keyfile alone: give its certificate too, in ssl_certfile")
+        for key, tls in (
+            ("ssl_certfile", self.server_tls),
+            ("replica_ca", ClientTls(self.replica_ca) if self.replica_ca else None),
+        ):
+            try:
+                if tls is not None:
+                    tls.context()
+            except UserError as error:
+                raise UserError(f"{key}: {error}") from None
+
+    def _check_servers(self) -> None:
+        if self.peers and not self.peer_key:
+            raise UserError("peers need a peer_key: the same secret for all of them")
+        regions = [self.region, *(one.region for one in self.peers)]
+        for region in regions:
+            if not region or not region.isascii() or not region.isprintable() or "," in region:
+                raise UserError(f"region {region!r}: give a plain name without commas")
+        twice = {region for region in regions if regions.count(region) > 1}
+        if twice:
+            raise UserError(f"region {min(twice)} is there twice: one balancer a region")
+        for peer in self.peers:
+            peer.check()
+        if self.peers and len(self.replicas) > MAX_TOLD_REPLICAS:
+            raise UserError(
+                f"{len(self.replicas)} replicas: peers are told of {MAX_TOLD_REPLICAS} at most"
+            )
+        for one in self.replicas:
+            check_name("the id of a replica", one.id)
+            for model in one.models:
+                check_name("a model", model)
+        seen: set[Endpoint] = set()
+        for url in [one.url for one in self.replicas] + [one.url for one in self.peers]:
+            endpoint = parse_endpoint(url)
+            if endpoint in seen:
+                raise UserError(f"replica {url} is there twice: remove one")
+            seen.add(endpoint)
+        ids = [replica_id(one) for one in self.replicas]
+        for name in ids:
+            if ids.count(name) > 1 or name in regions:
+                raise UserError(f"the id {name} is there twice: give each replica its own")
+        for key in self.forward_to or ():
+            check_known("region in forward_to", key, regions)
+
+
+def check_name(what: str, name: str) -> None:
+    """Check that ``name`` is short and printable: names go into logs, metrics and to peers.
+
+    Raises:
+        UserError: ``name`` is too long or not printable.
+    """
+    if len(name) > MAX_NAME_CHARS or not name.isprintable():
+        raise UserError(
+            f"{what} is {name[:20]!r}...: give {MAX_NAME_CHARS} printable characters at most"
+        )
+
+
+def replica_id(one: ReplicaSettings) -> str:
+    """Return the id of a replica: the one in its settings, or host and port."""
+    return one.id or parse_endpoint(one.url).authority
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Address of an HTTP server.
+
+    Attributes:
+        host: Name or address of the host; an IPv6 address without brackets.
+    """
+
+    host: str
+    port: int
+    is_tls: bool = False
+
+    @property
+    def authority(self) -> str:
+        """Return host and port as in a Host header."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    @property
+    def url(self) -> str:
+        return f"{'https' if self.is_tls else 'http'}://{self.authority}"
+
+
+def parse_endpoint(url: str) -> Endpoint:
+    """Return the endpoint that ``url`` names.
+
+    Raises:
+        UserError: ``url`` is not ``http[s]://HOST[:PORT]``, without a path, query or password.
+    """
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        parts, port = urlsplit(""), None
+    odd = parts.username or parts.password or parts.query or parts.fragment
+    if parts.scheme not in ("http", "https") or not parts.hostname or odd or not url.isascii():
+        raise UserError(f"{url!r} is no address of a server: write http://HOST:PORT")
+    is_odd = any(char in parts.hostname for char in " \t\r\n\\%") or not url.isprintable()
+    if is_odd or not _is_host(parts.hostname):
+        raise UserError(f"{url!r} is no address of a server: write http://HOST:PORT")
+    if parts.path not in ("", "/"):
+        raise UserError(f"{url} has a path: write {parts.scheme}://{parts.netloc} alone")
+    is_tls = parts.scheme == "https"
+    if port == 0:
+        raise UserError(f"{url!r} has port 0: write the port that the server listens on")
+    return Endpoint(parts.hostname, port or (443 if is_tls else 80), is_tls)
+
+
+def _is_host(host: str) -> bool:
+    """Return whether the resolver accepts ``host``; its error is not that of a failed lookup."""
+    try:
+        return bool(host.encode("idna"))
+    except UnicodeError:
+        return False

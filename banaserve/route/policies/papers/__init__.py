@@ -1,0 +1,1 @@
+"""Policies exactly as a paper describes them, where the default differs."""

@@ -1,0 +1,1 @@
+"""Prefix trees of what replicas hold in their caches, and their exchange between balancers."""

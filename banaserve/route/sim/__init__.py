@@ -1,0 +1,4 @@
+"""Simulation of regions: clients, balancers and replicas in virtual time.
+
+Entry: ``world``.
+"""

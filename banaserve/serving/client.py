@@ -1,0 +1,521 @@
+"""Engine client over many instances: the object that vLLM's own API server calls."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import inspect
+import itertools
+import logging
+import time
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextvars import ContextVar
+from http import HTTPStatus
+from typing import Any, NoReturn
+
+from banaserve.base.access.cache_salt import own_prompt, own_salt
+from banaserve.base.access.tenants import tenant_terms
+from banaserve.base.clock import WallClock
+from banaserve.base.types import NO_LIMITS, RequestLimits
+from banaserve.contracts.trace_events import LookedUp, Prepared
+from banaserve.engine.compat import engine as compat
+from banaserve.engine.compat.clients import lent_renderer
+from banaserve.engine.compat.config import VllmConfig
+from banaserve.engine.compat.requests import (
+    GracefulHTTPError,
+    LoRARequest,
+    PoolingParams,
+    PoolingRequestOutput,
+    RequestOutput,
+    SamplingParams,
+)
+from banaserve.engine.compat.server import (
+    EngineClient,
+    InputProcessor,
+    extract_prompt_components,
+    xgrammar_vocabulary,
+)
+from banaserve.serving.cluster import Cluster
+from banaserve.serving.monitoring import metrics
+from banaserve.serving.monitoring.request_times import observe
+from banaserve.serving.requests.disagg_request import (
+    DEAD,
+    RequestContext,
+    out_of_time,
+    run_request,
+)
+from banaserve.serving.requests.intake import Blockers, take_client_args, take_in
+from banaserve.serving.requests.leg_output import next_output
+from banaserve.serving.requests.lora import Adapters
+from banaserve.serving.requests.router import Router
+from banaserve.serving.requests.sequences import run_sequences, sequences_of
+from banaserve.serving.requests.session_tokens import SessionTokens
+from banaserve.serving.requests.suspects import MAX_DEATHS, given_up
+from banaserve.serving.tracing.http_call import RequestTracer, http_call
+from banaserve.serving.tracing.request_log import RequestLog
+
+logger = logging.getLogger(__name__)
+
+request_limits: ContextVar[RequestLimits] = ContextVar("request_limits", default=NO_LIMITS)
+"""Latency limits that the request of the current task specifies."""
+
+_WEIGHTS = (
+    "weights stay as they are while banaserve serves, since its store holds KV of these: restart it"
+)
+_FAULTS = "banaserve starts failed engines again by itself: see /ready and `banaserve status`"
+_SCALE = "the number of instances is changed with `banaserve scale`"
+_CHANGE_WEIGHTS = frozenset({"discard", "load_model", "sleep"})
+_LIGHT_SLEEP = 1
+
+
+def _refusing(words: str) -> Callable[..., Coroutine[Any, Any, NoReturn]]:
+    async def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError(words)
+
+    return refuse
+
+
+class DisaggregatedClient(EngineClient):
+    """vLLM's ``EngineClient`` over all instances, called by vLLM's own API server.
+
+    ``generate`` runs two legs, ``encode`` uses one instance; control methods go to every instance
+    that serves. Methods that would invalidate the store's KV, or whose work banaserve does itself,
+    raise NotImplementedError, which the API server answers with status 501.
+
+    Args:
+        config: Configuration of the engines; a copy is kept, with the engines' context length.
+        request_timeout_s: Time budget for all legs of a request together, in seconds.
+        lookup_above_tokens: Prompt length in tokens above which prompts are looked up in the store
+            before routing.
+        has_store_peers: True if the store fetches blocks from stores of other servers.
+
+    Attributes:
+        requests: Notes of the last requests, for ``banaserve trace``.
+        tracer: Maker of the OpenTelemetry spans of requests; None if tracing is off.
+    """
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        router: Router,
+        request_timeout_s: float,
+        lookup_above_tokens: int,
+        has_store_peers: bool = False,
+    ) -> None:
+        self.vllm_config = copy.deepcopy(config)
+        self.model_config = self.vllm_config.model_config
+        self.renderer = lent_renderer(self.vllm_config)
+        self.input_processor = InputProcessor(self.vllm_config, self.renderer)
+        self._router = router
+        self._cluster = router.cluster
+        self._adapters = Adapters()
+        self._request_timeout_s = request_timeout_s
+        self._lookup_above_tokens = lookup_above_tokens
+        self._has_store_peers = has_store_peers
+        self._supported_tasks: tuple[Any, ...] = ()
+        self._sequences: dict[int, Sequence[RequestContext]] = {}
+        self._clock = WallClock()
+        self.requests = RequestLog(self._clock, on_end=observe)
+        self.tracer: RequestTracer | None = None
+
+    async def adopt_engine_facts(self) -> None:
+        """Adopt the values that the engines chose at start: context length, cache size, tasks."""
+        engines = [i.llm.vllm_config for i in self._cluster.serving() if i.llm is not None]
+        if not engines:
+            raise compat.EngineDeadError
+        self.model_config.max_model_len = min(e.model_config.max_model_len for e in engines)
+        cache = self.vllm_config.cache_config
+        cache.num_gpu_blocks = engines[0].cache_config.num_gpu_blocks
+        cache.block_size = engines[0].cache_config.block_size
+        (self._supported_tasks, *_) = await self._broadcast("get_supported_tasks")
+
+    def grammar_vocabulary(self) -> str:
+        """Return the model's vocabulary in xgrammar's format; empty if it has none. Blocks."""
+        return xgrammar_vocabulary(self.vllm_config)
+
+    # ---- generating
+
+    async def generate(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        request_id: str,
+        **options: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Run the prefill leg, then the decode leg; see ``run_request``."""
+        call = http_call.get()
+        if call is None:
+            arrived_s, arrived_at_s = self._clock.now(), time.time()
+        else:
+            arrived_s, arrived_at_s = call.received_s, call.arrived_at_s
+        if inspect.isasyncgen(prompt):
+            session = self._streaming_input(prompt, sampling_params, request_id, options)
+            async with contextlib.aclosing(session) as outputs:
+                async for output in outputs:
+                    yield output
+            return
+        made = await self._processed(prompt, sampling_params, request_id, options)
+        request, prompt_text, blockers = made
+        num_tokens, terms = len(request.prompt_token_ids or ()), tenant_terms.get()
+        if terms is not None:
+            terms.use_tokens(num_tokens)
+        arrived = (arrived_s, arrived_at_s, call)
+        with self.requests.following(request_id, num_tokens, *arrived) as notes:
+            if call is not None and self.tracer is not None:
+                notes.span = self.tracer.begin(call, notes, sampling_params)
+            notes.note(Prepared())
+            deadline = asyncio.get_running_loop().time() + self._request_timeout_s
+            limits, cached_tokens = request_limits.get(), 0
+            if num_tokens > self._lookup_above_tokens:
+                began_s = self._clock.now()
+                cached_tokens = await self._router.lookups.cached_tokens(request)
+                notes.cached_tokens = cached_tokens
+                notes.note(LookedUp(cached_tokens, self._clock.now() - began_s))
+            uncached_tokens = max(0, num_tokens - cached_tokens)
+            whole = RequestContext(
+                request, prompt_text, blockers, deadline, notes, limits, uncached_tokens
+            )
+            if whole.params.n == 1:
+                sequences, run = [whole], run_request(whole, self._router)
+            else:
+                sequences = sequences_of(whole)
+                run = run_sequences(sequences, self._router)
+            notes.tokens_so_far = lambda: sum(one.num_output_tokens for one in sequences)
+            self._sequences[id(run)] = sequences
+            try:
+                async with contextlib.aclosing(run) as outputs:
+                    async for output in outputs:
+                        yield output
+            finally:
+                self._sequences.pop(id(run), None)
+                notes.count_output()
+                if terms is not None:
+                    terms.use_tokens(notes.output_tokens)
+                if notes.finish_reason in ("stop", "length"):
+                    for one in sequences:
+                        self._router.output_lengths.ended(one.num_output_tokens)
+
+    async def _processed(
+        self, prompt: Any, params: SamplingParams, request_id: str, options: Mapping[str, Any]
+    ) -> tuple[compat.EngineCoreRequest, str | None, Blockers]:
+        """Return the request, tokenised and validated, the text of its prompt, and its blockers."""
+        given = self._engine_options(params, options)
+        prompt_text = given.pop("prompt_text", None)
+        reasoning_ended = given.pop("reasoning_ended", None)
+        parser_kwargs = given.pop("reasoning_parser_kwargs", None)
+        prepare = (
+            self.input_processor.process_inputs
+            if isinstance(prompt, dict) and "type" in prompt
+            else self.input_processor.process_inputs_async
+        )
+        made = prepare(request_id, prompt, params, supported_tasks=self._supported_tasks, **given)
+        request = await made if inspect.isawaitable(made) else made
+        request.reasoning_ended = reasoning_ended
+        request.reasoning_parser_kwargs = parser_kwargs
+        self.input_processor.assign_request_id(request)
+        model = self.model_config
+        blockers = take_in(request, model.max_model_len, bool(model.logits_processors))
+        request.cache_salt = own_salt(request.cache_salt)
+        if request.cache_salt is not None and isinstance(prompt, dict):
+            prompt["cache_salt"] = request.cache_salt
+        if prompt_text is None:
+            prompt_text, _, _ = extract_prompt_components(model, prompt)
+        return request, prompt_text, blockers
+
+    def _engine_options(self, params: SamplingParams, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return options of ``generate`` as engines take them; remove what clients may not say."""
+        given = self._adapters.resolve_lora(options)
+        given.pop("trace_headers", None)  # engines do not use them: spans are made here
+        take_client_args(params)
+        terms = tenant_terms.get()
+        if terms is not None and terms.priority is not None:
+            given["priority"] = terms.priority
+        return given
+
+    async def _streaming_input(
+        self, prompt: Any, params: SamplingParams, request_id: str, options: Mapping[str, Any]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Run a session whose prompt arrives in pieces, on one instance."""
+        given = self._engine_options(params, options)
+        serving = await self._cluster.taking()
+        if not serving:
+            raise GracefulHTTPError("no instance serves", HTTPStatus.SERVICE_UNAVAILABLE)
+        instance = serving[-1]
+        assert instance.llm is not None
+        terms = tenant_terms.get()
+        tokens = SessionTokens(terms, params) if terms else None
+        if tokens is not None:
+            tokens.check()
+        stream = instance.llm.generate(_salted(prompt), params, request_id, **given)
+        try:
+            with instance.holding(0):
+                async with contextlib.aclosing(stream) as outputs:
+                    async for output in outputs:
+                        if tokens is not None:
+                            tokens.add(output)
+                        yield output
+                        if tokens is not None:
+                            tokens.check()
+        except DEAD as death:
+            metrics.BROKEN.inc()
+            raise compat.EngineGenerateError(
+                f"instance {instance.id} died in mid-session; begin it again"
+            ) from death
+
+    async def encode(
+        self, prompt: Any, pooling_params: PoolingParams, request_id: str, **options: Any
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """Compute a request of a pooling model; see ``pool``."""
+        own_prompt(prompt)
+        options.pop("trace_headers", None)
+        request = (prompt, pooling_params, request_id)
+        options = self._adapters.resolve_lora(options)
+        deadline = asyncio.get_running_loop().time() + self._request_timeout_s
+        stream = pool(self._cluster, deadline, *request, **options)
+        async with contextlib.aclosing(stream) as outputs:
+            async for output in outputs:
+                yield output
+                if (terms := tenant_terms.get()) is not None and output.finished:
+                    terms.use_tokens(len(output.prompt_token_ids))
+
+    def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
+        if self._cluster.has_failed:
+            raise GracefulHTTPError(
+                "all instances have failed; see the server's log", HTTPStatus.SERVICE_UNAVAILABLE
+            )
+
+    # ---- methods that go to every instance
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        for context in self._under_way():
+            context.aborted = context.aborted or context.request.external_req_id in ids
+        ids += [f"{one}-p" for one in ids]
+        await self._broadcast("abort", ids)
+
+    async def start_profile(self, profile_prefix: str | None = None, **options: Any) -> None:
+        await self._broadcast("start_profile", profile_prefix, **options)
+
+    async def stop_profile(self) -> None:
+        await self._broadcast("stop_profile")
+
+    async def reset_mm_cache(self) -> None:
+        await self._broadcast("reset_mm_cache")
+
+    async def reset_encoder_cache(self) -> None:
+        await self._broadcast("reset_encoder_cache")
+
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        self._router.forget_residency()
+        answers = await self._broadcast(
+            "reset_prefix_cache", reset_running_requests, reset_connector
+        )
+        if reset_connector and self._has_store_peers:
+            logger.warning("reset of the store: the stores of --kv-store-peer keep their blocks")
+            return False
+        return bool(answers) and all(answers)
+
+    async def sleep(self, level: int = 1, mode: Any = "abort") -> None:
+        check_sleep(level)
+        self._router.forget_residency()
+        self._mark_all_aborted(mode)
+        await self._broadcast("sleep", level, mode)
+
+    async def release_kv_cache_memory(self) -> None:
+        self._router.forget_residency()
+        await self._broadcast("release_kv_cache_memory")
+
+    async def wake_up(self, tags: list[str] | None = None) -> bool:
+        return all(await self._broadcast("wake_up", tags))
+
+    async def is_sleeping(self) -> bool:
+        return any(await self._broadcast("is_sleeping"))
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        self._adapters.begin(lora_request)
+        added = all(await self._broadcast("add_lora", lora_request))
+        await self._adapters.loaded(lora_request)
+        return added
+
+    async def pause_generation(self, *, mode: Any = "abort", clear_cache: bool = True) -> None:
+        self._mark_all_aborted(mode)
+        if clear_cache:
+            self._router.forget_residency()
+        await self._broadcast("pause_generation", mode=mode, clear_cache=clear_cache)
+
+    async def resume_generation(self) -> None:
+        await self._broadcast("resume_generation")
+
+    async def is_paused(self) -> bool:
+        return any(await self._broadcast("is_paused"))
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        check_weights_stay(method)
+        answers = await self._broadcast("collective_rpc", method, timeout, args, kwargs)
+        return [one for answer in answers for one in answer]
+
+    async def notify_kv_transfer_request_rejected(
+        self,
+        request_id: str,
+        kv_transfer_params: Mapping[str, Any],
+        *,
+        data_parallel_rank: int | None = None,
+    ) -> None:
+        """Ignore the rejection: leases end with their request."""
+
+    async def _broadcast(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        llms = [i.llm for i in self._cluster.serving() if i.llm is not None]
+        return await asyncio.gather(*(getattr(llm, method)(*args, **kwargs) for llm in llms))
+
+    def _mark_all_aborted(self, mode: Any) -> None:
+        """Mark every request aborted: its prefill leg must not be retried as if an engine died."""
+        if mode == "abort":
+            for context in self._under_way():
+                context.aborted = True
+
+    def _under_way(self) -> Iterator[RequestContext]:
+        return itertools.chain.from_iterable(self._sequences.values())
+
+    # ---- methods that are refused
+
+    init_weight_transfer_engine = _refusing(_WEIGHTS)
+    shutdown_weight_transfer_engine = _refusing(_WEIGHTS)
+    start_weight_update = _refusing(_WEIGHTS)
+    start_draft_weight_update = _refusing(_WEIGHTS)
+    update_weights = _refusing(_WEIGHTS)
+    finish_weight_update = _refusing(_WEIGHTS)
+    update_weight_version = _refusing(_WEIGHTS)
+    get_weight_version = _refusing(_WEIGHTS)
+    compute_weight_checksums = _refusing(_WEIGHTS)
+    handle_fault = _refusing(_FAULTS)
+    get_status = _refusing(_FAULTS)
+    scale_elastic_ep = _refusing(_SCALE)
+
+    # ---- state
+
+    @property
+    def is_running(self) -> bool:
+        return not self._cluster.has_failed
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._cluster.has_failed
+
+    @property
+    def errored(self) -> bool:
+        return self._cluster.has_failed
+
+    @property
+    def dead_error(self) -> BaseException:
+        return compat.EngineDeadError()
+
+    async def check_health(self) -> None:
+        """Return if the server serves, or did so recently; called for ``/health``.
+
+        Instances that are being restarted make only ``/ready`` fail: an orchestrator that restarts
+        an unhealthy server would only prolong the outage.
+
+        Raises:
+            EngineDeadError: All instances have been given up, or those of a leg have not served for
+                minutes.
+        """
+        if not self._cluster.is_healthy:
+            raise compat.EngineDeadError
+
+    async def is_tracing_enabled(self) -> bool:
+        return self.tracer is not None
+
+    async def get_supported_tasks(self) -> tuple[Any, ...]:
+        return self._supported_tasks
+
+    async def do_log_stats(self) -> None:
+        """Log nothing: statistics are in ``/metrics``."""
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        self.renderer.shutdown()
+
+
+async def pool(
+    cluster: Cluster, deadline: float, *request: Any, **options: Any
+) -> AsyncGenerator[PoolingRequestOutput, None]:
+    """Compute a pooling request on the least busy instance, or on another if that one dies.
+
+    Args:
+        deadline: Deadline on the event loop's clock, in seconds.
+        request: Positional arguments of vLLM's ``encode``; the last one is the request's id.
+        options: Keyword arguments of vLLM's ``encode``.
+
+    Raises:
+        GracefulHTTPError: No instance serves, the deadline has passed, or ``MAX_DEATHS`` instances
+            died under the request.
+    """
+    num_deaths = 0
+    while num_deaths < MAX_DEATHS:
+        try:
+            async with asyncio.timeout_at(deadline):
+                serving = await cluster.taking()
+        except TimeoutError:
+            raise out_of_time() from None
+        if not serving:
+            raise GracefulHTTPError("no instance serves", HTTPStatus.SERVICE_UNAVAILABLE)
+        instance = min(serving, key=lambda i: i.view().inflight_requests)
+        assert instance.llm is not None
+        try:
+            with instance.holding(0):
+                stream = instance.llm.encode(*request, **options)
+                async with contextlib.aclosing(stream):
+                    while (output := await next_output(stream, deadline)) is not None:
+                        yield output
+            return
+        except DEAD:
+            num_deaths += not instance.is_orphaned
+            metrics.RETRIES.labels("pooling").inc()
+        except TimeoutError:
+            raise out_of_time() from None
+    raise given_up(str(request[-1]), MAX_DEATHS)
+
+
+def check_weights_stay(method: str) -> None:
+    """Check that a method of vLLM's workers keeps the weights, to which the store's KV belongs.
+
+    Raises:
+        NotImplementedError: The method changes the weights, as ``reload_weights`` does.
+    """
+    if "weight" in method or method in _CHANGE_WEIGHTS:
+        raise NotImplementedError(f"{method}: {_WEIGHTS}")
+
+
+def check_sleep(level: int) -> None:
+    """Check that a sleep of this level keeps the weights.
+
+    Raises:
+        NotImplementedError: The weights would be lost; after waking up, the engine would compute
+            without them and put wrong KV into the store.
+    """
+    if level > _LIGHT_SLEEP:
+        raise NotImplementedError(f"sleep level {level} throws weights away: use level 1")
+
+
+async def _salted(pieces: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    """Yield the pieces of a session's prompt, each with the tenant's ``cache_salt``."""
+    async with contextlib.aclosing(pieces):
+        async for piece in pieces:
+            own_prompt(piece.prompt)
+            yield piece

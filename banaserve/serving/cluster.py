@@ -1,0 +1,179 @@
+"""Cluster: the instances of a server, their start and end, and the set of those that serve."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+from banaserve.base.clock import Clock
+from banaserve.base.errors import InstanceDeadError
+from banaserve.base.types import Distance, InstanceId, InstanceView, Role
+from banaserve.serving.generations import Member
+from banaserve.serving.instance import Instance, State
+from banaserve.serving.launch.engine_settings import EngineSettings
+from banaserve.serving.liveness.supervisor import Supervisor
+from banaserve.serving.liveness.timeouts import ClusterTimeouts
+
+_POLL_S = 0.02
+_BOTH = Role.COLOCATED.legs
+
+
+class Cluster:
+    """All instances of a server.
+
+    Attributes:
+        instances: Instances by id; removed instances are not included.
+        supervisor: Supervisor, which restarts instances and replaces their engines.
+    """
+
+    def __init__(
+        self, instances: Sequence[Instance], clock: Clock, timeouts: ClusterTimeouts
+    ) -> None:
+        self.instances = {instance.id: instance for instance in instances}
+        self.supervisor = Supervisor(self.instances, clock, timeouts, self._note_service)
+        self._clock = clock
+        self._timeouts = timeouts
+        self._served_s = clock.now()
+
+    # ---- start and end
+
+    async def start(self, on_ready: Callable[[Instance], None]) -> None:
+        """Start all instances concurrently, then keep them alive.
+
+        Args:
+            on_ready: Function called with each instance when it is ready.
+
+        Raises:
+            InstanceDeadError: An instance could not be started.
+        """
+
+        async def start_one(instance: Instance) -> None:
+            await instance.start(self._timeouts.start_s)
+            on_ready(instance)
+
+        async with asyncio.TaskGroup() as group:
+            for instance in self.instances.values():
+                group.create_task(start_one(instance))
+        for instance in self.instances.values():
+            self.supervisor.watch(instance)
+
+    def adopt(self, instance: Instance) -> None:
+        """Add an instance that has started: route requests to it and keep it alive."""
+        self.instances[instance.id] = instance
+        self.supervisor.watch(instance)
+
+    async def remove(self, instance_id: InstanceId) -> None:
+        """End an instance and forget it; its remaining legs fail and continue elsewhere."""
+        await self.supervisor.end_removed(self.instances.pop(instance_id))
+
+    def refuse(self) -> None:
+        """Fail the running requests, so that their connections can close."""
+        for instance in self.instances.values():
+            instance.mark_dead(State.FAILED)
+
+    async def stop(self) -> None:
+        """End all instances; running requests fail."""
+        await self.supervisor.stop()
+        for instance in self.instances.values():
+            instance.mark_dead()
+            instance.kill()
+
+    # ---- one instance
+
+    def instance(self, instance_id: InstanceId) -> Instance:
+        """Return the instance with this id.
+
+        Raises:
+            InstanceDeadError: The instance has been removed.
+        """
+        if (instance := self.instances.get(instance_id)) is None:
+            raise InstanceDeadError(f"instance {instance_id} has been removed")
+        return instance
+
+    # ---- several instances
+
+    def serving(self) -> list[Instance]:
+        return [i for i in self.instances.values() if i.state is State.READY]
+
+    def views(self) -> dict[InstanceId, InstanceView]:
+        """Return views of all instances, with the distances between different machines."""
+        by_node: dict[str, list[Instance]] = {}
+        for one in self.instances.values():
+            by_node.setdefault(one.node, []).append(one)
+        far = {node: self._ways_from(node, by_node) for node in by_node}
+        return {one.id: one.view(far[node]) for node, its in by_node.items() for one in its}
+
+    @staticmethod
+    def _ways_from(
+        node: str, by_node: Mapping[str, Sequence[Instance]]
+    ) -> Mapping[InstanceId, Distance | None]:
+        """Return the distances from ``node`` to all instances on other nodes."""
+        [first, *_] = by_node[node]
+        others = (one for other, its in by_node.items() if other != node for one in its)
+        return {one.id: first.distance_to(one) for one in others}
+
+    async def taking(self) -> list[Instance]:
+        """Return the instances that accept new requests, or else all ready ones.
+
+        Waits while no instance accepts requests because engines are being replaced.
+        """
+        while self.is_replacing and not any(i.takes_requests for i in self.instances.values()):
+            await self._clock.sleep(_POLL_S)
+        serving = [i for i in self.serving() if i.llm is not None]
+        return [i for i in serving if i.takes_requests] or serving
+
+    def members(self) -> list[Member]:
+        """Return all instances as members of their generations."""
+        return [_member(instance) for instance in self.instances.values()]
+
+    @property
+    def newest_settings(self) -> EngineSettings:
+        """Settings for the start of a new engine: the newest ones of all instances."""
+        return max((i.settings for i in self.instances.values()), key=lambda s: s.number)
+
+    # ---- the whole
+
+    @property
+    def is_replacing(self) -> bool:
+        """True if an engine is being replaced by a rolling restart."""
+        return any(one.is_leaving for one in self.instances.values())
+
+    @property
+    def is_ready(self) -> bool:
+        """True if every role has an instance that serves; instances being replaced are ignored."""
+        staying = [i for i in self.instances.values() if not i.is_leaving]
+        serving = {i.role for i in staying if i.state is State.READY}
+        return bool(serving) and serving == {i.role for i in staying}
+
+    @property
+    def has_failed(self) -> bool:
+        """True if every instance has been given up, and none waits for its machine."""
+        return self.supervisor.has_failed
+
+    @property
+    def is_healthy(self) -> bool:
+        """True if instances serve both legs, or did so within ``unserved_s``."""
+        self._note_service()
+        is_recent = self._clock.now() - self._served_s < self._timeouts.unserved_s
+        return is_recent and not self.has_failed
+
+    def _note_service(self) -> None:
+        serving = self.serving()
+        if len(serving) == len(self.instances) or len(_legs_of(serving)) == len(_BOTH):
+            self._served_s = self._clock.now()
+
+
+def _legs_of(instances: Sequence[Instance]) -> frozenset[Role]:
+    return frozenset[Role]().union(*(one.role.legs for one in instances))
+
+
+def _member(instance: Instance) -> Member:
+    return Member(
+        instance.id,
+        instance.role,
+        instance.weights,
+        instance.settings.number,
+        takes=instance.takes_requests,
+        serves=instance.is_ready,
+        lives=instance.state is not State.FAILED,
+    )

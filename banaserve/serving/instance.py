@@ -1,0 +1,635 @@
+"""Instance: an engine core in its own process, and the client connected to it.
+
+``startup_handshake`` waits for the engine core to start; ``InflightGuard`` counts one leg while the
+leg runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import dataclasses
+import enum
+import gc
+import itertools
+import logging
+import os
+import signal
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from banaserve.base.clock import Clock
+from banaserve.base.errors import InstanceDeadError
+from banaserve.base.platform import linux, processes
+from banaserve.base.types import (
+    NO_WAYS,
+    Distance,
+    InstanceId,
+    InstanceView,
+    ModulePlacement,
+    Role,
+)
+from banaserve.engine.compat import engine as compat
+from banaserve.engine.compat.clients import connect
+from banaserve.engine.compat.config import VllmConfig
+from banaserve.engine.compat.engine_errors import last_error_in
+from banaserve.engine.kv_bytes import kv_token_bytes
+from banaserve.orchestrator.control.cluster_view import with_guests
+from banaserve.orchestrator.control.rebalancing import Stream
+from banaserve.serving.launch.engine_settings import EngineSettings, weights_of
+from banaserve.serving.launch.launcher import Launcher
+from banaserve.serving.monitoring import metrics
+from banaserve.serving.monitoring.engine_series import EngineSeries
+from banaserve.serving.monitoring.gpu_monitor import GpuMeter
+from banaserve.serving.monitoring.reports import ReportBoard
+from banaserve.serving.roles.role_switch import Budgets
+
+logger = logging.getLogger(__name__)
+DRAINED, REBALANCED = "drained", "rebalanced"
+"""Reasons for which a leg continues at another instance."""
+_DEFAULT_PREFILL_TOKENS_PER_S = 1000.0
+_SPEED_SMOOTHING = 0.2
+
+
+class Inflight(NamedTuple):
+    """Counts of the legs in flight at an instance: sent and not ended. See ``InstanceView``.
+
+    Attributes:
+        tokens: Number of tokens that the legs had when they were sent.
+    """
+
+    requests: int = 0
+    tokens: int = 0
+    prefill_requests: int = 0
+    prefill_tokens: int = 0
+    prefill_pairs: int = 0
+
+    def with_leg(self, leg: Inflight, sign: int) -> Inflight:
+        """Return these counts with ``leg`` added (``sign`` 1) or subtracted (``sign`` -1)."""
+        return Inflight(*(own + sign * its for own, its in zip(self, leg, strict=True)))
+
+
+class InflightGuard:
+    """Counter of one leg of a request at its instance, while the leg runs.
+
+    Args:
+        prefill_tokens: Number of the leg's ``tokens`` that the instance has to compute.
+        tokens: Number of tokens that the leg has when it is sent.
+
+    Attributes:
+        has_output: True if the engine has computed a token of the leg.
+    """
+
+    def __init__(self, instance: Instance, prefill_tokens: int, tokens: int) -> None:
+        self._instance = instance
+        self.has_output = False
+        self._leg = Inflight(1, tokens)
+        pairs = prefill_tokens * (2 * tokens - prefill_tokens)
+        self._prompt = Inflight(0, 0, 1, prefill_tokens, pairs) if prefill_tokens else None
+        instance.add_inflight(self._leg, 1)
+        if self._prompt is not None:
+            instance.add_inflight(self._prompt, 1)
+
+    def prefilled(self) -> None:
+        """Note that the prompt has been computed; idempotent, called with each output."""
+        self.has_output = True
+        if self._prompt is not None:
+            self._instance.add_inflight(self._prompt, -1)
+            self._prompt = None
+
+    def end(self) -> None:
+        self._instance.add_inflight(self._leg, -1)
+
+    @property
+    def is_prompt(self) -> bool:
+        """True if more than half of the leg's tokens are still to be computed here."""
+        return self._prompt is not None and 2 * self._prompt.prefill_tokens > self._leg.tokens
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that the leg had when it was sent."""
+        return self._leg.tokens
+
+
+class MovableLeg(NamedTuple):
+    """A leg that can continue at another instance.
+
+    Attributes:
+        guard: Counter of the leg.
+        move: Function that moves the leg elsewhere; its argument is a reason of ``LegMovedError``.
+        moved_s: Time of the leg's last move by the rebalancer, on the event loop's clock, in
+            seconds; None if it was not moved.
+    """
+
+    guard: InflightGuard
+    move: Callable[[str], None]
+    moved_s: float | None
+
+
+async def startup_handshake(socket: zmq.asyncio.Socket, addresses: dict[str, str]) -> None:
+    """Run vLLM's start-up handshake: HELLO, the addresses as the engine sees them, READY."""
+    metadata = compat.EngineHandshakeMetadata(
+        addresses=compat.EngineZmqAddresses(
+            inputs=[addresses["input"]], outputs=[addresses["output"]]
+        ),
+        parallel_config={},
+    )
+    while True:
+        identity, body = await socket.recv_multipart()
+        status = msgspec.msgpack.decode(body)["status"]
+        if status == "HELLO":
+            await socket.send_multipart((identity, msgspec.msgpack.encode(metadata)))
+        elif status == "READY":
+            return
+
+
+class State(enum.Enum):
+    STARTING = "starting"
+    READY = "ready"
+    DEAD = "dead"
+    FAILED = "failed"
+
+
+class Instance:
+    """Engine core with its client, and counts of the legs that the router has sent to it.
+
+    Attributes:
+        role: Legs that the router sends to the instance; the engine does not know its role.
+        is_draining: True during a role switch: the instance receives no new requests, and running
+            ones continue.
+        is_held: True if drained by an operator; the instance receives no requests until released.
+        is_leaving: True while its engine is being replaced; it receives no new requests.
+        is_orphaned: True if its last engine died with the engine's parent or machine, so that no
+            request is to blame.
+        settings: Settings that its engine was started with, or will be started with.
+        inflight: Counts of the legs that were sent to the instance and have not ended.
+        coming: Requests that will decode here, while their prompts are computed elsewhere.
+        step_tokens: Maximum number of tokens of a step; 0 for the default of the role.
+    """
+
+    def __init__(
+        self,
+        instance_id: InstanceId,
+        role: Role,
+        config: VllmConfig,
+        launcher: Launcher,
+        series: EngineSeries,
+        run_dir: Path,
+        socket_dir: Path,
+        clock: Clock,
+        budgets: Budgets,
+    ) -> None:
+        self.id = instance_id
+        self.role = self._made_for = role
+        self.state = State.STARTING
+        self.incarnation = 0
+        self.pid = 0
+        self.llm: compat.AsyncLLM | None = None
+        self.is_draining = False
+        self.is_held = False
+        self.is_leaving = False
+        self.is_orphaned = False
+        self.settings = EngineSettings(config, budgets)
+        self._movable: dict[int, MovableLeg] = {}
+        self._given_back = asyncio.Event()
+        self._given_back.set()
+        self._movable_prompts: dict[int, MovableLeg] = {}
+        self.log_path = run_dir / f"{instance_id}.log"
+        self._launcher = launcher
+        self._series = series
+        self._socket_dir = socket_dir
+        self._clock = clock
+        self._gpu = GpuMeter.open(launcher.devices_of(instance_id), clock)
+        self._board = self._new_board()
+        self.inflight = Inflight()
+        # Looking up labels costs as much as forwarding a token.
+        self._inflight_gauge = metrics.IN_FLIGHT.labels(self.id)
+        self._prefill_tokens_per_s = _DEFAULT_PREFILL_TOKENS_PER_S
+        self.step_tokens = 0
+        self._kv_tokens = 0
+        self._kv_token_bytes = 0
+        self.coming: set[object] = set()
+        self._guests = (0, 0.0)
+        self._placements: tuple[ModulePlacement, ...] = ()
+        self._epoch = 0
+        self._changed_s: float | None = None
+
+    # ---- life
+
+    async def start(self, timeout_s: float) -> None:
+        """Start the engine core and connect to it.
+
+        Raises:
+            InstanceDeadError: The engine core ended, the instance was given up meanwhile, or the
+                engine core was not ready within ``timeout_s`` seconds.
+        """
+        self.state = State.STARTING
+        self.incarnation += 1
+        addresses = self._addresses()
+        there = {
+            name: self._launcher.address_there(self.id, address)
+            for name, address in addresses.items()
+        }
+        context = zmq.asyncio.Context()
+        handshake = context.socket(zmq.SocketType.ROUTER)
+        handshake.setsockopt(zmq.SocketOption.LINGER, 0)
+        try:
+            handshake.bind(addresses["handshake"])
+            self.pid = await self._launcher.start(
+                self.id, addresses["handshake"], self.log_path, self.vllm_argv
+            )
+            await self._until_ready(handshake, there, timeout_s)
+        finally:
+            handshake.close()
+            context.term()
+        self.llm = await self._connected(addresses)
+        # Files may have been replaced since an engine with the same settings was started.
+        config = self.engine_config
+        weights = await processes.in_daemon_thread(lambda: weights_of(config))
+        self._check_is_wanted()
+        self.settings = dataclasses.replace(self.settings, weights=weights)
+        compat.start_output_handler(self.llm)
+        cache = self.llm.vllm_config.cache_config
+        self._kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
+        self._kv_token_bytes = kv_token_bytes(self.llm.vllm_config)
+        self._board.block_tokens = cache.block_size
+        await self.take_budget(self.role, self.step_tokens)
+        self._check_is_wanted()
+        self._board.answered(idle=True)
+        self.state = State.READY
+        metrics.UP.labels(self.id, self.role.value).set(1)
+
+    def _check_is_wanted(self) -> None:
+        """Raise InstanceDeadError if the instance was removed or given up while starting."""
+        if self.llm is None:
+            raise InstanceDeadError(f"instance {self.id} was ended while starting")
+
+    def _addresses(self) -> dict[str, str]:
+        """Return the socket addresses for the next engine; remove sockets of earlier engines."""
+        for left in self._socket_dir.glob(f"{self.id}.*.[hio]"):
+            left.unlink(missing_ok=True)
+        stem = f"ipc://{self._socket_dir}/{self.id}.{self.incarnation}"
+        return {name: f"{stem}.{name[0]}" for name in ("handshake", "input", "output")}
+
+    async def _until_ready(
+        self, handshake: zmq.asyncio.Socket, there: dict[str, str], timeout_s: float
+    ) -> None:
+        ended = asyncio.create_task(self.wait_ended())
+        ready = asyncio.create_task(startup_handshake(handshake, there))
+        try:
+            await asyncio.wait(
+                {ended, ready}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if ready.done():
+                ready.result()
+                return
+            what = "ended while starting" if ended.done() else f"not ready in {timeout_s:.0f} s"
+            raise InstanceDeadError(f"instance {self.id} {what}: {self.last_words()}")
+        finally:
+            for task in (ended, ready):
+                task.cancel()
+            await asyncio.gather(ended, ready, return_exceptions=True)
+
+    async def _connected(self, addresses: dict[str, str]) -> compat.AsyncLLM:
+        """Return the engine's client; raise InstanceDeadError if the engine ends meanwhile."""
+        # vLLM would wait ten minutes for an engine that has ended.
+        connecting = processes.in_daemon_thread(lambda: self._connect(addresses))
+        ended = asyncio.create_task(self.wait_ended())
+        try:
+            await asyncio.wait({connecting, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if connecting.done():
+                return connecting.result()
+            raise InstanceDeadError(f"instance {self.id} has ended: {self.last_words()}")
+        finally:
+            connecting.add_done_callback(lambda task: task.cancelled() or task.exception())
+            ended.cancel()
+            await asyncio.gather(ended, return_exceptions=True)
+
+    def _connect(self, addresses: dict[str, str]) -> compat.AsyncLLM:
+        """Make the engine's client; runs in a thread, since loading a tokenizer takes long."""
+        logger_class = self._series.logger_class(self.id, self._board.record)
+        client = connect(
+            copy.deepcopy(self.engine_config), logger_class, addresses["input"], addresses["output"]
+        )
+        if self.incarnation > 1:  # collects the previous client; start-up objects are frozen
+            gc.collect()
+            linux.give_back_heaps()
+        return client
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of tensor-parallel workers of the engine."""
+        return self.engine_config.parallel_config.tensor_parallel_size
+
+    async def wait_dying(self) -> None:
+        """Return when the engine core's process has begun to end, before its memory is free."""
+        if self.pid:
+            await processes.wait_dying(self.pid)
+
+    async def wait_ended(self) -> None:
+        """Return when the engine core's process has ended."""
+        if self.pid:
+            await processes.wait_ended(self.pid)
+            self.pid = 0  # the system may reuse the process id
+
+    @contextlib.contextmanager
+    def giving_back(self) -> Iterator[None]:
+        """Mark a dead process's resources as not yet released, for the duration of the block.
+
+        The resources are its memory and its connections; ``wait_given_back`` waits for the end of
+        the block.
+        """
+        self._given_back.clear()
+        try:
+            yield
+        finally:
+            self._given_back.set()
+
+    async def wait_given_back(self) -> None:
+        """Return when a dead process's resources are released, and the store knows of its end."""
+        await self._given_back.wait()
+
+    def mark_dead(self, state: State = State.DEAD) -> None:
+        """Fail every request of the instance now, and send it no more."""
+        self.state = state
+        self.is_orphaned = self._launcher.has_lost_parent(self.id)
+        self.set_placements((), 0)
+        metrics.UP.labels(self.id, self.role.value).set(0)
+        llm, self.llm = self.llm, None
+        self._board = self._new_board()
+        if llm is not None:
+            compat.mark_dead(llm)
+            llm.shutdown(timeout=0)
+
+    def retire(self, settings: EngineSettings) -> None:
+        """Stop serving, so that an engine with ``settings`` can be started in place of this one.
+
+        The remaining legs move elsewhere or end here; the engine's process still runs.
+        """
+        self.state = State.STARTING
+        self.settings = settings
+        self.move_streams()
+        for leg in list(self._movable_prompts.values()):
+            leg.move(DRAINED)
+
+    def kill(self) -> None:
+        """End the engine core's process, if there is one."""
+        if self.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def last_words(self) -> str:
+        """Return the last line of the engine's log with an error, to show it to the user."""
+        return last_error_in(self.log_path)
+
+    # ---- what the router knows
+
+    async def probe(self, timeout_s: float) -> None:
+        """Ask an engine that has been silent for a while whether it still answers."""
+        llm = self.llm
+        if llm is None:
+            return
+        with contextlib.suppress(TimeoutError, compat.EngineDeadError):
+            async with asyncio.timeout(timeout_s):
+                await llm.is_paused()
+                self._board.answered(idle=llm.get_num_unfinished_requests() == 0)
+
+    @contextlib.contextmanager
+    def holding(
+        self,
+        prefill_tokens: int,
+        tokens: int = 0,
+        move: Callable[[str], None] | None = None,
+        *,
+        is_prompt: bool = False,
+        moved_s: float | None = None,
+    ) -> Iterator[InflightGuard]:
+        """Count a leg as in flight here for the duration of the block.
+
+        Args:
+            prefill_tokens: Number of the leg's tokens that are still to be computed.
+            tokens: Number of tokens of the leg.
+            move: Function that moves the leg elsewhere for a reason; None if it cannot move.
+            is_prompt: True if the leg would restart elsewhere from nothing; it moves only when its
+                engine is replaced.
+            moved_s: Time of the leg's last move by the rebalancer, on the event loop's clock, in
+                seconds; None if it was not moved.
+        """
+        guard = InflightGuard(self, prefill_tokens, max(tokens, prefill_tokens))
+        if move is not None:
+            legs = self._movable_prompts if is_prompt else self._movable
+            legs[id(guard)] = MovableLeg(guard, move, moved_s)
+        try:
+            yield guard
+        finally:
+            self._movable.pop(id(guard), None)
+            self._movable_prompts.pop(id(guard), None)
+            guard.prefilled()
+            guard.end()
+
+    def move_streams(self) -> int:
+        """Move every stream that can continue elsewhere; return their number."""
+        legs = list(self._movable.values())
+        for leg in legs:
+            leg.move(DRAINED)
+        return len(legs)
+
+    def streams(self) -> list[Stream]:
+        """Return the legs that can continue elsewhere with KV from the store, oldest first."""
+        return [
+            Stream(key, leg.guard.tokens, not leg.guard.has_output, leg.moved_s)
+            for key, leg in self._movable.items()
+            if not leg.guard.is_prompt
+        ]
+
+    @property
+    def num_streams(self) -> int:
+        """Number of the instance's legs whose prompts have been computed, here or elsewhere."""
+        legs = itertools.chain(self._movable.values(), self._movable_prompts.values())
+        return self.inflight_requests - sum(leg.guard.is_prompt for leg in legs)
+
+    def move_stream(self, key: Hashable) -> None:
+        """Move one of ``streams`` elsewhere, unless it has ended meanwhile."""
+        if (leg := self._movable.get(key)) is not None:  # type: ignore[call-overload]
+            leg.move(REBALANCED)
+
+    @property
+    def num_movable(self) -> int:
+        """Number of the instance's streams that can continue elsewhere."""
+        return len(self._movable)
+
+    def view(self, far: Mapping[InstanceId, Distance | None] = NO_WAYS) -> InstanceView:
+        """Return the instance as policies see it.
+
+        Args:
+            far: Distances to the instances on other machines.
+        """
+        return InstanceView(
+            id=self.id,
+            role=self.role,
+            ready=self.takes_requests,
+            report=with_guests(self._board.last, *self._guests),
+            inflight_requests=self.inflight_requests,
+            inflight_prefill_tokens=self.inflight.prefill_tokens,
+            prefill_tokens_per_s=self._prefill_tokens_per_s,
+            placements=self._placements,
+            epoch=self._epoch,
+            changed_s=self._changed_s,
+            step_tokens=self.settings.budgets.of_steps(self.role, self.step_tokens).num_tokens,
+            inflight_tokens=self.inflight.tokens,
+            inflight_prefill_requests=self.inflight.prefill_requests,
+            inflight_prefill_pairs=self.inflight.prefill_pairs,
+            kv_tokens=self._kv_tokens,
+            far=far,
+            kv_token_bytes=self._kv_token_bytes,
+            coming_requests=len(self.coming),
+        )
+
+    def _new_board(self) -> ReportBoard:
+        full_step = self.settings.budgets.of_role(self.role).num_tokens
+        return ReportBoard(self.id, self._clock, full_step, self._gpu)
+
+    def set_guests(self, num_bytes: int, busy_fraction: float) -> None:
+        """Set the memory and the fraction of time that guests beside this instance take."""
+        self._guests = (num_bytes, busy_fraction)
+
+    def set_placements(self, placements: tuple[ModulePlacement, ...], epoch: int) -> None:
+        """Set the modules of this instance that run elsewhere, and their epoch."""
+        if placements != self._placements:
+            self.has_changed()
+            calls = sum(p.module.num_layers if p.module.heads else 1 for p in placements)
+            self._board.meter.remote_calls = calls
+        self._placements, self._epoch = placements, epoch
+
+    async def take_budget(self, role: Role, step_tokens: int = 0) -> None:
+        """Set the engine's budget to that of ``role``, from its next step on.
+
+        Args:
+            step_tokens: Maximum number of tokens of a step; 0 for the default of the role.
+
+        Raises:
+            NoAnswerError: The engine does not answer; it may have the new budget or the old one.
+        """
+        if self.llm is not None:
+            is_changed = bool(step_tokens or self.step_tokens)
+            budget = await self.settings.budgets.give(
+                self.llm, role, step_tokens, always=is_changed
+            )
+            self._board.meter.set_full_step(budget.num_tokens)
+        if step_tokens != self.step_tokens:
+            self.step_tokens = step_tokens
+            self.has_changed()
+
+    def set_role(self, role: Role) -> None:
+        """Change the role, and so the legs that the router sends from now on."""
+        metrics.UP.remove(self.id, self.role.value)
+        self.role = role
+        self.has_changed()
+        metrics.UP.labels(self.id, role.value).set(self.is_ready)
+
+    @property
+    def board(self) -> ReportBoard:
+        """Board with the engine's reports and step times; each start of an engine has its own."""
+        return self._board
+
+    def has_changed(self) -> None:
+        """Record that its role, placements, guests or step size changed."""
+        self._changed_s = self._clock.now()
+
+    @property
+    def is_ready(self) -> bool:
+        """True if requests may be sent; False once the engine failed, even if it still runs."""
+        return self.state is State.READY and self.llm is not None and not self.llm.errored
+
+    @property
+    def is_local(self) -> bool:
+        """True if the engine's process runs on this machine; False if a shim stands for it."""
+        return self._launcher.is_local(self.id)
+
+    @property
+    def node(self) -> str:
+        """Name of the machine that the engine runs on; empty for this machine."""
+        return self._launcher.node_of(self.id)
+
+    @property
+    def has_machine(self) -> bool:
+        """True if the machine that the engine is to run on is available."""
+        return self._launcher.is_there(self.id)
+
+    def distance_to(self, other: Instance) -> Distance | None:
+        """Return the distance to another instance's machine; None if it was not measured."""
+        return self._launcher.distance(self.id, other.id)
+
+    @property
+    def store(self) -> str:
+        """``HOST:PORT`` of the store on the instance's machine; empty for the front door's."""
+        return self._launcher.store_of(self.id)
+
+    def store_beside(self, other: Instance) -> str:
+        """Return ``HOST:PORT`` of another instance's store; empty if it is this one's, too.
+
+        Also empty if this instance uses the front door's store.
+        """
+        here, there = self.store, other.store
+        return there if here and here != there else ""
+
+    @property
+    def weights(self) -> str:
+        """Identity of the weights that the engine computes with, or will after its start."""
+        return self.settings.weights
+
+    @property
+    def vllm_argv(self) -> tuple[str, ...]:
+        """vLLM's options of the engine; empty for those that the launcher was made with."""
+        return self.settings.argv_for(self._made_for)
+
+    @property
+    def engine_config(self) -> VllmConfig:
+        """vLLM's configuration that the engine was made with, or will be."""
+        return self.settings.config_for(self._made_for)
+
+    def is_of(self, settings: EngineSettings) -> bool:
+        """Return whether an engine with these settings would equal the present one."""
+        is_same = settings.argv_for(self._made_for) == self.vllm_argv
+        return is_same and settings.weights == self.weights
+
+    @property
+    def takes_requests(self) -> bool:
+        """True if the instance receives new requests."""
+        return self.is_ready and not (self.is_draining or self.is_held or self.is_leaving)
+
+    @property
+    def has_left_decode(self) -> bool:
+        """True if the instance has stopped serving decode legs."""
+        is_out = self.is_draining or self.is_held or self.is_leaving
+        return is_out or self.role is Role.PREFILL
+
+    @property
+    def has_lost_client(self) -> bool:
+        """True if the client that reads the engine's outputs failed while the engine still runs."""
+        return self.state is State.READY and self.llm is not None and self.llm.errored
+
+    def add_inflight(self, leg: Inflight, sign: int) -> None:
+        self.inflight = self.inflight.with_leg(leg, sign)
+        self._inflight_gauge.set(self.inflight.requests)
+
+    def learn_prefill_speed(self, tokens: int, seconds: float) -> None:
+        """Use a prefill that ran alone as a sample of this instance's speed."""
+        if tokens >= 64 and seconds > 0:
+            sample = tokens / seconds
+            self._prefill_tokens_per_s += _SPEED_SMOOTHING * (sample - self._prefill_tokens_per_s)
+
+    @property
+    def inflight_requests(self) -> int:
+        """Number of legs that were sent to the instance and have not ended."""
+        return self.inflight.requests
+
+    @property
+    def is_alone(self) -> bool:
+        return self.inflight_requests == 1

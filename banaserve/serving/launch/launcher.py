@@ -1,0 +1,434 @@
+"""Launchers of engine cores: by a fork from the engine parent (CPU), or as new processes (GPU)."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, NoReturn, Protocol
+
+import msgspec
+
+from banaserve.base.errors import InstanceDeadError, UserError
+from banaserve.base.platform.processes import in_daemon_thread
+from banaserve.base.types import Distance
+from banaserve.contracts.instances import NodeStatus
+from banaserve.kvstore.daemon.options import StoreOptions
+from banaserve.migration.rpc.messages import GuestAddress
+from banaserve.serving.launch import messages
+from banaserve.serving.launch.devices import Devices
+from banaserve.serving.launch.parent_link import ORDER_S, ParentLink, ParentLostError
+from banaserve.serving.launch.spawn import LaunchKind, spawn
+from banaserve.serving.monitoring import metrics
+from banaserve.transport.connect import tcp_address
+from banaserve.transport.registry import SHARED_MEMORY
+
+logger = logging.getLogger(__name__)
+LOOPBACK = "127.0.0.1"
+
+
+class GuestPlace(NamedTuple):
+    """Place at which a host reaches a guest; fields as in ``GuestAddress``."""
+
+    channel: str
+    transport: str
+    folder: str
+    listen_host: str = LOOPBACK
+    is_elsewhere: bool = False
+
+
+class Launcher(Protocol):
+    """Launcher of engine cores, each of which shakes hands over ``handshake_address``.
+
+    ``vllm_argv`` has vLLM's options of an engine; empty for those that the launcher was made with.
+    """
+
+    async def start(
+        self,
+        instance_id: str,
+        handshake_address: str,
+        log_path: Path,
+        vllm_argv: tuple[str, ...] = (),
+    ) -> int:
+        """Start an engine core and return its process id."""
+        ...
+
+    async def guest_place(
+        self, host: str, target: str, guest_id: str, transport: str, sockets: Path
+    ) -> GuestPlace:
+        """Return the place at which instance ``host`` can reach a guest beside ``target``.
+
+        Args:
+            transport: Name of the wanted transport.
+            sockets: Private folder of the run.
+
+        Raises:
+            InstanceDeadError: The machine of ``host`` or ``target`` is away.
+        """
+        ...
+
+    async def start_guest(
+        self, address: GuestAddress, log_path: Path, vllm_argv: tuple[str, ...] = ()
+    ) -> int:
+        """Start a guest that answers at ``address`` and return its process id.
+
+        Args:
+            vllm_argv: vLLM's options of the host's engine.
+        """
+        ...
+
+    async def open(self, say: Callable[[str], None]) -> None:
+        """Prepare all that engines need to start.
+
+        Args:
+            say: Function called with each line of progress, for people.
+
+        Raises:
+            UserError: A machine cannot be reached, or the machines have no room.
+        """
+        ...
+
+    async def leave(self) -> None:
+        """Give back the machines that ``open`` has taken."""
+        ...
+
+    def local_store(self, options: StoreOptions) -> StoreOptions:
+        """Return the options of the store beside the front door."""
+        ...
+
+    def follow_peers(self, told: Callable[[Sequence[str]], Awaitable[None]]) -> None:
+        """Call ``told`` with the addresses of other machines' stores whenever these change."""
+        ...
+
+    def nodes(self) -> list[NodeStatus]:
+        """Return the nodes that engines run on; none if engines run on this machine."""
+        ...
+
+    def num_free_places(self) -> int | None:
+        """Return the number of further instances that fit on the nodes.
+
+        None if engines run on this machine, whose memory decides.
+        """
+        ...
+
+    async def gained(self) -> list[str]:
+        """Return the machines that the cluster gained since the last call, for ``add_node``."""
+        ...
+
+    async def add_node(
+        self, address: str, vllm_argv: tuple[str, ...], say: Callable[[str], None]
+    ) -> str:
+        """Take one more machine, for instances that are added from now on; return its name.
+
+        Args:
+            vllm_argv: vLLM's options of engines that start now.
+            say: Function called with a description of what is being waited for.
+
+        Raises:
+            UserError: The machine cannot be used; it is left unchanged.
+        """
+        ...
+
+    def hold_node(self, name: str, *, is_held: bool) -> None:
+        """Stop placing instances on a node, or allow it again.
+
+        Raises:
+            UserError: There is no node of this name.
+        """
+        ...
+
+    async def remove_node(self, name: str) -> None:
+        """Give back a node that has no instance.
+
+        Raises:
+            UserError: There is no node of this name.
+            MigrationError: The node has instances.
+        """
+        ...
+
+    def is_local(self, instance_id: str) -> bool:
+        """Return whether the engine's process runs on this machine, without a shim."""
+        ...
+
+    def node_of(self, instance_id: str) -> str:
+        """Return the name of the instance's machine; empty for this machine."""
+        ...
+
+    def distance(self, source: str, target: str) -> Distance | None:
+        """Return the distance between the machines of two instances; None if it is unknown."""
+        ...
+
+    def store_of(self, instance_id: str) -> str:
+        """Return ``HOST:PORT`` of the store on the instance's machine, as its peers know it.
+
+        Empty if that is the front door's store, or there is none.
+        """
+        ...
+
+    def is_there(self, instance_id: str) -> bool:
+        """Return whether the instance's machine is available, so that an engine can be started."""
+        ...
+
+    def has_lost_parent(self, instance_id: str) -> bool:
+        """Return whether the engine's parent or machine is gone, which ends the engine, too."""
+        ...
+
+    def address_there(self, instance_id: str, address: str) -> str:
+        """Return the address of an instance's socket, as the instance's machine knows it.
+
+        Raises:
+            InstanceDeadError: The instance's machine is away.
+        """
+        ...
+
+    def devices_of(self, instance_id: str) -> str:
+        """Return the instance's CUDA_VISIBLE_DEVICES; empty on CPU or on another machine."""
+        ...
+
+    def reserve(self, instance_id: str) -> None:
+        """Reserve devices or a place for an instance that is to be added.
+
+        Raises:
+            MigrationError: None is free.
+        """
+        ...
+
+    def release(self, instance_id: str) -> None:
+        """Release the devices or the place of an instance that has been removed."""
+        ...
+
+    def close(self) -> None:
+        """End all remaining engine cores and guests."""
+        ...
+
+
+class LocalLauncher:
+    """Common part of the launchers of processes on this machine."""
+
+    async def open(self, say: Callable[[str], None]) -> None:
+        """Return at once: nothing needs to be prepared."""
+
+    async def leave(self) -> None:
+        """Return at once: ``open`` took no machines."""
+
+    def local_store(self, options: StoreOptions) -> StoreOptions:
+        return options
+
+    def follow_peers(self, told: Callable[[Sequence[str]], Awaitable[None]]) -> None:
+        """Ignore ``told``: the peers are those of the options, and never change."""
+
+    def nodes(self) -> list[NodeStatus]:
+        return []
+
+    def num_free_places(self) -> int | None:
+        return None
+
+    async def gained(self) -> list[str]:
+        return []
+
+    async def add_node(
+        self, address: str, vllm_argv: tuple[str, ...], say: Callable[[str], None]
+    ) -> str:
+        _refuse_nodes()
+
+    def hold_node(self, name: str, *, is_held: bool) -> None:
+        _refuse_nodes()
+
+    async def remove_node(self, name: str) -> None:
+        _refuse_nodes()
+
+    def is_local(self, instance_id: str) -> bool:
+        return True
+
+    def node_of(self, instance_id: str) -> str:
+        return ""
+
+    def distance(self, source: str, target: str) -> Distance | None:
+        return None
+
+    def store_of(self, instance_id: str) -> str:
+        return ""
+
+    def is_there(self, instance_id: str) -> bool:
+        return True
+
+    def has_lost_parent(self, instance_id: str) -> bool:
+        return False
+
+    async def guest_place(
+        self, host: str, target: str, guest_id: str, transport: str, sockets: Path
+    ) -> GuestPlace:
+        if transport == SHARED_MEMORY:
+            return GuestPlace(str(sockets / f"{guest_id}.s"), transport, str(sockets))
+        with socket.create_server((LOOPBACK, 0)) as unused:
+            return GuestPlace(tcp_address(unused), transport, str(sockets))
+
+    def address_there(self, instance_id: str, address: str) -> str:
+        return address
+
+
+def _refuse_nodes() -> NoReturn:
+    raise UserError(
+        "this server's engines run on its own machine: nodes join one that was started with --node "
+        "or --cluster"
+    )
+
+
+class ForkLauncher(LocalLauncher):
+    """Launcher that orders forks from the engine parent, and replaces a lost parent.
+
+    A parent that does not answer keeps its engines, which may be fine, and is ended after the last
+    of them has ended.
+
+    Args:
+        parent: First engine parent.
+        start_parent: Function that starts another engine parent.
+    """
+
+    def __init__(
+        self, parent: ParentLink, start_parent: Callable[[], Awaitable[ParentLink]]
+    ) -> None:
+        self._parent = parent
+        self._start_parent = start_parent
+        self._retired: list[ParentLink] = []
+        self._parents: dict[str, ParentLink] = {}
+        self._replacing = asyncio.Lock()
+
+    async def start(
+        self,
+        instance_id: str,
+        handshake_address: str,
+        log_path: Path,
+        vllm_argv: tuple[str, ...] = (),
+    ) -> int:
+        until_s = time.monotonic() + ORDER_S
+        parent, pid = await self._ordered(
+            messages.StartEngine(instance_id, handshake_address, str(log_path), vllm_argv, until_s)
+        )
+        self._parents[instance_id] = parent
+        return pid
+
+    def has_lost_parent(self, instance_id: str) -> bool:
+        parent = self._parents.get(instance_id)
+        return parent is not None and not parent.is_running
+
+    async def start_guest(
+        self, address: GuestAddress, log_path: Path, vllm_argv: tuple[str, ...] = ()
+    ) -> int:
+        until_s = time.monotonic() + ORDER_S
+        order = messages.StartGuest(address, str(log_path), vllm_argv, until_s)
+        _, pid = await self._ordered(order)
+        return pid
+
+    async def _ordered(self, order: messages.Order) -> tuple[ParentLink, int]:
+        """Return the parent that carried out ``order``, and the id of the started process."""
+        await self._sweep()
+        parent = self._parent
+        try:
+            return parent, await in_daemon_thread(lambda: parent.order(order))
+        except ParentLostError as lost:
+            logger.warning("%s: another one is started", lost)
+        try:
+            parent = await self._other_than(parent)
+            again = msgspec.structs.replace(order, until_s=time.monotonic() + ORDER_S)
+            return parent, await in_daemon_thread(lambda: parent.order(again))
+        except ParentLostError as lost:
+            raise InstanceDeadError(
+                f"{lost}, and no other one can be started: see front.log in the run's folder"
+            ) from lost
+
+    async def _other_than(self, lost: ParentLink) -> ParentLink:
+        """Return the parent that follows ``lost``; the first caller starts it."""
+        async with self._replacing:
+            if self._parent is lost or self._parent.is_lost:
+                parent = await self._start_parent()
+                self._retired.append(self._parent)
+                self._parent = parent
+                metrics.PARENT_RESTARTS.inc()
+            return self._parent
+
+    async def _sweep(self) -> None:
+        """End parents that were given up and have no engines left."""
+        idle = [one for one in self._retired if not (one.is_running and one.has_engines)]
+        for one in idle:
+            self._retired.remove(one)
+            await in_daemon_thread(functools.partial(one.close, 0.0))
+
+    def devices_of(self, instance_id: str) -> str:
+        return ""
+
+    def reserve(self, instance_id: str) -> None:
+        """Reserve nothing: all instances share the machine's processors."""
+
+    def release(self, instance_id: str) -> None:
+        self._parents.pop(instance_id, None)
+
+    def close(self) -> None:
+        for lost in self._retired:
+            lost.close(patience_s=0.0)
+        self._parent.close()
+
+
+class SpawnLauncher(LocalLauncher):
+    """Launcher that starts a new Python process for each engine core.
+
+    Args:
+        vllm_argv: vLLM's options of engine cores that are started without their own.
+        devices: Devices of the instances, and free ones.
+    """
+
+    def __init__(self, vllm_argv: list[str], devices: Devices) -> None:
+        self._vllm_argv = vllm_argv
+        self._devices = devices
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def devices_of(self, instance_id: str) -> str:
+        return self._devices.of(instance_id) or ""
+
+    def reserve(self, instance_id: str) -> None:
+        self._devices.reserve(instance_id)
+
+    def release(self, instance_id: str) -> None:
+        self._devices.release(instance_id)
+
+    async def start(
+        self,
+        instance_id: str,
+        handshake_address: str,
+        log_path: Path,
+        vllm_argv: tuple[str, ...] = (),
+    ) -> int:
+        argv = list(vllm_argv) or self._vllm_argv
+        launch = messages.EngineLaunch(instance_id, argv, handshake_address, str(log_path))
+        return self._spawn(LaunchKind.ENGINE, launch, self._environment(instance_id))
+
+    async def start_guest(
+        self, address: GuestAddress, log_path: Path, vllm_argv: tuple[str, ...] = ()
+    ) -> int:
+        launch = messages.GuestLaunch(address, list(vllm_argv) or self._vllm_argv, str(log_path))
+        return self._spawn(LaunchKind.GUEST, launch, self._environment(address.target))
+
+    def _environment(self, instance_id: str) -> dict[str, str]:
+        environment = dict(os.environ)
+        if (devices := self._devices.of(instance_id)) is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = devices
+        return environment
+
+    def _spawn(self, kind: LaunchKind, launch: msgspec.Struct, environment: dict[str, str]) -> int:
+        self._processes = [p for p in self._processes if p.poll() is None]
+        process = spawn(kind, launch, environment)
+        self._processes.append(process)
+        return process.pid
+
+    def close(self) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+            process.wait()

@@ -1,0 +1,52 @@
+"""Start of an engine core, a guest or an engine parent as a new process."""
+
+from __future__ import annotations
+
+import enum
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from banaserve.base.platform.spawning import spawn_module
+
+_MODULE = "banaserve.mains.spawned"
+
+
+class LaunchKind(enum.Enum):
+    """Kind of a new process."""
+
+    ENGINE = "engine"
+    GUEST = "guest"
+    PARENT = "parent"
+
+
+def spawn(
+    kind: LaunchKind,
+    launch: msgspec.Struct,
+    environment: Mapping[str, str],
+    *,
+    pass_fds: Sequence[int] = (),
+    in_session: bool = False,
+) -> subprocess.Popen[bytes]:
+    """Start a process; call from a thread that lives as long as the process is to live.
+
+    Args:
+        kind: Kind of the process.
+        launch: Launch description, which the ``run_launched`` of the kind's module reads.
+        environment: Environment of the process.
+        pass_fds: File descriptors that the process inherits.
+        in_session: True if the process stays in this process's session.
+
+    Raises:
+        OSError: The system has no resources for another process.
+    """
+    return spawn_module(
+        _MODULE,
+        (kind.value, str(os.getpid())),
+        msgspec.json.encode(launch),
+        environment,
+        pass_fds=pass_fds,
+        in_session=in_session,
+    )

@@ -1,0 +1,108 @@
+"""Liveness probe of an instance: asks a quiet engine, and ends one that has stalled."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from banaserve.base.clock import Clock
+from banaserve.base.platform.processes import StallWatch
+from banaserve.engine.compat.config import is_on_cpu
+from banaserve.serving.instance import Instance, State
+from banaserve.serving.liveness.timeouts import ClusterTimeouts
+
+logger = logging.getLogger(__name__)
+_PROBE_INTERVAL_S = 0.5
+_QUIET_S = 0.9
+"""Silence after which an engine is asked, in seconds.
+
+Each question wakes the engine, which costs an idle machine some milliseconds; routing reads no
+report older than two seconds.
+"""
+_PROBE_TIMEOUT_S = 5.0
+_LONGEST_LOOK_S = 2 * _PROBE_TIMEOUT_S
+
+
+class LivenessProbe:
+    """Watch over an engine's reports: an engine that is silent for long is ended, and so restarted.
+
+    An engine that computes sends reports by itself; an idle engine is asked. An engine whose client
+    has failed computes uselessly, and a stalled one computes nothing: both are ended.
+
+    Args:
+        before_each: Function called before each check of the instance.
+    """
+
+    def __init__(
+        self,
+        instance: Instance,
+        clock: Clock,
+        timeouts: ClusterTimeouts,
+        before_each: Callable[[], None],
+    ) -> None:
+        self._instance = instance
+        self._clock = clock
+        self._timeouts = timeouts
+        self._stall_s = timeouts.stall_s
+        self._before_each = before_each
+        self._looked_s = clock.now()
+        # No idle engine is asked before all engines have started, which may take long.
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Restart all measurements of silence at this moment."""
+        # The processor use of an engine on another machine is unknown here.
+        counts_work = is_on_cpu() and self._instance.is_local
+        limits = self._timeouts
+        self._watch = StallWatch(limits.stall_s, limits.spin_s, counts_work=counts_work)
+        self._since_s = self._clock.now()
+        self._is_silent = False
+
+    async def run(self) -> None:
+        """Check the instance twice a second, or more often if ``stall_s`` is below a second."""
+        while True:
+            await asyncio.sleep(min(_PROBE_INTERVAL_S, self._stall_s / 2))
+            self._before_each()
+            if self._stood_still():
+                self._begin_anew()
+            if self._instance.state is State.STARTING:
+                self._check_start()
+            elif self._instance.state is State.READY:
+                await self._check()
+
+    def _stood_still(self) -> bool:
+        """Return whether this process was stopped since its last check, perhaps with its engines.
+
+        ``docker pause`` does so. A busy process is late, too, so the time since the last check must
+        exceed the longest duration of a check.
+        """
+        since_s, self._looked_s = self._looked_s, self._clock.now()
+        return self._looked_s - since_s > max(_LONGEST_LOOK_S, self._stall_s / 2)
+
+    def _check_start(self) -> None:
+        if self._watch.has_stalled_starting(self._instance.pid, self._clock.now()):
+            self._end("it has stalled starting")
+
+    async def _check(self) -> None:
+        report, now_s = self._instance.view().report, self._clock.now()
+        heard_s = max(report.at_s, self._since_s) if report is not None else now_s
+        was_silent = self._is_silent
+        self._is_silent = self._watch.has_stalled(self._instance.pid, heard_s, now_s)
+        if self._instance.has_lost_client:
+            self._end("its client has failed")
+        # Two checks in a row: if only this process stood still, the engine has answered meanwhile.
+        elif was_silent and self._is_silent:
+            self._end("it has stalled")
+        elif report is None or now_s - report.at_s > min(_QUIET_S, self._stall_s / 2):
+            await self._ask()
+
+    def _end(self, why: str) -> None:
+        logger.warning("instance %s is ended: %s", self._instance.id, why)
+        self._instance.kill()
+
+    async def _ask(self) -> None:
+        try:
+            await self._instance.probe(_PROBE_TIMEOUT_S)
+        except Exception:
+            logger.exception("asking instance %s", self._instance.id)

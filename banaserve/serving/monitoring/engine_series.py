@@ -1,0 +1,198 @@
+"""vLLM's Prometheus series of each instance, in separate registries."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client.registry import Collector
+
+from banaserve.base.types import InstanceId
+from banaserve.engine.compat import clients
+from banaserve.engine.compat import engine as compat
+from banaserve.engine.compat.config import VllmConfig
+from banaserve.engine.compat.engine import IterationStats, MultiModalCacheStats, SchedulerStats
+from banaserve.serving.monitoring.leg_stats import IterationByLeg, Leg
+
+OF_PROMPTS = frozenset(
+    {
+        "vllm:prompt_tokens",
+        "vllm:prompt_tokens_by_source",
+        "vllm:prompt_tokens_cached",
+        "vllm:request_prompt_tokens",
+        "vllm:request_prefill_kv_computed_tokens",
+        "vllm:request_queue_time_seconds",
+        "vllm:request_prefill_time_seconds",
+    }
+)
+"""Metrics of a request's prompt, counted in its prefill leg if it has one."""
+OF_OUTPUT = frozenset(
+    {
+        "vllm:request_success",
+        "vllm:corrupted_requests",
+        "vllm:watermark_requests",
+        "vllm:generation_tokens",
+        "vllm:request_generation_tokens",
+        "vllm:request_max_num_generation_tokens",
+        "vllm:request_params_n",
+        "vllm:request_params_max_tokens",
+        "vllm:request_num_preemptions",
+        "vllm:time_to_first_token_seconds",
+        "vllm:inter_token_latency_seconds",
+        "vllm:request_time_per_output_token_seconds",
+        "vllm:request_decode_time_seconds",
+        "vllm:request_inference_time_seconds",
+        "vllm:e2e_request_latency_seconds",
+    }
+)
+"""Metrics of a request and its output, counted in its decode leg if it has two legs."""
+_BY_LEG = {
+    Leg.PREFILL: OF_PROMPTS,
+    Leg.DECODE: OF_OUTPUT,
+    Leg.WHOLE: OF_PROMPTS | OF_OUTPUT,
+}
+LabelledRegistry = tuple[Mapping[str, str], CollectorRegistry]
+"""Labels for all series of a registry, and the registry."""
+
+
+class EngineSeries:
+    """vLLM's Prometheus series of each instance, in registries that come and go with instances.
+
+    vLLM's logger uses one registry of the process for all engines, and a second logger would remove
+    the series of the first. Each instance has an engine index of its own. Metrics of requests are
+    kept for each kind of leg, so that a sum over all legs and instances counts each request once.
+    """
+
+    def __init__(self, config: VllmConfig) -> None:
+        clients.set_iteration_stats(IterationByLeg)
+        self._config = config
+        self._indexes = itertools.count()
+        self._instances: dict[InstanceId, _InstanceSeries] = {}
+
+    @property
+    def registries(self) -> Sequence[LabelledRegistry]:
+        """Registries with series to show now."""
+        return [
+            labelled for one in tuple(self._instances.values()) for labelled in one.registries()
+        ]
+
+    def add(self, instance_id: InstanceId) -> None:
+        """Add the series of an instance."""
+        self._instances[instance_id] = _InstanceSeries(
+            self._config, next(self._indexes), instance_id
+        )
+
+    def forget(self, instance_id: InstanceId) -> None:
+        """Remove the series of an instance."""
+        self._instances.pop(instance_id, None)
+
+    def logger_class(
+        self, instance_id: InstanceId, on_stats: Callable[[SchedulerStats], None]
+    ) -> type[Any]:
+        """Make a logger class for one instance's engine client, which passes everything on."""
+        series = self._instances[instance_id]
+
+        class InstanceLogger(compat.PrometheusStatLogger):
+            def __init__(
+                self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None
+            ) -> None:
+                pass  # registers no series: the instance's own loggers did, and outlive its engine
+
+            def record(
+                self,
+                scheduler_stats: SchedulerStats | None,
+                iteration_stats: IterationStats | None,
+                mm_cache_stats: MultiModalCacheStats | None = None,
+                engine_idx: int = 0,
+            ) -> None:
+                assert iteration_stats is None or isinstance(iteration_stats, IterationByLeg)
+                series.record(scheduler_stats, iteration_stats, mm_cache_stats)
+                if scheduler_stats is not None:
+                    on_stats(scheduler_stats)
+
+            def log_engine_initialized(self) -> None:
+                pass
+
+            def log(self) -> None:
+                pass
+
+            def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
+                pass
+
+            def record_admission_rejection(self, reason: str) -> None:
+                series.engine.record_admission_rejection(reason)
+
+        return InstanceLogger
+
+
+class _InstanceSeries:
+    """Loggers and registries of one instance: of its engine, and of each kind of leg.
+
+    Args:
+        index: Engine index in the labels of vLLM's series.
+
+    Attributes:
+        engine: vLLM's logger of the metrics that do not belong to single requests.
+    """
+
+    def __init__(self, config: VllmConfig, index: int, instance_id: InstanceId) -> None:
+        self._index, self._id = index, instance_id
+        self.engine, self._of_engine = _logger_apart(
+            config, index, lambda name: name not in OF_PROMPTS | OF_OUTPUT
+        )
+        self._legs = {
+            leg: _logger_apart(config, index, shown.__contains__) for leg, shown in _BY_LEG.items()
+        }
+        self._counted = {Leg.WHOLE}
+
+    def registries(self) -> Iterator[LabelledRegistry]:
+        """Yield the registries to show: the engine's, of legs counted so far, and of whole ones."""
+        yield {"instance_id": self._id}, self._of_engine
+        for leg, (_, registry) in self._legs.items():
+            if leg in self._counted:
+                yield {"instance_id": self._id, "leg": leg.value}, registry
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration: IterationByLeg | None,
+        mm_cache_stats: MultiModalCacheStats | None,
+    ) -> None:
+        """Count outputs, and the step that they come from, if any."""
+        is_step = iteration is not None and scheduler_stats is not None
+        of_engine = iteration.of_engine() if iteration is not None and is_step else None
+        self.engine.record(scheduler_stats, of_engine, mm_cache_stats, self._index)
+        for leg, counts in (iteration.by_leg if iteration is not None else {}).items():
+            if leg in self._legs:
+                self._counted.add(leg)
+                self._legs[leg][0].record(None, counts, None, self._index)
+
+
+def _logger_apart(
+    config: VllmConfig, index: int, shows: Callable[[str], bool]
+) -> tuple[Any, CollectorRegistry]:
+    """Make vLLM's logger for one engine, and a registry with those of its series that are shown.
+
+    vLLM's constructor registers its series in the registry of the process, and removes all earlier
+    ones with vLLM's prefix, which are put back here.
+    """
+    others = _vllm_collectors()
+    logger = compat.PrometheusStatLogger(config, [index])
+    own = CollectorRegistry(auto_describe=False)
+    for collector in _vllm_collectors():
+        REGISTRY.unregister(collector)
+        if shows(_name(collector)):
+            own.register(collector)
+    for collector in others:
+        REGISTRY.register(collector)
+    return logger, own
+
+
+def _vllm_collectors() -> list[Collector]:
+    return [one for one in list(REGISTRY._collector_to_names) if _name(one).startswith("vllm:")]
+
+
+def _name(collector: Collector) -> str:
+    return str(getattr(collector, "_name", ""))

@@ -1,0 +1,286 @@
+"""Reports of an instance: the work and the time of its steps, as its worker counts them.
+
+They arrive in the statistics that vLLM sends with its outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from banaserve.base.clock import Clock
+from banaserve.base.types import BackPressure, InstanceId, InstanceReport
+from banaserve.engine.compat.engine import SchedulerStats
+from banaserve.orchestrator.control.model.calibration import StepTime, StepWork
+from banaserve.orchestrator.control.model.overlapping import overlap_fraction
+from banaserve.serving.monitoring import metrics
+from banaserve.serving.monitoring.gpu_monitor import GpuMeter
+
+SMOOTHING_S = 2.0
+_FIRST = StepTime.of(5e-3, 5e-4, 1e-7, 1e-6, 5e-4, doubt=3.0)
+"""First guess: a small model on a CPU. The first dozens of steps correct its magnitudes."""
+_SEEN_AFTER = 5
+"""Number of samples of a kind of work below which its coefficients are still the first guess."""
+_FETCH_WEIGHT = 0.1
+_LEARNT_AFTER = 20
+"""Number of samples below which predictions, such as a step's fill, would be guesswork."""
+_ROOM = (
+    *("room_prompts", "room_tokens", "room_longest_s"),
+    *("room_held_blocks", "room_blocks", "room_block_bytes"),
+)
+"""Gauges of the connector, sent as changes to be summed, since several steps share a report."""
+_LEARN_EVERY_S = 0.05
+"""Minimum time between two updates of the model of step times, in seconds.
+
+An update costs the front door as much as passing on a token: the short steps of a small model are
+learnt from together, longer ones individually.
+"""
+
+
+class StepMeter:
+    """Meter that smooths a worker's measurements and learns to predict the time of its steps.
+
+    Args:
+        full_step_tokens: Maximum number of tokens of one step; 0 if unknown.
+        now_s: Time now, on the clock of all later calls.
+
+    Attributes:
+        busy_fraction: Share of wall time spent in steps, in [0, 1].
+        step_s: Mean time of a step, in seconds.
+        step_tokens: Mean number of tokens in a step.
+        model: Predictor of a step's time without waiting for copies.
+        remote_calls: Number of round trips to guests in each step at present.
+        fetch_block_s: Seconds to fetch a KV block, smoothed over fetches; 0 before the first.
+    """
+
+    def __init__(self, full_step_tokens: int, now_s: float) -> None:
+        self.busy_fraction = 0.0
+        self.step_s = 0.0
+        self.step_tokens = 0.0
+        self.model = _FIRST
+        self.remote_calls = 0
+        self.fetch_block_s = 0.0
+        self._num_remote_samples = 0
+        self._num_prefill_samples = self._num_decode_samples = 0
+        self.set_full_step(full_step_tokens)
+        self._work = StepWork()
+        self._since_s = now_s
+        self._owed_s = 0.0
+
+    def set_full_step(self, tokens: int) -> None:
+        """Set the maximum number of tokens of one step from now on; 0 if unknown."""
+        self._full = StepWork(tokens, tokens**2) if tokens else None
+
+    @property
+    def fill_fraction(self) -> float:
+        """Fill of the instance's steps, in [0, 1]; 1 until their times have been learnt."""
+        if self.model.fit.num_samples < _LEARNT_AFTER or not self.step_s:
+            return 1.0
+        return self.model.fill_fraction(self._work, self._full)
+
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        """Coefficients of a step's time; 0 for hardly measured work; empty until learnt."""
+        fit = self.model.fit
+        if fit.num_samples < _LEARNT_AFTER:
+            return ()
+        fixed_s, token_s, pair_s, context_s, request_s, call_s = fit.coefficients
+        if self._num_prefill_samples < _SEEN_AFTER:
+            token_s = pair_s = 0.0
+        if self._num_decode_samples < _SEEN_AFTER:
+            context_s = request_s = 0.0
+        return fixed_s, token_s, pair_s, context_s, request_s, call_s
+
+    @property
+    def call_s(self) -> float | None:
+        """Seconds that a round trip to a guest adds to a step; None until learnt."""
+        return self.model.call_s if self._num_remote_samples >= _LEARNT_AFTER else None
+
+    def overlap_fraction(self, max_microbatches: int) -> float | None:
+        """Return the share of a guest's work that the host would not wait for; None until learnt.
+
+        Args:
+            max_microbatches: Maximum number of micro-batches of a step.
+        """
+        if self.model.fit.num_samples < _LEARNT_AFTER:
+            return None
+        return overlap_fraction(self.model, self._work, max_microbatches)
+
+    def record(self, counted: Mapping[str, float], now_s: float) -> None:
+        """Take the counts since the last call: sums of ``TransferStats``."""
+        busy_s = counted.get("busy_seconds", 0.0)
+        self._learn_fetch(counted.get("load_seconds", 0.0), counted.get("loaded_blocks", 0.0))
+        weight = self._smooth_busy(busy_s, now_s)
+        steps = counted.get("steps", 0.0)
+        if steps <= 0:
+            return
+        work = _mean_work(counted, steps)
+        waited_s = counted.get("load_wait_seconds", 0.0) + counted.get("save_wait_seconds", 0.0)
+        if (computed_s := busy_s - waited_s) > 0:
+            done = replace(work, remote_calls=self.remote_calls)
+            self.model = self.model.observed(done, computed_s / steps)
+            self._num_remote_samples += self.remote_calls > 0
+            self._num_prefill_samples += work.prefill_tokens > 0
+            self._num_decode_samples += work.decode_requests > 0
+        weight = 1.0 if not self.step_s else weight
+        self.step_s += weight * (busy_s / steps - self.step_s)
+        tokens = work.prefill_tokens + work.decode_requests
+        self.step_tokens += weight * (tokens - self.step_tokens)
+        self._work = _blended(self._work, work, weight)
+
+    def _learn_fetch(self, fetch_s: float, num_blocks: float) -> None:
+        if num_blocks > 0 and fetch_s > 0:
+            weight = _FETCH_WEIGHT if self.fetch_block_s else 1.0
+            self.fetch_block_s += weight * (fetch_s / num_blocks - self.fetch_block_s)
+
+    def idle(self, now_s: float) -> None:
+        """Record that nothing has run since the last call."""
+        self._smooth_busy(0.0, now_s)
+
+    def _smooth_busy(self, busy_s: float, now_s: float) -> float:
+        elapsed_s = max(now_s - self._since_s, 1e-6)
+        self._since_s = now_s
+        # Reports of several steps may be read at once: busy time in excess of the time since the
+        # last call belongs to the time before it, and is counted in the next call.
+        busy_s += self._owed_s
+        counted_s = min(busy_s, elapsed_s)
+        self._owed_s = min(busy_s - counted_s, SMOOTHING_S)
+        weight = min(1.0, elapsed_s / SMOOTHING_S)
+        self.busy_fraction += weight * (counted_s / elapsed_s - self.busy_fraction)
+        return weight
+
+
+def _mean_work(counted: Mapping[str, float], steps: float) -> StepWork:
+    names = ("prefill_tokens", "prefill_pairs", "decode_requests", "context_tokens")
+    return StepWork(**{name: counted.get(f"step_{name}", 0.0) / steps for name in names})
+
+
+def _blended(old: StepWork, new: StepWork, weight: float) -> StepWork:
+    return StepWork(
+        old.prefill_tokens + weight * (new.prefill_tokens - old.prefill_tokens),
+        old.prefill_pairs + weight * (new.prefill_pairs - old.prefill_pairs),
+        old.decode_requests + weight * (new.decode_requests - old.decode_requests),
+        old.context_tokens + weight * (new.context_tokens - old.context_tokens),
+    )
+
+
+class ReportBoard:
+    """Board with the last report of one incarnation of an instance.
+
+    Statistics arrive with every step, but reports are read only a few times a second, so a report
+    is made when it is read.
+
+    Args:
+        full_step_tokens: Maximum number of tokens of a step; 0 if unknown.
+        gpu: Meter of the instance's GPUs; None if they cannot be read.
+
+    Attributes:
+        block_tokens: Tokens per KV block; 0 while unknown.
+        room_wait_s: Seconds that the instance's prompts have waited for room in the store.
+    """
+
+    def __init__(
+        self,
+        instance_id: InstanceId,
+        clock: Clock,
+        full_step_tokens: int = 0,
+        gpu: GpuMeter | None = None,
+    ) -> None:
+        self._id = instance_id
+        self._clock = clock
+        self.meter = StepMeter(full_step_tokens, clock.now())
+        self.block_tokens = 0
+        self.room_wait_s = 0.0
+        self._gpu = gpu
+        self._heard: _Heard | None = None
+        self._last: InstanceReport | None = None
+        self._unlearnt: dict[str, float] = {}
+        self._learnt_s = float("-inf")
+        self._step_error = metrics.STEP_ERROR.labels("step", self._id)
+        self._room = dict.fromkeys(_ROOM, 0.0)
+        self._num_for_room = metrics.WAITING_FOR_ROOM.labels(self._id)
+        self._num_for_room.set(0)
+
+    def record(self, stats: SchedulerStats) -> None:
+        """Take the statistics of one step, or of several."""
+        counted = stats.kv_connector_stats or {}
+        metrics.count_transfers(self._id, counted)
+        for name, amount in counted.items():
+            if name in self._room:
+                self._room[name] += amount
+            else:
+                self._unlearnt[name] = self._unlearnt.get(name, 0.0) + amount
+        self.room_wait_s += counted.get("room_wait_seconds", 0.0)
+        now_s = self._clock.now()
+        if now_s - self._learnt_s >= _LEARN_EVERY_S:
+            self._learn()
+        num_waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
+        usage = stats.kv_cache_usage
+        pressure = _pressure(self._room)
+        self._hear(_Heard(now_s, stats.num_running_reqs, num_waiting, usage, pressure))
+
+    def answered(self, idle: bool) -> None:
+        """Renew the report as the engine has answered: its last statistics hold, or it is idle."""
+        self._learn()
+        now_s, heard = self._clock.now(), self._heard
+        if idle or heard is None:
+            self._hear(_Heard(now_s, 0, 0, 0.0))
+        else:
+            self._hear(replace(heard, at_s=now_s))
+
+    @property
+    def last(self) -> InstanceReport | None:
+        """The last report; None before the first."""
+        if self._last is None and self._heard is not None:
+            self._last = self._report(self._heard)
+        return self._last
+
+    def _hear(self, heard: _Heard) -> None:
+        self._heard, self._last = heard, None
+        self._num_for_room.set(heard.back_pressure.num_prompts if heard.back_pressure else 0)
+
+    def _learn(self) -> None:
+        """Pass the counts since the last call, which may be empty, to the meter."""
+        counted, self._unlearnt = self._unlearnt, {}
+        self._learnt_s = self._clock.now()
+        self.meter.record(counted, self._learnt_s)
+        self._step_error.set(self.meter.model.error_fraction)
+
+    def _report(self, heard: _Heard) -> InstanceReport:
+        meter = self.meter
+        usage = self._gpu.read() if self._gpu is not None else None
+        return InstanceReport(
+            num_running=heard.num_running,
+            num_waiting=heard.num_waiting,
+            kv_used_fraction=heard.kv_used_fraction,
+            busy_fraction=meter.busy_fraction,
+            at_s=heard.at_s,
+            step_fill_fraction=meter.fill_fraction,
+            step_s=meter.step_s,
+            step_tokens=meter.step_tokens,
+            gpu_busy_fraction=usage.busy_fraction if usage else None,
+            gpu_memory_fraction=usage.memory_fraction if usage else None,
+            step_coefficients=meter.coefficients,
+            fetch_token_s=meter.fetch_block_s / self.block_tokens if self.block_tokens else 0.0,
+            back_pressure=heard.back_pressure,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Heard:
+    """Statistics that an engine has reported."""
+
+    at_s: float
+    num_running: int
+    num_waiting: int
+    kv_used_fraction: float
+    back_pressure: BackPressure | None = None
+
+
+def _pressure(room: Mapping[str, float]) -> BackPressure | None:
+    """Return the back-pressure by the connector's gauges, named in ``_ROOM``; None for none."""
+    prompts, tokens, longest_s, held, blocks, block_bytes = (room[name] for name in _ROOM)
+    if prompts < 1:
+        return None
+    counts = (round(prompts), round(tokens), longest_s)
+    return BackPressure(*counts, round(held), round(blocks), round(block_bytes))

@@ -1,0 +1,665 @@
+"""Life of one request: route, prefill leg, hand-over, decode leg, and recovery from failures.
+
+``run_request`` reads from top to bottom as the request goes; ``recover`` is the only place that
+decides what follows a failure. A leg whose engine dies is retried elsewhere. After two deaths
+without progress the request is a suspect, and suspects are retried one at a time; after at least
+``MAX_DEATHS`` deaths it is given up. A stream continues after the tokens that the client has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field, replace
+from http import HTTPStatus
+from typing import Any, NamedTuple
+
+from banaserve.base.errors import DeadlineExceededError, InstanceDeadError
+from banaserve.base.types import (
+    NO_LIMITS,
+    NOWHERE,
+    InstanceId,
+    RequestId,
+    RequestLimits,
+    RequestView,
+    Route,
+)
+from banaserve.contracts.trace_events import (
+    FirstToken,
+    LegBegan,
+    LegEnded,
+    LegFailed,
+    LegOutput,
+)
+from banaserve.engine.compat import engine as compat
+from banaserve.engine.compat.requests import (
+    GracefulHTTPError,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+)
+from banaserve.engine.connector.handover import Handover
+from banaserve.engine.continuation import logprob_rows
+from banaserve.orchestrator.control.routing.legs import LegReason
+from banaserve.serving.instance import REBALANCED, Instance
+from banaserve.serving.monitoring import metrics
+from banaserve.serving.monitoring.leg_stats import (
+    IterationByLeg,
+    Leg,
+    LegRequestStats,
+    Sequences,
+)
+from banaserve.serving.requests.intake import Blockers
+from banaserve.serving.requests.leg_output import LegMovedError, LegOutputCollector
+from banaserve.serving.requests.legs import decode_leg, prefill_leg
+from banaserve.serving.requests.prefix_lookup import PromptHold
+from banaserve.serving.requests.router import RoutedLegs, Router, WeightsReplacedError
+from banaserve.serving.requests.suspects import Suspicion, given_up
+from banaserve.serving.tracing.request_log import RequestNotes
+
+DEAD = (compat.EngineDeadError, InstanceDeadError)
+
+
+@dataclass
+class StoredPrompt:
+    """Prompt whose KV a prefill leg leaves in the store.
+
+    Attributes:
+        computed_by: Instance of the prefill leg.
+        hold: Hold of the prompt's blocks in the stores of both legs.
+        output: Output of the prefill leg, with one token; None until the leg has ended.
+    """
+
+    computed_by: Instance
+    hold: PromptHold
+    output: RequestOutput | None = None
+
+
+class Prediction(NamedTuple):
+    """Times that the routing policy predicted for a request.
+
+    Attributes:
+        route: Route with the predicted times.
+        routed_s: Time of the routing on the event loop's clock, in seconds.
+    """
+
+    route: Route
+    routed_s: float
+
+    def observe(self, what: str, predicted_s: float | None, measured_s: float) -> None:
+        """Compare a predicted time with the measured one."""
+        if predicted_s is not None and measured_s > 0:
+            legs = "one_leg" if self.route.prefill is None else "two_legs"
+            metrics.PREDICTED.labels(what, legs).observe(predicted_s / measured_s)
+
+
+@dataclass(frozen=True)
+class Retry:
+    """Facts about earlier attempts that the next attempt of a request takes into account.
+
+    Attributes:
+        is_first: True if there was no earlier attempt.
+        dead: Instance that died last; None for none, or if it has been removed.
+        avoided: Instance that the rebalancer has just moved the request away from; None for none.
+        rebalanced_s: Time of that move on the event loop's clock, in seconds; None for none.
+    """
+
+    is_first: bool = True
+    dead: Instance | None = None
+    avoided: InstanceId | None = None
+    rebalanced_s: float | None = None
+
+
+@dataclass
+class RequestContext:
+    """One sequence of a request as the front door received it, and the sequence's progress.
+
+    Attributes:
+        request: Request of one sequence: tokenised, validated, with its id.
+        prompt_text: Text of the prompt; None if unknown.
+        blockers: Reasons why the request cannot take the usual way over two instances.
+        deadline: Deadline on the event loop's clock, in seconds.
+        notes: Events of the request, for ``banaserve trace``.
+        limits: Latency limits that the request specifies.
+        uncached_tokens: Estimated number of prompt tokens that the store does not have.
+        index: Index of the sequence; sequence 0 counts as the request, in metrics and notes.
+        sequences: Counts of all sequences of the same request.
+        prompt_leg_ended: Event of all sequences, set once the prompt is in the store, or the first
+            sequence is on its way to one instance; then the other sequences begin.
+        suspicion: Deaths of instances under the request.
+        prompt: Prompt in the store, held for decode; None before a prefill leg.
+        state: vLLM's front-end state (detokenizer, logprobs); None before output has begun.
+        weights: Identity of the weights of the engines that compute it; empty before the first.
+        is_prompt_counted: True if vLLM's metrics already count its prompt, from an earlier leg.
+        prediction: Times predicted by the routing policy; None if none or a leg ran again.
+        first_sent_s: Time of the first output to the client, on the event loop's clock, in seconds;
+            None before that.
+        aborted: True if the request was aborted by its id; it ends with the output so far.
+    """
+
+    request: compat.EngineCoreRequest
+    prompt_text: str | None
+    blockers: Blockers
+    deadline: float
+    notes: RequestNotes
+    limits: RequestLimits = NO_LIMITS
+    uncached_tokens: int = 0
+    index: int = 0
+    sequences: Sequences = field(default_factory=Sequences)
+    prompt_leg_ended: asyncio.Event = field(default_factory=asyncio.Event)
+    suspicion: Suspicion = field(default_factory=Suspicion)
+    prompt: StoredPrompt | None = None
+    state: Any = None
+    weights: str = ""
+    is_prompt_counted: bool = False
+    prediction: Prediction | None = None
+    first_sent_s: float | None = None
+    aborted: bool = False
+    _num_ids: int = 0
+
+    @property
+    def params(self) -> SamplingParams:
+        params = self.request.sampling_params
+        assert params is not None
+        return params
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids or ())
+
+    @property
+    def prefilled(self) -> RequestOutput | None:
+        """Output of the prefill leg; None unless the prompt's KV is in the store."""
+        return self.prompt.output if self.prompt is not None else None
+
+    @property
+    def first(self) -> RequestOutput | None:
+        """Output of the prefill leg, if its token is the answer's first one; None if not."""
+        return self.prefilled if self.index == 0 and self.blockers.first_token is None else None
+
+    @property
+    def hold(self) -> PromptHold | None:
+        return self.prompt.hold if self.prompt is not None else None
+
+    @property
+    def tokens_so_far(self) -> list[int]:
+        return compat.output_tokens(self.state) if self.state is not None else []
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Number of output tokens so far."""
+        return len(self.tokens_so_far)
+
+    @property
+    def progress(self) -> int:
+        """Number that grows with the end of the prefill leg and with each output token."""
+        return self.num_output_tokens + (self.prefilled is not None)
+
+    @property
+    def others_have_begun(self) -> bool:
+        """True if other sequences may have read the prompt of this one."""
+        return self.sequences.num_sequences > 1 and self.prompt_leg_ended.is_set()
+
+    def stats(self, is_prefill: bool = False) -> LegRequestStats:
+        """Return vLLM's statistics for the request's next leg."""
+        if is_prefill:
+            leg = Leg.UNCOUNTED if self.is_prompt_counted else Leg.PREFILL
+        else:
+            leg = Leg.DECODE if self.is_prompt_counted else Leg.WHOLE
+        return LegRequestStats(
+            arrival_time=self.request.arrival_time, leg=leg, sequences=self.sequences
+        )
+
+    def send(self, output: RequestOutput) -> RequestOutput:
+        """Note that ``output`` goes to the client; return it."""
+        if self.suspicion.turn is not None:
+            self.suspicion.has_progressed(self.progress)
+        is_first = self.first_sent_s is None
+        if is_first:
+            self.first_sent_s = asyncio.get_running_loop().time()
+            # The store is not asked while all instances do both.
+            if self.index == 0 and not self.notes.cached_tokens:
+                self.notes.cached_tokens = output.num_cached_tokens or 0
+        if output.finished:
+            self.notes.finish_reason = output.outputs[0].finish_reason
+        if self.prediction is not None and (is_first or output.finished):
+            self._compare(self.prediction, is_first, output.finished)
+        return output
+
+    def _compare(self, prediction: Prediction, is_first: bool, is_last: bool) -> None:
+        """Compare predicted with measured times; an answer in one piece does not show them."""
+        route, first_s = prediction.route, self.first_sent_s
+        if self.params.output_kind is RequestOutputKind.FINAL_ONLY or first_s is None:
+            return
+        if is_first:
+            prediction.observe("ttft", route.ttft_s, first_s - prediction.routed_s)
+        elif is_last and (more := self.num_output_tokens - 1) > 0:
+            took_s = asyncio.get_running_loop().time() - first_s
+            prediction.observe("tpot", route.tpot_s, took_s / more)
+
+    def take_other_id(self) -> None:
+        """Continue under a new id, since the previous engine may be in the middle of a step.
+
+        Outputs of that step carry the old id and are dropped, even if the request returns to the
+        same engine.
+        """
+        stem = self.request.request_id.removesuffix(f"-m{self._num_ids}")
+        self._num_ids += 1
+        self.request.request_id = f"{stem}-m{self._num_ids}"
+
+    def start_over(self) -> bool:
+        """Discard all that was computed so far; return False, and keep it, if the answer has begun.
+
+        Called when the request's weights are gone: other weights compute other KV and tokens.
+        """
+        if self.first_sent_s is not None or self.index > 0 or self.others_have_begun:
+            return False
+        self.is_prompt_counted |= bool(self.tokens_so_far)
+        if self.prompt is not None:
+            self.prompt.output = None
+        self.state, self.weights = None, ""
+        self.uncached_tokens = self.num_prompt_tokens
+        return True
+
+
+# ---- the request's life
+
+
+async def run_request(
+    context: RequestContext, router: Router
+) -> AsyncGenerator[RequestOutput, None]:
+    """Run all legs, and retry elsewhere after a failure; raise one clear error if impossible."""
+    retry = Retry()
+    try:
+        while True:
+            leg = "route"
+            legs: RoutedLegs | None = None
+            try:
+                legs = await choose(context, router, retry)
+                if legs.prefill is not None and not (context.prefilled or context.aborted):
+                    leg = "prefill"
+                    await prefill(context, router, legs, legs.prefill)
+                leg = "decode"
+                if context.aborted:
+                    yield context.send(await aborted_output(context, legs.decode))
+                    return
+                legs = await hand_over(context, router, legs, retry)
+                stream = decode(context, router, legs, retry.rebalanced_s)
+                async with contextlib.aclosing(stream) as outputs:
+                    async for output in outputs:
+                        yield context.send(output)
+                if router.residency is not None:
+                    router.residency.computed(legs.decode, context.request, context.tokens_so_far)
+                return
+            except Exception as error:
+                retry = recover(context, router, retry, error, leg, legs)
+    finally:
+        context.suspicion.end_turn()
+        router.lookups.end_hold(context.hold, context.index)
+
+
+async def choose(context: RequestContext, router: Router, retry: Retry) -> RoutedLegs:
+    """Choose the instances of the next attempt, once the request may run."""
+    request, params, num_tokens = context.request, context.params, context.num_prompt_tokens
+    asked = RequestView(
+        RequestId(request.request_id),
+        num_tokens,
+        num_tokens - context.uncached_tokens,
+        params.max_tokens or 0,
+        context.limits,
+        context.blockers.split is None,
+        context.blockers.first_token is not None,
+        router.resident_tokens(request),
+    )
+    suspicion = context.suspicion
+    if suspicion.num_deaths and suspicion.must_wait(context.progress):
+        await suspicion.wait_for_turn(router.retry_turns, context.deadline)
+    async with asyncio.timeout_at(context.deadline):
+        if retry.dead is not None and not context.tokens_so_far:
+            # Until then the store keeps the prompt's blocks reserved for the dead engine.
+            await retry.dead.wait_given_back()
+        legs = await router.route(
+            asked, context.blockers.split, context.notes, context.weights, retry.avoided
+        )
+    is_predicted = legs.route.ttft_s is not None and retry.is_first and context.index == 0
+    now_s = asyncio.get_running_loop().time()
+    context.prediction = Prediction(legs.route, now_s) if is_predicted else None
+    return legs
+
+
+async def prefill(
+    context: RequestContext, router: Router, legs: RoutedLegs, instance: Instance
+) -> None:
+    """Run the prefill leg: it leaves the prompt's KV in the store, and its token in ``context``."""
+    llm, stats = _client(instance), context.stats(is_prefill=True)
+    is_for_all = not context.others_have_begun and context.index == 0
+    hold = router.lookups.hold(context.hold, instance.store, legs.decode.store)
+    prompt = context.prompt = StoredPrompt(instance, hold)
+    to_compute, weights = legs.asked.to_compute_at(instance.id), instance.weights
+    queue = LegOutputCollector(RequestOutputKind.FINAL_ONLY, f"{context.request.request_id}-p")
+    held = instance.holding(to_compute, context.num_prompt_tokens, queue.move, is_prompt=True)
+    with router.decode_batching.coming(legs.decode), held:
+        leg = prefill_leg(
+            context.request,
+            context.blockers.first_token is None,
+            Handover(
+                leaves_tail=True,
+                push_to=instance.store_beside(legs.decode),
+                hold=hold.number,
+                num_readers=context.sequences.num_sequences if is_for_all else 1,
+            ),
+        )
+        loop = asyncio.get_running_loop()
+        alone, started_s = instance.is_alone, loop.time()
+        board, waited_s = instance.board, instance.board.room_wait_s
+        context.suspicion.num_beside = instance.inflight_requests
+        began = LegBegan("prefill", instance.id, leg.request_id)
+        context.notes.note(began, leg.request_id, instance.incarnation)
+        with queue.expiring(context.deadline):
+            try:
+                await compat.submit(llm, leg, None, queue, stats)
+                output = await queue.get()
+            except BaseException:
+                _count_beside(context, instance)
+                await _abort(llm, leg.request_id)
+                raise
+        if alone and board.room_wait_s == waited_s:  # else it also waited for decode to free room
+            instance.learn_prefill_speed(to_compute, loop.time() - started_s)
+    assert isinstance(output, RequestOutput)
+    finish_reason = output.outputs[0].finish_reason
+    ended = LegEnded("prefill", instance.id, finish_reason, output.num_cached_tokens)
+    context.notes.note(ended, leg.request_id)
+    if context.aborted:
+        return
+    if finish_reason == "error":
+        raise failed_by_itself(context, instance)
+    if finish_reason not in ("length", "stop"):
+        raise InstanceDeadError(f"prefill on {instance.id} ended early")
+    prompt.output, context.weights, context.is_prompt_counted = output, weights, True
+    if router.residency is not None:
+        router.residency.computed(instance, context.request)
+    if context.suspicion.turn is not None:
+        context.suspicion.has_progressed(context.progress)
+
+
+async def hand_over(
+    context: RequestContext, router: Router, legs: RoutedLegs, retry: Retry
+) -> RoutedLegs:
+    """Return the legs of the decode leg; it goes elsewhere if its instance has left meanwhile."""
+    chosen = legs.decode
+    if legs.prefill is not None and (
+        router.cluster.instances.get(chosen.id) is not chosen  # removed
+        or chosen.has_left_decode
+        or (context.weights and chosen.weights != context.weights)
+    ):
+        asked = replace(legs.asked, first_token_waits=False, resident_tokens=NOWHERE)
+        async with asyncio.timeout_at(context.deadline):
+            legs = await router.route(asked, None, context.notes, context.weights)
+        context.prediction = None
+    context.weights = legs.decode.weights
+    context.prompt_leg_ended.set()
+    if retry.is_first and context.index == 0:
+        way = "one_leg" if legs.prefill is None else "two_legs"
+        metrics.REQUESTS.labels(way, context.blockers.split or str(legs.route.reason)).inc()
+    return legs
+
+
+async def decode(
+    context: RequestContext, router: Router, legs: RoutedLegs, moved_s: float | None
+) -> AsyncGenerator[RequestOutput, None]:
+    """Run the decode leg, or the whole request if there was no prefill leg.
+
+    Args:
+        moved_s: Time of the stream's last move by the rebalancer; None if it was not moved.
+    """
+    instance, batching = legs.decode, router.decode_batching
+    llm, request_id = _client(instance), context.request.request_id
+    queue = LegOutputCollector(context.params.output_kind, request_id)
+    name, num_resumed = "decode" if context.prefilled else "whole", context.num_output_tokens
+    to_compute = 0 if context.prefilled else legs.asked.to_compute_at(instance.id)
+    num_tokens = context.num_prompt_tokens + num_resumed
+    handover = _handover_to_decode(context, legs)
+    held = instance.holding(to_compute, num_tokens, queue.move, moved_s=moved_s)
+    with held as guard, queue.expiring(context.deadline):
+        context.suspicion.num_beside = instance.inflight_requests
+        try:
+            is_sent = is_awaited = _begin(context, llm, queue)
+            num_before = context.num_output_tokens
+            unsent: compat.EngineCoreRequest | None = None
+            if is_sent:
+                began = LegBegan(name, instance.id, request_id, num_resumed)
+                context.notes.note(began, request_id, instance.incarnation)
+                unsent = decode_leg(context.request, context.tokens_so_far, handover)
+                begins = context.prefilled and not num_resumed
+                if not (begins and batching.waits(instance)):
+                    await _send(llm, unsent, queue)
+                    unsent = None
+            finished = False
+            while not finished:
+                output = queue.get_nowait()
+                if output is None and unsent is not None:  # the client has prefill's output
+                    await batching.wait_for_group(instance, queue.ready)
+                    if context.aborted:  # the engine does not have the leg yet: end it here
+                        await _abort(llm, request_id)
+                    output = queue.get_nowait()
+                    if output is None:  # the request has not ended meanwhile
+                        await _send(llm, unsent, queue)
+                        unsent = None
+                output = output or await queue.get()
+                guard.prefilled()
+                assert isinstance(output, RequestOutput)
+                finished = output.finished
+                if is_awaited and context.num_output_tokens > num_before:
+                    context.notes.note(LegOutput(name, instance.id), request_id)
+                    is_awaited = False
+                if finished and is_sent:
+                    ended = LegEnded(name, instance.id, output.outputs[0].finish_reason)
+                    context.notes.note(ended, request_id)
+                    if ended.finish_reason == "error" and not context.tokens_so_far:
+                        raise failed_by_itself(context, instance)
+                yield output
+        except DEAD:
+            _count_beside(context, instance)
+            compat.forget(llm, request_id)
+            raise
+        except LegMovedError:
+            compat.forget(llm, request_id)
+            with contextlib.suppress(compat.EngineDeadError):
+                await compat.drop(llm, request_id)
+            context.take_other_id()
+            raise
+        except BaseException:
+            await _abort(llm, request_id)
+            raise
+
+
+def _begin(context: RequestContext, llm: compat.AsyncLLM, queue: LegOutputCollector) -> bool:
+    """Set up the front-end state on this engine's client; return False if the request is over."""
+    if context.tokens_so_far:
+        compat.adopt(llm, context.state, context.request.request_id, queue)
+        metrics.RESUMED.inc()
+        return True
+    prefilled, first = context.prefilled, context.first
+    source = "decode" if first is None else "prefill"
+    event = FirstToken(source, context.blockers.first_token if prefilled else None)
+    context.state = compat.register(
+        llm,
+        context.request,
+        context.prompt_text,
+        queue,
+        context.stats(),
+        functools.partial(context.notes.note, event) if context.index == 0 else None,
+        prefilled,
+    )
+    metrics.FIRST_TOKENS.labels(source).inc()
+    return first is None or _put_first_token(context, llm, first)
+
+
+def _put_first_token(context: RequestContext, llm: compat.AsyncLLM, first: RequestOutput) -> bool:
+    output, finish = first.outputs[0], None
+    if output.finish_reason == "stop":
+        finish = compat.FinishReason.STOP
+    elif context.params.max_tokens == 1:
+        finish = compat.FinishReason.LENGTH
+    num_prompt, num_cached = context.num_prompt_tokens, first.num_cached_tokens or 0
+    stats = compat.PrefillStats(
+        num_prompt_tokens=num_prompt,
+        num_cached_tokens=num_cached,
+        num_computed_tokens=num_prompt - num_cached,
+    )
+    token_id = output.token_ids[-1]
+    rows = logprob_rows(output.logprobs[-1], token_id) if output.logprobs else None
+    return compat.put_first_token(
+        llm,
+        context.request.request_id,
+        token_id,
+        finish,
+        output.stop_reason,
+        stats,
+        IterationByLeg(),
+        rows,
+    )
+
+
+async def _send(
+    llm: compat.AsyncLLM, leg: compat.EngineCoreRequest, queue: LegOutputCollector
+) -> None:
+    """Send a leg to its engine; if the engine is dead, put the error into ``queue``."""
+    try:
+        await compat.send(llm, leg)
+    except compat.EngineDeadError as death:
+        queue.put(death)  # behind prefill's token, which the client must still get
+
+
+async def aborted_output(context: RequestContext, instance: Instance) -> RequestOutput:
+    """Return the last output of a request that was aborted before its decode leg."""
+    llm, request_id = _client(instance), context.request.request_id
+    queue = LegOutputCollector(context.params.output_kind, request_id)
+    if context.tokens_so_far:
+        compat.adopt(llm, context.state, request_id, queue)
+    else:
+        compat.register(llm, context.request, context.prompt_text, queue, context.stats())
+    await _abort(llm, request_id)
+    output = await queue.get()
+    assert isinstance(output, RequestOutput)
+    return output
+
+
+# ---- failures
+
+
+def recover(
+    context: RequestContext,
+    router: Router,
+    retry: Retry,
+    error: Exception,
+    leg: str,
+    legs: RoutedLegs | None,
+) -> Retry:
+    """Return what the next attempt takes into account after ``leg`` has failed with ``error``.
+
+    Raises:
+        GracefulHTTPError: The request's time is over, or instances probably die of it.
+        Exception: ``error`` itself, if another attempt would meet it too.
+    """
+    suspicion = context.suspicion
+    instance = None if legs is None else legs.prefill if leg == "prefill" else legs.decode
+    retry = replace(retry, is_first=False, avoided=retry.avoided if leg == "route" else None)
+    match error:
+        case compat.EngineDeadError() | InstanceDeadError() if instance is not None:
+            dead = router.cluster.instances.get(instance.id)  # None if removed meanwhile
+            if dead is None or not dead.is_orphaned:
+                suspicion.died(context.progress)
+            next_step = "tried again"
+            if suspicion.is_certain:
+                next_step = "given up"
+            elif suspicion.must_wait(context.progress):
+                next_step = "tried again when it is its turn"
+            _note_failure(context, leg, instance, error, next_step)
+            if suspicion.is_certain:
+                raise given_up(context.request.external_req_id, suspicion.num_deaths) from error
+            metrics.RETRIES.labels(leg).inc()
+            retry = replace(retry, dead=dead)
+        case LegMovedError() if instance is not None:
+            _note_failure(context, leg, instance, error, "goes on elsewhere")
+            if error.reason == REBALANCED:
+                metrics.REBALANCED.inc()
+                now_s = asyncio.get_running_loop().time()
+                retry = replace(retry, avoided=instance.id, rebalanced_s=now_s)
+            else:
+                metrics.MOVED.inc()
+        case WeightsReplacedError() if context.start_over():
+            pass
+        case DeadlineExceededError() | TimeoutError():
+            raise out_of_time() from None
+        case _:
+            raise error
+    suspicion.end_turn()
+    return retry
+
+
+def out_of_time() -> GracefulHTTPError:
+    """Count a request whose deadline has passed; return the error for its client."""
+    metrics.DEADLINES.inc()
+    return GracefulHTTPError(
+        "the request ran out of its time budget (--request-timeout)", HTTPStatus.GATEWAY_TIMEOUT
+    )
+
+
+def failed_by_itself(context: RequestContext, instance: Instance) -> GracefulHTTPError:
+    """Return the error for a request that its engine ended with an error before any output.
+
+    The engine is alive, so any other engine would end the request with the same error.
+    """
+    if context.params.structured_outputs is not None:
+        return GracefulHTTPError(
+            "the constraint of this structured output has passed the check and does not compile; "
+            f"why is in the log of {instance.id}",
+            HTTPStatus.BAD_REQUEST,
+        )
+    return GracefulHTTPError("Internal server error", HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+def _note_failure(
+    context: RequestContext, leg: str, instance: Instance, error: Exception, next_step: str
+) -> None:
+    why, num_deaths = str(error) or type(error).__name__, context.suspicion.num_deaths
+    failed = LegFailed(leg, instance.id, why, num_deaths, next_step)
+    context.notes.note(failed, context.request.request_id)
+
+
+def _handover_to_decode(context: RequestContext, legs: RoutedLegs) -> Handover | None:
+    """Return the facts about the prompt's KV in the store; None if the engine finds out itself."""
+    prompt = context.prompt
+    if prompt is not None and prompt.output is not None:
+        return Handover(
+            tokens=context.num_prompt_tokens,
+            hold=prompt.hold.number,
+            reader=context.index,
+            pushed_from=legs.decode.store_beside(prompt.computed_by),
+        )
+    is_stored = (
+        legs.route.reason == LegReason.SHORT_PROMPT
+        and context.blockers.split is None
+        and context.uncached_tokens < context.num_prompt_tokens
+    )
+    return Handover(is_stored=True) if is_stored else None
+
+
+def _count_beside(context: RequestContext, instance: Instance) -> None:
+    """Count the requests that share the blame for a death: as many as at the leg's begin or end."""
+    suspicion = context.suspicion
+    suspicion.num_beside = max(suspicion.num_beside, instance.inflight_requests)
+
+
+def _client(instance: Instance) -> compat.AsyncLLM:
+    if instance.llm is None:
+        raise InstanceDeadError(f"instance {instance.id} is not there")
+    return instance.llm
+
+
+async def _abort(llm: compat.AsyncLLM, request_id: str) -> None:
+    with contextlib.suppress(compat.EngineDeadError):
+        await llm.abort(request_id, internal=True)

@@ -1,0 +1,156 @@
+"""Intake of a request: what clients may not say, and what its legs need to know before they run."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sized
+from typing import Any, NamedTuple
+
+from banaserve.engine.compat import engine as compat
+from banaserve.engine.compat.requests import END_TOKENS, SamplingParams, SamplingType
+from banaserve.engine.continuation import HasExtraArgs
+
+_SEED_BITS = 62
+_OURS = "banaserve_"
+_TRANSFER = "kv_transfer_params"
+
+
+def take_client_args(params: HasExtraArgs) -> None:
+    """Remove ``kv_transfer_params`` from a client's parameters, and reject banaserve's own keys.
+
+    With the keys that instances use among themselves, a client could skip the cost gate, or have
+    tokens counted as cached that are not. Legs get these keys from the server.
+    ``kv_transfer_params`` of clients are meant for other connectors.
+
+    Raises:
+        ValueError: A key in the parameters is one of banaserve's own.
+    """
+    extra = params.extra_args or {}
+    transfer = extra.get(_TRANSFER)
+    for place, given in (("vllm_xargs", extra), (_TRANSFER, transfer)):
+        names = given if isinstance(given, Mapping) else ()
+        for name in names:
+            if str(name).startswith(_OURS):
+                raise ValueError(f"{name} is no argument of a request: leave it out of {place}")
+    if _TRANSFER in extra:
+        params.extra_args = {k: v for k, v in extra.items() if k != _TRANSFER} or None
+
+
+class Blockers(NamedTuple):
+    """Reasons why a request cannot take the usual way over two instances.
+
+    Attributes:
+        split: Reason why one instance must compute prompt and output; None if two may.
+        first_token: Reason why decode must sample the first token; None if prefill may.
+    """
+
+    split: str | None = None
+    first_token: str | None = None
+
+
+def take_in(
+    request: compat.EngineCoreRequest, max_model_len: int, has_logits_processors: bool
+) -> Blockers:
+    """Make a request fit for two legs, and return what keeps it from taking them.
+
+    Args:
+        max_model_len: Length of the context in tokens.
+        has_logits_processors: True if the server has logits processors: they may count output.
+    """
+    params = request.sampling_params
+    assert params is not None
+    give_seed(params)
+    end_with_context(request, max_model_len)
+    split = split_blocker(request)
+    if has_logits_processors:
+        return Blockers(split, "logits_processors")
+    return Blockers(split, split or first_token_blocker(params))
+
+
+def end_with_context(request: compat.EngineCoreRequest, max_model_len: int) -> None:
+    """Lower ``max_tokens`` to the room left in the context; the output stays the same.
+
+    An engine ends a request at the end of the context by itself. But if the prefill leg ended
+    there, the decode leg would kill its engine: vLLM dies of a prompt as long as the context.
+    """
+    params, prompt = request.sampling_params, request.prompt_token_ids
+    if params is not None and params.max_tokens is not None and prompt is not None:
+        params.max_tokens = min(params.max_tokens, max(1, max_model_len - len(prompt)))
+        params.min_tokens = min(params.min_tokens, params.max_tokens)  # engines check it again
+
+
+def give_seed(params: SamplingParams) -> None:
+    """Give a request with random sampling a seed, unless set, so that it can continue elsewhere."""
+    if params.temperature > 0.0 and params.seed is None:
+        params.seed = secrets.randbits(_SEED_BITS)
+
+
+def split_blocker(request: compat.EngineCoreRequest) -> str | None:
+    """Return the reason why one instance must compute prompt and output; None if two may."""
+    if request.prompt_token_ids is None or request.prompt_embeds is not None:
+        return "prompt_embeds"
+    if request.sampling_params is not None and request.sampling_params.skip_reading_prefix_cache:
+        return "prompt_logprobs"
+    return None
+
+
+# Parameters with the same effect on either side of the boundary between the two legs: they concern
+# text, the end of the output, the logits of one position only, or output that is sent along with
+# the decode leg. All others must have their defaults, so that an option of a later vLLM is safe
+# until it is reviewed.
+_CARRIED = frozenset(
+    {
+        "n",  # each sequence has its own legs
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "max_tokens",
+        "min_tokens",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+        "detokenize",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "include_stop_str_in_output",
+        "output_kind",
+        "stream_interval",
+        "skip_clone",
+        "output_text_buffer_length",
+        "logit_bias",
+        "allowed_token_ids",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "bad_words",
+        "_bad_words_token_ids",
+        "structured_outputs",
+        "logprobs",
+    }
+    | END_TOKENS
+)
+_GREEDY = SamplingParams(temperature=0.0)
+_CHECKED = tuple(name for name in SamplingParams.__struct_fields__ if name not in _CARRIED)
+
+
+def first_token_blocker(params: SamplingParams) -> str | None:
+    """Return the reason why decode must sample the first token itself; None if prefill may.
+
+    Decode continues from prompt and first token as a single engine would. Random draws can continue
+    only with a seed.
+    """
+    if params.sampling_type is SamplingType.RANDOM:
+        return "unseeded"
+    for name in _CHECKED:
+        given, default = _said(getattr(params, name)), _said(getattr(_GREEDY, name))
+        if given is not default and (given is None or default is None or given != default):
+            return name.lstrip("_")
+    return None
+
+
+def _said(value: Any) -> Any:
+    """Return ``value``, or None if it is False or empty; 0 is kept: logprobs=0 asks for some."""
+    is_empty = isinstance(value, Sized) and len(value) == 0
+    return None if value is False or is_empty else value

@@ -1,0 +1,112 @@
+"""Rebalancer: moves streams from overloaded instances to instances with fewer requests."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from banaserve.base.clock import Clock
+from banaserve.base.types import InstanceId, OutputLengths, Role
+from banaserve.orchestrator.control.rebalancing import (
+    DecodeLoad,
+    RebalanceOptions,
+    Stream,
+    choose_moves,
+    load_of,
+    remaining_tokens,
+)
+from banaserve.serving.cluster import Cluster
+from banaserve.serving.instance import Instance
+
+logger = logging.getLogger(__name__)
+_STALE_S = 5.0
+
+
+class Rebalancer:
+    """Mover of streams between instances: it decides once per interval, until it is stopped.
+
+    The router chooses the instance at which a stream continues, and avoids the one that the stream
+    just left if others can serve it. Decode instances are balanced among themselves, and so are
+    instances that do both.
+
+    Args:
+        output_lengths: Function that returns the lengths of the last answers; None before the first
+            answer has ended.
+        options: Thresholds and times of the decision.
+        note: Function called with the streams to leave each instance, before they leave.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        output_lengths: Callable[[], OutputLengths | None],
+        options: RebalanceOptions,
+        clock: Clock,
+        note: Callable[[Mapping[InstanceId, Sequence[Stream]]], None],
+    ) -> None:
+        self._cluster = cluster
+        self._output_lengths = output_lengths
+        self._options = options
+        self._clock = clock
+        self._note = note
+        self._begun: set[InstanceId] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Start deciding, in a task."""
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        """Stop deciding; streams that are moving still arrive."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            await self._clock.sleep(self._options.interval_s)
+            try:
+                self.rebalance()
+            except Exception:
+                logger.exception("rebalancing")
+
+    def rebalance(self) -> int:
+        """Decide once; return the number of streams that are moved."""
+        if self._cluster.is_replacing:
+            return 0
+        num_moved, begun = 0, self._begun
+        self._begun = set()
+        for role in self._options.roles:
+            loads = list(self._loads(role))
+            now_s = asyncio.get_running_loop().time()
+            remaining = remaining_tokens(self._output_lengths())
+            moves = choose_moves(loads, now_s, self._options, remaining, begun)
+            self._begun.update(moves)
+            if moves:
+                self._note(moves)
+            for source, streams in moves.items():
+                instance = self._cluster.instances[source]
+                for stream in streams:
+                    instance.move_stream(stream.key)
+                num_waiting = sum(stream.is_waiting for stream in streams)
+                logger.info(
+                    "%d streams leave instance %s, %d of which had not begun there",
+                    len(streams),
+                    source,
+                    num_waiting,
+                )
+                num_moved += len(streams)
+        return num_moved
+
+    def _loads(self, role: Role) -> Iterator[DecodeLoad]:
+        for instance in self._cluster.instances.values():
+            if instance.role is role and instance.takes_requests:
+                yield self._load(instance)
+
+    def _load(self, instance: Instance) -> DecodeLoad:
+        view = instance.view()
+        if view.report is not None and self._clock.now() - view.report.at_s > _STALE_S:
+            view = replace(view, report=None)
+        return load_of(view, instance.num_streams, instance.streams)

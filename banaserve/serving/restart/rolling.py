@@ -1,0 +1,251 @@
+"""Rolling restarts: all engines are replaced one at a time, and no request is lost.
+
+An engine in its turn receives no new requests. Its streams move at once to other engines with the
+same weights, or end there if no other engine has these weights. Then the engine is ended, and a new
+one must prove that it serves. If one does not, all replaced engines go back to their old settings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Sequence
+
+from banaserve.base.clock import Clock
+from banaserve.base.errors import InstanceDeadError, MigrationError, UserError
+from banaserve.base.types import InstanceId
+from banaserve.contracts.restart_api import EngineRestart, RestartRequest, RollingRestart
+from banaserve.engine.compat.engine import EngineDeadError
+from banaserve.serving.cluster import Cluster
+from banaserve.serving.generations import can_leave, restart_order
+from banaserve.serving.instance import Instance, State
+from banaserve.serving.launch.engine_settings import EngineSettings
+from banaserve.serving.liveness.supervisor import Check
+from banaserve.serving.migration.coordinator import Coordinator
+from banaserve.serving.monitoring import metrics
+from banaserve.serving.operations import OperationAbortedError, Operations
+
+logger = logging.getLogger(__name__)
+_POLL_S = 0.02
+_ASK_S = 30.0
+_ABORT_S = 5.0
+
+Make = Callable[[EngineSettings, str, Sequence[str]], EngineSettings]
+"""Function that makes settings from the present ones, a model (empty: the same) and more options
+of vLLM. Blocks. Raises UserError if no engine could serve with the new settings."""
+
+
+class RollingRestarts(Operations[RollingRestart]):
+    """Rolling restarts of all engines, one restart at a time.
+
+    Args:
+        settings: Settings of all engines at the start.
+        make: Function that makes and checks new settings.
+        check: Function that raises InstanceDeadError if a new engine must not serve.
+        forget: Function called with the served weights at the end of a restart, so that others can
+            be forgotten.
+        request_timeout_s: Time budget of a request, in seconds.
+        is_scaling: Function that returns whether instances are being added or removed; then no
+            engine is replaced.
+
+    Attributes:
+        settings: Settings of all engines since the last successful restart.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        coordinator: Coordinator,
+        settings: EngineSettings,
+        make: Make,
+        check: Check,
+        forget: Callable[[str], None],
+        request_timeout_s: float,
+        clock: Clock,
+        is_scaling: Callable[[], bool] = lambda: False,
+    ) -> None:
+        super().__init__("restart", "s", clock, num_kept=50)
+        self.settings = settings
+        self._cluster = cluster
+        self._coordinator = coordinator
+        self._make = make
+        self._check = check
+        self._forget = forget
+        self._request_timeout_s = request_timeout_s
+        self._is_scaling = is_scaling
+        self._is_beginning = asyncio.Lock()
+
+    async def begin(self, ask: RestartRequest) -> RollingRestart:
+        """Check a restart and begin it.
+
+        Raises:
+            UserError: No engine could serve with the new settings; none has been replaced.
+            MigrationError: The restart cannot begin at present.
+        """
+        timeout_s = ask.timeout_s or self._request_timeout_s
+        if not (timeout_s > 0 and math.isfinite(timeout_s)):
+            raise UserError(
+                f"timeout_s={ask.timeout_s:g}: give seconds, or 0 for those of requests"
+            )
+        async with self._is_beginning:
+            if self.is_under_way:
+                raise MigrationError("a rolling restart is under way already: see banaserve status")
+            if self._is_scaling():
+                raise MigrationError("a scaling is under way: wait for its end, or abort it")
+            await self._check_awake()
+            settings = await asyncio.to_thread(
+                self._make, self.settings, ask.model, ask.vllm_options
+            )
+            restart = RollingRestart(
+                self._new_id(),
+                "running",
+                [EngineRestart(name) for name in restart_order(self._cluster.members())],
+                ask.model,
+                ask.vllm_options,
+                is_changed=settings is not self.settings,
+            )
+            self._keep(restart)
+            self._carry_out(restart, self._run(restart, settings, timeout_s))
+        return restart
+
+    @property
+    def is_under_way(self) -> bool:
+        """True if engines are being replaced."""
+        return self.under_way is not None
+
+    async def _check_awake(self) -> None:
+        """Raise MigrationError if an engine sleeps or is paused.
+
+        A new engine would be awake beside sleeping ones, and a paused engine ends no request.
+        """
+        for instance in self._cluster.serving():
+            if instance.llm is None:
+                continue
+            try:
+                async with asyncio.timeout(_ASK_S):
+                    is_out = await instance.llm.is_sleeping() or await instance.llm.is_paused()
+            except (TimeoutError, EngineDeadError):
+                continue  # the instance is about to be restarted, awake
+            if is_out:
+                raise MigrationError(
+                    f"instance {instance.id} sleeps or is paused: wake it up first (/wake_up, "
+                    "/resume)"
+                )
+
+    # ---- running
+
+    async def _run(
+        self, restart: RollingRestart, settings: EngineSettings, timeout_s: float
+    ) -> None:
+        before = self.settings
+        done: list[EngineRestart] = []
+        ending = "done"
+        try:
+            for line in restart.engines:
+                if line.instance not in self._cluster.instances:
+                    continue
+                await self._turn(restart, line, settings, timeout_s)
+                done.append(line)
+            self.settings = settings
+        except OperationAbortedError:
+            ending, restart.reason = "aborted", "given up by an operator"
+        except InstanceDeadError as failure:
+            ending, restart.reason = "failed", str(failure)
+            logger.warning("rolling restart %s: %s", restart.id, failure)
+        except asyncio.CancelledError:
+            restart.state, restart.reason = "aborted", "the server stops"
+            raise
+        except Exception as broken:
+            logger.exception("rolling restart %s", restart.id)
+            ending, restart.reason = "failed", f"{type(broken).__name__}: {broken}"
+        if ending != "done" and restart.is_changed and done:
+            restart.state = "going back"
+            self._aborting.discard(restart.id)
+            await self._go_back(restart, done, before, timeout_s)
+        self._forget(self.settings.weights)
+        self._timed(restart)
+        restart.state = ending
+        metrics.ROLLING_RESTARTS.labels(ending).inc()
+
+    async def _go_back(
+        self,
+        restart: RollingRestart,
+        done: Sequence[EngineRestart],
+        before: EngineSettings,
+        timeout_s: float,
+    ) -> None:
+        """Restore the old settings in reverse order.
+
+        An instance that does not start with the old settings is started again with those it had.
+        """
+        for line in reversed(done):
+            try:
+                await self._turn(restart, line, before, timeout_s)
+                line.state = "taken back"
+            except InstanceDeadError as failure:
+                restart.reason += f"; {line.instance} does not go back: {failure}"
+
+    async def _turn(
+        self,
+        restart: RollingRestart,
+        line: EngineRestart,
+        settings: EngineSettings,
+        timeout_s: float,
+    ) -> None:
+        instance = self._cluster.instance(InstanceId(line.instance))
+        began_s = self._clock.now()
+        instance.is_leaving = True
+        try:
+            line.state = "draining"
+            await self._drain(restart, line, instance, settings, timeout_s)
+            line.state = "starting"
+            await self._replace(instance, settings)
+            line.state = "done"
+        except BaseException:
+            line.state = "failed" if line.state == "starting" else "waiting"
+            raise
+        finally:
+            instance.is_leaving = False
+            line.num_left, line.seconds = 0, self._clock.now() - began_s
+
+    async def _replace(self, instance: Instance, settings: EngineSettings) -> None:
+        is_same = instance.is_of(settings)
+        try:
+            await self._cluster.supervisor.replace(instance, settings, self._check)
+        except InstanceDeadError:
+            await self._cluster.supervisor.settled(instance)
+            if not is_same or instance.state is State.FAILED:
+                raise
+
+    async def _drain(
+        self,
+        restart: RollingRestart,
+        line: EngineRestart,
+        instance: Instance,
+        settings: EngineSettings,
+        timeout_s: float,
+    ) -> None:
+        """Return when no request would be lost, or ``timeout_s`` has passed."""
+        await self._abort_migrations(instance)
+        until_s = self._clock.now() + timeout_s
+        while True:
+            self._check_wanted(restart)
+            members = self._cluster.members()
+            own = next(one for one in members if one.id == instance.id)
+            if can_leave(own, members):
+                instance.move_streams()
+            line.num_left = instance.inflight_requests
+            left = line.num_left
+            if settings.weights == instance.weights:
+                # The remaining movable streams continue in the new engine.
+                left -= instance.num_movable
+            if left <= 0 or self._clock.now() >= until_s:
+                return
+            await asyncio.sleep(_POLL_S)
+
+    async def _abort_migrations(self, instance: Instance) -> None:
+        for migration in self._coordinator.recent():
+            if migration.is_open and migration.host == instance.id:
+                self._coordinator.abort(migration.id)
+                await self._coordinator.wait(migration.id, _ABORT_S)

@@ -1,0 +1,4 @@
+"""Role switches, budgets and drains. In the server's process.
+
+Entry: ``role_switch.Roles``.
+"""

@@ -1,0 +1,104 @@
+"""Autoscaler: checks the load periodically, and lets the scaler add or remove an instance."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+
+from banaserve.base.clock import Clock
+from banaserve.base.errors import BanaServeError
+from banaserve.base.types import ClusterView, Role
+from banaserve.orchestrator.control.autoscaling import (
+    AutoscaleOptions,
+    LoadsSince,
+    ScaleStep,
+    next_step,
+)
+from banaserve.serving.scaling.plan import InstanceCounts
+from banaserve.serving.scaling.scaler import Scaler
+
+logger = logging.getLogger(__name__)
+_DRAIN_S = 300.0
+_PAUSE_S = 60.0
+"""Pause after a step that was refused or has failed, in seconds: the obstacle may persist."""
+
+
+class Autoscaler:
+    """Autoscaler of a cluster; a step begins only when the previous one has ended.
+
+    Args:
+        view: Function that returns the current view of the cluster.
+        may_act: Function that returns whether a step may begin; False while a person has paused the
+            orchestrator.
+        interval_s: Time between two checks of the load, in seconds.
+        by_role: True if the instances of each role are scaled separately; False if roles follow the
+            load.
+    """
+
+    def __init__(
+        self,
+        scaler: Scaler,
+        view: Callable[[], ClusterView],
+        may_act: Callable[[], bool],
+        options: AutoscaleOptions,
+        clock: Clock,
+        interval_s: float,
+        *,
+        by_role: bool,
+    ) -> None:
+        self._scaler = scaler
+        self._view = view
+        self._may_act = may_act
+        self._options = options
+        self._clock = clock
+        self._interval_s = interval_s
+        self._by_role = by_role
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Start checking the load, in a task."""
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        """Stop checking the load; a running scaling continues."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        since = LoadsSince()
+        while True:
+            await self._clock.sleep(self._interval_s)
+            try:
+                since = await self._look(since)
+            except Exception:
+                logger.exception("autoscaling")
+                since = LoadsSince()
+
+    async def _look(self, since: LoadsSince) -> LoadsSince:
+        view = self._view()
+        step, since = next_step(view, self._options, since, self._by_role)
+        if step is None or not self._may_act():
+            return since
+        try:
+            scaling = self._scaler.begin(_wanted(step, view, self._by_role), _DRAIN_S, step.why)
+            failure = (await self._scaler.wait(scaling.id)).reason
+        except BanaServeError as refused:
+            failure = str(refused)
+        if failure:
+            logger.warning("autoscaling (%s): %s", step.why, failure)
+            await self._clock.sleep(_PAUSE_S)
+        return LoadsSince()
+
+
+def _wanted(step: ScaleStep, view: ClusterView, by_role: bool) -> InstanceCounts:
+    if not by_role:
+        return InstanceCounts(total=len(view.instances) + step.change)
+    number = Counter(one.role for one in view.instances.values())[step.role] + step.change
+    return {
+        Role.PREFILL: InstanceCounts(prefill=number),
+        Role.DECODE: InstanceCounts(decode=number),
+        Role.COLOCATED: InstanceCounts(colocated=number),
+    }[step.role]

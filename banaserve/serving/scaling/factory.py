@@ -1,0 +1,113 @@
+"""Factory of instances: gives each its own resources, and reclaims those of removed instances."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from banaserve.base.clock import Clock
+from banaserve.base.errors import MigrationError
+from banaserve.base.platform.linux import available_memory_bytes
+from banaserve.base.types import InstanceId, Role
+from banaserve.engine.compat.config import VllmConfig
+from banaserve.kvstore.sizes import format_size
+from banaserve.serving.instance import Instance
+from banaserve.serving.launch.engine_settings import EngineSettings, RoleEngine
+from banaserve.serving.launch.launcher import Launcher
+from banaserve.serving.monitoring import metrics
+from banaserve.serving.monitoring.engine_series import EngineSeries
+from banaserve.serving.roles.role_switch import Budgets
+
+
+class InstanceFactory:
+    """Factory of instances with one configuration.
+
+    Args:
+        logs: Folder of the instances' logs.
+        sockets: Private folder of the run, with a short path.
+        instance_bytes: Memory of one instance, in bytes; 0 if it is not the machine's memory.
+        by_role: Configurations of the engines that are made for one role, if they differ.
+
+    Attributes:
+        series: vLLM's metrics of all instances.
+    """
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        launcher: Launcher,
+        logs: Path,
+        sockets: Path,
+        clock: Clock,
+        budgets: Budgets,
+        instance_bytes: int = 0,
+        by_role: Mapping[Role, RoleEngine] | None = None,
+    ) -> None:
+        self.series = EngineSeries(config)
+        self._config = config
+        self._launcher = launcher
+        self._logs = logs
+        self._sockets = sockets
+        self._clock = clock
+        self._budgets = budgets
+        self._first = EngineSettings(config, budgets, by_role=by_role or {})
+        self._instance_bytes = instance_bytes
+
+    def check_memory(self, num_instances: int) -> None:
+        """Return if this machine's memory, or the room on the nodes, suffices for more instances.
+
+        Args:
+            num_instances: Number of instances to be added.
+
+        Raises:
+            MigrationError: There is not enough memory or room.
+        """
+        num_free = self._launcher.num_free_places()
+        if num_free is not None:
+            if num_instances > num_free:
+                raise MigrationError(
+                    f"{num_instances} more instances, and the nodes have room for {num_free}: add "
+                    "one with `banaserve nodes add`"
+                )
+            return
+        needed = num_instances * self._instance_bytes
+        available = available_memory_bytes()
+        if needed > available:
+            raise MigrationError(
+                f"{num_instances} more instances need about {format_size(needed)} of memory and "
+                f"{format_size(available)} are available"
+            )
+
+    def make(
+        self, instance_id: InstanceId, role: Role, settings: EngineSettings | None = None
+    ) -> Instance:
+        """Make an instance without starting it.
+
+        Args:
+            settings: Settings of the engines that serve, which a rolling restart may have changed;
+                None for those at the server's start.
+
+        Raises:
+            MigrationError: No devices are left for the instance.
+        """
+        self._launcher.reserve(instance_id)
+        self.series.add(instance_id)
+        made = Instance(
+            instance_id,
+            role,
+            self._config,
+            self._launcher,
+            self.series,
+            self._logs,
+            self._sockets,
+            self._clock,
+            self._budgets,
+        )
+        made.settings = settings or self._first
+        return made
+
+    def discard(self, instance_id: InstanceId) -> None:
+        """Release the devices and metrics of an instance that has been removed."""
+        self._launcher.release(instance_id)
+        self.series.forget(instance_id)
+        metrics.forget(instance_id)

@@ -1,0 +1,203 @@
+"""Nodes that join or leave a running server, one at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+from banaserve.base.clock import Clock
+from banaserve.base.errors import MigrationError, UserError
+from banaserve.base.types import InstanceId
+from banaserve.contracts.instances import NodeChange, NodeStatus
+from banaserve.serving.cluster import Cluster
+from banaserve.serving.launch.launcher import Launcher
+from banaserve.serving.operations import Operations
+from banaserve.serving.scaling.scaler import Scaler
+
+logger = logging.getLogger(__name__)
+LOOK_S = 5.0
+
+
+class NodeChanges(Operations[NodeChange]):
+    """Additions and removals of nodes.
+
+    A joining node is checked like the nodes at the server's start. It has no instance at first; the
+    next instance that a person or the policy adds is placed there. A leaving node gets no more
+    instances, and is given back once its instances have been removed.
+
+    Args:
+        scaler: Scaler, which removes the instances of a leaving node.
+    """
+
+    def __init__(self, launcher: Launcher, scaler: Scaler, cluster: Cluster, clock: Clock) -> None:
+        super().__init__("change", "n", clock)
+        self._launcher = launcher
+        self._scaler = scaler
+        self._cluster = cluster
+        self._looking: asyncio.Task[None] | None = None
+
+    def nodes(self) -> list[NodeStatus]:
+        """Return all nodes of the server; none if its engines run on its own machine."""
+        return self._launcher.nodes()
+
+    def start(self) -> None:
+        """Start looking for machines that the cluster gains."""
+        if self.nodes():
+            self._looking = asyncio.create_task(self._look())
+
+    async def stop(self) -> None:
+        """Cancel the running change, if there is one."""
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
+        await super().stop()
+
+    # ---- requests
+
+    def begin_add(self, address: str, why: str = "") -> NodeChange:
+        """Begin to add a node.
+
+        Args:
+            address: Address of the node.
+            why: Reason for an addition that no person requested; empty otherwise.
+
+        Raises:
+            MigrationError: Another change is running.
+            UserError: The engines of this server run on its own machine.
+        """
+        self._check_free()
+        if not self.nodes():
+            raise UserError(
+                "this server's engines run on its own machine: nodes join one that was started "
+                "with --node or --cluster"
+            )
+        change = self._new(address, "add", "joining", why)
+        self._run(change, self._add(change))
+        return change
+
+    def begin_remove(self, name: str, timeout_s: float, *, are_replaced: bool) -> NodeChange:
+        """Begin to drain a node and to give it back.
+
+        Args:
+            name: Name of the node.
+            timeout_s: Maximum time for each of its instances to end its requests, in seconds.
+            are_replaced: True to add as many instances on other nodes first.
+
+        Raises:
+            MigrationError: The node cannot be removed at present.
+            UserError: There is no such node.
+        """
+        self._check_free()
+        self._launcher.hold_node(name, is_held=True)
+        scaling_id = ""
+        try:
+            if len(self.nodes()) == 1:
+                raise MigrationError(f"node {name} is the server's last one: add another one first")
+            if leaving := self._instances_of(name):
+                scaling_id = self._begin_leaving(name, leaving, timeout_s, are_replaced)
+        except BaseException:
+            self._launcher.hold_node(name, is_held=False)
+            raise
+        change = self._new(name, "remove", "leaving", "")
+        self._run(change, self._remove(change, scaling_id))
+        return change
+
+    # ---- checks
+
+    def _check_free(self) -> None:
+        if last := self.under_way:
+            raise MigrationError(
+                f"node {last.node} is {last.state}: wait for the end of {last.id}, or abort it"
+            )
+
+    def _instances_of(self, name: str) -> list[InstanceId]:
+        found = next(node for node in self.nodes() if node.name == name)
+        return [InstanceId(one) for one in found.instances if one in self._cluster.instances]
+
+    def _begin_leaving(
+        self, name: str, leaving: list[InstanceId], timeout_s: float, are_replaced: bool
+    ) -> str:
+        try:
+            return self._scaler.begin_leaving(
+                leaving, timeout_s, f"node {name}", are_replaced=are_replaced
+            ).id
+        except MigrationError as refused:
+            raise MigrationError(
+                f"node {name} has instances still ({', '.join(leaving)}): {refused}"
+            ) from None
+
+    # ---- running
+
+    def _new(self, node: str, action: str, state: str, why: str) -> NodeChange:
+        change = NodeChange(self._new_id(), node, action, state, why=why)
+        self._keep(change)
+        return change
+
+    def _abort(self, state: NodeChange) -> None:
+        self._tasks[state.id].cancel()
+
+    def _run(self, change: NodeChange, work: Coroutine[Any, Any, None]) -> None:
+        async def run() -> None:
+            outcome = "aborted"
+            with contextlib.suppress(asyncio.CancelledError):
+                outcome, change.reason = await self._outcome(change, work)
+            self._timed(change)
+            change.state, change.now = outcome, ""
+            logger.info("%s node %s: %s %s", change.action, change.node, outcome, change.reason)
+
+        self._carry_out(change, run())
+
+    async def _add(self, change: NodeChange) -> None:
+        def say(words: str) -> None:
+            change.now = words
+
+        settings = self._cluster.newest_settings
+        change.node = await self._launcher.add_node(change.node, settings.argv, say)
+
+    async def _remove(self, change: NodeChange, scaling_id: str) -> None:
+        name = change.node
+        try:
+            if scaling_id:
+                change.now = f"its instances leave ({scaling_id})"
+                await self._wait_left(name, scaling_id)
+            change.now = "giving it back"
+            await self._launcher.remove_node(name)
+        except BaseException:
+            if any(node.name == name for node in self.nodes()):
+                self._launcher.hold_node(name, is_held=False)
+            raise
+
+    async def _wait_left(self, name: str, scaling_id: str) -> None:
+        try:
+            scaling = await self._scaler.wait(scaling_id)
+        except asyncio.CancelledError:
+            with contextlib.suppress(MigrationError):  # the scaling has just ended
+                self._scaler.abort(scaling_id)
+            await self._scaler.wait(scaling_id)
+            raise
+        if scaling.state != "done":
+            why = scaling.reason or f"scaling {scaling_id} was given up"
+            raise MigrationError(f"node {name} has instances still: {why}")
+
+    # ---- machines that the cluster gains
+
+    async def _look(self) -> None:
+        while True:
+            await self._clock.sleep(LOOK_S)
+            try:
+                for address in await self._launcher.gained():
+                    await self._take(address)
+            except Exception:
+                logger.exception("nodes that the cluster gains")
+
+    async def _take(self, address: str) -> None:
+        while open_one := self.under_way:
+            await self.wait(open_one.id)
+        change = await self.wait(self.begin_add(address, "the cluster has gained it").id)
+        if change.state != "done":
+            logger.warning(
+                "node %s, which the cluster has gained, is not used: %s", address, change.reason
+            )

@@ -1,0 +1,310 @@
+"""Log of the front door's last requests, for ``banaserve trace``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import NamedTuple
+
+from banaserve.base.clock import Clock
+from banaserve.base.errors import UserError
+from banaserve.base.types import ClusterView, InstanceId, ObservedRequest, Route
+from banaserve.contracts.trace_events import (
+    KEPT_REQUESTS,
+    MAX_EVENTS,
+    FirstToken,
+    FrontEvent,
+    LegBegan,
+    RequestEnded,
+    RequestSummary,
+    RouteCandidate,
+    Routed,
+)
+from banaserve.serving.tracing.http_call import HttpCall, RequestSpan
+
+OBSERVED_REQUESTS = 20_000
+"""Number of requests kept for policies, which compare a load with earlier requests.
+
+They are those of five minutes at 66 requests per second.
+"""
+_NAMED = 5
+_PREFIXES = ("chatcmpl-", "cmpl-")
+
+
+class SeenRoute(NamedTuple):
+    """A policy's choice with the view it was made from; turned into an event only on a query."""
+
+    policy: str
+    route: Route
+    split_blocker: str | None
+    view: ClusterView
+
+    def event(self) -> Routed:
+        candidates = [
+            RouteCandidate(
+                one.id, one.role.value, one.inflight_requests, one.inflight_prefill_tokens
+            )
+            for one in self.view.instances.values()
+            if one.ready
+        ]
+        route = self.route
+        return Routed(
+            self.policy,
+            route.prefill,
+            route.decode,
+            str(route.reason),
+            self.split_blocker,
+            candidates,
+        )
+
+
+class TracedLeg(NamedTuple):
+    """A leg whose notes its engine can be asked for.
+
+    Attributes:
+        incarnation: Incarnation of the instance, which loses its notes when it is restarted.
+        name: Engine's id of the request, or the common stem of several ids (with n > 1).
+    """
+
+    instance: str
+    incarnation: int
+    name: str
+
+
+class Noted(NamedTuple):
+    """An event of the front door.
+
+    Attributes:
+        leg_id: Engine's id of the leg, or id of its sequence; empty for the whole request.
+    """
+
+    at_s: float
+    event: FrontEvent
+    leg_id: str = ""
+
+
+class RequestNotes:
+    """Notes of one request; all times are on the clock of the log.
+
+    Args:
+        request_id: Id of the request that the client sees.
+        arrived_at_s: Time of arrival, in seconds since 1970.
+
+    Attributes:
+        output_tokens: Number of tokens sent to the client; known when the request has ended.
+        tokens_so_far: Function that returns the number of tokens sent before that.
+        num_dropped: Number of events beyond ``MAX_EVENTS``, which were dropped.
+        call: HTTP request that the request came with; None for none.
+        span: OpenTelemetry's span of the request; None if it is not traced.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        request_id: str,
+        prompt_tokens: int,
+        arrived_s: float,
+        arrived_at_s: float,
+        call: HttpCall | None = None,
+    ) -> None:
+        self._clock = clock
+        self.request_id = request_id
+        self.prompt_tokens = prompt_tokens
+        self.arrived_s = arrived_s
+        self.arrived_at_s = arrived_at_s
+        self.cached_tokens = 0
+        self.output_tokens = 0
+        self.tokens_so_far: Callable[[], int] = lambda: 0
+        self.legs: list[TracedLeg] = []
+        self.num_dropped = 0
+        self.first_token_s: float | None = None
+        self.finish_reason: str | None = None
+        self.ended: tuple[float, RequestEnded] | None = None
+        self.call = call
+        self.span: RequestSpan | None = None
+        self._events: list[tuple[float, FrontEvent | SeenRoute, str]] = []
+
+    def count_output(self) -> None:
+        """Keep the number of tokens, and drop the function that has counted them so far.
+
+        Notes outlive their request by far: that function holds the request's detokenizer, and so
+        the tokenizer of an engine's client that may be gone.
+        """
+        counted = self.output_tokens = self.tokens_so_far()
+        self.tokens_so_far = lambda: counted
+
+    def note(self, event: FrontEvent | SeenRoute, leg_id: str = "", incarnation: int = 0) -> None:
+        """Note an event that has just happened; it is dropped beyond ``MAX_EVENTS``.
+
+        Args:
+            leg_id: Engine's id of the leg; empty for the whole request.
+            incarnation: Incarnation of the instance of ``LegBegan``, which has notes of the leg.
+        """
+        at_s = self._clock.now()
+        if isinstance(event, FirstToken):  # noted again where the answer starts over
+            self.first_token_s = at_s
+        elif isinstance(event, LegBegan) and len(self.legs) < MAX_EVENTS:
+            self.legs.append(TracedLeg(event.instance, incarnation, leg_id))
+        if len(self._events) < MAX_EVENTS:
+            self._events.append((at_s, event, leg_id))
+        else:
+            self.num_dropped += 1
+
+    def end(self, how: str, error: str = "") -> None:
+        """Note the end of the request, even where other events were dropped."""
+        self.ended = (self._clock.now(), RequestEnded(how, self.output_tokens, error))
+
+    def events(self) -> list[Noted]:
+        """Return the events in the order in which they happened."""
+        found = [
+            Noted(at_s, event.event() if isinstance(event, SeenRoute) else event, leg_id)
+            for at_s, event, leg_id in self._events
+        ]
+        return [*found, Noted(*self.ended)] if self.ended is not None else found
+
+    def observed(self) -> ObservedRequest:
+        """Return what a policy may know of the request; its instance is that of its last leg."""
+        has_ended = self.ended is not None
+        return ObservedRequest(
+            self.arrived_s,
+            self.prompt_tokens,
+            self.cached_tokens,
+            self.output_tokens if has_ended else self.tokens_so_far(),
+            InstanceId(self.legs[-1].instance) if self.legs and not has_ended else None,
+            self.first_token_s,
+            self.ended[0] if self.ended is not None else None,
+        )
+
+    def summary(self) -> RequestSummary:
+        ended_s = self.ended[0] if self.ended is not None else self._clock.now()
+        first_s, call = self.first_token_s, self.call
+        answered_s = call.answered_s if call is not None else None
+        return RequestSummary(
+            id=self.request_id,
+            arrived_at_s=self.arrived_at_s,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            output_tokens=self.output_tokens if self.ended is not None else self.tokens_so_far(),
+            instances=list(dict.fromkeys(leg.instance for leg in self.legs)),
+            ttft_s=None if first_s is None else first_s - self.arrived_s,
+            took_s=ended_s - self.arrived_s,
+            end=self.ended[1].how if self.ended is not None else "",
+            received_s=call.received_s - call.began_s if call is not None else 0.0,
+            answered_s=None if answered_s is None else answered_s - self.arrived_s,
+            trace_id=self.span.trace_id if self.span is not None else "",
+        )
+
+
+class RequestLog:
+    """Requests under way and the last ones that have ended. Used on the event loop only.
+
+    Args:
+        kept: Number of ended requests whose notes are kept.
+        on_end: Function called with the notes of each request that has ended; None for none.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        kept: int = KEPT_REQUESTS,
+        on_end: Callable[[RequestNotes], None] | None = None,
+    ) -> None:
+        self._clock = clock
+        self._on_end = on_end
+        self._open: dict[int, RequestNotes] = {}
+        self._ended: deque[RequestNotes] = deque(maxlen=kept)
+        self._observed: deque[ObservedRequest] | None = None
+
+    def observe(self, kept: int = OBSERVED_REQUESTS) -> None:
+        """Keep what ``observed`` returns of many more ended requests than have notes."""
+        self._observed = deque(maxlen=kept)
+
+    @contextlib.contextmanager
+    def following(
+        self,
+        request_id: str,
+        prompt_tokens: int,
+        arrived_s: float,
+        arrived_at_s: float,
+        call: HttpCall | None = None,
+    ) -> Iterator[RequestNotes]:
+        """Keep notes of a request that has arrived, until the block ends for any reason.
+
+        Args:
+            arrived_s: Time of arrival on the clock of the log.
+            arrived_at_s: Time of arrival, in seconds since 1970.
+            call: HTTP request that the request came with; None for none.
+        """
+        notes = RequestNotes(self._clock, request_id, prompt_tokens, arrived_s, arrived_at_s, call)
+        self._open[id(notes)] = notes
+        how, error = "closed", ""
+        try:
+            yield notes
+        except Exception as failure:
+            how, error = "error", str(failure) or type(failure).__name__
+            raise
+        finally:
+            notes.end(notes.finish_reason or how, error)
+            if self._on_end is not None:
+                self._on_end(notes)
+            del self._open[id(notes)]
+            self._ended.append(notes)
+            if self._observed is not None:
+                self._observed.append(notes.observed())
+
+    def last(self, count: int | None = None) -> list[RequestSummary]:
+        """Return the last ``count`` requests to arrive, or all known ones, the oldest first."""
+        known = sorted(self._all(), key=lambda notes: notes.arrived_s)
+        first = 0 if count is None else max(0, len(known) - count)
+        return [notes.summary() for notes in known[first:]]
+
+    def observed(self, since_s: float) -> list[ObservedRequest]:
+        """Return requests under way and those that arrived since ``since_s``, in order of arrival.
+
+        Ended requests are included only if they ended after ``observe`` was called.
+        """
+        found = [request for request in self._observed or () if request.arrival_s >= since_s]
+        found += [notes.observed() for notes in self._open.values()]
+        return sorted(found, key=lambda request: request.arrival_s)
+
+    def lately(self, since_s: float) -> list[ObservedRequest]:
+        """Return requests under way, and those that have ended since; reads no others."""
+        found = []
+        for notes in reversed(self._ended):
+            if notes.ended is not None and notes.ended[0] < since_s:
+                break
+            found.append(notes.observed())
+        return found[::-1] + [notes.observed() for notes in self._open.values()]
+
+    def find(self, wanted: str) -> RequestNotes | None:
+        """Return the request of this id, or the only one whose id begins with it; None for none.
+
+        The id may be given without ``chatcmpl-`` or ``cmpl-``, as a client's X-Request-Id is, and
+        it may be that of the request's OpenTelemetry trace. If several requests have the id, the
+        last one is returned.
+
+        Raises:
+            UserError: Several ids begin with ``wanted``.
+        """
+        fitting = [notes for notes in self._all() if _fits(notes.request_id, wanted)]
+        if not fitting:
+            fitting = [one for one in self._all() if one.span and one.span.trace_id == wanted]
+        exact = [notes for notes in fitting if wanted in _names(notes.request_id)]
+        ids = sorted({notes.request_id for notes in exact or fitting})
+        if len(ids) > 1:
+            more = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
+            raise UserError(f"{wanted} may be {', '.join(ids[:_NAMED])}{more}: give more of the id")
+        return max(exact or fitting, key=lambda notes: notes.arrived_s, default=None)
+
+    def _all(self) -> list[RequestNotes]:
+        return list(chain(self._ended, self._open.values()))
+
+
+def _names(request_id: str) -> list[str]:
+    return [request_id, *(request_id.removeprefix(one) for one in _PREFIXES)]
+
+
+def _fits(request_id: str, wanted: str) -> bool:
+    return any(name.startswith(wanted) for name in _names(request_id))

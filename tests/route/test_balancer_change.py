@@ -1,0 +1,170 @@
+"""Settings that change while a balancer serves, and looks that meet what nobody foresaw."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from msgspec import structs
+
+from banaserve.base.errors import UserError
+from banaserve.route.balancer import health as prober_module
+from banaserve.route.balancer.config import (
+    HealthSettings,
+    LimitSettings,
+    PeerSettings,
+    PolicySettings,
+    ReplicaSettings,
+)
+
+HEALTH = HealthSettings(interval_s=0.02, report_interval_s=0.02, breaker_pause_s=0.05)
+PROMPT = b'{"prompt": "%b"}' % (b"the same long beginning " * 20)
+
+
+async def test_other_limits_forget_no_prefix_and_no_count(house):
+    one, two = await house.replica(), await house.replica()
+    balancer = await house.balance(one, two, policy=PolicySettings(name="skywalker"), health=HEALTH)
+    assert (await house.ask(body=PROMPT)).status == 200
+    tree, views = balancer.fleet.policy.tree, [target.view for target in balancer.targets.values()]
+    known = tree.match(PROMPT[11:-1])
+    assert known
+    limits = LimitSettings(max_outstanding=7, connect_timeout_s=1.5)
+    health = structs.replace(HEALTH, timeout_s=0.7, breaker_failures=9)
+    balancer.change(
+        structs.replace(balancer.settings, limits=limits, health=health, replica_key="secret")
+    )
+    assert tree.match(PROMPT[11:-1]) == known
+    assert [target.view for target in balancer.targets.values()] == views
+    for target in balancer.targets.values():
+        assert target.pool.connect_timeout_s == 1.5
+        assert b"Authorization: Bearer secret\r\n" in target.fields
+    served = next(each for each in (one, two) if each.asked)
+    for _ in range(3):
+        assert (await house.ask(body=PROMPT)).status == 200
+    assert len(served.asked) == 4
+    assert served.asked[-1].field("authorization") == "Bearer secret"
+
+
+async def test_counters_may_be_stale_for_comparison(house):
+    go_on = asyncio.Event()
+
+    async def hold(asked):
+        await go_on.wait()
+        await asked.answer()
+
+    busiest = {}
+    for staleness_s in (0.0, 1e6):
+        go_on.clear()
+        replicas = [await house.replica(hold) for _ in range(2)]
+        told = PolicySettings(name="least_requests", seed=2, staleness_s=staleness_s)
+        await house.balance(*replicas, policy=told, health=HEALTH)
+        asked = [asyncio.create_task(house.ask()) for _ in range(8)]
+        await house.until(lambda: sum(len(one.asked) for one in replicas) == 8)  # noqa: B023
+        busiest[staleness_s] = max(len(one.asked) for one in replicas)
+        go_on.set()
+        assert [(await one).status for one in asked] == [200] * 8
+    # Equals are drawn while nothing is seen of what was sent; live counts alternate.
+    assert busiest[0.0] == 4 < busiest[1e6]
+
+
+async def test_weights_are_taken_back_while_serving_and_held(house):
+    told = PolicySettings(name="gorgo", options={"tuner": {"window": 8}})
+    balancer = await house.balance(await house.replica(), policy=told, health=HEALTH)
+    policy = balancer.fleet.policy
+
+    async def tried(num_requests):
+        seen = set()
+        for _ in range(num_requests):
+            assert (await house.ask(body=PROMPT)).status == 200
+            seen.add(policy.weights)
+        return seen
+
+    assert len(await tried(24)) > 1
+    for is_held in (True, False):
+        held = structs.replace(told, hold_safe=is_held)
+        balancer.change(structs.replace(balancer.settings, policy=held))
+        assert policy.weights == (1.0, 1.0)
+        assert (await tried(24) == {(1.0, 1.0)}) is is_held
+    with pytest.raises(UserError, match="policy cannot change while serving"):
+        balancer.change(structs.replace(balancer.settings, policy=PolicySettings()))
+
+
+async def test_limits_that_change_hold(house):
+    replica = await house.replica()
+    balancer = await house.balance(replica, health=HEALTH)
+    [target] = balancer.targets.values()
+    target.view.outstanding = 3
+    assert not target.is_full
+    limits = LimitSettings(max_outstanding=3)
+    balancer.change(structs.replace(balancer.settings, limits=limits))
+    assert target.is_full
+    target.view.outstanding = 0
+    slow = structs.replace(HEALTH, interval_s=0.01)
+    balancer.change(structs.replace(balancer.settings, health=slow))
+    replica.health = 503
+    await house.until(lambda: not target.is_healthy)
+
+
+async def test_a_replica_that_is_told_anew_keeps_its_cache_unless_it_is_elsewhere(house):
+    one, two = await house.replica(), await house.replica()
+    told = ReplicaSettings(url=one.url, id="a")
+    balancer = await house.balance(told, policy=PolicySettings(name="skywalker"), health=HEALTH)
+    assert (await house.ask(body=PROMPT)).status == 200
+    tree = balancer.fleet.policy.tree
+
+    def change(**more):
+        replicas = (structs.replace(told, **more),)
+        balancer.change(structs.replace(balancer.settings, replicas=replicas))
+
+    change(models=("m",), max_prompt_tokens=5000, key="own")
+    assert tree.target_bytes("a") > 0
+    assert balancer.targets["a"].view.models == {"m"}
+    assert balancer.targets["a"].view.max_prompt_tokens == 5000
+    change(url=two.url)
+    assert tree.target_bytes("a") == 0
+    assert (await house.ask(body=PROMPT)).status == 200
+    assert len(two.asked) == 1
+
+
+@pytest.mark.parametrize("name", ["fetch", "read_report"])
+async def test_a_look_goes_on_after_what_nobody_foresaw(house, monkeypatch, name):
+    replica = await house.replica()
+    replica.metrics = b"vllm:num_requests_waiting 0\n"
+    balancer = await house.balance(replica, policy=PolicySettings(name="skywalker"), health=HEALTH)
+    [target] = balancer.targets.values()
+    whole = getattr(prober_module, name)
+
+    def broken(*_args, **_more):
+        raise RuntimeError("a surprise")
+
+    monkeypatch.setattr(prober_module, name, broken)
+    await house.until(lambda: any("a surprise" in line for line in house.log))
+    monkeypatch.setattr(prober_module, name, whole)
+    replica.metrics = b"vllm:num_requests_waiting 4\n"
+    await house.until(lambda: target.view.pending == 4)
+    replica.health = 500
+    await house.until(lambda: not target.is_healthy)
+    # The same surprise again and again is one line a task.
+    assert sum("a surprise" in line for line in house.log) <= 2
+
+
+async def test_a_peer_that_brings_a_surprise_is_looked_at_again(house, monkeypatch):
+    async def behave(asked):
+        await asked.answer(200, b'{"region": "us", "num_available": 1}')
+
+    peer, own = await house.replica(behave), await house.replica()
+    balancer = await house.balance(
+        own,
+        region="eu",
+        policy=PolicySettings(name="skywalker"),
+        peers=(PeerSettings(region="us", url=peer.url),),
+        peer_key="k",
+        health=HEALTH,
+    )
+    prober = balancer.registry._peers["us"]
+    monkeypatch.setattr(prober, "_take", lambda *_: 1 / 0)
+    await house.until(lambda: any("ZeroDivisionError" in line for line in house.log))
+    monkeypatch.undo()
+    view = balancer.targets["region:us"].view
+    before = view.reported_at_s
+    await house.until(lambda: view.reported_at_s != before)

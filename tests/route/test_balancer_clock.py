@@ -1,0 +1,67 @@
+"""A clock that jumps: the time of day, and a machine that was asleep."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from itertools import cycle
+from time import monotonic
+
+import msgspec
+
+from banaserve.route.balancer import peers
+from banaserve.route.balancer.config import (
+    BalancerSettings,
+    HealthSettings,
+    LimitSettings,
+    PeerSettings,
+    ReplicaSettings,
+)
+
+DAY_S = 86_400.0
+
+
+async def test_the_time_of_day_may_jump(house, monkeypatch, tmp_path):
+    go_on = asyncio.Event()
+
+    async def hold(asked):
+        await go_on.wait()
+        await asked.answer(200, asked.body)
+
+    path, replica = tmp_path / "decisions.jsonl", await house.replica(hold)
+    balancer = await house.balance(
+        replica, limits=LimitSettings(max_outstanding=1), decision_log=str(path)
+    )
+    began_s, jumps = time.time(), cycle((DAY_S, -DAY_S, 0.0, 400 * DAY_S))
+    monkeypatch.setattr(time, "time", lambda: began_s + next(jumps))
+    asked = [asyncio.create_task(house.ask(body=b"%d" % number)) for number in range(3)]
+    await house.until(lambda: len(balancer.queue) == 2)
+    go_on.set()
+    assert [(await one).status for one in asked] == [200] * 3
+    assert len(replica.asked) == 3
+    for observer in balancer.observers:
+        observer.close()
+    balancer.observers.clear()
+    lines = [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
+    told = [line["attempts"][-1] for line in lines]
+    kinds = ("waited_ms", "first_byte_ms", "ended_ms")
+    assert all(0 <= one[kind] < DAY_S for one in told for kind in kinds)
+
+
+async def test_who_was_asleep_takes_nobody_for_dead(house, monkeypatch):
+    monkeypatch.setattr(peers, "DEAD_AFTER_S", 0.2)
+    replica = await house.replica()
+    servers = (ReplicaSettings(url=replica.url),)
+    _, port, kill = await house.open(BalancerSettings(region="us", peer_key="k", replicas=servers))
+    balancer = await house.balance(
+        await house.replica(),
+        region="eu",
+        peer_key="k",
+        peers=(PeerSettings(region="us", url=f"http://127.0.0.1:{port}"),),
+        health=HealthSettings(interval_s=0.05, report_interval_s=0.02),
+    )
+    us = balancer.registry._peers["us"]
+    await house.until(lambda: us.state.replicas)
+    assert not us.is_dead(monotonic() + DAY_S)
+    kill()
+    await house.until(lambda: us.is_dead(monotonic()))
