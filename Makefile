@@ -141,7 +141,7 @@ lint-style:
 lint-types:
 	@$(BIN)/mypy -p banaserve -p benchmarks -p docs
 	@$(BIN)/mypy examples/*.py examples/*/*.py
-	@cd requirements && ../$(BIN)/mypy --config-file ../pyproject.toml -p installer
+	@$(BIN)/mypy requirements/{lock,lost_files,pip_settings}.py
 
 lint-imports:
 	@$(BIN)/lint-imports --no-logo
@@ -215,7 +215,7 @@ $(VENV)/fuzz/.installed: pyproject.toml $(VENV_STAMP)
 	@touch $@
 
 # In an environment of its own: nothing that serves or is tested needs these packages.
-$(VENV)/docs/.installed: pyproject.toml requirements/installer/site_scripts.py $(VENV_STAMP)
+$(VENV)/docs/.installed: pyproject.toml $(VENV_STAMP)
 	@$(BIN)/python -m venv --clear $(VENV)/docs
 	@$(BIN)/python -c 'import tomllib; \
 	    print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \

