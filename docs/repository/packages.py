@@ -1,15 +1,13 @@
-"""Locks, the installer's imports and the packages of the examples."""
+"""Locks and the packages of the examples."""
 
 from __future__ import annotations
 
-import ast
 import re
-import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-from docs.repository.findings import ROOT, Finding, at, tree_of
+from docs.repository.findings import ROOT, Finding, at
 
 FOLDER = ROOT / "requirements"
 EXAMPLES = ROOT / "examples"
@@ -19,13 +17,12 @@ _NUM_HASHES = 6
 
 
 def findings() -> Iterator[Finding]:
-    """Yield packages without hashes or in two locks, and imports that are not installed yet."""
+    """Yield packages without hashes or in two locks, and what examples do not name."""
     for path in sorted(FOLDER.glob("*.lock")):
         for name, block in blocks(path.read_text()).items():
             if "--hash=sha256:" not in block:
                 yield at(path, f"{name}==", f"{name} has no hash")
     yield from _locks()
-    yield from _installer()
     yield from _examples()
 
 
@@ -49,16 +46,6 @@ def _locks() -> Iterator[Finding]:
         yield at(FOLDER / "torch-cpu.lock", "torch==", "is another version than in torch-pypi.lock")
     if cpu.count("--hash=") < _NUM_HASHES:
         yield at(FOLDER / "torch-cpu.lock", "torch==", f"has fewer than {_NUM_HASHES} hashes")
-
-
-def _installer() -> Iterator[Finding]:
-    known = {"installer", *sys.stdlib_module_names}
-    for path in sorted((FOLDER / "installer").glob("*.py")):
-        for node in tree_of(path).body:
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                module = getattr(node, "module", None) or node.names[0].name
-                if module.split(".")[0] not in known:
-                    yield Finding(path, node.lineno, f"imports {module}: it has only Python itself")
 
 
 def _examples() -> Iterator[Finding]:

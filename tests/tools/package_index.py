@@ -80,7 +80,9 @@ def wheel(
     with zipfile.ZipFile(packed, "w") as archive:
         for path, text in members.items():
             data = text.encode() if isinstance(text, str) else text
-            archive.writestr(path, data)
+            entry = zipfile.ZipInfo(path)
+            entry.external_attr = 0o100755 << 16  # programs are in some
+            archive.writestr(entry, data)
             digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
             record += f"{path},sha256={digest},{len(data)}\n"
         archive.writestr(f"{info}/RECORD", f"{record}{info}/RECORD,,\n")
