@@ -68,7 +68,8 @@ def blocks(text: str) -> Packages:
 def _torch_cpu(present: str, version: str) -> Packages:
     """Keep the lock as it is where no index is at hand that offers this build."""
     try:
-        return _alone(present, [f"torch=={version}"])
+        index = os.environ.get("TORCH_INDEX")
+        return _alone(present, [f"torch=={version}"], f" --index {index}" if index else "")
     except subprocess.CalledProcessError:
         if f"torch=={version} " not in present:
             raise
@@ -76,13 +77,14 @@ def _torch_cpu(present: str, version: str) -> Packages:
         return blocks(present)
 
 
-def _alone(present: str, requirements: list[str]) -> Packages:
+def _alone(present: str, requirements: list[str], options: str = "") -> Packages:
     """Lock these without what they require; hashes of one version add up.
 
     An index may hold the files of one Python and machine only.
     """
     old, merged = blocks(present), {}
-    for name, block in _compile("- --no-deps", present, given="\n".join(requirements)).items():
+    found = _compile(f"- --no-deps{options}", present, given="\n".join(requirements))
+    for name, block in found.items():
         same = old.get(name, "").split(" ")[0] == block.split(" ")[0]
         hashes = set(re.findall(r"--hash=\S+", block + (old[name] if same else "")))
         merged[name] = " \\\n    ".join([block.partition(" \\")[0], *sorted(hashes)])
@@ -107,8 +109,6 @@ def _compile(
         for option, text in files.items():
             Path(name, option).write_text(text)
             command += f" --{option} {name}/{option}"
-        if index := os.environ.get("TORCH_INDEX"):
-            command += f" --index {index}"
         subprocess.run(command.split(), input=given, text=True, check=True)
         return blocks(Path(name, "output-file").read_text())
 

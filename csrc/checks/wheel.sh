@@ -48,7 +48,7 @@ import pathlib
 
 import banaserve
 
-static = pathlib.Path(banaserve.__file__).parent / "ui" / "static"
+static = pathlib.Path(banaserve.__file__).parent / "frontdoor" / "page" / "static"
 for name in ("index.html", "app.js", "style.css", "vendor/uPlot.js", "vendor/uPlot.LICENSE"):
     assert (static / name).stat().st_size, name
 names = [str(one) for one in importlib.metadata.files("banaserve") or ()]
