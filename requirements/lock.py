@@ -86,7 +86,7 @@ def _alone(present: str, requirements: list[str], options: str = "") -> Packages
     found = _compile(f"- --no-deps{options}", present, given="\n".join(requirements))
     for name, block in found.items():
         same = old.get(name, "").split(" ")[0] == block.split(" ")[0]
-        hashes = set(re.findall(r"--hash=\S+", block + (old[name] if same else "")))
+        hashes = set(re.findall(r"--hash=\S+", f"{block}\n{old[name] if same else ''}"))
         merged[name] = " \\\n    ".join([block.partition(" \\")[0], *sorted(hashes)])
     return merged
 
