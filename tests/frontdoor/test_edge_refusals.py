@@ -26,7 +26,7 @@ from banaserve.frontdoor.bodies.bounds import BodyRefusedError, RequestBounds
 from banaserve.frontdoor.bodies.grammars import GrammarSpec
 from banaserve.frontdoor.edge import refusals
 from banaserve.frontdoor.edge.limits import EdgeLimits
-from edge_door import HEAD, KEY, NUM_EVENTS, Caller, Rig, on_uvloop, patient, serving
+from edge_server import HEAD, KEY, NUM_EVENTS, Caller, Rig, on_uvloop, patient, serving
 from waiting import until
 
 TIMES = 3
