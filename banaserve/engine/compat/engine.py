@@ -95,7 +95,7 @@ def override_kernels() -> None:
     For that vLLM searches all names of all modules: more than half a second for each engine.
     """
     current_platform.register_triton_kernel_overrides()
-    current_platform.register_triton_kernel_overrides = lambda: None
+    current_platform.register_triton_kernel_overrides = lambda: None  # type: ignore[method-assign]
 
 
 def mark_dead(llm: AsyncLLM) -> None:
@@ -300,7 +300,7 @@ def install_continuation() -> None:
             _put_back(core.structured_output_manager, made, tokens)
         return made, wave
 
-    EngineCore.preprocess_add_request = preprocess_and_continue
+    EngineCore.preprocess_add_request = preprocess_and_continue  # type: ignore[method-assign, assignment]
 
 
 def _put_back(grammars: Any, request: Any, tokens: Sequence[int]) -> None:

@@ -74,8 +74,8 @@ def install_states() -> None:
             return lost
         return _start_over(scheduler, invalid)
 
-    Scheduler.__init__ = begin_with_states
-    Scheduler._handle_invalid_blocks = start_over
+    Scheduler.__init__ = begin_with_states  # type: ignore[method-assign, assignment]
+    Scheduler._handle_invalid_blocks = start_over  # type: ignore[method-assign, assignment]
 
 
 def _keeps_states(scheduler: Any) -> bool:
