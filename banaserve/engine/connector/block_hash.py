@@ -210,9 +210,7 @@ def check_degrees(model: ModelConfig, degrees: Collection[int]) -> None:
 
 def _attention_spec(kv_cache_config: KVCacheConfig) -> FullAttentionSpec:
     groups = CacheGroups.of(kv_cache_config)
-    return cast(
-        FullAttentionSpec, kv_cache_config.kv_cache_groups[groups.attention].kv_cache_spec
-    )
+    return cast(FullAttentionSpec, kv_cache_config.kv_cache_groups[groups.attention].kv_cache_spec)
 
 
 def _instruction_set(config: VllmConfig, spec: FullAttentionSpec) -> str:
