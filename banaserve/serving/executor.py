@@ -147,7 +147,7 @@ def stall_s_of(migration: Migration) -> float:
 
 
 class MoveExecutor:
-    """Executor of one front door; see ``engine.interface.Executor``.
+    """Executor of one front door; see ``contracts.instances.Executor``.
 
     Args:
         kv_growth: Maximum number of KV blocks of an instance, as a multiple of the number at the

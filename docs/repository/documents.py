@@ -31,7 +31,7 @@ OTHERS = {
     *("--enable-prompt-tokens-details", "--enforce-eager", "--no-enforce-eager"),
     "--attention-backend",
     # Of the checker of another vLLM, which is no command.
-    *("--only-breaks", "--cache"),
+    "--cache",
     *("--otlp-traces-endpoint", "--enable-feature"),  # of vLLM, and of Prometheus
 }
 """Options that documents name and that no command of banaserve takes."""

@@ -110,7 +110,7 @@ class Case:
     Attributes:
         says: In the message.
         options, limits: Of the door, where others than usual.
-        patches: Constants of ``api.app``.
+        patches: Constants of ``frontdoor.app``.
         is_closed: Whether the connection ends behind the answer.
     """
 

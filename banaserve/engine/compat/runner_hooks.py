@@ -94,12 +94,12 @@ def wrap_call(owner: Any, name: str, around: Call) -> None:
     setattr(owner, name, wrapped)
 
 
-def wrap_execute_model(runner: GPUModelRunner, around: Call) -> None:
+def wrap_execute_model(runner: Any, around: Call) -> None:
     """Run ``around`` in place of a step's forward pass; it gets the scheduler's output."""
     wrap_call(runner, "execute_model", around)
 
 
-def wrap_sample_tokens(runner: GPUModelRunner, around: Call) -> None:
+def wrap_sample_tokens(runner: Any, around: Call) -> None:
     """Run ``around`` in place of a step's sampling."""
     wrap_call(runner, "sample_tokens", around)
 
@@ -165,12 +165,12 @@ def wrap_output(output: Any, change: Callable[[Any], None]) -> None:
 # ---- attributes attached to objects of vLLM
 
 
-def set_host(runner: GPUModelRunner, host: Any) -> None:
+def set_host(runner: Any, host: Any) -> None:
     """Attach a ``MigrationHost`` to a runner, or to it or its class the reason why it has none."""
     setattr(runner, _HOST, host)
 
 
-def host_of(runner: GPUModelRunner) -> Any:
+def host_of(runner: Any) -> Any:
     """Return the object that ``set_host`` attached; None for none."""
     return getattr(runner, _HOST, None)
 

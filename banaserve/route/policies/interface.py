@@ -2,7 +2,7 @@
 
 A balancer fills in views and requests, asks for decisions, and reports the outcome of each request
 to the policy. Routing among the instances of one server has another interface,
-``orchestrator/routing``; docs/adr/0014-two-kinds-of-routing.md gives the reason.
+``orchestrator/control/routing``; docs/adr/0014-two-kinds-of-routing.md gives the reason.
 
 A replica is one OpenAI-compatible server behind a balancer; a peer is the balancer of another
 region. Nothing here reads a clock: every time is an argument, in seconds of one monotonic clock.
