@@ -15,9 +15,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from banaserve.base.errors import UserError
-from banaserve.bench.loadgen.servers import end_with_parent, free_port
-from banaserve.kvstore.tiers.mooncake import MooncakeTier
-from banaserve.kvstore.tiers.mooncake_config import check_installed
+from banaserve_bench.loadgen.servers import end_with_parent, free_port
+from banaserve_mooncake.config import check_installed
+from banaserve_mooncake.tier import MooncakeTier
 
 _START_TIMEOUT_S = 30.0
 

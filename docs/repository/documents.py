@@ -12,8 +12,8 @@ from pathlib import Path
 
 import yaml
 
-from banaserve.cli import bench
 from banaserve.cli.main import COMMANDS
+from banaserve_bench import command as bench
 from benchmarks import results_page
 from benchmarks.registry import BENCHMARKS
 from docs import check, commands
@@ -121,7 +121,7 @@ def names_in(document: Path) -> Iterator[Finding]:
     ]
     # History: the first lines of LOG.md say how commands are called now.
     if document.name != "LOG.md" and document.parent != ROOT / "benchmarks" / "log":
-        looked_up.append((r"banaserve bench ([a-z][a-z-]+)", bench.BENCHMARKS, "banaserve bench"))
+        looked_up.append((r"banaserve bench ([a-z][a-z-]+)", bench.SUBCOMMANDS, "banaserve bench"))
     for number, line in enumerate(document.read_text().splitlines(), start=1):
         for pattern, known, command in looked_up:
             for name in re.findall(pattern, line):

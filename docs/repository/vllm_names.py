@@ -40,7 +40,7 @@ NEAR_VLLM = (
     "banaserve/mains",
     "banaserve/migration",
     "banaserve/pacing",
-    "banaserve/route/preble_scheduler.py",
+    "banaserve/engine/preble_scheduler.py",
     "banaserve/serving",
     "benchmarks/drivers",
 )

@@ -54,8 +54,8 @@ class ById(LegByLeg):
 REPLICAS = """
 from dataclasses import dataclass
 
-from banaserve.route.policies.interface import Need, RoutingDecision, RoutingReason
-from banaserve.route.policies.policy import Policy
+from banaserve_route.policies.interface import Need, RoutingDecision, RoutingReason
+from banaserve_route.policies.policy import Policy
 
 
 @dataclass(frozen=True, slots=True)

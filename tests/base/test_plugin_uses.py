@@ -19,10 +19,10 @@ from banaserve.orchestrator.control.migration import registry as migration
 from banaserve.orchestrator.control.routing import registry as routing
 from banaserve.orchestrator.planner.loop.loop import ControllerOptions
 from banaserve.orchestrator.planner.loop.time_scaling import dilated
-from banaserve.route.policies import registry as replicas
-from banaserve.route.policies.fleet import Fleet
-from banaserve.route.policies.interface import ReplicaId, ReplicaView, Request
 from banaserve.sim.system import preset
+from banaserve_route.policies import registry as replicas
+from banaserve_route.policies.fleet import Fleet
+from banaserve_route.policies.interface import ReplicaId, ReplicaView, Request
 from installed_packages import (
     MIGRATION,
     REPLICAS,

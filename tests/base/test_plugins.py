@@ -64,7 +64,7 @@ class Half(LegByLeg):
 class Needy:
     ...
 
-from banaserve.route.policies.policy import Policy, NoOptions as Nothing
+from banaserve_route.policies.policy import Policy, NoOptions as Nothing
 
 class NoPresets(Policy):
     def pick(self, request, candidates, fleet): ...

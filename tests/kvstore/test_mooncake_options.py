@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from banaserve.base.errors import UserError
-from banaserve.kvstore.tiers import mooncake_config
-from banaserve.kvstore.tiers.mooncake import MooncakeTier
-from banaserve.kvstore.tiers.mooncake_config import parse_url
+from banaserve_mooncake import config as mooncake_config
+from banaserve_mooncake.config import parse_url
+from banaserve_mooncake.tier import MooncakeTier
 
 
 @pytest.mark.parametrize(
