@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from banaserve.cli.main import COMMANDS
+from banaserve.cli.commands import COMMANDS, OFFERED_BY
 from banaserve_bench import command as bench
 from benchmarks import results_page
 from benchmarks.registry import BENCHMARKS
@@ -21,7 +21,7 @@ from docs.repository.findings import ROOT, Finding, at, too_few
 
 ARCHITECTURE = ROOT / "ARCHITECTURE.md"
 GLOSSARY = ROOT / "docs" / "glossary.md"
-FOLDERS = ("banaserve", "benchmarks", "csrc", "docs", "tests")
+FOLDERS = ("banaserve", "bench", "benchmarks", "csrc", "docs", "plugins", "route", "tests")
 OTHERS = {
     # Of pip and of vLLM, which banaserve passes on.
     *("--extra-index-url", "--no-deps", "--no-build-isolation", "--require-hashes", "--dtype"),
@@ -86,7 +86,7 @@ def _glossary() -> Iterator[Finding]:
         if not places:
             yield Finding(GLOSSARY, number, "the word has no place in the code")
         for place in places:
-            if not (ROOT / "banaserve" / place).is_file():
+            if not any((top / place).is_file() for top in (ROOT / "banaserve", ROOT)):
                 yield Finding(GLOSSARY, number, f"there is no {place}")
     yield from too_few(GLOSSARY, seen, 30, "words")
 
@@ -115,7 +115,7 @@ def names_in(document: Path) -> Iterator[Finding]:
     targets = re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     looked_up = [
         (r"(?:^    |`|; )make ([a-z][a-z-]*)", targets, "make"),
-        (r"`banaserve ([a-z]+)", COMMANDS, "banaserve"),
+        (r"`banaserve ([a-z]+)", {*COMMANDS, *OFFERED_BY}, "banaserve"),
         (r"make bench NAME=([a-z-]+)", BENCHMARKS, "make bench NAME="),
         (r"python -m benchmarks ([a-z-]+)", BENCHMARKS, "python -m benchmarks"),
     ]

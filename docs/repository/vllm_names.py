@@ -16,7 +16,7 @@ from pathlib import Path
 from banaserve.engine.compat.checker import check
 from banaserve.engine.compat.manifest import ENTRIES, Hook
 from banaserve.engine.compat.sources import FolderFiles, Sources
-from docs.repository.findings import PACKAGE, ROOT, Finding, at, nodes_of, sources
+from docs.repository.findings import CODE, PACKAGE, ROOT, Finding, at, nodes_of, sources
 
 COMPAT = PACKAGE / "engine" / "compat"
 MANIFEST = COMPAT / "manifest.py"
@@ -40,7 +40,6 @@ NEAR_VLLM = (
     "banaserve/mains",
     "banaserve/migration",
     "banaserve/pacing",
-    "banaserve/engine/preble_scheduler.py",
     "banaserve/serving",
     "benchmarks/drivers",
 )
@@ -55,7 +54,7 @@ def findings() -> Iterator[Finding]:
     for path in sorted(COMPAT.glob("*.py")):
         yield from import_findings(path)
         yield from use_findings(path)
-    for path in sources("banaserve", "benchmarks"):
+    for path in sources(*CODE):
         if COMPAT not in path.parents:
             yield from outside_findings(path)
             if str(path.relative_to(ROOT)).startswith(NEAR_VLLM):
