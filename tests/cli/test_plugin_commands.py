@@ -17,7 +17,6 @@ import pytest
 from banaserve.base.errors import UserError
 from banaserve.base.plugins import PluginGroup
 from banaserve.cli import main as cli
-from banaserve.cli.plugins import REGISTRIES
 from banaserve.cli.serve.command import serve_command
 from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.daemon import process as daemon
@@ -41,7 +40,7 @@ LACKING = "class Needy: ..."
 @pytest.fixture(autouse=True)
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder that packages can be installed to; what they register is forgotten afterwards."""
-    with plugin_site(tmp_path / "site", REGISTRIES.values(), monkeypatch):
+    with plugin_site(tmp_path / "site", monkeypatch):
         yield tmp_path / "site"
 
 
