@@ -28,13 +28,13 @@ cd "$work"
 said=$("$work/empty/bin/banaserve" route 2>&1 || true)
 [[ $said == *"pip install banaserve-route" ]] || fail "the core alone says of banaserve route: $said"
 for name in bench mooncake route; do
-    found=$(ls -t "$OLDPWD"/dist/banaserve_"$name"-*.whl | head -n 1)
+    found=$(ls -t "$OLDPWD"/dist/banaserve_"$name"-*.whl | sed -n 1p)
     "$work/empty/bin/pip" install "$found"
 done
 "$work/empty/bin/banaserve" route --help >route
 "$work/empty/bin/banaserve" bench >bench
 say "banaserve route and banaserve bench come with their own wheels"
-"$work/empty/bin/banaserve" version | head -n 1
+"$work/empty/bin/banaserve" version | sed -n 1p
 "$work/empty/bin/python" - <<'EOF'
 import numpy as np
 import xxhash
