@@ -6,7 +6,8 @@ import tomllib
 from collections.abc import Iterator
 from typing import Any
 
-from docs.repository.findings import PACKAGE, ROOT, Finding, sources, too_few
+from docs.check import PACKAGES
+from docs.repository.findings import CODE, PACKAGE, ROOT, Finding, sources, too_few
 from docs.repository.import_graph import circles, entries_of, find_modules, read_imports
 
 FOLDERS = ("kernels", "kvstore", "orchestrator")
@@ -39,21 +40,20 @@ def _packages() -> Iterator[Finding]:
             yield Finding(path, 1, "tests are no packages, and the top is not on their path")
     if (ROOT / "benchmarks" / "kernels").exists():
         yield Finding(ROOT / "benchmarks" / "kernels", 1, "shadows the package kernels")
-    for folder in sorted({path.parent for path in sources("banaserve")}):
+    for folder in sorted({path.parent for path in sources(*PACKAGES)}):
         if not (folder / "__init__.py").exists():
             yield Finding(folder, 1, "has no __init__.py that says what it holds and where it runs")
 
 
 def _circles() -> Iterator[Finding]:
-    packages = ["banaserve", "benchmarks"]
-    modules = find_modules(ROOT, packages)
+    modules = find_modules(ROOT, CODE)
     # Imports for types count; those inside functions do not.
-    declared = read_imports(ROOT, packages).declared
+    declared = read_imports(ROOT, CODE).declared
     yield from too_few(PACKAGE, declared, 300, "modules")
     for circle in circles(declared):
         yield Finding(modules[circle[0]], 1, f"imports each other: {', '.join(circle)}")
     for folder in sorted({name.rpartition(".")[0] for name in modules} - {""}):
         # A folder in it stands for all that it holds.
         for circle in circles(entries_of(declared, folder, apart=APART)):
-            path = ROOT.joinpath(*folder.split("."))
+            path = modules.get(folder, PACKAGE)
             yield Finding(path, 1, f"entries import each other: {', '.join(circle)}")

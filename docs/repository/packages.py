@@ -1,4 +1,4 @@
-"""Locks, the installer's imports and the packages of the examples."""
+"""Locks, the installer's imports, versions of distributions and the packages of the examples."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+from banaserve import __version__
+from docs.check import PACKAGES
 from docs.repository.findings import ROOT, Finding, at, tree_of
 
 FOLDER = ROOT / "requirements"
@@ -27,6 +29,8 @@ def findings() -> Iterator[Finding]:
     yield from _locks()
     yield from _installer()
     yield from _examples()
+    for package in PACKAGES[1:]:
+        yield from distribution_findings((ROOT / package).parent / "pyproject.toml")
 
 
 def blocks(text: str) -> dict[str, str]:
@@ -59,6 +63,15 @@ def _installer() -> Iterator[Finding]:
                 module = getattr(node, "module", None) or node.names[0].name
                 if module.split(".")[0] not in known:
                     yield Finding(path, node.lineno, f"imports {module}: it has only Python itself")
+
+
+def distribution_findings(file: Path) -> Iterator[Finding]:
+    """Yield where a distribution beside the core is not of the core's version, or needs another."""
+    project = tomllib.loads(file.read_text())["project"]
+    if project["version"] != __version__:
+        yield at(file, "version", f"the core is {__version__}")
+    if f"banaserve=={__version__}" not in project["dependencies"]:
+        yield at(file, "banaserve==", f"does not need banaserve=={__version__}")
 
 
 def _examples() -> Iterator[Finding]:

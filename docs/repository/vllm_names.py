@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from banaserve.engine.compat.hooks import HOOKS, SET_ATTRIBUTES
-from docs.repository.findings import PACKAGE, ROOT, Finding, nodes_of, sources
+from docs.repository.findings import CODE, PACKAGE, ROOT, Finding, nodes_of, sources
 
 COMPAT = PACKAGE / "engine" / "compat"
 PRIVATE = re.compile(r"_[a-zA-Z]\w*")
@@ -36,7 +36,6 @@ NEAR_VLLM = (
     "banaserve/mains",
     "banaserve/migration",
     "banaserve/pacing",
-    "banaserve/route/preble_scheduler.py",
     "banaserve/serving",
     "benchmarks/drivers",
 )
@@ -49,7 +48,7 @@ def findings() -> Iterator[Finding]:
     yield from count_findings(ROOT / "README.md")
     for path in sorted(COMPAT.glob("*.py")):
         yield from use_findings(path)
-    for path in sources("banaserve", "benchmarks"):
+    for path in sources(*CODE):
         if COMPAT not in path.parents:
             yield from outside_findings(path)
             if str(path.relative_to(ROOT)).startswith(NEAR_VLLM):

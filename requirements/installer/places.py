@@ -7,6 +7,8 @@ from pathlib import Path
 REQUIREMENTS = Path(__file__).resolve().parents[1]
 ROOT = REQUIREMENTS.parent
 VENV = ROOT / ".venv"
+DISTRIBUTIONS = (ROOT, ROOT / "bench", ROOT / "route", ROOT / "plugins" / "mooncake")
+"""Folders of what is installed of this checkout, in place: the core first."""
 PYTHON = VENV / "bin" / "python"
 LOG = VENV / "install.log"
 

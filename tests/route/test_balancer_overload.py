@@ -15,9 +15,9 @@ from time import monotonic
 
 import pytest
 
-from banaserve.route.balancer.balancer import Balancer
-from banaserve.route.balancer.config import HealthSettings, LimitSettings
-from banaserve.route.balancer.http import client_connection
+from banaserve_route.balancer.balancer import Balancer
+from banaserve_route.balancer.config import HealthSettings, LimitSettings
+from banaserve_route.balancer.http import client_connection
 from counters import counted
 from slow_reading import reads_some, served_end
 

