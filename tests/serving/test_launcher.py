@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from banaserve.base.errors import InstanceDeadError
+from banaserve.base.net import framing
 from banaserve.base.platform.processes import is_running
 from banaserve.mains import engine_parent as forkserver
 from banaserve.mains import spawned
@@ -85,8 +85,8 @@ async def test_a_parent_that_cannot_be_replaced_is_told_in_one_line(tmp_path: Pa
 
 async def test_a_parent_that_talks_nonsense_is_replaced(tmp_path: Path) -> None:
     ours, theirs = socket.socketpair()
-    body = msgspec.msgpack.encode(messages.EngineStarted("d0", 1)).replace(b"d0", b"\xff0")
-    theirs.sendall(struct.pack("!I", len(body)) + body)
+    frame = framing.encode(messages.EngineStarted("d0", 1), messages.MAX_MESSAGE_BYTES)
+    theirs.sendall(frame.replace(b"d0", b"\xff0"))
     _, second = answering()
 
     async def start_parent() -> ParentLink:

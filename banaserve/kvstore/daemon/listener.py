@@ -156,7 +156,7 @@ class Connection:
         self.pidfd = pidfd
         self.awaited_events = selectors.EVENT_READ
         self.closed = False
-        self._reader: wire.FrameReader[wire.Request] = wire.FrameReader(wire.Request)
+        self._reader = wire.request_reader()
         self._unsent = bytearray()
 
     @property
@@ -178,7 +178,9 @@ class Connection:
             return
         if not data:
             raise EOFError
-        yield from self._reader.feed(data)
+        self._reader.feed(data)
+        while (request := self._reader.take()) is not None:
+            yield request
 
     def send(self, reply: wire.Reply, fds: Sequence[int] = ()) -> None:
         """Send or queue a reply, with copies of ``fds`` attached to its first byte.

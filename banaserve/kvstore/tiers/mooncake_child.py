@@ -21,7 +21,7 @@ from banaserve.kvstore.fingerprint import PAGE_BYTES
 from banaserve.kvstore.pool import map_memory
 from banaserve.kvstore.tiers.interface import BlockBytes
 from banaserve.kvstore.tiers.mooncake_config import MooncakeConfig
-from banaserve.kvstore.tiers.mooncake_process import Frames, Order, Report, frame
+from banaserve.kvstore.tiers.mooncake_process import Order, Report, encode, report_reader
 
 _MODULE = "banaserve.kvstore.tiers.mooncake_process"
 _SEND_BUFFER_BYTES = 2**20
@@ -107,7 +107,7 @@ class MooncakeChild:
         """
         self.is_ready = False
         self.last_line = ""
-        self._frames: Frames[Report] = Frames(Report)
+        self._reader = report_reader()
         self.sock, theirs = socket.socketpair()
         self.log_fd, log_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         command = [sys.executable, "-m", _MODULE, "--socket-fd", str(theirs.fileno())]
@@ -141,7 +141,7 @@ class MooncakeChild:
         Raises:
             OSError: The process is gone or does not read.
         """
-        data = frame(order)
+        data = encode(order)
         if self.sock.send(data) < len(data):
             raise ConnectionAbortedError("it does not read")
 
@@ -151,13 +151,15 @@ class MooncakeChild:
         Raises:
             EOFError: The process has closed its socket.
             OSError: The process is gone.
-            ValueError: The bytes are not valid reports.
+            ProtocolError: The bytes are not valid reports.
         """
         with contextlib.suppress(BlockingIOError):
             data = self.sock.recv(_RECEIVE_BYTES)
             if not data:
                 raise EOFError
-            yield from self._frames.feed(data)
+            self._reader.feed(data)
+            while (report := self._reader.take()) is not None:
+                yield report
 
     def read_log(self) -> bool:
         """Read some output of the process; return False if there is none, at least for now."""
