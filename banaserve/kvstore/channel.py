@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from banaserve.base.errors import FingerprintError, ProtocolError, StoreUnavailableError
+from banaserve.base.net.framing import MessageReader
 from banaserve.base.platform.linux import is_own, peer_of
 from banaserve.kvstore import wire
 from banaserve.kvstore.fingerprint import Fingerprint
@@ -60,7 +61,7 @@ class StoreChannel:
         self._on_late = on_late
         self._late_seqs: deque[int] = deque()
         self._last_seq = 0
-        self._reader = wire.reply_reader()
+        self._reader = MessageReader(wire.REPLIES)
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             _set_kernel_timeout(self._sock, timeout_s)
@@ -95,7 +96,7 @@ class StoreChannel:
             OSError: The connection is no longer usable.
         """
         try:
-            self._sock.sendall(wire.encode(message))
+            self._sock.sendall(wire.REQUESTS.encode(message))
         except BlockingIOError as error:
             # Half a message may be on its way, so nothing can follow it.
             raise ConnectionAbortedError("the store does not read") from error
@@ -168,7 +169,7 @@ class StoreChannel:
         return reply
 
     def _greet(self, hello: wire.ClientHello) -> wire.Welcome:
-        self._sock.sendall(wire.encode(hello))
+        self._sock.sendall(wire.REQUESTS.encode(hello))
         while (reply := self._reader.take()) is None:
             data, received_fds, _, _ = socket.recv_fds(self._sock, _RECEIVE_BYTES, _NUM_FDS)
             self.fds += received_fds

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from banaserve.base.net import framing
+from banaserve.base.net.framing import Framing
 from banaserve.kvstore.fingerprint import MAX_PARTS, Fingerprint
 from banaserve.kvstore.stats import StoreStats
 
@@ -245,24 +245,5 @@ Reply = (
 OneWay = PushBlocks | LayersWritten | Abandon | ReleaseLeases | EndHold
 """Requests without an answer that name a generation."""
 
-_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
-
-
-def encode(message: Request | Reply) -> bytes:
-    """Encode ``message`` as a frame.
-
-    Raises:
-        ProtocolError: The frame would be longer than a peer accepts.
-    """
-    return framing.encode(message, MAX_MESSAGE_BYTES)
-
-
-def request_reader() -> framing.MessageReader[Request]:
-    """Return the reader of one client's requests."""
-    return framing.MessageReader(_requests, MAX_MESSAGE_BYTES)
-
-
-def reply_reader() -> framing.MessageReader[Reply]:
-    """Return the reader of the store's replies to one client."""
-    return framing.MessageReader(_replies, MAX_MESSAGE_BYTES)
+REQUESTS: Framing[Request] = Framing(Request, MAX_MESSAGE_BYTES)
+REPLIES: Framing[Reply] = Framing(Reply, MAX_MESSAGE_BYTES)

@@ -7,16 +7,15 @@ import contextlib
 import os
 
 from banaserve.base.errors import BanaServeError
-from banaserve.base.net.framing import receive_async
+from banaserve.base.net.framing import MessageReader, receive_async
 from banaserve.base.platform.linux import since_received_s
 from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.messages import (
+    FRAMING,
     MAX_MESSAGE_BYTES,
     Beat,
     NodeMessage,
     NodeRefused,
-    encode,
-    message_reader,
 )
 
 BEAT_S = 0.5
@@ -51,7 +50,7 @@ class NodeLink:
     ) -> None:
         self.peer = peer
         self._reader, self._writer = reader, writer
-        self._messages = message_reader()
+        self._messages = MessageReader(FRAMING)
         self.silent_s = silent_s
         self._beating: asyncio.Task[None] | None = None
 
@@ -62,7 +61,7 @@ class NodeLink:
             NodeLostError: The connection is broken.
             ProtocolError: The message is longer than the other side accepts.
         """
-        frame = encode(message)
+        frame = FRAMING.encode(message)
         try:
             self._writer.write(frame)
             await self._writer.drain()
@@ -92,7 +91,7 @@ class NodeLink:
         while True:
             try:
                 async with asyncio.timeout(min(self.silent_s, SILENT_S)):  # silent_s may change
-                    return await self._reader.read(max(num_bytes, CHUNK_BYTES))
+                    return await self._reader.read(MAX_MESSAGE_BYTES)
             except TimeoutError:
                 if self._is_silent():
                     raise NodeLostError(

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import msgspec
 
-from banaserve.base.net import framing
+from banaserve.base.net.framing import Framing
 
 PROTOCOL = 4
 MAX_MESSAGE_BYTES = 1 << 20
@@ -289,18 +289,4 @@ NodeMessage = (
     | Beat
     | NodeRefused
 )
-_decoder: msgspec.msgpack.Decoder[NodeMessage] = msgspec.msgpack.Decoder(NodeMessage)
-
-
-def encode(message: NodeMessage) -> bytes:
-    """Encode ``message`` as a frame.
-
-    Raises:
-        ProtocolError: The message is longer than the other side accepts.
-    """
-    return framing.encode(message, MAX_MESSAGE_BYTES)
-
-
-def message_reader() -> framing.MessageReader[NodeMessage]:
-    """Return the reader of one connection's messages."""
-    return framing.MessageReader(_decoder, MAX_MESSAGE_BYTES)
+FRAMING: Framing[NodeMessage] = Framing(NodeMessage, MAX_MESSAGE_BYTES)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from banaserve.base.errors import ProtocolError
-from banaserve.base.net.framing import LENGTH_BYTES, length_of
+from banaserve.base.net.framing import LENGTH_BYTES
 from banaserve.transport import frames
 from banaserve.transport.errors import (
     PeerGoneError,
@@ -18,7 +18,7 @@ from banaserve.transport.errors import (
     StaleEpochError,
     TransferTimeoutError,
 )
-from banaserve.transport.frames import ONE_WAY, REFUSAL, REPLY, REQUEST, FrameHeader
+from banaserve.transport.frames import HEADERS, ONE_WAY, REFUSAL, REPLY, REQUEST, FrameHeader
 from banaserve.transport.interface import Bytes, Message, Tensor
 from banaserve.transport.seal import CODE_BYTES, FrameCode, Seal
 from banaserve.transport.stream import ByteStream
@@ -179,8 +179,7 @@ class StreamChannel:
     def _read_frame(self, deadline: float, place: Place) -> tuple[FrameHeader, tuple[Tensor, ...]]:
         code = self._seal.next_received() if self._seal is not None else None
         length = self._read(LENGTH_BYTES, deadline, code)
-        header_bytes = length_of(length, frames.MAX_HEADER_BYTES)
-        header = frames.decode(self._read(header_bytes, deadline, code))
+        header = HEADERS.decode(self._read(HEADERS.length_of(length), deadline, code))
         sizes = frames.tensor_sizes(header)
         buffers = _buffers(sizes, place(header, sizes))
         self._read_parts([frames.view_of(buffer) for buffer in buffers], deadline, code)

@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 
 from banaserve.base.errors import ProtocolError
-from banaserve.base.net import framing
+from banaserve.base.net.framing import LENGTH_BYTES, Framing
 from banaserve.transport.errors import RefusedError
 from banaserve.transport.interface import MAX_DIMENSIONS, MAX_EPOCH, Bytes, Message, Tensor
 
@@ -68,7 +68,7 @@ class FrameHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     tensors: Annotated[tuple[tuple[str, _Shape], ...], msgspec.Meta(max_length=MAX_TENSORS)]
 
 
-_decoder = msgspec.msgpack.Decoder(FrameHeader)
+HEADERS: Framing[FrameHeader] = Framing(FrameHeader, MAX_HEADER_BYTES)
 
 
 def encode(message: Message, seq: int, kind: int, token: int) -> list[memoryview | bytes]:
@@ -80,21 +80,12 @@ def encode(message: Message, seq: int, kind: int, token: int) -> list[memoryview
     described = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in message.tensors)
     header = FrameHeader(seq, kind, token, message.epoch, message.body, described)
     try:
-        head = framing.encode(header, MAX_HEADER_BYTES)
-        sizes = tensor_sizes(decode(memoryview(head)[framing.LENGTH_BYTES :]))
+        head = HEADERS.encode(header)
+        sizes = tensor_sizes(HEADERS.decode(memoryview(head)[LENGTH_BYTES:]))
         payload = [_bytes_of(tensor, n) for tensor, n in zip(message.tensors, sizes, strict=True)]
     except ProtocolError as error:
         raise RefusedError(f"the message cannot be sent: {error}") from None
     return [head, *payload]
-
-
-def decode(header: framing.Body) -> FrameHeader:
-    """Decode the header of a received frame.
-
-    Raises:
-        ProtocolError: The bytes are not a header.
-    """
-    return framing.decode(_decoder, header)
 
 
 def tensor_sizes(header: FrameHeader) -> list[int]:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from banaserve.base.errors import ProtocolError
-from banaserve.base.net.framing import MessageReader, encode, receive, receive_async
+from banaserve.base.net.framing import Framing, MessageReader, receive, receive_async
 from corpus import attempt
 from depth import num_examples
 
@@ -27,12 +27,8 @@ class Said(msgspec.Struct, frozen=True, array_like=True):
     content: bytes = b""
 
 
-_decoder = msgspec.msgpack.Decoder(Said)
+FRAMING: Framing[Said] = Framing(Said, MAX_BYTES)
 said = st.builds(Said, st.integers(0, 2**63), st.binary(max_size=900))
-
-
-def new_reader(max_bytes: int = MAX_BYTES) -> MessageReader[Said]:
-    return MessageReader(_decoder, max_bytes)
 
 
 @given(messages=st.lists(said, max_size=5), cuts=st.lists(st.integers(0, 6000)), rest=st.binary())
@@ -40,9 +36,9 @@ def new_reader(max_bytes: int = MAX_BYTES) -> MessageReader[Said]:
 def test_any_split_gives_the_same_messages(
     messages: list[Said], cuts: list[int], rest: bytes
 ) -> None:
-    stream = b"".join(encode(one, MAX_BYTES) for one in messages) + rest[:3]
+    stream = b"".join(FRAMING.encode(one) for one in messages) + rest[:3]
     ends = sorted(min(cut, len(stream)) for cut in cuts)
-    reader, found = new_reader(), []
+    reader, found = MessageReader(FRAMING), []
     for first, end in zip([0, *ends], [*ends, len(stream)], strict=True):
         reader.feed(stream[first:end])
         found += iter(reader.take, None)
@@ -55,19 +51,19 @@ def test_any_split_gives_the_same_messages(
 def test_a_read_of_what_is_missing_leaves_the_rest_in_the_stream(
     messages: list[Said], most: int
 ) -> None:
-    stream = io.BytesIO(b"".join(encode(one, MAX_BYTES) for one in messages))
+    stream = io.BytesIO(b"".join(FRAMING.encode(one) for one in messages))
     for i, message in enumerate(messages):
         # A reader of its own for each message, and reads that return less than was asked for.
-        assert receive(lambda n: stream.read(min(n, most)), new_reader()) == message
-        assert stream.tell() == sum(len(encode(one, MAX_BYTES)) for one in messages[: i + 1])
-    assert receive(stream.read, new_reader()) is None
+        assert receive(lambda n: stream.read(min(n, most)), MessageReader(FRAMING)) == message
+        assert stream.tell() == sum(len(FRAMING.encode(one)) for one in messages[: i + 1])
+    assert receive(stream.read, MessageReader(FRAMING)) is None
 
 
 @given(data=st.binary(max_size=64))
 @settings(max_examples=num_examples(400))
 def test_other_bytes_are_messages_or_one_error(data: bytes) -> None:
-    reader = new_reader()
-    reader.feed(encode(Said(7), MAX_BYTES) + data)
+    reader = MessageReader(FRAMING)
+    reader.feed(FRAMING.encode(Said(7)) + data)
     assert reader.take() == Said(7)
     found, error = attempt(lambda: list(iter(reader.take, None)), ProtocolError)
     assert str(error).isprintable()
@@ -81,7 +77,7 @@ def test_other_bytes_are_messages_or_one_error(data: bytes) -> None:
     ids=["over the limit", "two gigabytes", "negative"],
 )
 def test_a_length_over_the_limit_is_refused_before_memory_is_taken(length: int | bytes) -> None:
-    reader = new_reader()
+    reader = MessageReader(FRAMING)
     reader.feed(length if isinstance(length, bytes) else length.to_bytes(4, "little"))
     tracemalloc.start()
     with pytest.raises(ProtocolError, match=f"too large: at most {MAX_BYTES}"):
@@ -89,14 +85,14 @@ def test_a_length_over_the_limit_is_refused_before_memory_is_taken(length: int |
     assert tracemalloc.get_traced_memory()[1] < 100_000
     tracemalloc.stop()
     with pytest.raises(ProtocolError, match="too large"):
-        encode(Said(1, bytes(MAX_BYTES)), MAX_BYTES)
+        FRAMING.encode(Said(1, bytes(MAX_BYTES)))
 
 
 @pytest.mark.parametrize(
     "body", [b"", b"\x91" * 500, b"\xdd\xff\xff\xff\xff", b"\x92\xa1\xff\xc4\x00", b"\x91\xa1x"]
 )
 def test_a_body_that_is_no_message_is_a_protocol_error(body: bytes) -> None:
-    reader = new_reader()
+    reader = MessageReader(FRAMING)
     reader.feed(len(body).to_bytes(4, "little") + body)
     with pytest.raises(ProtocolError, match="not a message"):
         reader.take()
@@ -107,7 +103,7 @@ def over_socket(stream: bytes) -> list[Said | None]:
     with ours, theirs:
         ours.sendall(stream)
         ours.shutdown(socket.SHUT_WR)
-        reader = new_reader()
+        reader = MessageReader(FRAMING)
         return [receive(theirs.recv, reader) for _ in range(3)]
 
 
@@ -115,7 +111,7 @@ def over_socket_that_does_not_block(stream: bytes) -> list[Said | None]:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.setblocking(False)
-        reader, found = new_reader(), []
+        reader, found = MessageReader(FRAMING), []
         for byte in stream:
             with pytest.raises(BlockingIOError):
                 theirs.recv(1)
@@ -130,7 +126,7 @@ def over_pipe(stream: bytes) -> list[Said | None]:
     os.write(writing, stream)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
-        return [receive(pipe.read, new_reader()) for _ in range(3)]
+        return [receive(pipe.read, MessageReader(FRAMING)) for _ in range(3)]
 
 
 def over_asyncio(stream: bytes) -> list[Said | None]:
@@ -138,7 +134,7 @@ def over_asyncio(stream: bytes) -> list[Said | None]:
         arrived = asyncio.StreamReader()
         arrived.feed_data(stream)
         arrived.feed_eof()
-        reader = new_reader()
+        reader = MessageReader(FRAMING)
         return [await receive_async(arrived.read, reader) for _ in range(3)]
 
     return asyncio.run(run())
@@ -151,5 +147,5 @@ def test_every_kind_of_stream_gives_the_messages_and_its_end(
     over: Callable[[bytes], list[Said | None]],
 ) -> None:
     messages = [Said(1, b"x" * 300), Said(2)]
-    half = encode(Said(3), MAX_BYTES)[:-1]
-    assert over(b"".join(encode(one, MAX_BYTES) for one in messages) + half) == [*messages, None]
+    half = FRAMING.encode(Said(3))[:-1]
+    assert over(b"".join(FRAMING.encode(one) for one in messages) + half) == [*messages, None]

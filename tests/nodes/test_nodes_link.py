@@ -13,13 +13,14 @@ import msgspec
 import pytest
 
 from banaserve.base.errors import ProtocolError, UserError
-from banaserve.base.net import framing
+from banaserve.base.net.framing import MessageReader
 from banaserve.nodes import client as clients
 from banaserve.nodes import link as links
 from banaserve.nodes.client import NodeClient
 from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.link import NodeLink, NodeLostError, accepted, connect
 from banaserve.nodes.messages import (
+    FRAMING,
     MAX_MESSAGE_BYTES,
     ChannelClosed,
     ChannelOpened,
@@ -31,7 +32,6 @@ from banaserve.nodes.messages import (
     PortFound,
     PrepareNode,
     SessionOpened,
-    message_reader,
 )
 from banaserve.nodes.places import AgentPlace
 from banaserve.nodes.relay import Relay
@@ -254,7 +254,7 @@ def test_a_refusal_and_nonsense_are_one_line_each() -> None:
         await until_gone(link)
 
     async def babble(link: NodeLink) -> None:
-        link._writer.write(framing.encode("nonsense", MAX_MESSAGE_BYTES))
+        link._writer.write((9).to_bytes(4, "little") + b"\xa8nonsense")
         await until_gone(link)
 
     async def run() -> None:
@@ -286,7 +286,7 @@ def test_nobody_there_is_one_line() -> None:
     "body", [b"", b"\x80", b"\x81\xa4type\xa4Beat\xa1x\x01", b"\xdc\xff\xff", bytes(range(256))]
 )
 def test_hostile_bodies_are_protocol_errors(body: bytes) -> None:
-    reader = message_reader()
+    reader = MessageReader(FRAMING)
     reader.feed(len(body).to_bytes(4, "little") + body)
     with pytest.raises(ProtocolError, match="not a message"):
         reader.take()

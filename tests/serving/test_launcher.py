@@ -19,7 +19,6 @@ import pytest
 pytest.importorskip("vllm")
 
 from banaserve.base.errors import InstanceDeadError
-from banaserve.base.net import framing
 from banaserve.base.platform.processes import is_running
 from banaserve.mains import engine_parent as forkserver
 from banaserve.mains import spawned
@@ -85,7 +84,7 @@ async def test_a_parent_that_cannot_be_replaced_is_told_in_one_line(tmp_path: Pa
 
 async def test_a_parent_that_talks_nonsense_is_replaced(tmp_path: Path) -> None:
     ours, theirs = socket.socketpair()
-    frame = framing.encode(messages.EngineStarted("d0", 1), messages.MAX_MESSAGE_BYTES)
+    frame = messages.FRAMING.encode(messages.EngineStarted("d0", 1))
     theirs.sendall(frame.replace(b"d0", b"\xff0"))
     _, second = answering()
 

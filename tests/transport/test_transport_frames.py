@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import transport_faults as faults
-from banaserve.base.net import framing
 from banaserve.transport import frames
 from banaserve.transport.channel import StreamChannel
 from banaserve.transport.connect import over_unix
@@ -121,7 +120,7 @@ def test_tensors_over_the_limit_are_refused_before_memory_is_taken(shapes):
     header = frames.FrameHeader(1, frames.ONE_WAY, 0, 0, b"", described)
     ours, theirs = socket.socketpair()
     receiver = over_unix(theirs)
-    ours.sendall(framing.encode(header, frames.MAX_HEADER_BYTES))
+    ours.sendall(frames.HEADERS.encode(header))
     with pytest.raises(PeerGoneError, match="too large"):
         receiver.receive(WAIT_S)
     ours.close()

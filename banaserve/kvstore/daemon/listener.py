@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from banaserve.base.errors import ProtocolError, UserError
+from banaserve.base.net.framing import MessageReader
 from banaserve.base.platform.linux import MAX_SOCKET_PATH_BYTES
 from banaserve.kvstore import wire
 
@@ -156,7 +157,7 @@ class Connection:
         self.pidfd = pidfd
         self.awaited_events = selectors.EVENT_READ
         self.closed = False
-        self._reader = wire.request_reader()
+        self._reader = MessageReader(wire.REQUESTS)
         self._unsent = bytearray()
 
     @property
@@ -189,7 +190,7 @@ class Connection:
             OSError: The connection is broken.
             ProtocolError: The client does not read its replies.
         """
-        frame = wire.encode(reply)
+        frame = wire.REPLIES.encode(reply)
         num_sent = 0
         if not self._unsent:
             try:

@@ -16,12 +16,13 @@ import numpy as np
 import xxhash
 
 from banaserve import _native
+from banaserve.base.net.framing import MessageReader
 from banaserve.base.platform.linux import SEALS
 from banaserve.kvstore.fingerprint import PAGE_BYTES
 from banaserve.kvstore.pool import map_memory
 from banaserve.kvstore.tiers.interface import BlockBytes
 from banaserve.kvstore.tiers.mooncake_config import MooncakeConfig
-from banaserve.kvstore.tiers.mooncake_process import Order, Report, encode, report_reader
+from banaserve.kvstore.tiers.mooncake_process import ORDERS, REPORTS, Order, Report
 
 _MODULE = "banaserve.kvstore.tiers.mooncake_process"
 _SEND_BUFFER_BYTES = 2**20
@@ -107,7 +108,7 @@ class MooncakeChild:
         """
         self.is_ready = False
         self.last_line = ""
-        self._reader = report_reader()
+        self._reader = MessageReader(REPORTS)
         self.sock, theirs = socket.socketpair()
         self.log_fd, log_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         command = [sys.executable, "-m", _MODULE, "--socket-fd", str(theirs.fileno())]
@@ -141,7 +142,7 @@ class MooncakeChild:
         Raises:
             OSError: The process is gone or does not read.
         """
-        data = encode(order)
+        data = ORDERS.encode(order)
         if self.sock.send(data) < len(data):
             raise ConnectionAbortedError("it does not read")
 

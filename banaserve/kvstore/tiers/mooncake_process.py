@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from banaserve.base.net import framing
+from banaserve.base.net.framing import Framing, MessageReader, receive
 from banaserve.kvstore.tiers.mooncake_config import MooncakeConfig
 
 KEY_PREFIX = "banaserve-"
@@ -91,22 +91,8 @@ class OperationDone(_Message, frozen=True, tag="done"):
 Call = AskPresent | Remove | Put | Get
 Order = Call | Leave
 Report = ProcessReady | OperationRefused | OperationDone
-_orders: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
-_reports: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
-
-
-def encode(message: Order | Report) -> bytes:
-    """Encode ``message`` as a frame.
-
-    Raises:
-        ProtocolError: The message is longer than the other side accepts.
-    """
-    return framing.encode(message, _MAX_MESSAGE_BYTES)
-
-
-def report_reader() -> framing.MessageReader[Report]:
-    """Return the reader of the process's reports."""
-    return framing.MessageReader(_reports, _MAX_MESSAGE_BYTES)
+ORDERS: Framing[Order] = Framing(Order, _MAX_MESSAGE_BYTES)
+REPORTS: Framing[Report] = Framing(Report, _MAX_MESSAGE_BYTES)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -125,9 +111,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         store, replication = _join(config, staging)
     except Exception as error:
-        sock.sendall(encode(OperationRefused(str(error))))
+        sock.sendall(REPORTS.encode(OperationRefused(str(error))))
         os._exit(1)
-    sock.sendall(encode(ProcessReady()))
+    sock.sendall(REPORTS.encode(ProcessReady()))
     _Servant(store, replication, staging, sock, config.depth).serve()
     store.close()
     # Not through the interpreter's normal exit, which waits for calls that hang.
@@ -203,8 +189,8 @@ class _Servant:
 
     def serve(self) -> None:
         """Serve until the daemon sends Leave or is gone."""
-        reader = framing.MessageReader(_orders, _MAX_MESSAGE_BYTES)
-        while (order := framing.receive(self._sock.recv, reader)) is not None:
+        reader = MessageReader(ORDERS)
+        while (order := receive(self._sock.recv, reader)) is not None:
             match order:
                 case Leave():
                     return
@@ -219,7 +205,7 @@ class _Servant:
         except Exception:
             codes = [BROKEN_CALL]
         with self._lock:
-            self._sock.sendall(encode(OperationDone(call.seq, codes)))
+            self._sock.sendall(REPORTS.encode(OperationDone(call.seq, codes)))
 
     def _run(self, call: Call) -> list[int]:
         store = self._store

@@ -17,7 +17,7 @@ from typing import BinaryIO
 import msgspec
 
 from banaserve.base.errors import NoAnswerError, ProtocolError
-from banaserve.base.net.framing import MessageReader, encode, receive, receive_async
+from banaserve.base.net.framing import Framing, MessageReader, receive, receive_async
 from banaserve.orchestrator.planner.decision import Decision, Situation
 from banaserve.orchestrator.planner.options import ElasticOptions
 from banaserve.orchestrator.planner.policy import decide
@@ -32,8 +32,8 @@ class _Ask(msgspec.Struct, array_like=True):
     options: ElasticOptions
 
 
-_asks = msgspec.msgpack.Decoder(_Ask)
-_decisions = msgspec.msgpack.Decoder(Decision)
+_ASKS: Framing[_Ask] = Framing(_Ask, _MAX_BYTES)
+_DECISIONS: Framing[Decision] = Framing(Decision, _MAX_BYTES)
 
 
 class DecisionProcess:
@@ -56,9 +56,9 @@ class DecisionProcess:
             assert process.stdout is not None
             try:
                 async with asyncio.timeout(_ANSWER_S):
-                    process.stdin.write(encode(_Ask(situation, options), _MAX_BYTES))
+                    process.stdin.write(_ASKS.encode(_Ask(situation, options)))
                     await process.stdin.drain()
-                    reader = MessageReader(_decisions, _MAX_BYTES)
+                    reader = MessageReader(_DECISIONS)
                     answer = await receive_async(process.stdout.read, reader)
                 if answer is None:
                     raise EOFError("it has ended")
@@ -99,9 +99,9 @@ def serve(asks: BinaryIO, answers: BinaryIO) -> None:
     Raises:
         ProtocolError: The bytes are not questions.
     """
-    reader = MessageReader(_asks, _MAX_BYTES)
+    reader = MessageReader(_ASKS)
     while (ask := receive(asks.read, reader)) is not None:
-        answers.write(encode(decide(ask.situation, ask.options), _MAX_BYTES))
+        answers.write(_DECISIONS.encode(decide(ask.situation, ask.options)))
         answers.flush()
 
 

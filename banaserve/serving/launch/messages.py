@@ -8,6 +8,7 @@ import socket
 import msgspec
 
 from banaserve.base.net import framing
+from banaserve.base.net.framing import Framing, MessageReader
 from banaserve.migration.rpc.messages import GuestAddress
 
 MAX_MESSAGE_BYTES = 1 << 20
@@ -102,7 +103,7 @@ class ParentReady(msgspec.Struct, tag=True, frozen=True):
 
 Order = StartEngine | StartGuest
 Message = Order | EngineStarted | EngineExited | GuestStarted | ParentReady
-_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+FRAMING: Framing[Message] = Framing(Message, MAX_MESSAGE_BYTES)
 
 
 def send(sock: socket.socket, message: Message) -> None:
@@ -111,7 +112,7 @@ def send(sock: socket.socket, message: Message) -> None:
     Raises:
         ProtocolError: The message is too large; nothing has been sent.
     """
-    sock.sendall(framing.encode(message, MAX_MESSAGE_BYTES))
+    sock.sendall(FRAMING.encode(message))
 
 
 def receive(sock: socket.socket) -> Message | None:
@@ -121,6 +122,6 @@ def receive(sock: socket.socket) -> Message | None:
         ProtocolError: The received bytes are not a message, or it is too large.
     """
     try:
-        return framing.receive(sock.recv, framing.MessageReader(_decoder, MAX_MESSAGE_BYTES))
+        return framing.receive(sock.recv, MessageReader(FRAMING))
     except ConnectionResetError:
         return None
