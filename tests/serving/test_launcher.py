@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -85,8 +84,8 @@ async def test_a_parent_that_cannot_be_replaced_is_told_in_one_line(tmp_path: Pa
 
 async def test_a_parent_that_talks_nonsense_is_replaced(tmp_path: Path) -> None:
     ours, theirs = socket.socketpair()
-    body = msgspec.msgpack.encode(messages.EngineStarted("d0", 1)).replace(b"d0", b"\xff0")
-    theirs.sendall(struct.pack("!I", len(body)) + body)
+    frame = messages.FRAMING.encode(messages.EngineStarted("d0", 1))
+    theirs.sendall(frame.replace(b"d0", b"\xff0"))
     _, second = answering()
 
     async def start_parent() -> ParentLink:

@@ -16,12 +16,13 @@ import numpy as np
 import xxhash
 
 from banaserve import _native
+from banaserve.base.net.framing import MessageReader
 from banaserve.base.platform.linux import SEALS
 from banaserve.kvstore.fingerprint import PAGE_BYTES
 from banaserve.kvstore.pool import map_memory
 from banaserve.kvstore.tiers.interface import BlockBytes
 from banaserve_mooncake.config import MooncakeConfig
-from banaserve_mooncake.process import Frames, Order, Report, frame
+from banaserve_mooncake.process import ORDERS, REPORTS, Order, Report
 
 _MODULE = "banaserve_mooncake.process"
 _SEND_BUFFER_BYTES = 2**20
@@ -107,7 +108,7 @@ class MooncakeChild:
         """
         self.is_ready = False
         self.last_line = ""
-        self._frames: Frames[Report] = Frames(Report)
+        self._reader = MessageReader(REPORTS)
         self.sock, theirs = socket.socketpair()
         self.log_fd, log_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         command = [sys.executable, "-m", _MODULE, "--socket-fd", str(theirs.fileno())]
@@ -141,7 +142,7 @@ class MooncakeChild:
         Raises:
             OSError: The process is gone or does not read.
         """
-        data = frame(order)
+        data = ORDERS.encode(order)
         if self.sock.send(data) < len(data):
             raise ConnectionAbortedError("it does not read")
 
@@ -151,13 +152,15 @@ class MooncakeChild:
         Raises:
             EOFError: The process has closed its socket.
             OSError: The process is gone.
-            ValueError: The bytes are not valid reports.
+            ProtocolError: The bytes are not valid reports.
         """
         with contextlib.suppress(BlockingIOError):
             data = self.sock.recv(_RECEIVE_BYTES)
             if not data:
                 raise EOFError
-            yield from self._frames.feed(data)
+            self._reader.feed(data)
+            while (report := self._reader.take()) is not None:
+                yield report
 
     def read_log(self) -> bool:
         """Read some output of the process; return False if there is none, at least for now."""

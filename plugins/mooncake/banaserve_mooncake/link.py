@@ -9,6 +9,7 @@ import time
 from collections import deque
 from typing import NamedTuple
 
+from banaserve.base.errors import ProtocolError
 from banaserve.kvstore.mailbox import Mailbox
 from banaserve.kvstore.tiers.interface import TierOutcome
 from banaserve_mooncake.child import TRAILER_BYTES, Staging
@@ -178,7 +179,7 @@ class MooncakeLink:
 
     def _on_done(self, seq: int, codes: list[int]) -> None:
         if not codes:
-            raise ValueError("an answer without a code")
+            raise ProtocolError("an answer without a code")
         call, job, _ = self._sent.pop(seq)
         match call:
             case AskPresent(_, keys):

@@ -13,15 +13,15 @@ import mmap
 import os
 import signal
 import socket
-import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import ceil
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 
+from banaserve.base.net.framing import Framing, MessageReader, receive
 from banaserve_mooncake.config import MooncakeConfig
 
 KEY_PREFIX = "banaserve-"
@@ -32,7 +32,6 @@ BROKEN_CALL = -1
 _LOCAL_BUFFER_BYTES = 2**20
 _NUM_CONTROL_THREADS = 2
 _PR_SET_PDEATHSIG = 1
-_LENGTH = struct.Struct("<I")
 _MAX_MESSAGE_BYTES = 16 * 2**20
 
 
@@ -92,39 +91,8 @@ class OperationDone(_Message, frozen=True, tag="done"):
 Call = AskPresent | Remove | Put | Get
 Order = Call | Leave
 Report = ProcessReady | OperationRefused | OperationDone
-T = TypeVar("T")
-_encoder = msgspec.msgpack.Encoder()
-
-
-def frame(message: Order | Report) -> bytes:
-    """Encode ``message``, preceded by its length."""
-    payload = _encoder.encode(message)
-    return _LENGTH.pack(len(payload)) + payload
-
-
-class Frames(Generic[T]):
-    """Decoder of received bytes into messages of one kind."""
-
-    def __init__(self, kind: Any) -> None:
-        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[T]:
-        """Yield each message that ``data`` completes.
-
-        Raises:
-            ValueError: The bytes are not a valid message.
-        """
-        self._buffer += data
-        while len(self._buffer) >= _LENGTH.size:
-            end = _LENGTH.size + _LENGTH.unpack_from(self._buffer)[0]
-            if end > _MAX_MESSAGE_BYTES:
-                raise ValueError(f"a message of {end} bytes")
-            if len(self._buffer) < end:
-                return
-            payload = bytes(self._buffer[_LENGTH.size : end])
-            del self._buffer[:end]
-            yield self._decoder.decode(payload)
+ORDERS: Framing[Order] = Framing(Order, _MAX_MESSAGE_BYTES)
+REPORTS: Framing[Report] = Framing(Report, _MAX_MESSAGE_BYTES)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -143,9 +111,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         store, replication = _join(config, staging)
     except Exception as error:
-        sock.sendall(frame(OperationRefused(str(error))))
+        sock.sendall(REPORTS.encode(OperationRefused(str(error))))
         os._exit(1)
-    sock.sendall(frame(ProcessReady()))
+    sock.sendall(REPORTS.encode(ProcessReady()))
     _Servant(store, replication, staging, sock, config.depth).serve()
     store.close()
     # Not through the interpreter's normal exit, which waits for calls that hang.
@@ -221,16 +189,15 @@ class _Servant:
 
     def serve(self) -> None:
         """Serve until the daemon sends Leave or is gone."""
-        frames: Frames[Order] = Frames(Order)
-        while data := self._sock.recv(65536):
-            for order in frames.feed(data):
-                match order:
-                    case Leave():
-                        return
-                    case Put() | Get():
-                        self._transfers.submit(self._answer, order)
-                    case _:
-                        self._control.submit(self._answer, order)
+        reader = MessageReader(ORDERS)
+        while (order := receive(self._sock.recv, reader)) is not None:
+            match order:
+                case Leave():
+                    return
+                case Put() | Get():
+                    self._transfers.submit(self._answer, order)
+                case _:
+                    self._control.submit(self._answer, order)
 
     def _answer(self, call: Call) -> None:
         try:
@@ -238,7 +205,7 @@ class _Servant:
         except Exception:
             codes = [BROKEN_CALL]
         with self._lock:
-            self._sock.sendall(frame(OperationDone(call.seq, codes)))
+            self._sock.sendall(REPORTS.encode(OperationDone(call.seq, codes)))
 
     def _run(self, call: Call) -> list[int]:
         store = self._store

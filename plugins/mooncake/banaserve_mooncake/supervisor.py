@@ -8,6 +8,7 @@ import selectors
 import time
 from collections.abc import Callable
 
+from banaserve.base.errors import ProtocolError
 from banaserve_mooncake.child import MooncakeChild
 from banaserve_mooncake.config import MooncakeConfig
 from banaserve_mooncake.events import Health
@@ -177,7 +178,7 @@ class MooncakeSupervisor:
                         self._on_pong(codes)
                     case OperationDone(seq, codes):
                         self._on_done(seq, codes)
-        except (EOFError, OSError, ValueError, LookupError) as error:
+        except (EOFError, OSError, ProtocolError, LookupError) as error:
             reason = child.exit_reason() if isinstance(error, EOFError | OSError) else repr(error)
             self.lose(f"Mooncake's client has ended ({reason})")
 
