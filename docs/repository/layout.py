@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from docs.check import PACKAGES
-from docs.repository.findings import CODE, PACKAGE, ROOT, Finding, sources, too_few
+from docs.repository.findings import CODE, PACKAGE, ROOT, Finding, at, sources, too_few
 from docs.repository.import_graph import circles, entries_of, find_modules, read_imports
 
 FOLDERS = ("kernels", "kvstore", "orchestrator")
 """Folders at the top that only say where the code of that name is."""
 SETTINGS_FILE = ROOT / "pyproject.toml"
 SETTINGS: dict[str, Any] = tomllib.loads(SETTINGS_FILE.read_text())["tool"]["importlinter"]
+WITH_VLLM = {"cli", "engine", "frontdoor", "mains", "migration", "pacing", "serving"}
+"""Rooms that may depend on vLLM."""
 APART = {"banaserve.orchestrator.planner"}
 """Folders that count as entries of the folder above their own: the simulator is above ``control``
 and below ``planner``."""
@@ -23,6 +25,7 @@ def findings() -> Iterator[Finding]:
     """Yield folders and packages that are not as they must be, and circles of imports."""
     yield from _top()
     yield from _packages()
+    yield from _contracts()
     yield from _circles()
 
 
@@ -43,6 +46,13 @@ def _packages() -> Iterator[Finding]:
     for folder in sorted({path.parent for path in sources(*PACKAGES)}):
         if not (folder / "__init__.py").exists():
             yield Finding(folder, 1, "has no __init__.py that says what it holds and where it runs")
+
+
+def _contracts() -> Iterator[Finding]:
+    contract = next(one for one in SETTINGS["contracts"] if "depend on vllm" in one["name"])
+    rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")} - WITH_VLLM
+    for name in sorted({f"banaserve.{room}" for room in rooms} - set(contract["source_modules"])):
+        yield at(SETTINGS_FILE, contract["name"], f"{name} is missing in this contract")
 
 
 def _circles() -> Iterator[Finding]:

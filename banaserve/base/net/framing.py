@@ -120,7 +120,8 @@ def receive(read: Callable[[int], bytes], reader: MessageReader[T]) -> T | None:
     """Return the next message; None if the stream ends before the end of a message.
 
     Args:
-        read: Function that waits for at most the given number of bytes; returns none at the end.
+        read: Function that waits for bytes; returns none at the end. It is given the number that is
+            missing, and may return more if all that is read of the stream is for this reader.
 
     Raises:
         ProtocolError: The bytes are not a message, or the message is too large.

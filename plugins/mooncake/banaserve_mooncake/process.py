@@ -190,7 +190,7 @@ class _Servant:
     def serve(self) -> None:
         """Serve until the daemon sends Leave or is gone."""
         reader = MessageReader(ORDERS)
-        while (order := receive(self._sock.recv, reader)) is not None:
+        while (order := receive(lambda _: self._sock.recv(65536), reader)) is not None:
             match order:
                 case Leave():
                     return
