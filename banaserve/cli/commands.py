@@ -81,6 +81,12 @@ COMMANDS = {
 }
 
 
+def known() -> dict[str, Command]:
+    """Return all commands: banaserve's own first, which others cannot replace."""
+    others = offered()
+    return COMMANDS | {name: others[name] for name in others if name not in COMMANDS}
+
+
 def offered() -> dict[str, Command]:
     """Return the commands of other installed packages, none of which is imported."""
     entries, _ = entries_of(GROUP)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 
 from banaserve.base.errors import UserError
-from banaserve.cli.commands import COMMANDS, offered
+from banaserve.cli.commands import known
 
 _ASK = "banaserve completion --complete"
 SCRIPTS = {
@@ -77,15 +77,15 @@ def candidates(words: Sequence[str]) -> list[str]:
 
 def _words_after(words: Sequence[str]) -> tuple[Iterable[str], Mapping[str, argparse.Action]]:
     """Return the sub-commands, and the options by name, that may follow ``words``."""
-    known = {**offered(), **COMMANDS}
+    commands = known()
     if not words:
-        return [*known, "--help", "--version"], {}
+        return [*commands, "--help", "--version"], {}
     name, *rest = words
-    if name not in known:
+    if name not in commands:
         return (), {}
     if name == "completion":
         return SCRIPTS, {}
-    command = known[name]
+    command = commands[name]
     module = import_module(command.module)
     if subcommands := getattr(module, "SUBCOMMANDS", None):
         if not (rest and rest[0] in subcommands):

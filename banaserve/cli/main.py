@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import ParamSpec
 
 from banaserve.base.errors import BanaServeError, UserError
-from banaserve.cli.commands import COMMANDS, OFFERED_BY, Command, offered
+from banaserve.cli.commands import COMMANDS, OFFERED_BY, Command, known, offered
 from banaserve.cli.console import print_error
 
 EXIT_USER_ERROR = 2
@@ -139,7 +139,5 @@ def _names(argv: Sequence[str], path: str) -> bool:
 
 def _help() -> str:
     lines = ["Usage: banaserve COMMAND [OPTIONS]", "", "Commands:"]
-    lines += [
-        f"  {name:<12} {command.summary}" for name, command in {**offered(), **COMMANDS}.items()
-    ]
+    lines += [f"  {name:<12} {command.summary}" for name, command in known().items()]
     return "\n".join([*lines, "", "`banaserve COMMAND --help` lists the options of a command."])
