@@ -216,8 +216,10 @@ def test_what_cannot_be_on_a_gpu_or_with_our_kernels_is_said(
     why: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    from vllm import envs
     from vllm.config import CompilationMode, CUDAGraphMode
 
+    envs.disable_envs_cache()  # an engine that another test ran in this process has kept them
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", str(int("breakable" in graphs)))
 
     parallel = SimpleNamespace(
