@@ -30,12 +30,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 VENV_STAMP := $(VENV)/.created
 INSTALLED := $(VENV)/.installed-$(DEVICE)
-SOURCES := pyproject.toml setup.py $(wildcard csrc/*.* csrc/cuda/*) $(wildcard requirements/*.*)
+# Installed of this checkout beside the core.
+BESIDE := bench route plugins/mooncake
+SOURCES := pyproject.toml setup.py $(BESIDE:%=%/pyproject.toml) $(wildcard csrc/*.* csrc/cuda/*) $(wildcard requirements/*.*)
 # Without its Python .venv is to be made again: a link that leads nowhere is not there for wildcard.
 ifeq ($(wildcard $(BIN)/python),)
 $(shell rm -f $(VENV_STAMP) $(VENV)/.installed-*)
 endif
 
+# Where nothing is installed.
+BESIDE_PATH := $(subst $() ,:,$(BESIDE:%=$(CURDIR)/%))$(if $(PYTHONPATH),:$(PYTHONPATH))
 # The kernels need torch and Triton, not vLLM: a GPU machine's own Python will do.
 GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),python3)
 
@@ -122,7 +126,7 @@ test-fast: install  ## Run the tests that start no engine and take no many secon
 	@$(PYTEST) --dist worksteal -m 'not e2e and not long and not room and not deep' $(ARGS)
 
 test-gpu:  ## Run the tests that need a GPU with GPU_PYTHON; installs nothing, skips without a GPU.
-	@timeout 480 $(GPU_PYTHON) -m pytest -p no:cacheprovider tests/gpu $(ARGS) || \
+	@PYTHONPATH='$(BESIDE_PATH)' timeout 480 $(GPU_PYTHON) -m pytest -p no:cacheprovider tests/gpu $(ARGS) || \
 	    { code=$$?; [ $$code -eq 5 ] && echo 'no GPU test ran: see the reasons above' || exit $$code; }
 
 test-nullgpu: install  ## Run the Python of CUDA's path on a GPU that computes nothing; with nvcc and Python 3.12.
@@ -139,7 +143,7 @@ lint-style:
 	@$(BIN)/clang-format --dry-run --Werror csrc/*.cpp csrc/*.h csrc/cuda/* tests/nullgpu/null_gpu/*
 
 lint-types:
-	@$(BIN)/mypy -p banaserve -p benchmarks -p docs
+	@$(BIN)/mypy -p banaserve -p banaserve_bench -p banaserve_mooncake -p banaserve_route -p benchmarks -p docs
 	@$(BIN)/mypy examples/*.py examples/*/*.py
 	@$(BIN)/mypy requirements/{lock,lost_files,pip_settings}.py
 
@@ -170,7 +174,7 @@ pictures: install  ## Draw README's pictures anew: the headline result, and the 
 	@BANASERVE_PICTURES='$(CURDIR)/docs/pictures' $(BIN)/pytest -q -n0 tests/page/live/test_page.py -k under_load
 
 bench-gpu:  ## Time the kernels on a GPU with GPU_PYTHON into benchmarks/results/kernels.json.
-	@PYTHONSAFEPATH= timeout 480 $(GPU_PYTHON) -m benchmarks.kernel_bandwidth --json benchmarks/results/kernels.json $(ARGS)
+	@PYTHONSAFEPATH= PYTHONPATH='$(BESIDE_PATH)' timeout 480 $(GPU_PYTHON) -m benchmarks.kernel_bandwidth --json benchmarks/results/kernels.json $(ARGS)
 
 gpu-kit: install  ## Build the kit for a GPU machine without a network into .kit; with nvcc and Python 3.12.
 	@PYTHONSAFEPATH= exec $(BIN)/python -m benchmarks gpu-kit $(ARGS)
@@ -178,13 +182,13 @@ gpu-kit: install  ## Build the kit for a GPU machine without a network into .kit
 gpu-report:  ## Run all that needs a GPU on one with GPU_PYTHON, from .kit if it is there; installs nothing.
 	@PYTHONSAFEPATH= exec $(GPU_PYTHON) -m benchmarks.gpu.start $(ARGS)
 
-wheel: install  ## Build a wheel into dist/; BANASERVE_CUDA=1 adds the CUDA part, with nvcc.
-	@rm -rf build/lib* build/bdist* # what an earlier wheel left would go into this one
-	@$(BIN)/pip wheel -q --no-deps --no-build-isolation --wheel-dir dist .
+wheel: install  ## Build wheels into dist/; BANASERVE_CUDA=1 adds the CUDA part, with nvcc.
+	@rm -rf $(foreach one,. $(BESIDE),$(one)/build/lib* $(one)/build/bdist*) # an earlier wheel's files would go into this one
+	@$(BIN)/pip wheel -q --no-deps --no-build-isolation --wheel-dir dist . $(BESIDE:%=./%)
 	@cp requirements/{torch-cpu,torch-pypi,cpu}.lock requirements/model.txt dist/
 	@ls dist
 
-wheel-check: wheel  ## Install that wheel into an empty environment, and look into it.
+wheel-check: wheel  ## Install those wheels into an empty environment, and look into them.
 	@csrc/checks/wheel.sh
 
 sanitize: install  ## Test csrc on a build with AddressSanitizer and UndefinedBehaviorSanitizer.
@@ -242,7 +246,7 @@ audit: $(VENV)/audit/.installed  ## Look up known vulnerabilities of what the lo
 	    $(AUDITED:%=-r requirements/%.lock) $(ARGS)
 
 clean:  ## Remove what builds and tests leave behind.
-	@rm -rf build dist *.egg-info banaserve/_native*.so .pytest_cache .mypy_cache .ruff_cache
+	@rm -rf build dist *.egg-info $(BESIDE:%=%/build) $(BESIDE:%=%/*.egg-info) banaserve/_native*.so .pytest_cache .mypy_cache .ruff_cache
 	@rm -rf .hypothesis .import_linter_cache requirements/standins/*/{build,*.egg-info}
 
 distclean: clean  ## Remove .venv too, and the environment of test-nullgpu.

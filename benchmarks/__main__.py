@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from banaserve.cli.bench import run_benchmark
 from banaserve.cli.main import one_line_errors
+from banaserve_bench.command import run_benchmark
 from benchmarks.registry import BENCHMARKS
 
 

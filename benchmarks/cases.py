@@ -24,14 +24,6 @@ from banaserve.base.arguments import Parser
 from banaserve.base.config import MINIATURE
 from banaserve.base.errors import UserError
 from banaserve.base.names import check_known
-from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
-from banaserve.bench.loadgen.loops import closed_loop, open_loop
-from banaserve.bench.loadgen.modelled_time import modelled_time
-from banaserve.bench.loadgen.servers import banaserve_server, end_on_sigterm, vllm_server
-from banaserve.bench.results import result
-from banaserve.bench.results.result import ModelledTime, commit
-from banaserve.bench.serving.summary import output_tokens, tpot_s
-from banaserve.bench.serving.timeline import decisions_of
 from banaserve.orchestrator.control.costs.profile import Profile
 from banaserve.pacing import miniatures
 from banaserve.sim import case as cases
@@ -40,6 +32,14 @@ from banaserve.sim.request import SimRequest
 from banaserve.sim.result import LatencyLimits, percentile
 from banaserve.sim.run import judged, simulate
 from banaserve.sim.system import System
+from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
+from banaserve_bench.loadgen.loops import closed_loop, open_loop
+from banaserve_bench.loadgen.modelled_time import modelled_time
+from banaserve_bench.loadgen.servers import banaserve_server, end_on_sigterm, vllm_server
+from banaserve_bench.results import result
+from banaserve_bench.results.result import ModelledTime, commit
+from banaserve_bench.serving.summary import output_tokens, tpot_s
+from banaserve_bench.serving.timeline import decisions_of
 from benchmarks.script import run_script
 
 DEFAULT_CASES = ("prefill-flood", "decode-flood", "oscillating-load")

@@ -32,8 +32,8 @@ import banaserve._native as _native
 from banaserve._native import DiskQueue
 from banaserve.base.arguments import Parser
 from banaserve.base.errors import UserError
-from banaserve.bench.results import result
-from banaserve.bench.results.statistics import median
+from banaserve.base.statistics import median
+from banaserve_bench.results import result
 from benchmarks.kvstore.disk import check_direct
 from benchmarks.kvstore.memory import plain_memory
 from benchmarks.script import run_script

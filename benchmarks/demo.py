@@ -25,15 +25,15 @@ import psutil
 from banaserve.base.arguments import Parser
 from banaserve.base.config import MINIATURE
 from banaserve.base.errors import UserError
-from banaserve.bench.loadgen.client import OpenAiClient
-from banaserve.bench.loadgen.modelled_time import modelled_time
-from banaserve.bench.loadgen.servers import Server, banaserve_server, end_on_sigterm
 from banaserve.contracts.migration_api import MoveLayers, Return
 from banaserve.frontdoor.admin_client import AdminClient
 from banaserve.frontdoor.page.records import page_link
 from banaserve.sim import case as cases
 from banaserve.sim.case import Case
 from banaserve.sim.workload import Lengths
+from banaserve_bench.loadgen.client import OpenAiClient
+from banaserve_bench.loadgen.modelled_time import modelled_time
+from banaserve_bench.loadgen.servers import Server, banaserve_server, end_on_sigterm
 from benchmarks.cases import CaseRequest, figures_of, send
 from benchmarks.script import run_script
 

@@ -1,9 +1,9 @@
 """Code that each benchmark measures, and whether it has changed since a result was measured.
 
 A result is stale if a statement of that code differs from the commit that the result names.
-Comments, docstrings, the layout of lines, imports and moves of files do not count. If the commit is
-not in the history, as after a rebase, the commit is used instead in which the result's file began
-to name it: a later change of the file's layout does not make a result younger.
+Comments, docstrings, the layout of lines and moves of files do not count; of imports the names do.
+If the commit is not in the history, as after a rebase, the commit is used instead in which the
+result's file began to name it: a later change of the file's layout does not make a result younger.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ MEASURED: Mapping[str, Sequence[str]] = MappingProxyType(
             *_SERVER,
             *_MOVES,
             *_PACE,
-            "banaserve/route/balancer",
-            "banaserve/bench/compare",
+            "route/banaserve_route/balancer",
+            "bench/banaserve_bench/compare",
         ),
         "copies": ("csrc/block_copy.cpp", "csrc/block_copy.h", "benchmarks/copies.py"),
         "elastic": _ELASTIC,
@@ -52,8 +52,8 @@ MEASURED: Mapping[str, Sequence[str]] = MappingProxyType(
         "prefix-ttft": (*_REQUESTS, "benchmarks/prefix_ttft.py"),
         "rebalancing": (*_REQUESTS, *_PACE, "banaserve/orchestrator", "benchmarks/rebalancing.py"),
         "recovery": (*_REQUESTS, "banaserve/serving/liveness", "benchmarks/recovery"),
-        "regions": ("banaserve/route/balancer", "banaserve/route/policies", *_SIMULATOR),
-        "router": ("banaserve/route/balancer", "banaserve/base/net", "benchmarks/router"),
+        "regions": ("route/banaserve_route", *_SIMULATOR),
+        "router": ("route/banaserve_route/balancer", "banaserve/base/net", "benchmarks/router"),
         "short-prompts": (*_REQUESTS, "benchmarks/short_prompts.py"),
         "simulate-paper": (
             *_SIMULATOR,
@@ -128,12 +128,21 @@ class History:
 
 @cache
 def _statements(source: str) -> str:
-    """Return a module without comments, docstrings, imports and the layout of its lines."""
+    """Return a module without comments, docstrings and the layout of its lines.
+
+    Of imports only the names count: the modules that hold them may have moved.
+    """
     tree = ast.parse(source)
+    imported = {
+        alias.name.rpartition(".")[2]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             node.body = [one for one in node.body if not _is_left_out(one)]
-    return ast.dump(tree)
+    return f"{sorted(imported)} {ast.dump(tree)}"
 
 
 def _is_left_out(node: ast.stmt) -> bool:

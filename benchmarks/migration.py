@@ -30,11 +30,7 @@ from banaserve.base import models
 from banaserve.base.arguments import Parser, positive
 from banaserve.base.errors import UserError
 from banaserve.base.run_dir import find_admin
-from banaserve.bench.datasets import prompts as datasets_prompts
-from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
-from banaserve.bench.loadgen.servers import Server, banaserve_server, end_on_sigterm
-from banaserve.bench.results import result
-from banaserve.bench.results.statistics import median
+from banaserve.base.statistics import median
 from banaserve.contracts.migration_api import (
     Migration,
     MigrationRequest,
@@ -46,6 +42,10 @@ from banaserve.frontdoor.admin_client import AdminClient
 from banaserve.transport.interface import Offsets, RemoteRegion, TransportOptions
 from banaserve.transport.memory import Memory
 from banaserve.transport.registry import create
+from banaserve_bench.datasets import prompts as datasets_prompts
+from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
+from banaserve_bench.loadgen.servers import Server, banaserve_server, end_on_sigterm
+from banaserve_bench.results import result
 from benchmarks.script import run_script
 
 _FLOAT32 = ("--pd", "1:1", "--dtype", "float32")

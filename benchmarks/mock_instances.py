@@ -27,12 +27,12 @@ from banaserve.base import models
 from banaserve.base.arguments import Parser, positive
 from banaserve.base.net.descriptors import raise_descriptor_limit
 from banaserve.base.run_dir import find_admin
-from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
-from banaserve.bench.loadgen.servers import Server, command_server, end_on_sigterm
-from banaserve.bench.results import result
 from banaserve.contracts.control_api import ScaleRequest
 from banaserve.contracts.restart_api import RestartRequest
 from banaserve.frontdoor.admin_client import AdminClient
+from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
+from banaserve_bench.loadgen.servers import Server, command_server, end_on_sigterm
+from banaserve_bench.results import result
 from benchmarks.location import ROOT
 from benchmarks.script import run_script
 

@@ -25,6 +25,7 @@ from rich.progress import Progress
 
 from banaserve.base.arguments import Parser, positive
 from banaserve.base.errors import UserError
+from banaserve.base.statistics import median
 from banaserve.base.types import (
     ClusterView,
     InstanceFacts,
@@ -33,8 +34,6 @@ from banaserve.base.types import (
     InstanceView,
     Role,
 )
-from banaserve.bench.results import result
-from banaserve.bench.results.statistics import median
 from banaserve.orchestrator.control.costs.profile import load as load_profile
 from banaserve.orchestrator.control.migration import registry
 from banaserve.sim.cluster import cells_of
@@ -42,6 +41,7 @@ from banaserve.sim.parts import simulate_in_parts
 from banaserve.sim.request import SimRequest
 from banaserve.sim.system import System, preset
 from banaserve.sim.workload import Lengths, LoadPhase, drawn
+from banaserve_bench.results import result
 from benchmarks.script import run_script
 
 _SIZES = (8, 64, 512, 4096)

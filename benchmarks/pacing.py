@@ -21,21 +21,21 @@ from rich.progress import Progress
 from banaserve.base.arguments import Parser
 from banaserve.base.config import MINIATURE, parse_pd
 from banaserve.base.errors import UserError
-from banaserve.bench.loadgen import arrivals
-from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
-from banaserve.bench.loadgen.loops import open_loop
-from banaserve.bench.loadgen.modelled_time import modelled_time
-from banaserve.bench.loadgen.servers import banaserve_server, end_on_sigterm
-from banaserve.bench.results import result
-from banaserve.bench.results.result import ModelledTime
-from banaserve.bench.results.statistics import median, percentile
-from banaserve.bench.serving.summary import tpot_s
+from banaserve.base.statistics import median, percentile
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.orchestrator.control.costs.profile import Profile
 from banaserve.pacing.step_log import PacedStep, StepReader, readers
 from banaserve.sim.request import SimRequest
 from banaserve.sim.run import simulate
 from banaserve.sim.system import preset
+from banaserve_bench.loadgen import arrivals
+from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
+from banaserve_bench.loadgen.loops import open_loop
+from banaserve_bench.loadgen.modelled_time import modelled_time
+from banaserve_bench.loadgen.servers import banaserve_server, end_on_sigterm
+from banaserve_bench.results import result
+from banaserve_bench.results.result import ModelledTime
+from banaserve_bench.serving.summary import tpot_s
 from benchmarks.script import run_script
 
 _TOKEN_IDS = (500, 40_000)

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from banaserve.base.arguments import Parser
+from banaserve.base.digits import row
 from banaserve.base.errors import UserError
-from banaserve.bench.report import drawing
-from banaserve.bench.report.drawing import LIGHT
-from banaserve.bench.results import result
-from banaserve.bench.results.digits import row
-from banaserve.bench.results.result import Result
+from banaserve_bench.report import drawing
+from banaserve_bench.report.drawing import LIGHT
+from banaserve_bench.results import result
+from banaserve_bench.results.result import Result
 from benchmarks.elastic.paced import COLOCATED, ELASTIC
 from benchmarks.location import ROOT
 from benchmarks.script import run_script

@@ -28,10 +28,10 @@ from rich.progress import Progress
 from banaserve.base import models
 from banaserve.base.arguments import Parser, positive
 from banaserve.base.errors import UserError
-from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient
-from banaserve.bench.loadgen.servers import Server, banaserve_server, end_on_sigterm
-from banaserve.bench.results import result
-from banaserve.bench.results.statistics import paired_ratios
+from banaserve.base.statistics import paired_ratios
+from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
+from banaserve_bench.loadgen.servers import Server, banaserve_server, end_on_sigterm
+from banaserve_bench.results import result
 from benchmarks.pipeline import traced_engine
 from benchmarks.script import run_script
 

@@ -22,17 +22,17 @@ from banaserve.base.arguments import Parser, positive
 from banaserve.base.config import MINIATURE
 from banaserve.base.errors import UserError
 from banaserve.base.run_dir import find_admin
-from banaserve.bench.loadgen.client import OpenAiClient
-from banaserve.bench.loadgen.modelled_time import modelled_time
-from banaserve.bench.loadgen.servers import Server, banaserve_server, end_on_sigterm
-from banaserve.bench.results import result
-from banaserve.bench.results.result import ModelledTime
-from banaserve.bench.results.statistics import paired_ratios
+from banaserve.base.statistics import paired_ratios
 from banaserve.contracts.trace_events import LegFailed
 from banaserve.frontdoor.admin_client import AdminClient
 from banaserve.orchestrator.control.costs.profile import load
 from banaserve.sim.request import SimRequest
 from banaserve.sim.result import LatencyLimits
+from banaserve_bench.loadgen.client import OpenAiClient
+from banaserve_bench.loadgen.modelled_time import modelled_time
+from banaserve_bench.loadgen.servers import Server, banaserve_server, end_on_sigterm
+from banaserve_bench.results import result
+from banaserve_bench.results.result import ModelledTime
 from benchmarks.cases import CaseRequest, figures_of, num_equal, sampled, send
 from benchmarks.script import run_script
 

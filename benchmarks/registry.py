@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from banaserve.cli import bench
-from banaserve.cli.bench import Benchmark
+from banaserve_bench import command as bench
+from banaserve_bench.command import Benchmark
 
 BENCHMARKS = {
-    **bench.BENCHMARKS,
+    **bench.SUBCOMMANDS,
     "all": Benchmark("benchmarks.run_all", "What do all of them say, in one report?"),
     "break-even": Benchmark(
         "benchmarks.break_even.__main__",

@@ -20,8 +20,8 @@ from typing import NamedTuple
 from banaserve.base.arguments import Parser
 from banaserve.base.errors import UserError
 from banaserve.base.names import check_known
-from banaserve.bench.loadgen.servers import end_on_sigterm, end_with_parent
-from banaserve.bench.report.report import write_report
+from banaserve_bench.loadgen.servers import end_on_sigterm, end_with_parent
+from banaserve_bench.report.report import write_report
 from benchmarks.location import ROOT, environment
 from benchmarks.script import run_script
 

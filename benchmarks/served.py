@@ -24,17 +24,7 @@ from banaserve.base import models
 from banaserve.base.arguments import Parser, positive
 from banaserve.base.errors import UserError
 from banaserve.base.run_dir import find_admin
-from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
-from banaserve.bench.loadgen.loops import closed_loop
-from banaserve.bench.loadgen.servers import (
-    Server,
-    banaserve_server,
-    end_on_sigterm,
-    log_folder,
-    vllm_server,
-)
-from banaserve.bench.results import result
-from banaserve.bench.results.statistics import median
+from banaserve.base.statistics import median
 from banaserve.contracts.migration_api import (
     Migration,
     MigrationRequest,
@@ -45,6 +35,16 @@ from banaserve.contracts.migration_api import (
     Return,
 )
 from banaserve.frontdoor.admin_client import AdminClient
+from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
+from banaserve_bench.loadgen.loops import closed_loop
+from banaserve_bench.loadgen.servers import (
+    Server,
+    banaserve_server,
+    end_on_sigterm,
+    log_folder,
+    vllm_server,
+)
+from banaserve_bench.results import result
 from benchmarks.random_model import SIZES, make_model
 from benchmarks.script import run_script
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
-from banaserve.bench.loadgen.servers import end_with_parent
+from banaserve_bench.loadgen.servers import end_with_parent
 
 
 def workers(jobs: int) -> ProcessPoolExecutor:

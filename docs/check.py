@@ -16,6 +16,11 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = (
+    *("banaserve", "bench/banaserve_bench"),
+    *("plugins/mooncake/banaserve_mooncake", "route/banaserve_route"),
+)
+"""Folders of the packages that are installed: the core, and those that need it."""
 # Pages of the reference and of results are written by ``make docs``, not committed.
 REFERENCE = ROOT / "docs" / "reference"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -54,7 +59,7 @@ def main() -> int:
 
 def sources() -> list[Path]:
     """Return the files whose text reaches users: programs, the page, files of containers."""
-    folders = (ROOT / name for name in ("banaserve", "benchmarks", "docker", "examples"))
+    folders = (ROOT / name for name in (*PACKAGES, "benchmarks", "docker", "examples"))
     found = (path for folder in folders for path in folder.rglob("*.*"))
     return sorted(path for path in found if path.suffix in _SOURCE_SUFFIXES)
 

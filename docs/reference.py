@@ -54,8 +54,8 @@ from banaserve.kvstore.stats import StoreStats, TierReport
 from banaserve.kvstore.tiers.interface import TierStats
 from banaserve.orchestrator.control.costs import profile
 from banaserve.pacing.metrics import PacedTime
-from banaserve.route.balancer.config import BalancerSettings
-from banaserve.route.balancer.metrics import Metrics
+from banaserve_route.balancer.config import BalancerSettings
+from banaserve_route.balancer.metrics import Metrics
 from docs.commands import GENERATED, commands_page
 
 PACKAGE = Path(banaserve.__file__).parent

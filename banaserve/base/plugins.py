@@ -25,7 +25,7 @@ class PluginGroup(StrEnum):
     ROUTING_POLICIES = "banaserve.routing_policies"
     """``banaserve.orchestrator.control.routing.interface.RoutingPolicy``."""
     REPLICA_POLICIES = "banaserve.replica_policies"
-    """``banaserve.route.policies.policy.Policy``."""
+    """``banaserve_route.policies.policy.Policy``."""
     MIGRATION_POLICIES = "banaserve.migration_policies"
     """``banaserve.orchestrator.control.migration.interface.MigrationPolicy``."""
     STORE_TIERS = "banaserve.store_tiers"
@@ -62,7 +62,21 @@ def load_plugins(registries: Mapping[PluginGroup, Registry[Any]]) -> list[Plugin
     Returns:
         Plugins found, sorted by group, name and package; show those with a ``problem``.
     """
-    entries: list[tuple[PluginGroup, str, str, EntryPoint]] = []
+    entries, unread = entries_of(*registries)
+    return unread + [
+        _load(entry, package, PluginGroup(entry.group), registries[PluginGroup(entry.group)])
+        for package, entry in entries
+    ]
+
+
+def entries_of(*groups: str) -> tuple[list[tuple[str, EntryPoint]], list[Plugin]]:
+    """Find the entry points of some groups; import none.
+
+    Returns:
+        Each package, by name and version, with an entry point, sorted by group, name and package;
+        and a plugin with a ``problem`` for each package whose metadata cannot be read.
+    """
+    entries: list[tuple[str, EntryPoint]] = []
     unread: list[Plugin] = []
     for package, distribution in _packages().items():
         try:
@@ -70,15 +84,9 @@ def load_plugins(registries: Mapping[PluginGroup, Registry[Any]]) -> list[Plugin
         except Exception as error:  # a line without "=" is a TypeError
             unread.append(Plugin("banaserve.*", "entry_points.txt", package, one_line(error)))
             continue
-        entries += [
-            (group, entry.name, package, entry)
-            for group in registries
-            for entry in found.select(group=group)
-        ]
-    entries.sort(key=lambda entry: entry[:3])
-    return unread + [
-        _load(entry, package, group, registries[group]) for group, _, package, entry in entries
-    ]
+        entries += [(package, entry) for group in groups for entry in found.select(group=group)]
+    entries.sort(key=lambda found: (found[1].group, found[1].name, found[0]))
+    return entries, unread
 
 
 def _packages() -> dict[str, Distribution]:

@@ -166,7 +166,7 @@ def check_class(found: object, interface: type, arguments: Sequence[str] | None 
     missing += [name for name, one in have.items() if getattr(one, "__isabstractmethod__", False)]
     if missing:
         raise UserError(f"{found.__name__} lacks {', '.join(sorted(missing))}")
-    for name, member in {**_overridden(found), **wanted}.items():
+    for name, member in {**_overridden(found, interface), **wanted}.items():
         _check_override(found, name, member)
     if arguments is not None:
         check_call(found, found.__name__, arguments)
@@ -182,12 +182,13 @@ def _methods(owner: type) -> dict[str, FunctionType]:
     }
 
 
-def _overridden(found: type) -> dict[str, FunctionType]:
-    """Return the methods of banaserve's classes that another package's class overrides."""
+def _overridden(found: type, interface: type) -> dict[str, FunctionType]:
+    """Return the methods that a class overrides, of banaserve's and the interface's package."""
+    ours = {OWN, interface.__module__.partition(".")[0]}
     overridden: dict[str, FunctionType] = {}
     theirs: set[str] = set()
     for owner in found.__mro__[:-1]:
-        if owner.__module__.partition(".")[0] == OWN:
+        if owner.__module__.partition(".")[0] in ours:
             for name, member in _methods(owner).items():
                 if name in theirs:
                     overridden.setdefault(name, member)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 
 from banaserve.base.errors import UserError
+from banaserve.cli.commands import known
 
 _ASK = "banaserve completion --complete"
 SCRIPTS = {
@@ -76,20 +77,20 @@ def candidates(words: Sequence[str]) -> list[str]:
 
 def _words_after(words: Sequence[str]) -> tuple[Iterable[str], Mapping[str, argparse.Action]]:
     """Return the sub-commands, and the options by name, that may follow ``words``."""
-    from banaserve.cli.bench import BENCHMARKS
-    from banaserve.cli.main import COMMANDS
-
+    commands = known()
     if not words:
-        return [*COMMANDS, "--help", "--version"], {}
+        return [*commands, "--help", "--version"], {}
     name, *rest = words
-    if name not in COMMANDS:
+    if name not in commands:
         return (), {}
-    if name == "bench" and not (rest and rest[0] in BENCHMARKS):
-        return BENCHMARKS, {}
     if name == "completion":
         return SCRIPTS, {}
-    command = COMMANDS[name]
-    module = import_module(BENCHMARKS[rest[0]].module if name == "bench" else command.module)
+    command = commands[name]
+    module = import_module(command.module)
+    if subcommands := getattr(module, "SUBCOMMANDS", None):
+        if not (rest and rest[0] in subcommands):
+            return subcommands, {}
+        module = import_module(subcommands[rest[0]].module)
     if command.attribute == "app":
         word = rest[0] if rest and rest[0] in module.app.commands else ""
         parser = module.app.parser(f"banaserve {name}", word)

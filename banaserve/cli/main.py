@@ -11,9 +11,10 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple, ParamSpec
+from typing import ParamSpec
 
 from banaserve.base.errors import BanaServeError, UserError
+from banaserve.cli.commands import COMMANDS, OFFERED_BY, Command, known, offered
 from banaserve.cli.console import print_error
 
 EXIT_USER_ERROR = 2
@@ -33,69 +34,6 @@ _WITH_VLLM = (
 """Packages that a plain ``pip install`` of banaserve leaves out; not all commands need them."""
 _ALIASES = {"--version": "version", "-V": "version"}
 P = ParamSpec("P")
-
-
-class Command(NamedTuple):
-    """Sub-command, whose module is imported only when it runs, to save imports.
-
-    Attributes:
-        attribute: Name of an ``App``, or of a function that takes the remaining arguments
-            unchanged and returns an exit code.
-    """
-
-    module: str
-    attribute: str
-    summary: str
-
-
-COMMANDS = {
-    "serve": Command(
-        "banaserve.cli.serve.command", "serve_command", "Serve a model over the OpenAI API."
-    ),
-    "chat": Command("banaserve.cli.chat", "app", "Talk to the model of a running server."),
-    "node": Command("banaserve.cli.node", "app", "Run engines of a server on another machine."),
-    "doctor": Command("banaserve.cli.doctor.command", "app", "Say what this machine can run."),
-    "kvstore": Command("banaserve.cli.kvstore", "app", "Run the KV cache store, or look at one."),
-    "migrate": Command(
-        "banaserve.cli.admin.migrate", "app", "Move layers and heads between running instances."
-    ),
-    "route": Command("banaserve.cli.route", "route_command", "Balance requests over replicas."),
-    "placement": Command(
-        "banaserve.cli.admin.placement", "app", "Say which instance runs which layers and heads."
-    ),
-    "simulate": Command(
-        "banaserve.cli.simulate", "app", "Compare systems under a load in virtual time."
-    ),
-    "status": Command("banaserve.cli.admin.status", "app", "Show a running server on one screen."),
-    "decisions": Command(
-        "banaserve.cli.admin.decisions", "app", "Say what the orchestrator decided, and why."
-    ),
-    "trace": Command(
-        "banaserve.cli.admin.trace", "app", "Show one request's path, or list the last requests."
-    ),
-    "role": Command("banaserve.cli.admin.role", "app", "Give a running instance another role."),
-    "drain": Command(
-        "banaserve.cli.admin.drain", "app", "Let an instance's streams go on elsewhere."
-    ),
-    "restart": Command(
-        "banaserve.cli.admin.restart", "app", "Replace a server's engines one after the other."
-    ),
-    "scale": Command(
-        "banaserve.cli.admin.scale", "app", "Add instances to a running server, or remove some."
-    ),
-    "nodes": Command(
-        "banaserve.cli.admin.nodes", "app", "Show a server's nodes, add one, or remove one."
-    ),
-    "orchestrator": Command(
-        "banaserve.cli.admin.orchestrator", "app", "Pause the orchestrator, or let it go on."
-    ),
-    "ui": Command("banaserve.cli.ui", "app", "Show a server's page, or replay a decision log."),
-    "bench": Command("banaserve.cli.bench", "bench_command", "Measure one question."),
-    "completion": Command(
-        "banaserve.cli.completion", "completion_command", "Print a shell's completion script."
-    ),
-    "version": Command("banaserve.cli.version", "version_command", "Show versions."),
-}
 
 
 def one_line_errors(command: Callable[P, int]) -> Callable[P, int]:
@@ -170,15 +108,27 @@ def _dispatch(argv: list[str]) -> int:
         print(_help())
         return 0
     name = _ALIASES.get(argv[0], argv[0])
-    if name not in COMMANDS:
-        close = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean `banaserve {close[0]}`?" if close else "see `banaserve --help`"
-        raise UserError(f"there is no command {name}: {hint}")
-    command = COMMANDS[name]
+    command = COMMANDS.get(name) or _offered(name)
     target = getattr(import_module(command.module), command.attribute)
     if command.attribute == "app":
         return int(target.run(f"banaserve {name}", argv[1:]))
     return int(target(argv[1:]))
+
+
+def _offered(name: str) -> Command:
+    """Return the command of another installed package.
+
+    Raises:
+        UserError: No installed package offers it; the message has a package that does, or a hint.
+    """
+    others = offered()
+    if name in others:
+        return others[name]
+    if package := OFFERED_BY.get(name):
+        raise UserError(f"the command {name} is part of {package}: pip install {package}")
+    close = difflib.get_close_matches(name, [*COMMANDS, *others], n=1)
+    hint = f"did you mean `banaserve {close[0]}`?" if close else "see `banaserve --help`"
+    raise UserError(f"there is no command {name}: {hint}")
 
 
 def _names(argv: Sequence[str], path: str) -> bool:
@@ -189,5 +139,5 @@ def _names(argv: Sequence[str], path: str) -> bool:
 
 def _help() -> str:
     lines = ["Usage: banaserve COMMAND [OPTIONS]", "", "Commands:"]
-    lines += [f"  {name:<12} {command.summary}" for name, command in COMMANDS.items()]
+    lines += [f"  {name:<12} {command.summary}" for name, command in known().items()]
     return "\n".join([*lines, "", "`banaserve COMMAND --help` lists the options of a command."])

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
-from banaserve.base.plugins import Plugin, PluginGroup, load_plugins
+from banaserve.base.plugins import Plugin, PluginGroup, entries_of, load_plugins
 from banaserve.base.registry import Registry
 from banaserve.cli.console import print_error
 from banaserve.kvstore.tiers.registry import TIERS
 from banaserve.orchestrator.control.migration.registry import POLICIES as MIGRATION_POLICIES
 from banaserve.orchestrator.control.routing.registry import POLICIES as ROUTING_POLICIES
-from banaserve.route.policies.registry import POLICIES as REPLICA_POLICIES
 
 REGISTRIES: dict[PluginGroup, Registry[Any]] = {
     PluginGroup.ROUTING_POLICIES: ROUTING_POLICIES,
-    PluginGroup.REPLICA_POLICIES: REPLICA_POLICIES,
     PluginGroup.MIGRATION_POLICIES: MIGRATION_POLICIES,
     PluginGroup.STORE_TIERS: TIERS,
 }
+OFFERED = "banaserve.registries"
+"""Group of entry points by which a package offers the registry of a group that it reads."""
+
+
+def registries(*groups: PluginGroup) -> dict[PluginGroup, Registry[Any]]:
+    """Return the registries of ``groups``, without those whose packages are not installed."""
+    if not REGISTRIES.keys() >= set(groups):
+        entries, _ = entries_of(OFFERED)
+        REGISTRIES.update({PluginGroup(entry.name): entry.load() for _, entry in entries})
+    return {group: REGISTRIES[group] for group in groups if group in REGISTRIES}
 
 
 def rivalries(*asked: tuple[PluginGroup, str]) -> list[str]:
@@ -34,7 +42,7 @@ def warn_of_rivalries(*asked: tuple[PluginGroup, str]) -> None:
 
 def use_plugins(*groups: PluginGroup) -> list[Plugin]:
     """Register the plugins of ``groups``; print a line to standard error for each refused one."""
-    found = load_plugins({group: REGISTRIES[group] for group in groups})
+    found = load_plugins(registries(*groups))
     for plugin in found:
         if plugin.problem:
             print_error(str(plugin))

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from banaserve.base.arguments import AT_LEAST_1, argument, option
+from banaserve.base.digits import interval_text, row
 from banaserve.base.errors import UserError
 from banaserve.base.plugins import PluginGroup
-from banaserve.bench.results.digits import interval_text, row
 from banaserve.cli.app import App
 from banaserve.cli.console import print_json, print_rows
 from banaserve.cli.plugins import use_plugins, warn_of_rivalries

@@ -232,7 +232,7 @@ def common_options() -> list[str]:
 
 def preble_options() -> list[str]:
     """Return vLLM's options of engines that schedule waiting requests in Preble's order."""
-    return ["--scheduler-cls", "banaserve.route.preble_scheduler.PrebleScheduler"]
+    return ["--scheduler-cls", "banaserve.engine.preble_scheduler.PrebleScheduler"]
 
 
 def _is_set(value: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from banaserve.engine.compat.config import VllmConfig
+from banaserve.engine.compat.config import VllmConfig, element_bytes
 
 
 def kv_token_bytes(config: VllmConfig) -> int:
@@ -17,4 +17,4 @@ def kv_token_bytes(config: VllmConfig) -> int:
         vectors = 1
     else:
         vectors = 2 * model.get_num_kv_heads(parallel) * parallel.tensor_parallel_size
-    return model.get_num_layers(parallel) * vectors * model.get_head_size() * model.dtype.itemsize
+    return model.get_num_layers(parallel) * vectors * model.get_head_size() * element_bytes(model)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from banaserve.base.errors import FingerprintError, ProtocolError, StoreUnavailableError
+from banaserve.base.net.framing import MessageReader
 from banaserve.base.platform.linux import is_own, peer_of
 from banaserve.kvstore import wire
 from banaserve.kvstore.fingerprint import Fingerprint
@@ -60,8 +61,7 @@ class StoreChannel:
         self._on_late = on_late
         self._late_seqs: deque[int] = deque()
         self._last_seq = 0
-        self._reader: wire.FrameReader[wire.Reply] = wire.FrameReader(wire.Reply)
-        self._arrived: deque[wire.Reply] = deque()
+        self._reader = MessageReader(wire.REPLIES)
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             _set_kernel_timeout(self._sock, timeout_s)
@@ -96,7 +96,7 @@ class StoreChannel:
             OSError: The connection is no longer usable.
         """
         try:
-            self._sock.sendall(wire.encode(message))
+            self._sock.sendall(wire.REQUESTS.encode(message))
         except BlockingIOError as error:
             # Half a message may be on its way, so nothing can follow it.
             raise ConnectionAbortedError("the store does not read") from error
@@ -161,22 +161,21 @@ class StoreChannel:
         self._on_late(reply)
 
     def _receive(self, flags: int = 0) -> wire.Reply:
-        while not self._arrived:
+        while (reply := self._reader.take()) is None:
             data = self._sock.recv(_RECEIVE_BYTES, flags)
             if not data:
                 raise ConnectionResetError("the store closed the connection")
-            self._arrived.extend(self._reader.feed(data))
-        return self._arrived.popleft()
+            self._reader.feed(data)
+        return reply
 
     def _greet(self, hello: wire.ClientHello) -> wire.Welcome:
-        self._sock.sendall(wire.encode(hello))
-        while not self._arrived:
+        self._sock.sendall(wire.REQUESTS.encode(hello))
+        while (reply := self._reader.take()) is None:
             data, received_fds, _, _ = socket.recv_fds(self._sock, _RECEIVE_BYTES, _NUM_FDS)
             self.fds += received_fds
             if not data:
                 raise ConnectionResetError("the store closed the connection")
-            self._arrived.extend(self._reader.feed(data))
-        reply = self._arrived.popleft()
+            self._reader.feed(data)
         match reply:
             case wire.Welcome() if len(self.fds) == (_NUM_FDS if hello.fingerprint else 0):
                 return reply

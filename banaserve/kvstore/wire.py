@@ -1,18 +1,16 @@
-"""Protocol of the store's socket: length-prefixed msgpack, checked on arrival.
+"""Protocol of the store's socket: frames of ``base/net/framing.py``, checked on arrival.
 
-A frame is a 4-byte little-endian length and that number of bytes. Either side closes a connection
-on which anything else arrives. Requests that have a ``seq`` are answered in order, with that
-``seq``; the others are not answered.
+Either side closes a connection on which anything else arrives. Requests that have a ``seq`` are
+answered in order, with that ``seq``; the others are not answered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated
 
 import msgspec
 
-from banaserve.base.errors import ProtocolError
+from banaserve.base.net.framing import Framing
 from banaserve.kvstore.fingerprint import MAX_PARTS, Fingerprint
 from banaserve.kvstore.stats import StoreStats
 
@@ -25,7 +23,6 @@ MAX_TENANT_BYTES = 64
 MAX_COMPUTE_BLOCK_S = 1e6
 MAX_PEERS = 1024
 MAX_READERS = 65536
-_LENGTH_BYTES = 4
 _MAX_INT = 2**63 - 1
 
 Key = Annotated[bytes, msgspec.Meta(min_length=MIN_KEY_BYTES, max_length=MAX_KEY_BYTES)]
@@ -248,54 +245,5 @@ Reply = (
 OneWay = PushBlocks | LayersWritten | Abandon | ReleaseLeases | EndHold
 """Requests without an answer that name a generation."""
 
-_encoder = msgspec.msgpack.Encoder()
-T = TypeVar("T")
-
-
-def encode(message: Request | Reply) -> bytes:
-    """Encode ``message`` as a frame.
-
-    Raises:
-        ProtocolError: The frame would be longer than a peer accepts.
-    """
-    payload = _encoder.encode(message)
-    if len(payload) > MAX_MESSAGE_BYTES:
-        raise ProtocolError(f"a message of {len(payload)} bytes is over {MAX_MESSAGE_BYTES}")
-    return len(payload).to_bytes(_LENGTH_BYTES, "little") + payload
-
-
-class FrameReader(Generic[T]):
-    """Decoder of received bytes into messages of one kind; keeps the bytes of incomplete ones."""
-
-    def __init__(self, kind: Any) -> None:
-        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[T]:
-        """Yield each message that ``data`` completes.
-
-        Raises:
-            ProtocolError: The bytes are not a valid message. The reader is unusable after that.
-        """
-        self._buffer += data
-        while (payload := self._next_payload()) is not None:
-            yield self._decode(payload)
-
-    def _next_payload(self) -> bytes | None:
-        buffer = self._buffer
-        if len(buffer) < _LENGTH_BYTES:
-            return None
-        end = _LENGTH_BYTES + int.from_bytes(buffer[:_LENGTH_BYTES], "little")
-        if end > _LENGTH_BYTES + MAX_MESSAGE_BYTES:
-            raise ProtocolError(f"a message announces {end - _LENGTH_BYTES} bytes")
-        if len(buffer) < end:
-            return None
-        payload = bytes(buffer[_LENGTH_BYTES:end])
-        del buffer[:end]
-        return payload
-
-    def _decode(self, payload: bytes) -> T:
-        try:
-            return self._decoder.decode(payload)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise ProtocolError(f"not a message: {str(error)!r}") from error
+REQUESTS: Framing[Request] = Framing(Request, MAX_MESSAGE_BYTES)
+REPLIES: Framing[Reply] = Framing(Reply, MAX_MESSAGE_BYTES)

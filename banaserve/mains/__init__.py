@@ -3,5 +3,5 @@
 ``serve`` runs the server, ``engine_parent`` forks engine cores and guests, ``engine`` and ``guest``
 are what it forks, ``worker`` is vLLM's worker in an engine, and ``spawned`` starts a process
 without a parent to fork from. Agents and shims are in ``nodes``, the store's in ``kvstore/daemon``,
-a balancer's in ``route/balancer``.
+a balancer's in the package ``banaserve_route``.
 """

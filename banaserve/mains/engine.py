@@ -17,7 +17,7 @@ from banaserve.engine.compat.grammars import install_backends
 from banaserve.engine.compat.scheduler import install_states
 from banaserve.engine.engine_args import engine_config, parse_vllm_argv
 from banaserve.engine.runner_setup import prepare_runners
-from banaserve.mains import guest as guest_main
+from banaserve.mains import guest
 from banaserve.migration.host import install as migration
 from banaserve.migration.rpc.messages import GuestAddress
 from banaserve.pacing import install as pacing
@@ -55,7 +55,7 @@ def run_engine_core(config: VllmConfig, instance_id: str, handshake_address: str
 def run_guest(config: VllmConfig, address: GuestAddress) -> None:
     """Serve as a guest until its host is gone."""
     _keep_files_in(Path(address.folder))
-    guest_main.serve(config, address)
+    guest.serve(config, address)
 
 
 def _keep_files_in(folder: Path) -> None:

@@ -16,7 +16,7 @@ from banaserve.nodes.link import CONNECT_S, NodeLink, NodeLostError, accepted
 from banaserve.nodes.measuring.inspection import inspect_node
 from banaserve.nodes.measuring.link_measuring import echo, measure_link
 from banaserve.nodes.messages import (
-    MAX_FRAME_BYTES,
+    MAX_MESSAGE_BYTES,
     PROTOCOL,
     EchoLink,
     Inspect,
@@ -79,7 +79,7 @@ class NodeAgent:
                 port,
                 ssl=self._credentials.server,
                 ssl_handshake_timeout=CONNECT_S,
-                limit=MAX_FRAME_BYTES,
+                limit=MAX_MESSAGE_BYTES,
             )
         except OSError as error:
             raise UserError(f"--listen {host}:{port}: {error.strerror or error}") from error

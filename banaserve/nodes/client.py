@@ -14,13 +14,13 @@ from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.link import (
     PATIENT_S,
     SILENT_S,
-    Data,
     NodeLink,
     NodeLostError,
     connect,
 )
 from banaserve.nodes.messages import (
     PROTOCOL,
+    Data,
     FreePort,
     NodeMessage,
     NodePrepared,

@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import struct
-from typing import NamedTuple
 
-from banaserve.base.errors import BanaServeError, ProtocolError
+from banaserve.base.errors import BanaServeError
+from banaserve.base.net.framing import MessageReader, receive_async
 from banaserve.base.platform.linux import since_received_s
 from banaserve.nodes.credentials import ClusterCredentials
-from banaserve.nodes.messages import MAX_FRAME_BYTES, Beat, NodeMessage, NodeRefused, decode, encode
+from banaserve.nodes.messages import (
+    FRAMING,
+    MAX_MESSAGE_BYTES,
+    Beat,
+    NodeMessage,
+    NodeRefused,
+)
 
 BEAT_S = 0.5
 SILENT_S = 2.5
@@ -20,19 +25,10 @@ PATIENT_S = 15.0
 """The same limit for a node that runs nothing yet: nothing can be lost, and it may be starting."""
 CONNECT_S = 5.0
 CHUNK_BYTES = 64 << 10
-_HEAD = struct.Struct("!II")
-_MESSAGES = 0
 
 
 class NodeLostError(BanaServeError):
     """A node no longer answers, or refuses: all that ran there is gone."""
-
-
-class Data(NamedTuple):
-    """Bytes of a channel."""
-
-    channel: int
-    content: bytes
 
 
 class NodeLink:
@@ -54,6 +50,7 @@ class NodeLink:
     ) -> None:
         self.peer = peer
         self._reader, self._writer = reader, writer
+        self._messages = MessageReader(FRAMING)
         self.silent_s = silent_s
         self._beating: asyncio.Task[None] | None = None
 
@@ -62,39 +59,26 @@ class NodeLink:
 
         Raises:
             NodeLostError: The connection is broken.
+            ProtocolError: The message is longer than the other side accepts.
         """
-        await self._write(_MESSAGES, encode(message))
-
-    async def send_data(self, channel: int, content: bytes) -> None:
-        """Send bytes of a channel.
-
-        Raises:
-            NodeLostError: The connection is broken.
-        """
-        await self._write(channel, content)
-
-    async def _write(self, channel: int, content: bytes) -> None:
+        frame = FRAMING.encode(message)
         try:
-            self._writer.writelines((_HEAD.pack(channel, len(content)), content))
+            self._writer.write(frame)
             await self._writer.drain()
         except (OSError, RuntimeError) as error:
             raise NodeLostError(f"{self.peer} is gone: {_words(error)}") from error
 
-    async def receive(self) -> NodeMessage | Data:
-        """Return the next message or bytes; heartbeats are skipped.
+    async def receive(self) -> NodeMessage:
+        """Return the next message; heartbeats are skipped.
 
         Raises:
             NodeLostError: The other side has closed the connection, is silent, or refuses.
-            ProtocolError: The bytes received are not a frame.
+            ProtocolError: The bytes received are not a message.
         """
         while True:
-            channel, num_bytes = _HEAD.unpack(await self._read(_HEAD.size))
-            if num_bytes > MAX_FRAME_BYTES:
-                raise ProtocolError(f"a frame of {num_bytes} bytes from {self.peer} is too large")
-            content = await self._read(num_bytes)
-            if channel != _MESSAGES:
-                return Data(channel, content)
-            match message := decode(content):
+            match message := await receive_async(self._read, self._messages):
+                case None:
+                    raise NodeLostError(f"{self.peer} has closed the connection")
                 case Beat():
                     continue
                 case NodeRefused(reason):
@@ -103,17 +87,16 @@ class NodeLink:
                     return message
 
     async def _read(self, num_bytes: int) -> bytes:
+        """Return received bytes, also more than ``num_bytes``; none at the end."""
         while True:
             try:
                 async with asyncio.timeout(min(self.silent_s, SILENT_S)):  # silent_s may change
-                    return await self._reader.readexactly(num_bytes)
+                    return await self._reader.read(MAX_MESSAGE_BYTES)
             except TimeoutError:
                 if self._is_silent():
                     raise NodeLostError(
                         f"{self.peer} has said nothing for {self.silent_s:g} seconds"
                     ) from None
-            except asyncio.IncompleteReadError:
-                raise NodeLostError(f"{self.peer} has closed the connection") from None
             except OSError as error:
                 raise NodeLostError(f"{self.peer} is gone: {_words(error)}") from error
 
@@ -158,7 +141,7 @@ async def connect(
     try:
         async with asyncio.timeout(CONNECT_S):
             reader, writer = await asyncio.open_connection(
-                host, port, ssl=credentials.client, server_hostname="", limit=MAX_FRAME_BYTES
+                host, port, ssl=credentials.client, server_hostname="", limit=MAX_MESSAGE_BYTES
             )
     except TimeoutError:
         raise NodeLostError(f"{name} does not answer: is a firewall between?") from None

@@ -2,9 +2,7 @@
 they know the cluster's key.
 
 A connection that begins with ``OpenSession`` is the session; one that begins with ``JoinSession``
-is one process of that session. ``Inspect``, ``MeasureLink`` and ``EchoLink`` need no session. A
-frame of channel 0 is a message; frames of other channels carry bytes of a Unix socket, or of a
-measurement.
+is one process of that session. ``Inspect``, ``MeasureLink`` and ``EchoLink`` need no session.
 """
 
 from __future__ import annotations
@@ -13,10 +11,10 @@ from typing import Annotated
 
 import msgspec
 
-from banaserve.base.errors import ProtocolError
+from banaserve.base.net.framing import Framing
 
-PROTOCOL = 3
-MAX_FRAME_BYTES = 1 << 20
+PROTOCOL = 4
+MAX_MESSAGE_BYTES = 1 << 20
 MAX_CHANNELS = 64
 """Maximum connections of one process at once; an engine opens one to each of 3 sockets."""
 MAX_WAIT_S = 600.0
@@ -177,10 +175,17 @@ class ChannelClosed(_Said, frozen=True):
     channel: _Channel
 
 
+class Data(_Said, frozen=True):
+    """Bytes of a channel: those of a Unix socket, or of a measurement."""
+
+    channel: _Channel
+    content: bytes
+
+
 class LogWritten(_Said, frozen=True):
     """Bytes that a process has written to its log."""
 
-    written: Annotated[bytes, msgspec.Meta(max_length=MAX_FRAME_BYTES)]
+    written: bytes
 
 
 class Inspect(_Said, frozen=True):
@@ -273,6 +278,7 @@ NodeMessage = (
     | ProcessEnded
     | ChannelOpened
     | ChannelClosed
+    | Data
     | LogWritten
     | Inspect
     | Inspected
@@ -283,17 +289,4 @@ NodeMessage = (
     | Beat
     | NodeRefused
 )
-_decoder = msgspec.msgpack.Decoder(NodeMessage)
-encode = msgspec.msgpack.encode
-
-
-def decode(body: bytes) -> NodeMessage:
-    """Return the message in a frame.
-
-    Raises:
-        ProtocolError: The frame is not a message.
-    """
-    try:
-        return _decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"not a message of a node: {error}") from None
+FRAMING: Framing[NodeMessage] = Framing(NodeMessage, MAX_MESSAGE_BYTES)

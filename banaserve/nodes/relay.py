@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 
 from banaserve.base.errors import ProtocolError
-from banaserve.nodes.link import CHUNK_BYTES, Data, NodeLink, NodeLostError
-from banaserve.nodes.messages import MAX_CHANNELS, ChannelClosed, ChannelOpened
+from banaserve.nodes.link import CHUNK_BYTES, NodeLink, NodeLostError
+from banaserve.nodes.messages import MAX_CHANNELS, ChannelClosed, ChannelOpened, Data
 
 
 class Relay:
@@ -117,7 +117,7 @@ class Relay:
         with contextlib.suppress(NodeLostError):  # the reader of the link learns of it
             with contextlib.suppress(OSError):
                 while content := await reader.read(CHUNK_BYTES):
-                    await self._link.send_data(channel, content)
+                    await self._link.send(Data(channel, content))
             if channel in self._open:
                 self._end(channel)
                 await self._link.send(ChannelClosed(channel))

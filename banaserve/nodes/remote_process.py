@@ -11,9 +11,10 @@ from pathlib import Path
 
 from banaserve.base.errors import ProtocolError
 from banaserve.base.platform.processes import wait_dying, wait_ended, wait_readable
-from banaserve.nodes.link import CHUNK_BYTES, Data, NodeLink, NodeLostError
+from banaserve.nodes.link import CHUNK_BYTES, NodeLink, NodeLostError
 from banaserve.nodes.messages import (
     ChannelClosed,
+    Data,
     LogWritten,
     ProcessDying,
     ProcessEnded,

@@ -20,10 +20,11 @@ from banaserve.base.errors import BanaServeError
 from banaserve.base.platform.processes import die_with_parent, show_life
 from banaserve.base.platform.spawning import spawn_module
 from banaserve.nodes.credentials import ClusterCredentials
-from banaserve.nodes.link import Data, NodeLink, NodeLostError, connect
+from banaserve.nodes.link import NodeLink, NodeLostError, connect
 from banaserve.nodes.messages import (
     ChannelClosed,
     ChannelOpened,
+    Data,
     JoinSession,
     LogWritten,
     ProcessDying,

@@ -9,7 +9,7 @@ from typing import Any
 from banaserve.contracts.move_phase import ModelGeometry
 from banaserve.engine.compat import engine as compat
 from banaserve.engine.compat import runner_hooks
-from banaserve.engine.compat.config import VllmConfig
+from banaserve.engine.compat.config import VllmConfig, element_bytes
 from banaserve.engine.compat.kv_connector import get_kv_transfer_group
 from banaserve.engine.connector.metadata import StepPlan
 from banaserve.engine.connector.scheduler import scheduled, work_of
@@ -54,7 +54,7 @@ def _shape_of(config: VllmConfig) -> ModelGeometry:
 
 def _token_bytes(config: VllmConfig, shape: ModelGeometry) -> int:
     model = config.model_config
-    head_bytes = model.get_head_size() * model.dtype.itemsize
+    head_bytes = model.get_head_size() * element_bytes(model)
     return shape.num_layers * 2 * shape.num_kv_heads * head_bytes
 
 

@@ -271,7 +271,7 @@ class DisaggregatedClient(EngineClient):
                 f"instance {instance.id} died in mid-session; begin it again"
             ) from death
 
-    async def encode(
+    async def encode(  # type: ignore[override]  # of its options only those that it names
         self, prompt: Any, pooling_params: PoolingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """Compute a request of a pooling model; see ``pool``."""

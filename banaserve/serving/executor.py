@@ -29,7 +29,7 @@ from banaserve.base.types import (
 )
 from banaserve.contracts.instances import Ending, StepOutcome
 from banaserve.contracts.migration_api import Migration, MigrationRequest
-from banaserve.engine.compat.config import VllmConfig
+from banaserve.engine.compat.config import VllmConfig, element_bytes
 from banaserve.migration.units.base import overlap
 from banaserve.migration.units.registry import unit_of
 from banaserve.orchestrator.control.cluster_view import Known, cluster_view
@@ -71,11 +71,11 @@ def instance_facts(
     if not num_blocks or not block_tokens or model.num_kv_heads < 1:
         return None
     settings = config.model_config
-    element_bytes = settings.dtype.itemsize
+    number_bytes = element_bytes(settings)
     num_heads = settings.get_num_attention_heads(config.parallel_config)
     num_ranks = config.parallel_config.tensor_parallel_size
     vectors = 2 * settings.get_num_kv_heads(config.parallel_config) * num_ranks
-    token_bytes = vectors * settings.get_head_size() * element_bytes
+    token_bytes = vectors * settings.get_head_size() * number_bytes
     kv_bytes = num_blocks * block_tokens * token_bytes * model.num_layers
     return InstanceFacts(
         num_layers=model.num_layers,
@@ -84,7 +84,7 @@ def instance_facts(
         layer_token_bytes=token_bytes,
         block_tokens=block_tokens,
         memory_bytes=kv_bytes + model.num_layers * model.layer_weight_bytes,
-        hidden_bytes=settings.get_hidden_size() * element_bytes,
+        hidden_bytes=settings.get_hidden_size() * number_bytes,
         queries_a_head=max(1, num_heads // model.num_kv_heads),
         kv_bytes=kv_bytes,
         max_kv_blocks=max(num_blocks, int(num_blocks * kv_growth)),
@@ -147,7 +147,7 @@ def stall_s_of(migration: Migration) -> float:
 
 
 class MoveExecutor:
-    """Executor of one front door; see ``engine.interface.Executor``.
+    """Executor of one front door; see ``contracts.instances.Executor``.
 
     Args:
         kv_growth: Maximum number of KV blocks of an instance, as a multiple of the number at the

@@ -18,7 +18,7 @@ import os
 import signal
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import zmq
@@ -302,7 +302,8 @@ class Instance:
         connecting = processes.in_daemon_thread(lambda: self._connect(addresses))
         ended = asyncio.create_task(self.wait_ended())
         try:
-            await asyncio.wait({connecting, ended}, return_when=asyncio.FIRST_COMPLETED)
+            waited: set[asyncio.Future[Any]] = {connecting, ended}
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             if connecting.done():
                 return connecting.result()
             raise InstanceDeadError(f"instance {self.id} has ended: {self.last_words()}")

@@ -146,7 +146,7 @@ def following(
         profile: Name or file of the device and model that the policy forecasts with.
         ttft_s, tpot_s: Latency limits of good service for policy and routing, in seconds; 0 for
             none.
-        options: Further options of the policy, see ``elastic/options.py``.
+        options: Further options of the policy, see ``orchestrator/planner/options.py``.
     """
     limits_s = {"ttft_s": ttft_s, "tpot_s": tpot_s}
     has_limits = bool(ttft_s or tpot_s)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from banaserve.base.errors import ProtocolError
+from banaserve.base.net.framing import LENGTH_BYTES
 from banaserve.transport import frames
 from banaserve.transport.errors import (
     PeerGoneError,
@@ -17,7 +18,7 @@ from banaserve.transport.errors import (
     StaleEpochError,
     TransferTimeoutError,
 )
-from banaserve.transport.frames import ONE_WAY, PREFIX, REFUSAL, REPLY, REQUEST, FrameHeader
+from banaserve.transport.frames import HEADERS, ONE_WAY, REFUSAL, REPLY, REQUEST, FrameHeader
 from banaserve.transport.interface import Bytes, Message, Tensor
 from banaserve.transport.seal import CODE_BYTES, FrameCode, Seal
 from banaserve.transport.stream import ByteStream
@@ -177,13 +178,9 @@ class StreamChannel:
 
     def _read_frame(self, deadline: float, place: Place) -> tuple[FrameHeader, tuple[Tensor, ...]]:
         code = self._seal.next_received() if self._seal is not None else None
-        prefix = self._read(PREFIX.size, deadline, code)
-        header_bytes, payload_bytes = PREFIX.unpack(prefix)
-        frames.check_lengths(header_bytes, payload_bytes)
-        header = frames.decode(self._read(header_bytes, deadline, code))
+        length = self._read(LENGTH_BYTES, deadline, code)
+        header = HEADERS.decode(self._read(HEADERS.length_of(length), deadline, code))
         sizes = frames.tensor_sizes(header)
-        if sum(sizes) != payload_bytes:
-            raise ProtocolError(f"tensors of {sum(sizes)} bytes in a payload of {payload_bytes}")
         buffers = _buffers(sizes, place(header, sizes))
         self._read_parts([frames.view_of(buffer) for buffer in buffers], deadline, code)
         if self._seal is not None and code is not None:

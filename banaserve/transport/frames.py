@@ -1,25 +1,24 @@
 """Frames of messages on a stream, and the checks on arrival.
 
-A frame is a prefix (lengths of header and payload), a msgpack header, the bytes of the tensors in
-order, and on TCP a message authentication code over all of these.
+A frame is a frame of ``base/net/framing.py`` whose message is the header, the bytes of the tensors
+in order, and on TCP a message authentication code over all of these.
 """
 
 from __future__ import annotations
 
 import math
-import struct
 from typing import Annotated
 
 import msgspec
 
 from banaserve.base.errors import ProtocolError
+from banaserve.base.net.framing import LENGTH_BYTES, Framing
 from banaserve.transport.errors import RefusedError
 from banaserve.transport.interface import MAX_DIMENSIONS, MAX_EPOCH, Bytes, Message, Tensor
 
 MAX_HEADER_BYTES = 2**20
 MAX_PAYLOAD_BYTES = 2**28
 MAX_TENSORS = 256
-PREFIX = struct.Struct("<IQ")
 
 ONE_WAY, REQUEST, REPLY, REFUSAL = range(4)
 
@@ -69,8 +68,7 @@ class FrameHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     tensors: Annotated[tuple[tuple[str, _Shape], ...], msgspec.Meta(max_length=MAX_TENSORS)]
 
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(FrameHeader)
+HEADERS: Framing[FrameHeader] = Framing(FrameHeader, MAX_HEADER_BYTES)
 
 
 def encode(message: Message, seq: int, kind: int, token: int) -> list[memoryview | bytes]:
@@ -80,54 +78,30 @@ def encode(message: Message, seq: int, kind: int, token: int) -> list[memoryview
         RefusedError: A peer would not accept the message.
     """
     described = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in message.tensors)
-    header = _encoder.encode(FrameHeader(seq, kind, token, message.epoch, message.body, described))
+    header = FrameHeader(seq, kind, token, message.epoch, message.body, described)
     try:
-        sizes = tensor_sizes(decode(header))
-        payload_bytes = check_lengths(len(header), sum(sizes))
+        head = HEADERS.encode(header)
+        sizes = tensor_sizes(HEADERS.decode(memoryview(head)[LENGTH_BYTES:]))
         payload = [_bytes_of(tensor, n) for tensor, n in zip(message.tensors, sizes, strict=True)]
     except ProtocolError as error:
         raise RefusedError(f"the message cannot be sent: {error}") from None
-    return [PREFIX.pack(len(header), payload_bytes) + header, *payload]
-
-
-def check_lengths(header_bytes: int, payload_bytes: int) -> int:
-    """Check the lengths of a frame and return ``payload_bytes``.
-
-    Raises:
-        ProtocolError: A length is too large.
-    """
-    if header_bytes > MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
-        raise ProtocolError(f"a header of {header_bytes} and {payload_bytes} bytes is too large")
-    return payload_bytes
-
-
-def decode(header: bytes | bytearray) -> FrameHeader:
-    """Decode the header of a received frame.
-
-    Raises:
-        ProtocolError: The bytes are not a header.
-    """
-    try:
-        return _decoder.decode(header)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise ProtocolError(f"not a message: {error}") from None
+    return [head, *payload]
 
 
 def tensor_sizes(header: FrameHeader) -> list[int]:
     """Return the size of each tensor in bytes.
 
     Raises:
-        ProtocolError: A data type is unknown, or a tensor is too large.
+        ProtocolError: A data type is unknown, or the tensors are too large.
     """
     sizes = []
     for dtype, shape in header.tensors:
         item_bytes = ITEM_BYTES.get(dtype)
         if item_bytes is None:
             raise ProtocolError(f"unknown data type {dtype[:64]!r}")
-        num_bytes = math.prod(shape) * item_bytes
-        if num_bytes > MAX_PAYLOAD_BYTES:
-            raise ProtocolError(f"a tensor of {num_bytes} bytes is too large")
-        sizes.append(num_bytes)
+        sizes.append(math.prod(shape) * item_bytes)
+    if sum(sizes) > MAX_PAYLOAD_BYTES:
+        raise ProtocolError(f"tensors of {sum(sizes)} bytes are too large")
     return sizes
 
 

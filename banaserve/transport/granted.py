@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from banaserve.base.errors import ProtocolError
+from banaserve.base.net.framing import decode
 from banaserve.transport.channel import StreamChannel
 from banaserve.transport.errors import (
     PeerGoneError,
@@ -76,8 +77,8 @@ class Denied(_Struct, frozen=True, tag="denied"):
     reason: str
 
 
-_requests = msgspec.msgpack.Decoder(Open | Begin | End)
-_answers = msgspec.msgpack.Decoder(Granted | Denied)
+_requests: msgspec.msgpack.Decoder[Open | Begin | End] = msgspec.msgpack.Decoder(Open | Begin | End)
+_answers: msgspec.msgpack.Decoder[Granted | Denied] = msgspec.msgpack.Decoder(Granted | Denied)
 
 
 class Mover(ABC):
@@ -149,7 +150,7 @@ class GrantedTransport(ServedTransport):
     def _serve(self, stream: SocketStream, seal: Seal) -> None:
         channel = StreamChannel(stream, seal)
         request = channel.receive(FOREVER_S)
-        message = _decode_request(request.body)
+        message = decode(_requests, request.body)
         region = self._find(message.region_id) if isinstance(message, Open) else None
         if region is None:
             _answer(channel, request, Denied(False, "the peer does not offer this region any more"))
@@ -227,19 +228,12 @@ def ask(channel: StreamChannel, request: Open | Begin | End, offsets: Runs | Non
     tensors = () if offsets is None else (Tensor("int64", offsets.shape, offsets.view(np.uint8)),)
     reply = channel.call(Message(msgspec.msgpack.encode(request), tensors), FOREVER_S)
     try:
-        answer = _answers.decode(reply.body)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        answer = decode(_answers, reply.body)
+    except ProtocolError as error:
         raise PeerGoneError(f"the peer breaks the protocol: {error}") from None
     if isinstance(answer, Denied):
         raise (StaleEpochError if answer.stale else RefusedError)(answer.reason)
     return answer.data
-
-
-def _decode_request(body: bytes) -> Open | Begin | End:
-    try:
-        return _requests.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"not a request for a grant: {error}") from None
 
 
 def _give_grants(
@@ -247,7 +241,7 @@ def _give_grants(
 ) -> None:
     while True:
         request = channel.receive(FOREVER_S)
-        begin = _decode_request(request.body)
+        begin = decode(_requests, request.body)
         if not isinstance(begin, Begin) or len(request.tensors) != 1:
             raise ProtocolError("a grant begins with Begin")
         with ExitStack() as held:
@@ -260,7 +254,7 @@ def _give_grants(
             _answer(channel, request, Granted())
             mover.move(part, stream.check_peer)
             request = channel.receive(FOREVER_S)
-            if not isinstance(_decode_request(request.body), End):
+            if not isinstance(decode(_requests, request.body), End):
                 raise ProtocolError("a grant ends with End")
         _answer(channel, request, Granted())
 

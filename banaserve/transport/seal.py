@@ -25,7 +25,7 @@ KEY_BYTES = 32
 MAX_FRAMES = 2**48
 """Maximum number of frames in one direction of a connection: a nonce that is used twice with a key
 would reveal the key. At a million frames a second it is reached after nine years."""
-_MAGIC = b"banaserve-transport-3\n"
+_MAGIC = b"banaserve-transport-4\n"
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _GCM_NONCE_BYTES = 12

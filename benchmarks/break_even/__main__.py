@@ -18,9 +18,9 @@ import msgspec
 from rich.console import Console
 
 from banaserve.base.arguments import Parser
-from banaserve.bench.results import result
-from banaserve.bench.results.result import Figure, figure
 from banaserve.orchestrator.control.costs import profile as profiles
+from banaserve_bench.results import result
+from banaserve_bench.results.result import Figure, figure
 from benchmarks.break_even.gains import PROFILES
 from benchmarks.break_even.simulated import WORTH_IT, Compared, compared, questions
 from benchmarks.script import run_script

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from banaserve.bench.results.result import Result
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.orchestrator.control.costs.profile import Profile
+from banaserve_bench.results.result import Result
 from benchmarks.break_even.gains import (
     LINKS_BYTES_PER_S,
     PROFILES,

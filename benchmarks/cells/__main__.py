@@ -26,11 +26,11 @@ from rich.progress import Progress, TaskID
 
 from banaserve.base.arguments import Parser, positive
 from banaserve.base.errors import UserError
-from banaserve.bench.results import result
 from banaserve.orchestrator.control.costs.profile import load as load_profile
-from banaserve.route.sim.cells_load import CellsLoad
-from banaserve.route.sim.cells_world import CellsSetting, CellsWorld
-from banaserve.route.sim.round_trips import FIVE_REGIONS, read_round_trips
+from banaserve_bench.results import result
+from banaserve_route.sim.cells_load import CellsLoad
+from banaserve_route.sim.cells_world import CellsSetting, CellsWorld
+from banaserve_route.sim.round_trips import FIVE_REGIONS, read_round_trips
 from benchmarks.cells import growth
 from benchmarks.script import run_script
 

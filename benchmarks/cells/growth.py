@@ -9,16 +9,16 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
+from banaserve.base.statistics import median
 from banaserve.base.types import ClusterView, RequestId, RequestView
-from banaserve.bench.results.statistics import median
 from banaserve.orchestrator.control import turn as control
 from banaserve.orchestrator.control.costs.profile import load as load_profile
 from banaserve.orchestrator.control.migration import registry as migrations
 from banaserve.orchestrator.control.routing import registry as routings
-from banaserve.route.policies.fleet import Fleet
-from banaserve.route.policies.interface import PeerView, ReplicaId, ReplicaView, Request
-from banaserve.route.policies.registry import make
-from banaserve.route.sim.replica import BLOCK_TOKENS, UNIT_BYTES
+from banaserve_route.policies.fleet import Fleet
+from banaserve_route.policies.interface import PeerView, ReplicaId, ReplicaView, Request
+from banaserve_route.policies.registry import make
+from banaserve_route.sim.replica import BLOCK_TOKENS, UNIT_BYTES
 from benchmarks.orchestrator import RANDOM, cluster
 
 INSTANCES = (8, 32, 128, 512)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from banaserve.base.errors import UserError
-from banaserve.bench.loadgen.servers import end_with_parent
 from banaserve.contracts.environment import ENVIRONMENT
+from banaserve_bench.loadgen.servers import end_with_parent
 from benchmarks.location import environment
 
 _END_S = 20.0

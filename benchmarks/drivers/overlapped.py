@@ -95,7 +95,7 @@ class Live(_Engine):
     def __init__(self, arguments: dict[str, Any], folder: Path) -> None:
         from banaserve.engine.compat import runner_hooks
         from banaserve.engine.compat.offline import LLM, EngineArgs
-        from banaserve.mains import engine_parent as forkserver
+        from banaserve.mains import engine_parent
         from banaserve.migration.host import install
 
         whole = arguments | {
@@ -104,9 +104,9 @@ class Live(_Engine):
             "async_scheduling": True,
             "additional_config": {"banaserve_migration": {"stall_s": 5.0, "overlap": 1}},
         }
-        forkserver.pre_import()
+        engine_parent.pre_import()
         config = EngineArgs(**whole).create_engine_config()
-        _, self._control = forkserver.fork_engine_parent(config)
+        _, self._control = engine_parent.fork_engine_parent(config)
         self._folder = folder
         self._secret = secrets.token_hex(16)
         self._num = 0

@@ -49,7 +49,7 @@ def main() -> int:
     )
     for line in sys.stdin:
         told = json.loads(line)
-        prompt = {"prompt_token_ids": told.pop("prompt")}
+        prompt: Any = {"prompt_token_ids": told.pop("prompt")}
         way = told.pop("way", "fetch")
         gate.enabled = way == "cut"
         if told.pop("new_link", False):

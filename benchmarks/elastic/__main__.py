@@ -27,9 +27,9 @@ from rich.table import Table
 
 from banaserve.base.arguments import Parser
 from banaserve.base.errors import UserError
-from banaserve.bench.datasets.files import data_folder
-from banaserve.bench.results import result
-from banaserve.bench.results.result import Figure
+from banaserve_bench.datasets.files import data_folder
+from banaserve_bench.results import result
+from banaserve_bench.results.result import Figure
 from benchmarks.elastic.cells import cells, code_cells
 from benchmarks.elastic.constant import (
     ConstantOutcome,

@@ -15,12 +15,12 @@ from random import Random
 from typing import NamedTuple
 
 from banaserve.base.errors import UserError
-from banaserve.bench.datasets.files import dataset_files
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.sim.lengths import draw_measured
 from banaserve.sim.request import SimRequest
 from banaserve.sim.trace import cut, read_trace
 from banaserve.sim.workload import Arrivals
+from banaserve_bench.datasets.files import dataset_files
 
 DURATION_S = 120.0
 """Duration of the arrivals of a cell, in seconds."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from rich.table import Table
 
-from banaserve.bench.results.result import Figure, figure
+from banaserve_bench.results.result import Figure, figure
 from benchmarks.elastic.cells import LIMITS, LoadCell, load_of
 from benchmarks.elastic.runs import WHOLE, Variant, elastic_system, run_rows, saturation_per_s
 

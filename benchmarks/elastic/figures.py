@@ -7,7 +7,7 @@ from math import exp, log
 
 from rich.table import Table
 
-from banaserve.bench.results.result import Figure, figure
+from banaserve_bench.results.result import Figure, figure
 from benchmarks.elastic.runs import CellOutcome
 
 _GQA = "llama-3.1-8b-h100"

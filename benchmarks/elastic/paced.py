@@ -25,20 +25,20 @@ from banaserve.base.arguments import Parser
 from banaserve.base.config import MINIATURE
 from banaserve.base.errors import UserError
 from banaserve.base.names import check_known
-from banaserve.bench.datasets.files import data_folder
-from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
-from banaserve.bench.loadgen.loops import open_loop
-from banaserve.bench.loadgen.modelled_time import StretchedClock, modelled_time
-from banaserve.bench.loadgen.servers import banaserve_server, end_on_sigterm
-from banaserve.bench.results import result
-from banaserve.bench.results.result import ModelledTime, commit
-from banaserve.bench.results.statistics import median
-from banaserve.bench.serving.timeline import decisions_of
+from banaserve.base.statistics import median
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.sim.cluster import SimCluster
 from banaserve.sim.request import SimRequest
 from banaserve.sim.run import tallied
 from banaserve.sim.system import System
+from banaserve_bench.datasets.files import data_folder
+from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
+from banaserve_bench.loadgen.loops import open_loop
+from banaserve_bench.loadgen.modelled_time import StretchedClock, modelled_time
+from banaserve_bench.loadgen.servers import banaserve_server, end_on_sigterm
+from banaserve_bench.results import result
+from banaserve_bench.results.result import ModelledTime, commit
+from banaserve_bench.serving.timeline import decisions_of
 from benchmarks.cases import num_equal, sampled
 from benchmarks.elastic.paced_cells import CELLS, WARM_UP_S, PacedCell, requests_of
 from benchmarks.elastic.runs import elastic_system

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from rich.table import Table
 
-from banaserve.bench.results.result import Figure, figure
-from banaserve.bench.results.statistics import median, paired_ratios
+from banaserve.base.statistics import median, paired_ratios
+from banaserve_bench.results.result import Figure, figure
 
 OURS = "banaserve"
 PEERS = ("round-robin", "prefix-affinity")

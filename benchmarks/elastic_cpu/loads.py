@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from banaserve.bench.datasets.items import Words
-from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
+from banaserve_bench.datasets.items import Words
+from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 
 
 @dataclass(frozen=True, slots=True)

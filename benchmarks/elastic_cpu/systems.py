@@ -18,7 +18,7 @@ from pathlib import Path
 
 from banaserve.base.errors import UserError
 from banaserve.base.models import ResolvedModel
-from banaserve.bench.loadgen.servers import (
+from banaserve_bench.loadgen.servers import (
     Balanced,
     Running,
     Server,

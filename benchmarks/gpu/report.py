@@ -21,8 +21,8 @@ import msgspec
 from banaserve.base.arguments import Parser
 from banaserve.base.errors import UserError
 from banaserve.base.names import check_known
-from banaserve.bench.loadgen.servers import LOGS_VARIABLE, end_on_sigterm
-from banaserve.bench.report.report import write_report
+from banaserve_bench.loadgen.servers import LOGS_VARIABLE, end_on_sigterm
+from banaserve_bench.report.report import write_report
 from benchmarks.gpu import device
 from benchmarks.gpu.kit_files import KIT, Kit
 from benchmarks.gpu.stages import Stage, StageOutcome, StageState, limit_s, stages_of, still_to_run

@@ -44,7 +44,9 @@ def main(argv: Sequence[str]) -> int:
 
     with tempfile.TemporaryDirectory(prefix="smoke-") as folder:
         path = make_model(given.size, Path(folder), "bfloat16")
-        chosen = {"attention_config": {"backend": given.attention}} if given.attention else {}
+        chosen: dict[str, Any] = (
+            {"attention_config": {"backend": given.attention}} if given.attention else {}
+        )
         engine = LLM(
             path,
             skip_tokenizer_init=True,

@@ -15,6 +15,8 @@ from typing import NoReturn
 from benchmarks.gpu.kit_files import KIT, KitError, unpack
 
 _ROOT = Path(__file__).resolve().parents[2]
+_BESIDE = ("bench", "route", "plugins/mooncake")
+"""Folders whose packages the report imports beside the core; none is installed."""
 _WITH_KIT = "torch", "rich"
 _WITHOUT_KIT = *_WITH_KIT, "msgspec", "vllm"
 
@@ -43,7 +45,8 @@ def prepare(root: Path) -> dict[str, str]:
                 f"{sys.executable} has no {name}: name a Python with torch in GPU_PYTHON, and "
                 "bring a kit along (`make gpu-kit`)"
             )
-    places = [str(root), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    beside = [str(root / name) for name in _BESIDE]
+    places = [str(root), *beside, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     variables = {"HF_HUB_OFFLINE": "1", "TRITON_CACHE_DIR": str(root / "build" / "triton")}
     if has_kit:
         print(f"unpacking {KIT} ...", flush=True)

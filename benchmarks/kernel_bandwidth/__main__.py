@@ -20,8 +20,8 @@ import torch
 
 from banaserve.base.arguments import Parser
 from banaserve.base.errors import UserError
-from banaserve.bench.results import result
 from banaserve.kernels.registry import CHOICES, pick
+from banaserve_bench.results import result
 from benchmarks.kernel_bandwidth.native import measure_native, native_or_reason
 from benchmarks.kernel_bandwidth.pipeline import measure_pipeline
 from benchmarks.kernel_bandwidth.timing import copy_work, timed

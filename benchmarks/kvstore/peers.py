@@ -15,9 +15,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from banaserve.base.errors import UserError
-from banaserve.bench.loadgen.servers import end_with_parent, free_port
-from banaserve.kvstore.tiers.mooncake import MooncakeTier
-from banaserve.kvstore.tiers.mooncake_config import check_installed
+from banaserve_bench.loadgen.servers import end_with_parent, free_port
+from banaserve_mooncake.config import check_installed
+from banaserve_mooncake.tier import MooncakeTier
 
 _START_TIMEOUT_S = 30.0
 
@@ -112,7 +112,7 @@ def mooncake_master() -> Iterator[Peer]:
     """Run a master of Mooncake Store on free ports of the loopback."""
     spec = find_spec("mooncake")
     if spec is None or spec.origin is None:
-        raise UserError("Mooncake is not installed: pip install 'banaserve[mooncake]'")
+        raise UserError("Mooncake is not installed: pip install 'banaserve-mooncake[client]'")
     port = free_port()
     command = [str(Path(spec.origin).with_name("mooncake_master")), f"--rpc_port={port}"]
     command += ["--rpc_address=127.0.0.1", "--rpc_thread_num=2"]

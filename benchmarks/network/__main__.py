@@ -28,8 +28,8 @@ from rich.progress import Progress
 
 from banaserve.base.arguments import Parser
 from banaserve.base.errors import UserError
-from banaserve.bench.loadgen.servers import end_on_sigterm
-from banaserve.bench.results import result
+from banaserve_bench.loadgen.servers import end_on_sigterm
+from banaserve_bench.results import result
 from benchmarks.kvstore.peers import missing_mooncake
 from benchmarks.network import hosts
 from benchmarks.network.hosts import Network

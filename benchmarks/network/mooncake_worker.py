@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from banaserve.base.errors import UserError
-from banaserve.bench.loadgen.servers import end_with_parent
+from banaserve_bench.loadgen.servers import end_with_parent
 from benchmarks.kvstore.memory import plain_memory
 from benchmarks.kvstore.others import Mooncake
 

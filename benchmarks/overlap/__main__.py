@@ -25,8 +25,8 @@ from banaserve.base import models
 from banaserve.base.arguments import Parser, positive
 from banaserve.base.config import LEAST_GUEST_SHARE, MAX_MICROBATCHES
 from banaserve.base.errors import UserError
-from banaserve.bench.loadgen.servers import end_on_sigterm
-from banaserve.bench.results import result
+from banaserve_bench.loadgen.servers import end_on_sigterm
+from banaserve_bench.results import result
 from benchmarks.drivers.driven_engine import DrivenEngine, driven_engine
 from benchmarks.overlap import figures as figures
 from benchmarks.overlap import neighbour as overlap_neighbour

@@ -21,12 +21,6 @@ from rich.progress import Progress
 from banaserve.base.config import MINIATURE
 from banaserve.base.errors import UserError
 from banaserve.base.run_dir import find_admin
-from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient
-from banaserve.bench.loadgen.loops import closed_loop
-from banaserve.bench.loadgen.modelled_time import StretchedClock, modelled_time
-from banaserve.bench.loadgen.servers import banaserve_server
-from banaserve.bench.results import result
-from banaserve.bench.results.result import ModelledTime
 from banaserve.contracts.migration_api import MigrationRequest, MoveLayers, OverlapRequest, Return
 from banaserve.frontdoor.admin_client import AdminClient
 from banaserve.orchestrator.control.costs import profile as profiles
@@ -35,6 +29,12 @@ from banaserve.orchestrator.control.costs.steps import StepCosts
 from banaserve.orchestrator.control.model.calibration import StepWork
 from banaserve.pacing import miniatures
 from banaserve.pacing.pacer import in_parts
+from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
+from banaserve_bench.loadgen.loops import closed_loop
+from banaserve_bench.loadgen.modelled_time import StretchedClock, modelled_time
+from banaserve_bench.loadgen.servers import banaserve_server
+from banaserve_bench.results import result
+from banaserve_bench.results.result import ModelledTime
 from benchmarks.overlap.figures import OverlapLoad, Samples
 
 _TOKEN_IDS = (500, 40_000)

@@ -23,10 +23,10 @@ from rich.progress import Progress
 from banaserve.base import models
 from banaserve.base.arguments import Parser, positive
 from banaserve.base.errors import UserError
-from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient
-from banaserve.bench.loadgen.loops import closed_loop
-from banaserve.bench.loadgen.servers import end_on_sigterm
-from banaserve.bench.results import result
+from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
+from banaserve_bench.loadgen.loops import closed_loop
+from banaserve_bench.loadgen.servers import end_on_sigterm
+from banaserve_bench.results import result
 from benchmarks.recovery.figures import (
     ENOUGH_FOR_P99,
     KilledPair,

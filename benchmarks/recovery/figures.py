@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from banaserve.base.errors import UserError
-from banaserve.bench.results.statistics import median, paired_ratios, percentile
+from banaserve.base.statistics import median, paired_ratios, percentile
 from banaserve.contracts.trace_events import (
     CopiesEnded,
     EngineReceived,

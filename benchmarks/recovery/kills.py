@@ -17,9 +17,9 @@ import psutil
 
 from banaserve.base.errors import UserError
 from banaserve.base.run_dir import find_admin
-from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
-from banaserve.bench.loadgen.servers import Server, banaserve_server
 from banaserve.frontdoor.admin_client import AdminClient
+from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
+from banaserve_bench.loadgen.servers import Server, banaserve_server
 from benchmarks.recovery.figures import TracedRecovery, pause_s, read_trace
 
 _LOOK_S = 0.002

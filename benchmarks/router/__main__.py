@@ -11,8 +11,8 @@ from typing import Any
 from msgspec import structs
 
 from banaserve.base.arguments import Parser, positive
-from banaserve.bench.loadgen.servers import end_on_sigterm
-from banaserve.bench.results import result
+from banaserve_bench.loadgen.servers import end_on_sigterm
+from banaserve_bench.results import result
 from benchmarks.router import decisions, proxy
 from benchmarks.script import run_script
 

@@ -16,11 +16,11 @@ from random import Random
 import psutil
 
 from banaserve.base.types import RequestId
-from banaserve.bench.results.result import Figure, figure
-from banaserve.route.policies.fleet import Fleet, Report
-from banaserve.route.policies.interface import Flight, ReplicaId, ReplicaView, Request
-from banaserve.route.policies.prefixes.tree import make_tree
-from banaserve.route.policies.registry import make
+from banaserve_bench.results.result import Figure, figure
+from banaserve_route.policies.fleet import Fleet, Report
+from banaserve_route.policies.interface import Flight, ReplicaId, ReplicaView, Request
+from banaserve_route.policies.prefixes.tree import make_tree
+from banaserve_route.policies.registry import make
 
 REPLICAS = (8, 64, 512)
 PROMPT_TOKENS = (1_000, 8_000, 100_000)

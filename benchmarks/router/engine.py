@@ -20,15 +20,15 @@ from typing import Any
 import uvloop
 
 from banaserve.base.types import RequestId
-from banaserve.route.policies.interface import Request
-from banaserve.route.sim.replica import (
+from banaserve.sim.timeline import Timeline
+from banaserve_route.policies.interface import Request
+from banaserve_route.sim.replica import (
     BLOCK_TOKENS,
     UNIT_BYTES,
     Accelerator,
     ReplicaJob,
     SimReplica,
 )
-from banaserve.sim.timeline import Timeline
 
 SPEC = Accelerator(20.0, 0.2, 0.2, 24_000, 16_000, 16, 2048)
 """Modelled accelerator, two to three times as fast as an L4: many requests in a few seconds."""

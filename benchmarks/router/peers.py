@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from banaserve.base.errors import UserError
-from banaserve.bench.loadgen.servers import free_port
+from banaserve_bench.loadgen.servers import free_port
 
 PEERS = {"vllm-router": "vllm-router==0.1.17", "sglang-router": "sglang-router==0.3.2"}
 _MODULES = {

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any
 
 from banaserve.base.errors import BanaServeError
-from banaserve.bench.loadgen.servers import end_with_parent, free_port
+from banaserve_bench.loadgen.servers import end_with_parent, free_port
 from benchmarks.router.link import RegionLink
 
 ROUND_TRIP_MS = {("us", "asia"): 145.4, ("us", "eu"): 99.1, ("asia", "eu"): 222.5}

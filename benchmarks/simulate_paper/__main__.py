@@ -18,9 +18,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from banaserve.base.arguments import Parser
-from banaserve.bench.results import result
-from banaserve.bench.results.result import Result
 from banaserve.sim.result import SIMULATED
+from banaserve_bench.results import result
+from banaserve_bench.results.result import Result
 from benchmarks.location import ROOT
 from benchmarks.script import run_script
 from benchmarks.simulate_paper.report import MEANINGS, Runs, figures_of, limits_name

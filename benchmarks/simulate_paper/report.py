@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
-from banaserve.bench.results import result
-from banaserve.bench.results.result import Result
-from banaserve.bench.results.statistics import Interval, mean_interval, paired_ratios
+from banaserve.base.statistics import Interval, mean_interval, paired_ratios
 from banaserve.sim.result import SIMULATED
+from banaserve_bench.results import result
+from banaserve_bench.results.result import Result
 from benchmarks.simulate_paper.runs import (
     FIGURES,
     LIMIT_FACTOR,

@@ -5,7 +5,7 @@
 All systems of a seed get the same clients. Requests that have not ended when the time is over are
 counted ("open"), and their waiting so far is in the latencies. Throughput is given as output tokens
 a second and as SkyWalker counts it, prompt plus twice the output. What the papers do not give
-(hardware times, lengths, distances) is assumed in ``banaserve/route/sim``; so only ratios are
+(hardware times, lengths, distances) is assumed in ``route/banaserve_route/sim``; so only ratios are
 meaningful, not values. Balancers are compared, over replicas whose modules stay, so overlap of
 hosts and guests is in no figure. An existing FILE is continued: a case that it has is not run
 again.
@@ -21,8 +21,8 @@ from rich.console import Console
 
 from banaserve.base.arguments import Parser
 from banaserve.base.errors import UserError
-from banaserve.bench.results import result
-from banaserve.bench.results.result import Figure
+from banaserve_bench.results import result
+from banaserve_bench.results.result import Figure
 from benchmarks.script import run_script
 from benchmarks.simulate_seeds.cases import PAPERS
 from benchmarks.simulate_seeds.figures import run, table

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from banaserve.route.sim.programs import chat, shared_prefixes, tree_of_thoughts
-from banaserve.route.sim.replica import Accelerator
-from banaserve.route.sim.world import RegionSystem, Setting
+from banaserve_route.sim.programs import chat, shared_prefixes, tree_of_thoughts
+from banaserve_route.sim.replica import Accelerator
+from banaserve_route.sim.world import RegionSystem, Setting
 
 # AWS us-east-2, eu-central-1, ap-northeast-1; SkyWalker says "up to 200 ms".
 FAR = {("us", "eu"): 100.0, ("us", "asia"): 150.0, ("eu", "asia"): 220.0}

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 from rich.table import Table
 
-from banaserve.bench.results.result import Figure, figure
-from banaserve.bench.results.statistics import mean_interval
-from banaserve.route.sim.world import RequestOutcome, simulate
+from banaserve.base.statistics import mean_interval
+from banaserve_bench.results.result import Figure, figure
+from banaserve_route.sim.world import RequestOutcome, simulate
 from benchmarks.simulate_seeds.cases import PaperCase
 
 MEASURES: dict[str, tuple[str, Callable[[RequestOutcome], float]]] = {

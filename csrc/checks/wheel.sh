@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs the newest wheel of dist/ into an empty environment and looks into it: `make wheel-check`.
+# Installs the newest wheels of dist/ into an empty environment and looks into them: `make wheel-check`.
 # A wheel with CUDA has to hold code for each GPU that setup.py names.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -25,7 +25,16 @@ grep -q 'manylinux' "$work/audit" || fail "the wheel fits no manylinux: see audi
 .venv/bin/python -m venv "$work/empty"
 "$work/empty/bin/pip" install "$wheel"
 cd "$work"
-"$work/empty/bin/banaserve" version | head -n 1
+said=$("$work/empty/bin/banaserve" route 2>&1 || true)
+[[ $said == *"pip install banaserve-route" ]] || fail "the core alone says of banaserve route: $said"
+for name in bench mooncake route; do
+    found=$(ls -t "$OLDPWD"/dist/banaserve_"$name"-*.whl | sed -n 1p)
+    "$work/empty/bin/pip" install "$found"
+done
+"$work/empty/bin/banaserve" route --help >route
+"$work/empty/bin/banaserve" bench >bench
+say "banaserve route and banaserve bench come with their own wheels"
+"$work/empty/bin/banaserve" version | sed -n 1p
 "$work/empty/bin/python" - <<'EOF'
 import numpy as np
 import xxhash

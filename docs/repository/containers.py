@@ -13,6 +13,7 @@ import yaml
 
 from banaserve.base.errors import UserError
 from banaserve.cli.serve.command_line import parse_serve_argv
+from docs.check import PACKAGES
 from docs.repository.dashboard_queries import DASHBOARD
 from docs.repository.findings import ROOT, Finding, at
 
@@ -132,7 +133,8 @@ def _build_context() -> Iterator[Finding]:
     file = ROOT / ".dockerignore"
     lines = file.read_text().splitlines()
     kept = {line[1:] for line in lines if line.startswith("!")}
-    needed = {"pyproject.toml", "setup.py", "README.md", "LICENSE", "csrc", "banaserve"}
+    needed = {"pyproject.toml", "setup.py", "README.md", "LICENSE", "csrc"}
+    needed |= {package.partition("/")[0] for package in PACKAGES}
     needed |= {"requirements", *(f"docker/{name}" for name in _PINS)}
     if "*" not in lines:
         yield Finding(file, 1, "does not begin by leaving out everything")

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import yaml
 
-from banaserve.cli import bench
-from banaserve.cli.main import COMMANDS
+from banaserve.cli.commands import COMMANDS, OFFERED_BY
+from banaserve_bench import command as bench
 from benchmarks import results_page
 from benchmarks.registry import BENCHMARKS
 from docs import check, commands
@@ -21,7 +21,7 @@ from docs.repository.findings import ROOT, Finding, at, too_few
 
 ARCHITECTURE = ROOT / "ARCHITECTURE.md"
 GLOSSARY = ROOT / "docs" / "glossary.md"
-FOLDERS = ("banaserve", "benchmarks", "csrc", "docs", "tests")
+FOLDERS = ("banaserve", "bench", "benchmarks", "csrc", "docs", "plugins", "route", "tests")
 OTHERS = {
     # Of pip and of vLLM, which banaserve passes on.
     *("--extra-index-url", "--no-deps", "--no-build-isolation", "--require-hashes", "--dtype"),
@@ -31,7 +31,7 @@ OTHERS = {
     *("--enable-prompt-tokens-details", "--enforce-eager", "--no-enforce-eager"),
     "--attention-backend",
     # Of the checker of another vLLM, which is no command.
-    *("--only-breaks", "--cache"),
+    "--cache",
     *("--otlp-traces-endpoint", "--enable-feature"),  # of vLLM, and of Prometheus
 }
 """Options that documents name and that no command of banaserve takes."""
@@ -86,7 +86,7 @@ def _glossary() -> Iterator[Finding]:
         if not places:
             yield Finding(GLOSSARY, number, "the word has no place in the code")
         for place in places:
-            if not (ROOT / "banaserve" / place).is_file():
+            if not any((top / place).is_file() for top in (ROOT / "banaserve", ROOT)):
                 yield Finding(GLOSSARY, number, f"there is no {place}")
     yield from too_few(GLOSSARY, seen, 30, "words")
 
@@ -115,13 +115,13 @@ def names_in(document: Path) -> Iterator[Finding]:
     targets = re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     looked_up = [
         (r"(?:^    |`|; )make ([a-z][a-z-]*)", targets, "make"),
-        (r"`banaserve ([a-z]+)", COMMANDS, "banaserve"),
+        (r"`banaserve ([a-z]+)", {*COMMANDS, *OFFERED_BY}, "banaserve"),
         (r"make bench NAME=([a-z-]+)", BENCHMARKS, "make bench NAME="),
         (r"python -m benchmarks ([a-z-]+)", BENCHMARKS, "python -m benchmarks"),
     ]
     # History: the first lines of LOG.md say how commands are called now.
     if document.name != "LOG.md" and document.parent != ROOT / "benchmarks" / "log":
-        looked_up.append((r"banaserve bench ([a-z][a-z-]+)", bench.BENCHMARKS, "banaserve bench"))
+        looked_up.append((r"banaserve bench ([a-z][a-z-]+)", bench.SUBCOMMANDS, "banaserve bench"))
     for number, line in enumerate(document.read_text().splitlines(), start=1):
         for pattern, known, command in looked_up:
             for name in re.findall(pattern, line):

@@ -9,9 +9,11 @@ from collections.abc import Iterator, Sized
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from docs.check import ROOT
+from docs.check import PACKAGES, ROOT
 
 PACKAGE = ROOT / "banaserve"
+CODE = (*PACKAGES, "benchmarks")
+"""Folders whose code the rules on words, uses of vLLM and circles hold for."""
 Node = TypeVar("Node", bound=ast.AST)
 
 

@@ -33,16 +33,18 @@ class Imports:
 
 
 def find_modules(root: Path, packages: Iterable[str]) -> dict[str, Path]:
-    """The file of each module of `packages`, by its name."""
+    """The file of each module of `packages`, which are folders below `root`, by its name."""
     return {
-        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path
-        for package in packages
-        for path in sorted((root / package).rglob("*.py"))
+        ".".join(path.relative_to(folder.parent).with_suffix("").parts).removesuffix(
+            ".__init__"
+        ): path
+        for folder in (root / package for package in packages)
+        for path in sorted(folder.rglob("*.py"))
     }
 
 
 def read_imports(root: Path, packages: Iterable[str]) -> Imports:
-    """Parse every module of `packages`, which are folders of `root`."""
+    """Parse every module of `packages`, which are folders below `root`."""
     paths = find_modules(root, packages)
     imports = Imports()
     for module, path in paths.items():

@@ -6,13 +6,16 @@ import tomllib
 from collections.abc import Iterator
 from typing import Any
 
-from docs.repository.findings import PACKAGE, ROOT, Finding, sources, too_few
+from docs.check import PACKAGES
+from docs.repository.findings import CODE, PACKAGE, ROOT, Finding, at, sources, too_few
 from docs.repository.import_graph import circles, entries_of, find_modules, read_imports
 
 FOLDERS = ("kernels", "kvstore", "orchestrator")
 """Folders at the top that only say where the code of that name is."""
 SETTINGS_FILE = ROOT / "pyproject.toml"
 SETTINGS: dict[str, Any] = tomllib.loads(SETTINGS_FILE.read_text())["tool"]["importlinter"]
+WITH_VLLM = {"cli", "engine", "frontdoor", "mains", "migration", "pacing", "serving"}
+"""Rooms that may depend on vLLM."""
 APART = {"banaserve.orchestrator.planner"}
 """Folders that count as entries of the folder above their own: the simulator is above ``control``
 and below ``planner``."""
@@ -22,6 +25,7 @@ def findings() -> Iterator[Finding]:
     """Yield folders and packages that are not as they must be, and circles of imports."""
     yield from _top()
     yield from _packages()
+    yield from _contracts()
     yield from _circles()
 
 
@@ -39,21 +43,27 @@ def _packages() -> Iterator[Finding]:
             yield Finding(path, 1, "tests are no packages, and the top is not on their path")
     if (ROOT / "benchmarks" / "kernels").exists():
         yield Finding(ROOT / "benchmarks" / "kernels", 1, "shadows the package kernels")
-    for folder in sorted({path.parent for path in sources("banaserve")}):
+    for folder in sorted({path.parent for path in sources(*PACKAGES)}):
         if not (folder / "__init__.py").exists():
             yield Finding(folder, 1, "has no __init__.py that says what it holds and where it runs")
 
 
+def _contracts() -> Iterator[Finding]:
+    contract = next(one for one in SETTINGS["contracts"] if "depend on vllm" in one["name"])
+    rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")} - WITH_VLLM
+    for name in sorted({f"banaserve.{room}" for room in rooms} - set(contract["source_modules"])):
+        yield at(SETTINGS_FILE, contract["name"], f"{name} is missing in this contract")
+
+
 def _circles() -> Iterator[Finding]:
-    packages = ["banaserve", "benchmarks"]
-    modules = find_modules(ROOT, packages)
+    modules = find_modules(ROOT, CODE)
     # Imports for types count; those inside functions do not.
-    declared = read_imports(ROOT, packages).declared
+    declared = read_imports(ROOT, CODE).declared
     yield from too_few(PACKAGE, declared, 300, "modules")
     for circle in circles(declared):
         yield Finding(modules[circle[0]], 1, f"imports each other: {', '.join(circle)}")
     for folder in sorted({name.rpartition(".")[0] for name in modules} - {""}):
         # A folder in it stands for all that it holds.
         for circle in circles(entries_of(declared, folder, apart=APART)):
-            path = ROOT.joinpath(*folder.split("."))
+            path = modules.get(folder, PACKAGE)
             yield Finding(path, 1, f"entries import each other: {', '.join(circle)}")

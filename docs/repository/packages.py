@@ -1,4 +1,4 @@
-"""Locks and the packages of the examples."""
+"""Locks, versions of distributions and the packages of the examples."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+from banaserve import __version__
+from docs.check import PACKAGES
 from docs.repository.findings import ROOT, Finding, at
 
 FOLDER = ROOT / "requirements"
@@ -24,6 +26,8 @@ def findings() -> Iterator[Finding]:
                 yield at(path, f"{name}==", f"{name} has no hash")
     yield from _locks()
     yield from _examples()
+    for package in PACKAGES[1:]:
+        yield from distribution_findings((ROOT / package).parent / "pyproject.toml")
 
 
 def blocks(text: str) -> dict[str, str]:
@@ -46,6 +50,15 @@ def _locks() -> Iterator[Finding]:
         yield at(FOLDER / "torch-cpu.lock", "torch==", "is another version than in torch-pypi.lock")
     if cpu.count("--hash=") < _NUM_HASHES:
         yield at(FOLDER / "torch-cpu.lock", "torch==", f"has fewer than {_NUM_HASHES} hashes")
+
+
+def distribution_findings(file: Path) -> Iterator[Finding]:
+    """Yield where a distribution beside the core is not of the core's version, or needs another."""
+    project = tomllib.loads(file.read_text())["project"]
+    if project["version"] != __version__:
+        yield at(file, "version", f"the core is {__version__}")
+    if f"banaserve=={__version__}" not in project["dependencies"]:
+        yield at(file, "banaserve==", f"does not need banaserve=={__version__}")
 
 
 def _examples() -> Iterator[Finding]:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from banaserve.base.errors import UserError
-from banaserve.bench.results import result
+from banaserve_bench.results import result
 from benchmarks import pictures, results_page
 from docs.repository.findings import ROOT, Finding, at, too_few
 

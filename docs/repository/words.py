@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from docs.repository.findings import ROOT, Finding, nodes_of, sources, tree_of
+from docs.repository.findings import CODE, ROOT, Finding, nodes_of, sources, tree_of
 
 OPENINGS = {
     *("What", "How", "Which", "Who", "Whose", "Whoever", "Where", "When", "Why", "Whether"),
@@ -40,7 +40,7 @@ _ENTRY = re.compile(r"^( *)[*\w`][\w`*, .]*: [`\"']*(\w+)")
 def findings() -> Iterator[Finding]:
     """Yield modules without a docstring or with a clause as one, and class names used twice."""
     classes: dict[str, list[tuple[Path, int]]] = defaultdict(list)
-    for path in sources("banaserve", "benchmarks"):
+    for path in sources(*CODE):
         yield from docstring_findings(path, tree_of(path))
         yield from wording_findings(path, tree_of(path))
         for node in nodes_of(path, ast.ClassDef):

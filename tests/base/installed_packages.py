@@ -10,12 +10,11 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from banaserve.base.plugins import PluginGroup
-from banaserve.base.registry import Registry
+from banaserve.base.plugins import Plugin, PluginGroup
+from banaserve.cli.plugins import registries, use_plugins
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -54,8 +53,8 @@ class ById(LegByLeg):
 REPLICAS = """
 from dataclasses import dataclass
 
-from banaserve.route.policies.interface import Need, RoutingDecision, RoutingReason
-from banaserve.route.policies.policy import Policy
+from banaserve_route.policies.interface import Need, RoutingDecision, RoutingReason
+from banaserve_route.policies.policy import Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,15 +119,19 @@ class HeapTier(DictionaryTier):
 """
 
 
+def of_others(*groups: PluginGroup) -> list[Plugin]:
+    """What ``use_plugins`` finds, without what banaserve's own packages offer."""
+    return [one for one in use_plugins(*groups) if not one.package.startswith("banaserve-")]
+
+
 @contextlib.contextmanager
-def plugin_site(
-    folder: Path, registries: Iterable[Registry[Any]], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
+def plugin_site(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make ``folder``, to which packages can be installed, with the example's tier in it.
 
     What is registered within the block is forgotten behind it, and modules of ``folder`` too.
     """
-    for registry in registries:
+    use_plugins(*PluginGroup)
+    for registry in registries(*PluginGroup).values():
         registry.names()
         for kept in ("_found", "_offers", "_rivals", "refused"):
             monkeypatch.setattr(registry, kept, dict(getattr(registry, kept)))

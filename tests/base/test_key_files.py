@@ -8,9 +8,9 @@ import pytest
 
 from banaserve.base.access.key_files import key_of, keys_of, read_keys
 from banaserve.base.errors import UserError
-from banaserve.cli import route
 from banaserve.cli.serve.command_line import parse_serve_argv
-from banaserve.route.balancer.config import BalancerSettings
+from banaserve_route import command as route
+from banaserve_route.balancer.config import BalancerSettings
 
 
 @pytest.fixture(autouse=True)

@@ -13,22 +13,23 @@ import pytest
 from banaserve.base.errors import NoInstanceError, PolicyError, UserError
 from banaserve.base.plugins import Plugin, PluginGroup
 from banaserve.base.types import ClusterView, InstanceId, InstanceView, RequestId, RequestView, Role
-from banaserve.cli.plugins import REGISTRIES, use_plugins
+from banaserve.cli.plugins import use_plugins
 from banaserve.kvstore.tiers.registry import TierSpec, distributed_spec, open_tier
 from banaserve.orchestrator.control.migration import registry as migration
 from banaserve.orchestrator.control.routing import registry as routing
 from banaserve.orchestrator.planner.loop.loop import ControllerOptions
 from banaserve.orchestrator.planner.loop.time_scaling import dilated
-from banaserve.route.policies import registry as replicas
-from banaserve.route.policies.fleet import Fleet
-from banaserve.route.policies.interface import ReplicaId, ReplicaView, Request
 from banaserve.sim.system import preset
+from banaserve_route.policies import registry as replicas
+from banaserve_route.policies.fleet import Fleet
+from banaserve_route.policies.interface import ReplicaId, ReplicaView, Request
 from installed_packages import (
     MIGRATION,
     REPLICAS,
     ROUTING,
     TIER,
     install,
+    of_others,
     plugin_site,
     routing_plugin,
 )
@@ -39,7 +40,7 @@ ROUTING_GROUP, REPLICA_GROUP, MIGRATION_GROUP, TIER_GROUP = PluginGroup
 @pytest.fixture(autouse=True)
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder that packages can be installed to; what they register is forgotten afterwards."""
-    with plugin_site(tmp_path / "site", REGISTRIES.values(), monkeypatch):
+    with plugin_site(tmp_path / "site", monkeypatch):
         yield tmp_path / "site"
 
 
@@ -91,7 +92,7 @@ def test_a_migration_policy_plans_and_its_seconds_are_stretched(site: Path) -> N
 
 def test_a_tier_is_opened_by_its_url(site: Path) -> None:
     install(site, "acme-tier", TIER, {f"{TIER_GROUP}:heap": "acme_tier:HeapTier"})
-    assert [plugin.problem for plugin in use_plugins(TIER_GROUP)] == [""]
+    assert [plugin.problem for plugin in of_others(TIER_GROUP)] == [""]
     url = "heap://here?size=64MiB"
     assert distributed_spec(url) == TierSpec("heap", url)
     with pytest.raises(UserError, match="write heap://here"):
@@ -124,7 +125,7 @@ def test_the_guide_s_routing_policy_works(site: Path) -> None:
 
 def test_the_guide_s_tier_works(site: Path) -> None:
     guide("add-a-store-tier.md", site)
-    assert [plugin.problem for plugin in use_plugins(TIER_GROUP)] == [""]
+    assert [plugin.problem for plugin in of_others(TIER_GROUP)] == [""]
     tier = open_tier(distributed_spec("heap://here?size=64MiB"))
     assert (tier.name, tier.stats().capacity_bytes) == ("heap", 64 * 2**20)
     tier.close()

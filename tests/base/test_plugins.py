@@ -13,6 +13,7 @@ from banaserve.orchestrator.control.routing import registry as routing
 from installed_packages import (
     ROUTING,
     install,
+    of_others,
     plugin_site,
     routing_plugin,
 )
@@ -23,7 +24,7 @@ ROUTING_GROUP, REPLICA_GROUP, MIGRATION_GROUP, TIER_GROUP = PluginGroup
 @pytest.fixture(autouse=True)
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder that packages can be installed to; what they register is forgotten afterwards."""
-    with plugin_site(tmp_path / "site", REGISTRIES.values(), monkeypatch):
+    with plugin_site(tmp_path / "site", monkeypatch):
         yield tmp_path / "site"
 
 
@@ -64,7 +65,7 @@ class Half(LegByLeg):
 class Needy:
     ...
 
-from banaserve.route.policies.policy import Policy, NoOptions as Nothing
+from banaserve_route.policies.policy import Policy, NoOptions as Nothing
 
 class NoPresets(Policy):
     def pick(self, request, candidates, fleet): ...
@@ -192,7 +193,7 @@ def test_what_is_wrong_is_named_and_the_rest_goes_on(
     install(site, "acme", WRONG, {entry: value}, version="0.3")
     routing_plugin(site, package="zeal-routing")
     before = {group: REGISTRIES[group].names() for group in PluginGroup}
-    found = use_plugins(*PluginGroup)
+    found = of_others(*PluginGroup)
     group, name = entry.split(":")
     (refused,) = [plugin for plugin in found if plugin.problem]
     assert problem in refused.problem

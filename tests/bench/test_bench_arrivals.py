@@ -8,7 +8,7 @@ from statistics import fmean, pstdev
 import pytest
 
 from banaserve.base.errors import UserError
-from banaserve.bench.loadgen.arrivals import arrival_times_s, gamma, poisson, trace
+from banaserve_bench.loadgen.arrivals import arrival_times_s, gamma, poisson, trace
 
 
 @pytest.mark.parametrize("variation", [0.5, 1.0, 3.0])

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from banaserve.bench.results import result
 from banaserve.orchestrator.control.costs import profile as profiles
+from banaserve_bench.results import result
 from benchmarks.break_even import page
 from benchmarks.break_even.__main__ import figures
 from benchmarks.break_even.gains import (

@@ -9,10 +9,6 @@ import msgspec
 import pytest
 
 from banaserve.base.errors import UserError
-from banaserve.bench.loadgen.client import RequestRecord
-from banaserve.bench.results import result
-from banaserve.bench.results.result import ModelledTime
-from banaserve.bench.serving.timeline import decisions_of
 from banaserve.contracts.control_api import DecisionRecord, StepRecord, WantedStep
 from banaserve.orchestrator.control.migration import registry
 from banaserve.orchestrator.control.migration.options import RepairedOptions
@@ -24,6 +20,10 @@ from banaserve.sim import case as scenarios
 from banaserve.sim.request import SimRequest
 from banaserve.sim.result import LatencyLimits
 from banaserve.sim.system import preset
+from banaserve_bench.loadgen.client import RequestRecord
+from banaserve_bench.results import result
+from banaserve_bench.results.result import ModelledTime
+from banaserve_bench.serving.timeline import decisions_of
 from benchmarks import cases
 from benchmarks.cases import CaseRequest, figures_of, options_of, sampled
 

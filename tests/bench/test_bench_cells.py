@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from banaserve.base.errors import UserError
-from banaserve.bench.results import result
+from banaserve_bench.results import result
 from benchmarks.cells import __main__ as cells
 from benchmarks.cells import growth
 

@@ -16,8 +16,8 @@ pytest.importorskip("aiohttp")
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord, _Answer
-from banaserve.bench.loadgen.loops import closed_loop, open_loop
+from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord, _Answer
+from banaserve_bench.loadgen.loops import closed_loop, open_loop
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 CALL = CompletionCall("r0", "Once upon", max_tokens=3)

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from banaserve.base.errors import UserError
-from banaserve.cli.bench import Benchmark, bench_command, run_benchmark
+from banaserve_bench.command import Benchmark, bench_command, run_benchmark
 from benchmarks.location import ROOT, environment
 from benchmarks.registry import BENCHMARKS
 

@@ -12,9 +12,11 @@ import pytest
 
 from banaserve.base.config import ServeConfig
 from banaserve.base.errors import UserError
-from banaserve.bench.compare import command
-from banaserve.bench.compare import options as compare_options
-from banaserve.bench.compare.result import (
+from banaserve.cli.serve.command_line import parse_serve_argv
+from banaserve.orchestrator.control.routing import registry
+from banaserve_bench.compare import command
+from banaserve_bench.compare import options as compare_options
+from banaserve_bench.compare.result import (
     SystemRun,
     Workload,
     as_result,
@@ -23,16 +25,14 @@ from banaserve.bench.compare.result import (
     folder_of,
     kept_path,
 )
-from banaserve.bench.compare.systems import REFERENCE, ServerSystem, chosen_systems, known_systems
-from banaserve.bench.loadgen.client import RequestRecord
-from banaserve.bench.report.report import section_of
-from banaserve.bench.serving.cell import CellId, Sent
-from banaserve.bench.serving.run import write_whole
-from banaserve.bench.serving.summary import Slo, Summary, summarize
-from banaserve.bench.serving.timeline import InstanceTimeline
-from banaserve.cli.serve.command_line import parse_serve_argv
-from banaserve.orchestrator.control.routing import registry
-from banaserve.route.policies import registry as replica_policies
+from banaserve_bench.compare.systems import REFERENCE, ServerSystem, chosen_systems, known_systems
+from banaserve_bench.loadgen.client import RequestRecord
+from banaserve_bench.report.report import section_of
+from banaserve_bench.serving.cell import CellId, Sent
+from banaserve_bench.serving.run import write_whole
+from banaserve_bench.serving.summary import Slo, Summary, summarize
+from banaserve_bench.serving.timeline import InstanceTimeline
+from banaserve_route.policies import registry as replica_policies
 
 
 def config(system: ServerSystem) -> ServeConfig:

@@ -6,16 +6,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
-from banaserve.bench.compare import options as compare_options
-from banaserve.bench.compare.result import SystemRun, Workload, as_result
-from banaserve.bench.compare.simulated import simulated_cells
-from banaserve.bench.compare.systems import chosen_systems
-from banaserve.bench.datasets.items import Item
-from banaserve.bench.report.compare_tables import extra_tables
-from banaserve.bench.report.report import section_of
-from banaserve.bench.results import result
-from banaserve.bench.results.result import ModelledTime
-from banaserve.bench.serving.timeline import InstanceTimeline
+from banaserve_bench.compare import options as compare_options
+from banaserve_bench.compare.result import SystemRun, Workload, as_result
+from banaserve_bench.compare.simulated import simulated_cells
+from banaserve_bench.compare.systems import chosen_systems
+from banaserve_bench.datasets.items import Item
+from banaserve_bench.report.compare_tables import extra_tables
+from banaserve_bench.report.report import section_of
+from banaserve_bench.results import result
+from banaserve_bench.results.result import ModelledTime
+from banaserve_bench.serving.timeline import InstanceTimeline
 
 
 def test_a_paced_comparison_has_the_simulator_beside_it(tmp_path: Path) -> None:

@@ -9,12 +9,12 @@ from typing import Any, cast
 import pytest
 
 from banaserve.base.errors import UserError
-from banaserve.bench.compare import command
-from banaserve.bench.compare.command import StartPlacement
 from banaserve.contracts.control_api import RoleRequest
 from banaserve.contracts.instances import RoleChange
 from banaserve.contracts.migration_api import Return
 from banaserve.frontdoor.admin_client import AdminClient
+from banaserve_bench.compare import command
+from banaserve_bench.compare.command import StartPlacement
 
 
 @dataclass

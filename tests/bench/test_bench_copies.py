@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from banaserve.base.errors import UserError
-from banaserve.bench.results import result
+from banaserve_bench.results import result
 from benchmarks import copies
 from benchmarks.copies import MEMCPY, CopyBench, QueueBench
 from benchmarks.kvstore.disk import check_direct

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from banaserve.bench.results.digits import interval_text, number, row, scaled, with_half
+from banaserve.base.digits import interval_text, number, row, scaled, with_half
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from banaserve.bench.report.drawing import DARK, LIGHT, inline, style, svg
-from banaserve.bench.report.plots import Plot, PlotGrid, Series
+from banaserve_bench.report.drawing import DARK, LIGHT, inline, style, svg
+from banaserve_bench.report.plots import Plot, PlotGrid, Series
 from contrasts import contrast
 
 SPACE = "{http://www.w3.org/2000/svg}"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from banaserve.base.errors import UserError
-from banaserve.bench.results import result
+from banaserve_bench.results import result
 from benchmarks.elastic import __main__ as script
 from benchmarks.elastic import paced
 from benchmarks.elastic.__main__ import PARTS

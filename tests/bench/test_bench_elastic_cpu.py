@@ -11,7 +11,7 @@ import sys
 import psutil
 import pytest
 
-from banaserve.bench.loadgen.client import CompletionCall, RequestRecord
+from banaserve_bench.loadgen.client import CompletionCall, RequestRecord
 from benchmarks.elastic_cpu import loads
 from benchmarks.elastic_cpu.figures import OURS, SYSTEMS, LoadSample, Work, figures, table
 from benchmarks.elastic_cpu.loads import LOADS, ChatLoad, Conversation, arrivals_s, conversations

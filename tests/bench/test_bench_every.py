@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.bench.results import result
+from banaserve_bench.results import result
 from benchmarks import run_all
 from benchmarks.registry import BENCHMARKS
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from banaserve.base.errors import UserError
-from banaserve.bench.loadgen.http import HttpExchange, HttpStreams
+from banaserve_bench.loadgen.http import HttpExchange, HttpStreams
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 CLOSING = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nok"

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from banaserve.base.errors import UserError
-from banaserve.bench.results import result
 from banaserve.engine.connector import gpu_block_copy
 from banaserve.kernels.interface import PartialAttention
 from banaserve.kernels.reference import ReferenceKernels
+from banaserve_bench.results import result
 from benchmarks.kernel_bandwidth import pipeline
 from benchmarks.kernel_bandwidth.__main__ import main
 from benchmarks.kernel_bandwidth.work import SIZES, all_work, attention_work

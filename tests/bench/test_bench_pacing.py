@@ -7,10 +7,10 @@ import argparse
 import pytest
 
 from banaserve.base.errors import UserError
-from banaserve.bench.loadgen.client import RequestRecord
-from banaserve.bench.results.result import ModelledTime
 from banaserve.orchestrator.control.costs.profile import load
 from banaserve.pacing.step_log import PacedStep
+from banaserve_bench.loadgen.client import RequestRecord
+from banaserve_bench.results.result import ModelledTime
 from benchmarks import pacing
 from benchmarks.pacing import PacedRequest, PacedRun, draw, figures_of, predicted
 

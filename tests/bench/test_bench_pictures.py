@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from banaserve.base.errors import UserError
-from banaserve.bench.report.drawing import inline, style
-from banaserve.bench.results import result
+from banaserve_bench.report.drawing import inline, style
+from banaserve_bench.results import result
 from benchmarks import pictures
 from benchmarks.pictures import FIGURES, CellPair, cells_of, headline, sentences
 

@@ -16,15 +16,15 @@ import msgspec
 import pytest
 
 from banaserve.base.errors import UserError
-from banaserve.bench.loadgen.client import RequestRecord
-from banaserve.bench.report import pages, tables
-from banaserve.bench.report.drawing import DARK, LIGHT
-from banaserve.bench.report.plots import cdf
-from banaserve.bench.report.report import main, write_report
-from banaserve.bench.results import result
-from banaserve.bench.serving.cell import CellId, Sent
-from banaserve.bench.serving.run import as_result
-from banaserve.bench.serving.summary import Slo, Summary, summarize
+from banaserve_bench.loadgen.client import RequestRecord
+from banaserve_bench.report import pages, tables
+from banaserve_bench.report.drawing import DARK, LIGHT
+from banaserve_bench.report.plots import cdf
+from banaserve_bench.report.report import main, write_report
+from banaserve_bench.results import result
+from banaserve_bench.serving.cell import CellId, Sent
+from banaserve_bench.serving.run import as_result
+from banaserve_bench.serving.summary import Slo, Summary, summarize
 from contrasts import contrast
 
 COMMITTED = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -162,8 +162,8 @@ def test_without_matplotlib_the_rest_is_there(
 
 def test_matplotlib_is_imported_to_draw_alone() -> None:
     code = (
-        "import sys; from banaserve.bench.compare import command; "
-        "from banaserve.bench.report import report; sys.exit('matplotlib' in sys.modules)"
+        "import sys; from banaserve_bench.compare import command; "
+        "from banaserve_bench.report import report; sys.exit('matplotlib' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

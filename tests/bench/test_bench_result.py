@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from banaserve.base.errors import UserError
-from banaserve.bench.results import result as results_result
-from banaserve.bench.results.result import (
+from banaserve_bench.results import result as results_result
+from banaserve_bench.results.result import (
     Figure,
     Result,
     figure,
@@ -110,7 +110,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 def test_the_schema_is_the_checked_in_one() -> None:
     wanted = (BENCHMARKS / "schema.json").read_bytes()
-    assert schema() == wanted, "python -m banaserve.bench.results.result > benchmarks/schema.json"
+    assert schema() == wanted, "python -m banaserve_bench.results.result > benchmarks/schema.json"
 
 
 def test_the_schema_accepts_a_result() -> None:

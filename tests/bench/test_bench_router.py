@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from banaserve.bench.results import result
-from banaserve.bench.results.result import figure
+from banaserve_bench.results import result
+from banaserve_bench.results.result import figure
 from benchmarks.router.__main__ import joined
 
 AT = datetime(2026, 1, 1, tzinfo=UTC)

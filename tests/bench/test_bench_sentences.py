@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from banaserve.bench.report.sentences import (
+from banaserve_bench.report.sentences import (
     by_metric,
     comparison,
     equal_answers,
     of_figures,
     of_one,
 )
-from banaserve.bench.report.standings import standings
-from banaserve.bench.report.tables import Best, serving_table
-from banaserve.bench.results import result
-from banaserve.bench.serving.summary import Summary
+from banaserve_bench.report.standings import standings
+from banaserve_bench.report.tables import Best, serving_table
+from banaserve_bench.results import result
+from banaserve_bench.serving.summary import Summary
 
 
 def cell(load: float = 2, seed: int = 0, failed: int = 0, **metrics: float) -> Summary:

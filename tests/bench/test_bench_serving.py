@@ -21,9 +21,9 @@ from aiohttp import web
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from banaserve.base.errors import UserError
-from banaserve.bench.results import result
-from banaserve.bench.serving.cell import Sent
-from banaserve.bench.serving.command import main, parse
+from banaserve_bench.results import result
+from banaserve_bench.serving.cell import Sent
+from banaserve_bench.serving.command import main, parse
 
 KEY = "secret"
 

@@ -14,9 +14,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from banaserve.base.errors import UserError
-from banaserve.bench.datasets import synthetic_datasets
-from banaserve.bench.datasets.entries import read_entries
-from banaserve.bench.datasets.items import Dataset, Item, WantedLengths, Words
+from banaserve_bench.datasets import synthetic_datasets
+from banaserve_bench.datasets.entries import read_entries
+from banaserve_bench.datasets.items import Dataset, Item, WantedLengths, Words
 from depth import chosen_seed
 
 BESIDE_CHECKOUT = Path(__file__).resolve().parents[3] / "shared" / "data"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from banaserve.bench.results.statistics import (
+from banaserve.base.statistics import (
     mean_interval,
     median,
     paired_ratios,

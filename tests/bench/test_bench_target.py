@@ -12,9 +12,9 @@ import pytest
 
 from banaserve.base.clock import WallClock
 from banaserve.base.errors import UserError
-from banaserve.bench.loadgen.modelled_time import modelled_time
-from banaserve.bench.loadgen.target import find_target
-from banaserve.bench.serving import timeline
+from banaserve_bench.loadgen.modelled_time import modelled_time
+from banaserve_bench.loadgen.target import find_target
+from banaserve_bench.serving import timeline
 
 Answering = Callable[[bytes], str]
 

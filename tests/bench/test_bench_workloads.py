@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from banaserve.base.errors import UserError
-from banaserve.bench.datasets.files import DATA_VARIABLE, dataset_files, read_texts
-from banaserve.bench.datasets.prompts import Prompt, prompts, without_middle
+from banaserve_bench.datasets.files import DATA_VARIABLE, dataset_files, read_texts
+from banaserve_bench.datasets.prompts import Prompt, prompts, without_middle
 
 BESIDE_CHECKOUT = Path(__file__).resolve().parents[3] / "shared" / "data"
 

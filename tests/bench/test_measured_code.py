@@ -71,15 +71,20 @@ def test_a_change_of_what_is_measured(
     assert History(repository.top).has_changed(repository.first, ["sim"]) is is_stale
 
 
-@pytest.mark.parametrize("number", ["1.0", "2.0"])
-def test_a_file_that_has_moved_counts_by_its_statements(
-    number: str, repository: Repository
+@pytest.mark.parametrize(
+    ("name", "number", "is_stale"),
+    [("MODEL", "1.0", False), ("MODEL", "2.0", True), ("OTHER", "1.0", True)],
+)
+def test_a_file_that_has_moved_counts_by_its_statements_and_by_the_names_of_its_imports(
+    name: str, number: str, is_stale: bool, repository: Repository
 ) -> None:
-    moved = "from steps.names import MODEL\n\n" + SOURCE.replace("1.0", number)
-    repository.write("model/steps.py", moved)
-    (repository.top / "sim" / "steps.py").unlink()
+    repository.write("sim/uses.py", SOURCE + "from sim.names import MODEL\n")
+    before = repository.commit()
+    (repository.top / "sim" / "uses.py").unlink()
+    moved = SOURCE.replace("1.0", number) + f"from model.names import {name}\n"
+    repository.write("model/uses.py", moved)
     repository.git("add", ".")
-    assert History(repository.top).has_changed(repository.first, ["model"]) is (number == "2.0")
+    assert History(repository.top).has_changed(before, ["model"]) is is_stale
 
 
 def test_a_file_that_is_gone_is_a_change(repository: Repository) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from banaserve.base.errors import UserError
-from banaserve.bench.results import result
+from banaserve_bench.results import result
 from benchmarks import results_page
 
 LINK = re.compile(r"\]\(([^)#\s]+)\)")

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from banaserve.base.errors import UserError
-from banaserve.bench.loadgen import servers
-from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from banaserve.contracts.environment import engine_environment
 from banaserve.contracts.migration_api import Migration, MigrationRequest, MoveLayers, Return
+from banaserve_bench.loadgen import servers
+from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from benchmarks import served
 from benchmarks.served import Seen, ServedOptions, Shape
 

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from banaserve.bench.results.result import Result
 from banaserve.sim.request import SimRequest
+from banaserve_bench.results.result import Result
 from benchmarks.simulate_paper import __main__ as command
 from benchmarks.simulate_paper import report as simulate_paper_report
 from benchmarks.simulate_paper import runs as simulate_paper_runs

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from banaserve.bench.results.result import figure, result
+from banaserve_bench.results.result import figure, result
 from benchmarks.simulate_seeds import claims, report
 from benchmarks.simulate_seeds import figures as seeds_figures
 from benchmarks.simulate_seeds.cases import PAPERS

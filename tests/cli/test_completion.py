@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from banaserve.cli.commands import COMMANDS, OFFERED_BY
 from banaserve.cli.completion import SCRIPTS, candidates
-from banaserve.cli.main import COMMANDS, main
+from banaserve.cli.main import main
 
 
 @pytest.mark.parametrize(
     ("words", "offered"),
     [
-        ((), set(COMMANDS)),
+        ((), {*COMMANDS, *OFFERED_BY}),
         (("se",), {"serve"}),
         (("serve", "--kv-store-s"), {"--kv-store-size", "--kv-store-ssd"}),
         (("serve", "--pd", "1:1", "--orchestrator", ""), {"off", "dry-run", "on"}),
@@ -53,7 +54,7 @@ def test_where_nothing_is_known_shells_offer_files(words: Sequence[str]) -> None
     assert candidates(words) == []
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", [*COMMANDS, *OFFERED_BY])
 def test_every_command_can_be_completed(name: str) -> None:
     candidates((name, ""))
     candidates((name, "--"))

@@ -14,13 +14,16 @@ from pathlib import Path
 
 import pytest
 
+from banaserve.base import plugins
 from banaserve.base.errors import UserError
 from banaserve.base.plugins import PluginGroup
 from banaserve.cli import main as cli
-from banaserve.cli.plugins import REGISTRIES
+from banaserve.cli.commands import OFFERED_BY
+from banaserve.cli.completion import candidates
 from banaserve.cli.serve.command import serve_command
 from banaserve.kvstore.admin import fetch_stats
 from banaserve.kvstore.daemon import process as daemon
+from banaserve.kvstore.tiers.registry import TIERS, distributed_spec
 from installed_packages import (
     MIGRATION,
     REPLICAS,
@@ -41,7 +44,7 @@ LACKING = "class Needy: ..."
 @pytest.fixture(autouse=True)
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder that packages can be installed to; what they register is forgotten afterwards."""
-    with plugin_site(tmp_path / "site", REGISTRIES.values(), monkeypatch):
+    with plugin_site(tmp_path / "site", monkeypatch):
         yield tmp_path / "site"
 
 
@@ -122,12 +125,59 @@ def test_simulate_runs_with_a_plugin(site: Path) -> None:
     assert (outcome["finished_fraction"], outcome["num_moves"]) == (1.0, 0)
 
 
+COMMAND = """
+def run(argv):
+    print("tidied", *argv)
+    return 7
+"""
+
+
+def test_a_package_offers_a_command(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    info = install(site, "acme", COMMAND, {"banaserve.commands:tidy": "acme:run"})
+    with (info / "METADATA").open("a") as metadata:
+        metadata.write("Summary: Tidy up.\n")
+    assert cli.main(["--help"]) == 0
+    assert "  tidy         Tidy up.\n" in capsys.readouterr().out
+    assert "acme" not in sys.modules
+    assert cli.main(["tidy", "all"]) == 7
+    assert capsys.readouterr().out == "tidied all\n"
+    assert "tidy" in candidates(["ti"])
+
+
+def test_a_package_cannot_replace_a_command(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    install(site, "acme", COMMAND, {"banaserve.commands:version": "acme:run"})
+    assert cli.main(["version"]) == 0
+    assert "tidied" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", OFFERED_BY)
+def test_a_command_that_is_not_installed_says_what_to_install(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package = OFFERED_BY[name]
+    everything = [one for one in plugins.distributions() if one.metadata["Name"] != package]
+    monkeypatch.setattr(plugins, "distributions", lambda: everything)
+    assert cli.main([name]) == cli.EXIT_USER_ERROR
+    line = f"banaserve: the command {name} is part of {package}: pip install {package}\n"
+    assert capsys.readouterr().err == line
+
+
+def test_a_tier_that_is_not_installed_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(TIERS, "_found", {})
+    with pytest.raises(
+        UserError, match=r"mooncake \(known: none\); pip install banaserve-mooncake"
+    ):
+        distributed_spec("mooncake://host:1")
+
+
 def test_the_doctor_lists_plugins(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     routing_plugin(site)
     install(site, "acme", LACKING, {f"{TIER_GROUP}:x": "acme:Needy"})
     cli.main(["doctor"])
     lines = capsys.readouterr().out.splitlines()
-    found = [line for line in lines if line.startswith("plugin")]
+    found = [line for line in lines if line.startswith("plugin") and " of banaserve-" not in line]
     assert len(found) == 2
     assert "by_id of acme-routing 1.0 (banaserve.routing_policies)" in found[0]
     assert "warning" in found[1]

@@ -126,7 +126,7 @@ def engine_of(kind: str = "preble", num_blocks: int = NUM_BLOCKS, **more: Any) -
     from vllm.v1.core.sched.scheduler import Scheduler
 
     from banaserve.engine.compat import kv_cache as compat
-    from banaserve.route.preble_scheduler import PrebleScheduler
+    from banaserve.engine.preble_scheduler import PrebleScheduler
 
     config = config_of(**more)
     scheduler = scheduler_of(config, Scheduler if kind == "vllm" else PrebleScheduler, num_blocks)

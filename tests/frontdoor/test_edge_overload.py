@@ -23,7 +23,7 @@ pytest.importorskip("vllm")
 from banaserve.frontdoor.app import ApiServer
 from banaserve.frontdoor.edge import http_protocol, refusals
 from banaserve.frontdoor.edge.limits import EdgeLimits
-from edge_door import (
+from edge_server import (
     HEAD,
     KEY,
     LARGE_BYTES,

@@ -26,7 +26,7 @@ from banaserve.frontdoor.bodies.bounds import BodyRefusedError, RequestBounds
 from banaserve.frontdoor.bodies.grammars import GrammarSpec
 from banaserve.frontdoor.edge import refusals
 from banaserve.frontdoor.edge.limits import EdgeLimits
-from edge_door import HEAD, KEY, NUM_EVENTS, Caller, Rig, on_uvloop, patient, serving
+from edge_server import HEAD, KEY, NUM_EVENTS, Caller, Rig, on_uvloop, patient, serving
 from waiting import until
 
 TIMES = 3
@@ -110,7 +110,7 @@ class Case:
     Attributes:
         says: In the message.
         options, limits: Of the door, where others than usual.
-        patches: Constants of ``api.app``.
+        patches: Constants of ``frontdoor.app``.
         is_closed: Whether the connection ends behind the answer.
     """
 

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from certificates import serial_of, write_certificate
-from edge_door import HEAD, KEY, Caller, Rig, on_uvloop, patient, refused, serving
+from edge_server import HEAD, KEY, Caller, Rig, on_uvloop, patient, refused, serving
 from waiting import DEADLINE_S, until
 
 

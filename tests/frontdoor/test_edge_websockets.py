@@ -12,7 +12,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from banaserve.frontdoor.edge.websocket_limit import SessionLimits
-from edge_door import Rig, on_uvloop, patient, refused, serving
+from edge_server import Rig, on_uvloop, patient, refused, serving
 from waiting import DEADLINE_S, until
 
 BEARER = {"Authorization": "Bearer good"}

@@ -8,8 +8,8 @@ from typing import Any
 
 from hypothesis import given
 
-from banaserve.route.balancer.http.client_connection import ClientConnection, RequestHandler
-from banaserve.route.balancer.http.request import ClientRequest, RequestRefusedError
+from banaserve_route.balancer.http.client_connection import ClientConnection, RequestHandler
+from banaserve_route.balancer.http.request import ClientRequest, RequestRefusedError
 from corpus import ends, fuzzed, spoiled
 
 _STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) [^\r\n]+\r\n")

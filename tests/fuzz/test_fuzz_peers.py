@@ -8,11 +8,11 @@ from typing import Any
 from hypothesis import given
 
 from banaserve.base.errors import ProtocolError
-from banaserve.route.balancer.adoption import adoptable
-from banaserve.route.balancer.config import HealthSettings, PeerSettings
-from banaserve.route.balancer.peers import PeerProber
-from banaserve.route.policies.interface import ReplicaId
-from banaserve.route.policies.prefixes.peers import MAX_TREE_BYTES, PeerPrefixes
+from banaserve_route.balancer.adoption import adoptable
+from banaserve_route.balancer.config import HealthSettings, PeerSettings
+from banaserve_route.balancer.peers import PeerProber
+from banaserve_route.policies.interface import ReplicaId
+from banaserve_route.policies.prefixes.peers import MAX_TREE_BYTES, PeerPrefixes
 from corpus import attempt, ends, fuzzed, kept, spoiled
 
 PEER = PeerSettings(region="us", url="http://10.1.0.1:8080", adopt=("10.1.0.0/16",))

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from banaserve.kvstore.tiers.interface import BlockName
-from banaserve.kvstore.tiers.mooncake import MooncakeTier
-from banaserve.kvstore.tiers.mooncake_config import parse_url
+from banaserve_mooncake.config import parse_url
+from banaserve_mooncake.tier import MooncakeTier
 
 
 def main(url: str) -> None:

@@ -9,15 +9,28 @@ from pathlib import Path
 import pytest
 
 from banaserve.base.errors import UserError
+from banaserve.base.plugins import PluginGroup, load_plugins
 from banaserve.cli.serve.command_line import parse_serve_argv
 from banaserve.kvstore.daemon.attached_tier import attach
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.daemon.process import main
 from banaserve.kvstore.interface import Lookup, Slot
 from banaserve.kvstore.pool import Board, BoardView
-from banaserve.kvstore.tiers.registry import TierSpec, distributed_spec, open_tier, register
+from banaserve.kvstore.tiers.registry import (
+    TIERS,
+    TierSpec,
+    distributed_spec,
+    open_tier,
+    register,
+)
 
 SOCKET = Path("store.sock")
+
+
+@pytest.fixture(autouse=True)
+def _tiers_of_packages() -> None:
+    """Mooncake's tier is of a package beside the core, as commands and the daemon load it."""
+    load_plugins({PluginGroup.STORE_TIERS: TIERS})
 
 
 def test_a_tier_is_registered_once() -> None:

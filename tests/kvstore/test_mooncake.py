@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 
 from banaserve.kvstore.interface import Lookup
-from banaserve.kvstore.tiers import mooncake_supervisor
 from banaserve.kvstore.tiers.interface import BlockBytes, BlockName, Completion, TierOutcome
-from banaserve.kvstore.tiers.mooncake import MooncakeTier
-from banaserve.kvstore.tiers.mooncake_config import parse_url
-from banaserve.kvstore.tiers.mooncake_process import KEY_PREFIX
+from banaserve_mooncake import supervisor as mooncake_supervisor
+from banaserve_mooncake.config import parse_url
+from banaserve_mooncake.process import KEY_PREFIX
+from banaserve_mooncake.tier import MooncakeTier
 from benchmarks.kvstore.peers import Peer, missing_mooncake, mooncake_master
 
 pytestmark = pytest.mark.deep

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from banaserve.base.errors import UserError
-from banaserve.kvstore.tiers import mooncake_config
-from banaserve.kvstore.tiers.mooncake import MooncakeTier
-from banaserve.kvstore.tiers.mooncake_config import parse_url
+from banaserve_mooncake import config as mooncake_config
+from banaserve_mooncake.config import parse_url
+from banaserve_mooncake.tier import MooncakeTier
 
 
 @pytest.mark.parametrize(
@@ -46,5 +46,5 @@ def test_a_url_says_everything():
 
 def test_without_the_package_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(mooncake_config, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install 'banaserve\[mooncake\]'"):
+    with pytest.raises(UserError, match=r"pip install 'banaserve-mooncake\[client\]'"):
         MooncakeTier.from_url("mooncake://127.0.0.1:1")

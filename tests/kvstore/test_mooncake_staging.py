@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from banaserve.kvstore.fingerprint import PAGE_BYTES
-from banaserve.kvstore.tiers.mooncake_child import Staging
+from banaserve_mooncake.child import Staging
 
 KEY = b"k" * 32
 

@@ -14,7 +14,6 @@ from dictionary_tier import DictionaryTier
 
 from banaserve.base.errors import UserError
 from banaserve.kvstore.interface import Lookup
-from banaserve.kvstore.tiers import mooncake_supervisor
 from banaserve.kvstore.tiers.interface import (
     BlockBytes,
     BlockName,
@@ -24,6 +23,7 @@ from banaserve.kvstore.tiers.interface import (
 )
 from banaserve.kvstore.tiers.ssd.device import aligned_bytes
 from banaserve.kvstore.tiers.ssd.tier import SsdTier
+from banaserve_mooncake import supervisor as mooncake_supervisor
 from benchmarks.kvstore.peers import joined_mooncake, missing_mooncake, mooncake_master
 
 pytestmark = pytest.mark.deep

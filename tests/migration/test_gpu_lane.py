@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from banaserve.base.errors import ProtocolError
+from banaserve.base.net.framing import LENGTH_BYTES
 from banaserve.migration.rpc import gpu_lane
 from banaserve.migration.rpc.gpu_lane import MIN_BYTES, GuestLane, HostLane, LaneHalf
 from banaserve.migration.rpc.tensors import TensorBundle, from_wire, restore
@@ -50,7 +51,7 @@ def sent(bundle: TensorBundle, lane: HostLane) -> list[Tensor]:
     """The tensors as they arrive: by way of a frame."""
     message = Message(b"", (*bundle.tensors, *lane.sent()))
     frame = frames.encode(message, 1, frames.ONE_WAY, 0)
-    described = frames.decode(bytes(frame[0])[frames.PREFIX.size :])
+    described = frames.HEADERS.decode(bytes(frame[0])[LENGTH_BYTES:])
     return [
         Tensor(dtype, shape, np.frombuffer(bytes(data), np.uint8).copy())
         for (dtype, shape), data in zip(described.tensors, frame[1:], strict=True)

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 import small_model
-from banaserve.bench.loadgen import servers
+from banaserve_bench.loadgen import servers
 from fork_server import ForkedProcess, ForkServer
 from mock_facts import VARIABLE, MockOptions
 from node_run import NodeRun

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 
-from banaserve.bench.loadgen.servers import end_with_parent
+from banaserve_bench.loadgen.servers import end_with_parent
 from observing import until
 
 

@@ -9,18 +9,22 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from banaserve.base.errors import ProtocolError, UserError
+from banaserve.base.net.framing import MessageReader
 from banaserve.nodes import client as clients
 from banaserve.nodes import link as links
 from banaserve.nodes.client import NodeClient
 from banaserve.nodes.credentials import ClusterCredentials
-from banaserve.nodes.link import Data, NodeLink, NodeLostError, accepted, connect
+from banaserve.nodes.link import NodeLink, NodeLostError, accepted, connect
 from banaserve.nodes.messages import (
-    MAX_FRAME_BYTES,
+    FRAMING,
+    MAX_MESSAGE_BYTES,
     ChannelClosed,
     ChannelOpened,
+    Data,
     FreePort,
     LogWritten,
     NodePrepared,
@@ -28,12 +32,12 @@ from banaserve.nodes.messages import (
     PortFound,
     PrepareNode,
     SessionOpened,
-    decode,
 )
 from banaserve.nodes.places import AgentPlace
 from banaserve.nodes.relay import Relay
 from waiting import until
 
+OVERHEAD_BYTES = len(msgspec.msgpack.encode(Data(7, bytes(1 << 19)))) - (1 << 19)
 KEY, OTHER = "a-key-of-a-cluster", "a-key-of-another-one"
 Serve = Callable[[NodeLink], Awaitable[None]]
 
@@ -80,21 +84,17 @@ def test_messages_and_bytes_arrive_in_their_order() -> None:
     async def echo(link: NodeLink) -> None:
         link.start_beats()
         while True:
-            match said := await link.receive():
-                case Data(channel, content):
-                    await link.send_data(channel, content)
-                case _:
-                    await link.send(said)
+            await link.send(await link.receive())
 
     async def run() -> None:
         async with door(echo) as port:
             link = await connect("127.0.0.1", port, ClusterCredentials.of(KEY))
-            large = secrets.token_bytes(MAX_FRAME_BYTES)
+            large = Data(7, secrets.token_bytes(MAX_MESSAGE_BYTES - OVERHEAD_BYTES))
             await link.send(FreePort())
-            await link.send_data(7, large)
+            await link.send(large)
             await link.send(LogWritten(b"\x00\xff"))
             assert await link.receive() == FreePort()
-            assert await link.receive() == Data(7, large)
+            assert await link.receive() == large
             assert await link.receive() == LogWritten(b"\x00\xff")
             await link.close()
 
@@ -250,18 +250,18 @@ def test_a_refusal_and_nonsense_are_one_line_each() -> None:
         await until_gone(link)
 
     async def lie(link: NodeLink) -> None:
-        link._writer.write((0).to_bytes(4) + (2**31).to_bytes(4))
+        link._writer.write((2**31).to_bytes(4, "little"))
         await until_gone(link)
 
     async def babble(link: NodeLink) -> None:
-        await link.send_data(0, b"\xc1 nonsense")
+        link._writer.write((9).to_bytes(4, "little") + b"\xa8nonsense")
         await until_gone(link)
 
     async def run() -> None:
         for serve, kind, words in (
             (refuse, NodeLostError, "refuses: it is full"),
             (lie, ProtocolError, "is too large"),
-            (babble, ProtocolError, "not a message of a node"),
+            (babble, ProtocolError, "not a message"),
         ):
             async with door(serve) as port:
                 link = await connect("127.0.0.1", port, ClusterCredentials.of(KEY))
@@ -286,8 +286,10 @@ def test_nobody_there_is_one_line() -> None:
     "body", [b"", b"\x80", b"\x81\xa4type\xa4Beat\xa1x\x01", b"\xdc\xff\xff", bytes(range(256))]
 )
 def test_hostile_bodies_are_protocol_errors(body: bytes) -> None:
-    with pytest.raises(ProtocolError):
-        decode(body)
+    reader = MessageReader(FRAMING)
+    reader.feed(len(body).to_bytes(4, "little") + body)
+    with pytest.raises(ProtocolError, match="not a message"):
+        reader.take()
 
 
 def test_sockets_of_a_node_lead_to_those_of_the_server(tmp_path: Path) -> None:

@@ -15,8 +15,6 @@ from banaserve.base.config import MINIATURE, ServeConfig
 from banaserve.base.errors import UserError
 from banaserve.base.models import miniature
 from banaserve.base.models.miniature import Miniature
-from banaserve.bench.loadgen import modelled_time
-from banaserve.bench.results.result import ModelledTime
 from banaserve.cli.main import main
 from banaserve.cli.serve import emulation
 from banaserve.cli.serve.command_line import parse_serve_argv
@@ -24,6 +22,8 @@ from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.pacing import miniatures
 from banaserve.pacing.metrics import PacedTime
 from banaserve.pacing.step_log import PacedStep, StepLog
+from banaserve_bench.loadgen import modelled_time
+from banaserve_bench.results.result import ModelledTime
 
 OPT = profiles.BUILT_IN / "opt-13b-a100.toml"
 

@@ -7,8 +7,8 @@ import asyncio
 import migration_load as loads
 import small_model
 from banaserve.base import models
-from banaserve.bench.datasets import prompts
-from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
+from banaserve_bench.datasets import prompts
+from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from reference import tokenizer
 from server_run import Run
 

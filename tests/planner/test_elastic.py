@@ -464,7 +464,10 @@ def test_half_a_message_ends_the_process_quietly(rest):
 
 @pytest.mark.parametrize(
     ("asked", "code", "said"),
-    [(HEAD + b"half", 0, ""), (b"\xff\xff\xff\xff", 1, "a question of 4294967295 bytes: ")],
+    [
+        (HEAD + b"half", 0, ""),
+        (b"\xff\xff\xff\xff", 1, "a message of 4294967295 bytes "),
+    ],
 )
 def test_the_process_says_a_line_at_most(asked, code, said):
     argv = [sys.executable, "-P", "-m", "banaserve.orchestrator.planner.process"]

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 import uvloop
 
-from banaserve.route.balancer.balancer import Balancer
-from banaserve.route.balancer.config import BalancerSettings, HealthSettings, ReplicaSettings
-from banaserve.route.balancer.server import listen, tick
+from banaserve_route.balancer.balancer import Balancer
+from banaserve_route.balancer.config import BalancerSettings, HealthSettings, ReplicaSettings
+from banaserve_route.balancer.server import listen, tick
 from benchmarks.router.link import RegionLink
 from ports import held_port
 from waiting import until

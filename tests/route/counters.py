@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from banaserve.route.balancer.balancer import Balancer
+from banaserve_route.balancer.balancer import Balancer
 
 
 def counted(balancer: Balancer, name: str, **labels: str) -> float:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-from banaserve.route.policies.fleet import Fleet
-from banaserve.route.policies.interface import PeerView, ReplicaId, ReplicaView
-from banaserve.route.policies.registry import make
+from banaserve_route.policies.fleet import Fleet
+from banaserve_route.policies.interface import PeerView, ReplicaId, ReplicaView
+from banaserve_route.policies.registry import make
 
 Views = dict[str, dict[str, Any]]
 

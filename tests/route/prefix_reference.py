@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from banaserve.route.policies.interface import ReplicaId
-from banaserve.route.policies.prefixes.tree import ENTRY_BYTES, FIFO, LRU, TreeEntry
+from banaserve_route.policies.interface import ReplicaId
+from banaserve_route.policies.prefixes.tree import ENTRY_BYTES, FIFO, LRU, TreeEntry
 
 
 @dataclass(eq=False, slots=True)

@@ -8,8 +8,8 @@ import pytest
 from msgspec import structs
 
 from banaserve.base.errors import UserError
-from banaserve.route.balancer import health as prober_module
-from banaserve.route.balancer.config import (
+from banaserve_route.balancer import health as prober_module
+from banaserve_route.balancer.config import (
     HealthSettings,
     LimitSettings,
     PeerSettings,

@@ -9,8 +9,8 @@ from time import monotonic
 
 import msgspec
 
-from banaserve.route.balancer import peers
-from banaserve.route.balancer.config import (
+from banaserve_route.balancer import peers
+from banaserve_route.balancer.config import (
     BalancerSettings,
     HealthSettings,
     LimitSettings,

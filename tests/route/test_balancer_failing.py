@@ -10,9 +10,9 @@ import socket
 
 import pytest
 
-from banaserve.route.balancer.config import HealthSettings, PolicySettings
-from banaserve.route.policies import registry
-from banaserve.route.policies.interface import Need
+from banaserve_route.balancer.config import HealthSettings, PolicySettings
+from banaserve_route.policies import registry
+from banaserve_route.policies.interface import Need
 from depth import chosen_seed
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from banaserve.base.errors import ProtocolError
-from banaserve.route.balancer.http.response import (
+from banaserve_route.balancer.http.response import (
     ChunkedBody,
     LengthBody,
     UntilClose,

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from banaserve.route.balancer.config import LimitSettings
+from banaserve_route.balancer.config import LimitSettings
 
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: b\r\n"
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"

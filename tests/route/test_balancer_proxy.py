@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 
-from banaserve.route.balancer.config import LimitSettings, ReplicaSettings
-from banaserve.route.balancer.http.replica_connection import ReplicaConnection
+from banaserve_route.balancer.config import LimitSettings, ReplicaSettings
+from banaserve_route.balancer.http.replica_connection import ReplicaConnection
 
 
 async def test_a_request_and_its_answer_pass_unchanged(house):

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from banaserve.route.balancer.queue import REFUSALS_AT_A_TIME, RequestQueue
-from banaserve.route.balancer.targets import Breaker
+from banaserve_route.balancer.queue import REFUSALS_AT_A_TIME, RequestQueue
+from banaserve_route.balancer.targets import Breaker
 
 
 class One:

@@ -8,8 +8,8 @@ from collections import Counter
 
 import pytest
 
-from banaserve.route.balancer import peers
-from banaserve.route.balancer.config import (
+from banaserve_route.balancer import peers
+from banaserve_route.balancer.config import (
     BalancerSettings,
     HealthSettings,
     PeerSettings,
@@ -17,7 +17,7 @@ from banaserve.route.balancer.config import (
     ReplicaSettings,
     TenantSettings,
 )
-from banaserve.route.balancer.membership import failover_owner
+from banaserve_route.balancer.membership import failover_owner
 from depth import chosen_seed
 from ports import free_port
 from waiting import thinks

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from banaserve.route.balancer.config import LimitSettings, PolicySettings, ReplicaSettings
-from banaserve.route.balancer.http.request import ClientRequest
-from banaserve.route.balancer.routing_request import stored_response
+from banaserve_route.balancer.config import LimitSettings, PolicySettings, ReplicaSettings
+from banaserve_route.balancer.http.request import ClientRequest
+from banaserve_route.balancer.routing_request import stored_response
 
 NOT_FOUND = b'{"error":{"message":"Response with id \'...\' not found."}}'
 

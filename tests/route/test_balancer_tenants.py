@@ -8,7 +8,7 @@ import msgspec
 from msgspec import structs
 
 from banaserve.base.access.tenants import TENANT_FIELD, is_tenant_name, tenant_name
-from banaserve.route.balancer.config import (
+from banaserve_route.balancer.config import (
     BalancerSettings,
     PeerSettings,
     PolicySettings,

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from banaserve.base.errors import UserError
 from banaserve.base.net.tls import ServerTls
-from banaserve.route.balancer.config import BalancerSettings, HealthSettings, LimitSettings
+from banaserve_route.balancer.config import BalancerSettings, HealthSettings, LimitSettings
 from certificates import serial_of, write_certificate
 from counters import counted
 

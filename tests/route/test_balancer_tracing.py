@@ -8,13 +8,13 @@ import msgspec
 import pytest
 
 from banaserve.cli import main as cli
-from banaserve.route.balancer.config import (
+from banaserve_route.balancer.config import (
     BalancerSettings,
     PeerSettings,
     PolicySettings,
     ReplicaSettings,
 )
-from banaserve.route.balancer.tracing import Spans
+from banaserve_route.balancer.tracing import Spans
 from waiting import until
 
 PARENT = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"

@@ -9,8 +9,8 @@ import pytest
 
 from banaserve.base.errors import ProtocolError
 from banaserve.base.types import RequestId
-from banaserve.route.policies.fleet import Fleet, Report
-from banaserve.route.policies.interface import (
+from banaserve_route.policies.fleet import Fleet, Report
+from banaserve_route.policies.interface import (
     Need,
     PeerView,
     ReplicaId,
@@ -18,16 +18,16 @@ from banaserve.route.policies.interface import (
     Request,
     RoutingReason,
 )
-from banaserve.route.policies.prefixes import peers, snapshot
-from banaserve.route.policies.prefixes.peers import (
+from banaserve_route.policies.prefixes import peers, snapshot
+from banaserve_route.policies.prefixes.peers import (
     BLOCK_BYTES,
     MAX_SNAPSHOT_BYTES,
     PeerPrefixes,
     units_of,
 )
-from banaserve.route.policies.prefixes.snapshot import MAGIC
-from banaserve.route.policies.prefixes.tree import TreeEntry
-from banaserve.route.policies.registry import make
+from banaserve_route.policies.prefixes.snapshot import MAGIC
+from banaserve_route.policies.prefixes.tree import TreeEntry
+from banaserve_route.policies.registry import make
 
 A, US, ASIA = (ReplicaId(name) for name in ("a", "region:us", "region:asia"))
 

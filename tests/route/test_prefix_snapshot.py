@@ -8,10 +8,10 @@ from random import Random
 import pytest
 
 from banaserve.base.errors import ProtocolError
-from banaserve.route.policies.interface import ReplicaId
-from banaserve.route.policies.prefixes import snapshot
-from banaserve.route.policies.prefixes.snapshot import decode, encode, load
-from banaserve.route.policies.prefixes.tree import PrefixTree, make_tree
+from banaserve_route.policies.interface import ReplicaId
+from banaserve_route.policies.prefixes import snapshot
+from banaserve_route.policies.prefixes.snapshot import decode, encode, load
+from banaserve_route.policies.prefixes.tree import PrefixTree, make_tree
 from depth import seeds
 
 A, B = ReplicaId("a"), ReplicaId("b")

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from banaserve._native import PrefixTree as NativeTree
-from banaserve.route.policies.interface import ReplicaId
-from banaserve.route.policies.prefixes.tree import ENTRY_BYTES, FIFO, LRU, ORDERS, make_tree
+from banaserve_route.policies.interface import ReplicaId
+from banaserve_route.policies.prefixes.tree import ENTRY_BYTES, FIFO, LRU, ORDERS, make_tree
 from depth import num_examples
 from prefix_reference import ReferencePrefixTree
 

@@ -8,10 +8,10 @@ from itertools import pairwise
 import pytest
 
 from banaserve.base.errors import UserError
-from banaserve.route.sim.arrivals import diurnal, replay
-from banaserve.route.sim.programs import long_documents, shared_prefixes
-from banaserve.route.sim.world import RegionSystem, Setting, simulate
 from banaserve.sim.trace import read_trace
+from banaserve_route.sim.arrivals import diurnal, replay
+from banaserve_route.sim.programs import long_documents, shared_prefixes
+from banaserve_route.sim.world import RegionSystem, Setting, simulate
 
 TOOLS = shared_prefixes(5, 800, 100, 40, 1.1)
 FAR = {("us", "eu"): 90.0}

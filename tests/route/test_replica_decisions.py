@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from banaserve.base.types import RequestId
-from banaserve.route.policies.fleet import Fleet
-from banaserve.route.policies.interface import ReplicaId, ReplicaView, Request, RoutingReason
-from banaserve.route.policies.registry import make
-from banaserve.route.policies.ring import Ring
+from banaserve_route.policies.fleet import Fleet
+from banaserve_route.policies.interface import ReplicaId, ReplicaView, Request, RoutingReason
+from banaserve_route.policies.registry import make
+from banaserve_route.policies.ring import Ring
 from fleets import Views, fleet_of
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from banaserve.base.errors import UserError
 from banaserve.base.types import RequestId
-from banaserve.route.policies.fleet import Fleet
-from banaserve.route.policies.interface import (
+from banaserve_route.policies.fleet import Fleet
+from banaserve_route.policies.interface import (
     PeerView,
     ReplicaId,
     ReplicaView,
@@ -19,10 +19,10 @@ from banaserve.route.policies.interface import (
     RoutingDecision,
     RoutingReason,
 )
-from banaserve.route.policies.papers.tuner_coded import SIGMA_FLOOR, CodedTuner
-from banaserve.route.policies.rates import Rates
-from banaserve.route.policies.registry import make
-from banaserve.route.policies.tuner import Tuner, TunerOptions
+from banaserve_route.policies.papers.tuner_coded import SIGMA_FLOOR, CodedTuner
+from banaserve_route.policies.rates import Rates
+from banaserve_route.policies.registry import make
+from banaserve_route.policies.tuner import Tuner, TunerOptions
 
 A, B, P, Q = (ReplicaId(name) for name in "abpq")
 

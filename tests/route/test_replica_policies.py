@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from banaserve.base.errors import UserError
 from banaserve.base.types import RequestId
-from banaserve.route.policies.fleet import Fleet, Report
-from banaserve.route.policies.interface import (
+from banaserve_route.policies.fleet import Fleet, Report
+from banaserve_route.policies.interface import (
     HELD,
     Flight,
     PeerView,
@@ -26,8 +26,8 @@ from banaserve.route.policies.interface import (
     RoutingDecision,
     RoutingReason,
 )
-from banaserve.route.policies.policy import may_serve
-from banaserve.route.policies.registry import make, names, presets
+from banaserve_route.policies.policy import may_serve
+from banaserve_route.policies.registry import make, names, presets
 from depth import num_examples
 
 ALL = [(name, preset) for name in names() for preset in presets(name)]

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from banaserve.base.types import RequestId
-from banaserve.route.policies.fleet import Fleet
-from banaserve.route.policies.interface import (
+from banaserve_route.policies.fleet import Fleet
+from banaserve_route.policies.interface import (
     Flight,
     ReplicaId,
     ReplicaView,
@@ -20,9 +20,9 @@ from banaserve.route.policies.interface import (
     RoutingDecision,
     RoutingReason,
 )
-from banaserve.route.policies.preble.costs import REGRESSIONS, WindowSum, mistral_7b_a6000
-from banaserve.route.policies.preble.tree import CacheTree, common_bytes
-from banaserve.route.policies.registry import make
+from banaserve_route.policies.preble.costs import REGRESSIONS, WindowSum, mistral_7b_a6000
+from banaserve_route.policies.preble.tree import CacheTree, common_bytes
+from banaserve_route.policies.registry import make
 from depth import num_examples
 
 A, B, C = (ReplicaId(name) for name in "abc")

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from banaserve.base.types import RequestId
-from banaserve.route.balancer.routing_request import without_tried
-from banaserve.route.policies.fleet import Fleet, Report
-from banaserve.route.policies.interface import (
+from banaserve_route.balancer.routing_request import without_tried
+from banaserve_route.policies.fleet import Fleet, Report
+from banaserve_route.policies.interface import (
     ReplicaId,
     Request,
     RoutingDecision,

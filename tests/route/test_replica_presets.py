@@ -10,15 +10,15 @@ from typing import NamedTuple
 import pytest
 
 from banaserve.base.types import RequestId
-from banaserve.route.policies.fleet import Fleet
-from banaserve.route.policies.interface import (
+from banaserve_route.policies.fleet import Fleet
+from banaserve_route.policies.interface import (
     Flight,
     ReplicaId,
     Request,
     RoutingDecision,
     RoutingReason,
 )
-from banaserve.route.policies.registry import names, presets
+from banaserve_route.policies.registry import names, presets
 from fleets import Views, fleet_of
 
 NOW_S = 10.0

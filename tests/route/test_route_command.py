@@ -13,7 +13,7 @@ import urllib.request
 import pytest
 
 from banaserve.cli import main as cli
-from banaserve.cli.route import parse
+from banaserve_route.command import parse
 from ports import free_port
 
 REPLICA = ["--replica", "http://127.0.0.1:9"]

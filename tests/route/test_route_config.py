@@ -9,9 +9,9 @@ import pytest
 
 from banaserve.base.errors import UserError
 from banaserve.cli import main as cli
-from banaserve.route.balancer.balancer import Balancer
-from banaserve.route.balancer.config import BalancerSettings, PolicySettings, ReplicaSettings
-from banaserve.route.balancer.config_file import follow, read_settings
+from banaserve_route.balancer.balancer import Balancer
+from banaserve_route.balancer.config import BalancerSettings, PolicySettings, ReplicaSettings
+from banaserve_route.balancer.config_file import follow, read_settings
 
 TOML = """
 region = "eu"
@@ -157,7 +157,7 @@ async def test_a_change_touches_only_what_changes():
 
 
 async def test_a_file_is_followed_and_a_mistake_in_it_changes_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("banaserve.route.balancer.config_file._LOOK_S", 0.005)
+    monkeypatch.setattr("banaserve_route.balancer.config_file._LOOK_S", 0.005)
     path = write(tmp_path, "[[replicas]]\nurl = 'http://127.0.0.1:1'")
     said = asyncio.Queue()
     balancer = Balancer(read_settings(path), said.put_nowait)

@@ -7,12 +7,12 @@ from random import Random
 
 import pytest
 
-from banaserve.route.policies.registry import make
-from banaserve.route.sim.balancer import SimBalancer
-from banaserve.route.sim.programs import chat, shared_prefixes, tree_of_thoughts
-from banaserve.route.sim.replica import UNIT_BYTES, Accelerator, SimReplica
-from banaserve.route.sim.world import RegionSystem, Setting, simulate
 from banaserve.sim.timeline import Timeline
+from banaserve_route.policies.registry import make
+from banaserve_route.sim.balancer import SimBalancer
+from banaserve_route.sim.programs import chat, shared_prefixes, tree_of_thoughts
+from banaserve_route.sim.replica import UNIT_BYTES, Accelerator, SimReplica
+from banaserve_route.sim.world import RegionSystem, Setting, simulate
 
 FAR = {("us", "eu"): 90.0, ("us", "asia"): 150.0, ("eu", "asia"): 220.0}
 CHAT = chat(256, 120, 150)

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -21,8 +20,7 @@ pytest.importorskip("vllm")
 
 from banaserve.base.errors import InstanceDeadError
 from banaserve.base.platform.processes import is_running
-from banaserve.mains import engine_parent as forkserver
-from banaserve.mains import spawned
+from banaserve.mains import engine_parent, spawned
 from banaserve.serving.launch import messages
 from banaserve.serving.launch.launcher import ForkLauncher
 from banaserve.serving.launch.messages import EngineLaunch
@@ -85,8 +83,8 @@ async def test_a_parent_that_cannot_be_replaced_is_told_in_one_line(tmp_path: Pa
 
 async def test_a_parent_that_talks_nonsense_is_replaced(tmp_path: Path) -> None:
     ours, theirs = socket.socketpair()
-    body = msgspec.msgpack.encode(messages.EngineStarted("d0", 1)).replace(b"d0", b"\xff0")
-    theirs.sendall(struct.pack("!I", len(body)) + body)
+    frame = messages.FRAMING.encode(messages.EngineStarted("d0", 1))
+    theirs.sendall(frame.replace(b"d0", b"\xff0"))
     _, second = answering()
 
     async def start_parent() -> ParentLink:
@@ -190,9 +188,9 @@ async def test_a_hung_parent_stays_while_it_has_engines(
 
 def test_an_order_that_another_parent_has_got_since_is_not_obeyed() -> None:
     late = messages.StartEngine("d0", "", "", until_s=time.monotonic() - 1.0)
-    assert forkserver._is_late(late)
-    assert not forkserver._is_late(msgspec.structs.replace(late, until_s=time.monotonic() + 1e3))
-    assert not forkserver._is_late(messages.StartEngine("d0", "", ""))
+    assert engine_parent._is_late(late)
+    assert not engine_parent._is_late(msgspec.structs.replace(late, until_s=time.monotonic() + 1e3))
+    assert not engine_parent._is_late(messages.StartEngine("d0", "", ""))
 
 
 def test_a_stopped_child_is_ended_and_reaped(process: subprocess.Popen[bytes]) -> None:

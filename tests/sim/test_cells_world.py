@@ -12,14 +12,14 @@ from banaserve.base.types import Distance, InstanceId
 from banaserve.orchestrator.control.costs.profile import load as load_profile
 from banaserve.orchestrator.control.routing.leg_by_leg import LegByLeg
 from banaserve.orchestrator.control.routing.load_aware import LoadAware
-from banaserve.route.sim.cell_replica import far_between, nodes_of
-from banaserve.route.sim.cells_load import CellsLoad
-from banaserve.route.sim.cells_world import CellsSetting, CellsWorld, NodeDeath
-from banaserve.route.sim.round_trips import FIVE_REGIONS, ROUND_TRIPS_MS, read_round_trips
 from banaserve.sim.cell import Cell
 from banaserve.sim.request import SimRequest
 from banaserve.sim.system import preset
 from banaserve.sim.timeline import Timeline
+from banaserve_route.sim.cell_replica import far_between, nodes_of
+from banaserve_route.sim.cells_load import CellsLoad
+from banaserve_route.sim.cells_world import CellsSetting, CellsWorld, NodeDeath
+from banaserve_route.sim.round_trips import FIVE_REGIONS, ROUND_TRIPS_MS, read_round_trips
 from depth import seeds
 
 pytestmark = pytest.mark.deep
@@ -99,7 +99,7 @@ def test_other_policies_lose_nothing_either(policy):
 
 
 def test_a_region_without_a_living_cell_is_served_by_the_other_one(monkeypatch):
-    module = "banaserve.route.sim.cells_world.drawn_deaths"
+    module = "banaserve_route.sim.cells_world.drawn_deaths"
     deaths = [NodeDeath(2.0, "europe", cell, 0) for cell in (0, 1)]
     monkeypatch.setattr(module, lambda *_: deaths)
     world = ran(TWO, 1)

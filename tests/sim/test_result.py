@@ -6,8 +6,8 @@ from math import ceil
 
 import pytest
 
-from banaserve.route.sim.world import Record, RequestOutcome
 from banaserve.sim.result import percentile
+from banaserve_route.sim.world import Record, RequestOutcome
 
 
 @pytest.mark.parametrize(

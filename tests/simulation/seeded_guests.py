@@ -201,7 +201,7 @@ class GuestProcess:
     def end(self) -> None: ...
 
     def main(self) -> None:
-        """On the process's own thread, see ``guest_main.serve``."""
+        """On the process's own thread, see ``banaserve.mains.guest.serve``."""
         process: Any = current().owner
         troubles = self._network.troubles
         sleep(troubles.some_s(0.5))

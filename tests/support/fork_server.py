@@ -32,7 +32,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
-from banaserve.bench.loadgen.servers import end_with_parent
+from banaserve_bench.loadgen.servers import end_with_parent
 
 MARK = "BANASERVE_TEST_RUN"
 """Variable by which the processes of a run are found, whoever their parent is."""

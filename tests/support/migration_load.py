@@ -15,9 +15,6 @@ from pathlib import Path
 import small_model
 from banaserve.base import models
 from banaserve.base.errors import UserError
-from banaserve.bench.datasets import prompts
-from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
-from banaserve.bench.loadgen.servers import Server
 from banaserve.contracts.migration_api import (
     InstancePlacement,
     Migration,
@@ -28,6 +25,9 @@ from banaserve.contracts.migration_api import (
     Return,
 )
 from banaserve.frontdoor.admin_client import AdminClient
+from banaserve_bench.datasets import prompts
+from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
+from banaserve_bench.loadgen.servers import Server
 from fork_server import ForkServer
 from observing import until, writer, writers
 from reference import reference_tokens, tokenizer

@@ -19,7 +19,7 @@ import openai
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from banaserve.bench.loadgen import servers
+from banaserve_bench.loadgen import servers
 from fork_server import MARK, ForkServer
 from observing import until
 

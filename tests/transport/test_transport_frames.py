@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 
 import numpy as np
@@ -107,7 +108,19 @@ def test_bytes_that_are_no_frame_end_in_one_error(data):
 def test_a_length_over_the_limit_is_refused_before_anything_is_read(header_bytes):
     ours, theirs = socket.socketpair()
     receiver = over_unix(theirs)
-    ours.sendall(frames.PREFIX.pack(header_bytes, 0))
+    ours.sendall(struct.pack("<I", header_bytes))
+    with pytest.raises(PeerGoneError, match="too large"):
+        receiver.receive(WAIT_S)
+    ours.close()
+
+
+@pytest.mark.parametrize("shapes", [[frames.MAX_PAYLOAD_BYTES // 2] * 3, [2**28, 2**28]])
+def test_tensors_over_the_limit_are_refused_before_memory_is_taken(shapes):
+    described = tuple(("uint8", (num_bytes,)) for num_bytes in shapes)
+    header = frames.FrameHeader(1, frames.ONE_WAY, 0, 0, b"", described)
+    ours, theirs = socket.socketpair()
+    receiver = over_unix(theirs)
+    ours.sendall(frames.HEADERS.encode(header))
     with pytest.raises(PeerGoneError, match="too large"):
         receiver.receive(WAIT_S)
     ours.close()

@@ -1,4 +1,5 @@
-"""Client connections: table, descriptors, TLS, stalls of the event loop.
+"""Client connections (table, descriptors, TLS, stalls of the event loop), and frames of messages.
 
-In the server's and the balancer's process. Entry: ``connections.ConnectionTable.add``.
+Connections are in the server's and the balancer's process, frames in all that send each other
+messages. Entries: ``connections.ConnectionTable.add``, ``framing.Framing``.
 """

@@ -21,11 +21,11 @@ from banaserve.base.net.descriptors import raise_descriptor_limit
 from banaserve.base.platform.cpu_features import read_cpu_flags
 from banaserve.base.platform.linux import MADV_POPULATE_WRITE, available_memory_bytes, madvise
 from banaserve.base.platform.packages import installed_version
-from banaserve.base.plugins import load_plugins
+from banaserve.base.plugins import PluginGroup, load_plugins
 from banaserve.cli.doctor import checks as checks
 from banaserve.cli.doctor.checks import CheckStatus, Finding, Remedies
 from banaserve.cli.gpu_words import installed
-from banaserve.cli.plugins import REGISTRIES
+from banaserve.cli.plugins import registries
 from banaserve.cli.serve import needs
 from banaserve.frontdoor.front_socket import bind
 
@@ -55,7 +55,7 @@ def examine(model: str, port: int) -> Iterator[Finding]:
     yield checks.check_native(try_native(), remedies)
     yield checks.check_cache(cache.cache_root(), is_writable(cache.cache_root()))
     yield look_for_model(model)
-    for plugin in load_plugins(REGISTRIES):
+    for plugin in load_plugins(registries(*PluginGroup)):
         yield checks.check_plugin(plugin)
 
 

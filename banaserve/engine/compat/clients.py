@@ -10,7 +10,7 @@ import functools
 import threading
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from vllm.v1.engine import async_llm
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -48,17 +48,18 @@ def connect(
         config: Configuration of this client alone; it receives the engine core's changes.
         stat_logger: Logger that takes the engine core's statistics.
     """
-    return EngineClient.from_vllm_config(
+    client = EngineClient.from_vllm_config(
         vllm_config=config,
         usage_context=UsageContext.OPENAI_API_SERVER,
         stat_loggers=[stat_logger],
         client_addresses={"input_address": input_address, "output_address": output_address},
     )
+    return cast(EngineClient, client)
 
 
 def set_iteration_stats(kind: type[IterationStats]) -> None:
     """Make clients of this process count the outputs of a step in an object of this class."""
-    async_llm.IterationStats = kind
+    async_llm.IterationStats = kind  # type: ignore[misc]
 
 
 def lent_renderer(config: VllmConfig) -> Any:
@@ -95,7 +96,7 @@ def _key(config: VllmConfig) -> tuple[Any, ...]:
     return (*names, *said, str(model.runner_type), *flags, *files)
 
 
-async_llm.renderer_from_config = _shared_renderer
+async_llm.renderer_from_config = _shared_renderer  # type: ignore[assignment]
 # Otherwise the entry points of all installed packages are read again for each client.
 async_llm.load_stat_logger_plugin_factories = functools.cache(
     async_llm.load_stat_logger_plugin_factories

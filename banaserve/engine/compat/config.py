@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.config import (
     CompilationMode,
     CUDAGraphMode,
@@ -21,11 +23,18 @@ __all__ = [
     "VllmConfig",
     "adopt_kernels",
     "adopt_kv_layout",
+    "element_bytes",
     "import_kernels",
     "is_on_cpu",
     "own_budget",
     "set_current_vllm_config",
 ]
+
+
+def element_bytes(model: ModelConfig) -> int:
+    """Return the size of a number of the model's type, in bytes."""
+    dtype: Any = model.dtype  # a type of torch once the configuration is made
+    return int(dtype.itemsize)
 
 
 def is_on_cpu() -> bool:

@@ -6,10 +6,11 @@ import concurrent.futures
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from vllm.platforms import current_platform
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -18,7 +19,7 @@ from vllm.v1.engine import (
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-from vllm.v1.engine.output_processor import RequestOutputCollector
+from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
 from vllm.v1.engine.utils import EngineHandshakeMetadata, EngineZmqAddresses
 from vllm.v1.executor import Executor
 from vllm.v1.metrics.loggers import PrometheusStatLogger
@@ -42,6 +43,7 @@ from banaserve.engine.continuation import output_of
 __all__ = [
     "PRE_IMPORTED",
     "AsyncLLM",
+    "EngineCore",
     "EngineCoreOutput",
     "EngineCoreProc",
     "EngineCoreRequest",
@@ -95,7 +97,7 @@ def override_kernels() -> None:
     For that vLLM searches all names of all modules: more than half a second for each engine.
     """
     current_platform.register_triton_kernel_overrides()
-    current_platform.register_triton_kernel_overrides = lambda: None
+    current_platform.register_triton_kernel_overrides = lambda: None  # type: ignore[method-assign]
 
 
 def mark_dead(llm: AsyncLLM) -> None:
@@ -158,7 +160,7 @@ def register(
 
 
 def _prepare_first_token(
-    state: Any, on_first_token: Callable[[], None] | None, prefilled: RequestOutput | None
+    state: RequestState, on_first_token: Callable[[], None] | None, prefilled: RequestOutput | None
 ) -> None:
     make = state.make_request_output
 
@@ -171,10 +173,12 @@ def _prepare_first_token(
                 on_first_token()
         return make(new_token_ids, *args, **kwargs)
 
-    state.make_request_output = first
+    state.make_request_output = first  # type: ignore[method-assign]
 
 
-def adopt(llm: AsyncLLM, state: Any, request_id: str, queue: RequestOutputCollector) -> None:
+def adopt(
+    llm: AsyncLLM, state: RequestState, request_id: str, queue: RequestOutputCollector
+) -> None:
     """Route an engine's outputs into the state of a request that began elsewhere.
 
     Args:
@@ -188,8 +192,9 @@ def adopt(llm: AsyncLLM, state: Any, request_id: str, queue: RequestOutputCollec
     processor.external_req_ids[state.external_req_id].append(state.request_id)
 
 
-def output_tokens(state: Any) -> list[int]:
+def output_tokens(state: RequestState) -> list[int]:
     """Return the tokens output so far for the request of a front-end state."""
+    assert state.detokenizer is not None, "only a pooling request has none"
     return list(state.detokenizer.output_token_ids)
 
 
@@ -271,14 +276,14 @@ def install_prompt_ending() -> None:
     EngineCoreProc._reject_add_in_shutdown = _take
 
 
-def _goes_on(core: Any) -> bool:
+def _goes_on(core: EngineCoreProc) -> bool:
     if core.shutdown_state is EngineShutdownState.RUNNING:
         return True
     core._send_engine_dead()
     return False
 
 
-def _take(core: Any, request: EngineCoreRequest) -> bool:
+def _take(core: EngineCoreProc, request: EngineCoreRequest) -> bool:
     """Accept a request during shutdown, which then dies with the others.
 
     A refusal would be an aborted answer too.
@@ -294,13 +299,13 @@ def install_continuation() -> None:
     preprocess = EngineCore.preprocess_add_request
 
     @functools.wraps(preprocess)
-    def preprocess_and_continue(core: Any, request: EngineCoreRequest) -> Any:
+    def preprocess_and_continue(core: EngineCore, request: EngineCoreRequest) -> Any:
         made, wave = preprocess(core, request)
         if tokens := output_of(request.sampling_params):
             _put_back(core.structured_output_manager, made, tokens)
         return made, wave
 
-    EngineCore.preprocess_add_request = preprocess_and_continue
+    EngineCore.preprocess_add_request = preprocess_and_continue  # type: ignore[method-assign, assignment]
 
 
 def _put_back(grammars: Any, request: Any, tokens: Sequence[int]) -> None:
@@ -340,7 +345,7 @@ def on_wake(woke: Callable[[], None]) -> None:
     wait_for_work = EngineCoreProc._process_input_queue
 
     @functools.wraps(wait_for_work)
-    def wait_and_tell(core: Any) -> None:
+    def wait_and_tell(core: EngineCoreProc) -> None:
         had_work = core.has_work()
         wait_for_work(core)
         if not had_work:
@@ -361,9 +366,9 @@ def run_engine_core(config: VllmConfig, handshake_address: str) -> None:
 
 
 @implements(CoreApi.banaserve_set_budget)
-def _set_budget(core: Any, num_tokens: int, num_requests: int) -> Budget:
+def _set_budget(core: EngineCore, num_tokens: int, num_requests: int) -> Budget:
     # Requests that run already continue: the limit applies when a request is admitted.
-    scheduler = core.scheduler
+    scheduler = _scheduler(core)
     most_tokens, most_requests = own_budget(scheduler.vllm_config)
     scheduler.max_num_scheduled_tokens = min(num_tokens, most_tokens)
     scheduler.max_num_active_reqs = min(num_requests, most_requests)
@@ -378,13 +383,19 @@ def install_notes_utility() -> None:
 
 
 @implements(CoreApi.banaserve_notes)
-def _notes(core: Any, names: list[str]) -> EngineAnswer | None:
+def _notes(core: EngineCore, names: list[str]) -> EngineAnswer | None:
     connector = _store_connector(core)
     return None if connector is None else connector.notes_of(names)
 
 
-def _store_connector(core: Any) -> Any:
+def _store_connector(core: EngineCore) -> Any:
     """Return the store's connector; None if there is none, or the user's own connector."""
-    config = core.scheduler.vllm_config.kv_transfer_config
+    scheduler = _scheduler(core)
+    config = scheduler.vllm_config.kv_transfer_config
     is_ours = config is not None and config.kv_connector in ("StoreConnector", "StatesConnector")
-    return core.scheduler.connector if is_ours else None
+    return scheduler.connector if is_ours else None
+
+
+def _scheduler(core: EngineCore) -> Scheduler:
+    """Return the core's scheduler: vLLM's own, or a subclass of it."""
+    return cast(Scheduler, core.scheduler)

@@ -89,7 +89,7 @@ def join_shared_experts(shared: Any, x: torch.Tensor | None) -> None:
 def place_experts(experts: RoutedExperts, forward: Callable[..., torch.Tensor] | None) -> None:
     """Replace the function that computes a layer's experts; None restores vLLM's own."""
     if forward is not None:
-        experts.forward_modular = forward
+        experts.forward_modular = forward  # type: ignore[method-assign]
     else:
         experts.__dict__.pop("forward_modular", None)
 

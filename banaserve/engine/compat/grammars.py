@@ -54,4 +54,4 @@ def _backend_name(request: Any) -> str | None:
 
 def install_backends() -> None:
     """Make engine cores of this process compile grammars with the backend of each request."""
-    core.StructuredOutputManager = BackendsByRequest
+    core.StructuredOutputManager = BackendsByRequest  # type: ignore[misc]

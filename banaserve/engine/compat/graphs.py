@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -81,7 +81,7 @@ class RunnerGraphs(ABC):
 
     def sizes(self) -> set[int]:
         """Return the numbers of tokens of the captured graphs."""
-        entries = {} if self._wrapper is None else self._wrapper.entries
+        entries: Mapping[Any, Any] = {} if self._wrapper is None else self._wrapper.entries
         return {batch.num_tokens for batch, one in entries.items() if one.capture is not None}
 
     def exchange(self, graphs: dict[Any, Any]) -> dict[Any, Any]:

@@ -9,6 +9,7 @@ import torch
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
     generate_block_hash_extra_keys,
     get_request_block_hasher,
     hash_block_tokens,
@@ -44,14 +45,14 @@ __all__ = [
 ]
 
 
-def block_hasher(config: VllmConfig, block_size: int) -> Callable[[Request], list[bytes]]:
+def block_hasher(config: VllmConfig, block_size: int) -> Callable[[Request], list[BlockHash]]:
     """Return vLLM's chained block hasher, initialised for this process."""
     hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
     init_none_hash(hash_function)
     return get_request_block_hasher(block_size, hash_function)
 
 
-def rehash(request: Request, hasher: Callable[[Request], list[bytes]]) -> None:
+def rehash(request: Request, hasher: Callable[[Request], list[BlockHash]]) -> None:
     """Recompute a request's block hashes with this hasher, from the first block on."""
     request._block_hasher = hasher
     request.block_hashes = []

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.distributed import kv_transfer
+from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -28,6 +29,11 @@ __all__ = [
     "get_tensor_model_parallel_rank",
     "has_kv_transfer_group",
 ]
+
+
+def get_kv_transfer_group() -> Any:
+    """Return this worker's connector: banaserve's, which has more methods than vLLM's interface."""
+    return kv_transfer.get_kv_transfer_group()
 
 
 class ConnectorBase(KVConnectorBase_V1):

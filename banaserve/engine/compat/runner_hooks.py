@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import numpy as np
 import torch
@@ -108,7 +111,7 @@ def wrap_kv_cache_tensors(runner_class: type[Any], around: Call) -> None:
     """
     served: list[Any] = []
 
-    def initialize(call: Call, runner: Any, *args: Any, **kwargs: Any) -> Any:
+    def initialize(call: Call, runner: GPUModelRunner, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("is_profiling"):
             return call(runner, *args, **kwargs)
         served.append(runner)
@@ -195,7 +198,7 @@ def lost_life_of(runner_output: Any) -> int | None:
 # ---- memory and layers of a runner
 
 
-def replace_kv_caches(runner: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+def replace_kv_caches(runner: GPUModelRunner, tensors: Mapping[str, torch.Tensor]) -> None:
     """Make a runner's attention layers keep their KV in other tensors, by name in layer order."""
     context = runner.vllm_config.compilation_config.static_forward_context
     for name, tensor in tensors.items():
@@ -204,7 +207,7 @@ def replace_kv_caches(runner: Any, tensors: Mapping[str, torch.Tensor]) -> None:
         runner.kv_caches[:] = list(tensors.values())
 
 
-def generators_of(runner: Any) -> dict[int, torch.Generator]:
+def generators_of(runner: GPUModelRunner) -> dict[int, torch.Generator]:
     """Return the generators of the requests with a seed, by row of the batch.
 
     The second model runner has none: its draws depend on seed and position alone.
@@ -215,7 +218,7 @@ def generators_of(runner: Any) -> dict[int, torch.Generator]:
     return found
 
 
-def make_stage_buffers(runner: Any) -> None:
+def make_stage_buffers(runner: GPUModelRunner) -> None:
     """Make the buffers for data of the previous pipeline stage, which vLLM 0.32 forgets on CPU."""
     from vllm.distributed.parallel_state import get_pp_group
 
@@ -276,7 +279,7 @@ def restore_output(runner_class: type[Any], output_of: Callable[[Any], Any]) -> 
         output_of: Function that returns these tokens, given a request's sampling parameters.
     """
 
-    def update(call: Call, runner: Any, scheduler_output: Any) -> Any:
+    def update(call: Call, runner: GPUModelRunner, scheduler_output: Any) -> Any:
         brought = {
             new.req_id: tokens
             for new in scheduler_output.scheduled_new_reqs
@@ -361,7 +364,7 @@ def rewind_discarded_draws(runner_class: type[Any]) -> None:
     same tokens however a prompt was cut.
     """
 
-    def sample(call: Call, runner: Any, *args: Any, **kwargs: Any) -> Any:
+    def sample(call: Call, runner: GPUModelRunner, *args: Any, **kwargs: Any) -> Any:
         _remember(runner)
         return call(runner, *args, **kwargs)
 
@@ -375,7 +378,7 @@ def rewind_failed_loads(runner_class: type[Any]) -> None:
     leaves their generators after its draw: a seed would give other tokens from there on.
     """
 
-    def sample(call: Call, runner: Any, *args: Any, **kwargs: Any) -> Any:
+    def sample(call: Call, runner: GPUModelRunner, *args: Any, **kwargs: Any) -> Any:
         generators = runner.input_batch.generators
         before = {row: generators[row].get_state() for row in _rows_of_failed_loads(runner)}
         done = call(runner, *args, **kwargs)
@@ -386,7 +389,7 @@ def rewind_failed_loads(runner_class: type[Any]) -> None:
     wrap_call(runner_class, "_sample", sample)
 
 
-def _rows_of_failed_loads(runner: Any) -> list[int]:
+def _rows_of_failed_loads(runner: GPUModelRunner) -> list[int]:
     """Return the rows with a generator that hold a block which this step failed to load."""
     batch, output = runner.input_batch, runner.kv_connector_output
     if output is None or not output.invalid_block_ids or not batch.generators:
@@ -400,7 +403,7 @@ def _rows_of_failed_loads(runner: Any) -> list[int]:
     return found
 
 
-def _remember(runner: Any) -> None:
+def _remember(runner: GPUModelRunner) -> None:
     batch = runner.input_batch
     if not batch.generators:
         return

@@ -61,37 +61,44 @@ def install_states() -> None:
     begin, lose = Scheduler.__init__, Scheduler._handle_invalid_blocks
 
     @functools.wraps(begin)
-    def begin_with_states(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    def begin_with_states(scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
         begin(scheduler, *args, **kwargs)
         if _keeps_states(scheduler):
             scheduler.need_mamba_block_aligned_split = True
-            scheduler._mamba_block_aligned_split = functools.partial(_chunk, scheduler)
+            scheduler._mamba_block_aligned_split = functools.partial(  # type: ignore[method-assign]
+                _chunk, scheduler
+            )
 
     @functools.wraps(lose)
-    def start_over(scheduler: Any, invalid: set[int], scheduled: dict[str, int]) -> set[str]:
+    def start_over(scheduler: Scheduler, invalid: set[int], scheduled: dict[str, int]) -> set[str]:
         if not _keeps_states(scheduler):
             lost: set[str] = lose(scheduler, invalid, scheduled)
             return lost
         return _start_over(scheduler, invalid)
 
-    Scheduler.__init__ = begin_with_states
-    Scheduler._handle_invalid_blocks = start_over
+    Scheduler.__init__ = begin_with_states  # type: ignore[method-assign, assignment]
+    Scheduler._handle_invalid_blocks = start_over  # type: ignore[method-assign, assignment]
 
 
-def _keeps_states(scheduler: Any) -> bool:
+def _keeps_states(scheduler: Scheduler) -> bool:
     return bool(getattr(scheduler.connector, "keeps_states", False))
 
 
 def _chunk(
-    scheduler: Any, request: Request, num_tokens: int, num_local: int = 0, num_external: int = 0
+    scheduler: Scheduler,
+    request: Request,
+    num_tokens: int,
+    num_local: int = 0,
+    num_external: int = 0,
 ) -> int:
     start = request.num_computed_tokens + num_local + num_external
     prompt_end = max(request.num_prompt_tokens, request.num_tokens - 1)
-    num: int = scheduler.connector.chunk(start, num_tokens, prompt_end)
+    connector: Any = scheduler.connector
+    num: int = connector.chunk(start, num_tokens, prompt_end)
     return num
 
 
-def _start_over(scheduler: Any, invalid: set[int]) -> set[str]:
+def _start_over(scheduler: Scheduler, invalid: set[int]) -> set[str]:
     manager = scheduler.kv_cache_manager
     lost = set()
     for request in scheduler.running:
@@ -124,7 +131,7 @@ def cached_tokens(scheduler: Scheduler, request: Request) -> int:
 # ---- the pool of KV blocks
 
 
-def grow_pool(scheduler: Any, num_blocks: int) -> None:
+def grow_pool(scheduler: Scheduler, num_blocks: int) -> None:
     """Add free blocks at the end of the pool until it has ``num_blocks``."""
     pool = scheduler.kv_cache_manager.block_pool
     new = [KVCacheBlock(i, pool=pool) for i in range(pool.num_gpu_blocks, num_blocks)]
@@ -137,7 +144,7 @@ _HELD = "banaserve_held_from"
 """Attribute of a block pool: number of the first held block; None for none."""
 
 
-def hold_blocks(scheduler: Any, first: int) -> None:
+def hold_blocks(scheduler: Scheduler, first: int) -> None:
     """Give no block from ``first`` on to any request; blocks in use stay so until they are free.
 
     Each held block gets an additional reference, and no prompt finds it in the prefix cache.
@@ -150,7 +157,7 @@ def hold_blocks(scheduler: Any, first: int) -> None:
     setattr(pool, _HELD, first)
 
 
-def release_blocks(scheduler: Any) -> None:
+def release_blocks(scheduler: Scheduler) -> None:
     """Undo ``hold_blocks``."""
     pool = scheduler.kv_cache_manager.block_pool
     first = getattr(pool, _HELD, None)
@@ -159,7 +166,7 @@ def release_blocks(scheduler: Any) -> None:
         setattr(pool, _HELD, None)
 
 
-def shrink_pool(scheduler: Any, num_blocks: int) -> list[int]:
+def shrink_pool(scheduler: Scheduler, num_blocks: int) -> list[int]:
     """Take blocks off the end of the pool until it has ``num_blocks``.
 
     Returns:
@@ -178,19 +185,19 @@ def shrink_pool(scheduler: Any, num_blocks: int) -> list[int]:
     return []
 
 
-def _record_pool_size(scheduler: Any, num_blocks: int) -> None:
+def _record_pool_size(scheduler: Scheduler, num_blocks: int) -> None:
     scheduler.kv_cache_manager.block_pool.num_gpu_blocks = num_blocks
     scheduler.cache_config.num_gpu_blocks = num_blocks
     scheduler.kv_cache_config.num_blocks = num_blocks
 
 
-def pool_usage(scheduler: Any) -> tuple[int, int]:
+def pool_usage(scheduler: Scheduler) -> tuple[int, int]:
     """Return the number of blocks in the pool, and of free ones."""
     pool = scheduler.kv_cache_manager.block_pool
     return pool.num_gpu_blocks, pool.get_num_free_blocks()
 
 
-def restart_requests(scheduler: Any) -> int:
+def restart_requests(scheduler: Scheduler) -> int:
     """Preempt every running request, drop its output in flight, and forget all cached KV.
 
     Like ``Scheduler.reset_prefix_cache(reset_running_requests=True)``, which refuses while blocks

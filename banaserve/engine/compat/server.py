@@ -27,7 +27,10 @@ from banaserve.base.errors import UserError
 from banaserve.engine.compat.config import VllmConfig
 
 try:  # vLLM 0.33 and later
-    from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.common.cli_args import (  # type: ignore[import-not-found, unused-ignore]
+        make_arg_parser,
+        validate_parsed_serve_args,
+    )
 except ModuleNotFoundError as missing:
     if not (missing.name or "").startswith("vllm."):
         raise  # something else is not installed

@@ -108,6 +108,7 @@ def parsed_call(name: str, args: Namespace, config: VllmConfig, tokenizer: Any, 
         return True
     asked = {"messages": [_ASKED], "tools": [_TOOL], "tool_choice": "auto"}
     request = ChatCompletionRequest.model_validate(asked)
-    found = combined.tool_parser_cls(tokenizer, request.tools).extract_tool_calls(text, request)
+    made: Any = combined
+    found = made.tool_parser_cls(tokenizer, request.tools).extract_tool_calls(text, request)
     calls = [(one.function.name, json.loads(one.function.arguments)) for one in found.tool_calls]
     return calls == [(_NAME, _ARGUMENTS)]

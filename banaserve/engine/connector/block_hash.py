@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -97,6 +97,8 @@ def describe_blocks(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Finge
         UserError: The model's KV cache is not one group of uniform attention layers beside groups
             of states, or its parts are not those of tensor-parallel ranks.
     """
+    transfer = config.kv_transfer_config
+    assert transfer is not None, "an engine without a connector has no fingerprint"
     groups = CacheGroups.of(kv_cache_config)
     spec = _attention_spec(kv_cache_config)
     states = describe_states(groups, kv_cache_config)
@@ -121,7 +123,7 @@ def describe_blocks(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Finge
         isa=_instruction_set(config, spec),
         page_bytes=spec.page_size_bytes * (num_ranks if is_by_head else 1),
         num_parts=num_parts,
-        salt=str(config.kv_transfer_config.get_from_extra_config("salt", "")),
+        salt=str(transfer.get_from_extra_config("salt", "")),
         probe=_probe(config, spec.block_size),
         weights=describe_weights(model, str(config.load_config.load_format)),
         attention="mla" if is_latent else f"full, {states}" if states else "full",
@@ -208,8 +210,7 @@ def check_degrees(model: ModelConfig, degrees: Collection[int]) -> None:
 
 def _attention_spec(kv_cache_config: KVCacheConfig) -> FullAttentionSpec:
     groups = CacheGroups.of(kv_cache_config)
-    spec: FullAttentionSpec = kv_cache_config.kv_cache_groups[groups.attention].kv_cache_spec
-    return spec
+    return cast(FullAttentionSpec, kv_cache_config.kv_cache_groups[groups.attention].kv_cache_spec)
 
 
 def _instruction_set(config: VllmConfig, spec: FullAttentionSpec) -> str:
@@ -269,7 +270,7 @@ class TailHasher:
         compat.rehash(request, self._hasher)
 
     @cached_property
-    def _hasher(self) -> Callable[[compat.Request], list[bytes]]:
+    def _hasher(self) -> Callable[[compat.Request], list[Any]]:
         return compat.block_hasher(self._config, self._block_size)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -80,7 +81,7 @@ def _is_state(spec: object) -> bool:
 
 def describe_states(groups: CacheGroups, config: KVCacheConfig) -> str:
     """Describe all that affects the bytes of states, for fingerprints; empty without states."""
-    specs = [config.kv_cache_groups[group].kv_cache_spec for group in groups.states]
+    specs: list[Any] = [config.kv_cache_groups[group].kv_cache_spec for group in groups.states]
     return "; ".join(f"{spec.mamba_type} {spec.shapes} {spec.dtypes}" for spec in specs)
 
 

@@ -79,7 +79,9 @@ class StoreConnector(ConnectorBase):
         self.fingerprint = describe_blocks(vllm_config, kv_cache_config)
         self._page_bytes = page_bytes(kv_cache_config)
         self._groups = CacheGroups.of(kv_cache_config)
-        options = ConnectorOptions.of(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        transfer = vllm_config.kv_transfer_config
+        assert transfer is not None, "vLLM makes a connector for a configuration with one only"
+        options = ConnectorOptions.of(transfer.kv_connector_extra_config)
         options = replace(options, socket=os.environ.get(STORE_VARIABLE, options.socket))
         self.client_name = os.environ.get(INSTANCE_VARIABLE, f"engine-{os.getpid()}")
         client = StoreClient(
@@ -128,7 +130,8 @@ class StoreConnector(ConnectorBase):
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """Return the layout whose heads can move, which vLLM follows if its attention has it."""
-        return PAGE_LAYOUT if MIGRATION_KEY in vllm_config.additional_config else None
+        additional: Any = vllm_config.additional_config
+        return PAGE_LAYOUT if MIGRATION_KEY in additional else None
 
     # ---- scheduler
 

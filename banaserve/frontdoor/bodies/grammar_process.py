@@ -24,7 +24,6 @@ STARTED = b"+"
 """First byte of an answer: the fork has succeeded."""
 _NICE = 5
 _WALL_S = 120
-_READ_BYTES = 2**16
 _PROBE_VOCABULARY = ("a", "b", "<end>")
 
 
@@ -83,17 +82,10 @@ def _next(control: socket.socket) -> socket.socket | None:
 
 def _read_vocabulary(library: Any, pair: socket.socket) -> Any:
     with pair:
-        text = _read_all(pair).decode()
+        text = pair.makefile("rb").read().decode()
         if text:
             return library.TokenizerInfo.deserialize_json(text)
         return library.TokenizerInfo(list(_PROBE_VOCABULARY))
-
-
-def _read_all(pair: socket.socket) -> bytes:
-    parts = []
-    while part := pair.recv(_READ_BYTES):
-        parts.append(part)
-    return b"".join(parts)
 
 
 def _compile_and_exit(library: Any, vocabulary: Any, pair: socket.socket) -> None:
@@ -106,7 +98,7 @@ def _compile_and_exit(library: Any, vocabulary: Any, pair: socket.socket) -> Non
         os.dup2(null, 1)
         os.dup2(null, 2)
         pair.sendall(STARTED)
-        order = msgspec.msgpack.decode(_read_all(pair), type=Order)
+        order = msgspec.msgpack.decode(pair.makefile("rb").read(), type=Order)
         _limit(order.limits)
         answer = Compiled(_error_of(library, vocabulary, order.spec))
         pair.sendall(msgspec.msgpack.encode(answer))

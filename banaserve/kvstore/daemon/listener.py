@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from banaserve.base.errors import ProtocolError, UserError
+from banaserve.base.net.framing import MessageReader
 from banaserve.base.platform.linux import MAX_SOCKET_PATH_BYTES
 from banaserve.kvstore import wire
 
@@ -156,7 +157,7 @@ class Connection:
         self.pidfd = pidfd
         self.awaited_events = selectors.EVENT_READ
         self.closed = False
-        self._reader: wire.FrameReader[wire.Request] = wire.FrameReader(wire.Request)
+        self._reader = MessageReader(wire.REQUESTS)
         self._unsent = bytearray()
 
     @property
@@ -178,7 +179,9 @@ class Connection:
             return
         if not data:
             raise EOFError
-        yield from self._reader.feed(data)
+        self._reader.feed(data)
+        while (request := self._reader.take()) is not None:
+            yield request
 
     def send(self, reply: wire.Reply, fds: Sequence[int] = ()) -> None:
         """Send or queue a reply, with copies of ``fds`` attached to its first byte.
@@ -187,7 +190,7 @@ class Connection:
             OSError: The connection is broken.
             ProtocolError: The client does not read its replies.
         """
-        frame = wire.encode(reply)
+        frame = wire.REPLIES.encode(reply)
         num_sent = 0
         if not self._unsent:
             try:

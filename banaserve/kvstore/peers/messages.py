@@ -11,7 +11,7 @@ from typing import Annotated
 
 import msgspec
 
-from banaserve.base.errors import ProtocolError
+from banaserve.base.net.framing import decode
 from banaserve.kvstore.tiers.interface import BlockBytes
 from banaserve.transport.interface import Message, Tensor
 
@@ -140,8 +140,8 @@ PeerRequest = (
 PeerReply = PeerWelcome | BlockStates | BlockSent | BlockMissing | PushWanted
 
 _encoder = msgspec.msgpack.Encoder()
-_requests = msgspec.msgpack.Decoder(PeerRequest)
-_replies = msgspec.msgpack.Decoder(PeerReply)
+_requests: msgspec.msgpack.Decoder[PeerRequest] = msgspec.msgpack.Decoder(PeerRequest)
+_replies: msgspec.msgpack.Decoder[PeerReply] = msgspec.msgpack.Decoder(PeerReply)
 
 
 def message_of(said: PeerRequest | PeerReply, *blocks: BlockBytes) -> Message:
@@ -156,10 +156,7 @@ def request_in(body: bytes) -> PeerRequest:
     Raises:
         ProtocolError: The body is not a request.
     """
-    try:
-        return _requests.decode(body)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise ProtocolError(f"not a request of a store: {error}") from None
+    return decode(_requests, body)
 
 
 def reply_in(message: Message) -> PeerReply:
@@ -168,7 +165,4 @@ def reply_in(message: Message) -> PeerReply:
     Raises:
         ProtocolError: The body is not an answer.
     """
-    try:
-        return _replies.decode(message.body)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise ProtocolError(f"not an answer of a store: {error}") from None
+    return decode(_replies, message.body)

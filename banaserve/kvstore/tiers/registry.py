@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from banaserve.base.errors import UserError
@@ -50,6 +49,8 @@ def _check(name: str, found: object) -> TierEntry:
     return TierEntry(lambda spec: tier.from_url(spec.place), tier.check_url)
 
 
+OFFERED_BY = {"mooncake": "banaserve-mooncake"}
+"""Packages to install for tiers that banaserve lacks without them."""
 TIERS: Registry[TierEntry] = Registry("tier", _check)
 
 
@@ -91,22 +92,18 @@ def distributed_spec(url: str) -> TierSpec:
     schemes = {name: check for name in TIERS.names() if (check := TIERS.get(name).check_url)}
     scheme = urlsplit(url).scheme
     if not scheme:
-        known = ", ".join(f"{name}://" for name in schemes)
+        known = ", ".join(f"{name}://" for name in sorted({*schemes, *OFFERED_BY}))
         raise UserError(f"{url!r} is no URL of a distributed store: it begins with one of {known}")
-    check_known("scheme of a distributed store", scheme, schemes, TIERS.refused)
+    missing = {name: f"pip install {package}" for name, package in OFFERED_BY.items()}
+    check_known("scheme of a distributed store", scheme, schemes, {**missing, **TIERS.refused})
     schemes[scheme](url)
     return TierSpec(scheme, url)
 
 
-def _attribute(module: str, name: str) -> Any:
-    return getattr(import_module(f"banaserve.kvstore.tiers.{module}"), name)
+def _open_ssd(spec: TierSpec) -> StoreTier:
+    from banaserve.kvstore.tiers.ssd.tier import SsdTier
+
+    return SsdTier(Path(spec.place), spec.capacity_bytes)
 
 
-register(
-    "ssd", lambda spec: _attribute("ssd.tier", "SsdTier")(Path(spec.place), spec.capacity_bytes)
-)
-register(
-    "mooncake",
-    lambda spec: _attribute("mooncake", "MooncakeTier").from_url(spec.place),
-    check_url=lambda url: _attribute("mooncake_config", "parse_url")(url),
-)
+register("ssd", _open_ssd)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, cast
 
 from banaserve.base.errors import MigrationError
 from banaserve.contracts.rpc.engine_api import CoreApi, PoolResize, PoolStatus
@@ -11,7 +11,7 @@ from banaserve.contracts.rpc.typed_rpc import implements
 from banaserve.engine.compat import model as compat
 from banaserve.engine.compat import runner_hooks
 from banaserve.engine.compat.config import VllmConfig
-from banaserve.engine.compat.engine import add_utility
+from banaserve.engine.compat.engine import EngineCore, add_utility
 from banaserve.engine.compat.kv_connector import get_kv_transfer_group, has_kv_transfer_group
 from banaserve.engine.connector.block_copy import BlockCopier
 from banaserve.engine.migration_settings import MigrationSettings, settings_of
@@ -71,15 +71,17 @@ def install_utilities() -> None:
 
 
 @implements(CoreApi.banaserve_pool_info)
-def _pool_info(core: Any) -> PoolStatus:
-    found: PoolStatus = core.scheduler.pool_info()
-    return found
+def _pool_info(core: EngineCore) -> PoolStatus:
+    return _pool(core).pool_info()
 
 
 @implements(CoreApi.banaserve_resize_pool)
-def _resize_pool(core: Any, num_blocks: int, hold: bool = False) -> PoolResize:
-    outcome: PoolResize = core.scheduler.resize_pool(num_blocks, hold)
-    return outcome
+def _resize_pool(core: EngineCore, num_blocks: int, hold: bool = False) -> PoolResize:
+    return _pool(core).resize_pool(num_blocks, hold)
+
+
+def _pool(core: EngineCore) -> PoolScheduler:
+    return cast(PoolScheduler, core.scheduler)
 
 
 def install_runner(runner_class: type[Any], time_hook: TimeHook = REAL_TIME) -> None:

@@ -79,8 +79,8 @@ class StepRecovery:
 logger = logging.getLogger(__name__)
 
 
-class _PoolControl:
-    """Mix-in of vLLM's schedulers.
+class _PoolControl(Scheduler):
+    """Scheduler with a pool that can be resized, also as a mix-in of its subclasses.
 
     All KV of an engine has one life, a number. When some KV is lost with a guest, the worker
     reports in which life; then every request starts over in the next life, and outputs in flight
@@ -90,7 +90,7 @@ class _PoolControl:
     _kv_life = 0
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        output = super().schedule(*args, **kwargs)
         runner_hooks.set_kv_life(output, self._kv_life)
         return output
 
@@ -102,9 +102,7 @@ class _PoolControl:
             num_restarted = compat.restart_requests(self)
             self._kv_life = lost + 1
             logger.warning("KV was lost with a guest: %d requests start over", num_restarted)
-        return super().update_from_output(  # type: ignore[misc]
-            scheduler_output, model_runner_output
-        )
+        return super().update_from_output(scheduler_output, model_runner_output)
 
     # ---- called by the engine core's utilities, between two steps
 
@@ -113,12 +111,9 @@ class _PoolControl:
         return PoolStatus(
             num_blocks=num_blocks,
             free_blocks=free_blocks,
-            running=len(self.running),  # type: ignore[attr-defined]
-            waiting=len(self.waiting),  # type: ignore[attr-defined]
-            preemptions=sum(
-                request.num_preemptions
-                for request in self.requests.values()  # type: ignore[attr-defined]
-            ),
+            running=len(self.running),
+            waiting=len(self.waiting),
+            preemptions=sum(request.num_preemptions for request in self.requests.values()),
         )
 
     def resize_pool(self, num_blocks: int, hold: bool = False) -> PoolResize:
@@ -140,7 +135,7 @@ class _PoolControl:
         return PoolResize(self.pool_info(), len(busy))
 
 
-class PoolScheduler(_PoolControl, Scheduler):
+class PoolScheduler(_PoolControl):
     """vLLM's scheduler with a pool that can be resized."""
 
 

@@ -15,12 +15,11 @@ from contextlib import suppress
 
 from banaserve.base.errors import ProtocolError
 from banaserve.nodes.credentials import ClusterCredentials
-from banaserve.nodes.link import Data, NodeLink, NodeLostError, connect
-from banaserve.nodes.messages import EchoLink, EchoOpened, LinkMeasured
+from banaserve.nodes.link import NodeLink, NodeLostError, connect
+from banaserve.nodes.messages import Data, EchoLink, EchoOpened, LinkMeasured
 
-_ECHO = 1
 _NUM_ROUND_TRIPS = 20
-_PING = b"."
+_PING = Data(1, b".")
 _FILL_S = 0.3
 _SOCKET_S = 5.0
 _CHUNK_BYTES = 1 << 20
@@ -45,10 +44,10 @@ async def echo(link: NodeLink, host: str) -> None:
         try:
             await link.send(EchoOpened(listening.getsockname()[1], token))
             while True:
-                match await link.receive():
-                    case Data(channel, content) if channel == _ECHO:
-                        await link.send_data(_ECHO, content)
-                    case said:
+                match said := await link.receive():
+                    case Data():
+                        await link.send(said)
+                    case _:
                         raise ProtocolError(f"{link.peer} says {type(said).__name__} to an echo")
         finally:
             with suppress(OSError):
@@ -80,8 +79,8 @@ async def measure_link(host: str, port: int, credentials: ClusterCredentials) ->
 
 async def _round_trip_s(link: NodeLink) -> float:
     began_s = time.perf_counter()
-    await link.send_data(_ECHO, _PING)
-    if await link.receive() != Data(_ECHO, _PING):
+    await link.send(_PING)
+    if await link.receive() != _PING:
         raise ProtocolError(f"{link.peer} does not echo")
     return time.perf_counter() - began_s
 

@@ -1,6 +1,6 @@
 """Decisions in a separate process: forecasts take seconds and must not block the event loop.
 
-The process reads a situation and writes a decision, each a MessagePack message after its length.
+The process reads a situation and writes a decision, each a frame of ``base/net/framing.py``.
 It runs at the lowest priority, so that it only uses processor time that serving leaves, and ends
 when its input closes.
 """
@@ -10,19 +10,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import struct
 import subprocess
 import sys
 from typing import BinaryIO
 
 import msgspec
 
-from banaserve.base.errors import NoAnswerError
+from banaserve.base.errors import NoAnswerError, ProtocolError
+from banaserve.base.net.framing import Framing, MessageReader, receive, receive_async
 from banaserve.orchestrator.planner.decision import Decision, Situation
 from banaserve.orchestrator.planner.options import ElasticOptions
 from banaserve.orchestrator.planner.policy import decide
 
-_LENGTH = struct.Struct("<I")
 _MAX_BYTES = 64 << 20
 _ANSWER_S = 120.0
 _NICE = 19
@@ -31,6 +30,10 @@ _NICE = 19
 class _Ask(msgspec.Struct, array_like=True):
     situation: Situation
     options: ElasticOptions
+
+
+_ASKS: Framing[_Ask] = Framing(_Ask, _MAX_BYTES)
+_DECISIONS: Framing[Decision] = Framing(Decision, _MAX_BYTES)
 
 
 class DecisionProcess:
@@ -53,19 +56,20 @@ class DecisionProcess:
             assert process.stdout is not None
             try:
                 async with asyncio.timeout(_ANSWER_S):
-                    body = msgspec.msgpack.encode(_Ask(situation, options))
-                    process.stdin.write(_LENGTH.pack(len(body)) + body)
+                    process.stdin.write(_ASKS.encode(_Ask(situation, options)))
                     await process.stdin.drain()
-                    (size,) = _LENGTH.unpack(await process.stdout.readexactly(_LENGTH.size))
-                    answer = await process.stdout.readexactly(size)
-            except (TimeoutError, OSError, asyncio.IncompleteReadError) as failure:
+                    reader = MessageReader(_DECISIONS)
+                    answer = await receive_async(process.stdout.read, reader)
+                if answer is None:
+                    raise EOFError("it has ended")
+            except (TimeoutError, OSError, EOFError, ProtocolError) as failure:
                 await self._end()
                 why = str(failure) or type(failure).__name__
                 raise NoAnswerError(f"the process that forecasts has not answered: {why}") from None
             except BaseException:
                 await self._end()  # else its answer would be taken for that of the next call
                 raise
-            return msgspec.msgpack.decode(answer, type=Decision)
+            return answer
 
     async def stop(self) -> None:
         """End the process."""
@@ -93,27 +97,17 @@ def serve(asks: BinaryIO, answers: BinaryIO) -> None:
     """Answer the questions of ``asks`` until it closes, even in the middle of a question.
 
     Raises:
-        SystemExit: A question is longer than ``_MAX_BYTES``.
+        ProtocolError: The bytes are not questions.
     """
-    while (question := _read(asks)) is not None:
-        ask = msgspec.msgpack.decode(question, type=_Ask)
-        body = msgspec.msgpack.encode(decide(ask.situation, ask.options))
-        answers.write(_LENGTH.pack(len(body)) + body)
+    reader = MessageReader(_ASKS)
+    while (ask := receive(asks.read, reader)) is not None:
+        answers.write(_DECISIONS.encode(decide(ask.situation, ask.options)))
         answers.flush()
-
-
-def _read(asks: BinaryIO) -> bytes | None:
-    """Return the next question; None if ``asks`` closes before its end."""
-    head = asks.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        return None
-    (size,) = _LENGTH.unpack(head)
-    if size > _MAX_BYTES:
-        raise SystemExit(f"a question of {size} bytes: {_MAX_BYTES} are the most")
-    body = asks.read(size)
-    return body if len(body) == size else None
 
 
 if __name__ == "__main__":
     os.nice(_NICE)
-    serve(sys.stdin.buffer, sys.stdout.buffer)
+    try:
+        serve(sys.stdin.buffer, sys.stdout.buffer)
+    except ProtocolError as error:
+        sys.exit(str(error))

@@ -4,15 +4,14 @@ descriptions of new (unforked) processes."""
 from __future__ import annotations
 
 import socket
-import struct
 
 import msgspec
 
-from banaserve.base.errors import ProtocolError
+from banaserve.base.net import framing
+from banaserve.base.net.framing import Framing, MessageReader
 from banaserve.migration.rpc.messages import GuestAddress
 
 MAX_MESSAGE_BYTES = 1 << 20
-_LENGTH = struct.Struct("!I")
 
 
 class StartEngine(msgspec.Struct, tag=True, frozen=True):
@@ -104,7 +103,7 @@ class ParentReady(msgspec.Struct, tag=True, frozen=True):
 
 Order = StartEngine | StartGuest
 Message = Order | EngineStarted | EngineExited | GuestStarted | ParentReady
-_decoder = msgspec.msgpack.Decoder(Message)
+FRAMING: Framing[Message] = Framing(Message, MAX_MESSAGE_BYTES)
 
 
 def send(sock: socket.socket, message: Message) -> None:
@@ -113,10 +112,7 @@ def send(sock: socket.socket, message: Message) -> None:
     Raises:
         ProtocolError: The message is too large; nothing has been sent.
     """
-    body = msgspec.msgpack.encode(message)
-    if len(body) > MAX_MESSAGE_BYTES:
-        raise ProtocolError(f"a message of {len(body)} bytes is too large")
-    sock.sendall(_LENGTH.pack(len(body)) + body)
+    sock.sendall(FRAMING.encode(message))
 
 
 def receive(sock: socket.socket) -> Message | None:
@@ -125,29 +121,7 @@ def receive(sock: socket.socket) -> Message | None:
     Raises:
         ProtocolError: The received bytes are not a message, or it is too large.
     """
-    head = _read_exactly(sock, _LENGTH.size)
-    if head is None:
-        return None
-    (length,) = _LENGTH.unpack(head)
-    if length > MAX_MESSAGE_BYTES:
-        raise ProtocolError(f"a message of {length} bytes is too large")
-    body = _read_exactly(sock, length)
-    if body is None:
-        return None
     try:
-        return _decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"not a message of an engine parent: {error}") from None
-
-
-def _read_exactly(sock: socket.socket, num_bytes: int) -> bytes | None:
-    parts = b""
-    while len(parts) < num_bytes:
-        try:
-            part = sock.recv(num_bytes - len(parts))
-        except ConnectionResetError:
-            return None
-        if not part:
-            return None
-        parts += part
-    return parts
+        return framing.receive(sock.recv, MessageReader(FRAMING))
+    except ConnectionResetError:
+        return None

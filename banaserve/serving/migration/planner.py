@@ -14,7 +14,7 @@ import psutil
 
 from banaserve.base.errors import MigrationError
 from banaserve.contracts.move_phase import ModelGeometry
-from banaserve.engine.compat.config import VllmConfig
+from banaserve.engine.compat.config import VllmConfig, element_bytes
 from banaserve.kvstore.sizes import format_size
 from banaserve.migration.units.base import MigrationUnit, layers_left, overlap
 from banaserve.migration.worker_api import KvStatus
@@ -165,11 +165,11 @@ def model_facts(config: VllmConfig) -> ModelFacts:
     """Return the facts of the model that ``config`` serves."""
     model = config.model_config
     layers = model.get_num_layers(config.parallel_config)
-    element_bytes = model.dtype.itemsize
-    weights = _checkpoint_layer_bytes(Path(model.model), element_bytes)
+    number_bytes = element_bytes(model)
+    weights = _checkpoint_layer_bytes(Path(model.model), number_bytes)
     if weights is None:
         # Attention and a gated MLP of four times the width: an upper bound for dense families.
-        weights = 16 * model.get_hidden_size() ** 2 * element_bytes
+        weights = 16 * model.get_hidden_size() ** 2 * number_bytes
     num_kv_heads = model.get_num_kv_heads(config.parallel_config)
     return ModelFacts(layers, num_kv_heads, weights, model.get_num_experts())
 

@@ -17,8 +17,8 @@ import pytest
 
 import small_model
 from banaserve.base import models
-from banaserve.bench.datasets import prompts as datasets_prompts
-from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
+from banaserve_bench.datasets import prompts as datasets_prompts
+from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from fork_server import ForkServer
 from observing import until, writer
 from reference import reference_tokens, tokenizer

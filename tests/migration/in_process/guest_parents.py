@@ -22,9 +22,9 @@ def main() -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models import registry
 
-    from banaserve.mains import engine_parent as forkserver
+    from banaserve.mains import engine_parent
 
-    forkserver.pre_import()
+    engine_parent.pre_import()
     registry._run_in_subprocess = lambda look: look()  # a process that imports vLLM once more
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     orders = socket.socket(fileno=int(sys.argv[1]))
@@ -37,7 +37,7 @@ def main() -> None:
             orders.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             config = EngineArgs(**json.loads(message)).create_engine_config()
-            forkserver.run_engine_parent(config, control)
+            engine_parent.run_engine_parent(config, control)
             os._exit(0)
         control.close()
 

@@ -66,6 +66,7 @@ class RecordedGraph:
 @contextlib.contextmanager
 def recorded_graphs() -> Iterator[None]:
     """Let the engine that starts within, and as long as it lives, run steps of ``SIZES`` so."""
+    from vllm import envs
     from vllm.compilation import breakable_cudagraph
     from vllm.config import CUDAGraphMode
     from vllm.model_executor.layers.attention import attention
@@ -85,7 +86,10 @@ def recorded_graphs() -> Iterator[None]:
             runner.model, runner.vllm_config, runtime_mode=CUDAGraphMode.PIECEWISE
         )
 
-    with pytest.MonkeyPatch.context() as patch:
+    # An engine keeps the environment of its process: the one before this, and this one's.
+    with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        envs.disable_envs_cache()
+        stack.callback(envs.disable_envs_cache)
         patch.setenv(_VARIABLE, "1")
         patch.setattr(type(current_platform), "_global_graph_pool", (0, 1))
         patch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)

@@ -17,6 +17,7 @@ from ports import free_port
 from served import OPTIONS
 from server_run import Run
 from streams import Kind, asked_all
+from waiting import eventually
 
 _why = hosts.missing()
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(bool(_why), reason=_why)]
@@ -83,10 +84,14 @@ def test_states_go_to_the_other_host_with_the_blocks_of_a_prompt(
     cluster: Cluster, kinds: dict[str, Kind], expected: list[list[int]]
 ) -> None:
     assert cluster.served.asked(kinds) == expected
-    at, to = (cluster.store_of(host) for host in cluster.others[:2])
-    pushing, receiving = (at, to) if at.pushed_blocks else (to, at)
-    # Of each prompt its last block and its states at least.
-    assert receiving.received_blocks == pushing.pushed_blocks >= 2 * len(LENGTHS)
+
+    def is_received() -> bool:
+        """Of each prompt its last block and its states at least; the last ones may be under way."""
+        at, to = (cluster.store_of(host) for host in cluster.others[:2])
+        pushing, receiving = (at, to) if at.pushed_blocks else (to, at)
+        return receiving.received_blocks == pushing.pushed_blocks >= 2 * len(LENGTHS)
+
+    eventually(is_received)
     computed = [
         cluster.served.metric("banaserve_prompt_tokens_computed_total", instance_id=name)
         for name in ("p0", "d0")

@@ -12,14 +12,14 @@ import pytest
 
 from banaserve.base.config import MINIATURE
 from banaserve.base.run_dir import find_admin
-from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient
-from banaserve.bench.loadgen.loops import closed_loop
-from banaserve.bench.loadgen.modelled_time import modelled_time
 from banaserve.contracts.migration_api import MoveLayers, Return
 from banaserve.frontdoor.admin_client import AdminClient
 from banaserve.orchestrator.control.costs.profile import load
 from banaserve.pacing import miniatures
 from banaserve.pacing.step_log import readers
+from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
+from banaserve_bench.loadgen.loops import closed_loop
+from banaserve_bench.loadgen.modelled_time import modelled_time
 from depth import chosen_seed
 from fork_server import ForkServer
 from reference import reference_tokens

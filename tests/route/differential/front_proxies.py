@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from banaserve.bench.loadgen.servers import end_with_parent
+from banaserve_bench.loadgen.servers import end_with_parent
 from ports import free_port
 from waiting import eventually
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from banaserve.route.balancer.balancer import Balancer
-from banaserve.route.balancer.config import HealthSettings, LimitSettings
-from banaserve.route.balancer.http.request import ClientRequest
+from banaserve_route.balancer.balancer import Balancer
+from banaserve_route.balancer.config import HealthSettings, LimitSettings
+from banaserve_route.balancer.http.request import ClientRequest
 from corpus import kept
 from depth import num_examples
 from front_proxies import MAX_BODY_BYTES, missing, start_haproxy, start_nginx

@@ -11,8 +11,8 @@ import pytest
 
 from adapter_files import RANK, write_adapter
 from banaserve.base import models
-from banaserve.bench.datasets import prompts
-from banaserve.bench.loadgen.servers import banaserve_server
+from banaserve_bench.datasets import prompts
+from banaserve_bench.loadgen.servers import banaserve_server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import pytest
 
 from banaserve.base import models
-from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient
-from banaserve.bench.loadgen.loops import closed_loop
+from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
+from banaserve_bench.loadgen.loops import closed_loop
 from fork_server import ForkServer
 from reference import reference_tokens, tokenizer
 from server_run import Run

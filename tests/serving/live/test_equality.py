@@ -11,9 +11,9 @@ import pytest
 
 from banaserve.base import models
 from banaserve.base.config import DEFAULT_SKIP_PREFILL_BELOW_TOKENS
-from banaserve.bench.datasets import prompts as datasets_prompts
-from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient
-from banaserve.bench.loadgen.loops import closed_loop
+from banaserve_bench.datasets import prompts as datasets_prompts
+from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
+from banaserve_bench.loadgen.loops import closed_loop
 from depth import IS_LONG
 from fork_server import ForkServer
 from reference import reference_tokens, tokenizer

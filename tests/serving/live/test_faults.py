@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.bench.datasets import prompts
-from banaserve.bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
+from banaserve_bench.datasets import prompts
+from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from observing import until, writer, writers
 from server_run import Run
 

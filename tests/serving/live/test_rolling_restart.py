@@ -20,9 +20,9 @@ from safetensors.numpy import load_file, save_file
 
 import small_model
 from banaserve.base.errors import UserError
-from banaserve.bench.datasets import prompts
 from banaserve.cli.main import main
 from banaserve.contracts.restart_api import RestartRequest, RollingRestart
+from banaserve_bench.datasets import prompts
 from fork_server import ForkServer
 from reference import reference_tokens, tokenizer
 from restart_load import NUM_STREAMS, Load, admin_of, is_wrong, loaded, pids_of, restarted

@@ -11,10 +11,10 @@ import pytest
 import small_model
 from banaserve.base.errors import UserError
 from banaserve.base.run_dir import find_admin
-from banaserve.bench.datasets import prompts
 from banaserve.cli.main import main
 from banaserve.contracts.instances import Scaling
 from banaserve.frontdoor.admin_client import AdminClient
+from banaserve_bench.datasets import prompts
 from observing import until, writers
 from reference import tokenizer
 from scaling_streams import Streams, has_served, ids_of, one_of_each_again, scaled, series_of

@@ -23,8 +23,8 @@ import small_model
 from adapter_files import RANK, write_adapter
 from banaserve.base.errors import UserError
 from banaserve.base.run_dir import find_admin
-from banaserve.bench.datasets import prompts
 from banaserve.frontdoor.admin_client import AdminClient
+from banaserve_bench.datasets import prompts
 from depth import IS_LONG, chosen_seed
 from fork_server import ForkServer
 from observing import writer

@@ -18,10 +18,10 @@ import pytest
 
 import small_model
 from banaserve.base.run_dir import find_admin
-from banaserve.bench.datasets import prompts
 from banaserve.contracts.instances import DrainState
 from banaserve.contracts.trace_events import LegBegan
 from banaserve.frontdoor.admin_client import AdminClient
+from banaserve_bench.datasets import prompts
 from observing import writer
 from reference import tokenizer
 from server_run import Run

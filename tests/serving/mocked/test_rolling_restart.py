@@ -23,9 +23,9 @@ import pytest
 import mock_core
 import small_model
 from banaserve.base.errors import UserError
-from banaserve.bench.datasets import prompts
 from banaserve.cli.main import main
 from banaserve.contracts.restart_api import RestartRequest, RollingRestart
+from banaserve_bench.datasets import prompts
 from mock_facts import MockOptions, Trouble
 from mock_run import MockRun
 from reference import tokenizer

@@ -19,11 +19,11 @@ import pytest
 import small_model
 from banaserve.base.errors import UserError
 from banaserve.base.run_dir import find_admin
-from banaserve.bench.datasets import prompts
 from banaserve.cli.main import main
 from banaserve.contracts.control_api import ScaleRequest
 from banaserve.contracts.instances import Scaling
 from banaserve.frontdoor.admin_client import AdminClient
+from banaserve_bench.datasets import prompts
 from mock_facts import MockOptions
 from mock_run import MockRun
 from observing import until, writers

@@ -1,0 +1,166 @@
+"""Options of ``banaserve bench compare``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from banaserve.base import models
+from banaserve.base.arguments import Parser
+from banaserve.base.config import MINIATURE
+from banaserve.base.errors import UserError
+from banaserve.orchestrator.control.costs import profile as profiles
+from banaserve_bench.compare.result import Workload
+from banaserve_bench.datasets.items import Dataset, WantedLengths, Words
+from banaserve_bench.serving.run import ServingPlan
+from banaserve_bench.serving.summary import Slo
+
+_MAX_PROMPT_TOKENS = 4000
+
+
+def parse(argv: Sequence[str], about: str | None) -> argparse.Namespace:
+    """Return the options; ``profile`` is None where time is real.
+
+    Raises:
+        UserError: An option is invalid, or the profile does not exist.
+    """
+    given = make_parser(about).parse_args(list(argv))
+    given.workload = given.workload or ["shared-prefix", "multi-turn", "random"]
+    return _checked(given)
+
+
+def make_parser(about: str | None = None) -> Parser:
+    """Return the parser of the command's options."""
+    parser = Parser(
+        prog="banaserve bench compare",
+        description=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("bench-compare"), help="folder of results and report")
+    add("--model", help=f"default: {models.PACKAGED}")
+    add("--pace", metavar="PROFILE", help="paced engines: all seconds are those of this model")
+    add("--dilate", type=float, default=1.0, metavar="N", help="wall seconds of a modelled one")
+    add("--instances", type=int, default=2, help="engines of each system")
+    add("--system", action="append", default=[], help="one of those above; repeat (default: all)")
+    add(
+        "--workload",
+        action="append",
+        default=[],
+        metavar="DATASET[@RPS,...]",
+        help="of bench serving, with rates of its own where they differ from --rps; repeat",
+    )
+    add("--data", type=Path, help="folder of named datasets")
+    add("--rps", type=_rates, default=(0.5,))
+    add("--seeds", type=lambda text: tuple(map(int, text.split(","))), default=(0, 1, 2))
+    add("--requests", type=int, help="of each rate and seed (16)")
+    add("--duration", type=float, metavar="S", help="instead: as many as arrive in this time")
+    add("--prompt-tokens", type=int, default=100, help="mean, of made-up prompts")
+    add("--prefix-tokens", type=int, default=1000, help="of shared-prefix")
+    add("--prefixes", type=int, default=3, help="different ones, of shared-prefix")
+    add("--sessions", type=int, default=2, help="chats at once, of multi-turn")
+    add("--output-tokens", type=int, help="of every answer (16; with --pace what the data say)")
+    add("--max-output-tokens", type=int, help="longer answers are cut")
+    add("--warmup", type=float, default=0.0, metavar="S", help="not counted")
+    add("--slo-ttft", type=float, metavar="S", help="for goodput")
+    add("--slo-tpot", type=float, metavar="S", help="for goodput")
+    add("--check", type=int, default=4, help="answers of each workload compared with one engine")
+    add("--serve-option", action="append", default=[], help="for every system, such as --x=y")
+    return parser
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    return tuple(map(float, text.split(",")))
+
+
+def _checked(given: argparse.Namespace) -> argparse.Namespace:
+    given.profile = None
+    if given.pace is not None:
+        if given.model is not None:
+            raise UserError("--pace runs a miniature of its profile's model: leave out --model")
+        given.profile = profiles.load(given.pace)
+    elif given.dilate != 1:
+        raise UserError("--dilate stretches modelled time: give --pace PROFILE with it")
+    elif given.output_tokens is None:
+        given.output_tokens = 16
+    given.model = MINIATURE if given.profile else given.model or models.PACKAGED
+    if given.requests is not None and given.duration is not None:
+        raise UserError("give --requests or --duration, not both")
+    if given.duration is not None and given.duration <= 0:
+        raise UserError(f"--duration {given.duration:g}: give more than 0 s")
+    if given.requests is None and given.duration is None:
+        given.requests = 16
+    if given.dilate <= 0:
+        raise UserError(f"--dilate {given.dilate:g}: give more than 0")
+    return given
+
+
+def plans(given: argparse.Namespace) -> dict[str, ServingPlan]:
+    """Return the serving plan of each workload by name.
+
+    Raises:
+        UserError: A workload is given twice, its rates are not numbers, or there is nothing to
+            send.
+    """
+    found: dict[str, ServingPlan] = {}
+    for word in given.workload:
+        name, _, rates = word.partition("@")
+        if name in found:
+            raise UserError(f"--workload {name}: once, with all its rates")
+        try:
+            found[name] = _plan(given, _rates(rates) if rates else given.rps)
+        except ValueError:
+            raise UserError(f"--workload {word}: give rates as in {name}@1,2,4") from None
+    return found
+
+
+def _plan(given: argparse.Namespace, rates: tuple[float, ...]) -> ServingPlan:
+    plan = ServingPlan(
+        arrival="poisson",
+        loads=rates,
+        seeds=given.seeds,
+        requests=given.requests,
+        duration_s=given.duration or 0.0,
+        warm_up_s=given.warmup,
+        variation=1.0,
+        slo=Slo(given.slo_ttft, given.slo_tpot),
+        exact_output=True,
+    )
+    plan.check()
+    return plan
+
+
+def workloads(
+    given: argparse.Namespace, asked: dict[str, ServingPlan], words: Words
+) -> list[Workload]:
+    """Return the workloads with their datasets; a data file gives its name without the folder.
+
+    Raises:
+        UserError: An unknown dataset, data with wrong fields, or two files of one name.
+    """
+    found = [
+        Workload(Path(name).name, _dataset(given, name, words), plan)
+        for name, plan in asked.items()
+    ]
+    if len({one.name for one in found}) < len(found):
+        raise UserError("--workload: two files of the same name: give one of them another")
+    return found
+
+
+def _dataset(given: argparse.Namespace, name: str, words: Words) -> Dataset:
+    context = given.profile.model.max_context_tokens if given.profile else None
+    wanted = WantedLengths(
+        dataset=name,
+        data=given.data,
+        prompt_tokens=given.prompt_tokens,
+        prefix_tokens=given.prefix_tokens,
+        num_prefixes=given.prefixes,
+        sessions=given.sessions,
+        output_tokens=given.output_tokens,
+        range_fraction=0.5,
+        max_output_tokens=given.max_output_tokens,
+        max_prompt_tokens=None if context else _MAX_PROMPT_TOKENS,
+        context_tokens=context,
+    )
+    return Dataset(wanted, words)

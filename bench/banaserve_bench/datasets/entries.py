@@ -1,0 +1,203 @@
+"""Entries of dataset files: prompts or only their lengths, output lengths, arrival times.
+
+Formats, distinguished by file name and fields (each file may be compressed, ``.zst``):
+
+    .csv    TIMESTAMP,ContextTokens,GeneratedTokens                            Azure LLM traces
+    .json   one list of objects;  .jsonl  one object a line, of these kinds:
+            input_length, output_length, optionally timestamp (ms) or t (s),
+            and hash_ids (a number a block of the prompt, equal for equal prefixes)
+                                                                 Mooncake and other traces
+            conversations: [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]
+                                                                 ShareGPT: the first two turns
+            prompt | question | text | instruction + input | context + input
+            with output (text), or output_length or max_gen (tokens)
+                                                                 Alpaca, LongBench, your own
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+
+from banaserve.base.errors import UserError
+from banaserve.base.records import read_records, unpacked
+from banaserve_bench.datasets.files import prompt_of, prompt_templates
+
+_AZURE_FIELDS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_REQUIRED = {
+    "alpaca": ("instruction",),
+    "azure": ("t", "input_length", "output_length"),
+    "mooncake": ("timestamp", "input_length", "output_length", "hash_ids"),
+}
+"""Required fields of the objects of named datasets, in addition to the checks of all datasets."""
+_MAX_TOKENS = 10**9
+_MAX_DIGITS = 10
+_MAX_SHOWN_CHARS = 80
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetEntry:
+    """A request as a dataset file describes it.
+
+    Attributes:
+        source: File and line, or the kind of made-up data.
+        text: Prompt; None if only its length is known, which is then ``prompt_tokens``.
+        output_text: Recorded answer; its token count is the output length if ``output_tokens`` is
+            None.
+        at_s: Arrival on the trace's own time axis, in seconds.
+        block_ids: Ids of the prompt's blocks; entries with equal first ids share that prefix.
+        shared_tokens: Number of first tokens that a made-up prompt shares with all prompts of the
+            same ``shared_by``.
+    """
+
+    source: str
+    text: str | None = None
+    prompt_tokens: int | None = None
+    output_text: str | None = None
+    output_tokens: int | None = None
+    at_s: float | None = None
+    block_ids: tuple[int, ...] = ()
+    shared_tokens: int = 0
+    shared_by: str = ""
+
+
+def read_entries(path: Path, kind: str | None = None) -> list[DatasetEntry]:
+    """Read all entries of ``path`` in their order.
+
+    Args:
+        kind: Named dataset whose fields are required; None requires none of them.
+
+    Raises:
+        UserError: The file cannot be read, or an entry is wrong; the message names file, line and
+            field.
+    """
+    found = list(_csv(path) if ".csv" in path.suffixes else _objects(path, kind))
+    if not found:
+        raise UserError(f"{path} holds no requests")
+    return found
+
+
+def _objects(path: Path, kind: str | None) -> Iterator[DatasetEntry]:
+    templates = prompt_templates(path)
+    is_list = path.name.removesuffix(".zst").endswith(".json")
+    for number, record in _list(path) if is_list else read_records(path):
+        where = f"{path}, {'object' if is_list else 'line'} {number}"
+        for field in _REQUIRED.get(kind or "", ()):
+            if field not in record:
+                _refuse(where, field, f"is missing, and {kind} has it")
+        yield _entry(record, path, where, f"{path.name}:{number}", templates)
+
+
+def _list(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    try:
+        objects = msgspec.json.decode(unpacked(path), type=list[dict[str, Any]])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UserError(f"{path} is not a list of JSON objects: {error}") from error
+    yield from enumerate(objects, start=1)
+
+
+def _entry(
+    record: Mapping[str, Any], path: Path, where: str, source: str, templates: Mapping[str, str]
+) -> DatasetEntry:
+    if "input_length" in record:
+        return _traced(record, where, source)
+    if "conversations" in record:
+        question, answer = _turns(record["conversations"], where)
+        return DatasetEntry(source=source, text=question, output_text=answer)
+    try:
+        text = prompt_of(record, path, templates)
+    except KeyError as error:
+        raise UserError(f"{where}: {error.args[0]}") from error
+    output = record.get("output")
+    if output is not None and not isinstance(output, str):
+        _refuse(where, "output", "is not a text")
+    name = next((name for name in ("output_length", "max_gen") if name in record), None)
+    length = _count(record, name, where) if name else None
+    return DatasetEntry(source=source, text=text, output_text=output, output_tokens=length)
+
+
+def _traced(record: Mapping[str, Any], where: str, source: str) -> DatasetEntry:
+    at = record.get("t", record.get("timestamp"))
+    if at is not None and (isinstance(at, bool) or not isinstance(at, int | float)):
+        _refuse(where, "t" if "t" in record else "timestamp", "is not a number")
+    ids = record.get("hash_ids", [])
+    if not isinstance(ids, list) or not all(isinstance(one, int) for one in ids):
+        _refuse(where, "hash_ids", "is not a list of whole numbers")
+    return DatasetEntry(
+        source=source,
+        prompt_tokens=_count(record, "input_length", where),
+        output_tokens=_count(record, "output_length", where),
+        at_s=at if "t" in record or at is None else at / 1000,
+        block_ids=tuple(ids),
+    )
+
+
+def _turns(turns: Any, where: str) -> tuple[str, str | None]:
+    """Return the first question of a conversation and the answer that follows it."""
+    if not isinstance(turns, list) or not all(
+        isinstance(turn, dict) and isinstance(turn.get("value"), str) for turn in turns
+    ):
+        _refuse(where, "conversations", "is not a list of objects with a text in value")
+    asked = [n for n, turn in enumerate(turns) if turn.get("from") in ("human", "user")]
+    if not asked:
+        _refuse(where, "conversations", 'has no turn with "from": "human"')
+    values = [turn["value"] for turn in turns[asked[0] :]]
+    return values[0], values[1] if len(values) > 1 else None
+
+
+def _count(record: Mapping[str, Any], field: str, where: str) -> int:
+    value = record.get(field)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_TOKENS:
+        _refuse(where, field, f"is {_shown(value)}, not a number of tokens")
+    return value
+
+
+def _csv(path: Path) -> Iterator[DatasetEntry]:
+    try:
+        text = unpacked(path).decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not a text file: {error}") from error
+    rows = csv.DictReader(io.StringIO(text))
+    try:
+        for field in _AZURE_FIELDS:
+            if field not in (rows.fieldnames or ()):
+                _refuse(f"{path}, line 1", field, "is missing in the header")
+        yield from _rows(rows, path)
+    except csv.Error as error:
+        raise UserError(f"{path}, line {rows.line_num + 1}: no line of a table: {error}") from None
+
+
+def _rows(rows: csv.DictReader[str], path: Path) -> Iterator[DatasetEntry]:
+    for row in rows:
+        where = f"{path}, line {rows.line_num}"
+        try:
+            at = datetime.fromisoformat((row["TIMESTAMP"] or "").strip())
+        except ValueError:
+            _refuse(where, "TIMESTAMP", f"is {_shown(row['TIMESTAMP'])}, not a time")
+        lengths = {}
+        for field in _AZURE_FIELDS[1:]:
+            word = (row[field] or "").strip()
+            is_number = word.isdecimal() and len(word) <= _MAX_DIGITS
+            lengths[field] = _count({field: int(word) if is_number else word}, field, where)
+        yield DatasetEntry(
+            source=f"{path.name}:{rows.line_num}",
+            prompt_tokens=lengths["ContextTokens"],
+            output_tokens=lengths["GeneratedTokens"],
+            # Some of Azure's traces state an offset from UTC; the others are in UTC.
+            at_s=(at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp(),
+        )
+
+
+def _shown(value: object) -> str:
+    return repr(value)[:_MAX_SHOWN_CHARS]
+
+
+def _refuse(where: str, field: str, why: str) -> NoReturn:
+    raise UserError(f"{where}: the field {field} {why}")

@@ -1,0 +1,131 @@
+"""Server under test, as the load generator finds it: any server with OpenAI's API."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from banaserve.base import models
+from banaserve.base.errors import UserError
+from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServerUnderTest:
+    """A server that answers.
+
+    Attributes:
+        context_tokens: Context length of the model; None if the server does not report it.
+        root: Folder or id of the model that the server loaded; None if the server does not report
+            it.
+    """
+
+    url: str
+    model: str
+    context_tokens: int | None
+    root: str | None
+
+
+def find_target(url: str, model: str | None, api_key: str | None) -> ServerUnderTest:
+    """Return the server at ``url`` with the model to use. Blocking.
+
+    Raises:
+        UserError: The server does not answer, refuses the key, or has no such model.
+    """
+    base = url.rstrip("/").removesuffix("/v1")
+    cards = _cards(base, api_key)
+    names = [str(card.get("id")) for card in cards]
+    if model is not None and model not in names:
+        raise UserError(f"{base} serves {', '.join(names)}, not {model}: give one with --model")
+    card = cards[names.index(model)] if model is not None else cards[0]
+    length = card.get("max_model_len")
+    root = card.get("root")
+    return ServerUnderTest(
+        base,
+        str(card["id"]),
+        length if isinstance(length, int) else None,
+        root if isinstance(root, str) else None,
+    )
+
+
+def _cards(base: str, api_key: str | None) -> list[dict[str, Any]]:
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        request = urllib.request.Request(f"{base}/v1/models", headers=headers)
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+            page = json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        hint = "give its --api-key" if error.code in (401, 403) else "is it an OpenAI API?"
+        raise UserError(f"{base}/v1/models answers HTTP {error.code}: {hint}") from error
+    except http.client.HTTPException as error:
+        raise UserError(f"{base} does not speak HTTP: {type(error).__name__}") from error
+    except (urllib.error.URLError, OSError) as error:
+        reason = getattr(error, "reason", error)
+        raise UserError(f"nobody answers at {base} ({reason}): is the server running?") from error
+    except ValueError as error:
+        raise UserError(f"{base}/v1/models is no OpenAI API: {error}") from error
+    found = page.get("data") if isinstance(page, dict) else None
+    if (
+        not isinstance(found, list)
+        or not found
+        or not all(isinstance(card, dict) and "id" in card for card in found)
+    ):
+        raise UserError(f"{base}/v1/models is no OpenAI API: it lists no models")
+    return found
+
+
+async def try_out(client: OpenAiClient, call: CompletionCall) -> None:
+    """Send ``call`` once, before anything is measured.
+
+    Raises:
+        UserError: The call failed; the message says how, and what may be the cause.
+    """
+    record = await client.send(call)
+    if record.error is None:
+        return
+    hint = ""
+    if record.status in (400, 422):
+        hint = (
+            ": servers that know no ignore_eos and min_tokens need --no-exact-output, those that "
+            "take no token ids --send text"
+        )
+    raise UserError(f"a first request failed: {record.error}{hint}")
+
+
+def load_tokenizer(target: ServerUnderTest, given: str | None) -> Tokenizer:
+    """Return the tokenizer of the served model: ``given``, else where the server has its model.
+
+    Raises:
+        UserError: The tokenizer cannot be found or read.
+    """
+    from tokenizers import Tokenizer
+
+    name = given or next(
+        (
+            name
+            for name in (target.root, target.model)
+            if name and (name in models.NAMES or (Path(name) / "tokenizer.json").is_file())
+        ),
+        None,
+    )
+    if name is None:
+        raise UserError(
+            f"the tokenizer of {target.model} is not on this machine: give a folder or a Hugging "
+            "Face id with --tokenizer"
+        )
+    folder = Path(models.resolve(name, None, lambda line: print(line, flush=True)).path_or_id)
+    file = folder / "tokenizer.json"
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the tokenizers package raises bare Exception
+        raise UserError(f"cannot read {file}: {error}") from error

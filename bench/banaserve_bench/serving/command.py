@@ -1,0 +1,355 @@
+"""``banaserve bench serving``: what does a server give its users at a given load?
+
+Sends requests to any server with OpenAI's completions API and records the outcome of each.
+Arrivals do not wait for answers (except with ``--arrival closed``); failures and timeouts are
+counted, never dropped. Each rate runs with each seed; a stopped run is resumed when it is started
+again with the same options.
+
+Datasets: alpaca, azure, longbench, mooncake, sharegpt (yours: --data or BANASERVE_DATA), a file
+(formats: benchmarks/README.md), or made up: random, shared-prefix, multi-turn, and stand-ins with
+published length distributions, alpaca-like, azure-like, longbench-like, mooncake-like,
+sharegpt-like.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from banaserve.base.arguments import Parser
+from banaserve.base.digits import NO_VALUE, interval_text
+from banaserve.base.errors import UserError
+from banaserve.base.names import check_known
+from banaserve_bench.datasets.items import Dataset, WantedLengths, Words
+from banaserve_bench.loadgen.arrivals import KINDS
+from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
+from banaserve_bench.loadgen.loops import run_fast
+from banaserve_bench.loadgen.modelled_time import modelled_time
+from banaserve_bench.loadgen.target import ServerUnderTest, find_target, load_tokenizer, try_out
+from banaserve_bench.results import result
+from banaserve_bench.results.result import ModelledTime
+from banaserve_bench.serving.cell import CellId, Progress
+from banaserve_bench.serving.run import (
+    RunFolder,
+    ServingPlan,
+    as_result,
+    run_cells,
+    stopped_by_signals,
+)
+from banaserve_bench.serving.summary import LATENCIES, Slo, Summary
+
+_ROWS = (
+    ("requests/s", "requests_per_s", 1.0),
+    ("goodput, requests/s", "goodput_per_s", 1.0),
+    ("output tokens/s", "output_tokens_per_s", 1.0),
+    ("input + 2 output tokens/s", "weighted_tokens_per_s", 1.0),
+    *(
+        (f"{name.upper() if name != 'e2e' else name} {at}, ms", f"{name}_{at}", 1e3)
+        for name in LATENCIES
+        for at in ("mean", "p50", "p90", "p99")
+    ),
+    ("prompt tokens", "prompt_tokens_mean", 1.0),
+    ("output tokens", "output_tokens_mean", 1.0),
+    ("of the prompt cached", "cached_fraction", 1.0),
+    ("sent late p99, ms", "send_delay_p99", 1e3),
+    ("client, of a core", "client_cpu_fraction", 1.0),
+)
+
+
+def table(summaries: Sequence[Summary]) -> Table:
+    """Return a table with a column for each load: means over seeds, ± half their 95% interval.
+
+    A figure that no load has is left out.
+    """
+    by_load: dict[str, list[Summary]] = {}
+    for summary in summaries:
+        by_load.setdefault(summary.load_name, []).append(summary)
+    shown = Table(title="mean over seeds, ± half the 95% interval", box=None)
+    shown.add_column("figure")
+    for load in by_load:
+        shown.add_column(load, justify="right")
+    for count in ("requests", "failed", "timed_out"):
+        totals = (sum(getattr(one, count) for one in same) for same in by_load.values())
+        shown.add_row(count.replace("_", " "), *map(str, totals))
+    for name, metric, factor in _ROWS:
+        cells = [
+            _mean([one.metrics[metric] * factor for one in same if metric in one.metrics])
+            for same in by_load.values()
+        ]
+        if any(cell != NO_VALUE for cell in cells):
+            shown.add_row(name, *cells)
+    return shown
+
+
+def _mean(values: Sequence[float]) -> str:
+    return interval_text(values) if values else NO_VALUE
+
+
+_NOTES = (
+    "a sample a seed; every request after the warm-up counts, failures included",
+    "TTFT and e2e from sending, e2e to the end of the stream; TPOT over the tokens after the first",
+    "weighted: (input + 2 x output) tokens; goodput: requests within the SLOs",
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the plan, keep the records, print the table; return the exit code."""
+    given = parse(argv)
+    plan = _plan(given)
+    target = find_target(given.url, given.model, given.api_key)
+    words = Words(load_tokenizer(target, given.tokenizer))
+    dataset = Dataset(_wanted(given, target), words)
+    if given.arrival == "trace" and not dataset.has_times:
+        raise UserError(f"{given.dataset} says not when requests arrive: give another --arrival")
+    folder = RunFolder(given.out, {**_options(given), "url": target.url, "model": target.model})
+    summaries = _run(given, plan, target, dataset, folder)
+    Console().print(table(summaries))
+    print(f"records and result: {given.out}")
+    return 0
+
+
+def make_parser() -> Parser:
+    """Return the parser of the command's options."""
+    parser = Parser(
+        prog="banaserve bench serving",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_target(parser)
+    _add_requests(parser)
+    _add_load(parser)
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("bench-serving"), help="folder of the run")
+    add("--json", type=Path, help="write the result there too")
+    return parser
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the options; those that are not given get values that suit the others."""
+    given = make_parser().parse_args(list(argv))
+    if given.arrival is None:
+        given.arrival = "closed" if given.rps is None else "poisson"
+    if given.warmup is None:
+        given.warmup = 10.0 if given.requests is None else 0.0
+    return given
+
+
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--url", default="http://127.0.0.1:8000", help="any OpenAI-compatible server")
+    add("--api-key", help="for the server")
+    add("--model", help="where the server has several")
+    add("--tokenizer", help="folder or id; default: where the server says its model is")
+    add("--timeout", type=float, default=600.0, metavar="S", help="for a whole request")
+
+
+def _add_requests(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--dataset", default="alpaca-like", help="name or file")
+    add("--data", type=Path, help="file or folder of a named dataset, or hub")
+    add("--prompt-tokens", type=int, default=256, help="mean, of made-up prompts")
+    add("--output-tokens", type=int, help="of every answer (default: as the data say)")
+    add("--range-fraction", type=float, default=0.0, help="spread of random lengths")
+    add("--prefix-tokens", type=int, default=1000, help="of shared-prefix")
+    add("--prefixes", type=int, default=1, help="different ones, of shared-prefix")
+    add("--sessions", type=int, default=8, help="chats at once, of multi-turn")
+    add("--trace-block-tokens", type=int, default=512, help="tokens a hash id stands for")
+    add("--max-prompt-tokens", type=int, help="cut longer prompts")
+    add("--max-output-tokens", type=int, help="cut longer answers")
+    add("--send", choices=("tokens", "text"), default="tokens", help="made-up prompts")
+    add(
+        "--no-exact-output",
+        action="store_true",
+        help="do not send ignore_eos and min_tokens: answers may be shorter than asked",
+    )
+
+
+def _add_load(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--rps", type=_numbers, help="requests a second: one, or several such as 1,2,4")
+    add("--arrival", help=f"{', '.join(KINDS)} (poisson with --rps, else closed)")
+    add("--variation", type=float, default=2.0, help="coefficient of, of gamma arrivals")
+    add("--concurrency", type=_numbers, default=(8,), help="of closed: requests under way")
+    add("--requests", type=int, help="of each cell (default: those of --warmup and --duration)")
+    add("--duration", type=float, default=60.0, metavar="S", help="measured")
+    add(
+        "--warmup",
+        type=float,
+        metavar="S",
+        help="seconds of requests that are sent before and not counted (10; 0 with --requests)",
+    )
+    add("--seeds", type=_whole, default=(0,), help="such as 0,1,2,3,4")
+    add("--slo-ttft", type=float, metavar="S", help="for goodput")
+    add("--slo-tpot", type=float, metavar="S", help="for goodput")
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    try:
+        values = tuple(float(word) for word in text.split(","))
+    except ValueError:
+        values = ()
+    if not values or not all(0 < value < float("inf") for value in values):
+        raise argparse.ArgumentTypeError(f"{text}: give numbers above 0, such as 1,2,4")
+    return values
+
+
+def _whole(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: give whole numbers, such as 0,1,2") from None
+
+
+def _plan(given: argparse.Namespace) -> ServingPlan:
+    """Return the plan; raise UserError if the options are inconsistent."""
+    check_known("arrival", given.arrival, KINDS)
+    is_closed = given.arrival == "closed"
+    if given.rps is None and given.arrival in ("poisson", "gamma"):
+        raise UserError(f"{given.arrival} arrivals need --rps")
+    if is_closed and given.rps is not None:
+        raise UserError("a closed loop has no --rps: give --concurrency")
+    plan = ServingPlan(
+        arrival=given.arrival,
+        loads=given.concurrency if is_closed else given.rps or (None,),
+        seeds=given.seeds,
+        requests=given.requests,
+        duration_s=given.duration,
+        warm_up_s=given.warmup,
+        variation=given.variation,
+        slo=Slo(given.slo_ttft, given.slo_tpot),
+        exact_output=not given.no_exact_output,
+    )
+    plan.check()
+    return plan
+
+
+def _wanted(given: argparse.Namespace, target: ServerUnderTest) -> WantedLengths:
+    return WantedLengths(
+        dataset=given.dataset,
+        data=given.data,
+        prompt_tokens=given.prompt_tokens,
+        output_tokens=given.output_tokens,
+        range_fraction=given.range_fraction,
+        prefix_tokens=given.prefix_tokens,
+        num_prefixes=given.prefixes,
+        sessions=given.sessions,
+        trace_block_tokens=given.trace_block_tokens,
+        max_prompt_tokens=given.max_prompt_tokens,
+        max_output_tokens=given.max_output_tokens,
+        context_tokens=target.context_tokens,
+        as_text=given.send == "text",
+    )
+
+
+def _options(given: argparse.Namespace) -> dict[str, Any]:
+    """Return the given options, without keys and without the machine's folders."""
+    left_out = {"api_key", "data", "json", "model", "out", "timeout", "tokenizer", "url"}
+    options = {name: value for name, value in vars(given).items() if name not in left_out}
+    return {**options, "dataset": Path(given.dataset).name}
+
+
+def _run(
+    given: argparse.Namespace,
+    plan: ServingPlan,
+    target: ServerUnderTest,
+    dataset: Dataset,
+    folder: RunFolder,
+) -> list[Summary]:
+    started_at = datetime.now(UTC)
+    at_first = modelled_time(target.url)
+
+    def keep() -> list[Summary]:
+        complete = [one for cell in plan.cells() if (one := folder.summary(cell)) is not None]
+        record = as_result(
+            complete,
+            name="serving",
+            options={**_options(given), "model": Path(target.model).name},
+            started_at=started_at,
+            num_cells=len(plan.cells()),
+            notes=_NOTES,
+        )
+        if at_first is not None:
+            record = msgspec.structs.replace(record, modelled_time=[_last(target, at_first)])
+        for path in (given.out / "result.json", given.json):
+            if path is not None:
+                result.write(record, path)
+        return complete
+
+    try:
+        run_fast(_measure(given, plan, target, dataset, folder))
+    except asyncio.CancelledError:
+        complete = keep()
+        raise UserError(
+            f"interrupted: {len(complete)} of {len(plan.cells())} cells are complete, the rest is "
+            f"kept as *.part.jsonl in {folder.records}; the same command goes on there"
+        ) from None
+    except UserError:
+        keep()
+        raise
+    return keep()
+
+
+def _last(target: ServerUnderTest, known: ModelledTime) -> ModelledTime:
+    """Return the server's modelled time, or ``known`` if the server is gone."""
+    try:
+        return modelled_time(target.url) or known
+    except UserError:
+        return known
+
+
+async def _measure(
+    given: argparse.Namespace,
+    plan: ServingPlan,
+    target: ServerUnderTest,
+    dataset: Dataset,
+    folder: RunFolder,
+) -> None:
+    client = OpenAiClient(
+        target.url, target.model, api_key=given.api_key, timeout_s=given.timeout, read_late=True
+    )
+    with stopped_by_signals(), _bar() as bar:
+        async with client:
+            first = dataset.items(1, "first", 0)[0]
+            extra = {"ignore_eos": True, "min_tokens": 1} if plan.exact_output else {}
+            await try_out(
+                client, CompletionCall("first", prompt=first.prompt, max_tokens=1, extra=extra)
+            )
+            shown = _Shown(bar)
+            await run_cells(plan, client, dataset, folder, shown, shown.begin)
+
+
+def _bar() -> Bar:
+    return Bar(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        refresh_per_second=2,
+    )
+
+
+class _Shown(Progress):
+    """Progress shown as a bar for each cell."""
+
+    def __init__(self, bar: Bar) -> None:
+        self._bar = bar
+        self._name = ""
+        self._task = bar.add_task("", total=None, visible=False)
+
+    def begin(self, cell: CellId, count: int) -> None:
+        self._name = cell.name
+        self._task = self._bar.add_task(self._name, total=count)
+
+    def ended(self, num_ended: int, num_failed: int) -> None:
+        failed = f", {num_failed} failed" if num_failed else ""
+        self._bar.update(self._task, completed=num_ended, description=f"{self._name}{failed}")

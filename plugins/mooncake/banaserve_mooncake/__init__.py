@@ -1,0 +1,4 @@
+"""Store tier over Mooncake Store. In the store's process, with Mooncake in a process below it.
+
+Entry: ``tier.MooncakeTier``.
+"""

@@ -1,0 +1,391 @@
+"""Balancer that admits client requests, sends each to a replica, and answers probes itself."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic
+
+from msgspec import structs
+
+from banaserve.base.access.quotas import OverLimit
+from banaserve.base.errors import UserError
+from banaserve.base.net.connections import ConnectionTable, Evictable
+from banaserve.base.net.descriptors import connections_within
+from banaserve.base.net.loop_watch import LoopWatch
+from banaserve.base.net.refusal_log import RefusalLog
+from banaserve.base.net.tls import Certificates
+from banaserve.base.types import RequestId
+from banaserve.kvstore.sizes import parse_size
+from banaserve_route.balancer.auth import (
+    OPEN_PATHS,
+    PEER_FIELD,
+    REGIONS_FIELD,
+    Keys,
+    Regions,
+    check_key,
+    check_path,
+    check_peer,
+)
+from banaserve_route.balancer.config import BalancerSettings
+from banaserve_route.balancer.dispatcher import Dispatcher
+from banaserve_route.balancer.http import replies
+from banaserve_route.balancer.http.client_connection import ClientConnection, RequestHandler
+from banaserve_route.balancer.http.request import ClientRequest, RequestRefusedError
+from banaserve_route.balancer.membership import TargetRegistry, shared_prefixes
+from banaserve_route.balancer.metrics import Metrics
+from banaserve_route.balancer.peers import PEER_PATHS, PREFIXES_PATH, STATE_PATH, encode_state
+from banaserve_route.balancer.proxy import ProxiedRequest
+from banaserve_route.balancer.queue import QueueScheduler, RequestQueue
+from banaserve_route.balancer.routing_request import blind_request, read_request
+from banaserve_route.balancer.state_file import StateFile
+from banaserve_route.balancer.tenants import TenantQuotas, forwarded_identity
+from banaserve_route.balancer.tracing import observers
+from banaserve_route.policies.fleet import Fleet
+from banaserve_route.policies.interface import Need
+from banaserve_route.policies.registry import make
+
+FIXED = (
+    "region",
+    "host",
+    "port",
+    "policy",
+    "peers",
+    "peer_key",
+    "forward_to",
+    "traces",
+    "decision_log",
+    "ssl_certfile",
+    "ssl_keyfile",
+    "replica_ca",
+)
+"""Settings that cannot change during the life of a balancer."""
+_SMALL_BODY_BYTES = 64 * 1024
+Say = Callable[[str], None]
+_RESERVED_DESCRIPTORS, _DESCRIPTORS_A_TARGET = 256, 4
+"""File descriptors for logs and the resolver, and, per target, for probes."""
+TICK_S = 0.1
+"""Time between two calls of ``Balancer.tick``."""
+
+
+class Balancer(RequestHandler):
+    """Balancer that takes requests from clients and sends each to one replica.
+
+    Everything runs in the callbacks of one event loop; nothing in this class blocks.
+
+    Attributes:
+        fleet: Counters of the targets, and the policy.
+        queue: Requests that wait for a target.
+        registry: Targets and their probers.
+        prefixes: Prefixes shared with peers; None if the policy shares none.
+        connections: Connections of clients, including those in a TLS handshake.
+        certificates: Certificates for serving clients; None for plain HTTP.
+        is_leaving: True if no more requests are taken.
+    """
+
+    def __init__(self, settings: BalancerSettings, log: Say) -> None:
+        """``log`` is called with one line per event.
+
+        Raises:
+            UserError: The settings are invalid.
+        """
+        settings.check()
+        self.log = log
+        policy = settings.policy
+        self.fleet = Fleet(
+            make(
+                policy.name,
+                random.Random(policy.seed),
+                preset=policy.preset or None,
+                **policy.options,
+            ),
+            settings.region,
+            policy.staleness_s,
+        )
+        self._state: StateFile | None = None
+        if policy.state_file:
+            self._state = StateFile(Path(policy.state_file), policy.name, self.fleet.policy)
+            self._state.restore(log)
+        self.prefixes = shared_prefixes(self.fleet.policy, settings)
+        self.queue, self.metrics = RequestQueue(), Metrics()
+        self._schedule_pass = QueueScheduler(self.queue, self.fleet).schedule
+        self.registry = TargetRegistry(self.fleet, log, self._schedule_pass, self.prefixes)
+        self.targets = self.registry.targets
+        self._dispatcher = Dispatcher(self.fleet, self.registry, self.queue, log)
+        self.is_leaving = False
+        self.certificates: Certificates | None = None
+        self.buffered_bytes = 0
+        self._tenants = TenantQuotas(self._over_limit)
+        self._peer_keys = Keys([settings.peer_key] if settings.peer_key else [])
+        self.observers = observers(settings, log)
+        self._clients: set[ClientConnection] = set()
+        self._watch = LoopWatch(TICK_S)
+        self.connections: ConnectionTable[Evictable] = ConnectionTable(1)
+        self._refusal_log = RefusalLog(log)
+        self._under_way: dict[ProxiedRequest, None] = {}
+        self._num_requests = 0
+        self._idle: asyncio.Event | None = None
+        self.metrics.targets = self.targets.values
+        self.metrics.queue_length = lambda: len(self.queue)
+        self.metrics.num_connections = lambda: len(self.connections)
+        self.metrics.num_under_way = lambda: len(self._under_way)
+        self._take_settings(settings)
+
+    def _take_settings(self, settings: BalancerSettings) -> None:
+        self.settings, limits = settings, settings.limits
+        self.max_body_bytes = parse_size(limits.max_body)
+        self.body_timeout_s = limits.body_timeout_s
+        self.connections.max_connections = max_connections(settings)
+        self.connections.max_per_address = limits.max_connections_per_address
+        self._max_buffered_bytes = parse_size(limits.max_buffered)
+        self._keys = Keys([*settings.api_keys, *(one.key for one in settings.tenants)])
+        self._regions = Regions(settings.tenants)
+        self._tenants.take_settings(settings)
+        has_models = any(one.models for one in settings.replicas)
+        is_alone = not (settings.peers or settings.tenants or settings.decision_log)
+        self.fleet.policy.hold_safe(settings.policy.hold_safe)
+        reads_requests = Need.REQUEST in self.fleet.policy.needs
+        self._is_blind = not reads_requests and not has_models and is_alone
+        self.registry.take_settings(settings)
+        self._dispatcher.take_settings(settings)
+
+    def change(self, settings: BalancerSettings) -> None:
+        """Apply ``settings`` while serving; requests under way are not affected.
+
+        Raises:
+            UserError: The settings are invalid, or differ in one that needs a restart; nothing is
+                changed.
+        """
+        settings.check()
+        before = structs.replace(
+            self.settings,
+            policy=structs.replace(self.settings.policy, hold_safe=settings.policy.hold_safe),
+        )
+        fixed = [key for key in FIXED if getattr(settings, key) != getattr(before, key)]
+        if fixed:
+            raise UserError(f"{', '.join(fixed)} cannot change while serving: start again")
+        self._take_settings(settings)
+        self._schedule_pass()
+
+    async def start(self) -> None:
+        """Probe every target once, then keep probing."""
+        await self.registry.start()
+
+    # Requests of clients: handlers in the order of the events.
+
+    def opened(self, client: ClientConnection) -> bool:
+        self._clients.add(client)
+        evicted = self.connections.add(client, client.peer)
+        if evicted is None or evicted is client:
+            return evicted is None
+        self.dropped("connections", "a connection without a key has made way for a new one")
+        evicted.evict()
+        return True
+
+    def closed(self, client: ClientConnection) -> None:
+        self._clients.discard(client)
+        self.connections.remove(client, client.peer)
+
+    def check_head(self, client: ClientConnection, message: ClientRequest) -> None:
+        if message.path in OPEN_PATHS:
+            return
+        if PEER_FIELD in message.seen:
+            # Another balancer has checked the client's key.
+            check_peer(self._peer_keys, message)
+            self.connections.authenticated(client, client.peer)
+            if message.path in PEER_PATHS:
+                return
+        else:
+            check_key(self._keys, message)
+            self.connections.authenticated(client, client.peer)
+            # Reading a small body costs less than a new connection after a refusal.
+            if message.announced_bytes > _SMALL_BODY_BYTES:
+                self._check_quota(message)
+        check_path(message.path)
+        if len(self._under_way) >= self.settings.limits.max_requests:
+            raise RequestRefusedError(
+                429, f"{len(self._under_way)} requests are under way; try again"
+            )
+
+    def _check_quota(self, message: ClientRequest) -> None:
+        if (over := self._tenants.excess(message)) is not None:
+            raise RequestRefusedError(429, str(over), retry_after_s=over.retry_after_s)
+
+    def _over_limit(self, over: OverLimit) -> None:
+        self.metrics.over_limit(over.limit)
+        self._refusal_log.say(over.limit, f"refused: {over}")
+
+    def hold(self, num_bytes: int) -> None:
+        self.buffered_bytes += num_bytes
+        if num_bytes > 0 and self.buffered_bytes > self._max_buffered_bytes:
+            self.buffered_bytes -= num_bytes
+            raise RequestRefusedError(503, "too many bodies are held in memory; try again shortly")
+
+    def refused(self, error: RequestRefusedError) -> None:
+        self.metrics.refused(error.status)
+        self._refusal_log.say(str(error.status), f"refused ({error.status}): {error}")
+
+    def dropped(self, cause: str, why: str) -> None:
+        self.metrics.dropped(cause)
+        self._refusal_log.say(cause, why)
+
+    def take(self, client: ClientConnection, message: ClientRequest) -> ProxiedRequest | None:
+        if message.path in OPEN_PATHS or message.path in PEER_PATHS:
+            client.write(self._answer(message, closes=not client.can_go_on))
+            client.done(message)
+            return None
+        if message.is_http10 or self.is_leaving:
+            client.can_go_on = False
+        was_forwarded = PEER_FIELD in message.seen
+        tenant = None if was_forwarded else self._tenants.of(message)
+        if tenant is not None and (over := self._tenants.begin(tenant)) is not None:
+            again_s = over.retry_after_s
+            closes = not client.can_go_on
+            client.write(replies.error(429, str(over), closes=closes, retry_after_s=again_s))
+            client.done(message)
+            return None
+        now_s, limits = monotonic(), self.settings.limits
+        self._num_requests += 1
+        request_id = RequestId(str(self._num_requests))
+        if self._is_blind and REGIONS_FIELD not in message.seen:
+            request = blind_request(request_id, now_s)
+        else:
+            allowed = self._regions.allowed(message, was_forwarded)
+            request = read_request(request_id, message, now_s, allowed, was_forwarded)
+        deadline_s = now_s + limits.request_timeout_s
+        proxied = ProxiedRequest(
+            self._dispatcher, client, message, request, deadline_s, self._ended
+        )
+        proxied.tenant = tenant
+        if was_forwarded:
+            proxied.identity = forwarded_identity(message)
+        elif tenant is not None:
+            proxied.identity = tenant.identity
+        for observer in self.observers:
+            observer.began(proxied)
+        self._under_way[proxied] = None
+        proxied.start(now_s + limits.queue_timeout_s)
+        self.fleet.queue_length = len(self.queue)
+        return proxied
+
+    def _ended(self, proxied: ProxiedRequest) -> None:
+        now_s = monotonic()
+        self._under_way.pop(proxied, None)
+        if proxied.tenant is not None:
+            proxied.tenant.quota.end()
+            proxied.tenant.quota.spend_tokens(proxied.num_tokens, now_s)
+        self.metrics.ended(
+            proxied.status,
+            proxied.request.arrived_s,
+            now_s,
+            proxied.num_reads,
+            proxied.flights,
+        )
+        for observer in self.observers:
+            observer.ended(proxied, now_s)
+        if self.queue:
+            self._schedule_pass()
+        if self._idle is not None and not self._under_way:
+            self._idle.set()
+
+    # Answers of the balancer itself.
+
+    def _answer(self, message: ClientRequest, closes: bool) -> bytes:
+        """Return the whole answer to ``message``, whose path is one of the balancer's own."""
+        if message.method == b"HEAD":
+            head, end, _ = self._answer_get(message, closes).partition(b"\r\n\r\n")
+            return head + end
+        if message.method != b"GET":
+            return replies.error(405, "GET only", closes=closes)
+        return self._answer_get(message, closes)
+
+    def _answer_get(self, message: ClientRequest, closes: bool) -> bytes:
+        if message.path == b"/metrics":
+            kind = b"text/plain; version=0.0.4; charset=utf-8"
+            return replies.answer(200, kind, self.metrics.page(), closes)
+        if message.path == STATE_PATH:
+            state = encode_state(self.registry.state(len(self.queue)))
+            return replies.answer(200, b"application/json", state, closes)
+        if message.path == PREFIXES_PATH:
+            if self.prefixes is None:
+                return replies.error(404, "prefixes are not told here", closes=closes)
+            kind = b"application/octet-stream"
+            return replies.answer(200, kind, self.prefixes.snapshot(), closes)
+        if message.path == b"/ready" and not self.is_ready:
+            return replies.error(503, "no replica is available", closes=closes, retry_after_s=1.0)
+        return replies.answer(200, b"application/json", b"{}", closes)
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether a request would find a replica."""
+        return not self.is_leaving and self.registry.is_ready
+
+    # Periodic work and shutdown.
+
+    def tick(self) -> None:
+        """Do the work that depends on time alone; called ten times a second."""
+        now_s = monotonic()
+        if self._watch.tick(now_s):
+            self.log(f"the balancer's event loop stood still for {self._watch.lag_s:.1f} s")
+        for target in self.targets.values():
+            if target.breaker.is_open:
+                target.refresh(now_s)
+        self.queue.sweep(now_s)
+        self._schedule_pass()
+
+    def tick_slowly(self) -> None:
+        """Do the periodic work that may be up to a second late."""
+        now_s = monotonic()
+        for proxied in list(self._under_way):
+            if proxied.deadline_s <= now_s:
+                proxied.expire()
+        if self._watch.may_enforce():
+            for client in list(self._clients):
+                client.sweep(now_s)
+        for target in self.targets.values():
+            target.pool.sweep(now_s)
+        for one in (self.certificates, self.registry.tls):
+            if one is not None:
+                one.look()
+        self.fleet.policy.tick(now_s)
+        if self._state is not None:
+            self._state.tick(now_s, self.log)
+        self.registry.look_after(now_s)
+
+    async def idle(self) -> None:
+        """Return when no request is under way."""
+        if self._under_way:
+            self._idle = asyncio.Event()
+            await self._idle.wait()
+
+    def leave(self) -> None:
+        """Take no more requests; those under way continue."""
+        self.is_leaving = True
+        for client in list(self._clients):
+            client.leave_if_idle()
+
+    def close(self) -> None:
+        """Cancel the requests under way and close every connection."""
+        for proxied in list(self._under_way):
+            proxied.cancel()
+        for client in list(self._clients):
+            client.abort()
+        self.registry.stop()
+        for observer in self.observers:
+            observer.close()
+        if self._state is not None:
+            self._state.write(self.log)
+
+
+def max_connections(settings: BalancerSettings) -> int:
+    """Return the maximum number of client connections: each request needs a second descriptor."""
+    num_targets = len(settings.replicas) + len(settings.peers)
+    return connections_within(
+        resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        settings.limits.max_connections,
+        _RESERVED_DESCRIPTORS + _DESCRIPTORS_A_TARGET * num_targets,
+        each=2,
+    )

@@ -1,0 +1,355 @@
+"""Client connections: parsing of bytes into requests, and limits on the time a client takes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Hashable
+from time import monotonic
+from typing import Protocol, cast
+
+import httptools
+
+from banaserve.base.net.stalled_writes import StalledWrites, num_unread_bytes
+from banaserve_route.balancer.http import replies
+from banaserve_route.balancer.http.request import MAX_HEAD_BYTES, ClientRequest, RequestRefusedError
+
+MAX_PIPELINED = 16
+HEAD_TIMEOUT_S = 10.0
+BODY_BYTES_PER_S = 64 * 1024
+"""Number of received bytes of a body that extend its time limit by one second."""
+
+KEEP_ALIVE_S = 75.0
+_LINGER_S = 2.0
+UNREAD_S = 75.0
+_CHUNK_LINES_BYTES = 64
+_RETRY_AFTER_S = 1.0
+
+
+class ActiveRequest(Protocol):
+    """Request under way, as its connection sees it."""
+
+    def cancel(self) -> None:
+        """Cancel the request, since the client has gone."""
+        ...
+
+    def pause(self) -> None:
+        """Pause the answer, since the client reads more slowly than it arrives."""
+        ...
+
+    def resume(self) -> None: ...
+
+
+class RequestHandler(Protocol):
+    """Server behind the connections of clients.
+
+    The balancer implements this protocol. The protocol is here because the balancer's modules
+    import this one: a connection that imported its balancer would close a circle of imports.
+
+    Attributes:
+        max_body_bytes: Maximum size of the body of a request, in bytes.
+        body_timeout_s: Maximum time for a body in seconds, extended according to
+            ``BODY_BYTES_PER_S``.
+    """
+
+    max_body_bytes: int
+    body_timeout_s: float
+
+    def opened(self, client: ClientConnection) -> bool:
+        """Return whether ``client`` may stay open; another one without a key may be evicted."""
+        ...
+
+    def closed(self, client: ClientConnection) -> None: ...
+
+    def check_head(self, client: ClientConnection, message: ClientRequest) -> None:
+        """Check that the body of ``message`` may be sent.
+
+        Raises:
+            RequestRefusedError: The body may not be sent.
+        """
+        ...
+
+    def hold(self, num_bytes: int) -> None:
+        """Count bytes of bodies in memory; a negative number releases bytes.
+
+        Raises:
+            RequestRefusedError: There is no room for the bytes.
+        """
+        ...
+
+    def take(self, client: ClientConnection, message: ClientRequest) -> ActiveRequest | None:
+        """Take a complete request; return None if it is answered already."""
+        ...
+
+    def refused(self, error: RequestRefusedError) -> None: ...
+
+    def dropped(self, cause: str, why: str) -> None:
+        """Record a connection closed without an answer; ``cause`` is one of a few fixed words."""
+        ...
+
+
+class ClientConnection(asyncio.Protocol):
+    """Connection from a client, on which requests and answers follow one another in order.
+
+    Attributes:
+        can_go_on: True if another request may follow the one under way.
+        peer: The client's address and port.
+    """
+
+    __slots__ = (
+        "_active",
+        "_closes_at_s",
+        "_handler",
+        "_head_bytes",
+        "_held_bytes",
+        "_in_head",
+        "_is_body_timed",
+        "_is_busy",
+        "_is_choked",
+        "_is_head_timed",
+        "_is_paused",
+        "_message",
+        "_parser",
+        "_refusal",
+        "_stalled",
+        "_transport",
+        "_waiting",
+        "can_go_on",
+        "peer",
+    )
+
+    def __init__(self, handler: RequestHandler) -> None:
+        self._handler = handler
+        self._parser = httptools.HttpRequestParser(self)
+        self._message = ClientRequest()
+        self._waiting: deque[ClientRequest] = deque()
+        self._active: ActiveRequest | None = None
+        self._refusal: RequestRefusedError | None = None
+        self._closes_at_s = 0.0
+        self._head_bytes = self._held_bytes = 0
+        self._stalled = StalledWrites()
+        self.peer: Hashable = None
+        self._in_head = True
+        self._is_busy = self._is_choked = self._is_paused = self._is_body_timed = False
+        self._is_head_timed = True
+        self.can_go_on = True
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self.peer = self._transport.get_extra_info("peername") or id(self)
+        self._within(HEAD_TIMEOUT_S)
+        if not self._handler.opened(self):
+            self._turn_away()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.can_go_on = False
+        self._waiting.clear()
+        self._give_back(self._held_bytes)
+        self._handler.closed(self)
+        active, self._active = self._active, None
+        if active is not None:
+            active.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        if self._refusal is not None:
+            return
+        self._head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserCallbackError as error:
+            cause = error.__context__
+            if not isinstance(cause, RequestRefusedError):
+                raise
+            self._refuse(cause)
+            return
+        except httptools.HttpParserUpgrade:
+            self._refuse(RequestRefusedError(400, "CONNECT and upgrades are not supported"))
+            return
+        except httptools.HttpParserError as error:
+            self._refuse(RequestRefusedError(400, f"not a valid HTTP/1.1 request: {error}"))
+            return
+        # The parser buffers a field of a head, or of trailers after a body, until it is complete.
+        if self._head_bytes > MAX_HEAD_BYTES * (1 if self._in_head else 2):
+            self._refuse(RequestRefusedError(431, f"the head exceeds {MAX_HEAD_BYTES} bytes"))
+        elif not self._is_busy:
+            self._watch_part()
+
+    def _watch_part(self) -> None:
+        """Set the time limit for the rest of a head or body of which a part has arrived."""
+        if not self._in_head:
+            if not self._is_body_timed:
+                self._is_body_timed = True
+                self._within(self._handler.body_timeout_s)
+        elif self._head_bytes and not self._is_head_timed:
+            self._is_head_timed = True
+            self._within(HEAD_TIMEOUT_S)
+
+    # The parser's callbacks.
+
+    def on_url(self, part: bytes) -> None:
+        self._message.add_url(part)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        # Fields after the body are trailers, which must not change a request.
+        if self._in_head:
+            self._message.add_field(name, value)
+
+    def on_headers_complete(self) -> None:
+        message, parser = self._message, self._parser
+        self._in_head = False
+        keep_alive = parser.should_keep_alive()
+        message.head_complete(parser.get_method(), parser.get_http_version(), keep_alive)
+        if message.announced_bytes > self._handler.max_body_bytes:
+            limit = self._handler.max_body_bytes
+            raise RequestRefusedError(
+                413, f"the body is larger than {limit} bytes (--max-body-size)"
+            )
+        self._handler.check_head(self, message)
+        if message.expects_continue and not self._is_busy:
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def on_body(self, data: bytes) -> None:
+        self._message.add_body(data, self._handler.max_body_bytes)
+        self._handler.hold(len(data))
+        self._held_bytes += len(data)
+        self._head_bytes = max(0, self._head_bytes - len(data) - _CHUNK_LINES_BYTES)
+
+    def on_message_complete(self) -> None:
+        message, self._message = self._message, ClientRequest()
+        self._in_head, self._head_bytes, self._is_body_timed = True, 0, False
+        if not self._is_busy and not self._waiting and not self._is_choked:
+            self._begin(message)
+            return
+        if len(self._waiting) >= MAX_PIPELINED:
+            raise RequestRefusedError(
+                429, f"more than {MAX_PIPELINED} requests wait on one connection"
+            )
+        self._waiting.append(message)
+        if not self._is_paused:
+            self._is_paused = True
+            self._transport.pause_reading()
+
+    def _begin(self, message: ClientRequest) -> None:
+        self._is_busy, self._closes_at_s, self._is_head_timed = True, 0.0, False
+        self.can_go_on = message.keep_alive
+        active = self._handler.take(self, message)
+        # An immediate answer has ended the request already.
+        if self._is_busy:
+            self._active = active
+
+    # For the request under way.
+
+    def write(self, data: bytes) -> None:
+        # The end of the connection may not have been reported yet.
+        if not self._transport.is_closing():
+            self._transport.write(data)
+
+    def done(self, message: ClientRequest) -> None:
+        """Finish ``message``, whose answer is complete."""
+        self._active, self._is_busy = None, False
+        self._give_back(message.size)
+        if not self.can_go_on:
+            self._leave()
+            return
+        self._within(KEEP_ALIVE_S)
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._begin_next)
+        elif self._refusal is not None:
+            self._answer_refusal(self._refusal)
+        elif self._is_paused:
+            self._is_paused = False
+            self._transport.resume_reading()
+        else:
+            self._watch_part()
+
+    def _begin_next(self) -> None:
+        # If answers were added to unread answers, the write buffer would grow without bound.
+        if self._waiting and not self._is_busy and not self._is_choked:
+            self._begin(self._waiting.popleft())
+
+    def abort(self) -> None:
+        """Break the connection, so that half an answer is not mistaken for a complete one."""
+        self._active = None
+        self._transport.abort()
+
+    # Time limits, back-pressure, closing.
+
+    def sweep(self, now_s: float) -> None:
+        """Close the connection if its client has taken too long to send or to read."""
+        unread = num_unread_bytes(self._transport)
+        if self._stalled.stalled_s(unread, now_s) >= UNREAD_S:
+            self._handler.dropped("unread", f"a client has read nothing for {UNREAD_S:g} s")
+            self._transport.abort()
+            return
+        grace_s = 0.0 if self._in_head else self._message.size / BODY_BYTES_PER_S
+        # Not while answers are unread: a slow but reading client would lose the end of its answer.
+        if not self._closes_at_s or now_s < self._closes_at_s + grace_s or unread:
+            return
+        if self._refusal is not None:
+            self._transport.abort()
+        elif self._in_head and not self._head_bytes:
+            self._transport.close()
+        else:
+            self._refuse(RequestRefusedError(408, "the request took too long to arrive"))
+
+    def evict(self) -> None:
+        """Make way for another connection."""
+        self._transport.abort()
+
+    def leave_if_idle(self) -> None:
+        """Close the connection if no request is under way, or else after the answer."""
+        self.can_go_on = False
+        if not self._is_busy:
+            self._transport.close()
+
+    def pause_writing(self) -> None:
+        self._is_choked = True
+        if self._active is not None:
+            self._active.pause()
+
+    def resume_writing(self) -> None:
+        self._is_choked = False
+        if self._active is not None:
+            self._active.resume()
+        elif self._waiting:
+            asyncio.get_running_loop().call_soon(self._begin_next)
+
+    def eof_received(self) -> None:
+        return None
+
+    def _refuse(self, error: RequestRefusedError) -> None:
+        self._refusal = error
+        self._handler.refused(error)
+        if not self._is_busy and not self._waiting:
+            self._answer_refusal(error)
+
+    def _turn_away(self) -> None:
+        """Refuse the connection and close it at once: lingering would hold a file descriptor."""
+        error = RequestRefusedError(503, "too many connections are open; try again shortly")
+        self._refusal = error
+        self._handler.refused(error)
+        self.write(replies.error(503, str(error), closes=True, retry_after_s=_RETRY_AFTER_S))
+        self._transport.close()
+
+    def _answer_refusal(self, error: RequestRefusedError) -> None:
+        usual = _RETRY_AFTER_S if error.status in (429, 503) else None
+        again = usual if error.retry_after_s is None else error.retry_after_s
+        self.write(replies.error(error.status, str(error), closes=True, retry_after_s=again))
+        self._leave()
+
+    def _leave(self) -> None:
+        """Close for writing and discard further bytes: closing at once may lose the answer."""
+        self._refusal = self._refusal or RequestRefusedError(400, "the connection is closing")
+        self._waiting.clear()
+        self._within(_LINGER_S)
+        if self._transport.can_write_eof() and not self._transport.is_closing():
+            self._transport.write_eof()
+        else:
+            self._transport.close()
+
+    def _within(self, seconds: float) -> None:
+        self._closes_at_s = monotonic() + seconds
+
+    def _give_back(self, num_bytes: int) -> None:
+        self._held_bytes -= num_bytes
+        self._handler.hold(-num_bytes)

@@ -1,0 +1,174 @@
+"""Counters of one balancer, converted into Prometheus metrics on request.
+
+Counting with a library's thread-safe metrics would cost more than relaying a chunk.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+from prometheus_client.registry import Collector
+
+from banaserve_route.balancer.targets import Target
+from banaserve_route.policies.interface import Flight
+
+_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 300)
+
+
+class _Histogram:
+    __slots__ = ("_counts", "_sum")
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(_BOUNDS_S) + 1)
+        self._sum = 0.0
+
+    def add(self, value: float) -> None:
+        self._counts[bisect_left(_BOUNDS_S, value)] += 1
+        self._sum += value
+
+    def family(self, name: str, what: str) -> Metric:
+        buckets, total = [], 0
+        for bound, count in zip((*map(str, _BOUNDS_S), "+Inf"), self._counts, strict=True):
+            total += count
+            buckets.append((bound, total))
+        family = HistogramMetricFamily(name, what)
+        family.add_metric([], buckets, self._sum)
+        return family
+
+
+class Metrics(Collector):
+    """Counters of one balancer; times are seconds."""
+
+    def __init__(self) -> None:
+        self._decisions: Counter[tuple[str, str]] = Counter()
+        self._answers: Counter[int] = Counter()
+        self._refused: Counter[int] = Counter()
+        self._dropped: Counter[str] = Counter()
+        self.num_connections: Callable[[], int] = int
+        self._over_limits: Counter[str] = Counter()
+        self._waits, self._first, self._durations = _Histogram(), _Histogram(), _Histogram()
+        self._num_cancelled = 0
+        self._num_reads = 0
+        self.targets: Callable[[], Iterable[Target]] = tuple
+        self.queue_length: Callable[[], int] = int
+        self.num_under_way: Callable[[], int] = int
+
+    def ended(
+        self, status: int, arrived_s: float, now_s: float, num_reads: int, flights: list[Flight]
+    ) -> None:
+        """Count a request whose answer came in ``num_reads`` parts.
+
+        Args:
+            status: Status of the answer; 502 also if it broke off, 0 if the client went away.
+            flights: Attempts of the request.
+        """
+        self._num_reads += num_reads
+        after_s = now_s - arrived_s
+        if flights:
+            first, last = flights[0], flights[-1]
+            self._decisions[first.target, first.decision.reason] += 1
+            self._waits.add(first.sent_s - arrived_s)
+            if last.first_token_s is not None:
+                self._first.add(last.first_token_s - arrived_s)
+        if not status:
+            self._num_cancelled += 1
+            return
+        self._answers[status] += 1
+        self._durations.add(after_s)
+
+    def refused(self, status: int) -> None:
+        """Count a request that was refused before it was complete."""
+        self._refused[status] += 1
+
+    def dropped(self, cause: str) -> None:
+        """Count a client connection that was closed without an answer."""
+        self._dropped[cause] += 1
+
+    def over_limit(self, limit: str) -> None:
+        """Count a request beyond a limit of its key."""
+        self._over_limits[limit] += 1
+
+    def page(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        registry = CollectorRegistry()
+        registry.register(self)
+        return generate_latest(registry)
+
+    def collect(self) -> Iterator[Metric]:
+        name = "banaserve_route_"
+        yield _counter(name + "answers", "Answers to whole requests.", ["status"], self._answers)
+        yield _counter(name + "refused", "Refused before whole.", ["status"], self._refused)
+        yield _counter(name + "dropped", "Connections closed unanswered.", ["cause"], self._dropped)
+        yield _counter(
+            name + "over_limits", "Beyond a limit of their key.", ["limit"], self._over_limits
+        )
+        yield GaugeMetricFamily(
+            name + "connections", "Open connections of clients.", value=self.num_connections()
+        )
+        yield _counter(name + "decisions", "First places.", ["target", "reason"], self._decisions)
+        yield CounterMetricFamily(
+            name + "cancelled", "Clients that went away.", value=self._num_cancelled
+        )
+        yield CounterMetricFamily(name + "reads", "Parts relayed.", value=self._num_reads)
+        yield self._waits.family(name + "wait_seconds", "From the whole request to its place.")
+        yield self._first.family(name + "first_byte_seconds", "To the answer's first byte.")
+        yield self._durations.family(name + "duration_seconds", "To the answer's last byte.")
+        yield GaugeMetricFamily(name + "waiting", "Requests in line.", value=self.queue_length())
+        yield GaugeMetricFamily(
+            name + "under_way", "Requests under way.", value=self.num_under_way()
+        )
+        yield from self._of_targets()
+
+    def _of_targets(self) -> Iterator[Metric]:
+        name, targets = "banaserve_route_target_", list(self.targets())
+        gauges: dict[str, Callable[[Target], float]] = {
+            "available": lambda one: one.view.is_available,
+            "healthy": lambda one: one.is_healthy,
+            "circuit_open": lambda one: one.breaker.is_open,
+            "outstanding": lambda one: one.view.outstanding,
+            "pending": lambda one: one.view.pending,
+            "round_trip_ms": lambda one: one.view.round_trip_ms,
+        }
+        for key, read in gauges.items():
+            family = GaugeMetricFamily(name + key, f"Of a target: {key}.", labels=["target"])
+            for one in targets:
+                family.add_metric([one.view.id], float(read(one)))
+            yield family
+        counters: dict[str, Callable[[Target], float]] = {
+            "broken": lambda one: one.num_broken,
+            "retried": lambda one: one.num_retried,
+            "circuit_opened": lambda one: one.breaker.num_opened,
+        }
+        for key, read in counters.items():
+            counter = CounterMetricFamily(name + key, f"Of a target: {key}.", labels=["target"])
+            for one in targets:
+                counter.add_metric([one.view.id], float(read(one)))
+            yield counter
+        answers = CounterMetricFamily(
+            name + "answers", "Answers of a target.", labels=["target", "status"]
+        )
+        for one in targets:
+            for status, count in one.num_answers.items():
+                answers.add_metric([one.view.id, str(status)], count)
+        yield answers
+
+
+def _counter(
+    name: str,
+    what: str,
+    labels: list[str],
+    counts: Counter[int] | Counter[str] | Counter[tuple[str, str]],
+) -> Metric:
+    family = CounterMetricFamily(name, what, labels=labels)
+    for key, count in counts.items():
+        values = list(map(str, key)) if isinstance(key, tuple) else [str(key)]
+        family.add_metric(values, count)
+    return family

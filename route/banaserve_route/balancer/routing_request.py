@@ -1,0 +1,117 @@
+"""Request as a policy sees it, read from path and body without changing a byte of them."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from dataclasses import replace
+
+import msgspec
+
+from banaserve.base.json_text import as_utf8
+from banaserve.base.types import RequestId
+from banaserve_route.balancer.http.request import ClientRequest
+from banaserve_route.policies.interface import FleetView, Request
+
+BYTES_A_TOKEN = 4
+"""Approximate bytes per token of English text; only ratios between requests matter to routing."""
+
+MAX_NAME_CHARS = 256
+"""Maximum length of a model or user name, in characters: names are kept, compared and logged."""
+
+MAX_OUTPUT_TOKENS = 10**7
+"""Cap on the output tokens of a request: clients may ask for any number, which policies add up."""
+
+MAX_CONVERTED_BYTES = 2**20
+"""Maximum size of a body to convert to UTF-8: a longer conversion would block everything else."""
+
+_NOTHING = msgspec.Raw(b"")
+_RESPONSES = (b"/v1/responses", b"/v1/responses/render")
+_STORED = re.compile(rb"/v1/responses/([^/]{1,256})(?:/cancel)?/?")
+
+
+class _Body(msgspec.Struct):
+    """The parts of an OpenAI request that routing reads; a part of another type fails to decode."""
+
+    model: str = ""
+    user: str | None = None
+    messages: msgspec.Raw = _NOTHING
+    prompt: msgspec.Raw = _NOTHING
+    input: msgspec.Raw = _NOTHING
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+
+
+class _Continuation(msgspec.Struct):
+    """The part of a request to ``/v1/responses`` that names the response it continues."""
+
+    previous_response_id: str = ""
+
+
+_decode = msgspec.json.Decoder(_Body).decode
+_decode_continuation = msgspec.json.Decoder(_Continuation).decode
+
+
+def blind_request(request_id: RequestId, now_s: float) -> Request:
+    """Return the request as shown to a policy that reads no prompt."""
+    return Request(request_id, 1, arrived_s=now_s)
+
+
+def read_request(
+    request_id: RequestId,
+    message: ClientRequest,
+    now_s: float,
+    allowed_regions: frozenset[str] | None,
+    was_forwarded: bool,
+) -> Request:
+    """Return ``message`` as routing sees it.
+
+    A body that is not a JSON object of the known form is no error here: the replica refuses such a
+    body with its own message.
+    """
+    body = _NO_BODY
+    if message.body:
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            body = _decode(_data(message))
+    prompt = bytes(body.messages or body.prompt or body.input)
+    return Request(
+        request_id,
+        max(1, len(prompt) // BYTES_A_TOKEN),
+        prompt,
+        min(max(0, body.max_completion_tokens or body.max_tokens or 0), MAX_OUTPUT_TOKENS),
+        message.session or (body.user or "")[:MAX_NAME_CHARS],
+        body.model[:MAX_NAME_CHARS],
+        allowed_regions,
+        was_forwarded,
+        now_s,
+    )
+
+
+_NO_BODY = _Body()
+
+
+def stored_response(message: ClientRequest) -> str:
+    """Return the id of the stored response that ``message`` needs; empty if it needs none.
+
+    Of all state that a client of vLLM may leave at a server, only stored responses are in the
+    memory of a single replica.
+    """
+    if (named := _STORED.fullmatch(message.path)) and message.path not in _RESPONSES:
+        return named[1].decode("utf-8", "replace")
+    if message.path.rstrip(b"/") in _RESPONSES:
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return _decode_continuation(_data(message)).previous_response_id[:MAX_NAME_CHARS]
+    return ""
+
+
+def _data(message: ClientRequest) -> bytes:
+    """Return the body in UTF-8; a long body in another encoding stays as it is, and is not read."""
+    body = message.body[0] if len(message.body) == 1 else b"".join(message.body)
+    return as_utf8(body) if len(body) <= MAX_CONVERTED_BYTES else body
+
+
+def without_tried(view: FleetView, tried: set[str]) -> FleetView:
+    """Return ``view`` without the targets in ``tried``."""
+    left = [one for one in view.replicas if one.id not in tried]
+    peers = [one for one in view.peers if one.id not in tried]
+    return replace(view, replicas=left, peers=peers, by_id={one.id: one for one in left})

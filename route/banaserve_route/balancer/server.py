@@ -1,0 +1,127 @@
+"""Process of a balancer: its socket, its event loop, and a shutdown that lets requests finish."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import uvloop
+
+from banaserve.base.net.keep_alive import keep_alive
+from banaserve.base.net.tls import Certificates
+from banaserve.base.net.tls_listener import ClientListener, TlsListener
+from banaserve_route.balancer.balancer import TICK_S, Balancer
+from banaserve_route.balancer.config_file import follow
+from banaserve_route.balancer.http.client_connection import ClientConnection
+
+_TICKS_A_SLOW_ONE = 5
+_BACKLOG = 2048
+_HANDSHAKE_S = 10.0
+
+
+def run(
+    make: Callable[[], Balancer],
+    sock: socket.socket,
+    on_ready: Callable[[], None],
+    config: Path | None = None,
+) -> int:
+    """Serve on ``sock`` until SIGINT or SIGTERM; return 128 plus the signal's number.
+
+    The settings follow changes of the file ``config``, if there is one.
+
+    After the first signal, requests under way may finish within a limited time; the second signal
+    ends the process at once.
+    """
+    # Objects allocated so far stay, and requests make no cycles, so searching for them can be rare.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(serve(make, sock, on_ready, config))
+
+
+async def serve(
+    make: Callable[[], Balancer],
+    sock: socket.socket,
+    on_ready: Callable[[], None],
+    config: Path | None,
+) -> int:
+    """Serve as ``run`` does, within a running event loop of the main thread."""
+    loop = asyncio.get_running_loop()
+    signals: asyncio.Queue[int] = asyncio.Queue()
+    for each in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(each, signals.put_nowait, int(each))
+    balancer = make()
+    await balancer.start()
+    tasks = [loop.create_task(tick(balancer))]
+    if config is not None:
+        tasks.append(loop.create_task(follow(config, balancer)))
+    server = await listen(balancer, sock)
+    on_ready()
+    try:
+        number = await signals.get()
+        server.close()
+        await drain(balancer, signals)
+    finally:
+        for task in tasks:
+            task.cancel()
+        balancer.close()
+    return 128 + number
+
+
+async def listen(balancer: Balancer, sock: socket.socket) -> ClientListener:
+    """Accept clients on ``sock``, with TLS if the settings name a certificate.
+
+    Raises:
+        UserError: The certificate cannot be used.
+    """
+    keep_alive(sock)
+    if (tls := balancer.settings.server_tls) is None:
+        loop = asyncio.get_running_loop()
+        return await loop.create_server(
+            lambda: ClientConnection(balancer), sock=sock, backlog=_BACKLOG
+        )
+    balancer.certificates = Certificates(tls, balancer.log)
+    return TlsListener(
+        sock,
+        lambda: ClientConnection(balancer),
+        balancer.certificates,
+        balancer.connections,
+        _HANDSHAKE_S,
+        lambda cause: balancer.dropped(cause, "a connection has ended before its TLS handshake"),
+    )
+
+
+async def tick(balancer: Balancer) -> None:
+    """Do the balancer's periodic work."""
+    while True:
+        for _ in range(_TICKS_A_SLOW_ONE):
+            await asyncio.sleep(TICK_S)
+            _guarded(balancer.tick, balancer)
+        _guarded(balancer.tick_slowly, balancer)
+
+
+def _guarded(step: Callable[[], None], balancer: Balancer) -> None:
+    """Run a step and log its exception: if the clock stopped, no time limit would hold any more."""
+    try:
+        step()
+    except Exception as error:
+        balancer.log(f"a step of the clock failed: {error!r}")
+
+
+async def drain(balancer: Balancer, signals: asyncio.Queue[int]) -> None:
+    """Take no more requests; return when none is under way, time is up or another signal comes."""
+    balancer.leave()
+    again = asyncio.ensure_future(signals.get())
+    idle = asyncio.ensure_future(balancer.idle())
+    await asyncio.wait(
+        (again, idle),
+        timeout=balancer.settings.limits.drain_s,
+        return_when=asyncio.FIRST_COMPLETED,
+    )
+    again.cancel()
+    idle.cancel()

@@ -1,0 +1,187 @@
+"""Target of requests, a replica or a peer: its connections, health, circuit breaker and counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from banaserve.base.net.tls import Certificates
+from banaserve_route.balancer.config import BalancerSettings, Endpoint
+from banaserve_route.balancer.http.replica_connection import ConnectionPool
+from banaserve_route.policies.interface import PeerView, ReplicaView
+
+
+class Target:
+    """Replica or peer as the data plane sees it.
+
+    Attributes:
+        name: Name of the target for the log.
+        fields: Header lines of every request to the target.
+        key: Key in ``fields``, sent instead of the client's key; empty for none.
+        takes_keys: True if the target may be shown keys of clients.
+        is_healthy: True if the target is healthy according to the last probes.
+        was_refused: True if the target's port has refused a connection since it was last healthy.
+        num_answers: Number of answers by status.
+    """
+
+    def __init__(
+        self,
+        view: ReplicaView,
+        endpoint: Endpoint,
+        settings: BalancerSettings,
+        own_fields: bytes = b"",
+        tls: Certificates | None = None,
+    ) -> None:
+        """``tls`` holds the trusted authorities; needed if the endpoint has TLS."""
+        self.view = view
+        self.is_peer = isinstance(view, PeerView)
+        self.endpoint = endpoint
+        self.name = f"{'peer' if self.is_peer else 'replica'} {endpoint.url}"
+        health = settings.health
+        self.pool = ConnectionPool(endpoint, settings.limits.connect_timeout_s, tls)
+        self.breaker = Breaker(
+            health.breaker_failures, health.breaker_pause_s, health.breaker_longest_pause_s
+        )
+        self._own_fields = own_fields
+        self.take_settings("", 0, settings)
+        self.takes_keys = True
+        self.is_healthy = True
+        self.was_refused = False
+        self.num_failed_looks = 0
+        self.num_answers: Counter[int] = Counter()
+        self.num_broken = 0
+        self.num_retried = 0
+
+    def take_settings(self, key: str, max_outstanding: int, settings: BalancerSettings) -> None:
+        """Apply these settings from now on; requests under way are not affected."""
+        self.fields = b"Host: %b\r\n" % self.endpoint.authority.encode() + self._own_fields
+        self.key = key
+        if key:
+            self.fields += b"Authorization: Bearer %b\r\n" % key.encode()
+        self._max_outstanding = max_outstanding
+        self.pool.connect_timeout_s = settings.limits.connect_timeout_s
+        health = settings.health
+        self.breaker.take_settings(
+            health.breaker_failures, health.breaker_pause_s, health.breaker_longest_pause_s
+        )
+
+    @property
+    def is_full(self) -> bool:
+        return 0 < self._max_outstanding <= self.view.outstanding
+
+    def refresh(self, now_s: float) -> bool:
+        """Update ``view.is_available``; return whether the target may be sent a request."""
+        view = self.view
+        view.is_available = self.is_healthy and not self.is_full and self.breaker.allows(now_s)
+        return view.is_available
+
+    def sent(self, now_s: float) -> None:
+        """Record a request sent to the target, which the view counts already."""
+        if self.breaker.is_open or self._max_outstanding:
+            self.breaker.sent()
+            self.refresh(now_s)
+
+    def answered(self, status: int, is_fault: bool, now_s: float) -> None:
+        """Record the target's answer to a request."""
+        self.num_answers[status] += 1
+        if is_fault:
+            self.breaker.failed(now_s)
+        else:
+            self.breaker.succeeded()
+        if is_fault or self._max_outstanding or not self.view.is_available:
+            self.refresh(now_s)
+
+    def broke(self, is_fault: bool, now_s: float) -> None:
+        """Record a request to the target that ended without a complete answer.
+
+        Args:
+            is_fault: True if the target is at fault, and not, say, a client that went away.
+        """
+        if is_fault:
+            self.num_broken += 1
+            self.breaker.failed(now_s)
+        else:
+            self.breaker.given_up()
+        self.refresh(now_s)
+
+    def looked(self, is_well: bool, failures: int, now_s: float) -> bool:
+        """Record a health probe; return whether it changed ``is_healthy``.
+
+        Args:
+            failures: Number of failed probes in a row that take the target out.
+        """
+        was_healthy = self.is_healthy
+        self.num_failed_looks = 0 if is_well else self.num_failed_looks + 1
+        if is_well:
+            self.is_healthy = True
+        elif self.num_failed_looks >= failures:
+            self.is_healthy = False
+        self.refresh(now_s)
+        return was_healthy != self.is_healthy
+
+
+class Breaker:
+    """Circuit breaker: a target that fails repeatedly gets no requests for a while.
+
+    A closed breaker lets all requests through, an open one none, a half-open one a single trial.
+
+    Attributes:
+        is_open: True if no request may be sent before ``retry_at_s``, and then only one on trial.
+    """
+
+    __slots__ = (
+        "_failures",
+        "_limit",
+        "_longest_pause_s",
+        "_pause_s",
+        "_shortest_pause_s",
+        "_trial",
+        "is_open",
+        "num_opened",
+        "retry_at_s",
+    )  # fmt: skip
+
+    def __init__(self, failures: int, pause_s: float, longest_pause_s: float) -> None:
+        self._failures = 0
+        self._trial = self.is_open = False
+        self.take_settings(failures, pause_s, longest_pause_s)
+        self.num_opened = 0
+        self.retry_at_s = 0.0
+
+    def take_settings(self, failures: int, pause_s: float, longest_pause_s: float) -> None:
+        """Apply these settings; an open circuit stays open until its pause ends."""
+        self._limit = failures
+        self._shortest_pause_s, self._longest_pause_s = pause_s, longest_pause_s
+        if not self.is_open:
+            self._pause_s = pause_s
+
+    def allows(self, now_s: float) -> bool:
+        """Return whether a request may be sent; after the pause, one at a time."""
+        return not self.is_open or (now_s >= self.retry_at_s and not self._trial)
+
+    def sent(self) -> None:
+        """Record a request that was sent."""
+        self._trial = self.is_open
+
+    def succeeded(self) -> None:
+        """Record a request that was answered."""
+        self._failures = 0
+        if self.is_open:
+            self.is_open = self._trial = False
+            self._pause_s = self._shortest_pause_s
+
+    def failed(self, now_s: float) -> None:
+        """Record a request that failed by the target's fault."""
+        self._failures += 1
+        if self.is_open and not self._trial:
+            return
+        if not self.is_open and self._failures < self._limit:
+            return
+        if self.is_open:
+            self._pause_s = min(2 * self._pause_s, self._longest_pause_s)
+        self.is_open, self._trial = True, False
+        self.num_opened += 1
+        self.retry_at_s = now_s + self._pause_s
+
+    def given_up(self) -> None:
+        """Record a request that ended without showing the target's health: cancelled, say."""
+        self._trial = False

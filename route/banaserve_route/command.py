@@ -1,0 +1,178 @@
+"""``banaserve route``: a balancer in front of OpenAI-compatible replicas."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from banaserve.base.access.key_files import key_option
+from banaserve.base.arguments import Formatter, Options, Parser, option, pairs, values_of
+from banaserve.base.errors import UserError
+from banaserve.base.net.descriptors import raise_descriptor_limit
+from banaserve.base.plugins import PluginGroup
+from banaserve.cli.console import print_error, timed
+from banaserve.cli.plugins import use_plugins, warn_of_rivalries
+from banaserve.cli.sockets import listening
+from banaserve_route.balancer.balancer import Balancer, max_connections
+from banaserve_route.balancer.config import (
+    BalancerSettings,
+    HealthSettings,
+    LimitSettings,
+    PolicySettings,
+    ReplicaSettings,
+)
+from banaserve_route.balancer.config_file import read_settings
+from banaserve_route.policies import registry
+
+_DEFAULTS = BalancerSettings()
+_LIMITS = _DEFAULTS.limits
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouteOptions:
+    """Options of ``banaserve route``; fields have the names of the balancer's settings."""
+
+    config: Path | None = option(
+        "TOML or YAML, instead of all other options", None, Path, metavar="FILE"
+    )
+    replica: tuple[str, ...] = option("one server; repeat for several", (), metavar="URL")
+    policy: str = option("{names}", _DEFAULTS.policy.name)
+    preset: str = option("set of the policy's options to start from", "")
+    policy_options: Options = pairs(
+        "option of the policy; repeat for several",
+        name="--policy-option",
+    )
+    seed: int = option("seed of the policy's random choices", 0)
+    host: str = option("address to listen at; other than loopback needs --api-key", _DEFAULTS.host)
+    port: int = option("port to listen at", _DEFAULTS.port, metavar="PORT")
+    api_keys: tuple[str, ...] = key_option(
+        "--api-key",
+        "key that clients need; BANASERVE_API_KEY",
+        "file with such keys, one a line",
+        "BANASERVE_API_KEY",
+        is_repeated=True,
+    )
+    replica_key: str = key_option(
+        "--replica-key",
+        "key sent to replicas; BANASERVE_REPLICA_KEY",
+        "file with that key",
+        "BANASERVE_REPLICA_KEY",
+    )
+    max_body: str = option("size of one request's body", _LIMITS.max_body, name="--max-body-size")
+    max_connections: int = option("connections of clients", _LIMITS.max_connections)
+    max_connections_per_address: int = option(
+        "connections from one address without a key (0: a quarter)", 0
+    )
+    max_requests: int = option(
+        "requests under way at once", _LIMITS.max_requests, name="--max-concurrent-requests"
+    )
+    max_queue: int = option("waiting requests", _LIMITS.max_queue)
+    max_outstanding: int = option("requests at a replica at a time; 0: no limit", 0)
+    queue_timeout_s: float = option("time to wait for a replica", _LIMITS.queue_timeout_s)
+    request_timeout_s: float = option("time for a whole request", _LIMITS.request_timeout_s)
+    body_timeout_s: float = option("time for a request's body", _LIMITS.body_timeout_s)
+    ssl_certfile: str = option("serve HTTPS; read again on change", "", metavar="FILE")
+    ssl_keyfile: str = option("its key, where in a file of its own", "", metavar="FILE")
+    replica_ca: str = option("authorities of https:// replicas", "", metavar="FILE")
+    decision_log: str = option("file that gets one JSON line a request", "", metavar="FILE")
+    traces: str = option("OTLP collector, such as http://HOST:4318", "", metavar="URL")
+    health_path: str = option("path that probes of replicas ask for", _DEFAULTS.health.path)
+    health_interval_s: float = option("time between two probes", _DEFAULTS.health.interval_s)
+
+    def settings(self) -> BalancerSettings:
+        """Return the settings of the balancer."""
+        own = {"policy", "limits", "health", "replicas"}
+        return BalancerSettings(
+            **self._alike(BalancerSettings, own),
+            policy=PolicySettings(
+                name=self.policy,
+                preset=self.preset,
+                options=dict(self.policy_options),
+                seed=self.seed,
+            ),
+            replicas=tuple(ReplicaSettings(url=url) for url in self.replica),
+            limits=LimitSettings(**self._alike(LimitSettings)),
+            health=HealthSettings(path=self.health_path, interval_s=self.health_interval_s),
+        )
+
+    def _alike(self, kind: Any, without: Set[str] = frozenset()) -> dict[str, Any]:
+        """Return the values of the fields that ``kind`` has too."""
+        names = set(kind.__struct_fields__) - without
+        return {name: getattr(self, name) for name in names if hasattr(self, name)}
+
+
+def route_command(argv: Sequence[str]) -> int:
+    """Balance until SIGINT or SIGTERM; return the exit code.
+
+    Raises:
+        UserError: An error that the user can correct.
+    """
+    use_plugins(PluginGroup.REPLICA_POLICIES)
+    asked = parse(argv)
+    settings = _from_file(argv, asked.config) if asked.config else asked.settings()
+    settings.check()
+    warn_of_rivalries((PluginGroup.REPLICA_POLICIES, settings.policy.name))
+    if not settings.replicas and not settings.peers:
+        raise UserError("route: no replica: give --replica URL, once for each, or --config FILE")
+    from banaserve_route.balancer import server
+
+    say = timed(sys.stdout)
+    balancers: list[Balancer] = []
+
+    def make() -> Balancer:
+        balancers.append(Balancer(settings, print_error))
+        return balancers[0]
+
+    raise_descriptor_limit()
+    if (allowed := max_connections(settings)) < settings.limits.max_connections:
+        say(f"{allowed} connections of clients at most: file descriptors (ulimit -n) allow no more")
+    with listening(settings.host, settings.port) as sock:
+        say(f"looking at {len(settings.replicas)} replicas and {len(settings.peers)} peers")
+        code = server.run(make, sock, lambda: _banner(balancers[0]), asked.config)
+    say("ended")
+    return code
+
+
+def _from_file(argv: Sequence[str], path: Path) -> BalancerSettings:
+    """Return the file's settings; other options are refused, so that the file can be reloaded."""
+    if len(argv) > (1 if argv[0].startswith("--config=") else 2):
+        raise UserError(f"--config goes alone: write the other options into {path}")
+    return read_settings(path)
+
+
+def parse(argv: Sequence[str]) -> RouteOptions:
+    """Return the options in the words after ``banaserve route``.
+
+    Raises:
+        UserError: A word is invalid.
+    """
+    return RouteOptions(**values_of(RouteOptions, make_parser().parse_args(list(argv))))
+
+
+def make_parser() -> Parser:
+    """Return the parser of the command's options."""
+    parser = Parser(
+        prog="banaserve route",
+        usage="banaserve route [options]",
+        description="Balance requests over OpenAI-compatible replicas (banaserve, vLLM, SGLang).",
+        epilog="banaserve route --replica http://10.0.0.1:8000 --replica http://10.0.0.2:8000",
+        allow_abbrev=False,
+        formatter_class=Formatter,
+    )
+    parser.add_options(RouteOptions, {"--policy": registry.names()})
+    return parser
+
+
+def _banner(balancer: Balancer) -> None:
+    settings = balancer.settings
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    url = f"http{'s' * bool(settings.ssl_certfile)}://{host}:{settings.port}"
+    lines = ["", f"  banaserve routes by {registry.POLICIES.label(settings.policy.name)}"]
+    for target in balancer.targets.values():
+        state = "ready" if target.is_healthy else "does not answer yet"
+        lines.append(f"  {target.endpoint.url:<32} {state}")
+    lines += [f"  API      {url}/v1", f"  metrics  {url}/metrics", "", "  Ctrl-C ends it.", ""]
+    print("\n".join(lines), flush=True)
