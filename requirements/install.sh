@@ -60,7 +60,8 @@ reason() {
         echo "the package index does not answer${host:+ ($host)}: look at the network and at" \
             "\`pip config list\`, $again"
     elif says 'No matching distribution|no versions? of|not found in the (package registry|provided)'; then
-        echo "no index that pip knows offers ${name:-a package}: name a complete one in pip's configuration"
+        echo "no index that pip knows offers ${name:-a package}: look at the network, or name a complete index in" \
+            "pip's configuration"
     else
         { grep -iE '^ *\w*error\b' <<<"$output" || grep . <<<"$output" || echo "exit status $1"; } | tail -n 1
     fi
