@@ -64,7 +64,7 @@ def test_with_streams_under_way(number, serve, port):
 @pytest.mark.spine
 def test_sigterm_lets_streams_end_and_takes_no_more(serve, port):
     """As Kubernetes and Docker send it: to the server alone, not to its engines."""
-    run = serve(port=port)
+    run = serve("--drain-timeout", "600", port=port)
     asked = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 300}
     body = {**asked, "stream": True, "ignore_eos": True}
     with httpx.stream("POST", f"{run.url}/v1/completions", json=body, timeout=60) as stream:
