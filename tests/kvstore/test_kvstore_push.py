@@ -32,7 +32,7 @@ from banaserve.kvstore.peers.messages import (
 from banaserve.kvstore.peers.push import Push, PushLink
 from banaserve.kvstore.peers.reception import Reception
 from banaserve.kvstore.peers.server import PeerServer
-from banaserve.transport.channel import StreamChannel
+from banaserve.transport.channels.channel import StreamChannel
 from banaserve.transport.errors import PeerGoneError, TransportError
 from banaserve.transport.interface import Tensor
 from peer_store import FINGERPRINT, KEY, NUM_SLOTS, SLOT_BYTES, PeerStore, block, chain

@@ -16,8 +16,8 @@ from banaserve.migration.guest.server import GuestServer
 from banaserve.migration.rpc.messages import GuestAddress
 from banaserve.transport.errors import PeerGoneError, RefusedError, StaleEpochError
 from banaserve.transport.interface import Offsets, RegionDescriptor, TransportOptions
-from banaserve.transport.local_region import reserve
 from banaserve.transport.memory import Memory, copy_runs
+from banaserve.transport.regions.local_region import reserve
 from seeded_machine import Machine, Process, Troubles
 from seeded_modules import UnitsOfGuest
 from seeded_threads import KilledError, Thread, VirtualChannel, current, sleep, wait, wake

@@ -11,8 +11,8 @@ from typing import Literal
 import numpy as np
 
 from banaserve.transport.errors import RefusedError
-from banaserve.transport.gpu_memory import HANDLE_BYTES, rows_of
 from banaserve.transport.memory import Memory, Runs
+from banaserve.transport.regions.gpu_memory import HANDLE_BYTES, rows_of
 
 _HANDLE = struct.Struct("<QQ")
 

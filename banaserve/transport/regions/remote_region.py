@@ -15,7 +15,7 @@ from banaserve.transport.errors import (
 )
 from banaserve.transport.interface import Offsets, RegionDescriptor
 from banaserve.transport.memory import Memory, Plan
-from banaserve.transport.plans import check_range, make_plan
+from banaserve.transport.regions.argument_checks import check_range, make_plan
 
 CANCEL_WAIT_S = 1.0
 MAX_HELP_BYTES = 64 * 2**20

@@ -10,12 +10,12 @@ import struct
 
 import numpy as np
 
+from banaserve.transport.backends.shm import ShmTransport
 from banaserve.transport.errors import RefusedError
-from banaserve.transport.gpu_memory import HANDLE_BYTES, CudaGpu, Gpu
 from banaserve.transport.interface import RegionDescriptor, TransportOptions
 from banaserve.transport.memory import Memory, Plan, whole_pages
-from banaserve.transport.shared_file import SharedFile, new_file
-from banaserve.transport.shm import ShmTransport
+from banaserve.transport.regions.gpu_memory import HANDLE_BYTES, CudaGpu, Gpu
+from banaserve.transport.regions.shared_file import SharedFile, new_file
 
 NAME = "cuda_ipc"
 _RECORD = struct.Struct(f"<Q{HANDLE_BYTES}s")

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from banaserve.transport import seal
+from banaserve.transport.channels import authentication
+from banaserve.transport.channels.authentication import CODE_BYTES, Seal
+from banaserve.transport.channels.stream import SocketStream
 from banaserve.transport.errors import PeerGoneError, RefusedError
-from banaserve.transport.seal import CODE_BYTES, Seal
-from banaserve.transport.stream import SocketStream
 from depth import num_examples
 
 SECRET, OTHER = b"the secret of a run", b"the secret of another run"
@@ -44,14 +44,14 @@ def shaken(connecting=SECRET, listening=SECRET):
 
     def welcome():
         try:
-            ended.append(seal.welcome(theirs, listening, time.monotonic() + WAIT_S))
+            ended.append(authentication.welcome(theirs, listening, time.monotonic() + WAIT_S))
         except (RefusedError, PeerGoneError) as error:
             ended.append(error)
 
     thread = threading.Thread(target=welcome)
     thread.start()
     try:
-        found = seal.greet(ours, connecting, time.monotonic() + WAIT_S)
+        found = authentication.greet(ours, connecting, time.monotonic() + WAIT_S)
     except (RefusedError, PeerGoneError) as error:
         found = error
         ours.close()
@@ -98,15 +98,15 @@ def test_a_wrong_secret_is_one_line():
 
 def test_a_recorded_handshake_opens_nothing():
     _, _, connecting, listening = shaken()
-    assert told(connecting, seal.welcome) == "the peer does not know this run's secret"
-    assert told(listening, seal.greet) == "the peer does not know this run's secret"
+    assert told(connecting, authentication.welcome) == "the peer does not know this run's secret"
+    assert told(listening, authentication.greet) == "the peer does not know this run's secret"
 
 
 @pytest.mark.parametrize(
     ("half", "first", "answer"),
     [
-        (seal.greet, b"", lambda said: 2 * said[-32:]),
-        (seal.welcome, seal._MAGIC + bytes(32), lambda said: said[-32:]),
+        (authentication.greet, b"", lambda said: 2 * said[-32:]),
+        (authentication.welcome, authentication._MAGIC + bytes(32), lambda said: said[-32:]),
     ],
     ids=["its nonce", "its proof"],
 )
@@ -128,7 +128,7 @@ def test_what_a_side_says_is_no_answer_to_it(half, first, answer):
 
 
 def test_another_version_of_the_protocol_is_named():
-    assert "another protocol" in told(b"banaserve-transport-1\n".ljust(100), seal.welcome)
+    assert "another protocol" in told(b"banaserve-transport-1\n".ljust(100), authentication.welcome)
 
 
 @pytest.mark.parametrize("sent", [0, 1, 5])

@@ -10,14 +10,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from banaserve.base.platform.linux import is_own, peer_of
+from banaserve.transport.channels.stream import PeerWatch
+from banaserve.transport.channels.threaded_server import GREETING_S, Service, listen_unix
 from banaserve.transport.errors import PeerGoneError, RefusedError, TransferTimeoutError
 from banaserve.transport.interface import RegionDescriptor, TransportOptions
 from banaserve.transport.memory import SLICE_BYTES, Memory
-from banaserve.transport.plans import check_offer, check_range
-from banaserve.transport.remote import PlannedRegion, PlanTicket
-from banaserve.transport.service import GREETING_S, Service, listen_unix
-from banaserve.transport.shared_file import SharedFile
-from banaserve.transport.stream import PeerWatch
+from banaserve.transport.regions.argument_checks import check_offer, check_range
+from banaserve.transport.regions.remote_region import PlannedRegion, PlanTicket
+from banaserve.transport.regions.shared_file import SharedFile
 
 NAME = "shm"
 _ID_BYTES = 16

@@ -18,6 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from banaserve.base.errors import ProtocolError
+from banaserve.transport.backends.tcp_offering import ServedTransport
+from banaserve.transport.channels.authentication import CODE_BYTES, Seal
+from banaserve.transport.channels.stream import ByteStream, SocketStream
 from banaserve.transport.errors import (
     PeerGoneError,
     RefusedError,
@@ -25,13 +28,10 @@ from banaserve.transport.errors import (
     TransportError,
 )
 from banaserve.transport.interface import MAX_EPOCH, RegionDescriptor
-from banaserve.transport.local_region import LocalRegion, reserve
 from banaserve.transport.memory import SLICE_BYTES, Memory, Plan, Runs, gather, scatter
-from banaserve.transport.plans import check_offsets
-from banaserve.transport.remote import PlannedRegion, PlanTicket
-from banaserve.transport.seal import CODE_BYTES, Seal
-from banaserve.transport.served import ServedTransport
-from banaserve.transport.stream import ByteStream, SocketStream
+from banaserve.transport.regions.argument_checks import check_offsets
+from banaserve.transport.regions.local_region import LocalRegion, reserve
+from banaserve.transport.regions.remote_region import PlannedRegion, PlanTicket
 
 OPEN, WRITE, READ = range(3)
 DONE, OUTSIDE, STALE, CLOSED = range(4)

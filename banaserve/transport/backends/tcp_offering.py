@@ -8,18 +8,18 @@ import threading
 import time
 from abc import ABC, abstractmethod
 
-from banaserve.transport import seal
-from banaserve.transport.connect import connect_tcp, tcp_address
+from banaserve.transport.channels import authentication
+from banaserve.transport.channels.authentication import Seal
+from banaserve.transport.channels.connect import connect_tcp, tcp_address
+from banaserve.transport.channels.stream import SocketStream
+from banaserve.transport.channels.threaded_server import GREETING_S, Service, listen_tcp
 from banaserve.transport.errors import RefusedError
-from banaserve.transport.gpu_memory import Gpu
 from banaserve.transport.interface import RegionDescriptor, TransportOptions
-from banaserve.transport.local_region import LocalRegion, reserve
 from banaserve.transport.memory import Memory
-from banaserve.transport.plans import check_offer
-from banaserve.transport.remote import PlannedRegion
-from banaserve.transport.seal import Seal
-from banaserve.transport.service import GREETING_S, Service, listen_tcp
-from banaserve.transport.stream import SocketStream
+from banaserve.transport.regions.argument_checks import check_offer
+from banaserve.transport.regions.gpu_memory import Gpu
+from banaserve.transport.regions.local_region import LocalRegion, reserve
+from banaserve.transport.regions.remote_region import PlannedRegion
 
 _ID_BYTES = 16
 
@@ -68,7 +68,10 @@ class ServedTransport(ABC):
         stream = SocketStream(sock)
         try:
             remote = self._open(
-                descriptor, stream, seal.greet(stream, self._options.secret, deadline), deadline
+                descriptor,
+                stream,
+                authentication.greet(stream, self._options.secret, deadline),
+                deadline,
             )
         except BaseException:
             stream.close()
@@ -106,7 +109,7 @@ class ServedTransport(ABC):
     def _answer(self, sock: socket.socket) -> None:
         stream = SocketStream(sock)
         deadline = time.monotonic() + GREETING_S
-        self._serve(stream, seal.welcome(stream, self._options.secret, deadline))
+        self._serve(stream, authentication.welcome(stream, self._options.secret, deadline))
 
     def _reserve(self, num_bytes: int) -> Memory:
         return reserve(num_bytes) if self._gpu is None else self._gpu.reserve(num_bytes)

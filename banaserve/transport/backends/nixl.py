@@ -17,12 +17,12 @@ import msgspec
 import numpy as np
 from nixl._api import nixl_agent, nixl_agent_config
 
+from banaserve.transport.backends.library_grants import GrantedTransport, Mover
 from banaserve.transport.errors import PeerGoneError
-from banaserve.transport.gpu_memory import Gpu
-from banaserve.transport.granted import GrantedTransport, Mover
 from banaserve.transport.interface import TransportOptions
-from banaserve.transport.local_region import LocalRegion
 from banaserve.transport.memory import Memory, Plan, Runs
+from banaserve.transport.regions.gpu_memory import Gpu
+from banaserve.transport.regions.local_region import LocalRegion
 
 NAME = "nixl"
 _SPINS = 200

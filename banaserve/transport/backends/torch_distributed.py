@@ -15,11 +15,11 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from banaserve.transport.backends.library_grants import GrantedTransport, Mover
 from banaserve.transport.errors import PeerGoneError
-from banaserve.transport.granted import GrantedTransport, Mover
 from banaserve.transport.interface import TransportOptions
-from banaserve.transport.local_region import LocalRegion, reserve
 from banaserve.transport.memory import SLICE_BYTES, Memory, Plan, gather, scatter
+from banaserve.transport.regions.local_region import LocalRegion, reserve
 
 NAME = "torch_distributed"
 _TIMEOUT = timedelta(seconds=10)

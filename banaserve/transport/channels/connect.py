@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Protocol
 
 from banaserve.base.platform.linux import is_own, peer_of
-from banaserve.transport import seal
-from banaserve.transport.channel import StreamChannel
+from banaserve.transport.channels import authentication
+from banaserve.transport.channels.channel import StreamChannel
+from banaserve.transport.channels.stream import SocketStream
+from banaserve.transport.channels.threaded_server import listen_tcp, listen_unix
 from banaserve.transport.errors import (
     PeerGoneError,
     RefusedError,
@@ -19,8 +21,6 @@ from banaserve.transport.errors import (
     TransportError,
 )
 from banaserve.transport.interface import TransportOptions
-from banaserve.transport.service import listen_tcp, listen_unix
-from banaserve.transport.stream import SocketStream
 
 _BACKLOG = 16
 _STRANGER_S = 1.0
@@ -151,7 +151,7 @@ def over_tcp(
     """
     stream = SocketStream(sock)
     try:
-        shake = seal.welcome if listening else seal.greet
+        shake = authentication.welcome if listening else authentication.greet
         return StreamChannel(stream, shake(stream, secret, deadline))
     except BaseException:
         stream.close()

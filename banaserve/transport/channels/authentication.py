@@ -17,8 +17,8 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from banaserve.transport.channels.stream import ByteStream
 from banaserve.transport.errors import PeerGoneError, RefusedError
-from banaserve.transport.stream import ByteStream
 
 CODE_BYTES = 16
 KEY_BYTES = 32

@@ -17,7 +17,10 @@ import numpy as np
 
 from banaserve.base.errors import ProtocolError
 from banaserve.base.net.framing import decode
-from banaserve.transport.channel import StreamChannel
+from banaserve.transport.backends.tcp_offering import ServedTransport
+from banaserve.transport.channels.authentication import Seal
+from banaserve.transport.channels.channel import StreamChannel
+from banaserve.transport.channels.stream import SocketStream
 from banaserve.transport.errors import (
     PeerGoneError,
     RefusedError,
@@ -25,7 +28,6 @@ from banaserve.transport.errors import (
     TransferTimeoutError,
 )
 from banaserve.transport.interface import Message, RegionDescriptor, Tensor
-from banaserve.transport.local_region import LocalRegion
 from banaserve.transport.memory import (
     SLICE_BYTES,
     CopyRuns,
@@ -36,11 +38,9 @@ from banaserve.transport.memory import (
     gather,
     scatter,
 )
-from banaserve.transport.plans import check_offsets
-from banaserve.transport.remote import PlannedRegion, PlanTicket
-from banaserve.transport.seal import Seal
-from banaserve.transport.served import ServedTransport
-from banaserve.transport.stream import SocketStream
+from banaserve.transport.regions.argument_checks import check_offsets
+from banaserve.transport.regions.local_region import LocalRegion
+from banaserve.transport.regions.remote_region import PlannedRegion, PlanTicket
 
 # Only waiting for a ticket has a deadline; the connection itself has none.
 FOREVER_S = 1e6

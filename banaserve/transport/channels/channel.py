@@ -11,17 +11,24 @@ import numpy as np
 
 from banaserve.base.errors import ProtocolError
 from banaserve.base.net.framing import LENGTH_BYTES
-from banaserve.transport import frames
+from banaserve.transport.channels import frames
+from banaserve.transport.channels.authentication import CODE_BYTES, FrameCode, Seal
+from banaserve.transport.channels.frames import (
+    HEADERS,
+    ONE_WAY,
+    REFUSAL,
+    REPLY,
+    REQUEST,
+    FrameHeader,
+)
+from banaserve.transport.channels.stream import ByteStream
 from banaserve.transport.errors import (
     PeerGoneError,
     RefusedError,
     StaleEpochError,
     TransferTimeoutError,
 )
-from banaserve.transport.frames import HEADERS, ONE_WAY, REFUSAL, REPLY, REQUEST, FrameHeader
 from banaserve.transport.interface import Bytes, Message, Tensor
-from banaserve.transport.seal import CODE_BYTES, FrameCode, Seal
-from banaserve.transport.stream import ByteStream
 
 MAX_KEPT = 1024
 _NO_BYTES: Bytes = np.empty(0, np.uint8)
