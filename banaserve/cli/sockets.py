@@ -10,8 +10,13 @@ from banaserve.base.config import ServeConfig
 from banaserve.base.errors import UserError
 from banaserve.base.net.tls import ServerTls
 from banaserve.base.run_dir import find_offer
-from banaserve.frontdoor.front_socket import BoundSocket, ClaimedSocket, FrontSocket, bind
-from banaserve.frontdoor.take_over import SocketClaim
+from banaserve.frontdoor.lifecycle.listening_socket import (
+    BoundSocket,
+    ClaimedSocket,
+    FrontSocket,
+    bind,
+)
+from banaserve.frontdoor.lifecycle.take_over import SocketClaim
 
 
 @contextlib.contextmanager

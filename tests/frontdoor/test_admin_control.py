@@ -29,7 +29,7 @@ from banaserve.contracts.control_api import (
     WantedStep,
 )
 from banaserve.contracts.restart_api import RestartRequest
-from banaserve.frontdoor.admin import AdminMiddleware
+from banaserve.frontdoor.admin.app import AdminMiddleware
 from banaserve.kvstore.sizes import format_size
 from banaserve.orchestrator.planner.loop.decision_format import pressure_words
 from served_admin import KEY, Served

@@ -27,7 +27,7 @@ from banaserve.cli.doctor.checks import CheckStatus, Finding, Remedies
 from banaserve.cli.gpu_words import installed
 from banaserve.cli.plugins import registries
 from banaserve.cli.serve import needs
-from banaserve.frontdoor.front_socket import bind
+from banaserve.frontdoor.lifecycle.listening_socket import bind
 
 
 def examine(model: str, port: int) -> Iterator[Finding]:

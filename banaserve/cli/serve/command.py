@@ -25,7 +25,7 @@ from banaserve.cli.serve import emulation, needs
 from banaserve.cli.serve.command_line import make_parser, parse_serve_argv
 from banaserve.cli.sockets import front_socket
 from banaserve.frontdoor.bodies.bounds import RequestBounds
-from banaserve.frontdoor.front_socket import FrontSocket
+from banaserve.frontdoor.lifecycle.listening_socket import FrontSocket
 from banaserve.frontdoor.page.records import page_link
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.sizes import parse_size

@@ -33,7 +33,7 @@ from banaserve.cli.gpu_words import GpuUse, gpu_words, installed
 from banaserve.cli.serve import emulation, needs
 from banaserve.cli.serve.compiling import CompileChoice, choose_compiling, find_compiler
 from banaserve.cli.sockets import check_tls
-from banaserve.frontdoor.front_socket import FrontSocket
+from banaserve.frontdoor.lifecycle.listening_socket import FrontSocket
 from banaserve.kvstore.sizes import format_size, parse_size
 from banaserve.nodes.options import NodeOptions
 

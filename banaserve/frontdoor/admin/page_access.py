@@ -10,7 +10,7 @@ import msgspec
 from starlette.responses import Response
 
 from banaserve.base.clock import Clock
-from banaserve.frontdoor.admin_answers import PREFIX, answer
+from banaserve.frontdoor.admin.answers import PREFIX, answer
 from banaserve.frontdoor.page.records import PageCode, PageToken
 
 CODE_S = 900.0

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from banaserve.contracts.control_api import NodeRequest, PauseRequest, RoleRequest, ScaleRequest
 from banaserve.contracts.instances import NodeChange, RoleChange, Scaling
 from banaserve.contracts.restart_api import RestartRequest
-from banaserve.frontdoor.admin_answers import (
+from banaserve.frontdoor.admin.answers import (
     PREFIX,
     Endpoint,
     answer,
@@ -22,8 +22,8 @@ from banaserve.frontdoor.admin_answers import (
     refusing,
     wait_s_of,
 )
-from banaserve.frontdoor.admin_operations import operation_routes
-from banaserve.frontdoor.status import status_of
+from banaserve.frontdoor.admin.operations import operation_routes
+from banaserve.frontdoor.admin.status import status_of
 from banaserve.orchestrator.control.routing.named import NamedPolicy
 from banaserve.orchestrator.planner.loop.loop import Controller
 from banaserve.serving.executor import MoveExecutor

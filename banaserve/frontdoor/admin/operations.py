@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from banaserve.frontdoor.admin_answers import PREFIX, answer, not_found, refusing, wait_s_of
+from banaserve.frontdoor.admin.answers import PREFIX, answer, not_found, refusing, wait_s_of
 from banaserve.serving.operations import Operations, OperationState
 
 A = TypeVar("A")

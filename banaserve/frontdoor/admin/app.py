@@ -19,15 +19,15 @@ from banaserve.contracts.migration_api import (
     OverlapRequest,
     ShareRequest,
 )
-from banaserve.frontdoor.admin_answers import PREFIX, Endpoint, answer, refusing
-from banaserve.frontdoor.admin_control import Control, control_routes
-from banaserve.frontdoor.admin_operations import operation_routes
-from banaserve.frontdoor.admin_traces import Traces, trace_routes
+from banaserve.frontdoor.admin.answers import PREFIX, Endpoint, answer, refusing
+from banaserve.frontdoor.admin.control import Control, control_routes
+from banaserve.frontdoor.admin.live import LivePage, live_routes
+from banaserve.frontdoor.admin.old_names import renamed, with_old_names
+from banaserve.frontdoor.admin.operations import operation_routes
+from banaserve.frontdoor.admin.traces import Traces, trace_routes
 from banaserve.frontdoor.edge.authenticated import mark_authenticated
 from banaserve.frontdoor.edge.refusals import refuse
-from banaserve.frontdoor.limits import BodyLimit
-from banaserve.frontdoor.live_page import LivePage, live_routes
-from banaserve.frontdoor.old_names import renamed, with_old_names
+from banaserve.frontdoor.middleware.admission import BodyLimit
 from banaserve.serving.migration.coordinator import Coordinator
 from banaserve.serving.migration.guest_sharing import share
 from banaserve.serving.migration.status import placement_of

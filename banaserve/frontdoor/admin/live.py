@@ -15,15 +15,15 @@ from starlette.routing import Route
 
 from banaserve.base.clock import Clock
 from banaserve.contracts.migration_api import UnitModules
-from banaserve.frontdoor.admin_answers import PREFIX
-from banaserve.frontdoor.admin_control import Control
+from banaserve.frontdoor.admin.answers import PREFIX
+from banaserve.frontdoor.admin.control import Control
+from banaserve.frontdoor.admin.page_access import PageAccess
+from banaserve.frontdoor.admin.status import status_of
 from banaserve.frontdoor.edge.refusals import refuse
 from banaserve.frontdoor.metrics import StoreStatsReader
 from banaserve.frontdoor.page.figures import WINDOW_S
 from banaserve.frontdoor.page.snapshot import modules_away, snapshot_of
 from banaserve.frontdoor.page.viewers import PageState, Viewers
-from banaserve.frontdoor.page_access import PageAccess
-from banaserve.frontdoor.status import status_of
 from banaserve.kvstore.stats import StoreStats
 from banaserve.migration.units.base import MigrationUnit
 from banaserve.migration.units.registry import write_modules

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from banaserve.base.errors import UserError
-from banaserve.frontdoor.take_over import ClaimLostError, SocketClaim
+from banaserve.frontdoor.lifecycle.take_over import ClaimLostError, SocketClaim
 
 Say = Callable[[str], None]
 _BACKLOG = 2048

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from banaserve.frontdoor.admin_answers import PREFIX, Endpoint, answer, last_of, not_found, refusing
+from banaserve.frontdoor.admin.answers import PREFIX, Endpoint, answer, last_of, not_found, refusing
 from banaserve.serving.requests.trace_collection import TraceCollector
 from banaserve.serving.tracing.request_log import RequestLog
 
