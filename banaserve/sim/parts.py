@@ -11,9 +11,9 @@ import msgspec
 
 from banaserve.base.errors import UserError
 from banaserve.orchestrator.control.costs.profile import Profile
-from banaserve.sim.cluster import ClusterPart, cells_of
+from banaserve.sim.cluster.cluster import ClusterPart, cells_of
+from banaserve.sim.report.result import LatencyLimits, Tally, added_up
 from banaserve.sim.request import SimRequest
-from banaserve.sim.result import LatencyLimits, Tally, added_up
 from banaserve.sim.run import tallied, told
 from banaserve.sim.system import System
 

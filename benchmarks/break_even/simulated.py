@@ -12,8 +12,8 @@ from banaserve.orchestrator.control.costs.profile import Profile
 from banaserve.orchestrator.planner.arrangement import Arrangement, arrangements
 from banaserve.orchestrator.planner.modules import has_room, module_of
 from banaserve.orchestrator.planner.planning import Ledger
-from banaserve.sim.batch import EngineLimits
-from banaserve.sim.cell import Cell
+from banaserve.sim.cluster.cell import Cell
+from banaserve.sim.instances.batch import EngineLimits
 from banaserve.sim.request import SimRequest
 from banaserve.sim.system import System
 from banaserve.sim.timeline import Timeline

@@ -17,8 +17,8 @@ from banaserve.orchestrator.planner.loop.loop import ControllerOptions
 from banaserve.orchestrator.planner.loop.time_scaling import dilated
 from banaserve.orchestrator.planner.options import ElasticOptions
 from banaserve.sim import case as scenarios
+from banaserve.sim.report.result import LatencyLimits
 from banaserve.sim.request import SimRequest
-from banaserve.sim.result import LatencyLimits
 from banaserve.sim.system import preset
 from banaserve_bench.loadgen.client import RequestRecord
 from banaserve_bench.results import result

@@ -49,10 +49,10 @@ from banaserve.orchestrator.planner.planning import Change, changes_of
 from banaserve.orchestrator.planner.policy import Elastic, decide, plan_of
 from banaserve.orchestrator.planner.process import DecisionProcess
 from banaserve.orchestrator.planner.search import denser, least_gain, work_doubt
-from banaserve.sim.batch import EngineLimits
-from banaserve.sim.cluster import SimCluster
+from banaserve.sim.cluster.cluster import SimCluster
+from banaserve.sim.instances.batch import EngineLimits
+from banaserve.sim.report.result import LatencyLimits, summary
 from banaserve.sim.request import SimRequest
-from banaserve.sim.result import LatencyLimits, summary
 from banaserve.sim.run import tallied
 from banaserve.sim.system import System
 from banaserve.sim.timeline import Timeline

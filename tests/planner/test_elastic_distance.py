@@ -25,7 +25,7 @@ from banaserve.orchestrator.planner.forecast import Forecast, FutureRequest, Ser
 from banaserve.orchestrator.planner.options import ElasticOptions
 from banaserve.orchestrator.planner.planning import PlannedMove, steps_of
 from banaserve.orchestrator.planner.policy import decide
-from banaserve.sim.cell import Far
+from banaserve.sim.cluster.cell import Far
 from banaserve.sim.system import System
 from depth import chosen_seed
 

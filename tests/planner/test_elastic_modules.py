@@ -46,9 +46,9 @@ from banaserve.orchestrator.planner.planning import (
     steps_of,
 )
 from banaserve.orchestrator.planner.policy import Elastic, decide, plan_of
-from banaserve.sim.cluster import SimCluster
+from banaserve.sim.cluster.cluster import SimCluster
+from banaserve.sim.report.result import LatencyLimits, summary
 from banaserve.sim.request import SimRequest
-from banaserve.sim.result import LatencyLimits, summary
 from banaserve.sim.run import tallied
 from banaserve.sim.system import System
 from banaserve.sim.timeline import Timeline

@@ -25,9 +25,9 @@ from banaserve.orchestrator.control.migration.projection import project
 from banaserve.orchestrator.control.migration.refusals import may_pair
 from banaserve.orchestrator.planner.arrangement import Arrangement, assign, orders
 from banaserve.orchestrator.planner.options import ElasticOptions
-from banaserve.sim.cluster import SimCluster
+from banaserve.sim.cluster.cluster import SimCluster
+from banaserve.sim.report.result import LatencyLimits, summary
 from banaserve.sim.request import SimRequest
-from banaserve.sim.result import LatencyLimits, summary
 from banaserve.sim.run import tallied
 from banaserve.sim.system import System
 from banaserve.sim.timeline import Timeline

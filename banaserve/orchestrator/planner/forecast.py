@@ -25,8 +25,8 @@ from banaserve.base.types import (
 )
 from banaserve.orchestrator.control.costs.profile import Profile
 from banaserve.orchestrator.control.model.calibration import StepWork
-from banaserve.sim.cell import Cell, Far
-from banaserve.sim.instance import SimInstance
+from banaserve.sim.cluster.cell import Cell, Far
+from banaserve.sim.instances.instance import SimInstance
 from banaserve.sim.request import SimRequest
 from banaserve.sim.system import System
 from banaserve.sim.timeline import Timeline

@@ -19,7 +19,7 @@ from banaserve.orchestrator.control.costs import modules
 from banaserve.orchestrator.control.costs.profile import Profile
 from banaserve.orchestrator.control.model.calibration import StepWork
 from banaserve.orchestrator.control.turn import words
-from banaserve.sim.instance import SimInstance
+from banaserve.sim.instances.instance import SimInstance
 from banaserve.sim.timeline import Timeline
 
 _PREFILL_STEP_TOKENS = 1024

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from banaserve.base.errors import UserError
-from banaserve.sim.cluster import SimCluster
+from banaserve.sim.cluster.cluster import SimCluster
 from banaserve.sim.timeline import Timeline
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from banaserve.base.errors import UserError
 from banaserve.base.names import check_known
-from banaserve.sim.lengths import MEASURED, draw_measured
+from banaserve.sim.load.lengths import MEASURED, draw_measured
+from banaserve.sim.load.trace import cut
 from banaserve.sim.request import SimRequest
-from banaserve.sim.trace import cut
 
 LENGTH_KINDS = ("fixed", "lognormal", "measured", "uniform")
 

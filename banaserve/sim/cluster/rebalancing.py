@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 
 from banaserve.base.types import ClusterView, InstanceId, Role
 from banaserve.orchestrator.control.rebalancing import DecodeLoad, Stream, load_of
-from banaserve.sim.engine import SimEngine
-from banaserve.sim.instance import SimInstance
+from banaserve.sim.instances.engine import SimEngine
+from banaserve.sim.instances.instance import SimInstance
 
 
 def loads(

@@ -31,12 +31,12 @@ from banaserve.orchestrator.control.rebalancing import (
 from banaserve.orchestrator.control.routing import registry as routings
 from banaserve.orchestrator.control.turn import Mode, Remembered, Turn
 from banaserve.orchestrator.control.turn import turn as take_turn
-from banaserve.sim.engine import SimEngine
-from banaserve.sim.instance import SimInstance
-from banaserve.sim.placing import Placing
-from banaserve.sim.rebalancing import loads
+from banaserve.sim.cluster.placing import Placing
+from banaserve.sim.cluster.rebalancing import loads
+from banaserve.sim.instances.engine import SimEngine
+from banaserve.sim.instances.instance import SimInstance
+from banaserve.sim.instances.prefix_cache import HASH_BLOCK_TOKENS, SimPrefixCache
 from banaserve.sim.request import SimRequest
-from banaserve.sim.store import HASH_BLOCK_TOKENS, SimPrefixCache
 from banaserve.sim.system import System
 from banaserve.sim.timeline import Timeline
 

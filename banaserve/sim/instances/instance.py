@@ -15,7 +15,7 @@ from banaserve.base.types import (
     Role,
 )
 from banaserve.orchestrator.control.migration import slabs
-from banaserve.sim.engine import SimEngine
+from banaserve.sim.instances.engine import SimEngine
 from banaserve.sim.request import SimRequest
 
 REPORT_S = 0.5

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from banaserve.base.types import InstanceId
 from banaserve.orchestrator.control.costs.steps import StepCosts, run_s, steps_within
 from banaserve.orchestrator.control.costs.transfers import overlapped_s
-from banaserve.sim.batch import EngineLimits, SimBatch
+from banaserve.sim.instances.batch import EngineLimits, SimBatch
 from banaserve.sim.request import SimRequest
 from banaserve.sim.timeline import Timeline
 

@@ -8,8 +8,8 @@ from functools import partial
 from banaserve.base.errors import UserError
 from banaserve.base.names import check_known
 from banaserve.base.types import Step
-from banaserve.sim.cell import Cell
-from banaserve.sim.cluster import SimCluster
+from banaserve.sim.cluster.cell import Cell
+from banaserve.sim.cluster.cluster import SimCluster
 from banaserve.sim.timeline import Timeline
 
 KINDS = ("kill", "kill_guest_in_move", "kill_host_in_move", "slow")

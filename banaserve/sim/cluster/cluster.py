@@ -12,10 +12,10 @@ from banaserve.base.names import check_known
 from banaserve.base.types import InstanceId, Role
 from banaserve.orchestrator.control.costs.profile import Profile
 from banaserve.orchestrator.control.rebalancing import RebalanceOptions
-from banaserve.sim.cell import Cell
-from banaserve.sim.instance import SimInstance
+from banaserve.sim.cluster.cell import Cell
+from banaserve.sim.instances.instance import SimInstance
+from banaserve.sim.instances.prefix_cache import HASH_BLOCK_TOKENS, SimPrefixCache
 from banaserve.sim.request import SimRequest
-from banaserve.sim.store import HASH_BLOCK_TOKENS, SimPrefixCache
 from banaserve.sim.system import System
 from banaserve.sim.timeline import Timeline
 
