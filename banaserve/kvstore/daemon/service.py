@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from banaserve.base.errors import ProtocolError, UserError
 from banaserve.kvstore import wire
 from banaserve.kvstore.daemon.carved_pool import CarvedPool
-from banaserve.kvstore.daemon.promoter import PromotionRequest, PromotionResult
-from banaserve.kvstore.daemon.pushing import Pushing, PushTerms
-from banaserve.kvstore.daemon.receiving import Receiving
-from banaserve.kvstore.daemon.tiering import Tiering
+from banaserve.kvstore.daemon.pushes.pushing import Pushing, PushTerms
+from banaserve.kvstore.daemon.pushes.receiving import Receiving
+from banaserve.kvstore.daemon.tiering.promoter import PromotionRequest, PromotionResult
+from banaserve.kvstore.daemon.tiering.tiering import Tiering
 from banaserve.kvstore.daemon.watcher import PoolWatcher
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.index import BlockIndex

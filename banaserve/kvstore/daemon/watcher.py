@@ -7,7 +7,7 @@ import logging
 import xxhash
 
 from banaserve.kvstore.daemon.carved_pool import CarvedPool
-from banaserve.kvstore.daemon.tiering import Tiering
+from banaserve.kvstore.daemon.tiering.tiering import Tiering
 from banaserve.kvstore.pool import Board
 from banaserve.kvstore.records import IndexEntry
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from banaserve.kvstore.daemon.attached_tier import AttachedTier, TierLoad
 from banaserve.kvstore.daemon.carved_pool import CarvedPool
-from banaserve.kvstore.daemon.promotion import TierOffer, choose
+from banaserve.kvstore.daemon.tiering.attached_tier import AttachedTier, TierLoad
+from banaserve.kvstore.daemon.tiering.promotion_choice import TierOffer, choose
 from banaserve.kvstore.interface import Lookup
 from banaserve.kvstore.records import Grant, IndexEntry
 from banaserve.kvstore.tiers.interface import TierOutcome

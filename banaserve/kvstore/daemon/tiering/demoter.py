@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from banaserve.kvstore.daemon.attached_tier import AttachedTier
 from banaserve.kvstore.daemon.carved_pool import CarvedPool
+from banaserve.kvstore.daemon.tiering.attached_tier import AttachedTier
 from banaserve.kvstore.interface import Lookup
 from banaserve.kvstore.records import IndexEntry
 from banaserve.kvstore.tiers.interface import BlockName, TierOutcome

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from banaserve.base.errors import UserError
 from banaserve.base.fail_points import FailPoint, reach
-from banaserve.kvstore.daemon.promotion import TierSpeed
+from banaserve.kvstore.daemon.tiering.promotion_choice import TierSpeed
 from banaserve.kvstore.interface import Lookup
 from banaserve.kvstore.records import IndexEntry
 from banaserve.kvstore.stats import TierReport

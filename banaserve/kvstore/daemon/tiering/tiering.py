@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
-from banaserve.kvstore.daemon.attached_tier import AttachedTier
 from banaserve.kvstore.daemon.carved_pool import CarvedPool
-from banaserve.kvstore.daemon.demoter import Demoter
-from banaserve.kvstore.daemon.promoter import Promoter
+from banaserve.kvstore.daemon.tiering.attached_tier import AttachedTier
+from banaserve.kvstore.daemon.tiering.demoter import Demoter
+from banaserve.kvstore.daemon.tiering.promoter import Promoter
 from banaserve.kvstore.records import IndexEntry
 from banaserve.kvstore.stats import TierReport
 

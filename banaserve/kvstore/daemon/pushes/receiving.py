@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from banaserve.kvstore.daemon.carved_pool import CarvedPool
-from banaserve.kvstore.daemon.promoter import MAX_PROMOTING_FRACTION, Promoter
+from banaserve.kvstore.daemon.tiering.promoter import MAX_PROMOTING_FRACTION, Promoter
 from banaserve.kvstore.index import BlockIndex
 from banaserve.kvstore.peers.messages import OfferPush
 from banaserve.kvstore.peers.reception import Reception

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from banaserve.kvstore.daemon.calls import DaemonCalls
 from banaserve.kvstore.daemon.service import StoreService
+from banaserve.kvstore.daemon.threads.calls import DaemonCalls
 from banaserve.kvstore.interface import Lookup
 from banaserve.kvstore.peers.messages import OfferPush
 from banaserve.kvstore.peers.reception import Reception
