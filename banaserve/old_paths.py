@@ -20,6 +20,7 @@ NEW_PATHS = {
     "banaserve.engine.vllm.migration.api": "banaserve.contracts.migration_api",
     "banaserve.engine.vllm.preble_scheduler": "banaserve.engine.preble_scheduler",
     "banaserve.errors": "banaserve.base.errors",
+    "banaserve.kvstore.interface": "banaserve.kvstore.leases",
     "banaserve.orchestrator.migration.interface": f"{_CONTROL}.migration.interface",
     "banaserve.orchestrator.replicas.interface": "banaserve_route.policies.interface",
     "banaserve.orchestrator.routing.interface": f"{_CONTROL}.routing.interface",

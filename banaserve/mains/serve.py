@@ -46,7 +46,7 @@ from banaserve.frontdoor.log_rotation import rotating
 from banaserve.frontdoor.metrics import MetricsPage
 from banaserve.frontdoor.page.page import PageMiddleware
 from banaserve.frontdoor.page.records import PageInfo
-from banaserve.kvstore.admin import fetch_stats
+from banaserve.kvstore.client.admin import fetch_stats
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.daemon.supervised import SupervisedStore
 from banaserve.kvstore.fingerprint import check_alike

@@ -26,9 +26,9 @@ from banaserve.engine.connector.prefix_matcher import (
 from banaserve.engine.connector.request_state import LONGEST_WAIT_S
 from banaserve.engine.connector.scheduler import StoreConnectorScheduler
 from banaserve.engine.continuation import with_output
-from banaserve.kvstore.cost_gate import CostGate
-from banaserve.kvstore.interface import Exchanged, Lease, Lookup, Slot
-from banaserve.kvstore.prefix_cut import FetchWork
+from banaserve.kvstore.gate.cost_gate import CostGate
+from banaserve.kvstore.gate.prefix_cut import FetchWork
+from banaserve.kvstore.leases import Exchanged, Lease, Lookup, Slot
 from depth import chosen_seed
 
 BLOCK, LAYERS, STEP_TOKENS = 16, 8, 2048

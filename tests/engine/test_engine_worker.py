@@ -28,9 +28,9 @@ from banaserve.engine.connector.metadata import (
 )
 from banaserve.engine.connector.tracer import TracePoint
 from banaserve.engine.connector.worker import RankShare, StoreConnectorWorker
-from banaserve.kvstore.client import StoreClient
+from banaserve.kvstore.client.client import StoreClient
 from banaserve.kvstore.fingerprint import Fingerprint
-from banaserve.kvstore.interface import Slot
+from banaserve.kvstore.leases import Slot
 from forked import Forked
 from store_process import fork_store
 from waiting import eventually

@@ -14,7 +14,7 @@ from banaserve.cli.serve.command_line import parse_serve_argv
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.daemon.process import main
 from banaserve.kvstore.daemon.tiering.attached_tier import attach
-from banaserve.kvstore.interface import Lookup, Slot
+from banaserve.kvstore.leases import Lookup, Slot
 from banaserve.kvstore.pool import Board, BoardView
 from banaserve.kvstore.tiers.registry import (
     TIERS,

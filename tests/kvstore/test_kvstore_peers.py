@@ -17,10 +17,10 @@ import pytest
 
 from banaserve.base.access.key_files import PEER_KEY_VARIABLE
 from banaserve.base.errors import UserError
-from banaserve.kvstore.admin import set_peers
-from banaserve.kvstore.client import StoreClient
+from banaserve.kvstore.client.admin import set_peers
+from banaserve.kvstore.client.client import StoreClient
 from banaserve.kvstore.daemon.options import StoreOptions
-from banaserve.kvstore.interface import Lookup
+from banaserve.kvstore.leases import Lookup
 from banaserve.kvstore.peers.messages import (
     VERSION,
     PeerHello,

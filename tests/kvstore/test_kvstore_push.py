@@ -15,8 +15,8 @@ import pytest
 
 from banaserve.base.errors import ProtocolError
 from banaserve.base.fail_points import VARIABLE, FailPoint
-from banaserve.kvstore.admin import set_peers
-from banaserve.kvstore.interface import Exchanged, Lookup, Slot
+from banaserve.kvstore.client.admin import set_peers
+from banaserve.kvstore.leases import Exchanged, Lookup, Slot
 from banaserve.kvstore.mailbox import Mailbox
 from banaserve.kvstore.peers.link import connect_to_peer, exchange
 from banaserve.kvstore.peers.messages import (

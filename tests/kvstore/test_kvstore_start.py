@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from banaserve.cli.main import main
-from banaserve.kvstore.admin import fetch_stats
+from banaserve.kvstore.client.admin import fetch_stats
 from banaserve.kvstore.daemon import process as daemon_process
 from banaserve.kvstore.daemon.server import DaemonConfig, StoreServer
 from banaserve.kvstore.pool import SlotPool

@@ -43,9 +43,9 @@ from banaserve.engine.connector.scheduler import StoreConnectorScheduler
 from banaserve.engine.connector.states import chunk_end
 from banaserve.engine.connector.worker import RankShare, StoreConnectorWorker
 from banaserve.engine.engine_args import MIGRATION_KEY, PAGE_LAYOUT
-from banaserve.kvstore.client import StoreClient
-from banaserve.kvstore.cost_gate import CostGate
-from banaserve.kvstore.leftovers import still_held
+from banaserve.kvstore.client.client import StoreClient
+from banaserve.kvstore.client.leftovers import still_held
+from banaserve.kvstore.gate.cost_gate import CostGate
 
 if TYPE_CHECKING:
     from banaserve.engine.compat.attention import ForwardContext

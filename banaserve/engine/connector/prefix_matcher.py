@@ -27,10 +27,10 @@ from banaserve.engine.connector.request_state import (
 from banaserve.engine.connector.states import block_ends, state_keys
 from banaserve.engine.connector.step_ahead import StepAhead
 from banaserve.engine.continuation import output_of
-from banaserve.kvstore.client import StoreClient
-from banaserve.kvstore.cost_gate import CostGate, Verdict
-from banaserve.kvstore.interface import Exchanged, Lookup
-from banaserve.kvstore.prefix_cut import FetchWork, HeldPrefix, StepBeside
+from banaserve.kvstore.client.client import StoreClient
+from banaserve.kvstore.gate.cost_gate import CostGate, Verdict
+from banaserve.kvstore.gate.prefix_cut import FetchWork, HeldPrefix, StepBeside
+from banaserve.kvstore.leases import Exchanged, Lookup
 from banaserve.kvstore.wire import MAX_KEYS
 
 _KEPT_STEPS = 64

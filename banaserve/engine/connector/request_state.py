@@ -13,8 +13,8 @@ from banaserve.base.access.cache_salt import TenantSalt
 from banaserve.engine.compat import kv_cache as compat
 from banaserve.engine.connector.block_hash import chain
 from banaserve.engine.connector.handover import Handover
-from banaserve.kvstore.cost_gate import Verdict
-from banaserve.kvstore.interface import Lease, Lookup, Slot
+from banaserve.kvstore.gate.cost_gate import Verdict
+from banaserve.kvstore.leases import Lease, Lookup, Slot
 
 PATIENCE = 4.0
 """Maximum wait for a promotion, as a multiple of the predicted time."""

@@ -27,9 +27,9 @@ from banaserve.engine.connector.request_state import (
 from banaserve.engine.connector.states import state_keys
 from banaserve.engine.connector.step_ahead import StepAhead
 from banaserve.engine.continuation import output_of
-from banaserve.kvstore.client import StoreClient
-from banaserve.kvstore.cost_gate import CostGate
-from banaserve.kvstore.interface import Lease
+from banaserve.kvstore.client.client import StoreClient
+from banaserve.kvstore.gate.cost_gate import CostGate
+from banaserve.kvstore.leases import Lease
 from banaserve.orchestrator.control.model.calibration import StepWork
 
 

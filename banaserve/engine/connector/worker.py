@@ -28,8 +28,8 @@ from banaserve.engine.connector.metadata import (
     StepResult,
 )
 from banaserve.engine.connector.tracer import TracePoint, Tracer
-from banaserve.kvstore.client import StoreClient
-from banaserve.kvstore.interface import Slot
+from banaserve.kvstore.client.client import StoreClient
+from banaserve.kvstore.leases import Slot
 from banaserve.orchestrator.control.costs.transfers import StepTimes
 
 logger = logging.getLogger(__name__)

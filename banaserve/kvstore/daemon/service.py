@@ -17,10 +17,10 @@ from banaserve.kvstore.daemon.tiering.promoter import PromotionRequest, Promotio
 from banaserve.kvstore.daemon.tiering.tiering import Tiering
 from banaserve.kvstore.daemon.watcher import PoolWatcher
 from banaserve.kvstore.fingerprint import Fingerprint
-from banaserve.kvstore.index import BlockIndex
-from banaserve.kvstore.interface import Lookup
+from banaserve.kvstore.index.index import BlockIndex
+from banaserve.kvstore.index.records import HOLD_S, IndexEntry
+from banaserve.kvstore.leases import Lookup
 from banaserve.kvstore.pool import SlotPool
-from banaserve.kvstore.records import HOLD_S, IndexEntry
 from banaserve.kvstore.sizes import format_size
 from banaserve.kvstore.stats import StoreStats
 from banaserve.kvstore.tiers.interface import BlockBytes

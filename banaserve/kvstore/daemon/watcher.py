@@ -8,8 +8,8 @@ import xxhash
 
 from banaserve.kvstore.daemon.carved_pool import CarvedPool
 from banaserve.kvstore.daemon.tiering.tiering import Tiering
+from banaserve.kvstore.index.records import IndexEntry
 from banaserve.kvstore.pool import Board
-from banaserve.kvstore.records import IndexEntry
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from banaserve.base.fail_points import FailPoint, reach
 from banaserve.base.net.descriptors import connections_within
 from banaserve.base.net.keep_alive import keep_alive
 from banaserve.base.net.refusal_log import RefusalLog
-from banaserve.kvstore.interface import Lookup
+from banaserve.kvstore.leases import Lookup
 from banaserve.kvstore.peers.messages import (
     VERSION,
     AskBlocks,

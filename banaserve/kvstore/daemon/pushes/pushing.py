@@ -13,11 +13,11 @@ from typing import NamedTuple
 from banaserve.base.net.addresses import written
 from banaserve.kvstore.daemon.carved_pool import CarvedPool
 from banaserve.kvstore.fingerprint import Fingerprint
-from banaserve.kvstore.index import BlockIndex
+from banaserve.kvstore.index.index import BlockIndex
+from banaserve.kvstore.index.records import IndexEntry
 from banaserve.kvstore.mailbox import Mailbox
 from banaserve.kvstore.peers.messages import MAX_KEYS, OfferPush
 from banaserve.kvstore.peers.push import Push, PushLink
-from banaserve.kvstore.records import IndexEntry
 
 
 class PushTerms(NamedTuple):

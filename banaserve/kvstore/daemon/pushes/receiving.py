@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 from banaserve.kvstore.daemon.carved_pool import CarvedPool
 from banaserve.kvstore.daemon.tiering.promoter import MAX_PROMOTING_FRACTION, Promoter
-from banaserve.kvstore.index import BlockIndex
+from banaserve.kvstore.index.index import BlockIndex
+from banaserve.kvstore.index.records import HOLD_S, IndexEntry
 from banaserve.kvstore.peers.messages import OfferPush
 from banaserve.kvstore.peers.reception import Reception
-from banaserve.kvstore.records import HOLD_S, IndexEntry
 from banaserve.kvstore.tiers.interface import BlockBytes
 
 

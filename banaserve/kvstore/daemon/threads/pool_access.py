@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from banaserve.kvstore.daemon.service import StoreService
 from banaserve.kvstore.daemon.threads.calls import DaemonCalls
-from banaserve.kvstore.interface import Lookup
+from banaserve.kvstore.leases import Lookup
 from banaserve.kvstore.peers.messages import OfferPush
 from banaserve.kvstore.peers.reception import Reception
 from banaserve.kvstore.tiers.interface import BlockBytes

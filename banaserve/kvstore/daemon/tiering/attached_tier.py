@@ -12,8 +12,8 @@ from typing import TypeVar
 from banaserve.base.errors import UserError
 from banaserve.base.fail_points import FailPoint, reach
 from banaserve.kvstore.daemon.tiering.promotion_choice import TierSpeed
-from banaserve.kvstore.interface import Lookup
-from banaserve.kvstore.records import IndexEntry
+from banaserve.kvstore.index.records import IndexEntry
+from banaserve.kvstore.leases import Lookup
 from banaserve.kvstore.stats import TierReport
 from banaserve.kvstore.tiers.interface import (
     BlockBytes,

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from banaserve.kvstore.daemon.carved_pool import CarvedPool
 from banaserve.kvstore.daemon.tiering.attached_tier import AttachedTier
-from banaserve.kvstore.interface import Lookup
-from banaserve.kvstore.records import IndexEntry
+from banaserve.kvstore.index.records import IndexEntry
+from banaserve.kvstore.leases import Lookup
 from banaserve.kvstore.tiers.interface import BlockName, TierOutcome
 
 MAX_BACKLOG_BLOCKS = 65536

@@ -9,8 +9,8 @@ from itertools import takewhile
 from banaserve.kvstore.daemon.carved_pool import CarvedPool
 from banaserve.kvstore.daemon.tiering.attached_tier import AttachedTier, TierLoad
 from banaserve.kvstore.daemon.tiering.promotion_choice import TierOffer, choose
-from banaserve.kvstore.interface import Lookup
-from banaserve.kvstore.records import Grant, IndexEntry
+from banaserve.kvstore.index.records import Grant, IndexEntry
+from banaserve.kvstore.leases import Lookup
 from banaserve.kvstore.tiers.interface import TierOutcome
 
 MAX_PROMOTING_FRACTION = 0.5

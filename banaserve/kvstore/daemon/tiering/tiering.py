@@ -14,7 +14,7 @@ from banaserve.kvstore.daemon.carved_pool import CarvedPool
 from banaserve.kvstore.daemon.tiering.attached_tier import AttachedTier
 from banaserve.kvstore.daemon.tiering.demoter import Demoter
 from banaserve.kvstore.daemon.tiering.promoter import Promoter
-from banaserve.kvstore.records import IndexEntry
+from banaserve.kvstore.index.records import IndexEntry
 from banaserve.kvstore.stats import TierReport
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from banaserve.base.errors import ProtocolError, StoreUnavailableError, UserError
 from banaserve.kvstore import wire
-from banaserve.kvstore.channel import StoreChannel
+from banaserve.kvstore.client.channel import StoreChannel
 from banaserve.kvstore.stats import StoreStats
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from heapq import heapify, heappop, heappush
 from typing import Generic, Protocol, TypeVar
 
-from banaserve.kvstore.records import IndexEntry
+from banaserve.kvstore.index.records import IndexEntry
 
 _FEW = 64
 

@@ -11,7 +11,7 @@ from enum import Enum
 
 import numpy as np
 
-from banaserve.kvstore.prefix_cut import (
+from banaserve.kvstore.gate.prefix_cut import (
     ALONE,
     FetchWork,
     HeldPrefix,

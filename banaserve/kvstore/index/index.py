@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from banaserve.kvstore.eviction import Chains, EvictionQueue, Tenants
-from banaserve.kvstore.interface import Lookup
-from banaserve.kvstore.records import (
+from banaserve.kvstore.index.eviction import Chains, EvictionQueue, Tenants
+from banaserve.kvstore.index.records import (
     Grant,
     Hold,
     IndexEntry,
@@ -15,6 +14,7 @@ from banaserve.kvstore.records import (
     SlotWatcher,
     StoreCounters,
 )
+from banaserve.kvstore.leases import Lookup
 
 
 class BlockIndex:

@@ -10,9 +10,9 @@ from pathlib import Path
 from banaserve.base.errors import StoreUnavailableError
 from banaserve.base.fail_points import FailPoint, reach
 from banaserve.kvstore import wire
-from banaserve.kvstore.channel import FIRST_RETRY_S, StoreLink
+from banaserve.kvstore.client.channel import FIRST_RETRY_S, StoreLink
 from banaserve.kvstore.fingerprint import Fingerprint
-from banaserve.kvstore.interface import Exchanged, Lease, Lookup, Slot
+from banaserve.kvstore.leases import Exchanged, Lease, Lookup, Slot
 from banaserve.kvstore.pool import BoardView, PoolView
 from banaserve.kvstore.stats import StoreStats
 
