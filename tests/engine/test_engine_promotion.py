@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from banaserve.engine.connector import request_state
+from banaserve.engine.connector.scheduler_side import request_state
 from banaserve.kvstore.leases import Lookup, Slot
 
 HIT, MISS, PENDING = Lookup.HIT, Lookup.MISS, Lookup.PENDING

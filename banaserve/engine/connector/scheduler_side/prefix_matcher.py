@@ -15,8 +15,8 @@ from banaserve.engine.compat import kv_cache as compat
 from banaserve.engine.connector.block_hash import TailHasher
 from banaserve.engine.connector.handover import Handover
 from banaserve.engine.connector.metadata import ConnectorCounters, StepResult
-from banaserve.engine.connector.request_notes import ConnectorNotes
-from banaserve.engine.connector.request_state import (
+from banaserve.engine.connector.scheduler_side.request_notes import ConnectorNotes
+from banaserve.engine.connector.scheduler_side.request_state import (
     LONGEST_WAIT_S,
     PendingPromotion,
     PromotionOutcome,
@@ -24,8 +24,8 @@ from banaserve.engine.connector.request_state import (
     SaveCandidate,
     full_block_offers,
 )
+from banaserve.engine.connector.scheduler_side.step_ahead import StepAhead
 from banaserve.engine.connector.states import block_ends, state_keys
-from banaserve.engine.connector.step_ahead import StepAhead
 from banaserve.engine.continuation import output_of
 from banaserve.kvstore.client.client import StoreClient
 from banaserve.kvstore.gate.cost_gate import CostGate, Verdict

@@ -17,15 +17,15 @@ from banaserve.engine.connector.metadata import (
     StepPlan,
     StepResult,
 )
-from banaserve.engine.connector.prefix_matcher import EngineCostGate, PrefixMatcher
-from banaserve.engine.connector.request_notes import ConnectorNotes
-from banaserve.engine.connector.request_state import (
+from banaserve.engine.connector.scheduler_side.prefix_matcher import EngineCostGate, PrefixMatcher
+from banaserve.engine.connector.scheduler_side.request_notes import ConnectorNotes
+from banaserve.engine.connector.scheduler_side.request_state import (
     RequestState,
     SaveCandidate,
     full_block_offers,
 )
+from banaserve.engine.connector.scheduler_side.step_ahead import StepAhead
 from banaserve.engine.connector.states import state_keys
-from banaserve.engine.connector.step_ahead import StepAhead
 from banaserve.engine.continuation import output_of
 from banaserve.kvstore.client.client import StoreClient
 from banaserve.kvstore.gate.cost_gate import CostGate

@@ -12,13 +12,6 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 from banaserve.base.fail_points import FailPoint, reach
-from banaserve.engine.connector.block_copy import (
-    BlockCopier,
-    Copy,
-    EndedCopy,
-    ThrottledCopier,
-    make_copier,
-)
 from banaserve.engine.connector.metadata import (
     BlockCopy,
     ConnectorCounters,
@@ -27,7 +20,14 @@ from banaserve.engine.connector.metadata import (
     StepPlan,
     StepResult,
 )
-from banaserve.engine.connector.tracer import TracePoint, Tracer
+from banaserve.engine.connector.worker_side.block_copy import (
+    BlockCopier,
+    Copy,
+    EndedCopy,
+    ThrottledCopier,
+    make_copier,
+)
+from banaserve.engine.connector.worker_side.tracer import TracePoint, Tracer
 from banaserve.kvstore.client.client import StoreClient
 from banaserve.kvstore.leases import Slot
 from banaserve.orchestrator.control.costs.transfers import StepTimes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from banaserve.engine.connector.request_state import RequestState
+from banaserve.engine.connector.scheduler_side.request_state import RequestState
 from banaserve.kvstore.gate.prefix_cut import FetchWork, StepBeside
 
 

@@ -12,7 +12,7 @@ import torch
 
 import banaserve._native as _native
 from banaserve.engine.compat import kv_cache as compat
-from banaserve.engine.connector.gpu_block_copy import Addresses, QueueCopies
+from banaserve.engine.connector.worker_side.gpu_block_copy import Addresses, QueueCopies
 from banaserve.kvstore.pool import Numbers, PoolView
 
 
@@ -86,7 +86,7 @@ def make_copier(layers: Sequence[torch.Tensor], page_bytes: int, part: int) -> B
         ValueError: The blocks of a layer are laid out in another way.
     """
     if layers[0].device.type != "cpu":
-        from banaserve.engine.connector.gpu_block_copy import GpuCopier
+        from banaserve.engine.connector.worker_side.gpu_block_copy import GpuCopier
 
         return GpuCopier(layers, page_bytes, part, copies_of_vllm)
     for tensor in layers:
