@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from banaserve.orchestrator.control.costs import profile as profiles
-from banaserve.orchestrator.planner.arrangement import Arrangement, arrangements
+from banaserve.orchestrator.planner.candidates.arrangement import Arrangement, arrangements
 from banaserve.sim.instances.batch import EngineLimits
 from banaserve.sim.report.result import LatencyLimits, summary
 from banaserve.sim.run import tallied

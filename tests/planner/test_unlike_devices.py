@@ -23,7 +23,7 @@ from banaserve.orchestrator.control.costs.devices import device_of, relative_spe
 from banaserve.orchestrator.control.migration import registry as migrations
 from banaserve.orchestrator.control.migration.projection import project
 from banaserve.orchestrator.control.migration.refusals import may_pair
-from banaserve.orchestrator.planner.arrangement import Arrangement, assign, orders
+from banaserve.orchestrator.planner.candidates.arrangement import Arrangement, assign, orders
 from banaserve.orchestrator.planner.options import ElasticOptions
 from banaserve.sim.cluster.cluster import SimCluster
 from banaserve.sim.report.result import LatencyLimits, summary

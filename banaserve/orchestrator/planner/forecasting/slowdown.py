@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import isinf
 
-from banaserve.orchestrator.planner.forecast import Forecast
+from banaserve.orchestrator.planner.forecasting.forecast import Forecast
 
 _BEGINNING = 0.25
 """Share of the arrivals' time that is left out: its queues are those of the present arrangement."""

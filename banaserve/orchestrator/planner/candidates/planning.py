@@ -25,7 +25,7 @@ from banaserve.orchestrator.control.costs.profile import Profile
 from banaserve.orchestrator.control.migration import slabs
 from banaserve.orchestrator.control.migration.scoring import module_words
 from banaserve.orchestrator.control.model.moving import migration_s
-from banaserve.orchestrator.planner.arrangement import Arrangement, Order, assign
+from banaserve.orchestrator.planner.candidates.arrangement import Arrangement, Order, assign
 
 _TIMEOUT_FACTOR = 5.0
 _LEAST_TIMEOUT_S = 5.0

@@ -16,8 +16,8 @@ from banaserve.orchestrator.control.migration import slabs
 from banaserve.orchestrator.control.migration.candidates import sizes
 from banaserve.orchestrator.control.migration.options import MoveOptions
 from banaserve.orchestrator.control.model.calibration import StepWork
-from banaserve.orchestrator.planner.forecast import InstanceUse
-from banaserve.orchestrator.planner.planning import Ledger, PlannedMove, is_modelled
+from banaserve.orchestrator.planner.candidates.planning import Ledger, PlannedMove, is_modelled
+from banaserve.orchestrator.planner.forecasting.forecast import InstanceUse
 
 KINDS = ("layers", "heads")
 
