@@ -35,7 +35,7 @@ from banaserve.base.types import (
     Role,
 )
 from banaserve.orchestrator.control.costs.profile import load as load_profile
-from banaserve.orchestrator.control.migration import registry
+from banaserve.orchestrator.control.move_policies import registry
 from banaserve.sim.cluster.cluster import cells_of
 from banaserve.sim.load.workload import Lengths, LoadPhase, drawn
 from banaserve.sim.parts import simulate_in_parts

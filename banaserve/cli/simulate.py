@@ -18,7 +18,7 @@ from banaserve.cli.app import App
 from banaserve.cli.console import print_json, print_rows
 from banaserve.cli.plugins import use_plugins, warn_of_rivalries
 from banaserve.orchestrator.control.costs import profile as profiles
-from banaserve.orchestrator.control.migration.registry import names
+from banaserve.orchestrator.control.move_policies.registry import names
 from banaserve.orchestrator.planner.loop.simulated_log import SimulatedLog
 from banaserve.sim import case as cases
 from banaserve.sim.cluster.cluster import SimCluster

@@ -13,7 +13,7 @@ from banaserve.base.names import check_known
 from banaserve.base.records import read_records
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.orchestrator.control.costs.profile import Profile
-from banaserve.orchestrator.control.migration import registry as migrations
+from banaserve.orchestrator.control.move_policies import registry as migrations
 from banaserve.sim import case as cases
 from banaserve.sim.case import Case
 from banaserve.sim.cluster.events import Event

@@ -13,9 +13,9 @@ from typing import NamedTuple
 from banaserve.base.types import InstanceId, Module
 from banaserve.orchestrator.control.costs import modules as costs
 from banaserve.orchestrator.control.costs.profile import Profile
-from banaserve.orchestrator.control.migration import slabs
 from banaserve.orchestrator.control.model.calibration import StepWork
 from banaserve.orchestrator.control.model.moving import migration_s
+from banaserve.orchestrator.control.projection import slabs
 from banaserve.orchestrator.planner.candidates.modules import (
     has_room,
     module_of,

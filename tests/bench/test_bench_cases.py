@@ -10,8 +10,8 @@ import pytest
 
 from banaserve.base.errors import UserError
 from banaserve.contracts.control_api import DecisionRecord, StepRecord, WantedStep
-from banaserve.orchestrator.control.migration import registry
-from banaserve.orchestrator.control.migration.options import RepairedOptions
+from banaserve.orchestrator.control.move_policies import registry
+from banaserve.orchestrator.control.move_policies.options import RepairedOptions
 from banaserve.orchestrator.control.turn import ControlLimits as ControlLimits
 from banaserve.orchestrator.planner.loop.loop import ControllerOptions
 from banaserve.orchestrator.planner.loop.time_scaling import dilated

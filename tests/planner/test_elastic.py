@@ -28,7 +28,7 @@ from banaserve.base.types import (
     SwitchRole,
 )
 from banaserve.orchestrator.control.costs import profile as profiles
-from banaserve.orchestrator.control.migration import registry
+from banaserve.orchestrator.control.move_policies import registry
 from banaserve.orchestrator.planner import process as processes
 from banaserve.orchestrator.planner.candidates.arrangement import (
     Arrangement,

@@ -30,7 +30,7 @@ from banaserve.contracts.migration_api import (
 )
 from banaserve.frontdoor.admin_client import AdminClient
 from banaserve.kvstore.sizes import format_size
-from banaserve.orchestrator.control.migration.expert_choice import experts_for
+from banaserve.orchestrator.control.move_policies.expert_choice import experts_for
 
 
 @dataclass(frozen=True, kw_only=True)

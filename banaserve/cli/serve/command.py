@@ -30,7 +30,7 @@ from banaserve.frontdoor.page.records import page_link
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.sizes import parse_size
 from banaserve.nodes.options import NodeOptions
-from banaserve.orchestrator.control.migration import registry as migration_policies
+from banaserve.orchestrator.control.move_policies import registry as migration_policies
 from banaserve.orchestrator.control.routing import registry
 from banaserve.orchestrator.control.turn import ControlLimits, Mode
 from banaserve.orchestrator.planner.forecast_profile import forecast_profile

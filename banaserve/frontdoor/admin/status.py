@@ -10,7 +10,7 @@ from banaserve.contracts.instances import NodeChange, NodeStatus, Scaling
 from banaserve.contracts.migration_api import Migration
 from banaserve.contracts.restart_api import RollingRestart
 from banaserve.orchestrator.control.measure import judge, load_of
-from banaserve.orchestrator.control.migration.scoring import module_words
+from banaserve.orchestrator.control.move_policies.scoring import module_words
 from banaserve.orchestrator.control.routing.named import NamedPolicy
 from banaserve.orchestrator.planner.loop.decision_format import pressure_words
 from banaserve.serving.executor import seconds_of

@@ -20,7 +20,11 @@ from banaserve.base.types import (
     SwitchRole,
     total_back_pressure,
 )
-from banaserve.orchestrator.control.migration.interface import MigrationPlan, Rejected, RejectReason
+from banaserve.orchestrator.control.move_policies.interface import (
+    MigrationPlan,
+    Rejected,
+    RejectReason,
+)
 from banaserve.orchestrator.planner.candidates.planning import Change, placements_of, steps_of
 from banaserve.orchestrator.planner.decision import Decision, LoadMemory, Situation
 from banaserve.orchestrator.planner.forecasting.load import load_stats

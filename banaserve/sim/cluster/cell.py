@@ -21,8 +21,8 @@ from banaserve.base.types import (
 from banaserve.orchestrator.control.costs.devices import device_of, relative_speed
 from banaserve.orchestrator.control.costs.profile import Profile
 from banaserve.orchestrator.control.costs.steps import StepCosts
-from banaserve.orchestrator.control.migration import registry as migrations
 from banaserve.orchestrator.control.model.output_length import OutputLengthWindow
+from banaserve.orchestrator.control.move_policies import registry as migrations
 from banaserve.orchestrator.control.rebalancing import (
     RebalanceOptions,
     choose_moves,

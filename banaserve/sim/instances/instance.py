@@ -14,7 +14,7 @@ from banaserve.base.types import (
     ModulePlacement,
     Role,
 )
-from banaserve.orchestrator.control.migration import slabs
+from banaserve.orchestrator.control.projection import slabs
 from banaserve.sim.instances.engine import SimEngine
 from banaserve.sim.request import SimRequest
 

@@ -22,9 +22,9 @@ from banaserve.base.types import (
     SwitchRole,
 )
 from banaserve.orchestrator.control.costs.profile import Profile
-from banaserve.orchestrator.control.migration import slabs
-from banaserve.orchestrator.control.migration.scoring import module_words
 from banaserve.orchestrator.control.model.moving import migration_s
+from banaserve.orchestrator.control.move_policies.scoring import module_words
+from banaserve.orchestrator.control.projection import slabs
 from banaserve.orchestrator.planner.candidates.arrangement import Arrangement, Order, assign
 
 _TIMEOUT_FACTOR = 5.0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from banaserve.orchestrator.control.migration.interface import RejectReason
-from banaserve.orchestrator.control.migration.projection import Projected
+from banaserve.orchestrator.control.move_policies.interface import RejectReason
+from banaserve.orchestrator.control.projection.projection import Projected
 
 
 def may_change(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from banaserve.base.errors import PolicyError, UserError
 from banaserve.base.registry import one_line
 from banaserve.base.types import ClusterView
-from banaserve.orchestrator.control.migration.interface import MigrationPlan, MigrationPolicy
+from banaserve.orchestrator.control.move_policies.interface import MigrationPlan, MigrationPolicy
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,19 +22,23 @@ from typing import ClassVar
 
 from banaserve.base.types import Attempt, ClusterView, InstanceId, Module, Role, Step, SwitchRole
 from banaserve.orchestrator.control.measure import ScalarLoad, judge
-from banaserve.orchestrator.control.migration import candidates as migration_candidates
-from banaserve.orchestrator.control.migration import effects, refusals, scoring, switching
-from banaserve.orchestrator.control.migration.candidates import Pair
-from banaserve.orchestrator.control.migration.interface import MigrationPlan, Rejected, RejectReason
-from banaserve.orchestrator.control.migration.options import RepairedOptions
-from banaserve.orchestrator.control.migration.projection import (
+from banaserve.orchestrator.control.move_policies import candidates as migration_candidates
+from banaserve.orchestrator.control.move_policies import effects, refusals, scoring, switching
+from banaserve.orchestrator.control.move_policies.candidates import Pair
+from banaserve.orchestrator.control.move_policies.interface import (
+    MigrationPlan,
+    Rejected,
+    RejectReason,
+)
+from banaserve.orchestrator.control.move_policies.options import RepairedOptions
+from banaserve.orchestrator.control.move_policies.scoring import Weighed
+from banaserve.orchestrator.control.projection.projection import (
     Projected,
     Projection,
     gap_of,
     project,
     take,
 )
-from banaserve.orchestrator.control.migration.scoring import Weighed
 
 _RETURNS_KEPT = 8
 """Number of returns weighed again after each step of a plan; before the first, all are weighed."""

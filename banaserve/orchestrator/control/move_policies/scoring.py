@@ -19,14 +19,15 @@ from banaserve.base.types import (
     Step,
     SwitchRole,
 )
-from banaserve.orchestrator.control.migration import effects, slabs, switching
-from banaserve.orchestrator.control.migration.effects import MemoryEffect
-from banaserve.orchestrator.control.migration.interface import Rejected, RejectReason
-from banaserve.orchestrator.control.migration.options import MoveOptions, RepairedOptions
-from banaserve.orchestrator.control.migration.projection import Projected, Projection
-from banaserve.orchestrator.control.migration.switching import Switch
 from banaserve.orchestrator.control.model.moving import migration_s, within_budget
 from banaserve.orchestrator.control.model.utilisation import efficiency, pressure
+from banaserve.orchestrator.control.move_policies import effects, switching
+from banaserve.orchestrator.control.move_policies.effects import MemoryEffect
+from banaserve.orchestrator.control.move_policies.interface import Rejected, RejectReason
+from banaserve.orchestrator.control.move_policies.options import MoveOptions, RepairedOptions
+from banaserve.orchestrator.control.move_policies.switching import Switch
+from banaserve.orchestrator.control.projection import slabs
+from banaserve.orchestrator.control.projection.projection import Projected, Projection
 
 LEAST_FALL = 1e-6
 """Least fall of the pressure that is not rounding; without it, plans might never end."""

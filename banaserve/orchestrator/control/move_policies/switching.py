@@ -7,8 +7,8 @@ from math import inf
 from typing import NamedTuple
 
 from banaserve.base.types import Influence, InstanceId, Role
-from banaserve.orchestrator.control.migration.projection import Projected, Projection
 from banaserve.orchestrator.control.model.utilisation import PRESSURE_POWER
+from banaserve.orchestrator.control.projection.projection import Projected, Projection
 
 
 class PowerSums(NamedTuple):

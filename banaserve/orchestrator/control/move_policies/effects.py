@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from banaserve.base.types import Influence, Module
-from banaserve.orchestrator.control.migration import slabs
-from banaserve.orchestrator.control.migration.options import MoveOptions, RepairedOptions
-from banaserve.orchestrator.control.migration.projection import Projected
 from banaserve.orchestrator.control.model import moving
 from banaserve.orchestrator.control.model.moving import Link
+from banaserve.orchestrator.control.move_policies.options import MoveOptions, RepairedOptions
+from banaserve.orchestrator.control.projection import slabs
+from banaserve.orchestrator.control.projection.projection import Projected
 
 
 class MemoryEffect(NamedTuple):

@@ -7,10 +7,11 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from banaserve.base.types import Attempt, InstanceId, Module
-from banaserve.orchestrator.control.migration import effects, refusals, slabs
-from banaserve.orchestrator.control.migration.interface import Rejected, RejectReason
-from banaserve.orchestrator.control.migration.options import RepairedOptions
-from banaserve.orchestrator.control.migration.projection import Projected, Projection
+from banaserve.orchestrator.control.move_policies import effects, refusals
+from banaserve.orchestrator.control.move_policies.interface import Rejected, RejectReason
+from banaserve.orchestrator.control.move_policies.options import RepairedOptions
+from banaserve.orchestrator.control.projection import slabs
+from banaserve.orchestrator.control.projection.projection import Projected, Projection
 
 BREADTH = 2
 """Number of hosts, and of guests for each host, that are considered for one resource."""

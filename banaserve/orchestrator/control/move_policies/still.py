@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from banaserve.base.types import ClusterView
-from banaserve.orchestrator.control.migration.interface import MigrationPlan
+from banaserve.orchestrator.control.move_policies.interface import MigrationPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,12 +32,22 @@ from banaserve.base.types import (
     Step,
 )
 from banaserve.orchestrator.control.measure import ScalarLoad, judge, load_of
-from banaserve.orchestrator.control.migration import effects, refusals, scoring, slabs
-from banaserve.orchestrator.control.migration.interface import MigrationPlan, Rejected, RejectReason
-from banaserve.orchestrator.control.migration.options import PublishedOptions
-from banaserve.orchestrator.control.migration.projection import Projected, Projection, project, take
 from banaserve.orchestrator.control.model.moving import migration_s
 from banaserve.orchestrator.control.model.utilisation import published_efficiency
+from banaserve.orchestrator.control.move_policies import effects, refusals, scoring
+from banaserve.orchestrator.control.move_policies.interface import (
+    MigrationPlan,
+    Rejected,
+    RejectReason,
+)
+from banaserve.orchestrator.control.move_policies.options import PublishedOptions
+from banaserve.orchestrator.control.projection import slabs
+from banaserve.orchestrator.control.projection.projection import (
+    Projected,
+    Projection,
+    project,
+    take,
+)
 
 _HORIZON_S = 1.0
 """Unit of waiting work in a projection, in seconds; the published load has no waiting work."""

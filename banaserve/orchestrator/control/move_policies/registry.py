@@ -11,11 +11,11 @@ from banaserve.base.registry import (
     check_class,
     check_options,
 )
-from banaserve.orchestrator.control.migration.interface import MigrationPolicy
-from banaserve.orchestrator.control.migration.named import NamedMigrationPolicy
-from banaserve.orchestrator.control.migration.no_op import Still
-from banaserve.orchestrator.control.migration.published import Published
-from banaserve.orchestrator.control.migration.repaired import Repaired
+from banaserve.orchestrator.control.move_policies.algorithm1_published import Published
+from banaserve.orchestrator.control.move_policies.algorithm1_repaired import Repaired
+from banaserve.orchestrator.control.move_policies.interface import MigrationPolicy
+from banaserve.orchestrator.control.move_policies.named import NamedMigrationPolicy
+from banaserve.orchestrator.control.move_policies.still import Still
 
 
 class MigrationPolicyClass(Protocol):

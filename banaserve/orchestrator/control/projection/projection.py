@@ -22,7 +22,7 @@ from banaserve.base.types import (
     SwitchRole,
 )
 from banaserve.orchestrator.control.measure import ScalarLoad
-from banaserve.orchestrator.control.migration import slabs
+from banaserve.orchestrator.control.projection import slabs
 
 MAX_WAITING_SHARE = 4.0
 """Number of horizons to which waiting work is limited: more makes no difference."""
