@@ -69,9 +69,9 @@ from banaserve.serving.instance import Instance
 from banaserve.serving.launch.engine_settings import RoleEngine
 from banaserve.serving.launch.launcher import Launcher
 from banaserve.serving.liveness.timeouts import ClusterTimeouts
-from banaserve.serving.migration.coordinator import Coordinator
-from banaserve.serving.migration.guest_monitor import live_migration
 from banaserve.serving.monitoring import metrics
+from banaserve.serving.moves.coordinator import Coordinator
+from banaserve.serving.moves.guest_monitor import live_migration
 from banaserve.serving.requests.prefix_lookup import PrefixLookup
 from banaserve.serving.requests.rebalancer import Rebalancer
 from banaserve.serving.requests.residency import Residency

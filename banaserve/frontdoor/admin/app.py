@@ -28,9 +28,9 @@ from banaserve.frontdoor.admin.traces import Traces, trace_routes
 from banaserve.frontdoor.edge.authenticated import mark_authenticated
 from banaserve.frontdoor.edge.refusals import refuse
 from banaserve.frontdoor.middleware.admission import BodyLimit
-from banaserve.serving.migration.coordinator import Coordinator
-from banaserve.serving.migration.guest_sharing import share
-from banaserve.serving.migration.status import placement_of
+from banaserve.serving.moves.coordinator import Coordinator
+from banaserve.serving.moves.guest_sharing import share
+from banaserve.serving.moves.status import placement_of
 
 _MAX_BODY_BYTES = 1 << 20
 _migrations: msgspec.json.Decoder[MigrationRequest] = msgspec.json.Decoder(MigrationRequest)

@@ -27,7 +27,7 @@ from banaserve.frontdoor.admin.status import status_of
 from banaserve.orchestrator.control.routing.named import NamedPolicy
 from banaserve.orchestrator.planner.loop.loop import Controller
 from banaserve.serving.executor import MoveExecutor
-from banaserve.serving.migration.coordinator import Coordinator
+from banaserve.serving.moves.coordinator import Coordinator
 from banaserve.serving.restart.rolling import RollingRestarts
 from banaserve.serving.roles.drain import Drains
 from banaserve.serving.roles.role_switch import Roles

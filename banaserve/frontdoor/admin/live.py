@@ -27,7 +27,7 @@ from banaserve.frontdoor.page.viewers import PageState, Viewers
 from banaserve.kvstore.stats import StoreStats
 from banaserve.migration.units.base import MigrationUnit
 from banaserve.migration.units.registry import write_modules
-from banaserve.serving.migration.coordinator import Coordinator
+from banaserve.serving.moves.coordinator import Coordinator
 from banaserve.serving.tracing.request_log import RequestLog
 
 _DECISIONS, _REQUESTS = 40, 30

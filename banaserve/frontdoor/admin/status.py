@@ -14,7 +14,7 @@ from banaserve.orchestrator.control.move_policies.scoring import module_words
 from banaserve.orchestrator.control.routing.named import NamedPolicy
 from banaserve.orchestrator.planner.loop.decision_format import pressure_words
 from banaserve.serving.executor import seconds_of
-from banaserve.serving.migration.coordinator import Coordinator
+from banaserve.serving.moves.coordinator import Coordinator
 from banaserve.serving.roles.role_switch import Roles
 
 _OPEN = ("waiting", "running", "draining", "starting", "going back", "joining", "leaving")

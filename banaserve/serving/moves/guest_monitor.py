@@ -17,16 +17,16 @@ from banaserve.engine.compat.config import VllmConfig
 from banaserve.migration.worker_api import HostStatus, LinkState
 from banaserve.serving.cluster import Cluster
 from banaserve.serving.launch.launcher import Launcher
-from banaserve.serving.migration import guest_sharing, process_stats
-from banaserve.serving.migration.coordinator import Coordinator
-from banaserve.serving.migration.guest_pool import GuestHandle, GuestPool
-from banaserve.serving.migration.host_state import HostState
-from banaserve.serving.migration.planner import (
+from banaserve.serving.monitoring import metrics
+from banaserve.serving.moves import guest_sharing, process_stats
+from banaserve.serving.moves.coordinator import Coordinator
+from banaserve.serving.moves.guest_pool import GuestHandle, GuestPool
+from banaserve.serving.moves.host_state import HostState
+from banaserve.serving.moves.planner import (
     machine_available_bytes,
     model_facts,
     num_bytes,
 )
-from banaserve.serving.monitoring import metrics
 
 logger = logging.getLogger(__name__)
 

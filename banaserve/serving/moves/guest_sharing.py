@@ -9,10 +9,10 @@ from banaserve.base.errors import BanaServeError
 from banaserve.base.names import check_known
 from banaserve.base.types import InstanceId
 from banaserve.contracts.migration_api import GuestSharing, ShareRequest
-from banaserve.serving.migration.coordinator import Coordinator
-from banaserve.serving.migration.guest_pool import GuestHandle, GuestPool
-from banaserve.serving.migration.host_state import HostState
 from banaserve.serving.monitoring import metrics
+from banaserve.serving.moves.coordinator import Coordinator
+from banaserve.serving.moves.guest_pool import GuestHandle, GuestPool
+from banaserve.serving.moves.host_state import HostState
 
 _MOST_BUSY = 0.99
 

@@ -17,10 +17,10 @@ from banaserve.contracts.migration_api import (
 )
 from banaserve.migration.units.base import MigrationUnit
 from banaserve.migration.units.registry import write_modules
-from banaserve.serving.migration.coordinator import Coordinator
-from banaserve.serving.migration.guest_sharing import sharing_of
-from banaserve.serving.migration.host_state import HostState
-from banaserve.serving.migration.planner import num_bytes
+from banaserve.serving.moves.coordinator import Coordinator
+from banaserve.serving.moves.guest_sharing import sharing_of
+from banaserve.serving.moves.host_state import HostState
+from banaserve.serving.moves.planner import num_bytes
 
 
 async def placement_of(coordinator: Coordinator) -> ClusterPlacement:

@@ -26,10 +26,11 @@ from banaserve.contracts.migration_api import (
 )
 from banaserve.contracts.trace_events import MoveCommitted
 from banaserve.migration.units.registry import unit_asked
-from banaserve.serving.migration.guest_pool import GuestPool
-from banaserve.serving.migration.host_client import HostClient, HostInstance
-from banaserve.serving.migration.host_state import HostState
-from banaserve.serving.migration.planner import (
+from banaserve.serving.monitoring import metrics
+from banaserve.serving.moves.guest_pool import GuestPool
+from banaserve.serving.moves.host_client import HostClient, HostInstance
+from banaserve.serving.moves.host_state import HostState
+from banaserve.serving.moves.planner import (
     AvailableBytes,
     BringBack,
     ModelFacts,
@@ -40,8 +41,7 @@ from banaserve.serving.migration.planner import (
     plan_move,
     plan_return,
 )
-from banaserve.serving.migration.task import MigrationTask
-from banaserve.serving.monitoring import metrics
+from banaserve.serving.moves.task import MigrationTask
 from banaserve.serving.operations import OperationAbortedError, Operations
 
 logger = logging.getLogger(__name__)

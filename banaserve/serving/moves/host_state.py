@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from banaserve.migration.kv.host_kv import blocks_gained
 from banaserve.migration.units.base import MigrationUnit
 from banaserve.migration.worker_api import HostStatus, KvStatus
-from banaserve.serving.migration.guest_pool import GuestPool
-from banaserve.serving.migration.host_client import HostClient, HostInstance
-from banaserve.serving.migration.planner import (
+from banaserve.serving.moves.guest_pool import GuestPool
+from banaserve.serving.moves.host_client import HostClient, HostInstance
+from banaserve.serving.moves.planner import (
     ModelFacts,
     RemoteUnit,
 )
-from banaserve.serving.migration.process_stats import CoreWaits
+from banaserve.serving.moves.process_stats import CoreWaits
 
 
 class HostState:

@@ -11,11 +11,11 @@ from banaserve.base.types import InstanceId
 from banaserve.contracts.migration_api import MoveStatus
 from banaserve.contracts.move_phase import MovePhase
 from banaserve.migration.worker_api import MoveReport
-from banaserve.serving.migration.guest_pool import GuestHandle, GuestPool
-from banaserve.serving.migration.host_state import HostState
-from banaserve.serving.migration.planner import BringBack, MoveOut, Op
-from banaserve.serving.migration.timeouts import MoveStage, copies_again, timeout_s
 from banaserve.serving.monitoring import metrics
+from banaserve.serving.moves.guest_pool import GuestHandle, GuestPool
+from banaserve.serving.moves.host_state import HostState
+from banaserve.serving.moves.planner import BringBack, MoveOut, Op
+from banaserve.serving.moves.timeouts import MoveStage, copies_again, timeout_s
 from banaserve.serving.operations import OperationAbortedError
 
 _POLL_S = 0.01

@@ -20,10 +20,10 @@ from banaserve.migration.ranks import check_devices
 from banaserve.migration.rpc.messages import GuestAddress
 from banaserve.migration.worker_api import LinkState
 from banaserve.serving.launch.launcher import Launcher
-from banaserve.serving.migration.host_client import HostClient
-from banaserve.serving.migration.process_stats import ProcessUsage
-from banaserve.serving.migration.shares import Shares
-from banaserve.serving.migration.timeouts import MoveStage, timeout_s
+from banaserve.serving.moves.host_client import HostClient
+from banaserve.serving.moves.process_stats import ProcessUsage
+from banaserve.serving.moves.shares import Shares
+from banaserve.serving.moves.timeouts import MoveStage, timeout_s
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from banaserve.migration.worker_api import (
     MoveReport,
     OverlapStatus,
 )
-from banaserve.serving.migration import rank_reports
+from banaserve.serving.moves import rank_reports
 
 CALL_TIMEOUT_S = 30.0
 """Timeout of calls that return at once, in seconds: they wait for the step under way, which may
