@@ -15,8 +15,8 @@ from banaserve.base.digits import interval_text, row
 from banaserve.base.errors import UserError
 from banaserve.base.plugins import PluginGroup
 from banaserve.cli.app import App
-from banaserve.cli.console import print_json, print_rows
 from banaserve.cli.plugins import use_plugins, warn_of_rivalries
+from banaserve.cli.terminal.console import print_json, print_rows
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.orchestrator.control.move_policies.registry import names
 from banaserve.orchestrator.planner.loop.simulated_log import SimulatedLog

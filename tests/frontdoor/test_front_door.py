@@ -31,7 +31,7 @@ from banaserve.base.run_dir import open_run_dir
 from banaserve.base.types import RequestLimits, Role
 from banaserve.cli.serve import launch, needs
 from banaserve.cli.serve.command_line import parse_serve_argv
-from banaserve.cli.sockets import check_tls
+from banaserve.cli.serve.sockets import check_tls
 from banaserve.engine import engine_args
 from banaserve.engine.compat.engine_errors import last_error_in
 from banaserve.engine.engine_args import refuse_taken

@@ -14,7 +14,7 @@ from banaserve.base.arguments import option
 from banaserve.base.errors import UserError
 from banaserve.cli.admin.following import ended, followed
 from banaserve.cli.admin.options import JsonOptions
-from banaserve.cli.admin.placement import overlap_words, sharing_line
+from banaserve.cli.admin.views.placement import overlap_words, sharing_line
 from banaserve.cli.app import App
 from banaserve.contracts.migration_api import (
     ExpertLoadRequest,

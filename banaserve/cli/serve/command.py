@@ -18,12 +18,12 @@ from banaserve.base.net.descriptors import raise_descriptor_limit
 from banaserve.base.platform.linux import available_memory_bytes
 from banaserve.base.plugins import PluginGroup
 from banaserve.base.run_dir import RunDir, admin_note, open_run_dir
-from banaserve.cli.console import Say, print_error, timed
 from banaserve.cli.plugins import rivalries, use_plugins
-from banaserve.cli.quiet import quiet
 from banaserve.cli.serve import emulation, needs
 from banaserve.cli.serve.command_line import make_parser, parse_serve_argv
-from banaserve.cli.sockets import front_socket
+from banaserve.cli.serve.sockets import front_socket
+from banaserve.cli.terminal.console import Say, print_error, timed
+from banaserve.cli.terminal.quiet import quiet
 from banaserve.frontdoor.bodies.bounds import RequestBounds
 from banaserve.frontdoor.lifecycle.listening_socket import FrontSocket
 from banaserve.frontdoor.page.records import page_link

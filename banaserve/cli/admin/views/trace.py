@@ -13,9 +13,9 @@ import msgspec
 
 from banaserve.base.arguments import AT_LEAST_1, argument, option
 from banaserve.cli.admin.options import JsonOptions
-from banaserve.cli.admin.trace_spans import HEADING, span_rows
+from banaserve.cli.admin.views.trace_spans import HEADING, span_rows
 from banaserve.cli.app import App
-from banaserve.cli.console import print_rows
+from banaserve.cli.terminal.console import print_rows
 from banaserve.contracts.trace_events import (
     CopiesEnded,
     EngineFinished,

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from banaserve.base.arguments import Rule, option
-from banaserve.cli.admin.node_tables import node_rows, with_nodes
 from banaserve.cli.admin.options import JsonOptions
+from banaserve.cli.admin.views.node_tables import node_rows, with_nodes
 from banaserve.cli.app import App
-from banaserve.cli.console import make_table, print_rows
+from banaserve.cli.terminal.console import make_table, print_rows
 from banaserve.contracts.control_api import ControllerStatus, InstanceStatus, MoveLine, ServerStatus
 from banaserve.kvstore.sizes import format_size
 

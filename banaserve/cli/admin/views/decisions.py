@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from banaserve.base.arguments import AT_LEAST_1, option
 from banaserve.cli.admin.options import JsonOptions
 from banaserve.cli.app import App
-from banaserve.cli.console import print_json
+from banaserve.cli.terminal.console import print_json
 from banaserve.contracts.control_api import DecisionRecord, Felt, StepRecord, WantedStep
 from banaserve.kvstore.sizes import format_size
 
