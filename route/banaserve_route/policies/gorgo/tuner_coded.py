@@ -6,8 +6,8 @@ from collections import deque
 from math import exp, log
 
 from banaserve.base.errors import UserError
+from banaserve_route.policies.gorgo.tuner import numbers, p95
 from banaserve_route.policies.interface import Generator, State
-from banaserve_route.policies.tuner import numbers, p95
 
 WINDOW, HOP = 128, 32
 SIGMA, SIGMA_FLOOR, SIGMA_FACTOR = 0.5, 0.05, 0.817

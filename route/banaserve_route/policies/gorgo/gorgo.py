@@ -14,6 +14,8 @@ from typing import Any, ClassVar
 
 from banaserve.base.errors import UserError
 from banaserve.base.names import check_known
+from banaserve_route.policies.gorgo.tuner import Tuner, TunerOptions, numbers
+from banaserve_route.policies.gorgo.tuner_coded import CodedTuner
 from banaserve_route.policies.interface import (
     FleetView,
     Flight,
@@ -25,12 +27,10 @@ from banaserve_route.policies.interface import (
     RoutingReason,
     State,
 )
-from banaserve_route.policies.papers.tuner_coded import CodedTuner
 from banaserve_route.policies.policy import check_choice, check_range
 from banaserve_route.policies.prefixes.tree_policy import TreeOptions, TreePolicy
 from banaserve_route.policies.rates import Rates
 from banaserve_route.policies.registry import register
-from banaserve_route.policies.tuner import Tuner, TunerOptions, numbers
 
 FIXED, REPAIRED, CODED = "fixed", "repaired", "as-coded"
 _OUTPUT_TOKENS = 128
