@@ -11,10 +11,10 @@ from banaserve.base.registry import one_line
 from banaserve_route.balancer.auth import PEER_FIELD, REGIONS_FIELD
 from banaserve_route.balancer.config import BalancerSettings
 from banaserve_route.balancer.http.request import ClientRequest
-from banaserve_route.balancer.membership import TargetRegistry
-from banaserve_route.balancer.queue import RequestQueue
-from banaserve_route.balancer.routing_request import without_tried
-from banaserve_route.balancer.targets import Target
+from banaserve_route.balancer.requests.queue import RequestQueue
+from banaserve_route.balancer.requests.routing_request import without_tried
+from banaserve_route.balancer.targets.membership import TargetRegistry
+from banaserve_route.balancer.targets.target import Target
 from banaserve_route.balancer.tenants import tenant_field
 from banaserve_route.policies import registry
 from banaserve_route.policies.fleet import Fleet

@@ -12,7 +12,7 @@ from banaserve_route.balancer.config import (
     parse_endpoint,
     replica_id,
 )
-from banaserve_route.balancer.peers import ReplicaState
+from banaserve_route.balancer.targets.peers import ReplicaState
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,13 @@ from time import monotonic
 
 from banaserve.base.errors import PolicyError
 from banaserve.base.net.descriptors import is_own_fault
-from banaserve_route.balancer.dispatcher import Dispatcher
 from banaserve_route.balancer.http import replies
 from banaserve_route.balancer.http.client_connection import ClientConnection
 from banaserve_route.balancer.http.replica_connection import ReplicaConnection, Sink
 from banaserve_route.balancer.http.request import ClientRequest
 from banaserve_route.balancer.http.response import Body, ChunkedBody, ResponseHead, UntilClose
-from banaserve_route.balancer.routing_request import stored_response
+from banaserve_route.balancer.requests.dispatcher import Dispatcher
+from banaserve_route.balancer.requests.routing_request import stored_response
 from banaserve_route.balancer.tenants import TenantUse
 from banaserve_route.policies.interface import (
     Flight,

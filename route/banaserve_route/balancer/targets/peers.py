@@ -20,8 +20,8 @@ from banaserve_route.balancer.config import (
     check_name,
     parse_endpoint,
 )
-from banaserve_route.balancer.health import fetch, run_periodically
-from banaserve_route.balancer.targets import Target
+from banaserve_route.balancer.targets.health import fetch, run_periodically
+from banaserve_route.balancer.targets.target import Target
 from banaserve_route.policies.fleet import Fleet, Report
 from banaserve_route.policies.interface import ReplicaView
 from banaserve_route.policies.prefixes.peers import PeerPrefixes

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from time import monotonic
 
 from banaserve.base.net.tls import Certificates, ClientTls
-from banaserve_route.balancer.adoption import AdoptableReplica, adoptable
 from banaserve_route.balancer.config import (
     BalancerSettings,
     Endpoint,
@@ -16,15 +15,16 @@ from banaserve_route.balancer.config import (
     parse_endpoint,
     replica_id,
 )
-from banaserve_route.balancer.health import Prober
-from banaserve_route.balancer.peers import (
+from banaserve_route.balancer.targets.adoption import AdoptableReplica, adoptable
+from banaserve_route.balancer.targets.health import Prober
+from banaserve_route.balancer.targets.peers import (
     PEER_PREFIX,
     PeerProber,
     PeerState,
     ReplicaState,
     is_free,
 )
-from banaserve_route.balancer.targets import Target
+from banaserve_route.balancer.targets.target import Target
 from banaserve_route.policies.fleet import Fleet
 from banaserve_route.policies.interface import (
     Need,

@@ -12,7 +12,7 @@ from banaserve.base.net.descriptors import is_own_fault
 from banaserve_route.balancer.config import HealthSettings
 from banaserve_route.balancer.http.replica_connection import ConnectionPool, ReplicaConnection
 from banaserve_route.balancer.http.response import ResponseHead
-from banaserve_route.balancer.targets import Target
+from banaserve_route.balancer.targets.target import Target
 from banaserve_route.policies.fleet import Fleet, Report
 
 MAX_ANSWER_BYTES = 4 * 1024 * 1024
