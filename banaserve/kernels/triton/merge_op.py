@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from banaserve.kernels.tiling import next_power_of_2
-from banaserve.kernels.triton_launch import check_device, index_tensor, on_device
-from banaserve.kernels.triton_merge import merge_apart, merge_stacked, place_heads
+from banaserve.kernels.triton.launch import check_device, index_tensor, on_device
+from banaserve.kernels.triton.merge import merge_apart, merge_stacked, place_heads
 
 # Each number of parts compiles to its own kernel; above this, stacking costs less than compiling.
 _MAX_APART = 8

@@ -13,8 +13,8 @@ from banaserve.kernels.interface import BlockCopies
 from banaserve.kernels.layouts import KvLayout, key_value_views
 from banaserve.kernels.slot_pages import PageOrder, SlotPages
 from banaserve.kernels.tiling import next_power_of_2
-from banaserve.kernels.triton_launch import check_device, index_tensor, on_device
-from banaserve.kernels.triton_pack import copy_pages
+from banaserve.kernels.triton.launch import check_device, index_tensor, on_device
+from banaserve.kernels.triton.pack import copy_pages
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 _TILE_ELEMENTS = 2048

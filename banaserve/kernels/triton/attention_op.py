@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from banaserve.kernels.tiling import Tiling, choose_num_splits, choose_tiling, next_power_of_2
-from banaserve.kernels.triton_attention import LOG2_E, attend_parts
-from banaserve.kernels.triton_launch import IS_INTERPRETED, check_device, index_tensor, on_device
-from banaserve.kernels.triton_merge_op import launch_merge_stacked
+from banaserve.kernels.triton.attention import LOG2_E, attend_parts
+from banaserve.kernels.triton.launch import IS_INTERPRETED, check_device, index_tensor, on_device
+from banaserve.kernels.triton.merge_op import launch_merge_stacked
 
 _SCHEMA = (
     "(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor query_start, "

@@ -16,9 +16,9 @@ from banaserve.kernels.interface import (
     PartialAttention,
 )
 from banaserve.kernels.tiling import Tiling
-from banaserve.kernels.triton_attention_op import partial_attention
-from banaserve.kernels.triton_merge_op import concat_heads, merge_parts
-from banaserve.kernels.triton_pack_op import operator_arguments, pack_blocks, unpack_blocks
+from banaserve.kernels.triton.attention_op import partial_attention
+from banaserve.kernels.triton.merge_op import concat_heads, merge_parts
+from banaserve.kernels.triton.pack_op import operator_arguments, pack_blocks, unpack_blocks
 
 
 class TritonKernels:
