@@ -45,7 +45,7 @@ class Network:
         self._numbers = itertools.count(1)
 
     def connect(self, where: str, _: TransportOptions, __: float) -> VirtualChannel:
-        """See ``transport.connect.connect``."""
+        """See ``transport.channels.connect.connect``."""
         listener = self.listeners.pop(where.removeprefix("unix:"), None)
         if listener is None:
             raise PeerGoneError("nobody listens there")
