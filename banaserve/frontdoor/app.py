@@ -41,7 +41,7 @@ from banaserve.frontdoor.edge.limits import EdgeLimits
 from banaserve.frontdoor.edge.refusals import note
 from banaserve.frontdoor.edge.websocket_limit import WebSocketLimit
 from banaserve.frontdoor.edge.websocket_protocol import WebSocketProtocol
-from banaserve.frontdoor.errors import answer_engines_died, error_response
+from banaserve.frontdoor.error_answers import answer_engines_died, error_response
 from banaserve.frontdoor.lifecycle.closing import LastAnswers
 from banaserve.frontdoor.metrics import MetricsPage
 from banaserve.frontdoor.middleware.admission import BodyLimit, ConcurrencyLimit

@@ -10,7 +10,7 @@ from banaserve.base.errors import UserError
 from banaserve.orchestrator.control.costs import profile
 from banaserve.sim.cluster.cluster import ClusterPart
 from banaserve.sim.load.workload import Lengths, LoadPhase, drawn
-from banaserve.sim.parts import dealt, simulate_in_parts
+from banaserve.sim.parallel import dealt, simulate_in_parts
 from banaserve.sim.request import SimRequest
 from banaserve.sim.run import simulate
 from banaserve.sim.system import preset

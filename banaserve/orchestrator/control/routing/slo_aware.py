@@ -41,8 +41,8 @@ from banaserve.orchestrator.control.model.serving_times import (
     assumed_coefficients,
     times_of,
 )
-from banaserve.orchestrator.control.routing.checks import check_number
 from banaserve.orchestrator.control.routing.legs import LegOptions, LegReason, Legs, plan_legs
+from banaserve.orchestrator.control.routing.option_checks import check_number
 from banaserve.orchestrator.control.routing.registry import register
 from banaserve.orchestrator.control.routing.rotation import Rotation
 
