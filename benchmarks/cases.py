@@ -28,8 +28,8 @@ from banaserve.orchestrator.control.costs.profile import Profile
 from banaserve.pacing import miniatures
 from banaserve.sim import case as cases
 from banaserve.sim.case import Case
+from banaserve.sim.report.result import LatencyLimits, percentile
 from banaserve.sim.request import SimRequest
-from banaserve.sim.result import LatencyLimits, percentile
 from banaserve.sim.run import judged, simulate
 from banaserve.sim.system import System
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord

@@ -30,7 +30,7 @@ from banaserve.frontdoor.admin_client import AdminClient
 from banaserve.frontdoor.page.records import page_link
 from banaserve.sim import case as cases
 from banaserve.sim.case import Case
-from banaserve.sim.workload import Lengths
+from banaserve.sim.load.workload import Lengths
 from banaserve_bench.loadgen.client import OpenAiClient
 from banaserve_bench.loadgen.modelled_time import modelled_time
 from banaserve_bench.loadgen.servers import Server, banaserve_server, end_on_sigterm

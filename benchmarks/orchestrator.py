@@ -35,12 +35,12 @@ from banaserve.base.types import (
     Role,
 )
 from banaserve.orchestrator.control.costs.profile import load as load_profile
-from banaserve.orchestrator.control.migration import registry
-from banaserve.sim.cluster import cells_of
-from banaserve.sim.parts import simulate_in_parts
+from banaserve.orchestrator.control.move_policies import registry
+from banaserve.sim.cluster.cluster import cells_of
+from banaserve.sim.load.workload import Lengths, LoadPhase, drawn
+from banaserve.sim.parallel import simulate_in_parts
 from banaserve.sim.request import SimRequest
 from banaserve.sim.system import System, preset
-from banaserve.sim.workload import Lengths, LoadPhase, drawn
 from banaserve_bench.results import result
 from benchmarks.script import run_script
 

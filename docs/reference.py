@@ -45,9 +45,9 @@ from banaserve.contracts.migration_api import (
 )
 from banaserve.contracts.restart_api import RestartRequest, RollingRestart
 from banaserve.contracts.trace_events import RequestSummary, RequestTrace
-from banaserve.frontdoor.admin import admin_app
-from banaserve.frontdoor.admin_control import Control
-from banaserve.frontdoor.admin_traces import Traces
+from banaserve.frontdoor.admin.app import admin_app
+from banaserve.frontdoor.admin.control import Control
+from banaserve.frontdoor.admin.traces import Traces
 from banaserve.frontdoor.page.records import PageSnapshot
 from banaserve.kvstore.daemon.metrics import prometheus_text
 from banaserve.kvstore.stats import StoreStats, TierReport

@@ -27,7 +27,7 @@ class PluginGroup(StrEnum):
     REPLICA_POLICIES = "banaserve.replica_policies"
     """``banaserve_route.policies.policy.Policy``."""
     MIGRATION_POLICIES = "banaserve.migration_policies"
-    """``banaserve.orchestrator.control.migration.interface.MigrationPolicy``."""
+    """``banaserve.orchestrator.control.move_policies.interface.MigrationPolicy``."""
     STORE_TIERS = "banaserve.store_tiers"
     """``banaserve.kvstore.tiers.interface.StoreTier``, opened by URL."""
 

@@ -37,7 +37,7 @@ COMMANDS = {
     "serve": Command(
         "banaserve.cli.serve.command", "serve_command", "Serve a model over the OpenAI API."
     ),
-    "chat": Command("banaserve.cli.chat", "app", "Talk to the model of a running server."),
+    "chat": Command("banaserve.cli.admin.chat", "app", "Talk to the model of a running server."),
     "node": Command("banaserve.cli.node", "app", "Run engines of a server on another machine."),
     "doctor": Command("banaserve.cli.doctor.command", "app", "Say what this machine can run."),
     "kvstore": Command("banaserve.cli.kvstore", "app", "Run the KV cache store, or look at one."),
@@ -45,17 +45,23 @@ COMMANDS = {
         "banaserve.cli.admin.migrate", "app", "Move layers and heads between running instances."
     ),
     "placement": Command(
-        "banaserve.cli.admin.placement", "app", "Say which instance runs which layers and heads."
+        "banaserve.cli.admin.views.placement",
+        "app",
+        "Say which instance runs which layers and heads.",
     ),
     "simulate": Command(
         "banaserve.cli.simulate", "app", "Compare systems under a load in virtual time."
     ),
-    "status": Command("banaserve.cli.admin.status", "app", "Show a running server on one screen."),
+    "status": Command(
+        "banaserve.cli.admin.views.status", "app", "Show a running server on one screen."
+    ),
     "decisions": Command(
-        "banaserve.cli.admin.decisions", "app", "Say what the orchestrator decided, and why."
+        "banaserve.cli.admin.views.decisions", "app", "Say what the orchestrator decided, and why."
     ),
     "trace": Command(
-        "banaserve.cli.admin.trace", "app", "Show one request's path, or list the last requests."
+        "banaserve.cli.admin.views.trace",
+        "app",
+        "Show one request's path, or list the last requests.",
     ),
     "role": Command("banaserve.cli.admin.role", "app", "Give a running instance another role."),
     "drain": Command(
@@ -73,9 +79,13 @@ COMMANDS = {
     "orchestrator": Command(
         "banaserve.cli.admin.orchestrator", "app", "Pause the orchestrator, or let it go on."
     ),
-    "ui": Command("banaserve.cli.ui", "app", "Show a server's page, or replay a decision log."),
+    "ui": Command(
+        "banaserve.cli.admin.ui", "app", "Show a server's page, or replay a decision log."
+    ),
     "completion": Command(
-        "banaserve.cli.completion", "completion_command", "Print a shell's completion script."
+        "banaserve.cli.terminal.completion",
+        "completion_command",
+        "Print a shell's completion script.",
     ),
     "version": Command("banaserve.cli.version", "version_command", "Show versions."),
 }

@@ -12,12 +12,12 @@ from banaserve.base.arguments import option
 from banaserve.base.errors import StoreUnavailableError, UserError
 from banaserve.base.plugins import PluginGroup
 from banaserve.cli.app import App
-from banaserve.cli.console import print_json
 from banaserve.cli.plugins import use_plugins, warn_of_rivalries
-from banaserve.kvstore.admin import clear_store, fetch_stats
+from banaserve.cli.terminal.console import print_json
+from banaserve.kvstore.client.admin import clear_store, fetch_stats
+from banaserve.kvstore.client.leftovers import still_held
 from banaserve.kvstore.daemon.options import DaemonOptions, socket_option
 from banaserve.kvstore.daemon.process import announce_ready, serve
-from banaserve.kvstore.leftovers import still_held
 from banaserve.kvstore.sizes import format_size
 from banaserve.kvstore.stats import StoreStats, TierReport
 from banaserve.kvstore.tiers.ssd.folder import check_usable

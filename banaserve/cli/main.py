@@ -15,7 +15,7 @@ from typing import ParamSpec
 
 from banaserve.base.errors import BanaServeError, UserError
 from banaserve.cli.commands import COMMANDS, OFFERED_BY, Command, known, offered
-from banaserve.cli.console import print_error
+from banaserve.cli.terminal.console import print_error
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130

@@ -17,8 +17,8 @@ from banaserve.base.net.descriptors import raise_descriptor_limit
 from banaserve.base.platform.processes import die_with_parent
 from banaserve.base.run_dir import open_run_dir
 from banaserve.cli.app import App
-from banaserve.cli.console import timed
-from banaserve.cli.quiet import quiet
+from banaserve.cli.terminal.console import timed
+from banaserve.cli.terminal.quiet import quiet
 
 if TYPE_CHECKING:
     from banaserve.nodes.agent import NodeAgent

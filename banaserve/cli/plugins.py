@@ -6,9 +6,9 @@ from typing import Any
 
 from banaserve.base.plugins import Plugin, PluginGroup, entries_of, load_plugins
 from banaserve.base.registry import Registry
-from banaserve.cli.console import print_error
+from banaserve.cli.terminal.console import print_error
 from banaserve.kvstore.tiers.registry import TIERS
-from banaserve.orchestrator.control.migration.registry import POLICIES as MIGRATION_POLICIES
+from banaserve.orchestrator.control.move_policies.registry import POLICIES as MIGRATION_POLICIES
 from banaserve.orchestrator.control.routing.registry import POLICIES as ROUTING_POLICIES
 
 REGISTRIES: dict[PluginGroup, Registry[Any]] = {

@@ -15,18 +15,18 @@ from banaserve.base.digits import interval_text, row
 from banaserve.base.errors import UserError
 from banaserve.base.plugins import PluginGroup
 from banaserve.cli.app import App
-from banaserve.cli.console import print_json, print_rows
 from banaserve.cli.plugins import use_plugins, warn_of_rivalries
+from banaserve.cli.terminal.console import print_json, print_rows
 from banaserve.orchestrator.control.costs import profile as profiles
-from banaserve.orchestrator.control.migration.registry import names
+from banaserve.orchestrator.control.move_policies.registry import names
 from banaserve.orchestrator.planner.loop.simulated_log import SimulatedLog
 from banaserve.sim import case as cases
-from banaserve.sim.chrome import ChromeTrace
-from banaserve.sim.cluster import SimCluster
+from banaserve.sim.cluster.cluster import SimCluster
 from banaserve.sim.job import ARRIVALS, AskedSystem, SimulationJob, job
-from banaserve.sim.lengths import DATASETS
+from banaserve.sim.load.lengths import DATASETS
+from banaserve.sim.report.chrome_trace import ChromeTrace
+from banaserve.sim.report.result import SIMULATED
 from banaserve.sim.request import SimRequest
-from banaserve.sim.result import SIMULATED
 from banaserve.sim.run import judged, simulate
 from banaserve.sim.system import KINDS
 

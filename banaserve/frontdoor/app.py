@@ -32,22 +32,22 @@ from banaserve.base.net.tls import Certificates, ServerTls
 from banaserve.base.net.tls_listener import TlsListener
 from banaserve.engine.compat import server
 from banaserve.engine.compat.config import ModelConfig
-from banaserve.frontdoor.auth import KeyMiddleware
 from banaserve.frontdoor.bodies.bounds import RequestBounds
 from banaserve.frontdoor.bodies.guard import BodyGuard, ChecksGrammars
 from banaserve.frontdoor.bodies.parsed_route import take_parsed_bodies
-from banaserve.frontdoor.call_times import CallTimes
-from banaserve.frontdoor.closing import LastAnswers
 from banaserve.frontdoor.edge.edge import Edge
 from banaserve.frontdoor.edge.http_protocol import HttpProtocol
 from banaserve.frontdoor.edge.limits import EdgeLimits
 from banaserve.frontdoor.edge.refusals import note
 from banaserve.frontdoor.edge.websocket_limit import WebSocketLimit
 from banaserve.frontdoor.edge.websocket_protocol import WebSocketProtocol
-from banaserve.frontdoor.errors import answer_engines_died, error_response
-from banaserve.frontdoor.limits import BodyLimit, ConcurrencyLimit
+from banaserve.frontdoor.error_answers import answer_engines_died, error_response
+from banaserve.frontdoor.lifecycle.closing import LastAnswers
 from banaserve.frontdoor.metrics import MetricsPage
-from banaserve.frontdoor.request_limits import RequestLimitsReader
+from banaserve.frontdoor.middleware.admission import BodyLimit, ConcurrencyLimit
+from banaserve.frontdoor.middleware.api_keys import KeyMiddleware
+from banaserve.frontdoor.middleware.call_times import CallTimes
+from banaserve.frontdoor.middleware.latency_limits import RequestLimitsReader
 from banaserve.serving.client import DisaggregatedClient
 from banaserve.serving.cluster import Cluster
 from banaserve.serving.requests.suspects import EnginesDiedError

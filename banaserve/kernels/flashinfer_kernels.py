@@ -15,7 +15,7 @@ import torch
 
 from banaserve.kernels.checks import check_attention, check_parts
 from banaserve.kernels.interface import Batch, Heads, PartialAttention
-from banaserve.kernels.triton_kernels import TritonKernels
+from banaserve.kernels.triton.kernels import TritonKernels
 
 _WORKSPACE_BYTES = 128 * 2**20
 

@@ -16,7 +16,7 @@ from banaserve.base.names import check_known
 from banaserve.kernels.interface import Kernels
 
 _MODULES = {
-    "triton": ("banaserve.kernels.triton_kernels", "TritonKernels"),
+    "triton": ("banaserve.kernels.triton.kernels", "TritonKernels"),
     "flashinfer": ("banaserve.kernels.flashinfer_kernels", "FlashInferKernels"),
     "reference": ("banaserve.kernels.reference", "ReferenceKernels"),
 }
@@ -81,7 +81,7 @@ def missing(name: str, device_type: str) -> str | None:
         return None
     if (
         name == "triton"
-        and importlib.import_module("banaserve.kernels.triton_launch").IS_INTERPRETED
+        and importlib.import_module("banaserve.kernels.triton.launch").IS_INTERPRETED
     ):
         return None
     return f"{name} does not run on {device_type}"

@@ -18,8 +18,8 @@ import numpy.typing as npt
 from banaserve.base.errors import StoreUnavailableError, UserError
 from banaserve.base.platform import linux
 from banaserve.kvstore.fingerprint import PAGE_BYTES, Fingerprint
-from banaserve.kvstore.interface import Lookup, Slot
-from banaserve.kvstore.records import MAX_SERIAL
+from banaserve.kvstore.index.records import MAX_SERIAL
+from banaserve.kvstore.leases import Lookup, Slot
 from banaserve.kvstore.sizes import format_size
 
 Numbers = npt.NDArray[np.int64]

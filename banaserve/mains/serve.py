@@ -31,22 +31,22 @@ from banaserve.contracts.rpc.typed_rpc import call
 from banaserve.engine.compat.config import VllmConfig, own_budget
 from banaserve.engine.compat.engine import EngineDeadError
 from banaserve.engine.compat.server import get_span_exporter
-from banaserve.frontdoor.admin import AdminMiddleware
-from banaserve.frontdoor.admin_control import Control
-from banaserve.frontdoor.admin_traces import Traces
+from banaserve.frontdoor.admin.app import AdminMiddleware
+from banaserve.frontdoor.admin.control import Control
+from banaserve.frontdoor.admin.live import LivePage
+from banaserve.frontdoor.admin.traces import Traces
 from banaserve.frontdoor.app import ApiServer, ApiServerOptions, make_app
 from banaserve.frontdoor.bodies.bounds import RequestBounds
 from banaserve.frontdoor.bodies.grammar_checker import GrammarChecker
-from banaserve.frontdoor.closing import ClosingMiddleware, StopSignals, until_none
 from banaserve.frontdoor.edge.limits import EdgeLimits, edge_limits
-from banaserve.frontdoor.front_socket import FrontSocket
-from banaserve.frontdoor.live_page import LivePage
+from banaserve.frontdoor.lifecycle.closing import ClosingMiddleware, StopSignals, until_none
+from banaserve.frontdoor.lifecycle.listening_socket import FrontSocket
+from banaserve.frontdoor.lifecycle.take_over import Offer, SocketOffer
 from banaserve.frontdoor.log_rotation import rotating
 from banaserve.frontdoor.metrics import MetricsPage
 from banaserve.frontdoor.page.page import PageMiddleware
 from banaserve.frontdoor.page.records import PageInfo
-from banaserve.frontdoor.take_over import Offer, SocketOffer
-from banaserve.kvstore.admin import fetch_stats
+from banaserve.kvstore.client.admin import fetch_stats
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.daemon.supervised import SupervisedStore
 from banaserve.kvstore.fingerprint import check_alike
@@ -69,9 +69,9 @@ from banaserve.serving.instance import Instance
 from banaserve.serving.launch.engine_settings import RoleEngine
 from banaserve.serving.launch.launcher import Launcher
 from banaserve.serving.liveness.timeouts import ClusterTimeouts
-from banaserve.serving.migration.coordinator import Coordinator
-from banaserve.serving.migration.guest_monitor import live_migration
 from banaserve.serving.monitoring import metrics
+from banaserve.serving.moves.coordinator import Coordinator
+from banaserve.serving.moves.guest_monitor import live_migration
 from banaserve.serving.requests.prefix_lookup import PrefixLookup
 from banaserve.serving.requests.rebalancer import Rebalancer
 from banaserve.serving.requests.residency import Residency

@@ -12,7 +12,7 @@ from banaserve.engine.compat import runner_hooks
 from banaserve.engine.compat.config import VllmConfig, element_bytes
 from banaserve.engine.compat.kv_connector import get_kv_transfer_group
 from banaserve.engine.connector.metadata import StepPlan
-from banaserve.engine.connector.scheduler import scheduled, work_of
+from banaserve.engine.connector.scheduler_side.scheduler import scheduled, work_of
 from banaserve.migration.host.host import MigrationHost
 from banaserve.migration.time_hook import REAL_TIME, TimeHook
 from banaserve.migration.units.base import MigrationUnit

@@ -40,9 +40,9 @@ from banaserve.orchestrator.control.model.moving import Link
 from banaserve.pacing.config import settings_of as pacing_of
 from banaserve.serving.cluster import Cluster
 from banaserve.serving.instance import Instance
-from banaserve.serving.migration.coordinator import Coordinator
-from banaserve.serving.migration.planner import ModelFacts
 from banaserve.serving.monitoring import metrics
+from banaserve.serving.moves.coordinator import Coordinator
+from banaserve.serving.moves.planner import ModelFacts
 from banaserve.serving.roles.role_switch import Roles
 
 logger = logging.getLogger(__name__)

@@ -13,16 +13,16 @@ from banaserve.base.names import check_known
 from banaserve.base.records import read_records
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.orchestrator.control.costs.profile import Profile
-from banaserve.orchestrator.control.migration import registry as migrations
+from banaserve.orchestrator.control.move_policies import registry as migrations
 from banaserve.sim import case as cases
 from banaserve.sim.case import Case
-from banaserve.sim.events import Event
-from banaserve.sim.lengths import DATASETS, draw_measured, read_lengths
+from banaserve.sim.cluster.events import Event
+from banaserve.sim.load.lengths import DATASETS, draw_measured, read_lengths
+from banaserve.sim.load.trace import Arrival, read_trace, requests_of
+from banaserve.sim.load.workload import Arrivals, Pair, arriving
+from banaserve.sim.report.result import LatencyLimits
 from banaserve.sim.request import SimRequest
-from banaserve.sim.result import LatencyLimits
 from banaserve.sim.system import KINDS, System, following, preset
-from banaserve.sim.trace import Arrival, read_trace, requests_of
-from banaserve.sim.workload import Arrivals, Pair, arriving
 
 ARRIVALS = ("bursts", "diurnal", "poisson", "trace")
 DEFAULT_PROFILE = "opt-13b-a100"

@@ -8,10 +8,10 @@ from typing import Any
 from banaserve.base.errors import UserError
 from banaserve.base.names import check_known
 from banaserve.base.types import Role
-from banaserve.orchestrator.control.migration import registry as migrations
+from banaserve.orchestrator.control.move_policies import registry as migrations
 from banaserve.orchestrator.control.routing import registry as routings
 from banaserve.orchestrator.control.turn import ControlLimits
-from banaserve.sim.batch import EngineLimits
+from banaserve.sim.instances.batch import EngineLimits
 
 KINDS = ("banaserve", "colocated", "elastic", "static")
 HANDOVERS = ("pull", "store")

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from banaserve.base.errors import UserError
 from banaserve.base.names import check_known
-from banaserve.transport.gpu_memory import CudaGpu
 from banaserve.transport.interface import Transport, TransportOptions
+from banaserve.transport.regions.gpu_memory import CudaGpu
 
 SHARED_MEMORY = "shm"
 """Name of the transport that works within one machine only."""
@@ -44,20 +44,20 @@ def create(name: str, options: TransportOptions) -> Transport:
 
 
 def _shm(options: TransportOptions) -> Transport:
-    from banaserve.transport.shm import ShmTransport
+    from banaserve.transport.backends.shm import ShmTransport
 
     return ShmTransport(options)
 
 
 def _tcp(options: TransportOptions) -> Transport:
-    from banaserve.transport.tcp import TcpTransport
+    from banaserve.transport.backends.tcp import TcpTransport
 
     return TcpTransport(options)
 
 
 def _torch_distributed(options: TransportOptions) -> Transport:
     try:
-        from banaserve.transport.torch_distributed import TorchDistributedTransport
+        from banaserve.transport.backends.torch_distributed import TorchDistributedTransport
     except ImportError as error:
         raise UserError(f"transport torch_distributed needs torch: {error}") from None
     return TorchDistributedTransport(options)
@@ -65,7 +65,7 @@ def _torch_distributed(options: TransportOptions) -> Transport:
 
 def _nixl(options: TransportOptions) -> Transport:
     try:
-        from banaserve.transport.nixl import NixlTransport
+        from banaserve.transport.backends.nixl import NixlTransport
     except ImportError as error:
         raise UserError(f"transport nixl needs `pip install banaserve[nixl]`: {error}") from None
     return NixlTransport(options, CudaGpu(options.device) if options.in_gpu_memory else None)

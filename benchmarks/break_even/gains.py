@@ -13,11 +13,16 @@ from typing import NamedTuple
 from banaserve.base.types import InstanceId, Module
 from banaserve.orchestrator.control.costs import modules as costs
 from banaserve.orchestrator.control.costs.profile import Profile
-from banaserve.orchestrator.control.migration import slabs
 from banaserve.orchestrator.control.model.calibration import StepWork
 from banaserve.orchestrator.control.model.moving import migration_s
-from banaserve.orchestrator.planner.modules import has_room, module_of, net_relief, step_time_s
-from banaserve.orchestrator.planner.planning import Ledger
+from banaserve.orchestrator.control.projection import slabs
+from banaserve.orchestrator.planner.candidates.modules import (
+    has_room,
+    module_of,
+    net_relief,
+    step_time_s,
+)
+from banaserve.orchestrator.planner.candidates.planning import Ledger
 
 PROFILES = ("opt-13b-a100", "llama-3.1-8b-h100", "llama-3.1-70b-h100-tp4")
 

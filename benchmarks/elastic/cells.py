@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 from banaserve.base.errors import UserError
 from banaserve.orchestrator.control.costs import profile as profiles
-from banaserve.sim.lengths import draw_measured
+from banaserve.sim.load.lengths import draw_measured
+from banaserve.sim.load.trace import cut, read_trace
+from banaserve.sim.load.workload import Arrivals
 from banaserve.sim.request import SimRequest
-from banaserve.sim.trace import cut, read_trace
-from banaserve.sim.workload import Arrivals
 from banaserve_bench.datasets.files import dataset_files
 
 DURATION_S = 120.0

@@ -27,7 +27,7 @@ from banaserve.base.errors import UserError
 from banaserve.base.names import check_known
 from banaserve.base.statistics import median
 from banaserve.orchestrator.control.costs import profile as profiles
-from banaserve.sim.cluster import SimCluster
+from banaserve.sim.cluster.cluster import SimCluster
 from banaserve.sim.request import SimRequest
 from banaserve.sim.run import tallied
 from banaserve.sim.system import System

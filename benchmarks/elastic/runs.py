@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from banaserve.orchestrator.control.costs import profile as profiles
-from banaserve.orchestrator.planner.arrangement import Arrangement, arrangements
-from banaserve.sim.batch import EngineLimits
-from banaserve.sim.result import LatencyLimits, summary
+from banaserve.orchestrator.planner.candidates.arrangement import Arrangement, arrangements
+from banaserve.sim.instances.batch import EngineLimits
+from banaserve.sim.report.result import LatencyLimits, summary
 from banaserve.sim.run import tallied
 from banaserve.sim.system import System, following
 from benchmarks.elastic.cells import LoadCell, Rows, load_of, sample

@@ -131,7 +131,7 @@ def _sweep(
 ) -> Iterator[dict[str, Any]]:
     """Yield times of the batched decode with other tiles, to choose those of ``kernels.tiling``."""
     from banaserve.kernels.tiling import Tiling
-    from banaserve.kernels.triton_kernels import TritonKernels
+    from banaserve.kernels.triton.kernels import TritonKernels
 
     copied, copying = copy_work(sizes.copy_bytes, device)
     bandwidth = copied / timed(copying, device, given.repeats)()

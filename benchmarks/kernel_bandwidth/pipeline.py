@@ -13,7 +13,7 @@ from statistics import median
 import numpy as np
 import torch
 
-from banaserve.engine.connector.gpu_block_copy import GpuCopier, QueuedCopy
+from banaserve.engine.connector.worker_side.gpu_block_copy import GpuCopier, QueuedCopy
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.pool import PoolView, SlotPool
 from benchmarks.drivers.layer_pipeline import hidden_fraction, pipeline

@@ -18,10 +18,10 @@ import numpy.typing as npt
 
 import banaserve._native as _native
 from banaserve.base.errors import UserError
-from banaserve.kvstore.channel import StoreChannel
-from banaserve.kvstore.client import StoreClient
+from banaserve.kvstore.client.channel import StoreChannel
+from banaserve.kvstore.client.client import StoreClient
 from banaserve.kvstore.fingerprint import Fingerprint
-from banaserve.kvstore.interface import Slot
+from banaserve.kvstore.leases import Slot
 from banaserve.kvstore.pool import PoolView, populate
 
 MIB = 2**20

@@ -18,9 +18,9 @@ import numpy as np
 
 from banaserve.base.access.key_files import PEER_KEY_VARIABLE
 from banaserve.base.errors import UserError
-from banaserve.kvstore.client import StoreClient
+from banaserve.kvstore.client.client import StoreClient
 from banaserve.kvstore.fingerprint import Fingerprint
-from banaserve.kvstore.interface import Lookup, Slot
+from banaserve.kvstore.leases import Lookup, Slot
 from banaserve_bench.loadgen.servers import end_with_parent
 from benchmarks.network.hosts import Host
 

@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 
 from banaserve.base.statistics import Interval, mean_interval, paired_ratios
-from banaserve.sim.result import SIMULATED
+from banaserve.sim.report.result import SIMULATED
 from banaserve_bench.results import result
 from banaserve_bench.results.result import Result
 from benchmarks.simulate_paper.runs import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from banaserve.base.statistics import mean_interval, paired_ratios
-from banaserve.sim.result import SIMULATED
+from banaserve.sim.report.result import SIMULATED
 from banaserve_bench.results.result import Figure, Result
 from benchmarks.simulate_seeds.cases import PAPERS
 from benchmarks.simulate_seeds.claims import ANY, CLAIMS, Claim

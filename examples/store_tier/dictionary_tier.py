@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from urllib.parse import parse_qs, urlsplit
 
 from banaserve.base.errors import UserError
-from banaserve.kvstore.interface import Lookup
+from banaserve.kvstore.leases import Lookup
 from banaserve.kvstore.sizes import parse_size
 from banaserve.kvstore.tiers.chains import ChainedBlock, ChainedBlocks
 from banaserve.kvstore.tiers.counters import TierCounters

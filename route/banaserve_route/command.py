@@ -13,9 +13,9 @@ from banaserve.base.arguments import Formatter, Options, Parser, option, pairs, 
 from banaserve.base.errors import UserError
 from banaserve.base.net.descriptors import raise_descriptor_limit
 from banaserve.base.plugins import PluginGroup
-from banaserve.cli.console import print_error, timed
 from banaserve.cli.plugins import use_plugins, warn_of_rivalries
-from banaserve.cli.sockets import listening
+from banaserve.cli.serve.sockets import listening
+from banaserve.cli.terminal.console import print_error, timed
 from banaserve_route.balancer.balancer import Balancer, max_connections
 from banaserve_route.balancer.config import (
     BalancerSettings,

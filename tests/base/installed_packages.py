@@ -75,7 +75,7 @@ MIGRATION = """
 from dataclasses import dataclass
 from typing import ClassVar
 
-from banaserve.orchestrator.control.migration.interface import MigrationPlan
+from banaserve.orchestrator.control.move_policies.interface import MigrationPlan
 
 
 @dataclass(frozen=True, slots=True)

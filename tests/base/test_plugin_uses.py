@@ -15,7 +15,7 @@ from banaserve.base.plugins import Plugin, PluginGroup
 from banaserve.base.types import ClusterView, InstanceId, InstanceView, RequestId, RequestView, Role
 from banaserve.cli.plugins import use_plugins
 from banaserve.kvstore.tiers.registry import TierSpec, distributed_spec, open_tier
-from banaserve.orchestrator.control.migration import registry as migration
+from banaserve.orchestrator.control.move_policies import registry as migration
 from banaserve.orchestrator.control.routing import registry as routing
 from banaserve.orchestrator.planner.loop.loop import ControllerOptions
 from banaserve.orchestrator.planner.loop.time_scaling import dilated

@@ -34,7 +34,7 @@ from banaserve.base.access.tenants import (
 from banaserve.base.clock import WallClock
 from banaserve.base.errors import UserError
 from banaserve.cli.serve.command_line import parse_serve_argv
-from banaserve.frontdoor.auth import KeyMiddleware
+from banaserve.frontdoor.middleware.api_keys import KeyMiddleware
 from banaserve.serving import client as clients
 from banaserve.serving.tracing.request_log import RequestLog
 from test_engine_client import client as engine_client

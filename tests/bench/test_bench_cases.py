@@ -10,15 +10,15 @@ import pytest
 
 from banaserve.base.errors import UserError
 from banaserve.contracts.control_api import DecisionRecord, StepRecord, WantedStep
-from banaserve.orchestrator.control.migration import registry
-from banaserve.orchestrator.control.migration.options import RepairedOptions
+from banaserve.orchestrator.control.move_policies import registry
+from banaserve.orchestrator.control.move_policies.options import RepairedOptions
 from banaserve.orchestrator.control.turn import ControlLimits as ControlLimits
 from banaserve.orchestrator.planner.loop.loop import ControllerOptions
 from banaserve.orchestrator.planner.loop.time_scaling import dilated
 from banaserve.orchestrator.planner.options import ElasticOptions
 from banaserve.sim import case as scenarios
+from banaserve.sim.report.result import LatencyLimits
 from banaserve.sim.request import SimRequest
-from banaserve.sim.result import LatencyLimits
 from banaserve.sim.system import preset
 from banaserve_bench.loadgen.client import RequestRecord
 from banaserve_bench.results import result

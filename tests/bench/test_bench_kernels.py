@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from banaserve.base.errors import UserError
-from banaserve.engine.connector import gpu_block_copy
+from banaserve.engine.connector.worker_side import gpu_block_copy
 from banaserve.kernels.interface import PartialAttention
 from banaserve.kernels.reference import ReferenceKernels
 from banaserve_bench.results import result

@@ -8,7 +8,7 @@ import pytest
 
 from banaserve.base.errors import UserError
 from banaserve.orchestrator.control.costs.profile import load as load_profile
-from banaserve.orchestrator.control.migration import registry
+from banaserve.orchestrator.control.move_policies import registry
 from banaserve_bench.results import result
 from benchmarks import orchestrator
 from benchmarks.orchestrator import EVEN, RANDOM, cluster, load, system

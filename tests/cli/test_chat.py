@@ -15,7 +15,7 @@ import pytest
 
 from banaserve.base.errors import UserError
 from banaserve.base.run_dir import AdminAccess, open_run_dir, write_admin
-from banaserve.cli.chat import pieces
+from banaserve.cli.admin.chat import pieces
 from banaserve.cli.main import main
 
 KEY = "of-the-tenant"

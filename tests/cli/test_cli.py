@@ -14,7 +14,7 @@ from banaserve.base.arguments import ABOVE_0, argument, option
 from banaserve.base.errors import NoInstanceError, UserError
 from banaserve.cli import main as cli
 from banaserve.cli.app import App
-from banaserve.cli.console import print_rows
+from banaserve.cli.terminal.console import print_rows
 
 
 def install_command(monkeypatch, body, attribute="run"):

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from banaserve.cli.commands import COMMANDS, OFFERED_BY
-from banaserve.cli.completion import SCRIPTS, candidates
 from banaserve.cli.main import main
+from banaserve.cli.terminal.completion import SCRIPTS, candidates
 
 
 @pytest.mark.parametrize(

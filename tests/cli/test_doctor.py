@@ -14,9 +14,9 @@ from banaserve.base.config import ServeConfig
 from banaserve.base.errors import UserError
 from banaserve.cli.doctor import checks, command, facts
 from banaserve.cli.doctor.checks import CheckStatus, Finding
-from banaserve.cli.gpu_words import GpuParts
 from banaserve.cli.main import main
 from banaserve.cli.serve import launch, needs
+from banaserve.cli.serve.gpu_words import GpuParts
 from banaserve.frontdoor.edge.limits import edge_limits
 
 OK, WARNING, MISSING = CheckStatus.OK, CheckStatus.WARNING, CheckStatus.MISSING

@@ -19,9 +19,9 @@ from banaserve.base.errors import UserError
 from banaserve.base.plugins import PluginGroup
 from banaserve.cli import main as cli
 from banaserve.cli.commands import OFFERED_BY
-from banaserve.cli.completion import candidates
 from banaserve.cli.serve.command import serve_command
-from banaserve.kvstore.admin import fetch_stats
+from banaserve.cli.terminal.completion import candidates
+from banaserve.kvstore.client.admin import fetch_stats
 from banaserve.kvstore.daemon import process as daemon
 from banaserve.kvstore.tiers.registry import TIERS, distributed_spec
 from installed_packages import (

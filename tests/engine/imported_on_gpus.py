@@ -14,7 +14,7 @@ def import_without_vllm() -> None:
     sys.path.append(str(Path(__file__).parents[2]))
     for name in (
         "benchmarks.kernel_bandwidth.__main__",
-        "banaserve.engine.connector.gpu_block_copy",
+        "banaserve.engine.connector.worker_side.gpu_block_copy",
         "banaserve.migration.kv.slabs",
         "banaserve.migration.host.block_mover",
         "banaserve.migration.modules.paged_attention",

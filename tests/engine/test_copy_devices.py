@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from banaserve.base.errors import UserError
-from banaserve.engine.connector import gpu_block_copy
-from banaserve.engine.connector.block_copy import make_copier
-from banaserve.engine.connector.gpu_block_copy import GpuCopier
+from banaserve.engine.connector.worker_side import gpu_block_copy
+from banaserve.engine.connector.worker_side.block_copy import make_copier
+from banaserve.engine.connector.worker_side.gpu_block_copy import GpuCopier
 from banaserve.kernels import packed_pages
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.pool import PoolView, SlotPool

@@ -23,7 +23,6 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from banaserve.base.errors import FingerprintError, MigrationError, UserError
-from banaserve.engine.connector.block_copy import make_copier
 from banaserve.engine.connector.block_hash import (
     check_degrees,
     check_model,
@@ -31,6 +30,7 @@ from banaserve.engine.connector.block_hash import (
     describe_blocks,
 )
 from banaserve.engine.connector.latent_layout import check_latents
+from banaserve.engine.connector.worker_side.block_copy import make_copier
 from banaserve.kvstore.fingerprint import Fingerprint, check_alike
 from banaserve.migration.checks import check_heads
 

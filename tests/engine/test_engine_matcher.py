@@ -17,18 +17,18 @@ from banaserve.base.access.cache_salt import TenantSalt
 from banaserve.engine.compat import kv_cache as compat
 from banaserve.engine.connector.handover import Handover
 from banaserve.engine.connector.metadata import StepResult
-from banaserve.engine.connector.prefix_matcher import (
+from banaserve.engine.connector.scheduler_side.prefix_matcher import (
     ASK_AGAIN_S,
     ASK_FOR_ROOM_S,
     ROOM_S,
     UNDECIDED_FOR_S,
 )
-from banaserve.engine.connector.request_state import LONGEST_WAIT_S
-from banaserve.engine.connector.scheduler import StoreConnectorScheduler
+from banaserve.engine.connector.scheduler_side.request_state import LONGEST_WAIT_S
+from banaserve.engine.connector.scheduler_side.scheduler import StoreConnectorScheduler
 from banaserve.engine.continuation import with_output
-from banaserve.kvstore.cost_gate import CostGate
-from banaserve.kvstore.interface import Exchanged, Lease, Lookup, Slot
-from banaserve.kvstore.prefix_cut import FetchWork
+from banaserve.kvstore.gate.cost_gate import CostGate
+from banaserve.kvstore.gate.prefix_cut import FetchWork
+from banaserve.kvstore.leases import Exchanged, Lease, Lookup, Slot
 from depth import chosen_seed
 
 BLOCK, LAYERS, STEP_TOKENS = 16, 8, 2048
@@ -284,7 +284,7 @@ def test_all_in_memory_takes_one_round_trip(bench: Bench) -> None:
 def test_of_more_blocks_than_one_call_takes_the_first_are_asked_for(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("banaserve.engine.connector.prefix_matcher.MAX_KEYS", 3)
+    monkeypatch.setattr("banaserve.engine.connector.scheduler_side.prefix_matcher.MAX_KEYS", 3)
     request = bench.request(6)
     bench.hold(request, [HIT] * 6)
     assert bench.side.match(request, BLOCK) == 3 * BLOCK

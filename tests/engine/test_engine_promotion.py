@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from banaserve.engine.connector import request_state
-from banaserve.kvstore.interface import Lookup, Slot
+from banaserve.engine.connector.scheduler_side import request_state
+from banaserve.kvstore.leases import Lookup, Slot
 
 HIT, MISS, PENDING = Lookup.HIT, Lookup.MISS, Lookup.PENDING
 SLOTS = [Slot(i, 1, i + 1) for i in range(5)]

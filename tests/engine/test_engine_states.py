@@ -26,7 +26,7 @@ from banaserve.base.errors import UserError
 from banaserve.engine.compat import kv_cache as compat
 from banaserve.engine.connector.cache_groups import CacheGroups, describe_states, pages
 from banaserve.engine.connector.handover import Handover
-from banaserve.engine.connector.scheduler import StoreConnectorScheduler
+from banaserve.engine.connector.scheduler_side.scheduler import StoreConnectorScheduler
 from banaserve.engine.connector.states import block_ends, chunk_end, state_keys
 from tests.engine.test_engine_matcher import BLOCK, HIT, MISS, PENDING, STEP_TOKENS, Bench
 

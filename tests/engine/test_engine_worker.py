@@ -18,7 +18,6 @@ import torch
 pytest.importorskip("vllm")
 
 from banaserve.base.errors import StoreUnavailableError, UserError
-from banaserve.engine.connector.block_copy import make_copier
 from banaserve.engine.connector.metadata import (
     BlockCopy,
     ConnectorOptions,
@@ -26,11 +25,12 @@ from banaserve.engine.connector.metadata import (
     StepPlan,
     StepResult,
 )
-from banaserve.engine.connector.tracer import TracePoint
-from banaserve.engine.connector.worker import RankShare, StoreConnectorWorker
-from banaserve.kvstore.client import StoreClient
+from banaserve.engine.connector.worker_side.block_copy import make_copier
+from banaserve.engine.connector.worker_side.tracer import TracePoint
+from banaserve.engine.connector.worker_side.worker import RankShare, StoreConnectorWorker
+from banaserve.kvstore.client.client import StoreClient
 from banaserve.kvstore.fingerprint import Fingerprint
-from banaserve.kvstore.interface import Slot
+from banaserve.kvstore.leases import Slot
 from forked import Forked
 from store_process import fork_store
 from waiting import eventually

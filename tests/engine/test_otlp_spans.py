@@ -24,7 +24,7 @@ from banaserve.base.clock import WallClock
 from banaserve.base.types import ClusterView, InstanceId, InstanceView, Role, Route
 from banaserve.contracts.trace_events import FirstToken, LegBegan, Prepared
 from banaserve.engine.compat.server import get_span_exporter
-from banaserve.frontdoor.call_times import CallTimes
+from banaserve.frontdoor.middleware.call_times import CallTimes
 from banaserve.serving.monitoring import otlp
 from banaserve.serving.monitoring.otlp import BoundedSpans, OtlpTracer
 from banaserve.serving.requests.trace_collection import TraceCollector

@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 
 from banaserve.base.errors import UserError
 from banaserve.base.types import ClusterView, InstanceId, InstanceView, Role, Route
-from banaserve.cli.admin.trace import heading, list_rows, parts_of, trace_rows
+from banaserve.cli.admin.views.trace import heading, list_rows, parts_of, trace_rows
 from banaserve.contracts.trace_events import (
     MAX_EVENTS,
     CopiesEnded,
@@ -42,7 +42,7 @@ from banaserve.contracts.trace_events import (
 )
 from banaserve.engine.compat import engine as compat
 from banaserve.engine.connector.metadata import StepResult
-from banaserve.engine.connector.request_notes import ConnectorNotes
+from banaserve.engine.connector.scheduler_side.request_notes import ConnectorNotes
 from banaserve.serving.requests.trace_collection import TraceCollector
 from banaserve.serving.tracing.request_log import RequestLog, RequestNotes, SeenRoute
 

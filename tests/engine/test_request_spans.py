@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from banaserve.cli.admin.trace_spans import span_rows
+from banaserve.cli.admin.views.trace_spans import span_rows
 from banaserve.contracts.trace_events import (
     CopiesEnded,
     EngineReceived,
@@ -34,7 +34,7 @@ from banaserve.contracts.trace_events import (
     TraceSpan,
 )
 from banaserve.engine.compat import engine as compat
-from banaserve.engine.connector.request_notes import ConnectorNotes
+from banaserve.engine.connector.scheduler_side.request_notes import ConnectorNotes
 from banaserve.serving.requests.trace_collection import TraceCollector
 from banaserve.serving.tracing.request_log import RequestLog
 from banaserve.serving.tracing.spans import FRONT_DOOR, accounted_s, spans_of

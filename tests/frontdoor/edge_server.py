@@ -20,12 +20,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from banaserve.base.access.tenants import TenantKey
 from banaserve.frontdoor.app import ApiServer
-from banaserve.frontdoor.auth import KeyMiddleware
 from banaserve.frontdoor.edge import refusals
 from banaserve.frontdoor.edge.edge import Edge
 from banaserve.frontdoor.edge.limits import EdgeLimits
 from banaserve.frontdoor.edge.websocket_limit import SessionLimits, WebSocketLimit
-from banaserve.frontdoor.limits import BodyLimit, ConcurrencyLimit
+from banaserve.frontdoor.middleware.admission import BodyLimit, ConcurrencyLimit
+from banaserve.frontdoor.middleware.api_keys import KeyMiddleware
 from waiting import DEADLINE_S
 
 KEY = "Authorization: Bearer good\r\n"

@@ -26,7 +26,7 @@ from banaserve.frontdoor.bodies.guard import LONG_BYTES, BodyGuard
 from banaserve.frontdoor.bodies.pace import FRACTION, LEAST_S, ValidationPace
 from banaserve.frontdoor.bodies.parsed_route import take_parsed_bodies
 from banaserve.frontdoor.bodies.shape import JsonShape, measure, upper_bound
-from banaserve.frontdoor.limits import BodyLimit
+from banaserve.frontdoor.middleware.admission import BodyLimit
 
 BOUNDS = RequestBounds()
 HELLO = {"role": "user", "content": "hi"}

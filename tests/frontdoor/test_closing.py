@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from banaserve.frontdoor.closing import ClosingMiddleware, StopSignals
+from banaserve.frontdoor.lifecycle.closing import ClosingMiddleware, StopSignals
 from waiting import turns
 
 

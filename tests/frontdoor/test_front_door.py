@@ -31,14 +31,18 @@ from banaserve.base.run_dir import open_run_dir
 from banaserve.base.types import RequestLimits, Role
 from banaserve.cli.serve import launch, needs
 from banaserve.cli.serve.command_line import parse_serve_argv
-from banaserve.cli.sockets import check_tls
+from banaserve.cli.serve.sockets import check_tls
 from banaserve.engine import engine_args
 from banaserve.engine.compat.engine_errors import last_error_in
 from banaserve.engine.engine_args import refuse_taken
 from banaserve.frontdoor.app import ApiServer
-from banaserve.frontdoor.auth import KeyMiddleware
-from banaserve.frontdoor.limits import BodyLimit, ConcurrencyLimit
-from banaserve.frontdoor.request_limits import TPOT_HEADER, TTFT_HEADER, RequestLimitsReader
+from banaserve.frontdoor.middleware.admission import BodyLimit, ConcurrencyLimit
+from banaserve.frontdoor.middleware.api_keys import KeyMiddleware
+from banaserve.frontdoor.middleware.latency_limits import (
+    TPOT_HEADER,
+    TTFT_HEADER,
+    RequestLimitsReader,
+)
 from banaserve.serving.client import request_limits
 
 

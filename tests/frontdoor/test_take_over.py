@@ -24,10 +24,10 @@ from banaserve.base.config import TakeOver
 from banaserve.base.errors import UserError
 from banaserve.base.run_dir import AdminAccess, find_offer, open_run_dir, write_admin
 from banaserve.cli.serve.command_line import parse_serve_argv
-from banaserve.frontdoor import front_socket, take_over
 from banaserve.frontdoor.app import ApiServer
-from banaserve.frontdoor.front_socket import ClaimedSocket
-from banaserve.frontdoor.take_over import (
+from banaserve.frontdoor.lifecycle import listening_socket, take_over
+from banaserve.frontdoor.lifecycle.listening_socket import ClaimedSocket
+from banaserve.frontdoor.lifecycle.take_over import (
     Ask,
     ClaimLostError,
     Given,
@@ -341,7 +341,7 @@ async def test_an_address_that_has_become_free_is_bound_and_said(front: socket.s
 async def test_an_address_that_does_not_become_free_is_an_error(
     front: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(front_socket, "_FREE_AGAIN_S", 0.01)
+    monkeypatch.setattr(listening_socket, "_FREE_AGAIN_S", 0.01)
     claimed = ClaimedSocket(LostClaim(), *front.getsockname())  # type: ignore[arg-type]
     with pytest.raises(UserError, match="cannot listen on"):
         await claimed.obtain(lambda _: None)

@@ -15,7 +15,7 @@ from banaserve.frontdoor.bodies.bounds import BodyRefusedError, RequestBounds, r
 from banaserve.frontdoor.bodies.grammars import grammars_of
 from banaserve.frontdoor.bodies.shape import measure, upper_bound
 from banaserve_route.balancer.http.request import ClientRequest
-from banaserve_route.balancer.routing_request import read_request
+from banaserve_route.balancer.requests.routing_request import read_request
 from corpus import attempt, ends, fuzzed, spoiled
 
 BOUNDS = RequestBounds(containers=64, values=128, strings=64, depth=8, fields=16, messages=8)

@@ -8,9 +8,9 @@ from typing import Any
 from hypothesis import given
 
 from banaserve.base.errors import ProtocolError
-from banaserve_route.balancer.adoption import adoptable
 from banaserve_route.balancer.config import HealthSettings, PeerSettings
-from banaserve_route.balancer.peers import PeerProber
+from banaserve_route.balancer.targets.adoption import adoptable
+from banaserve_route.balancer.targets.peers import PeerProber
 from banaserve_route.policies.interface import ReplicaId
 from banaserve_route.policies.prefixes.peers import MAX_TREE_BYTES, PeerPrefixes
 from corpus import attempt, ends, fuzzed, kept, spoiled

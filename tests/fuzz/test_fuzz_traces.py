@@ -9,8 +9,8 @@ from hypothesis import given
 
 from banaserve.base import records
 from banaserve.base.errors import UserError
-from banaserve.sim.lengths import read_lengths
-from banaserve.sim.trace import read_trace
+from banaserve.sim.load.lengths import read_lengths
+from banaserve.sim.load.trace import read_trace
 from banaserve_bench.datasets.entries import read_entries
 from corpus import attempt, fuzzed, spoiled
 

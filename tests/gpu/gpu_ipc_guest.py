@@ -12,7 +12,7 @@ import torch
 
 from banaserve.migration.rpc.gpu_lane import GuestLane
 from banaserve.migration.rpc.tensors import bytes_of, from_wire
-from banaserve.transport.cuda_ipc import CudaIpcTransport
+from banaserve.transport.backends.cuda_ipc import CudaIpcTransport
 from banaserve.transport.interface import Tensor, TransportOptions
 
 

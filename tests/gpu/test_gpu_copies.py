@@ -11,7 +11,7 @@ import torch
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
-from banaserve.engine.connector.gpu_block_copy import GpuCopier
+from banaserve.engine.connector.worker_side.gpu_block_copy import GpuCopier
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.pool import PoolView, SlotPool
 
@@ -36,7 +36,7 @@ FINGERPRINT = Fingerprint(
 def copier_of(layers: list[torch.Tensor]) -> GpuCopier:
     if OURS is not None:
         return GpuCopier(layers, PAGE_BYTES, 0)
-    from banaserve.engine.connector.block_copy import copies_of_vllm
+    from banaserve.engine.connector.worker_side.block_copy import copies_of_vllm
 
     return GpuCopier(layers, PAGE_BYTES, 0, copies_of_vllm)
 

@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 from banaserve.migration.rpc.gpu_lane import MIN_BYTES, HostLane
 from banaserve.migration.rpc.tensors import TensorBundle, from_wire, memory_of
-from banaserve.transport.cuda_ipc import CudaIpcTransport
+from banaserve.transport.backends.cuda_ipc import CudaIpcTransport
 from banaserve.transport.errors import PeerGoneError, StaleEpochError
 from banaserve.transport.interface import RegionDescriptor, Tensor, TransportOptions
 from banaserve.transport.memory import Memory

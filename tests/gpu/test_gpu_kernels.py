@@ -17,7 +17,7 @@ from banaserve.kernels.interface import HEAD_SIZES, Heads
 from banaserve.kernels.layouts import KvLayout
 from banaserve.kernels.registry import pick
 from banaserve.kernels.slot_pages import PageOrder
-from banaserve.kernels.triton_kernels import TritonKernels
+from banaserve.kernels.triton.kernels import TritonKernels
 
 GPU = "cuda"
 DTYPES = cases.DTYPES

@@ -14,8 +14,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from banaserve.kernels import triton_attention, triton_merge, triton_pack
 from banaserve.kernels.tiling import choose_tiling, next_power_of_2
+from banaserve.kernels.triton import attention, merge, pack
 
 INT32 = ("block_table", "query_start", "query_position", "range_start", "range_end")
 DATA = {"query", "key", "value", "output", "outputs", "cache", "slots", "part", "whole"}
@@ -80,7 +80,7 @@ def test_attention_compiles_with_loads_under_way(capability, dtype, head_size, a
     }
     compiled = compile_for(
         capability,
-        triton_attention.attend_parts,
+        attention.attend_parts,
         dtype,
         constants,
         {"output": "*fp32"},
@@ -100,17 +100,17 @@ def test_attention_compiles_with_loads_under_way(capability, dtype, head_size, a
 def test_merge_compiles():
     constants = {"HEAD_SIZE": 80, "HEAD_PADDED": 128, "TILE_ROWS": 8}
     types = {"outputs": "*fp32"}
-    assert compile_for(90, triton_merge.merge_stacked, "bf16", constants, types).asm["cubin"]
+    assert compile_for(90, merge.merge_stacked, "bf16", constants, types).asm["cubin"]
     apart = {
         "outputs": ("*bf16", "*bf16"),
         "lses": ("*fp32", "*fp32"),
         "strides": ("i32",) * 8,
     }
     constants["NUM_PARTS"] = 2
-    assert compile_for(90, triton_merge.merge_apart, "bf16", constants, apart).asm["cubin"]
+    assert compile_for(90, merge.merge_apart, "bf16", constants, apart).asm["cubin"]
     del constants["NUM_PARTS"]
     constants["GROUP_SIZE"] = 4
-    assert compile_for(90, triton_merge.place_heads, "bf16", constants).asm["cubin"]
+    assert compile_for(90, merge.place_heads, "bf16", constants).asm["cubin"]
 
 
 @pytest.mark.parametrize("into_slots", [True, False])
@@ -123,6 +123,6 @@ def test_packing_compiles_to_wide_copies(into_slots):
         "OFFSETS_DIVIDE_BY": 16,
         "INTO_SLOTS": into_slots,
     }
-    ptx = compile_for(90, triton_pack.copy_pages, "i16", constants).asm["ptx"]
+    ptx = compile_for(90, pack.copy_pages, "i16", constants).asm["ptx"]
     assert re.search(r"ld\.global\S*\.v4\.b32", ptx)
     assert re.search(r"st\.global\S*\.v4\.b32", ptx)

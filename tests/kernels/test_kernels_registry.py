@@ -45,7 +45,7 @@ def test_a_gpu_gets_triton_where_it_is_installed(monkeypatch):
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
 def test_triton_refuses_a_tensor_that_it_cannot_reach():
-    from banaserve.kernels.triton_merge_op import merge_parts
+    from banaserve.kernels.triton.merge_op import merge_parts
 
     with pytest.raises(ValueError, match=r"^output: on cpu; allowed: cuda"):
         merge_parts([torch.zeros(1, 1, 64)], [torch.zeros(1, 1)])

@@ -13,9 +13,9 @@ import numpy.typing as npt
 import pytest
 
 from banaserve.base.access.key_files import PEER_KEY_VARIABLE
-from banaserve.kvstore.admin import fetch_stats
-from banaserve.kvstore.client import StoreClient
-from banaserve.kvstore.interface import Lookup
+from banaserve.kvstore.client.admin import fetch_stats
+from banaserve.kvstore.client.client import StoreClient
+from banaserve.kvstore.leases import Lookup
 from banaserve.kvstore.stats import StoreStats, TierReport
 from fingerprints import FINGERPRINT as SMALL
 from ports import held_port

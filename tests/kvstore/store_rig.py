@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from banaserve.kvstore.admin import fetch_stats
-from banaserve.kvstore.client import StoreClient
+from banaserve.kvstore.client.admin import fetch_stats
+from banaserve.kvstore.client.client import StoreClient
 from banaserve.kvstore.fingerprint import Fingerprint
-from banaserve.kvstore.interface import Slot
+from banaserve.kvstore.leases import Slot
 from banaserve.kvstore.stats import StoreStats
 from fingerprints import FINGERPRINT
 from forked import Forked

@@ -17,9 +17,9 @@ import msgspec
 import pytest
 
 from banaserve.base.errors import FingerprintError, StoreUnavailableError
-from banaserve.kvstore.admin import clear_store
+from banaserve.kvstore.client.admin import clear_store
 from banaserve.kvstore.daemon.metrics import MetricsServer, prometheus_text
-from banaserve.kvstore.interface import Lookup, Slot
+from banaserve.kvstore.leases import Lookup, Slot
 from store_rig import DEADLINE_S, FINGERPRINT, KEYS, NUM_SLOTS, Store, opened, read, reserve, write
 from waiting import eventually
 

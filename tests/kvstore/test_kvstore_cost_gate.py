@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 import pytest
 
-from banaserve.kvstore.cost_gate import (
+from banaserve.kvstore.gate.cost_gate import (
     ComputePredictor,
     CostGate,
     FetchPredictor,
     GateDecision,
     Verdict,
 )
-from banaserve.kvstore.prefix_cut import FetchWork, HeldPrefix, StepBeside
+from banaserve.kvstore.gate.prefix_cut import FetchWork, HeldPrefix, StepBeside
 from depth import chosen_seed
 
 FIXED_S, TOKEN_S, PAIR_S = 0.02, 0.004, 2e-6

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from banaserve.cli.main import main
-from banaserve.kvstore.admin import clear_store, fetch_stats
-from banaserve.kvstore.client import StoreClient
+from banaserve.kvstore.client.admin import clear_store, fetch_stats
+from banaserve.kvstore.client.client import StoreClient
 from banaserve.kvstore.daemon.metrics import prometheus_text
-from banaserve.kvstore.interface import Exchanged, Lookup, Slot
+from banaserve.kvstore.leases import Exchanged, Lookup, Slot
 from banaserve.kvstore.stats import StoreStats, TierReport
 from banaserve.kvstore.tiers.ssd.check import check_folder
 from depth import chosen_seed

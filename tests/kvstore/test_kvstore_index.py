@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from banaserve.kvstore.index import BlockIndex
-from banaserve.kvstore.interface import Lookup
-from banaserve.kvstore.records import IndexEntry
+from banaserve.kvstore.index.index import BlockIndex
+from banaserve.kvstore.index.records import IndexEntry
+from banaserve.kvstore.leases import Lookup
 
 ALICE, BOB = 1, 2
 

@@ -9,9 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from banaserve.kvstore.index import BlockIndex
-from banaserve.kvstore.interface import Lookup
-from banaserve.kvstore.records import IndexEntry
+from banaserve.kvstore.index.index import BlockIndex
+from banaserve.kvstore.index.records import IndexEntry
+from banaserve.kvstore.leases import Lookup
 from depth import num_examples
 
 NUM_SLOTS = 3

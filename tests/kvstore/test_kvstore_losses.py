@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from banaserve.base.errors import StoreUnavailableError
-from banaserve.kvstore.client import StoreClient
-from banaserve.kvstore.interface import Lookup
+from banaserve.kvstore.client.client import StoreClient
+from banaserve.kvstore.leases import Lookup
 from store_rig import FINGERPRINT, KEYS, Store, opened, read, reserve, write
 from waiting import eventually
 

@@ -11,10 +11,10 @@ import pytest
 from banaserve.base.errors import UserError
 from banaserve.base.plugins import PluginGroup, load_plugins
 from banaserve.cli.serve.command_line import parse_serve_argv
-from banaserve.kvstore.daemon.attached_tier import attach
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.daemon.process import main
-from banaserve.kvstore.interface import Lookup, Slot
+from banaserve.kvstore.daemon.tiering.attached_tier import attach
+from banaserve.kvstore.leases import Lookup, Slot
 from banaserve.kvstore.pool import Board, BoardView
 from banaserve.kvstore.tiers.registry import (
     TIERS,

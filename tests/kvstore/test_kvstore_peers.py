@@ -17,10 +17,10 @@ import pytest
 
 from banaserve.base.access.key_files import PEER_KEY_VARIABLE
 from banaserve.base.errors import UserError
-from banaserve.kvstore.admin import set_peers
-from banaserve.kvstore.client import StoreClient
+from banaserve.kvstore.client.admin import set_peers
+from banaserve.kvstore.client.client import StoreClient
 from banaserve.kvstore.daemon.options import StoreOptions
-from banaserve.kvstore.interface import Lookup
+from banaserve.kvstore.leases import Lookup
 from banaserve.kvstore.peers.messages import (
     VERSION,
     PeerHello,
@@ -30,8 +30,8 @@ from banaserve.kvstore.peers.messages import (
 )
 from banaserve.kvstore.peers.options import PeerOptions
 from banaserve.kvstore.peers.server import PeerServer
-from banaserve.transport.connect import over_tcp
-from banaserve.transport.service import MAX_STRANGERS, ConnectionPlaces
+from banaserve.transport.channels.connect import over_tcp
+from banaserve.transport.channels.threaded_server import MAX_STRANGERS, ConnectionPlaces
 from peer_store import DEADLINE_S, FINGERPRINT, KEY, NUM_SLOTS, SLOT_BYTES, PeerStore, chain
 from store_process import fork_store
 from waiting import eventually

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from banaserve.kvstore.daemon.promoter import PROBE_AFTER_S
+from banaserve.kvstore.daemon.tiering.promoter import PROBE_AFTER_S
 from banaserve.kvstore.fingerprint import PAGE_BYTES
 from banaserve.kvstore.tiers.interface import TierOutcome
 from tiering_doubles import (

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from banaserve.kvstore.daemon.promotion import TierOffer, TierSpeed, choose
+from banaserve.kvstore.daemon.tiering.promotion_choice import TierOffer, TierSpeed, choose
 
 MIB = 2**20
 

@@ -15,8 +15,8 @@ import pytest
 
 from banaserve.base.errors import ProtocolError
 from banaserve.base.fail_points import VARIABLE, FailPoint
-from banaserve.kvstore.admin import set_peers
-from banaserve.kvstore.interface import Exchanged, Lookup, Slot
+from banaserve.kvstore.client.admin import set_peers
+from banaserve.kvstore.leases import Exchanged, Lookup, Slot
 from banaserve.kvstore.mailbox import Mailbox
 from banaserve.kvstore.peers.link import connect_to_peer, exchange
 from banaserve.kvstore.peers.messages import (
@@ -32,7 +32,7 @@ from banaserve.kvstore.peers.messages import (
 from banaserve.kvstore.peers.push import Push, PushLink
 from banaserve.kvstore.peers.reception import Reception
 from banaserve.kvstore.peers.server import PeerServer
-from banaserve.transport.channel import StreamChannel
+from banaserve.transport.channels.channel import StreamChannel
 from banaserve.transport.errors import PeerGoneError, TransportError
 from banaserve.transport.interface import Tensor
 from peer_store import FINGERPRINT, KEY, NUM_SLOTS, SLOT_BYTES, PeerStore, block, chain

@@ -13,7 +13,7 @@ import pytest
 from banaserve.base.errors import ProtocolError, UserError
 from banaserve.kvstore import wire
 from banaserve.kvstore.daemon.service import StoreService
-from banaserve.kvstore.daemon.tiering import Tiering
+from banaserve.kvstore.daemon.tiering.tiering import Tiering
 from banaserve.kvstore.daemon.watcher import PoolWatcher
 from banaserve.kvstore.fingerprint import PAGE_BYTES, Fingerprint
 from banaserve.kvstore.pool import POISON, Board, SlotPool

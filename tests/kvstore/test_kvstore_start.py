@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from banaserve.cli.main import main
-from banaserve.kvstore.admin import fetch_stats
+from banaserve.kvstore.client.admin import fetch_stats
 from banaserve.kvstore.daemon import process as daemon_process
 from banaserve.kvstore.daemon.server import DaemonConfig, StoreServer
 from banaserve.kvstore.pool import SlotPool
@@ -92,7 +92,7 @@ def test_a_second_store_on_the_same_socket(
 def test_a_folder_that_somebody_keeps_locked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("banaserve.kvstore.daemon.listener.LOCK_WAIT_S", 0.05)
+    monkeypatch.setattr("banaserve.kvstore.daemon.connections.listener.LOCK_WAIT_S", 0.05)
     folder = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(folder, fcntl.LOCK_SH)
     line = complaint(capsys, "--socket", str(tmp_path / "store.sock"), "--size", SIZE)

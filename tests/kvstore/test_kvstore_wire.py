@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from banaserve.base.errors import ProtocolError
 from banaserve.base.net.framing import MessageReader
 from banaserve.kvstore import wire
-from banaserve.kvstore.admin import fetch_stats
-from banaserve.kvstore.client import StoreClient
-from banaserve.kvstore.interface import Lookup
+from banaserve.kvstore.client.admin import fetch_stats
+from banaserve.kvstore.client.client import StoreClient
+from banaserve.kvstore.leases import Lookup
 from depth import num_examples
 from fingerprints import FINGERPRINT
 from store_process import fork_store

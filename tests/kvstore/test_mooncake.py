@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from banaserve.kvstore.interface import Lookup
+from banaserve.kvstore.leases import Lookup
 from banaserve.kvstore.tiers.interface import BlockBytes, BlockName, Completion, TierOutcome
 from banaserve_mooncake import supervisor as mooncake_supervisor
 from banaserve_mooncake.config import parse_url

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from banaserve.kvstore.admin import fetch_stats
-from banaserve.kvstore.client import StoreClient
+from banaserve.kvstore.client.admin import fetch_stats
+from banaserve.kvstore.client.client import StoreClient
 from banaserve.kvstore.fingerprint import Fingerprint
-from banaserve.kvstore.interface import Lookup
+from banaserve.kvstore.leases import Lookup
 from benchmarks.kvstore.peers import missing_mooncake, mooncake_master
 from waiting import eventually
 

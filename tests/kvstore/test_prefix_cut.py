@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from banaserve.kvstore.cost_gate import CostGate, GateDecision
-from banaserve.kvstore.prefix_cut import (
+from banaserve.kvstore.gate.cost_gate import CostGate, GateDecision
+from banaserve.kvstore.gate.prefix_cut import (
     FetchWork,
     HeldPrefix,
     PassCosts,

@@ -15,7 +15,7 @@ import xxhash
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from banaserve.kvstore.interface import Lookup
+from banaserve.kvstore.leases import Lookup
 from banaserve.kvstore.tiers.ssd.check import check_folder
 from banaserve.kvstore.tiers.ssd.record import (
     MAGIC,

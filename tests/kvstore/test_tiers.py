@@ -13,7 +13,7 @@ import pytest
 from dictionary_tier import DictionaryTier
 
 from banaserve.base.errors import UserError
-from banaserve.kvstore.interface import Lookup
+from banaserve.kvstore.leases import Lookup
 from banaserve.kvstore.tiers.interface import (
     BlockBytes,
     BlockName,

@@ -10,12 +10,12 @@ from contextlib import ExitStack
 import numpy as np
 
 from banaserve.kvstore import wire
-from banaserve.kvstore.daemon.attached_tier import AttachedTier
 from banaserve.kvstore.daemon.service import StoreService
-from banaserve.kvstore.daemon.tiering import Tiering
+from banaserve.kvstore.daemon.tiering.attached_tier import AttachedTier
+from banaserve.kvstore.daemon.tiering.tiering import Tiering
 from banaserve.kvstore.daemon.watcher import PoolWatcher
 from banaserve.kvstore.fingerprint import PAGE_BYTES
-from banaserve.kvstore.interface import Lookup, Slot
+from banaserve.kvstore.leases import Lookup, Slot
 from banaserve.kvstore.pool import Board, BoardView, SlotPool
 from banaserve.kvstore.stats import TierReport
 from banaserve.kvstore.tiers.interface import (

@@ -11,7 +11,7 @@ import migration_doubles as doubles
 from banaserve.base.clock import WallClock
 from banaserve.base.types import InstanceId, InstanceReport, InstanceView, Role
 from banaserve.serving.executor import MoveExecutor
-from banaserve.serving.migration.guest_monitor import GuestMonitor
+from banaserve.serving.moves.guest_monitor import GuestMonitor
 from banaserve.serving.roles.role_switch import Roles
 
 FACTS = doubles.FACTS

@@ -19,9 +19,9 @@ from banaserve.migration.rpc.messages import GuestAddress
 from banaserve.migration.units.base import MigrationUnit
 from banaserve.migration.units.registry import AnyUnit
 from banaserve.serving.launch.launcher import LocalLauncher
-from banaserve.serving.migration.coordinator import Coordinator
-from banaserve.serving.migration.guest_pool import GuestHandle, GuestPool
-from banaserve.serving.migration.planner import ModelFacts
+from banaserve.serving.moves.coordinator import Coordinator
+from banaserve.serving.moves.guest_pool import GuestHandle, GuestPool
+from banaserve.serving.moves.planner import ModelFacts
 
 FACTS = ModelFacts(num_layers=30, num_kv_heads=3, layer_weight_bytes=1000)
 NUM_BLOCKS, PAGE_BYTES = 300, 3000

@@ -24,9 +24,9 @@ from banaserve.base.run_dir import AdminAccess, find_admin, open_run_dir, write_
 from banaserve.cli.main import main
 from banaserve.contracts.migration_api import MoveLayers
 from banaserve.frontdoor import admin_client
-from banaserve.frontdoor.admin import AdminMiddleware
+from banaserve.frontdoor.admin.app import AdminMiddleware
 from banaserve.frontdoor.admin_client import AdminClient, OperationClient
-from banaserve.frontdoor.auth import KeyMiddleware
+from banaserve.frontdoor.middleware.api_keys import KeyMiddleware
 
 KEY = "the-admin-key"
 AUTH = {"Authorization": f"Bearer {KEY}"}

@@ -15,9 +15,9 @@ pytest.importorskip("vllm")
 from banaserve.base.errors import InstanceDeadError
 from banaserve.contracts.migration_api import MoveLayers, Return
 from banaserve.serving.launch.launcher import GuestPlace
-from banaserve.serving.migration import host_client, timeouts
-from banaserve.serving.migration.guest_monitor import GuestMonitor
-from banaserve.serving.migration.status import placement_of
+from banaserve.serving.moves import host_client, timeouts
+from banaserve.serving.moves.guest_monitor import GuestMonitor
+from banaserve.serving.moves.status import placement_of
 from migration_doubles import LAYERS, Cluster, done, run
 from waiting import until
 

@@ -15,7 +15,7 @@ from banaserve.contracts.move_phase import ModelGeometry
 from banaserve.migration.units.heads import HeadSet
 from banaserve.migration.units.layers import LayerRange
 from banaserve.migration.worker_api import KvStatus
-from banaserve.serving.migration.planner import (
+from banaserve.serving.moves.planner import (
     GUEST_BYTES,
     BringBack,
     ModelFacts,
@@ -27,7 +27,7 @@ from banaserve.serving.migration.planner import (
     plan_move,
     plan_return,
 )
-from banaserve.serving.migration.timeouts import (
+from banaserve.serving.moves.timeouts import (
     MAX_TIMEOUT_S,
     MoveStage,
     copies_again,

@@ -17,8 +17,8 @@ pytest.importorskip("vllm")
 from vllm.v1.core.block_pool import BlockPool
 
 from banaserve.engine.compat import scheduler as compat
-from banaserve.serving.migration import process_stats
-from banaserve.serving.migration.process_stats import ProcessUsage
+from banaserve.serving.moves import process_stats
+from banaserve.serving.moves.process_stats import ProcessUsage
 
 NUM_BLOCKS = 10
 

@@ -25,7 +25,7 @@ from banaserve.migration.units.base import MigrationUnit
 from banaserve.migration.units.heads import HeadSet
 from banaserve.migration.units.host_unit import HostUnit
 from banaserve.migration.units.layers import LayerRange
-from banaserve.transport.cuda_ipc import CudaIpcTransport
+from banaserve.transport.backends.cuda_ipc import CudaIpcTransport
 from banaserve.transport.interface import Transport, TransportOptions
 from banaserve.transport.memory import Memory
 from banaserve.transport.registry import create

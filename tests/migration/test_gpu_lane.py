@@ -16,10 +16,10 @@ from banaserve.base.net.framing import LENGTH_BYTES
 from banaserve.migration.rpc import gpu_lane
 from banaserve.migration.rpc.gpu_lane import MIN_BYTES, GuestLane, HostLane, LaneHalf
 from banaserve.migration.rpc.tensors import TensorBundle, from_wire, restore
-from banaserve.transport import frames
-from banaserve.transport.cuda_ipc import CudaIpcTransport
+from banaserve.transport.backends.cuda_ipc import CudaIpcTransport
+from banaserve.transport.channels import frames
+from banaserve.transport.channels.frames import ELSEWHERE
 from banaserve.transport.errors import TransportError
-from banaserve.transport.frames import ELSEWHERE
 from banaserve.transport.interface import Message, Tensor, TransportOptions
 from emulated_gpu import EmulatedGpu
 

@@ -19,11 +19,11 @@ from banaserve.base.errors import MigrationError, UserError
 from banaserve.base.types import InstanceId
 from banaserve.contracts.migration_api import MoveLayers, ShareRequest
 from banaserve.migration.guest.throttle import ComputeThrottle
-from banaserve.serving.migration.guest_monitor import GuestMonitor
-from banaserve.serving.migration.guest_sharing import predicted_slow_down, share
-from banaserve.serving.migration.process_stats import CoreWaits, ProcessUsage
-from banaserve.serving.migration.shares import Shares
-from banaserve.serving.migration.status import placement_of
+from banaserve.serving.moves.guest_monitor import GuestMonitor
+from banaserve.serving.moves.guest_sharing import predicted_slow_down, share
+from banaserve.serving.moves.process_stats import CoreWaits, ProcessUsage
+from banaserve.serving.moves.shares import Shares
+from banaserve.serving.moves.status import placement_of
 
 PIECES = st.lists(
     st.tuples(st.floats(0.0, 2.0), st.floats(1e-3, 1.0)), min_size=1, max_size=30

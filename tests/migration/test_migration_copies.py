@@ -332,7 +332,7 @@ def test_a_unit_whose_kv_cannot_be_mapped_leaves_nothing_behind(
     def no_memory(*_: Any) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr("banaserve.transport.shared_file.populate", no_memory)
+    monkeypatch.setattr("banaserve.transport.regions.shared_file.populate", no_memory)
     with pytest.raises(MigrationError, match="Cannot allocate memory"):
         build(host, link)
     assert link.asked == ["BuildLayers", "ReleaseUnit"]

@@ -19,8 +19,8 @@ from banaserve.migration.rpc.guest_client import GuestClient
 from banaserve.migration.rpc.tensors import TensorBundle, from_wire, to_wire
 from banaserve.migration.units.heads import RemoteHeads, RunHeads
 from banaserve.migration.units.registry import decode_request
-from banaserve.transport.channel import StreamChannel
-from banaserve.transport.connect import over_unix
+from banaserve.transport.channels.channel import StreamChannel
+from banaserve.transport.channels.connect import over_unix
 from banaserve.transport.errors import PeerGoneError, TransferTimeoutError
 from banaserve.transport.interface import Message
 

@@ -28,7 +28,7 @@ from banaserve.migration.microbatch.planner import (
 from banaserve.migration.modules.layer_proxy import LayerOrder
 from banaserve.migration.rpc.guest_channel import GuestChannel
 from banaserve.orchestrator.control.model.overlapping import makespan_s
-from banaserve.transport.connect import over_unix
+from banaserve.transport.channels.connect import over_unix
 from banaserve.transport.errors import PeerGoneError
 from banaserve.transport.interface import Message, Tensor
 from depth import seeds

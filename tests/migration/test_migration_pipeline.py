@@ -26,7 +26,7 @@ from banaserve.migration.rpc.guest_client import GuestClient
 from banaserve.migration.rpc.tensors import TensorBundle, restore
 from banaserve.migration.units.layers import RemoteLayers, RunLayers
 from banaserve.migration.units.registry import decode_request
-from banaserve.transport.connect import over_unix
+from banaserve.transport.channels.connect import over_unix
 from banaserve.transport.errors import PeerGoneError
 from banaserve.transport.interface import Message
 from many_parts import as_many_as_can_be

@@ -19,7 +19,7 @@ from banaserve.migration.units.context import Context
 from banaserve.migration.units.heads import HeadSet
 from banaserve.migration.units.layers import LayerRange
 from banaserve.migration.units.registry import read_modules, write_modules
-from banaserve.serving.migration.planner import (
+from banaserve.serving.moves.planner import (
     BringBack,
     MoveOut,
     Relocate,

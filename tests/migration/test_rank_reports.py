@@ -22,7 +22,7 @@ from banaserve.migration.worker_api import (
     MoveFacts,
     MoveReport,
 )
-from banaserve.serving.migration import rank_reports
+from banaserve.serving.moves import rank_reports
 
 PHASES = list(MovePhase)
 

@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from banaserve.base.platform.processes import ProcessHandle
-from banaserve.kvstore.interface import Slot
+from banaserve.kvstore.leases import Slot
 from banaserve.migration.kv.slot_writer import SlotWriter
 from banaserve.migration.rpc.messages import SlotCopies, StorePlace
 from banaserve.transport.memory import Memory

@@ -31,7 +31,7 @@ from banaserve.migration.units.context import (
 )
 from banaserve.migration.units.host_unit import UnitLocation
 from banaserve.migration.units.registry import HostUnits, decode_request
-from banaserve.transport.connect import over_unix
+from banaserve.transport.channels.connect import over_unix
 from banaserve.transport.errors import PeerGoneError
 from banaserve.transport.interface import Message
 from depth import seeds

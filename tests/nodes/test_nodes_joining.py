@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from banaserve.base.errors import MigrationError, UserError
-from banaserve.kvstore.client import StoreClient
+from banaserve.kvstore.client.client import StoreClient
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.nodes import session as sessions
 from banaserve.nodes.assignment import InstanceNeed

@@ -16,7 +16,7 @@ from banaserve.base.types import (
     Step,
     SwitchRole,
 )
-from banaserve.orchestrator.control.migration import slabs
+from banaserve.orchestrator.control.projection import slabs
 
 WEIGHT_BYTES = 629_278_720
 FIXED_BYTES = 540_000_000

@@ -22,8 +22,8 @@ from banaserve.base.types import (
     Role,
     SwitchRole,
 )
-from banaserve.orchestrator.control.migration import slabs
-from banaserve.orchestrator.control.migration.registry import make
+from banaserve.orchestrator.control.move_policies.registry import make
+from banaserve.orchestrator.control.projection import slabs
 from depth import num_examples
 
 blocks_of, cluster_of = clusters_module.blocks_of, clusters_module.cluster

@@ -21,9 +21,9 @@ from banaserve.base.types import (
     Role,
     SwitchRole,
 )
-from banaserve.orchestrator.control.migration import scoring
-from banaserve.orchestrator.control.migration.interface import MigrationPlan, RejectReason
-from banaserve.orchestrator.control.migration.registry import POLICIES, make, names
+from banaserve.orchestrator.control.move_policies import scoring
+from banaserve.orchestrator.control.move_policies.interface import MigrationPlan, RejectReason
+from banaserve.orchestrator.control.move_policies.registry import POLICIES, make, names
 from banaserve.orchestrator.planner.loop.time_scaling import stretched
 from depth import seeds
 

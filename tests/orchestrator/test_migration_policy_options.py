@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from banaserve.base.errors import UserError
-from banaserve.orchestrator.control.migration import options
-from banaserve.orchestrator.control.migration.options import RepairedOptions
-from banaserve.orchestrator.control.migration.registry import make
 from banaserve.orchestrator.control.model.moving import Link
+from banaserve.orchestrator.control.move_policies import options
+from banaserve.orchestrator.control.move_policies.options import RepairedOptions
+from banaserve.orchestrator.control.move_policies.registry import make
 
 
 @pytest.mark.parametrize(

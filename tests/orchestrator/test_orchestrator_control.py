@@ -21,8 +21,8 @@ from banaserve.base.types import (
     Step,
     SwitchRole,
 )
-from banaserve.orchestrator.control.migration import registry
-from banaserve.orchestrator.control.migration.interface import MigrationPlan
+from banaserve.orchestrator.control.move_policies import registry
+from banaserve.orchestrator.control.move_policies.interface import MigrationPlan
 from banaserve.orchestrator.control.turn import (
     ControlLimits,
     Held,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import migration_clusters as clusters
 from banaserve.base.types import ClusterView, InstanceFacts, Step
-from banaserve.orchestrator.control.migration.registry import make
+from banaserve.orchestrator.control.move_policies.registry import make
 from banaserve.orchestrator.control.turn import ControlLimits, Mode, Remembered, turn
 from depth import num_examples
 

@@ -20,7 +20,7 @@ from banaserve.base.types import (
 )
 from banaserve.orchestrator.control import cluster_view
 from banaserve.orchestrator.control.cluster_view import Known
-from banaserve.orchestrator.control.migration import slabs
+from banaserve.orchestrator.control.projection import slabs
 
 P0, D0 = InstanceId("p0"), InstanceId("d0")
 FACTS = InstanceFacts(

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from banaserve.base.types import InstanceId
+from banaserve.orchestrator.control.model.resident_prefixes import ResidentPrefixes
 from banaserve.orchestrator.control.model.serving_times import LegLoad
-from banaserve.orchestrator.control.routing.resident_prefixes import ResidentPrefixes
 from depth import seeds
 
 A, B = InstanceId("a"), InstanceId("b")

@@ -21,20 +21,20 @@ from banaserve.base.types import (
     Role,
     Route,
 )
-from banaserve.orchestrator.control.model.output_length import OutputLengthWindow
-from banaserve.orchestrator.control.model.serving_times import (
-    LegLoad,
-    RecentPrompts,
-    assumed_coefficients,
-    times_of,
-)
-from banaserve.orchestrator.control.routing.excess import (
+from banaserve.orchestrator.control.model.excess import (
     Excesses,
     LegPlace,
     Limits,
     RouteSituation,
     missed,
     missed_by,
+)
+from banaserve.orchestrator.control.model.output_length import OutputLengthWindow
+from banaserve.orchestrator.control.model.serving_times import (
+    LegLoad,
+    RecentPrompts,
+    assumed_coefficients,
+    times_of,
 )
 from banaserve.orchestrator.control.routing.legs import LegOptions
 from banaserve.orchestrator.control.routing.registry import make

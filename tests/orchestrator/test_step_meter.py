@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from banaserve.engine.connector.scheduler import work_of
+from banaserve.engine.connector.scheduler_side.scheduler import work_of
 from banaserve.orchestrator.control.model.calibration import StepTime, StepWork
 from banaserve.serving.monitoring.reports import StepMeter
 

@@ -21,10 +21,10 @@ pytest.importorskip("vllm")
 from banaserve.cli.serve.command import _page as _page_line
 from banaserve.cli.serve.command_line import parse_serve_argv
 from banaserve.contracts.trace_events import FirstToken
+from banaserve.frontdoor.admin.page_access import CODE_S, PageAccess
 from banaserve.frontdoor.page.page import PageMiddleware, page_files
 from banaserve.frontdoor.page.records import PageInfo
 from banaserve.frontdoor.page.replay_app import replay_app
-from banaserve.frontdoor.page_access import CODE_S, PageAccess
 from banaserve.mains.serve import _page
 from served_admin import KEY, Served
 from test_ui_replay import replay_of

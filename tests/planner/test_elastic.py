@@ -28,31 +28,31 @@ from banaserve.base.types import (
     SwitchRole,
 )
 from banaserve.orchestrator.control.costs import profile as profiles
-from banaserve.orchestrator.control.migration import registry
+from banaserve.orchestrator.control.move_policies import registry
 from banaserve.orchestrator.planner import process as processes
-from banaserve.orchestrator.planner.arrangement import (
+from banaserve.orchestrator.planner.candidates.arrangement import (
     Arrangement,
     arrangement_of,
     arrangements,
     assign,
 )
+from banaserve.orchestrator.planner.candidates.planning import Change, changes_of
 from banaserve.orchestrator.planner.decision import Decision, LoadMemory, Situation
-from banaserve.orchestrator.planner.forecast import (
+from banaserve.orchestrator.planner.forecasting.forecast import (
     FutureRequest,
     ServiceLimits,
     forecast,
     future_of,
 )
-from banaserve.orchestrator.planner.load import load_stats
+from banaserve.orchestrator.planner.forecasting.load import load_stats
 from banaserve.orchestrator.planner.options import ElasticOptions
-from banaserve.orchestrator.planner.planning import Change, changes_of
 from banaserve.orchestrator.planner.policy import Elastic, decide, plan_of
 from banaserve.orchestrator.planner.process import DecisionProcess
 from banaserve.orchestrator.planner.search import denser, least_gain, work_doubt
-from banaserve.sim.batch import EngineLimits
-from banaserve.sim.cluster import SimCluster
+from banaserve.sim.cluster.cluster import SimCluster
+from banaserve.sim.instances.batch import EngineLimits
+from banaserve.sim.report.result import LatencyLimits, summary
 from banaserve.sim.request import SimRequest
-from banaserve.sim.result import LatencyLimits, summary
 from banaserve.sim.run import tallied
 from banaserve.sim.system import System
 from banaserve.sim.timeline import Timeline

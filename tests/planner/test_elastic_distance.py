@@ -20,12 +20,17 @@ from banaserve.base.types import (
 )
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.orchestrator.control.model.moving import migration_s
+from banaserve.orchestrator.planner.candidates.planning import PlannedMove, steps_of
 from banaserve.orchestrator.planner.decision import Decision, Situation
-from banaserve.orchestrator.planner.forecast import Forecast, FutureRequest, ServiceLimits, forecast
+from banaserve.orchestrator.planner.forecasting.forecast import (
+    Forecast,
+    FutureRequest,
+    ServiceLimits,
+    forecast,
+)
 from banaserve.orchestrator.planner.options import ElasticOptions
-from banaserve.orchestrator.planner.planning import PlannedMove, steps_of
 from banaserve.orchestrator.planner.policy import decide
-from banaserve.sim.cell import Far
+from banaserve.sim.cluster.cell import Far
 from banaserve.sim.system import System
 from depth import chosen_seed
 

@@ -30,14 +30,11 @@ from banaserve.base.types import (
 from banaserve.orchestrator.control.costs import modules as costs
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.orchestrator.control.costs.profile import Profile
-from banaserve.orchestrator.control.migration import registry
 from banaserve.orchestrator.control.model.calibration import StepWork
-from banaserve.orchestrator.planner import modules
-from banaserve.orchestrator.planner.arrangement import Arrangement, arrangements
-from banaserve.orchestrator.planner.decision import Decision, LoadMemory, Situation
-from banaserve.orchestrator.planner.forecast import InstanceUse
-from banaserve.orchestrator.planner.options import ElasticOptions
-from banaserve.orchestrator.planner.planning import (
+from banaserve.orchestrator.control.move_policies import registry
+from banaserve.orchestrator.planner.candidates import modules
+from banaserve.orchestrator.planner.candidates.arrangement import Arrangement, arrangements
+from banaserve.orchestrator.planner.candidates.planning import (
     Ledger,
     Wanted,
     changes_of,
@@ -45,10 +42,13 @@ from banaserve.orchestrator.planner.planning import (
     must_return,
     steps_of,
 )
+from banaserve.orchestrator.planner.decision import Decision, LoadMemory, Situation
+from banaserve.orchestrator.planner.forecasting.forecast import InstanceUse
+from banaserve.orchestrator.planner.options import ElasticOptions
 from banaserve.orchestrator.planner.policy import Elastic, decide, plan_of
-from banaserve.sim.cluster import SimCluster
+from banaserve.sim.cluster.cluster import SimCluster
+from banaserve.sim.report.result import LatencyLimits, summary
 from banaserve.sim.request import SimRequest
-from banaserve.sim.result import LatencyLimits, summary
 from banaserve.sim.run import tallied
 from banaserve.sim.system import System
 from banaserve.sim.timeline import Timeline

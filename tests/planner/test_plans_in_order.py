@@ -23,7 +23,7 @@ from banaserve.base.types import (
     SwitchRole,
 )
 from banaserve.contracts.instances import Ending, StepOutcome
-from banaserve.orchestrator.control.migration.interface import MigrationPlan
+from banaserve.orchestrator.control.move_policies.interface import MigrationPlan
 from banaserve.orchestrator.control.turn import ControlLimits, Held, Mode
 from banaserve.orchestrator.planner.loop import loop
 from banaserve.orchestrator.planner.loop.decisions import DecisionLog

@@ -10,10 +10,10 @@ import pytest
 
 from banaserve.base.types import InstanceId, InstanceReport, InstanceView, ObservedRequest, Role
 from banaserve.orchestrator.planner.decision import Situation
-from banaserve.orchestrator.planner.forecast import Forecast
+from banaserve.orchestrator.planner.forecasting.forecast import Forecast
+from banaserve.orchestrator.planner.forecasting.slowdown import slowdown
 from banaserve.orchestrator.planner.options import ElasticOptions
 from banaserve.orchestrator.planner.policy import decide
-from banaserve.orchestrator.planner.slowdown import slowdown
 from depth import chosen_seed
 
 ARRIVALS_S = tuple(float(second) for second in range(41))

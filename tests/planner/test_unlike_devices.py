@@ -20,14 +20,14 @@ from banaserve.base.types import (
 )
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.orchestrator.control.costs.devices import device_of, relative_speed
-from banaserve.orchestrator.control.migration import registry as migrations
-from banaserve.orchestrator.control.migration.projection import project
-from banaserve.orchestrator.control.migration.refusals import may_pair
-from banaserve.orchestrator.planner.arrangement import Arrangement, assign, orders
+from banaserve.orchestrator.control.move_policies import registry as migrations
+from banaserve.orchestrator.control.move_policies.refusals import may_pair
+from banaserve.orchestrator.control.projection.projection import project
+from banaserve.orchestrator.planner.candidates.arrangement import Arrangement, assign, orders
 from banaserve.orchestrator.planner.options import ElasticOptions
-from banaserve.sim.cluster import SimCluster
+from banaserve.sim.cluster.cluster import SimCluster
+from banaserve.sim.report.result import LatencyLimits, summary
 from banaserve.sim.request import SimRequest
-from banaserve.sim.result import LatencyLimits, summary
 from banaserve.sim.run import tallied
 from banaserve.sim.system import System
 from banaserve.sim.timeline import Timeline

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from banaserve.base.errors import UserError
-from banaserve_route.balancer.adoption import adoptable, is_allowed
 from banaserve_route.balancer.config import BalancerSettings, PeerSettings, ReplicaSettings
-from banaserve_route.balancer.peers import PeerState, ReplicaState
+from banaserve_route.balancer.targets.adoption import adoptable, is_allowed
+from banaserve_route.balancer.targets.peers import PeerState, ReplicaState
 
 PEER = "http://10.1.0.1:8080"
 

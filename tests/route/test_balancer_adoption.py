@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from banaserve_route.balancer import peers
 from banaserve_route.balancer.config import HealthSettings, PeerSettings, ReplicaSettings
+from banaserve_route.balancer.targets import peers
 
 HEALTH = HealthSettings(interval_s=0.05, report_interval_s=0.02, breaker_pause_s=0.05)
 ELSEWHERE = "127.0.0.2"

@@ -16,8 +16,8 @@ from banaserve_route.balancer import server
 from banaserve_route.balancer.config import LimitSettings, PolicySettings
 from banaserve_route.balancer.http.client_connection import UNREAD_S, ClientConnection
 from banaserve_route.balancer.http.request import ClientRequest, RequestRefusedError
-from banaserve_route.balancer.peers import PeerState, ReplicaState
-from banaserve_route.balancer.routing_request import MAX_CONVERTED_BYTES, read_request
+from banaserve_route.balancer.requests.routing_request import MAX_CONVERTED_BYTES, read_request
+from banaserve_route.balancer.targets.peers import PeerState, ReplicaState
 from banaserve_route.balancer.tracing import RoutingLog
 from counters import counted
 

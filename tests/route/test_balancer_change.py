@@ -8,7 +8,6 @@ import pytest
 from msgspec import structs
 
 from banaserve.base.errors import UserError
-from banaserve_route.balancer import health as prober_module
 from banaserve_route.balancer.config import (
     HealthSettings,
     LimitSettings,
@@ -16,6 +15,7 @@ from banaserve_route.balancer.config import (
     PolicySettings,
     ReplicaSettings,
 )
+from banaserve_route.balancer.targets import health as prober_module
 
 HEALTH = HealthSettings(interval_s=0.02, report_interval_s=0.02, breaker_pause_s=0.05)
 PROMPT = b'{"prompt": "%b"}' % (b"the same long beginning " * 20)

@@ -9,7 +9,6 @@ from time import monotonic
 
 import msgspec
 
-from banaserve_route.balancer import peers
 from banaserve_route.balancer.config import (
     BalancerSettings,
     HealthSettings,
@@ -17,6 +16,7 @@ from banaserve_route.balancer.config import (
     PeerSettings,
     ReplicaSettings,
 )
+from banaserve_route.balancer.targets import peers
 
 DAY_S = 86_400.0
 

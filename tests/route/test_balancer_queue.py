@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from banaserve_route.balancer.queue import REFUSALS_AT_A_TIME, RequestQueue
-from banaserve_route.balancer.targets import Breaker
+from banaserve_route.balancer.requests.queue import REFUSALS_AT_A_TIME, RequestQueue
+from banaserve_route.balancer.targets.target import Breaker
 
 
 class One:

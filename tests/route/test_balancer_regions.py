@@ -8,7 +8,6 @@ from collections import Counter
 
 import pytest
 
-from banaserve_route.balancer import peers
 from banaserve_route.balancer.config import (
     BalancerSettings,
     HealthSettings,
@@ -17,7 +16,8 @@ from banaserve_route.balancer.config import (
     ReplicaSettings,
     TenantSettings,
 )
-from banaserve_route.balancer.membership import failover_owner
+from banaserve_route.balancer.targets import peers
+from banaserve_route.balancer.targets.membership import failover_owner
 from depth import chosen_seed
 from ports import free_port
 from waiting import thinks

@@ -8,7 +8,7 @@ import pytest
 
 from banaserve_route.balancer.config import LimitSettings, PolicySettings, ReplicaSettings
 from banaserve_route.balancer.http.request import ClientRequest
-from banaserve_route.balancer.routing_request import stored_response
+from banaserve_route.balancer.requests.routing_request import stored_response
 
 NOT_FOUND = b'{"error":{"message":"Response with id \'...\' not found."}}'
 

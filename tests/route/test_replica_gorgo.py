@@ -11,6 +11,8 @@ import pytest
 from banaserve.base.errors import UserError
 from banaserve.base.types import RequestId
 from banaserve_route.policies.fleet import Fleet
+from banaserve_route.policies.gorgo.tuner import Tuner, TunerOptions
+from banaserve_route.policies.gorgo.tuner_coded import SIGMA_FLOOR, CodedTuner
 from banaserve_route.policies.interface import (
     PeerView,
     ReplicaId,
@@ -19,10 +21,8 @@ from banaserve_route.policies.interface import (
     RoutingDecision,
     RoutingReason,
 )
-from banaserve_route.policies.papers.tuner_coded import SIGMA_FLOOR, CodedTuner
 from banaserve_route.policies.rates import Rates
 from banaserve_route.policies.registry import make
-from banaserve_route.policies.tuner import Tuner, TunerOptions
 
 A, B, P, Q = (ReplicaId(name) for name in "abpq")
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from banaserve.base.types import RequestId
-from banaserve_route.balancer.routing_request import without_tried
+from banaserve_route.balancer.requests.routing_request import without_tried
 from banaserve_route.policies.fleet import Fleet, Report
 from banaserve_route.policies.interface import (
     ReplicaId,

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from banaserve.kvstore.interface import Lookup
+from banaserve.kvstore.leases import Lookup
 from banaserve.serving.requests.prefix_lookup import num_known
 
 _STATES = {"h": Lookup.HIT, "p": Lookup.PENDING, "a": Lookup.ASKED, "m": Lookup.MISS}

@@ -21,8 +21,8 @@ from banaserve.contracts.migration_api import MoveLayers
 from banaserve.orchestrator.control.autoscaling import AutoscaleOptions, LoadsSince, next_step
 from banaserve.serving.launch.devices import Devices
 from banaserve.serving.launch.launcher import LocalLauncher
-from banaserve.serving.migration import guest_monitor
 from banaserve.serving.monitoring import metrics
+from banaserve.serving.moves import guest_monitor
 from banaserve.serving.roles.drain import Drains
 from banaserve.serving.scaling import factory as factories
 from banaserve.serving.scaling.autoscaler import Autoscaler

@@ -15,9 +15,9 @@ from banaserve.cli.serve.command_line import parse_serve_argv
 from banaserve.engine.compat.engine import EngineDeadError
 from banaserve.mains import serve as serving
 from banaserve.orchestrator.control.routing import registry
-from banaserve.orchestrator.planner.arrangement import arrangements
+from banaserve.orchestrator.planner.candidates.arrangement import arrangements
+from banaserve.orchestrator.planner.candidates.planning import changes_of
 from banaserve.orchestrator.planner.options import ElasticOptions
-from banaserve.orchestrator.planner.planning import changes_of
 from banaserve.serving.cluster import Cluster
 from banaserve.serving.instance import State
 from banaserve.serving.liveness import probe as probes

@@ -12,7 +12,7 @@ from banaserve.base.types import Distance, InstanceId
 from banaserve.orchestrator.control.costs.profile import load as load_profile
 from banaserve.orchestrator.control.routing.leg_by_leg import LegByLeg
 from banaserve.orchestrator.control.routing.load_aware import LoadAware
-from banaserve.sim.cell import Cell
+from banaserve.sim.cluster.cell import Cell
 from banaserve.sim.request import SimRequest
 from banaserve.sim.system import preset
 from banaserve.sim.timeline import Timeline

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from banaserve.orchestrator.control.costs.profile import load
 from banaserve.orchestrator.control.costs.steps import StepCosts, run_s, steps_within
-from banaserve.sim.batch import EngineLimits
-from banaserve.sim.engine import SimEngine
+from banaserve.sim.instances.batch import EngineLimits
+from banaserve.sim.instances.engine import SimEngine
 from banaserve.sim.request import SimRequest
 from banaserve.sim.timeline import Timeline
 from depth import num_examples, seeds

@@ -11,7 +11,7 @@ import pytest
 
 from banaserve.base.errors import UserError
 from banaserve.sim.job import AskedSystem, job
-from banaserve.sim.workload import Arrivals
+from banaserve.sim.load.workload import Arrivals
 
 TRACE = "".join(
     f'{{"timestamp": {1000 * i}, "input_length": {100 + i}, "output_length": 5}}\n'

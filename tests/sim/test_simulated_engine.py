@@ -9,8 +9,8 @@ import pytest
 
 from banaserve.orchestrator.control.costs.profile import load as load_profile
 from banaserve.orchestrator.control.costs.steps import StepCosts
-from banaserve.sim.batch import EngineLimits
-from banaserve.sim.engine import SimEngine
+from banaserve.sim.instances.batch import EngineLimits
+from banaserve.sim.instances.engine import SimEngine
 from banaserve.sim.request import SimRequest
 from banaserve.sim.timeline import Timeline
 from engine_steps import LOADS, WATERMARK_FRACTION, Load, Recorded, record

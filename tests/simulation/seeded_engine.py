@@ -24,11 +24,11 @@ import model_shapes
 from banaserve.engine.compat import engine as compat
 from banaserve.engine.compat.kv_cache import Request
 from banaserve.engine.connector.metadata import StepPlan, StepResult
-from banaserve.engine.connector.scheduler import StoreConnectorScheduler
+from banaserve.engine.connector.scheduler_side.scheduler import StoreConnectorScheduler
 from banaserve.engine.continuation import output_of
 from banaserve.kvstore import wire
-from banaserve.kvstore.cost_gate import CostGate
-from banaserve.kvstore.interface import Exchanged, Lease, Lookup, Slot
+from banaserve.kvstore.gate.cost_gate import CostGate
+from banaserve.kvstore.leases import Exchanged, Lease, Lookup, Slot
 from banaserve.kvstore.tiers.interface import TierOutcome
 from fingerprints import FINGERPRINT
 from seeded_host import BlockPool, HostSide

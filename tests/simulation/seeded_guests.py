@@ -16,8 +16,8 @@ from banaserve.migration.guest.server import GuestServer
 from banaserve.migration.rpc.messages import GuestAddress
 from banaserve.transport.errors import PeerGoneError, RefusedError, StaleEpochError
 from banaserve.transport.interface import Offsets, RegionDescriptor, TransportOptions
-from banaserve.transport.local_region import reserve
 from banaserve.transport.memory import Memory, copy_runs
+from banaserve.transport.regions.local_region import reserve
 from seeded_machine import Machine, Process, Troubles
 from seeded_modules import UnitsOfGuest
 from seeded_threads import KilledError, Thread, VirtualChannel, current, sleep, wait, wake
@@ -45,7 +45,7 @@ class Network:
         self._numbers = itertools.count(1)
 
     def connect(self, where: str, _: TransportOptions, __: float) -> VirtualChannel:
-        """See ``transport.connect.connect``."""
+        """See ``transport.channels.connect.connect``."""
         listener = self.listeners.pop(where.removeprefix("unix:"), None)
         if listener is None:
             raise PeerGoneError("nobody listens there")

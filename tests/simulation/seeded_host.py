@@ -16,7 +16,7 @@ from banaserve.contracts.rpc.engine_api import CoreApi, PoolResize, PoolStatus
 from banaserve.contracts.rpc.typed_rpc import implements
 from banaserve.engine.compat import runner_hooks
 from banaserve.engine.compat.config import CUDAGraphMode
-from banaserve.engine.connector.block_copy import EndedCopy
+from banaserve.engine.connector.worker_side.block_copy import EndedCopy
 from banaserve.engine.migration_settings import MigrationSettings
 from banaserve.migration.host.host import MigrationHost
 from banaserve.migration.host.worker_rpc import MigrationMethods

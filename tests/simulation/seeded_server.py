@@ -55,8 +55,8 @@ from banaserve.serving.instance import Inflight, Instance, State
 from banaserve.serving.launch.engine_settings import EngineSettings
 from banaserve.serving.liveness import probe
 from banaserve.serving.liveness.timeouts import ClusterTimeouts
-from banaserve.serving.migration import guest_monitor, guest_pool, process_stats
-from banaserve.serving.migration.coordinator import Coordinator
+from banaserve.serving.moves import guest_monitor, guest_pool, process_stats
+from banaserve.serving.moves.coordinator import Coordinator
 from banaserve.serving.requests.lora import Adapters
 from banaserve.serving.requests.prefix_lookup import PrefixLookup
 from banaserve.serving.requests.router import Router, WeightsReplacedError

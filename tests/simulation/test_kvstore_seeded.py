@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from banaserve.kvstore import wire
-from banaserve.kvstore.interface import Lookup
+from banaserve.kvstore.leases import Lookup
 from banaserve.kvstore.tiers.interface import TierOutcome
 from depth import says_seed, seeds
 from fingerprints import FINGERPRINT

@@ -22,10 +22,10 @@ _CONTEXT.set_forkserver_preload(
     [
         "pytest",
         "banaserve.kvstore.daemon.process",
-        "banaserve.transport.connect",
-        "banaserve.transport.shm",
-        "banaserve.transport.tcp",
-        "banaserve.transport.torch_distributed",
+        "banaserve.transport.channels.connect",
+        "banaserve.transport.backends.shm",
+        "banaserve.transport.backends.tcp",
+        "banaserve.transport.backends.torch_distributed",
     ]
 )
 

@@ -11,8 +11,8 @@ from typing import Literal
 import numpy as np
 
 from banaserve.transport.errors import RefusedError
-from banaserve.transport.gpu_memory import HANDLE_BYTES, rows_of
 from banaserve.transport.memory import Memory, Runs
+from banaserve.transport.regions.gpu_memory import HANDLE_BYTES, rows_of
 
 _HANDLE = struct.Struct("<QQ")
 
@@ -29,7 +29,7 @@ class _Shared:
 
 
 class EmulatedGpu:
-    """See ``gpu_memory.Gpu``; several processes see the same one."""
+    """See ``regions.gpu_memory.Gpu``; several processes see the same one."""
 
     nixl_kind: Literal["DRAM", "VRAM"] = "DRAM"
     index = 0

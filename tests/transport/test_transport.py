@@ -16,8 +16,11 @@ import numpy as np
 import pytest
 
 from banaserve.base.errors import ProtocolError, UserError
-from banaserve.transport import registry, seal, service
-from banaserve.transport import tcp as bulk
+from banaserve.transport import registry
+from banaserve.transport.backends import tcp as bulk
+from banaserve.transport.channels import authentication, threaded_server
+from banaserve.transport.channels.authentication import Seal
+from banaserve.transport.channels.stream import SocketStream
 from banaserve.transport.errors import (
     PeerGoneError,
     RefusedError,
@@ -26,9 +29,7 @@ from banaserve.transport.errors import (
 )
 from banaserve.transport.interface import TransportOptions
 from banaserve.transport.memory import PAGE_BYTES, SLICE_BYTES, Memory, Plan, whole_pages
-from banaserve.transport.seal import Seal
-from banaserve.transport.shared_file import SharedFile
-from banaserve.transport.stream import SocketStream
+from banaserve.transport.regions.shared_file import SharedFile
 from waiting import eventually
 
 OPTIONS = TransportOptions(folder="unused", secret=bytes(16))
@@ -46,7 +47,7 @@ def test_an_unknown_transport_is_answered_with_the_known_ones():
 
 
 def test_whatever_goes_wrong_while_groups_meet_ends_the_meeting():
-    meet = pytest.importorskip("banaserve.transport.torch_distributed")._meet
+    meet = pytest.importorskip("banaserve.transport.backends.torch_distributed")._meet
     looks = itertools.count()
 
     def check_peer():
@@ -67,8 +68,8 @@ def test_a_short_secret_is_refused_and_no_secret_is_printed():
 
 def test_the_floor_imports_torch_nowhere_but_in_its_transport():
     code = (
-        "import sys, banaserve.transport.registry, banaserve.transport.shm, "
-        "banaserve.transport.tcp, banaserve.transport.connect; "
+        "import sys, banaserve.transport.registry, banaserve.transport.backends.shm, "
+        "banaserve.transport.backends.tcp, banaserve.transport.channels.connect; "
         "sys.exit(any(name in sys.modules for name in ('torch', 'nixl', 'vllm')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -250,7 +251,7 @@ def test_a_stranger_that_sends_a_byte_at_a_time_is_not_listened_to_past_the_dead
     sender.start()
     stream = SocketStream(ours)
     with pytest.raises(TransferTimeoutError):
-        seal.welcome(stream, OPTIONS.secret, time.monotonic() + 0.1)
+        authentication.welcome(stream, OPTIONS.secret, time.monotonic() + 0.1)
     done.set()
     sender.join()
     stream.close()
@@ -273,7 +274,7 @@ def test_a_listener_without_file_descriptors_left_is_not_asked_again_at_once():
             pass
 
     listener = Exhausted()
-    served = service.Service("exhausted", listener, lambda sock: None)
+    served = threaded_server.Service("exhausted", listener, lambda sock: None)
     eventually(lambda: len(listener.asked_s) >= 3)
     served.close()
     assert all(later - earlier > 0.01 for earlier, later in itertools.pairwise(listener.asked_s))

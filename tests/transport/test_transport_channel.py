@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 import transport_faults as faults
 import transport_peer
-from banaserve.transport import frames
-from banaserve.transport.connect import TcpListener, UnixListener, accept_tcp, connect
+from banaserve.transport.channels import frames
+from banaserve.transport.channels.connect import TcpListener, UnixListener, accept_tcp, connect
 from banaserve.transport.errors import (
     PeerGoneError,
     RefusedError,

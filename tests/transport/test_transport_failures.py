@@ -17,6 +17,7 @@ import pytest
 
 import transport_faults as faults
 import transport_harness as harness
+from banaserve.transport.backends.torch_distributed import _TorchMover
 from banaserve.transport.errors import (
     PeerGoneError,
     RefusedError,
@@ -26,7 +27,6 @@ from banaserve.transport.errors import (
 from banaserve.transport.interface import RegionDescriptor, TransportOptions
 from banaserve.transport.memory import SLICE_BYTES, Memory
 from banaserve.transport.registry import create
-from banaserve.transport.torch_distributed import _TorchMover
 
 pytestmark = pytest.mark.deep
 
@@ -92,7 +92,9 @@ def test_a_transfer_is_cancelled_while_the_group_waits_for_a_peer_that_stands_st
     if side.name != "torch_distributed":
         pytest.skip("its bytes do not travel by a group")
     # A send that has begun cannot be broken off: it ends with this.
-    monkeypatch.setattr("banaserve.transport.torch_distributed._TIMEOUT", timedelta(seconds=3))
+    monkeypatch.setattr(
+        "banaserve.transport.backends.torch_distributed._TIMEOUT", timedelta(seconds=3)
+    )
     num_bytes = 2 * SLICE_BYTES
     _, descriptor = doomed.offer(num_bytes=num_bytes)
     remote = side.transport.open(descriptor, WAIT_S)
@@ -136,7 +138,7 @@ def test_a_peer_that_is_killed_before_the_groups_have_met_is_noticed(side, doome
         Event().wait(WAIT_S)
         raise RuntimeError("nobody has looked")
 
-    monkeypatch.setattr("banaserve.transport.torch_distributed.dist.TCPStore", never)
+    monkeypatch.setattr("banaserve.transport.backends.torch_distributed.dist.TCPStore", never)
     with pytest.raises(PeerGoneError, match="peer has closed"):
         side.transport.open(descriptor, WAIT_S)
 

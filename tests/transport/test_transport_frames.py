@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import transport_faults as faults
-from banaserve.transport import frames
-from banaserve.transport.channel import StreamChannel
-from banaserve.transport.connect import over_unix
+from banaserve.transport.channels import frames
+from banaserve.transport.channels.authentication import Seal
+from banaserve.transport.channels.channel import StreamChannel
+from banaserve.transport.channels.connect import over_unix
+from banaserve.transport.channels.stream import SocketStream
 from banaserve.transport.errors import (
     PeerGoneError,
     RefusedError,
@@ -22,8 +24,6 @@ from banaserve.transport.errors import (
     TransportError,
 )
 from banaserve.transport.interface import Message, Tensor
-from banaserve.transport.seal import Seal
-from banaserve.transport.stream import SocketStream
 from depth import num_examples, seeds
 
 WAIT_S = 20.0
@@ -76,7 +76,7 @@ def test_a_frame_that_is_late_is_waited_for():
 
 
 def test_half_a_frame_breaks_the_channel_when_nothing_follows(monkeypatch):
-    monkeypatch.setattr("banaserve.transport.stream.STALL_S", 0.05)
+    monkeypatch.setattr("banaserve.transport.channels.stream.STALL_S", 0.05)
     sender, receiver = faulty_pair("stall")
     sender.send(Message(b"1", (tensor(1000),)), WAIT_S)
     with pytest.raises(PeerGoneError, match="stands still"):
@@ -85,7 +85,7 @@ def test_half_a_frame_breaks_the_channel_when_nothing_follows(monkeypatch):
 
 @pytest.mark.parametrize("seed", seeds(40, 40))
 def test_a_damaged_frame_is_never_delivered_where_frames_are_signed(seed, monkeypatch):
-    monkeypatch.setattr("banaserve.transport.stream.STALL_S", 0.02)
+    monkeypatch.setattr("banaserve.transport.channels.stream.STALL_S", 0.02)
     sender, receiver = faulty_pair("corrupt", sealed=True, seed=seed)
     sender.send(Message(b"body", (tensor(50),)), WAIT_S)
     with pytest.raises(TransportError):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from banaserve.transport.gpu_memory import RowCopy, rows_of
+from banaserve.transport.regions.gpu_memory import RowCopy, rows_of
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_no_runs_of_no_bytes_are_copied():
 
 def test_a_process_without_cuda_is_told_so():
     # In a process of its own: another test may have loaded the runtime into this one.
-    body = "from banaserve.transport.gpu_memory import CudaGpu; CudaGpu(0)"
+    body = "from banaserve.transport.regions.gpu_memory import CudaGpu; CudaGpu(0)"
     done = subprocess.run([sys.executable, "-P", "-c", body], capture_output=True, text=True)
     assert "RefusedError" in done.stderr
     assert "has not loaded CUDA's runtime" in done.stderr

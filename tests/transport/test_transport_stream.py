@@ -10,8 +10,8 @@ from time import monotonic, sleep
 
 import pytest
 
+from banaserve.transport.channels.stream import SocketStream
 from banaserve.transport.errors import PeerGoneError
-from banaserve.transport.stream import SocketStream
 
 THREADS = 4
 
@@ -29,7 +29,7 @@ def test_each_descriptor_is_closed_once_whoever_closes(monkeypatch):
     stream = SocketStream(ours)
     pidfd = stream._pidfd
     assert pidfd >= 0
-    monkeypatch.setattr("banaserve.transport.stream.os.close", close_slowly)
+    monkeypatch.setattr("banaserve.transport.channels.stream.os.close", close_slowly)
     begin = Barrier(THREADS)
 
     def close():

@@ -14,7 +14,7 @@ from banaserve.transport.errors import (
     TransferTimeoutError,
 )
 from banaserve.transport.memory import Memory, Plan
-from banaserve.transport.remote import MAX_HELP_BYTES, CopyThread, PlanTicket
+from banaserve.transport.regions.remote_region import MAX_HELP_BYTES, CopyThread, PlanTicket
 
 WAIT_S = 20.0
 NOTHING = np.empty(0, np.int64)

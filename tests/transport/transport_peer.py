@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
-from banaserve.transport import cuda_ipc
-from banaserve.transport.connect import TcpListener, UnixListener
-from banaserve.transport.cuda_ipc import CudaIpcTransport
+from banaserve.transport.backends import cuda_ipc
+from banaserve.transport.backends.cuda_ipc import CudaIpcTransport
+from banaserve.transport.channels.connect import TcpListener, UnixListener
 from banaserve.transport.errors import PeerGoneError, TransportError
 from banaserve.transport.interface import Transport, TransportOptions
 from banaserve.transport.registry import create
@@ -31,7 +31,7 @@ def make(name: str, options: TransportOptions) -> Transport:
     if name == cuda_ipc.NAME:
         return CudaIpcTransport(options, EmulatedGpu())
     if name == NIXL_OF_GPUS:
-        from banaserve.transport.nixl import NixlTransport
+        from banaserve.transport.backends.nixl import NixlTransport
 
         return NixlTransport(options, EmulatedGpu())
     return create(name, options)

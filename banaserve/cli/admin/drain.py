@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from banaserve.base.arguments import argument, option
 from banaserve.cli.admin.options import JsonOptions
 from banaserve.cli.app import App
-from banaserve.cli.console import print_error, print_json
+from banaserve.cli.terminal.console import print_error, print_json
 
 _EXIT_FAILED = 2
 _LOOK_S = 0.5

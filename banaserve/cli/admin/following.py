@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from banaserve.base.errors import UserError
-from banaserve.cli.console import print_error, print_json
+from banaserve.cli.terminal.console import print_error, print_json
 from banaserve.frontdoor.admin_client import OperationClient
 
 _LOOK_S = 0.5

@@ -14,7 +14,7 @@ from banaserve.base.arguments import option
 from banaserve.base.errors import UserError
 from banaserve.cli.admin.following import ended, followed
 from banaserve.cli.admin.options import JsonOptions
-from banaserve.cli.admin.placement import overlap_words, sharing_line
+from banaserve.cli.admin.views.placement import overlap_words, sharing_line
 from banaserve.cli.app import App
 from banaserve.contracts.migration_api import (
     ExpertLoadRequest,
@@ -30,7 +30,7 @@ from banaserve.contracts.migration_api import (
 )
 from banaserve.frontdoor.admin_client import AdminClient
 from banaserve.kvstore.sizes import format_size
-from banaserve.orchestrator.control.migration.expert_choice import experts_for
+from banaserve.orchestrator.control.move_policies.expert_choice import experts_for
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from banaserve.base.arguments import argument, extra, option
 from banaserve.cli.admin.following import ended, followed
-from banaserve.cli.admin.node_tables import node_rows
 from banaserve.cli.admin.options import JsonOptions
-from banaserve.cli.admin.status import STYLES
+from banaserve.cli.admin.views.node_tables import node_rows
+from banaserve.cli.admin.views.status import STYLES
 from banaserve.cli.app import App
-from banaserve.cli.console import print_json, print_rows
+from banaserve.cli.terminal.console import print_json, print_rows
 from banaserve.contracts.control_api import NodeRequest
 from banaserve.contracts.instances import NodeChange
 

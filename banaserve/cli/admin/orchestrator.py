@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from banaserve.cli.admin.options import ServerOptions
-from banaserve.cli.admin.status import controller_line
+from banaserve.cli.admin.views.status import controller_line
 from banaserve.cli.app import App
 
 

@@ -11,8 +11,8 @@ from banaserve.base.config import ServeConfig
 from banaserve.base.errors import UserError
 from banaserve.base.platform.cpu_features import choose_dtype
 from banaserve.base.plugins import Plugin
-from banaserve.cli.gpu_words import GpuParts, GpuUse, gpu_words
 from banaserve.cli.serve import needs
+from banaserve.cli.serve.gpu_words import GpuParts, GpuUse, gpu_words
 from banaserve.frontdoor.edge.limits import edge_limits
 from banaserve.kvstore.sizes import format_size
 

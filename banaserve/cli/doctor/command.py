@@ -9,9 +9,9 @@ from banaserve.base.arguments import Rule, option
 from banaserve.base.errors import UserError
 from banaserve.base.models import PACKAGED
 from banaserve.cli.app import App
-from banaserve.cli.console import print_json, print_rows
 from banaserve.cli.doctor import facts
 from banaserve.cli.doctor.checks import CheckStatus, Finding
+from banaserve.cli.terminal.console import print_json, print_rows
 
 _STYLES = {"OK": "green", "warning": "yellow", "missing": "bold red"}
 

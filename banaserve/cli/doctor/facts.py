@@ -24,10 +24,10 @@ from banaserve.base.platform.packages import installed_version
 from banaserve.base.plugins import PluginGroup, load_plugins
 from banaserve.cli.doctor import checks as checks
 from banaserve.cli.doctor.checks import CheckStatus, Finding, Remedies
-from banaserve.cli.gpu_words import installed
 from banaserve.cli.plugins import registries
 from banaserve.cli.serve import needs
-from banaserve.frontdoor.front_socket import bind
+from banaserve.cli.serve.gpu_words import installed
+from banaserve.frontdoor.lifecycle.listening_socket import bind
 
 
 def examine(model: str, port: int) -> Iterator[Finding]:

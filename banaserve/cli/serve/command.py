@@ -18,19 +18,19 @@ from banaserve.base.net.descriptors import raise_descriptor_limit
 from banaserve.base.platform.linux import available_memory_bytes
 from banaserve.base.plugins import PluginGroup
 from banaserve.base.run_dir import RunDir, admin_note, open_run_dir
-from banaserve.cli.console import Say, print_error, timed
 from banaserve.cli.plugins import rivalries, use_plugins
-from banaserve.cli.quiet import quiet
 from banaserve.cli.serve import emulation, needs
 from banaserve.cli.serve.command_line import make_parser, parse_serve_argv
-from banaserve.cli.sockets import front_socket
+from banaserve.cli.serve.sockets import front_socket
+from banaserve.cli.terminal.console import Say, print_error, timed
+from banaserve.cli.terminal.quiet import quiet
 from banaserve.frontdoor.bodies.bounds import RequestBounds
-from banaserve.frontdoor.front_socket import FrontSocket
+from banaserve.frontdoor.lifecycle.listening_socket import FrontSocket
 from banaserve.frontdoor.page.records import page_link
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.sizes import parse_size
 from banaserve.nodes.options import NodeOptions
-from banaserve.orchestrator.control.migration import registry as migration_policies
+from banaserve.orchestrator.control.move_policies import registry as migration_policies
 from banaserve.orchestrator.control.routing import registry
 from banaserve.orchestrator.control.turn import ControlLimits, Mode
 from banaserve.orchestrator.planner.forecast_profile import forecast_profile

@@ -12,7 +12,7 @@ from banaserve.base.arguments import Formatter, values_of
 from banaserve.base.config import ServeConfig
 from banaserve.base.errors import UserError
 from banaserve.cli.serve.help_pages import ServeParser, asked_group
-from banaserve.orchestrator.control.migration import registry as migration_policies
+from banaserve.orchestrator.control.move_policies import registry as migration_policies
 from banaserve.orchestrator.control.routing import registry as routing_policies
 from banaserve.transport import registry as transports
 

@@ -13,7 +13,7 @@ from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.orchestrator.control.costs.devices import device_of
 from banaserve.orchestrator.control.costs.profile import Profile
 from banaserve.pacing import miniatures
-from banaserve.sim.batch import EngineLimits
+from banaserve.sim.instances.batch import EngineLimits
 
 BLOCK_TOKENS = 32
 """Smallest block size of vLLM's attention on CPU, in tokens; modelled memory has blocks of 16."""

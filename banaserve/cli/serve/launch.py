@@ -29,11 +29,11 @@ from banaserve.base.platform.cpu_features import DtypeChoice, choose_dtype, read
 from banaserve.base.platform.linux import available_memory_bytes, limit_heaps
 from banaserve.base.run_dir import RunDir
 from banaserve.base.types import Role
-from banaserve.cli.gpu_words import GpuUse, gpu_words, installed
 from banaserve.cli.serve import emulation, needs
 from banaserve.cli.serve.compiling import CompileChoice, choose_compiling, find_compiler
-from banaserve.cli.sockets import check_tls
-from banaserve.frontdoor.front_socket import FrontSocket
+from banaserve.cli.serve.gpu_words import GpuUse, gpu_words, installed
+from banaserve.cli.serve.sockets import check_tls
+from banaserve.frontdoor.lifecycle.listening_socket import FrontSocket
 from banaserve.kvstore.sizes import format_size, parse_size
 from banaserve.nodes.options import NodeOptions
 

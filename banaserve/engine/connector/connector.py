@@ -39,19 +39,19 @@ from banaserve.engine.connector.metadata import (
     TransferStats,
     stats_from_wire,
 )
-from banaserve.engine.connector.scheduler import StoreConnectorScheduler
+from banaserve.engine.connector.scheduler_side.scheduler import StoreConnectorScheduler
 from banaserve.engine.connector.states import chunk_end
-from banaserve.engine.connector.worker import RankShare, StoreConnectorWorker
+from banaserve.engine.connector.worker_side.worker import RankShare, StoreConnectorWorker
 from banaserve.engine.engine_args import MIGRATION_KEY, PAGE_LAYOUT
-from banaserve.kvstore.client import StoreClient
-from banaserve.kvstore.cost_gate import CostGate
-from banaserve.kvstore.leftovers import still_held
+from banaserve.kvstore.client.client import StoreClient
+from banaserve.kvstore.client.leftovers import still_held
+from banaserve.kvstore.gate.cost_gate import CostGate
 
 if TYPE_CHECKING:
     from banaserve.engine.compat.attention import ForwardContext
     from banaserve.engine.compat.kv_cache import KVCacheBlocks, KVCacheConfig
     from banaserve.engine.compat.scheduler import Request, SchedulerOutput
-    from banaserve.engine.connector.block_copy import BlockCopier
+    from banaserve.engine.connector.worker_side.block_copy import BlockCopier
 
 logger = logging.getLogger(__name__)
 _CONNECT_WITHIN_S = 30.0

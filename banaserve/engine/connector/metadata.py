@@ -18,8 +18,8 @@ from banaserve.engine.compat.kv_connector import (
     KVConnectorStats,
     KVConnectorWorkerMetadata,
 )
-from banaserve.kvstore.client import StoreClient
-from banaserve.kvstore.interface import Slot
+from banaserve.kvstore.client.client import StoreClient
+from banaserve.kvstore.leases import Slot
 from banaserve.kvstore.pool import Numbers, PoolView
 from banaserve.orchestrator.control.model.calibration import StepWork
 

@@ -26,7 +26,7 @@ from banaserve.frontdoor.bodies.grammars import GrammarSpec, grammars_of
 from banaserve.frontdoor.bodies.pace import ValidationPace
 from banaserve.frontdoor.bodies.shape import measure
 from banaserve.frontdoor.edge.refusals import refuse
-from banaserve.frontdoor.limits import RETRY_AFTER_S
+from banaserve.frontdoor.middleware.admission import RETRY_AFTER_S
 
 LONG_BYTES = 256 * 2**10
 """Size from which a body is checked in a thread."""

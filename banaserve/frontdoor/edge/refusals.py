@@ -9,7 +9,7 @@ from prometheus_client import Counter
 from starlette.responses import JSONResponse
 
 from banaserve.base.net.refusal_log import RefusalLog
-from banaserve.frontdoor.errors import error_response
+from banaserve.frontdoor.error_answers import error_response
 
 logger = logging.getLogger(__name__)
 

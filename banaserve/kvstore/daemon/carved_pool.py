@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from banaserve.kvstore.index import BlockIndex
+from banaserve.kvstore.index.index import BlockIndex
+from banaserve.kvstore.index.records import IndexEntry
 from banaserve.kvstore.pool import SlotPool
-from banaserve.kvstore.records import IndexEntry
 from banaserve.kvstore.tiers.interface import BlockBytes
 
 

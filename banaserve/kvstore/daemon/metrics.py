@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from banaserve.base.errors import StoreUnavailableError, UserError
-from banaserve.kvstore.admin import fetch_stats
+from banaserve.kvstore.client.admin import fetch_stats
 from banaserve.kvstore.stats import StoreStats
 
 _PREFIX = "banaserve_kvstore_"

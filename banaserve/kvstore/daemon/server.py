@@ -16,14 +16,14 @@ from banaserve.base.fail_points import FailPoint, reach
 from banaserve.base.net.addresses import host_and_port
 from banaserve.base.platform.linux import is_own, open_peer_pidfd, peer_of
 from banaserve.kvstore import wire
-from banaserve.kvstore.daemon.attached_tier import AttachedTier, attach
-from banaserve.kvstore.daemon.calls import DaemonCalls
-from banaserve.kvstore.daemon.listener import Connection, StoreListener, make_way
-from banaserve.kvstore.daemon.pool_access import PoolAccess
-from banaserve.kvstore.daemon.pushing import Pushing
-from banaserve.kvstore.daemon.quarantine import Quarantine
+from banaserve.kvstore.daemon.connections.listener import Connection, StoreListener, make_way
+from banaserve.kvstore.daemon.connections.quarantine import Quarantine
+from banaserve.kvstore.daemon.pushes.pushing import Pushing
 from banaserve.kvstore.daemon.service import StoreService
-from banaserve.kvstore.daemon.tiering import NOTE_EVERY_S, Tiering
+from banaserve.kvstore.daemon.threads.calls import DaemonCalls
+from banaserve.kvstore.daemon.threads.pool_access import PoolAccess
+from banaserve.kvstore.daemon.tiering.attached_tier import AttachedTier, attach
+from banaserve.kvstore.daemon.tiering.tiering import NOTE_EVERY_S, Tiering
 from banaserve.kvstore.daemon.watcher import PoolWatcher
 from banaserve.kvstore.mailbox import Mailbox
 from banaserve.kvstore.peers.options import NO_PEERS, PeerOptions

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from banaserve.base.errors import ProtocolError, UserError
 from banaserve.kvstore import wire
 from banaserve.kvstore.daemon.carved_pool import CarvedPool
-from banaserve.kvstore.daemon.promoter import PromotionRequest, PromotionResult
-from banaserve.kvstore.daemon.pushing import Pushing, PushTerms
-from banaserve.kvstore.daemon.receiving import Receiving
-from banaserve.kvstore.daemon.tiering import Tiering
+from banaserve.kvstore.daemon.pushes.pushing import Pushing, PushTerms
+from banaserve.kvstore.daemon.pushes.receiving import Receiving
+from banaserve.kvstore.daemon.tiering.promoter import PromotionRequest, PromotionResult
+from banaserve.kvstore.daemon.tiering.tiering import Tiering
 from banaserve.kvstore.daemon.watcher import PoolWatcher
 from banaserve.kvstore.fingerprint import Fingerprint
-from banaserve.kvstore.index import BlockIndex
-from banaserve.kvstore.interface import Lookup
+from banaserve.kvstore.index.index import BlockIndex
+from banaserve.kvstore.index.records import HOLD_S, IndexEntry
+from banaserve.kvstore.leases import Lookup
 from banaserve.kvstore.pool import SlotPool
-from banaserve.kvstore.records import HOLD_S, IndexEntry
 from banaserve.kvstore.sizes import format_size
 from banaserve.kvstore.stats import StoreStats
 from banaserve.kvstore.tiers.interface import BlockBytes

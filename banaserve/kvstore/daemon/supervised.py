@@ -21,7 +21,7 @@ from banaserve.base.platform.processes import (
     wait_readable,
 )
 from banaserve.base.run_dir import tail_of
-from banaserve.kvstore.admin import fetch_stats, set_peers
+from banaserve.kvstore.client.admin import fetch_stats, set_peers
 from banaserve.kvstore.daemon.options import StoreOptions
 
 log = logging.getLogger(__name__)

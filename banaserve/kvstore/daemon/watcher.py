@@ -7,9 +7,9 @@ import logging
 import xxhash
 
 from banaserve.kvstore.daemon.carved_pool import CarvedPool
-from banaserve.kvstore.daemon.tiering import Tiering
+from banaserve.kvstore.daemon.tiering.tiering import Tiering
+from banaserve.kvstore.index.records import IndexEntry
 from banaserve.kvstore.pool import Board
-from banaserve.kvstore.records import IndexEntry
 
 log = logging.getLogger(__name__)
 

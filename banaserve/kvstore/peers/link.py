@@ -30,8 +30,8 @@ from banaserve.kvstore.peers.messages import (
     reply_in,
 )
 from banaserve.kvstore.tiers.interface import BlockBytes, TierOutcome
-from banaserve.transport.channel import StreamChannel
-from banaserve.transport.connect import over_tcp
+from banaserve.transport.channels.channel import StreamChannel
+from banaserve.transport.channels.connect import over_tcp
 from banaserve.transport.errors import PeerGoneError, TransferTimeoutError, TransportError
 from banaserve.transport.interface import Message
 

@@ -26,9 +26,9 @@ from banaserve.kvstore.peers.messages import (
     message_of,
 )
 from banaserve.kvstore.tiers.interface import BlockBytes
-from banaserve.transport.channel import StreamChannel
+from banaserve.transport.channels.channel import StreamChannel
+from banaserve.transport.channels.frames import MAX_TENSORS
 from banaserve.transport.errors import PeerGoneError, TransportError
-from banaserve.transport.frames import MAX_TENSORS
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from banaserve.base.fail_points import FailPoint, reach
 from banaserve.base.net.descriptors import connections_within
 from banaserve.base.net.keep_alive import keep_alive
 from banaserve.base.net.refusal_log import RefusalLog
-from banaserve.kvstore.interface import Lookup
+from banaserve.kvstore.leases import Lookup
 from banaserve.kvstore.peers.messages import (
     VERSION,
     AskBlocks,
@@ -38,10 +38,15 @@ from banaserve.kvstore.peers.messages import (
 )
 from banaserve.kvstore.peers.reception import BlockSink, Reception
 from banaserve.kvstore.tiers.interface import BlockBytes
-from banaserve.transport.channel import StreamChannel
-from banaserve.transport.connect import over_tcp
+from banaserve.transport.channels.channel import StreamChannel
+from banaserve.transport.channels.connect import over_tcp
+from banaserve.transport.channels.threaded_server import (
+    GREETING_S,
+    MAX_STRANGERS,
+    ConnectionPlaces,
+    Service,
+)
 from banaserve.transport.interface import Message
-from banaserve.transport.service import GREETING_S, MAX_STRANGERS, ConnectionPlaces, Service
 
 log = logging.getLogger(__name__)
 

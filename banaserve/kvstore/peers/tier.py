@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from banaserve.kvstore.interface import Lookup
+from banaserve.kvstore.leases import Lookup
 from banaserve.kvstore.mailbox import Mailbox
 from banaserve.kvstore.peers.link import (
     NUM_STREAMS,

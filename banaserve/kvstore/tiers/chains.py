@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from heapq import heappop, heappush
 from typing import Generic, TypeVar
 
-from banaserve.kvstore.eviction import Parents
+from banaserve.kvstore.index.eviction import Parents
 
 
 class ChainedBlock:

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from banaserve.kvstore.interface import Lookup
+from banaserve.kvstore.leases import Lookup
 
 BlockBytes = npt.NDArray[np.uint8]
 

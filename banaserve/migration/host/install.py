@@ -13,7 +13,7 @@ from banaserve.engine.compat import runner_hooks
 from banaserve.engine.compat.config import VllmConfig
 from banaserve.engine.compat.engine import EngineCore, add_utility
 from banaserve.engine.compat.kv_connector import get_kv_transfer_group, has_kv_transfer_group
-from banaserve.engine.connector.block_copy import BlockCopier
+from banaserve.engine.connector.worker_side.block_copy import BlockCopier
 from banaserve.engine.migration_settings import MigrationSettings, settings_of
 from banaserve.migration import checks
 from banaserve.migration.host.host import MigrationHost

@@ -19,8 +19,8 @@ from banaserve.kernels.packed_pages import STAGE_BYTES, PackedPages
 from banaserve.migration.kv.device_wait import wait_for
 from banaserve.migration.kv.slabs import GpuSlab, PlainSlab, Slab, has_gpu_slabs
 from banaserve.migration.rpc.messages import KvShape
-from banaserve.transport.local_region import reserve
 from banaserve.transport.memory import Memory
+from banaserve.transport.regions.local_region import reserve
 
 
 class DeviceKv:

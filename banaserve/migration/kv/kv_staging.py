@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from banaserve.base.errors import MigrationError, ProtocolError
-from banaserve.engine.connector.gpu_block_copy import PinnedPool
+from banaserve.engine.connector.worker_side.gpu_block_copy import PinnedPool
 from banaserve.kernels.interface import Kernels
 from banaserve.migration.kv.host_kv import DeviceKv, make_slab
 from banaserve.migration.rpc.messages import CopyPages, KvShape

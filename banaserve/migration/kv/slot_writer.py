@@ -11,7 +11,7 @@ import numpy as np
 
 import banaserve._native as _native
 from banaserve.base.errors import FingerprintError, StoreUnavailableError
-from banaserve.kvstore.client import StoreClient
+from banaserve.kvstore.client.client import StoreClient
 from banaserve.migration.rpc.messages import SlotCopies, StorePlace
 from banaserve.transport.memory import Memory
 

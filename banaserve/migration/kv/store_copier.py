@@ -16,7 +16,7 @@ import torch
 
 from banaserve.base.errors import GuestLostError
 from banaserve.engine.compat.kv_connector import get_kv_transfer_group, has_kv_transfer_group
-from banaserve.engine.connector.block_copy import BlockCopier, Copy, EndedCopy
+from banaserve.engine.connector.worker_side.block_copy import BlockCopier, Copy, EndedCopy
 from banaserve.kvstore.pool import Numbers, PoolView
 from banaserve.migration.kv.dirty_blocks import DirtyBlockTracker, RemoteBlocks
 from banaserve.migration.kv.host_kv import HostKv, KvRun

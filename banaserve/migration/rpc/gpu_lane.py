@@ -23,7 +23,7 @@ from banaserve.migration.rpc.tensors import (
     dtype_named,
     memory_of,
 )
-from banaserve.transport.frames import ELSEWHERE
+from banaserve.transport.channels.frames import ELSEWHERE
 from banaserve.transport.interface import (
     MAX_DIMENSIONS,
     OfferedRegion,

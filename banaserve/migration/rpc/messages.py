@@ -15,8 +15,8 @@ import msgspec
 
 from banaserve.base.errors import ProtocolError
 from banaserve.kvstore.fingerprint import Fingerprint
-from banaserve.transport.connect import accept_tcp, connect, over_unix
-from banaserve.transport.cuda_ipc import CudaIpcTransport
+from banaserve.transport.backends.cuda_ipc import CudaIpcTransport
+from banaserve.transport.channels.connect import accept_tcp, connect, over_unix
 from banaserve.transport.errors import PeerGoneError, RefusedError, TransferTimeoutError
 from banaserve.transport.interface import Channel, RegionDescriptor, Transport, TransportOptions
 from banaserve.transport.registry import NIXL, create

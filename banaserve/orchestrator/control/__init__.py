@@ -1,5 +1,5 @@
 """Pure decisions: routing, migration, scaling, costs. No clock, no random numbers, no effects.
 
 Entries: ``turn.concluded`` for a turn of the control loop, ``routing.registry.make`` and
-``migration.registry`` for policies. In the server's process and in simulations.
+``move_policies.registry`` for policies. In the server's process and in simulations.
 """

@@ -21,8 +21,8 @@ from banaserve.base.types import (
     SwitchRole,
 )
 from banaserve.orchestrator.control.measure import Reports, smoothed
-from banaserve.orchestrator.control.migration.interface import MigrationPlan, MigrationPolicy
-from banaserve.orchestrator.control.migration.scoring import words_of
+from banaserve.orchestrator.control.move_policies.interface import MigrationPlan, MigrationPolicy
+from banaserve.orchestrator.control.move_policies.scoring import words_of
 
 
 class Mode(StrEnum):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from banaserve.base.types import InstanceView, ModulePlacement, ObservedRequest
-from banaserve.orchestrator.planner.planning import Change, PlannedMove
+from banaserve.orchestrator.planner.candidates.planning import Change, PlannedMove
 
 
 class LoadMemory(NamedTuple):

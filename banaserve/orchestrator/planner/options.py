@@ -9,8 +9,8 @@ from banaserve.base.errors import UserError
 from banaserve.base.names import check_known
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.orchestrator.control.routing import registry as routings
-from banaserve.orchestrator.planner import modules
-from banaserve.orchestrator.planner.forecast import ServiceLimits
+from banaserve.orchestrator.planner.candidates import modules
+from banaserve.orchestrator.planner.forecasting.forecast import ServiceLimits
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,12 +20,16 @@ from banaserve.base.types import (
     SwitchRole,
     total_back_pressure,
 )
-from banaserve.orchestrator.control.migration.interface import MigrationPlan, Rejected, RejectReason
+from banaserve.orchestrator.control.move_policies.interface import (
+    MigrationPlan,
+    Rejected,
+    RejectReason,
+)
+from banaserve.orchestrator.planner.candidates.planning import Change, placements_of, steps_of
 from banaserve.orchestrator.planner.decision import Decision, LoadMemory, Situation
+from banaserve.orchestrator.planner.forecasting.load import load_stats
 from banaserve.orchestrator.planner.learnt_times import are_learnt, profile_of
-from banaserve.orchestrator.planner.load import load_stats
 from banaserve.orchestrator.planner.options import ElasticOptions
-from banaserve.orchestrator.planner.planning import Change, placements_of, steps_of
 from banaserve.orchestrator.planner.search import Search
 
 

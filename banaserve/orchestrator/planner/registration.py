@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from banaserve.orchestrator.control.migration.registry import POLICIES
+from banaserve.orchestrator.control.move_policies.registry import POLICIES
 from banaserve.orchestrator.planner.policy import Elastic
 
 POLICIES.add("elastic", Elastic)

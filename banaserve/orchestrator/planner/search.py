@@ -12,8 +12,8 @@ from itertools import pairwise
 from math import sqrt
 
 from banaserve.base.types import InstanceId, InstanceView, total_back_pressure
-from banaserve.orchestrator.planner import modules
-from banaserve.orchestrator.planner.arrangement import (
+from banaserve.orchestrator.planner.candidates import modules
+from banaserve.orchestrator.planner.candidates.arrangement import (
     Arrangement,
     arrangement_of,
     arrangements,
@@ -21,17 +21,7 @@ from banaserve.orchestrator.planner.arrangement import (
     device_of,
     orders,
 )
-from banaserve.orchestrator.planner.decision import Candidate, Decision, LoadMemory, Situation
-from banaserve.orchestrator.planner.forecast import (
-    Forecast,
-    FutureRequest,
-    ServiceLimits,
-    forecast,
-    future_of,
-)
-from banaserve.orchestrator.planner.learnt_times import profile_of
-from banaserve.orchestrator.planner.options import ElasticOptions
-from banaserve.orchestrator.planner.planning import (
+from banaserve.orchestrator.planner.candidates.planning import (
     Wanted,
     changes_of,
     modelled,
@@ -39,7 +29,17 @@ from banaserve.orchestrator.planner.planning import (
     placements_of,
     steps_of,
 )
-from banaserve.orchestrator.planner.slowdown import slowdown
+from banaserve.orchestrator.planner.decision import Candidate, Decision, LoadMemory, Situation
+from banaserve.orchestrator.planner.forecasting.forecast import (
+    Forecast,
+    FutureRequest,
+    ServiceLimits,
+    forecast,
+    future_of,
+)
+from banaserve.orchestrator.planner.forecasting.slowdown import slowdown
+from banaserve.orchestrator.planner.learnt_times import profile_of
+from banaserve.orchestrator.planner.options import ElasticOptions
 from banaserve.sim.system import System
 
 _MOVED_FROM = 3

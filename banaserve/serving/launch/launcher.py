@@ -27,7 +27,7 @@ from banaserve.serving.launch.devices import Devices
 from banaserve.serving.launch.parent_link import ORDER_S, ParentLink, ParentLostError
 from banaserve.serving.launch.spawn import LaunchKind, spawn
 from banaserve.serving.monitoring import metrics
-from banaserve.transport.connect import tcp_address
+from banaserve.transport.channels.connect import tcp_address
 from banaserve.transport.registry import SHARED_MEMORY
 
 logger = logging.getLogger(__name__)

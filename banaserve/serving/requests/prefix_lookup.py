@@ -14,9 +14,9 @@ from banaserve.base.types import Role
 from banaserve.engine.compat import engine as compat
 from banaserve.engine.compat import kv_cache
 from banaserve.engine.compat.config import VllmConfig
-from banaserve.kvstore.client import StoreClient
+from banaserve.kvstore.client.client import StoreClient
 from banaserve.kvstore.fingerprint import Fingerprint
-from banaserve.kvstore.interface import Lookup
+from banaserve.kvstore.leases import Lookup
 from banaserve.kvstore.wire import MAX_KEYS
 from banaserve.serving.cluster import Cluster
 from banaserve.serving.generations import candidates

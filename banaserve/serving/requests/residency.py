@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from banaserve.base.types import InstanceId
 from banaserve.engine.compat import engine as compat
-from banaserve.orchestrator.control.routing.resident_prefixes import ResidentPrefixes
+from banaserve.orchestrator.control.model.resident_prefixes import ResidentPrefixes
 from banaserve.serving.instance import Instance
 
 

@@ -22,8 +22,8 @@ from banaserve.serving.generations import can_leave, restart_order
 from banaserve.serving.instance import Instance, State
 from banaserve.serving.launch.engine_settings import EngineSettings
 from banaserve.serving.liveness.supervisor import Check
-from banaserve.serving.migration.coordinator import Coordinator
 from banaserve.serving.monitoring import metrics
+from banaserve.serving.moves.coordinator import Coordinator
 from banaserve.serving.operations import OperationAbortedError, Operations
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from banaserve.base.types import InstanceId, Role
 from banaserve.contracts.instances import Scaling
 from banaserve.serving.cluster import Cluster
 from banaserve.serving.instance import Instance
-from banaserve.serving.migration.coordinator import Coordinator
+from banaserve.serving.moves.coordinator import Coordinator
 from banaserve.serving.operations import OperationAbortedError, Operations
 from banaserve.serving.roles.drain import Drains
 from banaserve.serving.roles.role_switch import Roles

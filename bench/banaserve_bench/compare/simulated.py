@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from banaserve.orchestrator.control.costs.profile import Profile
-from banaserve.sim.cluster import SimCluster
+from banaserve.sim.cluster.cluster import SimCluster
 from banaserve.sim.request import SimRequest
 from banaserve.sim.run import simulate
 from banaserve.sim.system import System as Simulated

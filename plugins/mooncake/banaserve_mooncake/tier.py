@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from banaserve.kvstore.interface import Lookup
+from banaserve.kvstore.leases import Lookup
 from banaserve.kvstore.tiers.counters import Throughput, TierCounters
 from banaserve.kvstore.tiers.interface import (
     BlockBytes,

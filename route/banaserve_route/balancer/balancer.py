@@ -31,17 +31,22 @@ from banaserve_route.balancer.auth import (
     check_peer,
 )
 from banaserve_route.balancer.config import BalancerSettings
-from banaserve_route.balancer.dispatcher import Dispatcher
 from banaserve_route.balancer.http import replies
 from banaserve_route.balancer.http.client_connection import ClientConnection, RequestHandler
 from banaserve_route.balancer.http.request import ClientRequest, RequestRefusedError
-from banaserve_route.balancer.membership import TargetRegistry, shared_prefixes
 from banaserve_route.balancer.metrics import Metrics
-from banaserve_route.balancer.peers import PEER_PATHS, PREFIXES_PATH, STATE_PATH, encode_state
-from banaserve_route.balancer.proxy import ProxiedRequest
-from banaserve_route.balancer.queue import QueueScheduler, RequestQueue
-from banaserve_route.balancer.routing_request import blind_request, read_request
+from banaserve_route.balancer.requests.dispatcher import Dispatcher
+from banaserve_route.balancer.requests.proxy import ProxiedRequest
+from banaserve_route.balancer.requests.queue import QueueScheduler, RequestQueue
+from banaserve_route.balancer.requests.routing_request import blind_request, read_request
 from banaserve_route.balancer.state_file import StateFile
+from banaserve_route.balancer.targets.membership import TargetRegistry, shared_prefixes
+from banaserve_route.balancer.targets.peers import (
+    PEER_PATHS,
+    PREFIXES_PATH,
+    STATE_PATH,
+    encode_state,
+)
 from banaserve_route.balancer.tenants import TenantQuotas, forwarded_identity
 from banaserve_route.balancer.tracing import observers
 from banaserve_route.policies.fleet import Fleet

@@ -23,7 +23,7 @@ from banaserve_route.balancer.config import (
     ReplicaSettings,
     TenantSettings,
 )
-from banaserve_route.balancer.health import run_periodically
+from banaserve_route.balancer.targets.health import run_periodically
 
 _MAX_BYTES = 4 * 1024 * 1024
 _LOOK_S = 0.5

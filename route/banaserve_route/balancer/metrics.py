@@ -17,7 +17,7 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from banaserve_route.balancer.targets import Target
+from banaserve_route.balancer.targets.target import Target
 from banaserve_route.policies.interface import Flight
 
 _BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 300)

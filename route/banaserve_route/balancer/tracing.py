@@ -15,7 +15,7 @@ import msgspec
 
 from banaserve.base.errors import UserError
 from banaserve_route.balancer.config import BalancerSettings
-from banaserve_route.balancer.proxy import ProxiedRequest
+from banaserve_route.balancer.requests.proxy import ProxiedRequest
 from banaserve_route.policies.interface import Flight
 
 

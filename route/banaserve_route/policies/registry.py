@@ -20,19 +20,19 @@ from banaserve_route.policies.policy import Policy
 from banaserve_route.policies.prefixes.peers import SharesPrefixes
 
 BUILT_IN = (
-    "cache_aware",
-    "consistent_hash",
-    "gorgo",
-    "least_load",
-    "least_requests",
+    "baselines.cache_aware",
+    "baselines.consistent_hash",
+    "gorgo.gorgo",
+    "baselines.least_load",
+    "baselines.least_requests",
     "load_aware",
-    "papers.gorgo_v1",
-    "power_of_two",
+    "gorgo.gorgo_v1",
+    "baselines.power_of_two",
     "preble.policy",
-    "prefix_cache",
-    "random_choice",
-    "round_robin",
-    "session_affinity",
+    "baselines.prefix_cache",
+    "baselines.random_choice",
+    "baselines.round_robin",
+    "baselines.session_affinity",
     "skywalker",
 )
 """Modules with policies below this folder; a module may have several policies."""

@@ -7,9 +7,9 @@ from hashlib import blake2b
 
 from banaserve.base.types import Distance, InstanceId, Role
 from banaserve.orchestrator.control.costs.profile import Profile
-from banaserve.sim.cell import Cell
+from banaserve.sim.cluster.cell import Cell
+from banaserve.sim.instances.prefix_cache import HASH_BLOCK_TOKENS
 from banaserve.sim.request import SimRequest
-from banaserve.sim.store import HASH_BLOCK_TOKENS
 from banaserve.sim.system import System
 from banaserve.sim.timeline import Timeline
 from banaserve_route.policies.interface import ReplicaId

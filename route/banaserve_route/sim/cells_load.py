@@ -9,7 +9,7 @@ from random import Random
 from typing import NamedTuple
 
 from banaserve.base.errors import UserError
-from banaserve.sim.store import HASH_BLOCK_TOKENS
+from banaserve.sim.instances.prefix_cache import HASH_BLOCK_TOKENS
 from banaserve_route.sim.replica import BLOCK_TOKENS, UNIT_BYTES
 
 _PREFIX_BYTES = HASH_BLOCK_TOKENS // BLOCK_TOKENS * UNIT_BYTES

@@ -31,7 +31,7 @@ from banaserve.contracts.migration_api import (
     Return,
 )
 from banaserve.frontdoor.admin_client import AdminClient
-from banaserve.orchestrator.control.migration.expert_choice import experts_for
+from banaserve.orchestrator.control.move_policies.expert_choice import experts_for
 from fork_server import ForkServer
 from observing import until, writer
 from reference import reference_tokens

@@ -16,7 +16,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from banaserve.kernels.interface import Heads, Kernels
 from banaserve.kernels.reference import ReferenceKernels
-from banaserve.kernels.triton_kernels import TritonKernels
+from banaserve.kernels.triton.kernels import TritonKernels
 from banaserve.migration.kv.host_kv import DeviceKv
 from banaserve.migration.modules.paged_attention import (
     KernelsAttention,

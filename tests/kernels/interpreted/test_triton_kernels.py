@@ -22,10 +22,10 @@ from banaserve.kernels.layouts import KvLayout
 from banaserve.kernels.packed_pages import PackedPages
 from banaserve.kernels.slot_pages import PageOrder, SlotPages
 from banaserve.kernels.tiling import Tiling
-from banaserve.kernels.triton_attention_op import partial_attention
-from banaserve.kernels.triton_kernels import TritonKernels
-from banaserve.kernels.triton_merge_op import concat_heads, merge_parts
-from banaserve.kernels.triton_pack_op import operator_arguments, pack_blocks, unpack_blocks
+from banaserve.kernels.triton.attention_op import partial_attention
+from banaserve.kernels.triton.kernels import TritonKernels
+from banaserve.kernels.triton.merge_op import concat_heads, merge_parts
+from banaserve.kernels.triton.pack_op import operator_arguments, pack_blocks, unpack_blocks
 from depth import num_examples
 
 CPU = "cpu"

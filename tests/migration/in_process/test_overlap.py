@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from banaserve.kvstore.admin import fetch_stats
+from banaserve.kvstore.client.admin import fetch_stats
 from depth import chosen_seed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("as_many_parts_as_can_be")]

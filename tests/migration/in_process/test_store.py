@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from banaserve.kvstore.admin import fetch_stats
+from banaserve.kvstore.client.admin import fetch_stats
 from banaserve.kvstore.stats import StoreStats
 
 pytestmark = pytest.mark.e2e

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 from pathlib import Path
 
-from banaserve.kvstore.admin import fetch_stats
+from banaserve.kvstore.client.admin import fetch_stats
 from banaserve.kvstore.stats import StoreStats
 from benchmarks.network.hosts import Host, Network
 from node_run import NodeRun

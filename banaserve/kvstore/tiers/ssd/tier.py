@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from banaserve.base.errors import UserError
-from banaserve.kvstore.interface import Lookup
+from banaserve.kvstore.leases import Lookup
 from banaserve.kvstore.sizes import format_size
 from banaserve.kvstore.tiers.chains import ChainedBlocks
 from banaserve.kvstore.tiers.counters import TierCounters

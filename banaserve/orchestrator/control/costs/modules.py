@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from banaserve.base.types import Distance, Module
 from banaserve.orchestrator.control.costs.profile import Profile
-from banaserve.orchestrator.control.migration import slabs
 from banaserve.orchestrator.control.model import moving, overlapping
 from banaserve.orchestrator.control.model.calibration import StepTime, StepWork
+from banaserve.orchestrator.control.projection import slabs
 
 _MAX_PARTS = 32
 """Maximum number of micro-batches of a step, the default of an engine."""

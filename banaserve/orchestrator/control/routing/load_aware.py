@@ -22,7 +22,6 @@ from typing import ClassVar, NamedTuple
 
 from banaserve.base.errors import UserError
 from banaserve.base.types import InstanceId, InstanceView, RequestId, RequestView
-from banaserve.orchestrator.control.routing.checks import check_number
 from banaserve.orchestrator.control.routing.leg_by_leg import LegByLeg
 from banaserve.orchestrator.control.routing.legs import LegOptions
 from banaserve.orchestrator.control.routing.load import (
@@ -32,6 +31,7 @@ from banaserve.orchestrator.control.routing.load import (
     LoadModel,
     published_load,
 )
+from banaserve.orchestrator.control.routing.option_checks import check_number
 from banaserve.orchestrator.control.routing.registry import register
 
 PUBLISHED = "published"

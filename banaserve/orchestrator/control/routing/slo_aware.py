@@ -25,6 +25,13 @@ from banaserve.base.types import (
     Role,
     Route,
 )
+from banaserve.orchestrator.control.model.excess import (
+    Excesses,
+    LegCandidate,
+    LegPlace,
+    Limits,
+    RouteSituation,
+)
 from banaserve.orchestrator.control.model.handing_over import way_s
 from banaserve.orchestrator.control.model.serving_times import (
     NO_PROMPTS,
@@ -34,15 +41,8 @@ from banaserve.orchestrator.control.model.serving_times import (
     assumed_coefficients,
     times_of,
 )
-from banaserve.orchestrator.control.routing.checks import check_number
-from banaserve.orchestrator.control.routing.excess import (
-    Excesses,
-    LegCandidate,
-    LegPlace,
-    Limits,
-    RouteSituation,
-)
 from banaserve.orchestrator.control.routing.legs import LegOptions, LegReason, Legs, plan_legs
+from banaserve.orchestrator.control.routing.option_checks import check_number
 from banaserve.orchestrator.control.routing.registry import register
 from banaserve.orchestrator.control.routing.rotation import Rotation
 

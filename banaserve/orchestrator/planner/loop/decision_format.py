@@ -26,7 +26,7 @@ from banaserve.contracts.control_api import (
 from banaserve.contracts.instances import Ending, StepOutcome
 from banaserve.kvstore.sizes import format_size
 from banaserve.orchestrator.control.measure import load_of
-from banaserve.orchestrator.control.migration.scoring import module_words
+from banaserve.orchestrator.control.move_policies.scoring import module_words
 from banaserve.orchestrator.control.rebalancing import Stream
 from banaserve.orchestrator.control.turn import Held, Mode, Turn, kind_of, words
 

@@ -20,9 +20,9 @@ from banaserve.contracts.control_api import (
     WantedStep,
 )
 from banaserve.contracts.instances import Ending, Executor, StepOutcome
-from banaserve.orchestrator.control.migration import registry
-from banaserve.orchestrator.control.migration.interface import MigrationPlan
-from banaserve.orchestrator.control.migration.named import NamedMigrationPolicy
+from banaserve.orchestrator.control.move_policies import registry
+from banaserve.orchestrator.control.move_policies.interface import MigrationPlan
+from banaserve.orchestrator.control.move_policies.named import NamedMigrationPolicy
 from banaserve.orchestrator.control.turn import (
     ControlLimits,
     Held,

@@ -12,9 +12,9 @@ from banaserve.contracts.instances import Ending, StepOutcome
 from banaserve.orchestrator.control.turn import Mode, Turn
 from banaserve.orchestrator.planner.loop.decision_format import decision_of, result_of
 from banaserve.orchestrator.planner.loop.decisions import DecisionLog
-from banaserve.sim.cell import Cell
-from banaserve.sim.cluster import SimCluster
-from banaserve.sim.result import SIMULATED
+from banaserve.sim.cluster.cell import Cell
+from banaserve.sim.cluster.cluster import SimCluster
+from banaserve.sim.report.result import SIMULATED
 
 
 class SimulatedLog:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from banaserve.base.registry import option_names, option_types
-from banaserve.orchestrator.control.migration import registry
+from banaserve.orchestrator.control.move_policies import registry
 from banaserve.orchestrator.control.turn import ControlLimits
 from banaserve.orchestrator.planner.loop.loop import ControllerOptions
 

@@ -1,0 +1,4 @@
+"""Commands that show the state of a running server and change nothing.
+
+In a process of each command. Entry: ``status.status``.
+"""

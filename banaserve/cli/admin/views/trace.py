@@ -1,0 +1,258 @@
+"""``banaserve trace``: the path of one request through front door and engines.
+
+The output shows first the spans of the request's time, then every event.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from banaserve.base.arguments import AT_LEAST_1, argument, option
+from banaserve.cli.admin.options import JsonOptions
+from banaserve.cli.admin.views.trace_spans import HEADING, span_rows
+from banaserve.cli.app import App
+from banaserve.cli.terminal.console import print_rows
+from banaserve.contracts.trace_events import (
+    CopiesEnded,
+    EngineFinished,
+    EngineReceived,
+    FirstToken,
+    GateDecided,
+    LegBegan,
+    LegEnded,
+    LegFailed,
+    LegOutput,
+    LookedUp,
+    MoveCommitted,
+    NoInstance,
+    Prepared,
+    PromotionEnded,
+    RequestEnded,
+    RequestEvent,
+    RequestSummary,
+    RequestTrace,
+    Routed,
+    StepsPlanned,
+    StoreAsked,
+)
+
+_LIST_HEADING = ("REQUEST", "ARRIVED", "PROMPT", "OUTPUT", "INSTANCES", "TTFT", "TOOK", "END")
+_HEADING = ("MS", "PROCESS", "EVENT")
+STYLES = {
+    "error": "red",
+    "closed": "yellow",
+    "under way": "cyan",
+    **dict.fromkeys((*_LIST_HEADING, *_HEADING, *HEADING), "bold"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceOptions(JsonOptions):
+    """Options of ``banaserve trace``."""
+
+    request_id: str | None = argument(
+        "the answer's id or the X-Request-Id that was sent, or its beginning, or the id of its "
+        "OpenTelemetry trace; without it the last requests are listed",
+        None,
+    )
+    last: int = option("number of the last requests to list", 20, rule=AT_LEAST_1)
+
+
+def trace(asked: TraceOptions) -> None:
+    """Show the path of one request through the processes, or list the last requests."""
+    client = asked.client()
+    if asked.request_id is None:
+        _print_list(client.requests(asked.last), asked.as_json)
+        return
+    found = client.trace(asked.request_id)
+    if asked.as_json:
+        print(msgspec.json.format(msgspec.json.encode(found)).decode())
+        return
+    print(heading(found.summary))
+    if rows := span_rows(found.spans):
+        print_rows(rows, STYLES)
+        print()
+    print_rows(trace_rows(found), STYLES)
+    for line in found.missing:
+        print(f"not known: {line}")
+
+
+def _print_list(found: list[RequestSummary], as_json: bool) -> None:
+    if as_json:
+        print(msgspec.json.encode(found).decode())
+    elif found:
+        print_rows(list_rows(found), STYLES)
+    else:
+        print("the server has had no request so far")
+
+
+def list_rows(found: list[RequestSummary]) -> list[tuple[str, ...]]:
+    """Return a heading, and a row for each request."""
+    return [_LIST_HEADING, *(_list_row(one) for one in found)]
+
+
+def _list_row(one: RequestSummary) -> tuple[str, ...]:
+    return (
+        one.id,
+        time.strftime("%H:%M:%S", time.localtime(one.arrived_at_s)),
+        str(one.prompt_tokens),
+        str(one.output_tokens),
+        ", ".join(one.instances) or "-",
+        "-" if one.ttft_s is None else f"{_ms(one.ttft_s)} ms",
+        f"{_ms(one.took_s)} ms",
+        one.end or "under way",
+    )
+
+
+def heading(one: RequestSummary) -> str:
+    """Return the request in one line."""
+    at = time.strftime("%H:%M:%S", time.localtime(one.arrived_at_s))
+    line = f"{one.id}: arrived at {at}, {_count(one.prompt_tokens, 'prompt token')}, "
+    line += f"{_count(one.output_tokens, 'output token')}, "
+    if one.ttft_s is not None:
+        line += f"first after {_ms(one.ttft_s)} ms, "
+    if one.trace_id:
+        line += f"trace {one.trace_id}, "
+    return line + (f"{one.end} after {_ms(one.took_s)} ms" if one.end else "under way")
+
+
+def trace_rows(found: RequestTrace) -> list[tuple[str, ...]]:
+    """Return a heading, and a row for each event."""
+    width = max((len(_ms(line.at_s)) for line in found.lines), default=0)
+    rows = [
+        (f"{_ms(line.at_s):>{width}}", line.process, "; ".join(parts_of(line.event)))
+        for line in found.lines
+    ]
+    return [_HEADING, *rows]
+
+
+def parts_of(event: RequestEvent) -> Iterator[str]:
+    """Yield the phrases that describe an event."""
+    match event:
+        case Prepared():
+            yield "body read, rendered and tokenised"
+        case LookedUp():
+            yield f"store asked for the router: {_count(event.cached_tokens, 'token')} cached"
+            yield f"took {_ms(event.took_s)} ms"
+        case NoInstance():
+            yield f"waits for an instance: {event.why}"
+        case Routed():
+            yield from _routed(event)
+        case LegBegan():
+            yield f"{event.leg} leg sent to {event.instance} as {event.engine_request_id}"
+            if event.resumed_tokens:
+                yield f"goes on after {_count(event.resumed_tokens, 'output token')}"
+        case LegOutput():
+            yield f"{event.leg} leg: first output of {event.instance}'s own"
+        case LegEnded():
+            yield f"{event.leg} leg ended on {event.instance}: {event.finish_reason}"
+            if event.cached_tokens is not None:
+                yield f"{_count(event.cached_tokens, 'prompt token')} cached"
+        case LegFailed():
+            yield f"{event.leg} leg failed on {event.instance}: {event.why}"
+            yield event.next_step
+        case FirstToken():
+            yield f"first token of the answer, from {event.source}"
+            if event.blocker is not None:
+                yield f"prefill's could not be used: {event.blocker}"
+        case RequestEnded():
+            yield f"request ended: {event.how}, {_count(event.output_tokens, 'output token')}"
+            if event.error:
+                yield event.error
+        case MoveCommitted():
+            yield f"{event.modules} of {event.instance} moved to {event.to or 'home'}"
+            yield f"its steps stood still for {_ms(event.stall_s)} ms"
+        case _:
+            yield from _engine_parts(event)
+
+
+def _routed(event: Routed) -> Iterator[str]:
+    ways = [name for name in (event.prefill, event.decode) if name is not None]
+    why = event.reason
+    if event.split_blocker is not None:
+        why += f", it cannot be split: {event.split_blocker}"
+    yield f"routed to {' then '.join(ways)} by {event.policy} ({why})"
+    seen = [
+        f"{one.instance} ({one.role}) had {_count(one.inflight_requests, 'leg')}, "
+        f"{_count(one.inflight_prefill_tokens, 'prompt token')} ahead"
+        for one in event.candidates
+    ]
+    yield from seen
+
+
+def _engine_parts(event: RequestEvent) -> Iterator[str]:
+    match event:
+        case EngineReceived():
+            yield f"scheduler has it: {_count(event.prompt_tokens, 'prompt token')}"
+            if event.leaves_tail:
+                yield "prefill leg, all of its KV is to be saved"
+            if event.handed_over_tokens is not None:
+                yield f"hand-over: {_count(event.handed_over_tokens, 'token')} lie in the store"
+        case StoreAsked():
+            found = f"{event.found_blocks} of {_count(event.asked_blocks, 'block')} found"
+            yield f"store asked: {found}, {event.ready_blocks} readable"
+            yield f"{_count(event.reserved_blocks, 'block')} reserved for saving"
+            yield f"took {_ms(event.took_s)} ms"
+            if event.is_undecided:
+                yield "a tier could not say yet"
+        case PromotionEnded():
+            arrived = f"{event.arrived_blocks} of {_count(event.pending_blocks, 'block')}"
+            yield f"waited {_ms(event.wait_s)} ms for a tier: {event.outcome}, {arrived}"
+            yield f"{_ms(event.predicted_s)} ms predicted"
+        case GateDecided():
+            work = f"{_count(event.blocks, 'block')}, {_count(event.tokens, 'token')}"
+            if 0 < event.fetched_blocks < event.blocks:
+                yield f"cost gate: fetch {event.fetched_blocks} of {work} ({event.decision})"
+            else:
+                verdict = "fetch" if event.fetched_blocks else "compute"
+                yield f"cost gate: {verdict} {work} ({event.decision})"
+            if event.fetch_s is not None and event.compute_s is not None:
+                yield f"predicted {_ms(event.fetch_s)} ms against {_ms(event.compute_s)} ms"
+            if event.step_s is not None:
+                yield f"step of {_ms(event.step_s)} ms"
+        case StepsPlanned():
+            yield from _steps(event)
+        case CopiesEnded():
+            yield from _copies(event)
+        case EngineFinished():
+            yield f"scheduler lets it go: {_count(event.output_tokens, 'output token')}"
+
+
+def _steps(event: StepsPlanned) -> Iterator[str]:
+    if event.num_steps == 1:
+        steps = f"step {event.first_step}"
+    else:
+        steps = f"{event.num_steps} steps from {event.first_step} to {event.last_step}"
+    yield f"{event.phase}: {steps}, {_count(event.num_tokens, 'token')}"
+    if event.num_steps > 1:
+        yield f"over {_ms(event.took_s)} ms, at most {_ms(event.longest_gap_s)} ms apart"
+    if event.fetched_blocks:
+        yield f"fetches {_count(event.fetched_blocks, 'block')}"
+    if event.saved_blocks:
+        yield f"saves {_count(event.saved_blocks, 'block')}"
+
+
+def _copies(event: CopiesEnded) -> Iterator[str]:
+    computed = "" if event.compute_s is None else f", computed in {_ms(event.compute_s)} ms"
+    yield f"step {event.step} ended{computed}"
+    if event.fetched_blocks:
+        yield f"{_count(event.fetched_blocks, 'block')} fetched in {_ms(event.fetch_s)} ms"
+    if event.saved_blocks:
+        yield f"{_count(event.saved_blocks, 'block')} saved to the store"
+    if event.lost_saves:
+        yield f"{_count(event.lost_saves, 'block')} of the step not saved"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f}"
+
+
+app = App(trace)

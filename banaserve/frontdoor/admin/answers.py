@@ -1,0 +1,78 @@
+"""Answers and refusals of the admin API's endpoints."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from banaserve.base.errors import InstanceDeadError, MigrationError, UserError
+from banaserve.frontdoor.error_answers import error_response
+
+PREFIX = "/admin"
+_MAX_WAIT_S = 30.0
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def answer(value: object, status: int = 200) -> Response:
+    """Return ``value`` as JSON."""
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+def refusing(endpoint: Endpoint) -> Endpoint:
+    """Wrap ``endpoint``: turn the errors it raises into a status and one line."""
+
+    @functools.wraps(endpoint)
+    async def answered(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except MigrationError as refused:
+            return error_response(HTTPStatus.CONFLICT, str(refused))
+        except InstanceDeadError as gone:
+            return error_response(HTTPStatus.SERVICE_UNAVAILABLE, str(gone))
+        except (UserError, msgspec.DecodeError) as wrong:
+            return error_response(HTTPStatus.BAD_REQUEST, str(wrong))
+
+    return answered
+
+
+def not_found(what: str, request: Request) -> Response:
+    """Return a 404 for the ``{id}`` of the path."""
+    wanted = request.path_params["id"]
+    return error_response(HTTPStatus.NOT_FOUND, f"there is no {what} {wanted}")
+
+
+def wait_s_of(request: Request) -> float:
+    """Return ``?wait_s=`` in seconds; 0 without it.
+
+    Raises:
+        UserError: The value is no number of seconds, or too large.
+    """
+    given = request.query_params.get("wait_s", "0")
+    try:
+        wait_s = float(given)
+    except ValueError:
+        wait_s = -1.0
+    if not 0 <= wait_s <= _MAX_WAIT_S:
+        raise UserError(f"wait_s={given}: seconds from 0 to {_MAX_WAIT_S:g}")
+    return wait_s
+
+
+def last_of(request: Request) -> int | None:
+    """Return ``?last=``; None without it.
+
+    Raises:
+        UserError: The value is no whole number.
+    """
+    given = request.query_params.get("last")
+    if given is None:
+        return None
+    # int() also accepts digits of other scripts, and refuses a text of thousands of digits.
+    if not (given.isascii() and given.isdigit() and len(given) < 10):
+        raise UserError(f"last={given[:20]}: give a whole number")
+    return int(given)

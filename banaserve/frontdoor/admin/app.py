@@ -1,0 +1,155 @@
+"""The admin API: what moves between instances and who decides it, behind a key of its own."""
+
+from __future__ import annotations
+
+import secrets
+from http import HTTPStatus
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from banaserve.contracts.migration_api import (
+    ExpertLoadRequest,
+    MigrationRequest,
+    OverlapRequest,
+    ShareRequest,
+)
+from banaserve.frontdoor.admin.answers import PREFIX, Endpoint, answer, refusing
+from banaserve.frontdoor.admin.control import Control, control_routes
+from banaserve.frontdoor.admin.live import LivePage, live_routes
+from banaserve.frontdoor.admin.old_names import renamed, with_old_names
+from banaserve.frontdoor.admin.operations import operation_routes
+from banaserve.frontdoor.admin.traces import Traces, trace_routes
+from banaserve.frontdoor.edge.authenticated import mark_authenticated
+from banaserve.frontdoor.edge.refusals import refuse
+from banaserve.frontdoor.middleware.admission import BodyLimit
+from banaserve.serving.moves.coordinator import Coordinator
+from banaserve.serving.moves.guest_sharing import share
+from banaserve.serving.moves.status import placement_of
+
+_MAX_BODY_BYTES = 1 << 20
+_migrations: msgspec.json.Decoder[MigrationRequest] = msgspec.json.Decoder(MigrationRequest)
+
+
+class AdminMiddleware:
+    """Middleware that answers paths below ``/admin`` and passes on all other requests.
+
+    The users' API keys are not valid for the admin API, nor the admin key for the users' API. A
+    page's token is valid wherever the admin key is, but creates no further tokens.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        coordinator: Coordinator,
+        key: str,
+        control: Control | None = None,
+        traces: Traces | None = None,
+        page: LivePage | None = None,
+    ) -> None:
+        self._app = app
+        self._admin = BodyLimit(admin_app(coordinator, control, traces, page), _MAX_BODY_BYTES)
+        self._key = key.encode()
+        self._pages = page.access if page is not None else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not _is_admin(scope):
+            await self._app(scope, receive, send)
+            return
+        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        given = given if scheme.lower() == "bearer" else ""
+        is_key = bool(given) and secrets.compare_digest(given.encode(), self._key)
+        if self._pages is not None:
+            path = _path(scope)
+            about_pages = self._pages.answer(scope["method"], path, given, is_key=is_key)
+            if about_pages is not None:
+                mark_authenticated(scope)
+                await about_pages(scope, receive, send)
+                return
+        if not (is_key or (self._pages is not None and self._pages.opens(given))):
+            refusal = refuse(
+                "admin_key",
+                HTTPStatus.UNAUTHORIZED,
+                "no valid admin key: send the header 'Authorization: Bearer KEY'",
+                {"WWW-Authenticate": "Bearer"},
+            )
+            await refusal(scope, receive, send)
+            return
+        mark_authenticated(scope)
+        await self._admin(scope, receive, send)
+
+
+def admin_app(
+    coordinator: Coordinator,
+    control: Control | None = None,
+    traces: Traces | None = None,
+    page: LivePage | None = None,
+) -> ASGIApp:
+    """Return the endpoints without the key check, those of the optional parts where given."""
+    routes = [
+        Route(f"{PREFIX}/placement", _placement(coordinator, control)),
+        *operation_routes("migrations", "migration", coordinator, _migrations, coordinator.begin),
+        Route(f"{PREFIX}/overlap", _overlap(coordinator), methods=["POST"]),
+        Route(f"{PREFIX}/share", _share(coordinator), methods=["POST"]),
+        Route(f"{PREFIX}/expert-load", _expert_load(coordinator), methods=["POST"]),
+    ]
+    if control is not None:
+        routes += control_routes(control, coordinator)
+    if traces is not None:
+        routes += trace_routes(traces)
+    if page is not None:
+        routes += live_routes(page)
+    return Starlette(routes=routes)
+
+
+def _placement(coordinator: Coordinator, control: Control | None) -> Endpoint:
+    @refusing
+    async def placement(_: Request) -> Response:
+        found = await placement_of(coordinator)
+        if control is not None:
+            found = msgspec.structs.replace(found, nodes=control.nodes.nodes())
+        return answer(with_old_names(found))
+
+    return placement
+
+
+def _overlap(coordinator: Coordinator) -> Endpoint:
+    @refusing
+    async def overlap(request: Request) -> Response:
+        ask = msgspec.json.decode(renamed(await request.body()), type=OverlapRequest)
+        return answer(with_old_names(await coordinator.overlap(ask)))
+
+    return overlap
+
+
+def _share(coordinator: Coordinator) -> Endpoint:
+    @refusing
+    async def bound(request: Request) -> Response:
+        ask = msgspec.json.decode(await request.body(), type=ShareRequest)
+        return answer(await share(coordinator, ask))
+
+    return bound
+
+
+def _expert_load(coordinator: Coordinator) -> Endpoint:
+    @refusing
+    async def load(request: Request) -> Response:
+        ask = msgspec.json.decode(await request.body(), type=ExpertLoadRequest)
+        return answer(await coordinator.expert_load(ask))
+
+    return load
+
+
+def _is_admin(scope: Scope) -> bool:
+    path = _path(scope)
+    return path == PREFIX or path.startswith(f"{PREFIX}/")
+
+
+def _path(scope: Scope) -> str:
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))

@@ -1,0 +1,187 @@
+"""Admin API of instances: status, decisions, roles, drains, scalings and nodes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from http import HTTPStatus
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from banaserve.contracts.control_api import NodeRequest, PauseRequest, RoleRequest, ScaleRequest
+from banaserve.contracts.instances import NodeChange, RoleChange, Scaling
+from banaserve.contracts.restart_api import RestartRequest
+from banaserve.frontdoor.admin.answers import (
+    PREFIX,
+    Endpoint,
+    answer,
+    last_of,
+    refusing,
+    wait_s_of,
+)
+from banaserve.frontdoor.admin.operations import operation_routes
+from banaserve.frontdoor.admin.status import status_of
+from banaserve.orchestrator.control.routing.named import NamedPolicy
+from banaserve.orchestrator.planner.loop.loop import Controller
+from banaserve.serving.executor import MoveExecutor
+from banaserve.serving.moves.coordinator import Coordinator
+from banaserve.serving.restart.rolling import RollingRestarts
+from banaserve.serving.roles.drain import Drains
+from banaserve.serving.roles.role_switch import Roles
+from banaserve.serving.scaling.node_changes import NodeChanges
+from banaserve.serving.scaling.plan import InstanceCounts
+from banaserve.serving.scaling.scaler import Scaler
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """Components behind these endpoints: those that decide, carry out decisions, and route."""
+
+    controller: Controller
+    executor: MoveExecutor
+    roles: Roles
+    drains: Drains
+    scaler: Scaler
+    routing: NamedPolicy
+    restarts: RollingRestarts
+    nodes: NodeChanges
+
+    async def begin_role(self, ask: RoleRequest) -> RoleChange:
+        return self.roles.begin(
+            ask.instance, ask.role, ask.timeout_s, step_tokens=ask.max_num_batched_tokens
+        )
+
+    async def begin_scaling(self, ask: ScaleRequest) -> Scaling:
+        wanted = InstanceCounts(ask.prefill, ask.decode, ask.colocated, ask.instances)
+        return self.scaler.begin(wanted, ask.timeout_s)
+
+    async def begin_node_change(self, ask: NodeRequest) -> NodeChange:
+        if ask.action == "add":
+            return self.nodes.begin_add(ask.node)
+        return self.nodes.begin_remove(ask.node, ask.timeout_s, are_replaced=ask.are_replaced)
+
+
+def control_routes(control: Control, coordinator: Coordinator) -> list[Route]:
+    return [
+        Route(f"{PREFIX}/status", _status(control, coordinator)),
+        Route(f"{PREFIX}/decisions", _decisions(control)),
+        Route(f"{PREFIX}/orchestrator", _controller(control), methods=["GET"]),
+        Route(f"{PREFIX}/orchestrator", _pause(control), methods=["POST"]),
+        Route(f"{PREFIX}/drains/{{id}}", _drain_begin(control), methods=["POST"]),
+        Route(f"{PREFIX}/drains/{{id}}", _drain_show(control), methods=["GET"]),
+        Route(f"{PREFIX}/drains/{{id}}", _drain_release(control), methods=["DELETE"]),
+        *operation_routes(
+            "roles",
+            "role switch",
+            control.roles,
+            msgspec.json.Decoder(RoleRequest),
+            control.begin_role,
+        ),
+        *operation_routes(
+            "scalings",
+            "scaling",
+            control.scaler,
+            msgspec.json.Decoder(ScaleRequest),
+            control.begin_scaling,
+        ),
+        Route(f"{PREFIX}/nodes", _nodes(control)),
+        *operation_routes(
+            "node-changes",
+            "change of nodes",
+            control.nodes,
+            msgspec.json.Decoder(NodeRequest),
+            control.begin_node_change,
+        ),
+        *operation_routes(
+            "restarts",
+            "restart",
+            control.restarts,
+            msgspec.json.Decoder(RestartRequest),
+            control.restarts.begin,
+        ),
+    ]
+
+
+def _status(control: Control, coordinator: Coordinator) -> Endpoint:
+    @refusing
+    async def status(_: Request) -> Response:
+        found = status_of(
+            control.executor.view(),
+            coordinator,
+            control.roles,
+            control.scaler.recent(),
+            control.controller.status(),
+            control.routing,
+            time.time(),
+            control.restarts.recent(),
+            control.nodes.recent(),
+            control.nodes.nodes(),
+        )
+        return answer(found)
+
+    return status
+
+
+def _nodes(control: Control) -> Endpoint:
+    @refusing
+    async def nodes(_: Request) -> Response:
+        return answer(control.nodes.nodes())
+
+    return nodes
+
+
+def _decisions(control: Control) -> Endpoint:
+    """Return the endpoint of decisions, the oldest first; ``?last=20``: only the last 20."""
+
+    @refusing
+    async def decisions(request: Request) -> Response:
+        return answer(control.controller.log.last(last_of(request)))
+
+    return decisions
+
+
+def _controller(control: Control) -> Endpoint:
+    @refusing
+    async def controller(_: Request) -> Response:
+        return answer(control.controller.status())
+
+    return controller
+
+
+def _pause(control: Control) -> Endpoint:
+    @refusing
+    async def pause(request: Request) -> Response:
+        ask = msgspec.json.decode(await request.body(), type=PauseRequest)
+        control.controller.set_paused(ask.paused)
+        return answer(control.controller.status())
+
+    return pause
+
+
+def _drain_begin(control: Control) -> Endpoint:
+    @refusing
+    async def begin(request: Request) -> Response:
+        return answer(control.drains.begin(request.path_params["id"]), HTTPStatus.ACCEPTED)
+
+    return begin
+
+
+def _drain_show(control: Control) -> Endpoint:
+    """Return the endpoint of a drain; ``?wait_s=5``: wait up to 5 s until nothing is left."""
+
+    @refusing
+    async def show(request: Request) -> Response:
+        return answer(await control.drains.state(request.path_params["id"], wait_s_of(request)))
+
+    return show
+
+
+def _drain_release(control: Control) -> Endpoint:
+    @refusing
+    async def release(request: Request) -> Response:
+        return answer(control.drains.release(request.path_params["id"]))
+
+    return release

@@ -1,0 +1,50 @@
+"""Admin API of single requests: the last requests, and the trace of one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from banaserve.frontdoor.admin.answers import PREFIX, Endpoint, answer, last_of, not_found, refusing
+from banaserve.serving.requests.trace_collection import TraceCollector
+from banaserve.serving.tracing.request_log import RequestLog
+
+
+@dataclass(frozen=True, slots=True)
+class Traces:
+    """The front door's notes of requests, and the collector of the engines' notes."""
+
+    requests: RequestLog
+    collector: TraceCollector
+
+
+def trace_routes(traces: Traces) -> list[Route]:
+    # A client may choose the id, which may contain slashes.
+    return [
+        Route(f"{PREFIX}/traces", _list(traces), methods=["GET"]),
+        Route(f"{PREFIX}/traces/{{id:path}}", _show(traces), methods=["GET"]),
+    ]
+
+
+def _list(traces: Traces) -> Endpoint:
+    """Return the endpoint of requests, the oldest first; ``?last=20``: only the last 20."""
+
+    @refusing
+    async def requests(request: Request) -> Response:
+        return answer(traces.requests.last(last_of(request)))
+
+    return requests
+
+
+def _show(traces: Traces) -> Endpoint:
+    @refusing
+    async def trace(request: Request) -> Response:
+        notes = traces.requests.find(request.path_params["id"])
+        if notes is None:
+            return not_found("request", request)
+        return answer(await traces.collector.trace_of(notes))
+
+    return trace

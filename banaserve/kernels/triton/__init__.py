@@ -1,0 +1,4 @@
+"""The kernels in Triton, each with the operator that torch can trace.
+
+In workers. Entry: ``kernels.TritonKernels``.
+"""

@@ -1,0 +1,205 @@
+"""Tiers below the pool, attached to the daemon's loop: promotions and write-behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+
+from banaserve.kvstore.daemon.carved_pool import CarvedPool
+from banaserve.kvstore.daemon.tiering.attached_tier import AttachedTier
+from banaserve.kvstore.daemon.tiering.demoter import Demoter
+from banaserve.kvstore.daemon.tiering.promoter import Promoter
+from banaserve.kvstore.index.records import IndexEntry
+from banaserve.kvstore.stats import TierReport
+
+log = logging.getLogger(__name__)
+
+READ = selectors.EVENT_READ
+NOTE_EVERY_S = 5.0
+"""Interval in seconds at which tiers are checked; a tier that is out of service for less, for
+instance at its start, may go unlogged."""
+HUNG_AFTER_S = 60.0
+"""Duration of a load in seconds after which a tier counts as hung: far beyond its own timeouts."""
+
+
+class Tiering:
+    """Promotions and demotions of one pool. One thread calls all methods.
+
+    Args:
+        tiers: Tiers, fastest first.
+        selector: Selector for the tiers' file descriptors; the data of its keys are functions that
+            take the event mask.
+        clock: Monotonic clock, in seconds.
+
+    Attributes:
+        promoter: Promoter of blocks into the pool.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[AttachedTier],
+        selector: selectors.BaseSelector,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.promoter = Promoter(tiers, clock)
+        self._demoter = Demoter(tiers)
+        self._tiers = tiers
+        self._clock = clock
+        self._selector = selector
+        self._carved: CarvedPool | None = None
+        self._num_closing = 0
+        self._note_at_s = clock() + NOTE_EVERY_S
+        self._closed: list[tuple[AttachedTier, bool]] = []
+        self._closed_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        selector.register(self._closed_fd, READ, self._on_closed)
+        for tier in tiers:
+            if tier.is_open:
+                selector.register(tier.fd, READ, partial(self._on_ended, tier))
+
+    @property
+    def has_tiers(self) -> bool:
+        """Return whether there is any tier, in service or not."""
+        return bool(self._tiers)
+
+    @property
+    def num_pending(self) -> int:
+        """Number of copies that are under way or waiting."""
+        return sum(
+            len(tier.waiting) + len(tier.loading) + len(tier.storing) + len(tier.backlog)
+            for tier in self._tiers
+        )
+
+    def carve(self, carved: CarvedPool) -> None:
+        """Switch to another pool geometry. ``settle`` must have returned True before."""
+        self._carved = carved
+        self.promoter.carve(carved)
+        self._demoter.carve(carved)
+
+    def became_ready(self, entry: IndexEntry) -> None:
+        """Queue a block that has become readable for the tiers that lack it."""
+        self._demoter.became_ready(entry, self.promoter.source_of(entry))
+
+    def left_memory(self, entry: IndexEntry) -> None:
+        """Remove a block whose bytes are gone from the backlogs."""
+        self._demoter.left_memory(entry)
+
+    def pump(self) -> None:
+        """Submit the transfers that the tiers accept now; cheap if there is nothing to do."""
+        for tier in self._tiers:
+            if tier.is_faulty:
+                self._desert(tier)
+            if tier.waiting:
+                self.promoter.pump(tier)
+            if tier.backlog:
+                self._demoter.pump(tier)
+
+        now_s = self._clock()
+        if now_s >= self._note_at_s:
+            self._note_at_s = now_s + NOTE_EVERY_S
+            for tier in self._tiers:
+                tier.note_state()
+                self._watch(tier, now_s)
+
+    def settle(self, timeout_s: float) -> bool:
+        """Cancel copies that no tier has accepted, await the others; return whether all ended."""
+        for tier in self._tiers:
+            tier.backlog.clear()
+        self.promoter.cancel_waiting()
+        return self._wait(lambda: not any(tier.is_busy for tier in self._tiers), timeout_s)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Write the backlogs to the tiers; return whether all was written in time."""
+        self.promoter.cancel_waiting()
+        return self._wait(lambda: not self.num_pending, timeout_s)
+
+    def clear(self) -> int:
+        """Drop all blocks in the tiers that are not being read or written; return their number."""
+        return sum(tier.clear() for tier in self._tiers)
+
+    def reports(self) -> tuple[TierReport, ...]:
+        """Return the current counters and gauges of each tier."""
+        return tuple(tier.report() for tier in self._tiers)
+
+    def close(self, timeout_s: float) -> None:
+        """Close every tier; do not wait longer than ``timeout_s`` for a tier that does not end."""
+        self._selector.unregister(self._closed_fd)
+        threads = []
+        for tier in self._tiers:
+            if tier.is_open or tier.is_faulty:
+                self._unregister(tier)
+                threads.append(tier.close_in_background(lambda _: None))
+        deadline_s = self._clock() + timeout_s
+        for thread in threads:
+            thread.join(max(0.0, deadline_s - self._clock()))
+            if thread.is_alive():
+                log.error("left a tier behind that did not close in %g s", timeout_s)
+        if not self._num_closing:
+            os.close(self._closed_fd)
+
+    def _wait(self, is_over: Callable[[], bool], timeout_s: float) -> bool:
+        deadline_s = self._clock() + timeout_s
+        with selectors.DefaultSelector() as selector:
+            for key in self._selector.get_map().values():
+                if key.fd == self._closed_fd or any(key.fd == t.fd for t in self._tiers):
+                    selector.register(key.fd, READ, key.data)
+            self.pump()
+            while not is_over() and (left_s := deadline_s - self._clock()) > 0:
+                for key, events in selector.select(min(left_s, 0.1)):
+                    key.data(events)
+                self.pump()
+        return is_over()
+
+    def _on_ended(self, tier: AttachedTier, _events: int) -> None:
+        for completion in tier.poll():
+            if (load := tier.loading.pop(completion.ticket, None)) is not None:
+                self.promoter.end(tier, load, completion.outcome)
+            elif (entry := tier.storing.pop(completion.ticket, None)) is not None:
+                self._demoter.end(tier, entry, completion.outcome)
+
+    def _watch(self, tier: AttachedTier, now_s: float) -> None:
+        oldest_s = tier.oldest_load_s()
+        if tier.is_open and oldest_s is not None and now_s - oldest_s > HUNG_AFTER_S:
+            tier.give_up(f"a load has not ended in {HUNG_AFTER_S:g} s")
+            log.error("going on without the %s tier: %s", tier.name, tier.problem)
+            self._desert(tier)
+
+    def _desert(self, tier: AttachedTier) -> None:
+        self._unregister(tier)
+        tier.backlog.clear()
+        self.promoter.desert(tier)
+
+        self._num_closing += 1
+
+        def on_closed(is_quiet: bool) -> None:
+            self._closed.append((tier, is_quiet))
+            os.eventfd_write(self._closed_fd, 1)
+
+        tier.close_in_background(on_closed)
+
+    def _on_closed(self, _events: int) -> None:
+        # ``settle``, called by another event of the same round, may have read it already.
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._closed_fd)
+        while self._closed:
+            tier, is_quiet = self._closed.pop()
+            self._num_closing -= 1
+            # A tier that may still be copying keeps its slots until the daemon ends.
+            if not is_quiet or self._carved is None:
+                continue
+            for load in tier.loading.values():
+                self._carved.index.end_promotion(load.entry, filled=False)
+            for entry in tier.storing.values():
+                self._carved.index.unpin(entry)
+            tier.loading.clear()
+            tier.storing.clear()
+
+    def _unregister(self, tier: AttachedTier) -> None:
+        if tier.fd >= 0:
+            self._selector.unregister(tier.fd)
+            # The number of the file descriptor may soon be that of a new connection.
+            tier.fd = -1

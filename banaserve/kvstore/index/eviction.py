@@ -1,0 +1,190 @@
+"""Order of eviction: least recently used first, children before parents, a quota for each tenant.
+
+Blocks form chains: each block may name another as its parent. No I/O.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from heapq import heapify, heappop, heappush
+from typing import Generic, Protocol, TypeVar
+
+from banaserve.kvstore.index.records import IndexEntry
+
+_FEW = 64
+
+
+class Child(Protocol):
+    """Entry with a key that may name another key as its parent."""
+
+    @property
+    def parent(self) -> bytes | None: ...
+
+
+ChildT = TypeVar("ChildT", bound=Child)
+
+
+class Parents(Generic[ChildT]):
+    """Numbers of children by the parent's key, whether or not the parent has an entry.
+
+    Therefore a parent that is added after its children is protected from its first moment on.
+
+    Args:
+        entries: All entries by key; only read.
+    """
+
+    def __init__(self, entries: Mapping[bytes, ChildT]) -> None:
+        self.num_children: dict[bytes, int] = {}
+        self._entries = entries
+
+    def link(self, parent: bytes | None) -> None:
+        """Count one more child of ``parent``."""
+        if parent is not None:
+            self.num_children[parent] = self.num_children.get(parent, 0) + 1
+
+    def unlink(self, parent: bytes | None) -> ChildT | None:
+        """Count one child less; return the parent's entry if that was its last child."""
+        if parent is None:
+            return None
+        self.num_children[parent] -= 1
+        if self.num_children[parent]:
+            return None
+        del self.num_children[parent]
+        return self._entries.get(parent)
+
+    def closes_a_cycle(self, key: bytes, parent: bytes) -> bool:
+        """Return whether ``key`` is an ancestor of ``parent``: such blocks could never be evicted.
+
+        Hash chains have no cycles, but a faulty client or a damaged disk can cause one. The walk
+        is rare: it is needed only for a key that is added after its children.
+        """
+        if key == parent:
+            return True
+        ancestor: bytes | None = parent if key in self.num_children else None
+        while ancestor is not None and ancestor != key:
+            entry = self._entries.get(ancestor)
+            ancestor = entry.parent if entry is not None else None
+        return ancestor is not None
+
+
+class Chains(Parents[IndexEntry]):
+    """Chains of the index's entries, and which of these may be evicted."""
+
+    def is_evictable(self, entry: IndexEntry) -> bool:
+        """Return whether ``entry`` is READY, not in use, and not the parent of another block."""
+        return (
+            entry.ready
+            and not entry.num_leases
+            and not entry.num_pins
+            and entry.key not in self.num_children
+        )
+
+
+class EvictionQueue:
+    """Entries in the order of their last use.
+
+    Every evictable entry is queued exactly once. An entry that was used again, or is no longer
+    evictable, is corrected when it reaches the front; an entry that has left the index stays in
+    the heap as a shell until shells are the majority, so the heap has at most about twice as many
+    items as queued entries.
+    """
+
+    def __init__(self, chains: Chains) -> None:
+        self._chains = chains
+        self._heap: list[tuple[int, int, IndexEntry]] = []
+        self._queued: set[int] = set()
+
+    def offer(self, entry: IndexEntry) -> None:
+        """Queue ``entry`` if it is evictable."""
+        if entry.serial not in self._queued and self._chains.is_evictable(entry):
+            self._queued.add(entry.serial)
+            heappush(self._heap, (entry.last_used, entry.serial, entry))
+
+    def forget(self, entry: IndexEntry) -> None:
+        """Remove ``entry``, which has left the index, from the queue."""
+        self._queued.discard(entry.serial)
+        if len(self._heap) > 2 * len(self._queued) + _FEW:
+            self._heap = [item for item in self._heap if item[1] in self._queued]
+            heapify(self._heap)
+
+    def pop(self) -> IndexEntry | None:
+        """Remove and return the evictable entry that was used longest ago; None if none is."""
+        while self._heap:
+            last_used, serial, entry = heappop(self._heap)
+            if serial not in self._queued:
+                continue
+            self._queued.remove(serial)
+            if entry.last_used != last_used:
+                self.offer(entry)
+            elif self._chains.is_evictable(entry):
+                return entry
+        return None
+
+    def check(self, entries: Mapping[bytes, IndexEntry], tenant: bytes | None = None) -> None:
+        """Assert that all evictable entries are queued, and only entries of the index."""
+        live = [item[2] for item in self._heap if item[1] in self._queued]
+        assert len(live) == len(self._queued), "an entry is queued twice, or a shell is counted"
+        assert all(entries.get(entry.key) is entry for entry in live)
+        for entry in entries.values():
+            if self._chains.is_evictable(entry) and tenant in (None, entry.tenant):
+                assert entry.serial in self._queued, "an evictable entry is not queued"
+
+
+class Tenants:
+    """Slots in use by tenant. Only tenants that use a slot are remembered.
+
+    Args:
+        chains: Chains of the index.
+        num_slots: Number of slots in the pool.
+        quota_fraction: Largest share of the slots that one tenant may use; 1 sets no limit.
+    """
+
+    def __init__(self, chains: Chains, num_slots: int, quota_fraction: float = 1.0) -> None:
+        self.has_quota = quota_fraction < 1.0
+        self.quota_slots = max(1, int(num_slots * quota_fraction)) if self.has_quota else num_slots
+        self._chains = chains
+        self._num_slots: dict[bytes, int] = {}
+        self._queues: dict[bytes, EvictionQueue] = {}
+
+    def __len__(self) -> int:
+        return len(self._num_slots)
+
+    def is_full(self, tenant: bytes) -> bool:
+        """Return whether ``tenant`` has reached its quota."""
+        return self.has_quota and self._num_slots.get(tenant, 0) >= self.quota_slots
+
+    def add(self, tenant: bytes) -> None:
+        """Count one more slot of ``tenant``."""
+        self._num_slots[tenant] = self._num_slots.get(tenant, 0) + 1
+        if self.has_quota and tenant not in self._queues:
+            self._queues[tenant] = EvictionQueue(self._chains)
+
+    def remove(self, tenant: bytes) -> None:
+        """Count one slot less of ``tenant``."""
+        self._num_slots[tenant] -= 1
+        if not self._num_slots[tenant]:
+            del self._num_slots[tenant]
+            self._queues.pop(tenant, None)
+
+    def offer(self, entry: IndexEntry) -> None:
+        """Queue ``entry`` for its tenant if it is evictable."""
+        if self.has_quota:
+            self._queues[entry.tenant].offer(entry)
+
+    def forget(self, entry: IndexEntry) -> None:
+        """Remove ``entry``, which has left the index, from its tenant's queue."""
+        if self.has_quota:
+            self._queues[entry.tenant].forget(entry)
+
+    def pop(self, tenant: bytes) -> IndexEntry | None:
+        """Remove and return the evictable block of ``tenant`` that was used longest ago."""
+        return self._queues[tenant].pop()
+
+    def check(self, entries: Mapping[bytes, IndexEntry], in_use: Iterable[IndexEntry]) -> None:
+        """Assert that the counts are right and that no tenant is over its quota."""
+        assert self._num_slots == Counter(entry.tenant for entry in in_use)
+        assert all(number <= self.quota_slots for number in self._num_slots.values())
+        assert set(self._queues) == (set(self._num_slots) if self.has_quota else set())
+        for tenant, queue in self._queues.items():
+            queue.check(entries, tenant)

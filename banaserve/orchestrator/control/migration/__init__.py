@@ -1,4 +1,0 @@
-"""Policies of moves and roles; ``repaired.Repaired`` is the default.
-
-Entries: ``registry``, ``interface``.
-"""

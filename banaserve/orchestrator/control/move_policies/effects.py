@@ -1,0 +1,143 @@
+"""Effects of a move on KV blocks, compute and step times, without judging them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from banaserve.base.types import Influence, Module
+from banaserve.orchestrator.control.model import moving
+from banaserve.orchestrator.control.model.moving import Link
+from banaserve.orchestrator.control.move_policies.options import MoveOptions, RepairedOptions
+from banaserve.orchestrator.control.projection import slabs
+from banaserve.orchestrator.control.projection.projection import Projected
+
+
+class MemoryEffect(NamedTuple):
+    """Change of memory when a module goes to its guest or returns to its host.
+
+    Attributes:
+        host_blocks: Change of the host's KV blocks; negative when a module comes home.
+        guest_blocks: Change of the KV blocks of the guest's instance.
+        guest_bytes: Change of the memory that guests hold there.
+        moved_bytes: Bytes to transfer.
+    """
+
+    host_blocks: int
+    guest_blocks: int
+    guest_bytes: int
+    moved_bytes: int
+
+
+def leaving(
+    host: Projected, guest: Projected, module: Module, options: MoveOptions
+) -> MemoryEffect:
+    """Return the change of memory when ``module`` moves from ``host`` to ``guest``."""
+    shared = options.weights_are_shared
+    host_after = host.blocks_with(host.home.without(host.facts, module), host.guest_bytes)
+    held = slabs.guest_bytes(host.facts, module, host_after, shared)
+    guest_after = guest.blocks_with(guest.home, guest.guest_bytes + held)
+    used = min(host.wanted_blocks, host.kv_blocks)
+    return MemoryEffect(
+        host_after - host.kv_blocks,
+        guest_after - guest.kv_blocks,
+        held,
+        slabs.moved_bytes(host.facts, module, used, shared),
+    )
+
+
+def returning(
+    host: Projected, guest: Projected, module: Module, options: MoveOptions
+) -> MemoryEffect:
+    """Return the change of memory when ``module`` comes home to ``host``."""
+    host_after = host.blocks_with(host.home.with_back(host.facts, module), host.guest_bytes)
+    held = host.away[module].guest_bytes
+    guest_after = guest.blocks_with(guest.home, max(0, guest.guest_bytes - held))
+    used = min(host.wanted_blocks, host.kv_blocks)
+    return MemoryEffect(
+        host_after - host.kv_blocks,
+        guest_after - guest.kv_blocks,
+        -held,
+        slabs.moved_bytes(host.facts, module, used, options.weights_are_shared),
+    )
+
+
+def module_share(host: Projected, module: Module, attention_fraction: float) -> float:
+    """Return the share of the host's compute that ``module`` takes."""
+    facts = host.facts
+    share = slabs.num_slabs(facts, module) / (facts.num_layers * facts.num_kv_heads)
+    return share * attention_fraction if module.heads else share
+
+
+def way(link: Link, host: Projected, guest: Projected) -> Link:
+    """Return ``link`` between these two instances, which may be on different machines."""
+    distance = host.far.get(guest.id)
+    return link if distance is None else link.over(distance)
+
+
+def hop_step_s(host: Projected, guest: Projected, module: Module, options: MoveOptions) -> float:
+    """Return the seconds that a module at ``guest`` adds to each step of its host."""
+    facts, link = host.facts, way(options.hop, host, guest)
+    if not module.heads:
+        return moving.layers_step_s(host.batch_tokens, facts.hidden_bytes, 1, link)
+    head_bytes = facts.layer_token_bytes // (2 * facts.num_kv_heads)
+    return moving.heads_step_s(
+        host.batch_tokens,
+        module.num_layers,
+        len(module.heads),
+        head_bytes,
+        1,
+        link,
+        facts.queries_a_head,
+    )
+
+
+def overlap_of(host: Projected, options: RepairedOptions) -> float:
+    """Return the share of a guest's work that ``host`` does not wait for.
+
+    It is the host's reported value, else the option.
+    """
+    said = host.overlap_fraction
+    return options.overlap_fraction if said is None else said
+
+
+def influences(
+    host: Projected,
+    guest: Projected,
+    module: Module,
+    effect: MemoryEffect,
+    options: RepairedOptions,
+) -> tuple[Influence, Influence]:
+    """Return the influences on host and guest of a module that leaves, or comes home.
+
+    The work of the module, a ``share`` of all the host's work, loads the guest in full. It relieves
+    the host only by the share ``overlap_of``: for the rest, host and guest take turns, and the
+    host's step takes as long as before, or longer with a slower guest. Each hop lengthens the step,
+    which costs compute of the host, too. A module that is away already is taken to come home.
+    """
+    share = module_share(host, module, options.attention_fraction)
+    overlap = overlap_of(host, options)
+    gone = 0.0
+    if host.away and overlap:
+        gone = sum(module_share(host, other, options.attention_fraction) for other in host.away)
+    left = max(1 - overlap * gone, 1e-9)
+    whole_compute, whole_step_s = host.compute / left, host.step_s / left
+    hop_s = hop_step_s(host, guest, module, options)
+    hop_compute = host.compute * min(1.0, hop_s / host.step_s) if host.step_s > 0 else 0.0
+    sign = -1.0 if module in host.away else 1.0
+    work = sign * share * whole_compute
+    times_there = host.facts.speed / guest.facts.speed
+    longer = (times_there - 1) * (1 - overlap)
+    on_host = Influence(
+        compute=sign * hop_compute - overlap * work + longer * work,
+        kv_blocks=effect.host_blocks,
+        step_s=sign * (hop_s - overlap * share * whole_step_s + longer * share * whole_step_s),
+    )
+    work_there = work * times_there
+    room = max(0.1, 1 - max(0.0, work_there))
+    on_guest = Influence(
+        compute=work_there,
+        kv_blocks=effect.guest_blocks,
+        guest_bytes=effect.guest_bytes,
+        step_s=guest.step_s * (1 / room - 1),
+    )
+    return on_host, on_guest

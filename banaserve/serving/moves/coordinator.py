@@ -1,0 +1,348 @@
+"""Coordinator of migrations: takes requests, refuses the impossible ones, and runs the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from banaserve.base.clock import WallClock
+from banaserve.base.errors import BanaServeError, MigrationError
+from banaserve.base.names import check_known
+from banaserve.base.types import InstanceId
+from banaserve.contracts.migration_api import (
+    ExpertLoad,
+    ExpertLoadRequest,
+    Migration,
+    MigrationRequest,
+    MoveStatus,
+    Overlapping,
+    OverlapRequest,
+    Return,
+)
+from banaserve.contracts.trace_events import MoveCommitted
+from banaserve.migration.units.registry import unit_asked
+from banaserve.serving.monitoring import metrics
+from banaserve.serving.moves.guest_pool import GuestPool
+from banaserve.serving.moves.host_client import HostClient, HostInstance
+from banaserve.serving.moves.host_state import HostState
+from banaserve.serving.moves.planner import (
+    AvailableBytes,
+    BringBack,
+    ModelFacts,
+    Op,
+    RemoteUnit,
+    check_room,
+    num_bytes,
+    plan_move,
+    plan_return,
+)
+from banaserve.serving.moves.task import MigrationTask
+from banaserve.serving.operations import OperationAbortedError, Operations
+
+logger = logging.getLogger(__name__)
+
+_KEPT = 200
+_POLL_S = 0.02
+_GUESTS_END_S = 10.0
+
+
+class Coordinator(Operations[Migration]):
+    """Coordinator of migrations: one at a time for each host, concurrent for different hosts.
+
+    A guest is a process of its own beside its target, so a target engine that dies takes no guest
+    with it; a host that dies ends its guests.
+
+    Args:
+        instances: Instances by id; they may die and restart.
+        available: Function that returns the memory for guests beside an instance, in bytes.
+
+    Attributes:
+        hosts: State of each instance as a host, by the instance's id.
+        leaving: Instances that are being removed: nothing is moved from or to them.
+        committed: Last committed moves, each with the time at which its host went on, on the
+            machine's monotonic clock: for traces of requests that ran there.
+    """
+
+    def __init__(
+        self,
+        instances: Mapping[InstanceId, HostInstance],
+        guests: GuestPool,
+        facts: ModelFacts,
+        available: AvailableBytes,
+    ) -> None:
+        super().__init__("migration", "m", WallClock(), _KEPT)
+        self.hosts = {name: HostState(instance, facts) for name, instance in instances.items()}
+        self.leaving: set[InstanceId] = set()
+        self.guests = guests
+        self.facts = facts
+        self._available = available
+        self.committed: deque[tuple[float, MoveCommitted]] = deque(maxlen=_KEPT)
+
+    # ---- requests
+
+    async def begin(self, ask: MigrationRequest) -> Migration:
+        """Check a request and begin the migration.
+
+        Raises:
+            MigrationError: The request cannot be carried out; nothing has moved.
+            InstanceDeadError: The host has just ended.
+            UserError: The request names an unknown instance.
+        """
+        host_state = self._host_state(ask.source)
+        if not isinstance(ask, Return):
+            self._check_stays(ask.source)
+        target = None if isinstance(ask, Return) else self._target(ask.source, ask.target)
+        async with host_state.planning:
+            await host_state.refresh()
+            link = host_state.link()
+            ops = self._plan(ask, host_state)
+            taken = self._check_room(ops, target, host_state) if target is not None else 0
+            migration = self._make(ask, ops, target, taken)
+            host_state.moving[migration.id] = [op.modules for op in ops]
+        self._carry_out(migration, self._run(migration, ops, host_state, link, ask.copies_ahead))
+        await asyncio.sleep(0)  # a task that is cancelled before its first step runs no handler
+        return migration
+
+    def _note_commit(self, migration: Migration, move: MoveStatus) -> None:
+        stall_s = float(move.facts.get("stall_s", 0.0))
+        moved = MoveCommitted(migration.host, move.move_id, move.modules, migration.to, stall_s)
+        self.committed.append((self._clock.now(), moved))
+
+    def _abort(self, state: Migration) -> None:
+        """Abort a migration; its committed moves stay where they are."""
+        super()._abort(state)
+        if state.state == "waiting":
+            self._tasks[state.id].cancel()
+
+    async def stop(self) -> None:
+        """Abort all migrations and end all guests without moving their units home."""
+        await super().stop()
+        await self.guests.stop()
+
+    async def overlap(self, ask: OverlapRequest) -> Overlapping:
+        """Let an instance and its guests compute concurrently or in turn, until it restarts.
+
+        Raises:
+            UserError: There is no such instance.
+            MigrationError: The instance does not serve, cannot migrate, or cannot cut its steps
+                like this.
+        """
+        host_state = self._host_state(ask.instance)
+        overlap = await host_state.link().set_overlap(ask.max_microbatches)
+        await host_state.refresh()
+        return msgspec.convert(overlap, Overlapping, from_attributes=True)
+
+    async def expert_load(self, ask: ExpertLoadRequest) -> ExpertLoad:
+        """Return how often an instance's routers have chosen each expert since counting began.
+
+        Raises:
+            UserError: There is no such instance.
+            MigrationError: The instance does not serve, or cannot migrate, or its model has no
+                experts.
+        """
+        if not self.facts.num_experts:
+            raise MigrationError("this model has no experts")
+        chosen = await self._host_state(ask.instance).link().expert_load(ask.counting)
+        return ExpertLoad(ask.instance, chosen)
+
+    # ---- events
+
+    def instance_ended(self, instance_id: InstanceId) -> None:
+        """Handle the end of an engine: kill its guests, and so end all its units."""
+        self.hosts[instance_id].ended()
+        for guest in self.guests:
+            if guest.host == instance_id:
+                guest.kill()
+
+    # ---- instances that come and go
+
+    def adopt(self, instance: HostInstance) -> None:
+        """Add an instance that modules can move from and to."""
+        self.hosts[instance.id] = HostState(instance, self.facts)
+
+    async def vacate(self, instance_id: InstanceId) -> None:
+        """Bring home all units that run beside an instance that is being removed.
+
+        The units that the instance itself has away end with it.
+
+        Raises:
+            MigrationError: A unit of another instance cannot return home.
+        """
+        self.leaving.add(instance_id)
+        for migration in self.recent():
+            if migration.is_open and instance_id in (migration.host, migration.to):
+                self.abort(migration.id)
+                await self.wait(migration.id)
+        for host_state in list(self.hosts.values()):
+            for unit in host_state.units(self.guests):
+                if unit.at == instance_id:
+                    await self._take_home(unit, host_state)
+
+    async def _take_home(self, unit: RemoteUnit, host_state: HostState) -> None:
+        still_away = {one.unit_id for one in host_state.units(self.guests)}
+        if not host_state.instance.is_ready or unit.unit_id not in still_away:
+            return
+        migration = await self.begin(unit.modules.return_request(host_state.id))
+        await self.wait(migration.id)
+        if migration.state != "done":
+            raise MigrationError(
+                f"{unit.modules} of {host_state.id} cannot come home from {unit.at}: "
+                f"{migration.error or migration.state}"
+            )
+
+    def stays(self, instance_id: InstanceId) -> None:
+        """Cancel the removal of an instance: modules may move from and to it again."""
+        self.leaving.discard(instance_id)
+
+    async def forget(self, instance_id: InstanceId) -> None:
+        """Forget an instance whose engine has ended; return when no guest of or beside it is left.
+
+        An idle guest beside the instance is detached by its host within seconds, and then ends by
+        itself.
+        """
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + _GUESTS_END_S
+        while theirs := [g for g in self.guests if instance_id in (g.host, g.target)]:
+            for guest in theirs:
+                if guest.host == instance_id or loop.time() >= until_s:
+                    guest.kill()
+            await asyncio.sleep(_POLL_S)
+        del self.hosts[instance_id]
+        self.leaving.discard(instance_id)
+        self.guests.shares.forget(instance_id)
+
+    # ---- checks
+
+    def _host_state(self, name: str) -> HostState:
+        check_known("instance", name, self.hosts)
+        host_state = self.hosts[InstanceId(name)]
+        if not host_state.instance.is_ready:
+            raise MigrationError(f"instance {name} does not serve at present")
+        return host_state
+
+    def _target(self, source: str, name: str) -> InstanceId:
+        if source == name:
+            raise MigrationError(f"from {source} to {name}: they are the same instance")
+        self._check_stays(name)
+        return InstanceId(self._host_state(name).id)
+
+    def _check_stays(self, name: str) -> None:
+        if name in self.leaving:
+            raise MigrationError(f"instance {name} is being removed")
+
+    def _plan(self, ask: MigrationRequest, host_state: HostState) -> Sequence[Op]:
+        away, wanted = host_state.units(self.guests), unit_asked(ask)
+        if isinstance(ask, Return):
+            return plan_return(wanted, away, host_state.moving)
+        assert wanted is not None
+        return plan_move(wanted, ask.target, self.facts.shape, away, host_state.moving)
+
+    def _check_room(self, ops: Sequence[Op], target: InstanceId, host_state: HostState) -> int:
+        taken = 0
+        for op in ops:
+
+            def left(name: str, taken: int = taken) -> int:
+                return self._available(name) - taken
+
+            kv, num_ranks = host_state.kv, host_state.instance.num_ranks
+            taken += check_room(op.modules, target, self.facts, kv, left, num_ranks)
+        return taken
+
+    def _make(
+        self, ask: MigrationRequest, ops: Sequence[Op], target: InstanceId | None, taken: int
+    ) -> Migration:
+        migration_id = self._new_id()
+        kind = "return" if isinstance(ask, Return) else ops[0].modules.kind
+        moves = []
+        for number, op in enumerate(ops):
+            move_id = f"{migration_id}.{number}"
+            unit_id = getattr(op, "unit_id", move_id)
+            moves.append(MoveStatus(move_id, unit_id, str(op.modules), target))
+        migration = Migration(
+            migration_id, kind, ask.source, target, "waiting", moves, predicted_bytes=taken
+        )
+        self._keep(migration)
+        return migration
+
+    # ---- running
+
+    async def _run(
+        self,
+        migration: Migration,
+        ops: Sequence[Op],
+        host_state: HostState,
+        link: HostClient,
+        precopy: bool,
+    ) -> None:
+        outcome = "failed"
+        try:
+            async with host_state.turn:
+                migration.state = "running"
+                await self._move_all(migration, ops, host_state, link, precopy)
+            outcome = "done"
+        except OperationAbortedError:
+            outcome = "aborted"
+        except BanaServeError as failed:
+            migration.error = str(failed)
+        except asyncio.CancelledError:
+            if not self._is_aborting(migration):
+                migration.error = "the server stops"
+                raise
+            outcome = "aborted"
+        except Exception as broken:
+            logger.exception("migration %s", migration.id)
+            migration.error = f"{type(broken).__name__}: {broken}"
+        finally:
+            host_state.moving.pop(migration.id, None)
+            self._timed(migration)
+            migration.state = outcome
+            metrics.MIGRATIONS.labels(migration.kind, outcome).inc()
+            await self._look_again(host_state)
+
+    async def _move_all(
+        self,
+        migration: Migration,
+        ops: Sequence[Op],
+        host_state: HostState,
+        link: HostClient,
+        precopy: bool,
+    ) -> None:
+        for op, move in zip(ops, migration.moves, strict=True):
+            link.check()  # the plan holds only for the incarnation that it was made from
+            target = InstanceId(migration.to) if migration.to is not None else None
+            course = MigrationTask(
+                host_state,
+                self.guests,
+                move,
+                op,
+                target,
+                num_bytes(op.modules, self.facts, host_state.kv),
+                lambda: self._is_aborting(migration),
+                precopy,
+                lambda move=move: self._note_commit(migration, move),  # type: ignore[misc]
+            )
+            try:
+                await course.run()
+            finally:
+                migration.blocks_gained += course.blocks_gained
+            _count(migration.kind, move)
+            has_kv = op.modules.kv_pages(self.facts.num_kv_heads) > 0
+            if has_kv and not isinstance(op, BringBack) and not course.blocks_gained:
+                migration.notes.append(f"{move.modules}: frees bytes, but no block of the pool")
+
+    async def _look_again(self, host_state: HostState) -> None:
+        with contextlib.suppress(BanaServeError):
+            await host_state.refresh()
+
+
+def _count(kind: str, move: MoveStatus) -> None:
+    facts = move.facts
+    metrics.BYTES.labels(kind, "precopy").inc(facts.get("precopy_bytes", 0))
+    metrics.BYTES.labels(kind, "commit").inc(facts.get("commit_bytes", 0))
+    metrics.BYTES.labels(kind, "weights").inc(facts.get("weight_bytes", 0))
+    metrics.STALL_S.labels(kind).observe(facts.get("stall_s", 0.0))

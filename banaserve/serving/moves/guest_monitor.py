@@ -1,0 +1,260 @@
+"""Monitor of guests: notices guests that end or stand still, and counts their resource use.
+
+``live_migration`` puts the parts of live migration together for one run of the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from banaserve.base.errors import BanaServeError, MigrationError
+from banaserve.base.types import InstanceId, ModulePlacement
+from banaserve.engine.compat.config import VllmConfig
+from banaserve.migration.worker_api import HostStatus, LinkState
+from banaserve.serving.cluster import Cluster
+from banaserve.serving.launch.launcher import Launcher
+from banaserve.serving.monitoring import metrics
+from banaserve.serving.moves import guest_sharing, process_stats
+from banaserve.serving.moves.coordinator import Coordinator
+from banaserve.serving.moves.guest_pool import GuestHandle, GuestPool
+from banaserve.serving.moves.host_state import HostState
+from banaserve.serving.moves.planner import (
+    machine_available_bytes,
+    model_facts,
+    num_bytes,
+)
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.25
+_USAGE_EVERY = 4
+"""Number of looks from one measurement of the guests' resource use to the next."""
+_LONE_USAGE_EVERY = 20
+"""The same number for an instance without guests: measuring it reads one file per thread."""
+_STOPPED_LOOKS = 2
+_END_S = 3.0
+IDLE_S = 2.0
+"""Time an idle guest is kept, in seconds: the next move of a series finds it ready."""
+
+
+class GuestMonitor:
+    """Background task beside a coordinator that watches hosts and guests until stopped.
+
+    Args:
+        idle_s: Time a guest without units and moves is kept, in seconds.
+    """
+
+    def __init__(self, coordinator: Coordinator, idle_s: float = IDLE_S) -> None:
+        self._coordinator = coordinator
+        self._guests = coordinator.guests
+        self._idle_s = idle_s
+        self._counted: dict[str, tuple[int, int, int]] = {}
+        self._shared: set[InstanceId] = set()
+        self._task: asyncio.Task[None] | None = None
+        self._urgent = asyncio.Event()
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def guest_ended(self, guest: GuestHandle) -> None:
+        """Look at all hosts at once: a host notices a closed connection when it is asked."""
+        self._urgent.set()
+
+    async def _run(self) -> None:
+        looks = 0
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self._urgent.wait()
+            self._urgent.clear()
+            try:
+                await self._look(looks)
+            except Exception:
+                logger.exception("looking after guests")
+            looks += 1
+
+    async def _look(self, number: int) -> None:
+        await asyncio.gather(*(self._look_at(h) for h in self._coordinator.hosts.values()))
+        self._end_stopped_guests()
+        await guest_sharing.settle(self._guests, self._coordinator.hosts)
+        if number % _USAGE_EVERY == 0:
+            await self._count_usage(counts_lone=number % _LONE_USAGE_EVERY == 0)
+
+    # ---- hosts
+
+    async def _look_at(self, host_state: HostState) -> None:
+        if not host_state.instance.is_ready or not self._concerns(host_state):
+            return
+        with contextlib.suppress(BanaServeError):
+            await host_state.refresh()
+            self._take_over(host_state)
+            await self._end_lost_guests(host_state)
+            await self._fit_pool(host_state)
+            await self._detach_idle(host_state)
+
+    def _concerns(self, host_state: HostState) -> bool:
+        """Return whether the host has or had a guest, has units away, or has a grown pool."""
+        status = host_state.status
+        knows_any = status is not None and (status.units or status.guests)
+        has_guest = any(guest.host == host_state.id for guest in self._guests)
+        return bool(knows_any) or has_guest or host_state.grown_blocks > 0
+
+    def _take_over(self, host_state: HostState) -> None:
+        """Take over the host's own report of its units: it is authoritative."""
+        status = host_state.status
+        assert status is not None
+        at = {unit.unit_id: unit.guest_id for unit in status.units}
+        for guest in self._guests:
+            if guest.host == host_state.id:
+                guest.units = {unit for unit, where in at.items() if where == guest.id}
+        host_state.instance.set_placements(self._placements(host_state), status.epoch)
+        self._count(host_state.id, status, host_state.link().incarnation)
+
+    def _placements(self, host_state: HostState) -> tuple[ModulePlacement, ...]:
+        status = host_state.status
+        assert status is not None
+        epochs = {unit.unit_id: unit.epoch for unit in status.units}
+        facts, kv = self._coordinator.facts, host_state.kv
+        found = []
+        for unit in host_state.units(self._guests):
+            size = num_bytes(unit.modules, facts, kv)
+            parts = unit.modules.as_modules()
+            for part in parts:
+                found.append(
+                    ModulePlacement(
+                        part,
+                        host=InstanceId(host_state.id),
+                        guest=InstanceId(unit.at),
+                        epoch=epochs[unit.unit_id],
+                        since_s=host_state.since_s.get(unit.unit_id, 0.0),
+                        guest_bytes=size // len(parts),
+                    )
+                )
+        return tuple(found)
+
+    def _count(self, name: str, status: HostStatus, incarnation: int) -> None:
+        metrics.UNITS_AWAY.labels(name).set(len(status.units))
+        metrics.EPOCH.labels(name).set(status.epoch)
+        known, lost, steps = self._counted.get(name, (incarnation, 0, 0))
+        if known != incarnation:
+            lost = steps = 0
+        metrics.GUESTS_LOST.labels(name).inc(max(0, status.guests_lost - lost))
+        metrics.STEPS_LOST.labels(name).inc(max(0, status.steps_lost - steps))
+        self._counted[name] = incarnation, status.guests_lost, status.steps_lost
+
+    async def _end_lost_guests(self, host_state: HostState) -> None:
+        """Kill guests that their host has given up: such a guest may still run, stalled."""
+        assert host_state.status is not None
+        for guest_id, known in host_state.status.guests.items():
+            if known.state is not LinkState.LOST:
+                continue
+            if (guest := self._guests.get(guest_id)) is not None:
+                guest.detached_s = asyncio.get_running_loop().time()
+                guest.kill()
+            with contextlib.suppress(BanaServeError):
+                await host_state.link().detach(guest_id)
+
+    async def _fit_pool(self, host_state: HostState) -> None:
+        """Shrink a pool that is larger than its memory after a loss, as soon as possible."""
+        if host_state.status is None:
+            return  # the engine has ended in the meantime
+        kv = host_state.kv
+        if host_state.grown_blocks > kv.blocks_gained and not host_state.turn.locked():
+            await host_state.shrink_pool(kv.num_blocks + kv.blocks_gained)
+
+    # ---- guests
+
+    async def _detach_idle(self, host_state: HostState) -> None:
+        now_s = asyncio.get_running_loop().time()
+        for guest in self._guests:
+            if guest.host != host_state.id:
+                continue
+            if guest.detached_s is not None:
+                if now_s - guest.detached_s > _END_S:
+                    guest.kill()
+            elif not guest.is_idle:
+                guest.idle_since_s = None
+            elif guest.idle_since_s is None:
+                guest.idle_since_s = now_s
+            elif now_s - guest.idle_since_s >= self._idle_s:
+                await self._detach(host_state, guest, now_s)
+
+    async def _detach(self, host_state: HostState, guest: GuestHandle, now_s: float) -> None:
+        guest.detached_s = now_s
+        try:
+            await host_state.link().detach(guest.id)
+        except MigrationError:
+            guest.detached_s = None
+            raise
+
+    def _end_stopped_guests(self) -> None:
+        """Kill guests that a signal has stopped: they block their host, their KV is lost anyway."""
+        for guest in self._guests:
+            is_stopped = any(process_stats.is_stopped(pid) for pid in guest.pids)
+            guest.stopped = guest.stopped + 1 if is_stopped else 0
+            if guest.stopped >= _STOPPED_LOOKS:
+                logger.warning("guest %s has been stopped: it is ended", guest.id)
+                guest.kill()
+
+    async def _count_usage(self, *, counts_lone: bool) -> None:
+        for guest in self._guests:
+            for pid in guest.pids:
+                last = guest.usages.get(pid, process_stats.ProcessUsage())
+                usage = await asyncio.to_thread(process_stats.look, pid, last)
+                if usage is not None:
+                    guest.usages[pid] = usage
+        for name, host_state in self._coordinator.hosts.items():
+            here = self._guests.beside(name)
+            if not (here or counts_lone or name in self._shared):
+                continue
+            host_state.slow_down = host_state.core_waits.slow_down(host_state.instance.pid)
+            guest_sharing.count(guest_sharing.sharing_of(self._coordinator, host_state))
+            num_bytes = sum(guest.num_bytes for guest in here)
+            busy = sum(guest.busy_fraction for guest in here)
+            metrics.GUESTS.labels(name).set(len(here))
+            metrics.GUEST_BYTES.labels(name).set(num_bytes)
+            metrics.GUEST_BUSY.labels(name).set(busy)
+            host_state.instance.set_guests(num_bytes, min(1.0, busy))
+        self._shared = {guest.target for guest in self._guests}
+
+
+@contextlib.asynccontextmanager
+async def live_migration(
+    cluster: Cluster,
+    launcher: Launcher,
+    config: VllmConfig,
+    logs: Path,
+    sockets: Path,
+    guest_share: float,
+    transport: str,
+) -> AsyncIterator[Coordinator]:
+    """Run a coordinator for the instances of ``cluster``, with its guest pool and guest monitor.
+
+    Args:
+        guest_share: Share of an instance's device that guests beside it may take.
+        transport: Transport that carries KV and activations.
+    """
+
+    def guest_ended(guest: GuestHandle) -> None:
+        overseer.guest_ended(guest)
+
+    guests = GuestPool(launcher, logs, sockets, transport, guest_ended, guest_share)
+    facts = model_facts(config)
+    coordinator = Coordinator(cluster.instances, guests, facts, machine_available_bytes)
+    overseer = GuestMonitor(coordinator)
+    cluster.supervisor.on_ended.append(coordinator.instance_ended)
+    overseer.start()
+    try:
+        yield coordinator
+    finally:
+        await overseer.stop()
+        await coordinator.stop()

@@ -1,0 +1,272 @@
+"""The guests' processes: started through the launcher, watched, and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import secrets
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from banaserve.base.errors import MigrationError
+from banaserve.base.platform import processes
+from banaserve.base.types import InstanceId
+from banaserve.migration.ranks import check_devices
+from banaserve.migration.rpc.messages import GuestAddress
+from banaserve.migration.worker_api import LinkState
+from banaserve.serving.launch.launcher import Launcher
+from banaserve.serving.moves.host_client import HostClient
+from banaserve.serving.moves.process_stats import ProcessUsage
+from banaserve.serving.moves.shares import Shares
+from banaserve.serving.moves.timeouts import MoveStage, timeout_s
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.02
+_END_S = 1.0
+"""Time that the other processes of a detached guest may outlive its first one, in seconds."""
+
+
+@dataclass
+class GuestHandle:
+    """Guest: one process, or one process for each tensor-parallel rank of its host.
+
+    Attributes:
+        pids: Process ids in the order of the ranks.
+        moves: Ids of moves that are under way to the guest.
+        units: Ids of units that run in the guest.
+        idle_since_s: Time since which the guest has had no move and no unit, on the event loop's
+            clock; None while it has any.
+        detached_s: Time at which its host detached it, on the event loop's clock; the guest then
+            ends by itself. None while it is attached.
+        stopped: Number of consecutive looks that found the guest stopped by a signal.
+        share: Share of its target's device that the guest was last told to take at most.
+        way: Way of its KV and large activations, see ``GuestStatus``.
+    """
+
+    id: str
+    host: InstanceId
+    target: InstanceId
+    pids: tuple[int, ...]
+    moves: set[str] = field(default_factory=set)
+    units: set[str] = field(default_factory=set)
+    idle_since_s: float | None = None
+    detached_s: float | None = None
+    stopped: int = 0
+    share: float = 1.0
+    way: str = ""
+    usages: dict[int, ProcessUsage] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the guest's own, in bytes."""
+        return sum(usage.num_bytes for usage in self.usages.values())
+
+    @property
+    def busy_fraction(self) -> float:
+        """Recent CPU time as a fraction of wall time, summed over the guest's processes."""
+        return sum(usage.busy_fraction for usage in self.usages.values())
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.moves and not self.units
+
+    @property
+    def can_take(self) -> bool:
+        """Return whether another unit may be moved here: a guest takes one unit at a time."""
+        return not self.moves and self.detached_s is None
+
+    def kill(self) -> None:
+        for pid in self.pids:
+            _kill(pid)
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+class GuestPool:
+    """All guests of a run.
+
+    Args:
+        launcher: Launcher that starts the guests.
+        logs: Folder of the guests' logs.
+        sockets: Private folder of the run, with a short path.
+        transport: Transport that carries KV.
+        on_end: Callback when a guest's processes have ended, for any reason.
+        share: Share of an instance's device that guests beside it may take, for instances that
+            have no share of their own.
+
+    Attributes:
+        shares: Bounds of the guests' shares.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        logs: Path,
+        sockets: Path,
+        transport: str,
+        on_end: Callable[[GuestHandle], None],
+        share: float = 1.0,
+    ) -> None:
+        self.shares = Shares(share)
+        self._launcher = launcher
+        self._logs = logs
+        self._sockets = sockets
+        self._transport = transport
+        self._on_end = on_end
+        self._secret = secrets.token_hex(32)
+        self._numbers = itertools.count()
+        self._guests: dict[str, GuestHandle] = {}
+        self._watches: set[asyncio.Task[None]] = set()
+
+    def __iter__(self) -> Iterator[GuestHandle]:
+        return iter(list(self._guests.values()))
+
+    def get(self, guest_id: str) -> GuestHandle | None:
+        return self._guests.get(guest_id)
+
+    def beside(self, target: InstanceId) -> list[GuestHandle]:
+        """Return all guests beside ``target``."""
+        return [guest for guest in self if guest.target == target]
+
+    def share_of(self, guest: GuestHandle) -> float:
+        """Return the share of its target's device that a guest may take."""
+        return self.shares.bound(guest.target) / max(1, len(self.beside(guest.target)))
+
+    def free_for(
+        self, host: InstanceId, target: InstanceId, *, loads_weights: bool
+    ) -> GuestHandle | None:
+        """Return a guest that can take another unit; loading weights would stall a serving one."""
+        for guest in self:
+            if (guest.host, guest.target) == (host, target) and guest.can_take:
+                if guest.units and loads_weights:
+                    continue
+                return guest
+        return None
+
+    async def start(
+        self, host: InstanceId, target: InstanceId, link: HostClient, move_id: str
+    ) -> GuestHandle:
+        """Start a guest for a move and let its host connect to it.
+
+        Raises:
+            MigrationError: The guest could not be started or reached.
+            InstanceDeadError: The host has ended, or the launcher's process has.
+        """
+        guest_id = f"g{next(self._numbers)}-{host}-{target}"
+        addresses = await self._addresses(guest_id, host, target, link.num_ranks)
+        log_path = self._logs / f"guest-{host}-{target}.log"
+        guest = GuestHandle(guest_id, host, target, (), moves={move_id})
+        try:
+            for address in addresses:
+                pid = await self._launcher.start_guest(address, log_path, link.vllm_argv)
+                guest.pids += (pid,)
+        except BaseException:
+            guest.kill()
+            raise
+        self._guests[guest.id] = guest
+        watch = asyncio.create_task(self._watch(guest, addresses[0].rendezvous))
+        self._watches.add(watch)
+        watch.add_done_callback(self._watches.discard)
+        try:
+            await link.attach(addresses)
+            await self._until_ready(guest, link)
+            if (fraction := self.share_of(guest)) < 1.0:
+                await link.set_share(guest.id, fraction)
+                guest.share = fraction
+        except BaseException:
+            guest.kill()
+            raise
+        return guest
+
+    async def _addresses(
+        self, guest_id: str, host: InstanceId, target: InstanceId, num_ranks: int
+    ) -> list[GuestAddress]:
+        """Return the addresses of a guest's processes, in the order of the ranks.
+
+        Raises:
+            MigrationError: The guest would have several processes on another machine, or more than
+                its target has GPUs.
+        """
+        if num_ranks == 1:
+            return [await self._address(guest_id, host, target)]
+        if devices := self._launcher.devices_of(target):
+            check_devices(num_ranks, len(devices.split(",")))
+        found = [await self._address(guest_id, host, target, rank) for rank in range(num_ranks)]
+        if any(address.is_elsewhere for address in found):
+            raise MigrationError(
+                f"{host} has {num_ranks} tensor-parallel ranks: these can go to guests on its own "
+                f"machine alone, and {target} is on another"
+            )
+        return found
+
+    async def _address(
+        self, guest_id: str, host: InstanceId, target: InstanceId, rank: int | None = None
+    ) -> GuestAddress:
+        name = guest_id if rank is None else f"{guest_id}.{rank}"
+        place = await self._launcher.guest_place(host, target, name, self._transport, self._sockets)
+        return GuestAddress(
+            guest_id=guest_id,
+            channel=place.channel,
+            token=secrets.token_hex(32),
+            transport=place.transport,
+            folder=place.folder,
+            secret=self._secret,
+            listen_host=place.listen_host,
+            target=target,
+            is_elsewhere=place.is_elsewhere,
+            rank=rank or 0,
+            rendezvous="" if rank is None else f"{place.folder}/{guest_id}.ranks",
+        )
+
+    async def _until_ready(self, guest: GuestHandle, link: HostClient) -> None:
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + timeout_s(MoveStage.START, 0)
+        while loop.time() < until_s:
+            known = (await link.status()).guests.get(guest.id)
+            if known is not None and known.state is LinkState.READY:
+                guest.way = known.way
+                return
+            is_lost = known is not None and known.state is LinkState.LOST
+            if is_lost or guest.id not in self._guests:
+                reason = (known.reason if known is not None else "") or "it ended while it started"
+                raise MigrationError(f"guest beside {guest.target}: {reason}; see {self._logs}")
+            await asyncio.sleep(_POLL_S)
+        raise MigrationError(f"the guest beside {guest.target} did not start; see {self._logs}")
+
+    async def _watch(self, guest: GuestHandle, rendezvous: str) -> None:
+        """Kill a guest's other processes once one ends: they would wait for its partial sums."""
+        ends = [asyncio.create_task(processes.wait_ended(pid)) for pid in guest.pids]
+        try:
+            _, left = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if left and guest.detached_s is not None:
+                _, left = await asyncio.wait(left, timeout=_END_S)
+            for pid, end in zip(guest.pids, ends, strict=True):
+                if end in left:
+                    _kill(pid)
+            if left:
+                await asyncio.wait(left)
+        finally:
+            for end in ends:
+                end.cancel()
+        if rendezvous:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(rendezvous)
+        self._guests.pop(guest.id, None)
+        self._on_end(guest)
+
+    async def stop(self) -> None:
+        """Kill all guests."""
+        for guest in self:
+            guest.kill()
+        for watch in self._watches:
+            watch.cancel()
+        await asyncio.gather(*self._watches, return_exceptions=True)

@@ -1,0 +1,233 @@
+"""Client of one engine for the coordinator: methods of its worker and of its scheduler's pool."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from banaserve.base.errors import InstanceDeadError, MigrationError, NoAnswerError, ProtocolError
+from banaserve.base.net.loop_watch import wait_first
+from banaserve.base.types import InstanceId, ModulePlacement, Role
+from banaserve.contracts.rpc.engine_api import CoreApi, PoolResize, PoolStatus
+from banaserve.contracts.rpc.typed_rpc import RemoteCall, call
+from banaserve.engine.compat import engine as compat
+from banaserve.migration.rpc.messages import GuestAddress
+from banaserve.migration.units.base import MigrationUnit
+from banaserve.migration.worker_api import (
+    CommitReport,
+    HostStatus,
+    MigrationApi,
+    MoveReport,
+    OverlapStatus,
+)
+from banaserve.serving.moves import rank_reports
+
+CALL_TIMEOUT_S = 30.0
+"""Timeout of calls that return at once, in seconds: they wait for the step under way, which may
+hold a long prompt."""
+
+T = TypeVar("T")
+
+
+class HostInstance(Protocol):
+    """Part of an ``Instance`` that the coordinator uses."""
+
+    id: InstanceId
+    role: Role
+    incarnation: int
+    pid: int
+    llm: Any
+
+    @property
+    def vllm_argv(self) -> tuple[str, ...]: ...
+
+    @property
+    def is_ready(self) -> bool: ...
+
+    @property
+    def num_ranks(self) -> int: ...
+
+    @property
+    def node(self) -> str: ...
+
+    @property
+    def has_machine(self) -> bool: ...
+
+    def set_guests(self, num_bytes: int, busy_fraction: float) -> None:
+        """Set the memory in bytes and the busy fraction of the guests beside the instance."""
+        ...
+
+    def set_placements(self, placements: tuple[ModulePlacement, ...], epoch: int) -> None:
+        """Set the modules of the instance that run elsewhere."""
+        ...
+
+
+class HostClient:
+    """Calls to one incarnation of an instance; each ends when that incarnation does.
+
+    Every call raises:
+        MigrationError: The engine refuses, or its reply breaks the contract.
+        NoAnswerError: The engine does not answer in time.
+        InstanceDeadError: The incarnation has ended.
+    """
+
+    def __init__(self, instance: HostInstance) -> None:
+        self._instance = instance
+        self.incarnation = instance.incarnation
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def vllm_argv(self) -> tuple[str, ...]:
+        """Options of the engine; empty if they are the options that the launcher was made with."""
+        return self._instance.vllm_argv
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of tensor-parallel workers of the engine."""
+        return self._instance.num_ranks
+
+    @property
+    def is_alive(self) -> bool:
+        instance = self._instance
+        return (
+            not self._ended.done()
+            and instance.is_ready
+            and instance.incarnation == self.incarnation
+        )
+
+    def end(self) -> None:
+        """Mark the engine as ended: calls under way fail."""
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+    def check(self) -> None:
+        """Check that the incarnation still serves.
+
+        Raises:
+            InstanceDeadError: The incarnation does not serve any more.
+        """
+        if not self.is_alive:
+            raise self._dead()
+
+    # ---- calls to the worker: see ``MigrationApi``
+
+    async def attach(self, addresses: list[GuestAddress]) -> None:
+        await self._worker(call(MigrationApi.banaserve_migration_attach, addresses))
+
+    async def detach(self, guest_id: str) -> None:
+        await self._worker(call(MigrationApi.banaserve_migration_detach, guest_id))
+
+    async def prepare(self, move_id: str, modules: MigrationUnit, guest_id: str) -> MoveReport:
+        return await self._move(
+            call(MigrationApi.banaserve_migration_prepare, move_id, modules, guest_id)
+        )
+
+    async def move_on(self, move_id: str, unit_id: str, guest_id: str | None) -> MoveReport:
+        return await self._move(
+            call(MigrationApi.banaserve_migration_move_on, move_id, unit_id, guest_id)
+        )
+
+    async def precopy(self, move_id: str) -> MoveReport:
+        return await self._move(call(MigrationApi.banaserve_migration_precopy, move_id))
+
+    async def commit(self, move_id: str, timeout_s: float) -> CommitReport:
+        asked = call(MigrationApi.banaserve_migration_commit, move_id)
+        return await self._worker(asked, timeout_s, rank_reports.commit_of)
+
+    async def free(self, move_id: str) -> MoveReport:
+        return await self._move(call(MigrationApi.banaserve_migration_free, move_id))
+
+    async def abort(self, move_id: str) -> MoveReport:
+        return await self._move(call(MigrationApi.banaserve_migration_abort, move_id))
+
+    async def set_overlap(self, max_microbatches: int) -> OverlapStatus:
+        return await self._worker(call(MigrationApi.banaserve_migration_overlap, max_microbatches))
+
+    async def set_share(self, guest_id: str, fraction: float) -> None:
+        await self._worker(call(MigrationApi.banaserve_migration_share, guest_id, fraction))
+
+    async def expert_load(self, counting: bool) -> dict[int, list[int]]:
+        return await self._worker(call(MigrationApi.banaserve_migration_experts, counting))
+
+    async def status(self, memory: bool = False) -> HostStatus:
+        asked = call(MigrationApi.banaserve_migration_status, memory)
+        return await self._worker(asked, together=rank_reports.status_of)
+
+    # ---- calls to the scheduler: see ``CoreApi``
+
+    async def pool_info(self) -> PoolStatus:
+        return await self._core(call(CoreApi.banaserve_pool_info))
+
+    async def resize_pool(self, num_blocks: int) -> PoolResize:
+        """Resize the pool; while blocks in use prevent this, blocks to remove are not allocated."""
+        return await self._core(call(CoreApi.banaserve_resize_pool, num_blocks, True))
+
+    # ---- inside
+
+    async def _move(self, asked: RemoteCall[MoveReport]) -> MoveReport:
+        return await self._worker(asked, together=rank_reports.move_of)
+
+    async def _worker(
+        self,
+        asked: RemoteCall[T],
+        timeout_s: float | None = None,
+        together: Callable[[Sequence[T]], T] = rank_reports.first_of,
+    ) -> T:
+        """Call a method on all workers of the engine; ``together`` merges their replies."""
+        made = self._llm().collective_rpc(asked.name, timeout=None, args=asked.args)
+        within_s = CALL_TIMEOUT_S if timeout_s is None else timeout_s
+        what = asked.name.removeprefix("banaserve_migration_")
+        replies: list[object] = await self._within(made, within_s, what)
+        return together(self._read_all(asked, replies))
+
+    async def _core(self, asked: RemoteCall[T]) -> T:
+        made = compat.call_utility(self._llm(), asked.name, *asked.args)
+        reply: object = await self._within(made, CALL_TIMEOUT_S, asked.name)
+        return self._read(asked, reply)
+
+    def _read_all(self, asked: RemoteCall[T], replies: Sequence[object]) -> list[T]:
+        """Return the replies of all ranks.
+
+        Raises:
+            MigrationError: A rank refuses.
+        """
+        told, refusals = [], []
+        for reply in replies:
+            try:
+                told.append(self._read(asked, reply))
+            except MigrationError as refused:
+                refusals.append(str(refused))
+        if refusals:
+            raise MigrationError(rank_reports.reason_of(refusals))
+        return told
+
+    def _read(self, asked: RemoteCall[T], reply: object) -> T:
+        try:
+            return asked.read(reply)
+        except ProtocolError as wrong:
+            raise MigrationError(f"instance {self._instance.id}: {wrong}") from wrong
+
+    def _llm(self) -> Any:
+        self.check()
+        return self._instance.llm
+
+    def _dead(self) -> InstanceDeadError:
+        return InstanceDeadError(f"instance {self._instance.id} has ended")
+
+    async def _within(self, made: Awaitable[T], timeout_s: float, what: str) -> T:
+        call = asyncio.ensure_future(made)
+        either: set[asyncio.Future[Any]] = {call, self._ended}
+        try:
+            await wait_first(either, timeout_s)
+            if call.done():
+                return call.result()
+        except compat.EngineDeadError:
+            raise self._dead() from None
+        finally:
+            call.cancel()
+        if self._ended.done():
+            raise self._dead()
+        raise NoAnswerError(
+            f"instance {self._instance.id} has not answered {what} in {timeout_s:.0f} s"
+        )

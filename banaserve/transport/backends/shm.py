@@ -1,0 +1,223 @@
+"""Shared memory on one machine: a copy is a memcpy without calls in the other side's code."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+from banaserve.base.platform.linux import is_own, peer_of
+from banaserve.transport.channels.stream import PeerWatch
+from banaserve.transport.channels.threaded_server import GREETING_S, Service, listen_unix
+from banaserve.transport.errors import PeerGoneError, RefusedError, TransferTimeoutError
+from banaserve.transport.interface import RegionDescriptor, TransportOptions
+from banaserve.transport.memory import SLICE_BYTES, Memory
+from banaserve.transport.regions.argument_checks import check_offer, check_range
+from banaserve.transport.regions.remote_region import PlannedRegion, PlanTicket
+from banaserve.transport.regions.shared_file import SharedFile
+
+NAME = "shm"
+_ID_BYTES = 16
+_CLOSE_WAIT_S = 1.0
+_SLICE_BYTES = 4 * SLICE_BYTES
+"""Size of a slice. It is large, because each slice takes the GIL about five times, in competition
+with an engine in the same process."""
+
+
+class ShmTransport:
+    """Transport that passes memory files over a Unix socket to processes of this user only."""
+
+    name = NAME
+
+    def __init__(self, options: TransportOptions) -> None:
+        self._folder = options.folder
+        self._lock = threading.Lock()
+        self._offered: dict[bytes, ShmOffer] = {}
+        self._opened: set[ShmRemote] = set()
+        self._service: Service | None = None
+        self._path: Path | None = None
+
+    def offer(self, num_bytes: int, epoch: int) -> ShmOffer:
+        check_offer(num_bytes, epoch)
+        with self._lock:
+            if self._service is None:
+                listener, self._path = listen_unix(self._folder, self.name)
+                self._service = Service(f"transport-{self.name}", listener, self._hand_out)
+            region_id = secrets.token_bytes(_ID_BYTES)
+            descriptor = RegionDescriptor(self.name, region_id, num_bytes, epoch, str(self._path))
+            offer = ShmOffer(self, self._create(num_bytes, epoch), descriptor)
+            self._offered[region_id] = offer
+            return offer
+
+    def open(self, descriptor: RegionDescriptor, timeout_s: float) -> ShmRemote:
+        if descriptor.transport != self.name:
+            raise RefusedError(
+                f"a region of transport {descriptor.transport!r} is not one of {self.name}"
+            )
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(timeout_s)
+            fd = _ask_for_file(sock, descriptor)
+            remote = ShmRemote(self, descriptor, self._take(fd, descriptor), PeerWatch(sock))
+        except TimeoutError:
+            sock.close()
+            raise TransferTimeoutError(
+                f"the peer has not answered within {timeout_s:g} s"
+            ) from None
+        except (OSError, ValueError) as error:
+            sock.close()
+            raise PeerGoneError(f"nobody offers the region: {error}") from error
+        except BaseException:
+            sock.close()
+            raise
+        with self._lock:
+            self._opened.add(remote)
+        return remote
+
+    def close(self) -> None:
+        with self._lock:
+            service, self._service = self._service, None
+            offered, opened = list(self._offered.values()), list(self._opened)
+        for remote in opened:
+            remote.close()
+        for offer in offered:
+            offer.close()
+        if service is not None:
+            service.close()
+            assert self._path is not None
+            self._path.unlink(missing_ok=True)
+
+    def forget(self, region: ShmOffer | ShmRemote) -> bool:
+        """Remove a region from the table; return False if it was removed before."""
+        with self._lock:
+            if isinstance(region, ShmOffer):
+                return self._offered.pop(region.descriptor.region_id, None) is not None
+            known = region in self._opened
+            self._opened.discard(region)
+            return known
+
+    def _create(self, num_bytes: int, epoch: int) -> SharedFile:
+        """Return the file of a new region."""
+        return SharedFile.create(num_bytes, epoch)
+
+    def _take(self, fd: int, descriptor: RegionDescriptor) -> SharedFile:
+        """Return a peer's file; ``fd`` is closed if the peer's file is refused."""
+        try:
+            return SharedFile(fd, descriptor.num_bytes)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def _hand_out(self, sock: socket.socket) -> None:
+        if not is_own(peer_of(sock)):
+            return
+        sock.settimeout(GREETING_S)
+        region_id = sock.recv(_ID_BYTES, socket.MSG_WAITALL)
+        with self._lock:
+            offer = self._offered.get(region_id)
+            fd = offer.file.reopen() if offer is not None else -1
+        if offer is None:
+            sock.sendall(b"n")
+            return
+        try:
+            socket.send_fds(sock, [b"y"], [fd])
+        finally:
+            os.close(fd)
+        # Kept open until the peer closes: its end shows the peer that this process is gone.
+        sock.settimeout(None)
+        sock.recv(1)
+
+
+class ShmOffer:
+    """Memory file that this process offers."""
+
+    def __init__(
+        self, transport: ShmTransport, file: SharedFile, descriptor: RegionDescriptor
+    ) -> None:
+        self.file = file
+        self._transport = transport
+        self._descriptor = descriptor
+        self._epoch = descriptor.epoch
+
+    @property
+    def memory(self) -> Memory:
+        return self.file.memory
+
+    @property
+    def descriptor(self) -> RegionDescriptor:
+        return self._descriptor
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    def advance(self, epoch: int, timeout_s: float) -> None:
+        check_offer(self._descriptor.num_bytes, epoch)
+        if epoch < self._epoch:
+            raise RefusedError(f"epoch {epoch} lies before {self._epoch}")
+        self._epoch = epoch
+        self.file.advance(epoch, timeout_s)
+
+    def release(self, first_byte: int, num_bytes: int) -> int:
+        check_range(first_byte, num_bytes, self._descriptor.num_bytes)
+        return self.file.release(first_byte, num_bytes)
+
+    def close(self) -> None:
+        if self._transport.forget(self):
+            # A peer that hangs in a copy still writes to its own mapping, which harms no other.
+            with suppress(TransferTimeoutError):
+                self.file.retire(_CLOSE_WAIT_S)
+            self.file.close()
+
+
+class ShmRemote(PlannedRegion):
+    """Memory file of a peer, mapped in this process."""
+
+    never_waits_for_peer = True
+
+    def __init__(
+        self,
+        transport: ShmTransport,
+        descriptor: RegionDescriptor,
+        file: SharedFile,
+        watch: PeerWatch,
+    ) -> None:
+        self._transport = transport
+        self._file = file
+        self._watch = watch
+        super().__init__(descriptor)
+
+    def warm(self, first_byte: int, num_bytes: int) -> None:
+        super().warm(first_byte, num_bytes)
+        self._file.populate(first_byte, num_bytes)
+
+    def close(self) -> None:
+        if self._transport.forget(self):
+            super().close()
+            self._watch.close()
+            self._file.close()
+
+    def _carry_out(self, ticket: PlanTicket) -> None:
+        for part in ticket.plan.slices(_SLICE_BYTES):
+            ticket.check()
+            self._watch.check()
+            with self._file.use(part.epoch):
+                self._file.copy(part)
+        # A write into the memory of a dead process is not a completed write.
+        self._watch.check()
+
+
+def _ask_for_file(sock: socket.socket, descriptor: RegionDescriptor) -> int:
+    sock.connect(descriptor.address)
+    if not is_own(peer_of(sock)):
+        raise RefusedError(f"{descriptor.address} is run by another user")
+    sock.sendall(descriptor.region_id)
+    answer, fds, _, _ = socket.recv_fds(sock, 1, 1)
+    if not answer:
+        raise PeerGoneError("the peer has closed the connection")
+    if not fds:
+        raise RefusedError("the peer does not offer this region any more")
+    return fds[0]

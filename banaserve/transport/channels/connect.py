@@ -1,0 +1,207 @@
+"""Listeners and connections: the ways to connect the two ends of a channel."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from banaserve.base.platform.linux import is_own, peer_of
+from banaserve.transport.channels import authentication
+from banaserve.transport.channels.channel import StreamChannel
+from banaserve.transport.channels.stream import SocketStream
+from banaserve.transport.channels.threaded_server import listen_tcp, listen_unix
+from banaserve.transport.errors import (
+    PeerGoneError,
+    RefusedError,
+    TransferTimeoutError,
+    TransportError,
+)
+from banaserve.transport.interface import TransportOptions
+
+_BACKLOG = 16
+_STRANGER_S = 1.0
+"""Maximum time for a connecting process to prove that it knows the secret, in seconds, while
+``accept_tcp`` waits for the right peer."""
+
+
+class Listener(Protocol):
+    """Listener for peers that want a channel.
+
+    Attributes:
+        address: Address for ``connect``: ``unix:PATH`` or ``tcp:HOST:PORT``.
+    """
+
+    @property
+    def address(self) -> str: ...
+
+    def accept(self, timeout_s: float) -> StreamChannel:
+        """Return a channel to the next peer that connects and is authenticated.
+
+        Raises:
+            TransferTimeoutError: No peer has connected.
+            RefusedError: A process connected that is not allowed to.
+            PeerGoneError: A peer connected and closed the connection.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class UnixListener:
+    """Listener in the run's private folder, which accepts only processes of this user."""
+
+    def __init__(self, options: TransportOptions) -> None:
+        self._sock, self._path = listen_unix(options.folder, "channel")
+        self.address = f"unix:{self._path}"
+
+    def accept(self, timeout_s: float) -> StreamChannel:
+        return over_unix(_accept(self._sock, timeout_s))
+
+    def close(self) -> None:
+        self._sock.close()
+        self._path.unlink(missing_ok=True)
+
+
+class TcpListener:
+    """Listener on a free port of the options' host, which accepts peers that know the secret."""
+
+    def __init__(self, options: TransportOptions) -> None:
+        self._secret = options.secret
+        self._sock = listen_tcp(options.host)
+        self.address = tcp_address(self._sock)
+
+    def accept(self, timeout_s: float) -> StreamChannel:
+        deadline = time.monotonic() + timeout_s
+        sock = _accept(self._sock, timeout_s)
+        return over_tcp(sock, self._secret, deadline, listening=True)
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+def connect(address: str, options: TransportOptions, timeout_s: float) -> StreamChannel:
+    """Connect to a listener.
+
+    Raises:
+        PeerGoneError: Nothing listens at the address.
+        TransferTimeoutError: There is no answer in time.
+        RefusedError: The address is invalid, or the listener is not one of this run.
+    """
+    deadline = time.monotonic() + timeout_s
+    kind, _, rest = address.partition(":")
+    if kind == "unix":
+        return over_unix(_connect(socket.AF_UNIX, os.fspath(Path(rest)), timeout_s))
+    if kind == "tcp":
+        sock = connect_tcp(rest, timeout_s)
+        return over_tcp(sock, options.secret, deadline, listening=False)
+    raise RefusedError(f"{address!r} begins with neither unix: nor tcp:")
+
+
+def accept_tcp(host_and_port: str, options: TransportOptions, timeout_s: float) -> StreamChannel:
+    """Wait at an address for the one peer that knows the secret; others are refused.
+
+    Args:
+        host_and_port: ``HOST:PORT`` to listen on until the peer has connected.
+
+    Raises:
+        PeerGoneError: The address cannot be listened on.
+        TransferTimeoutError: The peer has not connected in time.
+        RefusedError: The address is invalid.
+    """
+    deadline = time.monotonic() + timeout_s
+    family, address = _tcp_place(host_and_port)
+    try:
+        listener = socket.create_server(address, family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise PeerGoneError(f"cannot listen at {host_and_port}: {error.strerror}") from error
+    with listener:
+        while True:
+            sock = _accept(listener, deadline - time.monotonic())
+            with suppress(TransportError):
+                until_s = min(deadline, time.monotonic() + _STRANGER_S)
+                return over_tcp(sock, options.secret, until_s, listening=True)
+
+
+def over_unix(sock: socket.socket) -> StreamChannel:
+    """Return a channel over a connected Unix socket, for instance of a socket pair.
+
+    Raises:
+        RefusedError: The peer is run by another user.
+    """
+    peer = peer_of(sock)
+    if not is_own(peer):
+        sock.close()
+        raise RefusedError(f"the peer is run by user {peer.uid}")
+    return StreamChannel(SocketStream(sock))
+
+
+def over_tcp(
+    sock: socket.socket, secret: bytes, deadline: float, *, listening: bool
+) -> StreamChannel:
+    """Authenticate the peer of a connected TCP socket and return a channel over it.
+
+    Raises:
+        RefusedError: The peer does not know the secret.
+        PeerGoneError: The peer is gone, perhaps because it does not accept this side's proof.
+        TransferTimeoutError: The peer does not answer in time.
+    """
+    stream = SocketStream(sock)
+    try:
+        shake = authentication.welcome if listening else authentication.greet
+        return StreamChannel(stream, shake(stream, secret, deadline))
+    except BaseException:
+        stream.close()
+        raise
+
+
+def tcp_address(sock: socket.socket) -> str:
+    """Return the ``tcp:HOST:PORT`` of a listening socket."""
+    host, port = sock.getsockname()[:2]
+    return f"tcp:{host}:{port}"
+
+
+def connect_tcp(host_and_port: str, timeout_s: float) -> socket.socket:
+    """Connect to ``HOST:PORT``.
+
+    Raises:
+        RefusedError: ``host_and_port`` is invalid.
+        PeerGoneError: Nothing listens at the address.
+        TransferTimeoutError: There is no answer in time.
+    """
+    return _connect(*_tcp_place(host_and_port), timeout_s)
+
+
+def _tcp_place(host_and_port: str) -> tuple[int, tuple[str, int]]:
+    host, _, port = host_and_port.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise RefusedError(f"{host_and_port!r} is no HOST:PORT")
+    return socket.AF_INET6 if ":" in host else socket.AF_INET, (host, int(port))
+
+
+def _connect(family: int, address: str | tuple[str, int], timeout_s: float) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.settimeout(max(0.001, timeout_s))
+    try:
+        sock.connect(address)
+    except TimeoutError:
+        sock.close()
+        raise TransferTimeoutError(f"nobody answers at {address}") from None
+    except OSError as error:
+        sock.close()
+        raise PeerGoneError(f"nobody listens at {address}: {error}") from None
+    return sock
+
+
+def _accept(listener: socket.socket, timeout_s: float) -> socket.socket:
+    listener.settimeout(max(0.001, timeout_s))
+    try:
+        sock, _ = listener.accept()
+    except TimeoutError:
+        raise TransferTimeoutError("nobody has connected in time") from None
+    except OSError as error:
+        raise PeerGoneError(f"the listener is closed: {error}") from None
+    return sock

@@ -1,0 +1,120 @@
+"""Dispatcher that asks the policy for each request's target, within the balancer's limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import monotonic
+
+from banaserve.base.errors import PolicyError
+from banaserve.base.net.refusal_log import RefusalLog
+from banaserve.base.registry import one_line
+from banaserve_route.balancer.auth import PEER_FIELD, REGIONS_FIELD
+from banaserve_route.balancer.config import BalancerSettings
+from banaserve_route.balancer.http.request import ClientRequest
+from banaserve_route.balancer.requests.queue import RequestQueue
+from banaserve_route.balancer.requests.routing_request import without_tried
+from banaserve_route.balancer.targets.membership import TargetRegistry
+from banaserve_route.balancer.targets.target import Target
+from banaserve_route.balancer.tenants import tenant_field
+from banaserve_route.policies import registry
+from banaserve_route.policies.fleet import Fleet
+from banaserve_route.policies.interface import Need, Request, RoutingDecision
+
+
+class Dispatcher:
+    """Shared part of all requests under way: targets, policy, queue and limits.
+
+    Attributes:
+        fleet: The targets' counters, and the policy.
+        queue: Requests that wait for a target.
+        log: Called with one line per event.
+        max_attempts: Maximum number of targets tried for a request before an answer's first byte.
+        max_queue: Maximum number of requests that wait.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        targets: TargetRegistry,
+        queue: RequestQueue,
+        log: Callable[[str], None],
+    ) -> None:
+        self.fleet, self.queue, self.log = fleet, queue, log
+        self._targets = targets
+        self._lacks = RefusalLog(log)
+        self.take_settings(BalancerSettings())
+
+    def take_settings(self, settings: BalancerSettings) -> None:
+        """Apply the limits of ``settings`` from now on."""
+        self._policy = registry.POLICIES.label(settings.policy.name)
+        self.max_attempts = settings.limits.max_attempts
+        self.max_queue = settings.limits.max_queue
+        self._has_keys = bool(settings.api_keys or settings.tenants)
+
+    def decide(self, request: Request, without: set[str]) -> RoutingDecision:
+        """Return the policy's decision, leaving out ``without`` if other targets are available.
+
+        Raises:
+            PolicyError: The policy fails, or names an unknown target.
+        """
+        view = self.fleet.view(monotonic())
+        if without and self.has_other(request, without):
+            view = without_tried(view, without)
+        try:
+            decision = self.fleet.policy.choose(request, view)
+            target = decision.target
+            if target is None or target in self._targets.targets:
+                return decision
+        # The policy may be another package's code, in which sys.exit would end the balancer.
+        except (Exception, SystemExit) as error:
+            raise PolicyError(f"policy {self._policy}: {one_line(error)}") from error
+        raise PolicyError(f"policy {self._policy}: there is no replica {target!r}")
+
+    def has_other(self, request: Request, tried: set[str]) -> bool:
+        """Return whether a target that is not in ``tried`` may serve ``request`` at present."""
+        return self._targets.has_other(request, tried)
+
+    def others(self, request: Request, tried: set[str]) -> list[Target]:
+        """Return targets not in ``tried`` to which the policy may send ``request`` at some time."""
+        found = self._targets.others(request, tried)
+        goes_on = Need.PEERS in self.fleet.policy.needs
+        return found if goes_on else [one for one in found if not one.is_peer]
+
+    def make_room(self, why: str) -> None:
+        """Close idle connections to targets: there are too few descriptors for a new one."""
+        self._lacks.say("descriptors", f"this balancer itself {why}: closing idle connections")
+        for target in self._targets.targets.values():
+            target.pool.drop_idle()
+
+    def target(self, decision: RoutingDecision) -> Target:
+        """Return the target of ``decision``, which has one."""
+        assert decision.target is not None
+        return self._targets.targets[decision.target]
+
+    def fields(
+        self,
+        target: Target,
+        message: ClientRequest,
+        request: Request,
+        parent: bytes,
+        identity: str = "",
+    ) -> bytes:
+        """Return the header lines that the hop to ``target`` alone needs.
+
+        Args:
+            parent: W3C trace context for the next hop; empty for none.
+            identity: Name of the tenant that asks; empty for none.
+        """
+        fields = target.fields
+        # A key of this balancer's clients is not shown to a replica.
+        is_for_replica = target.takes_keys and (not self._has_keys or PEER_FIELD in message.seen)
+        if not target.key and is_for_replica and (key := message.seen.get(b"authorization")):
+            fields += b"Authorization: %b\r\n" % key
+        regions = request.allowed_regions
+        if target.is_peer and regions is not None:
+            fields += b"%b: %b\r\n" % (REGIONS_FIELD, ",".join(sorted(regions)).encode())
+        if identity and (target.is_peer or target.key):
+            fields += tenant_field(identity, target.key)
+        if parent:
+            fields += b"traceparent: %b\r\n" % parent
+        return fields

@@ -1,0 +1,211 @@
+"""GORGO v2: round trip, missed prompt tokens and backlog as one cost, its weights tuned online.
+
+The paper (eq. 3) has w_rtt x RTT + uncached + w_queue x queued, a sum of milliseconds and tokens.
+Only ratios matter, and physically w_rtt is one over the prefill time of a token, about 10; the
+paper's tuning range ends at 2. In the repaired form, everything is in milliseconds, with measured
+rates, and the weights are multipliers around 1 within bounds that contain the physical values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+from banaserve.base.errors import UserError
+from banaserve.base.names import check_known
+from banaserve_route.policies.gorgo.tuner import Tuner, TunerOptions, numbers
+from banaserve_route.policies.gorgo.tuner_coded import CodedTuner
+from banaserve_route.policies.interface import (
+    FleetView,
+    Flight,
+    Need,
+    PeerView,
+    ReplicaView,
+    Request,
+    RoutingDecision,
+    RoutingReason,
+    State,
+)
+from banaserve_route.policies.policy import check_choice, check_range
+from banaserve_route.policies.prefixes.tree_policy import TreeOptions, TreePolicy
+from banaserve_route.policies.rates import Rates
+from banaserve_route.policies.registry import register
+
+FIXED, REPAIRED, CODED = "fixed", "repaired", "as-coded"
+_OUTPUT_TOKENS = 128
+"""Assumed number of output tokens of an answer of unknown length."""
+
+FIRST_TOKEN, END = "first_token", "end"
+
+
+@dataclass(frozen=True, slots=True)
+class GorgoOptions(TreeOptions):
+    """Options of ``gorgo``.
+
+    Attributes:
+        tuning: Tuning of the weights: ``fixed`` (none), ``repaired`` or ``as-coded``.
+        w_rtt: Weight of the round trip, from which tuning starts and to which it returns.
+        w_queue: Weight of the backlog, from which tuning starts and to which it returns.
+        is_in_ms: True if tokens are converted to time; else they are added to milliseconds as in
+            the paper.
+        prefill_ms_per_token: Prefill time of a token, assumed until it is measured.
+        queue_ms_per_token: Time of a token of the backlog, assumed until it is measured.
+        measures_rates: True to learn both times from times to first token.
+        released_at: End of a request's backlog: ``first_token`` counts uncached tokens until then,
+            ``end`` all prompt tokens.
+        batch_ms: Time that each outstanding request adds to an output token; 0 as published.
+            Without it, only the time to first token counts against a crowded replica.
+        noise_ms: Difference up to which costs are equal, in milliseconds; one of equals is drawn,
+            since an exact minimum would send bursts to one replica.
+        tuner: Options of the repaired tuning.
+    """
+
+    tuning: str = REPAIRED
+    w_rtt: float = 1.0
+    w_queue: float = 1.0
+    is_in_ms: bool = True
+    prefill_ms_per_token: float = 0.094
+    queue_ms_per_token: float = 0.02
+    measures_rates: bool = True
+    released_at: str = FIRST_TOKEN
+    batch_ms: float = 0.2
+    noise_ms: float = 2.0
+    tuner: TunerOptions = field(default_factory=TunerOptions)
+
+    def __post_init__(self) -> None:
+        TreeOptions.__post_init__(self)
+        check_choice("tuning", self.tuning, (FIXED, REPAIRED, CODED))
+        check_choice("released_at", self.released_at, (FIRST_TOKEN, END))
+        if isinstance(self.tuner, dict):
+            for name in self.tuner:
+                check_known("option of the tuner", name, [one.name for one in fields(TunerOptions)])
+            object.__setattr__(self, "tuner", TunerOptions(**self.tuner))
+        bounds = (self.tuner.low, self.tuner.high) if self.tuning == REPAIRED else (0, 1e6)
+        check_range(
+            self,
+            {
+                "w_rtt": bounds,
+                "w_queue": bounds,
+                "prefill_ms_per_token": (1e-6, 1e6),
+                "queue_ms_per_token": (1e-6, 1e6),
+                "batch_ms": (0, 1e6),
+                "noise_ms": (0, 1e6),
+            },
+        )
+
+
+_PRINTED: Mapping[str, Any] = {
+    "is_in_ms": False,
+    "measures_rates": False,
+    "released_at": END,
+    "batch_ms": 0.0,
+    "noise_ms": 0.0,
+    "trims": False,
+}
+
+
+@register("gorgo")
+class Gorgo(TreePolicy):
+    """Policy of one balancer for all regions; every replica and peer is a candidate."""
+
+    PRESETS: ClassVar[Mapping[str, Any]] = {
+        "repaired": GorgoOptions(),
+        "untuned": GorgoOptions(tuning=FIXED),
+        "published": GorgoOptions(tuning=FIXED, w_rtt=0.276, w_queue=0.5, **_PRINTED),
+        "as-coded": GorgoOptions(tuning=CODED, **_PRINTED),
+    }
+    needs: frozenset[Need] = frozenset({Need.REQUEST, Need.REPORTS, Need.PEERS})
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        options = self.options
+        self.rates = Rates(options.prefill_ms_per_token, options.queue_ms_per_token)
+        self.tuner: Tuner | CodedTuner | None = None
+        if options.tuning == REPAIRED:
+            self.tuner = Tuner((options.w_rtt, options.w_queue), options.tuner, self.generator)
+        elif options.tuning == CODED:
+            self.tuner = CodedTuner(self.generator)
+        self._phases: dict[int, int] = {}
+        self._is_held = False
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Weights of round trip and backlog in use."""
+        if self.tuner is None:
+            return (self.options.w_rtt, self.options.w_queue)
+        return self.tuner.weights
+
+    def pick(
+        self, request: Request, candidates: Sequence[ReplicaView], fleet: FleetView
+    ) -> RoutingDecision:
+        hits = self.hits(request)
+        w_rtt, w_queue = self.weights
+        is_in_ms = self.options.is_in_ms
+        prefill = self.rates.prefill_ms if is_in_ms else 1.0
+        queue = w_queue * (self.rates.queue_ms if is_in_ms else 1.0)
+        until_end = self.options.released_at == END
+        tokens = request.num_tokens
+        crowd = w_queue * self.options.batch_ms * (request.expected_output_tokens or _OUTPUT_TOKENS)
+        costs = [
+            w_rtt * view.round_trip_ms
+            + prefill * (tokens - hits.get(view.id, 0))
+            + queue * (view.outstanding_tokens if until_end else view.uncached_tokens)
+            + crowd * view.outstanding
+            for view in candidates
+        ]
+        place = self.least(costs, self.options.noise_ms)
+        target = candidates[place]
+        scores = {}
+        if is_in_ms:
+            scores = {view.id: cost for view, cost in zip(candidates, costs, strict=True)}
+        reason = (
+            RoutingReason.FORWARDED if isinstance(target, PeerView) else RoutingReason.LOWEST_COST
+        )
+        return RoutingDecision(target.id, reason, hits.get(target.id, 0), scores)
+
+    def on_sent(self, flight: Flight) -> None:
+        super().on_sent(flight)
+        if self.tuner is not None and not self._is_held:
+            self._phases[id(flight)] = self.tuner.phase
+
+    def on_first_token(self, flight: Flight) -> None:
+        assert flight.first_token_s is not None
+        if self.options.measures_rates:
+            missed = flight.request.num_tokens - flight.decision.hit_tokens
+            taken_ms = 1000 * (flight.first_token_s - flight.sent_s) - flight.round_trip_ms
+            self.rates.learn(missed, flight.backlog_tokens, max(0.0, taken_ms))
+
+    def on_finished(self, flight: Flight) -> None:
+        super().on_finished(flight)
+        phase = self._phases.pop(id(flight), None)
+        if self.tuner is not None and phase is not None:
+            assert flight.first_token_s is not None
+            assert flight.ended_s is not None
+            ttft_ms = 1000 * (flight.first_token_s - flight.sent_s)
+            self.tuner.sample(phase, ttft_ms, 1000 * (flight.ended_s - flight.sent_s))
+
+    def on_failed(self, flight: Flight) -> None:
+        phase = self._phases.pop(id(flight), None)
+        if self.tuner is not None and phase is not None and flight.is_fault:
+            self.tuner.failed(phase)
+
+    def hold_safe(self, is_held: bool) -> None:
+        if self.tuner is not None and is_held and not self._is_held:
+            self.tuner.return_to_safe()
+        self._is_held = is_held
+
+    def state(self) -> State:
+        state = self.tuner.state() if self.tuner is not None else {}
+        if self.options.measures_rates:
+            state["rates"] = self.rates.state()
+        return state
+
+    def restore(self, state: State) -> None:
+        if not isinstance(state, dict) or not state.keys() <= self.state().keys():
+            raise UserError("the saved state is not one of this policy: remove it")
+        saved = numbers(state, "rates", 13) if self.options.measures_rates else []
+        if self.tuner is not None:
+            self.tuner.restore(state)
+        if saved:
+            self.rates.restore(saved)

@@ -1,1 +1,0 @@
-"""Policies exactly as a paper describes them, where the default differs."""
