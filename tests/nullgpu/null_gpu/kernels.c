@@ -111,7 +111,7 @@ static const struct null_gpu_kernel kernels[] = {
     {"_get_num_sampled_and_rejected_kernel", "pppppp", count_sampled},
     {"_post_update_kernel", "ppppipippppip", note_step},
     {"_gather_block_tables_kernel", "pppppii", gather_tables},
-    {"_compute_slot_mappings_kernel", "ippppppppppii", map_slots},
+    {"_compute_slot_mappings_kernel", "ipppppppppii", map_slots},
 };
 
 enum { KERNEL_PARAMETER = 0x17, HAS_SIZE = 0x04, SCRATCH_ARGUMENTS = 2 };
