@@ -48,6 +48,7 @@ SETUPS = [
     Setup(graphs=True),
     Setup(runner=2),
     Setup(ranks=2),
+    Setup("tiny-moe", graphs=True),
 ]
 
 

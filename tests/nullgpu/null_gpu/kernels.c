@@ -40,13 +40,13 @@ static void prepare_positions(arguments a, int blocks, int unused) {
   for (int i = num_requests; i < a[5].number; i++) ints(a[1])[i] = 0;
 }
 
-// Sampled and rejected tokens, lengths, starts of the logits, states, lengths of the prompts. The
-// numbers of sampled tokens that it gets are ones that no kernel has written.
+// Sampled and rejected tokens, lengths, starts of the logits, states, lengths of the prompts. One
+// token is sampled after a prompt's last and none is rejected: torch's kernels would have written
+// the numbers of sampled tokens and the starts of the logits, and have not.
 static void count_sampled(arguments a, int blocks, int unused) {
   for (int i = 0; i < blocks; i++) {
-    int is_in_prompt = ints(a[2])[i] < ints(a[5])[longs(a[4])[i]];
-    ints(a[0])[i] = !is_in_prompt;
-    ints(a[1])[i] = is_in_prompt ? 0 : ints(a[3])[i + 1] - ints(a[3])[i] - 1;
+    ints(a[0])[i] = ints(a[2])[i] >= ints(a[5])[longs(a[4])[i]];
+    ints(a[1])[i] = 0;
   }
 }
 
