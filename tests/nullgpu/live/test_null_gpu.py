@@ -46,17 +46,26 @@ SETUPS = [
     Setup(),
     Setup("tiny-moe"),
     Setup(graphs=True),
+    Setup("tiny-moe", graphs=True),
     Setup(runner=2),
     Setup(ranks=2),
-    Setup("tiny-moe", graphs=True),
 ]
 
 
-def cases() -> Iterator[Any]:
-    for setup in SETUPS:
-        kinds = ("experts",) if setup.size == "tiny-moe" else KINDS[:-1]
-        for kind in kinds:
-            yield pytest.param(setup, kind, id=f"{setup.name}-{kind}")
+def kinds_of(setup: Setup) -> tuple[str, ...]:
+    if setup.size == "tiny-moe":
+        return ("experts",)
+    # Heads stay on their ranks. Older blocks are told apart by lengths that torch's kernels compute,
+    # and what lies in memory instead has been found not to be zero with several ranks.
+    return KINDS[:2] if setup.ranks > 1 else KINDS[:-1]
+
+
+def cases() -> list[Any]:
+    return [
+        pytest.param(setup, kind, id=f"{setup.name}-{kind}")
+        for setup in SETUPS
+        for kind in kinds_of(setup)
+    ]
 
 
 @pytest.fixture(scope="module")
