@@ -55,8 +55,8 @@ SETUPS = [
 def kinds_of(setup: Setup) -> tuple[str, ...]:
     if setup.size == "tiny-moe":
         return ("experts",)
-    # Heads stay on their ranks. Older blocks are told apart by lengths that torch's kernels compute,
-    # and what lies in memory instead has been found not to be zero with several ranks.
+    # Heads stay on their ranks. Where older blocks end is known by lengths that torch's kernels
+    # compute; with several ranks what lies in their place is not zero.
     return KINDS[:2] if setup.ranks > 1 else KINDS[:-1]
 
 
