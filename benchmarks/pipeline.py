@@ -35,6 +35,7 @@ from banaserve_bench.loadgen.servers import end_on_sigterm
 from banaserve_bench.results import result
 from benchmarks.drivers.driven_engine import DrivenEngine, driven_engine
 from benchmarks.drivers.layer_pipeline import Prefill, hidden_fraction, pipeline
+from benchmarks.random_model import SIZES, random_weights
 from benchmarks.script import run_script
 
 _FACTORS = (0.2, 0.4, 0.6, 0.8, 1.25, 2.0, 4.0)
@@ -68,6 +69,7 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser(prog="python -m benchmarks pipeline", description=__doc__)
     parser.add_argument("--json", type=Path, help="write the result there")
     parser.add_argument("--model", default=models.PACKAGED)
+    parser.add_argument("--size", choices=sorted(SIZES), help="random weights instead of --model")
     parser.add_argument("--runs", type=positive, default=5)
     parser.add_argument("--blocks", type=int, default=6, help="of a prompt")
     parser.add_argument("--cached-blocks", type=int, default=4, help="of them, in the store")
@@ -76,13 +78,21 @@ def main(argv: Sequence[str]) -> int:
     if not 0 < given.cached_blocks < given.blocks:
         raise UserError("--cached-blocks is above 0 and below --blocks")
     end_on_sigterm()
-    record = _measure(given, datetime.now(UTC))
+    with model_of(given) as model:
+        record = _measure(given, model, datetime.now(UTC))
     result.deliver(record, given.json)
     return 0
 
 
-def _measure(given: argparse.Namespace, started_at: datetime) -> result.Result:
-    model = models.resolve(given.model, None, lambda line: print(line, flush=True))
+def model_of(given: argparse.Namespace) -> contextlib.AbstractContextManager[str]:
+    """Return the model that ``--model`` or ``--size`` names, while the context is open."""
+    if given.size:
+        return random_weights(given.size, "float32")
+    return contextlib.nullcontext(given.model)
+
+
+def _measure(given: argparse.Namespace, name: str, started_at: datetime) -> result.Result:
+    model = models.resolve(name, None, lambda line: print(line, flush=True))
     draws = random.Random(given.seed)
     with traced_engine(model.path_or_id, "512MiB") as engine, Progress(transient=True) as progress:
         task = progress.add_task("measuring", total=given.runs)
@@ -294,7 +304,7 @@ def _result(
         "pipeline",
         seed=given.seed,
         options={
-            "model": given.model,
+            "model": given.size or given.model,
             "runs": given.runs,
             "blocks": given.blocks,
             "cached_blocks": given.cached_blocks,

@@ -30,9 +30,10 @@ from banaserve.base.arguments import Parser, positive
 from banaserve.base.errors import UserError
 from banaserve.base.statistics import paired_ratios
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
-from banaserve_bench.loadgen.servers import Server, banaserve_server, end_on_sigterm
+from banaserve_bench.loadgen.servers import SHARES_GPU, Server, banaserve_server, end_on_sigterm
 from banaserve_bench.results import result
-from benchmarks.pipeline import traced_engine
+from benchmarks.pipeline import model_of, traced_engine
+from benchmarks.random_model import SIZES
 from benchmarks.script import run_script
 
 _Figures = dict[str, tuple[list[float], str]]
@@ -75,6 +76,7 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser(prog="python -m benchmarks prefix-ttft", description=__doc__)
     parser.add_argument("--json", type=Path, help="write the result there")
     parser.add_argument("--model", default=models.PACKAGED)
+    parser.add_argument("--size", choices=sorted(SIZES), help="random weights instead of --model")
     parser.add_argument("--runs", type=positive, default=5)
     parser.add_argument("--prompt-tokens", type=int, default=2000)
     parser.add_argument("--link-blocks", type=positive, default=7, help="of a prefix over links")
@@ -86,23 +88,24 @@ def main(argv: Sequence[str]) -> int:
     started_at = datetime.now(UTC)
     figures: _Figures = {}
     raw: dict[str, Any] = {}
-    if given.only != "links":
-        with tempfile.TemporaryDirectory(prefix="bench-", dir=given.folder) as folder:
-            ttft_s, counts = asyncio.run(_measure_places(given, Path(folder) / "store"))
-        figures |= _figures(given, ttft_s, counts)
-        raw["counts"] = counts
-    if given.only != "places":
-        samples, raw["links"] = _measure_links(given)
-        figures |= link_figures(samples)
+    with model_of(given) as model:
+        if given.only != "links":
+            with tempfile.TemporaryDirectory(prefix="bench-", dir=given.folder) as folder:
+                ttft_s, counts = asyncio.run(_measure_places(given, model, Path(folder) / "store"))
+            figures |= _figures(given, ttft_s, counts)
+            raw["counts"] = counts
+        if given.only != "places":
+            samples, raw["links"] = _measure_links(given, model)
+            figures |= link_figures(samples)
     result.deliver(_result(given, started_at, figures, raw), given.json)
     return 0
 
 
 async def _measure_places(
-    given: argparse.Namespace, folder: Path
+    given: argparse.Namespace, name: str, folder: Path
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Return times to the first token by case, and the counts of the store's server."""
-    model = models.resolve(given.model, None, lambda line: print(line, flush=True))
+    model = models.resolve(name, None, lambda line: print(line, flush=True))
     draws = random.Random(given.seed)
     prefixes = [
         {
@@ -113,12 +116,12 @@ async def _measure_places(
     ]
     with Progress(transient=True) as progress:
         task = progress.add_task("writing prefixes to SSD", total=1 + given.runs)
-        with _stored(given.model, folder) as server:
+        with _stored(name, folder) as server:
             await _write(server, model.served_name, [p for run in prefixes for p in run.values()])
         progress.advance(task)
         with (
-            banaserve_server(given.model, *_SAME, "--no-kv-store") as plain,
-            _stored(given.model, folder) as stored,
+            banaserve_server(name, *_same(), "--no-kv-store") as plain,
+            _stored(name, folder) as stored,
         ):
             bench = _Bench(plain, stored, model.served_name, given.prompt_tokens, draws)
             await bench.warm_up()
@@ -130,9 +133,9 @@ async def _measure_places(
     return bench.ttft_s, counts
 
 
-def _measure_links(given: argparse.Namespace) -> tuple[_LinkSamples, dict[str, Any]]:
+def _measure_links(given: argparse.Namespace, name: str) -> tuple[_LinkSamples, dict[str, Any]]:
     """Measure every way over every link once a run, after a warm-up that times computing."""
-    model = models.resolve(given.model, None, lambda line: print(line, flush=True))
+    model = models.resolve(name, None, lambda line: print(line, flush=True))
     draws = random.Random(given.seed)
     samples: _LinkSamples = {(link, way): [] for link in _LINKS for way in _LINK_WAYS}
     with traced_engine(model.path_or_id, "1GiB") as engine, Progress(transient=True) as progress:
@@ -159,9 +162,14 @@ def _measure_links(given: argparse.Namespace) -> tuple[_LinkSamples, dict[str, A
     return samples, {"bytes_per_s_at_1x": parity}
 
 
+def _same() -> tuple[str, ...]:
+    """Return the options of both servers, which share a GPU if there is one."""
+    return (*_SAME, *SHARES_GPU) if result.machine().gpu is not None else _SAME
+
+
 @contextlib.contextmanager
 def _stored(model: str, folder: Path) -> Iterator[Server]:
-    with banaserve_server(model, *_SAME, *_STORE, "--kv-store-ssd", str(folder)) as server:
+    with banaserve_server(model, *_same(), *_STORE, "--kv-store-ssd", str(folder)) as server:
         yield server
 
 
@@ -262,7 +270,7 @@ def _result(
         "prefix-ttft",
         seed=given.seed,
         options={
-            "model": given.model,
+            "model": given.size or given.model,
             "runs": given.runs,
             "prompt_tokens": given.prompt_tokens,
             "link_blocks": given.link_blocks,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,13 @@ SIZES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 """Family and shape, by the name on the command line."""
 
 
+@contextmanager
+def random_weights(size: str, dtype: str) -> Iterator[str]:
+    """Yield a folder with a model of random weights; it is removed afterwards."""
+    with tempfile.TemporaryDirectory(prefix="random-model-") as folder:
+        yield make_model(size, Path(folder), dtype)
+
+
 def make_model(size: str, folder: Path, dtype: str) -> str:
     """Write a model with the packaged model's tokenizer; equal arguments give an equal model.
 
@@ -93,6 +102,9 @@ def make_model(size: str, folder: Path, dtype: str) -> str:
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     model.save_pretrained(folder)
+    del model
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # engines of other processes start only if most of it is free
     for name in _TOKENIZER_FILES:
         if (packaged / name).exists():
             shutil.copy(packaged / name, folder / name)

@@ -38,6 +38,7 @@ from banaserve.frontdoor.admin_client import AdminClient
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from banaserve_bench.loadgen.loops import closed_loop
 from banaserve_bench.loadgen.servers import (
+    SHARES_GPU,
     Server,
     banaserve_server,
     end_on_sigterm,
@@ -141,6 +142,7 @@ async def _measure(options: ServedOptions, started_at: datetime) -> result.Resul
         same = (
             *("--dtype", options.dtype, "--kv-cache-memory-bytes", str(options.kv_bytes)),
             *("--max-model-len", "2048", "--enforce-eager"),
+            *(SHARES_GPU if options.on_gpu else ()),
         )
         plain = Seen()
         with vllm_server(path, _NAME, *same, environment=environment) as server:

@@ -6,14 +6,13 @@ import contextlib
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from banaserve.base.errors import UserError
 from banaserve.contracts.environment import ENVIRONMENT
-from banaserve_bench.loadgen.servers import end_with_parent
+from banaserve_bench.loadgen.servers import end_with_parent, log_folder
 from benchmarks.location import environment
 
 _END_S = 20.0
@@ -59,8 +58,8 @@ def driven_engine(module: str, *arguments: str) -> Iterator[DrivenEngine]:
     Raises:
         UserError: The engine did not start.
     """
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        log_path = Path(folder) / "engine.log"
+    with log_folder() as folder:
+        log_path = folder / "engine.log"
         with (
             log_path.open("wb") as log,
             subprocess.Popen(

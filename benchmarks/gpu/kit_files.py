@@ -30,7 +30,7 @@ class Kit:
 
     Attributes:
         version: Hash of what it was built from, see ``version_of``.
-        python: Oldest version of Python that its compiled parts run on, such as ``3.12``.
+        python: Version of Python that its compiled parts run on, such as ``3.12``.
         vllm: Version of vLLM.
         gpus: Compute capabilities times ten that its kernels have code for.
         pieces: SHA-256 of each piece of the archive, by file name, in their order.
@@ -90,9 +90,12 @@ def unpack(folder: Path, root: Path) -> Path:
             f"the kit in {folder} was built from other requirements or other C++ sources than this "
             "checkout has: run `make gpu-kit` again"
         )
-    if sys.version_info[:2] < tuple(map(int, kit.python.split("."))):
-        ours = f"{sys.version_info.major}.{sys.version_info.minor}"
-        raise KitError(f"the kit needs Python {kit.python} or newer, this is {ours}: GPU_PYTHON=")
+    ours = f"{sys.version_info.major}.{sys.version_info.minor}"
+    if ours != kit.python:
+        raise KitError(
+            f"the kit needs Python {kit.python} and {sys.executable} is {ours}: name another one "
+            "with torch in GPU_PYTHON"
+        )
     site = root / "build" / f"gpu-site-{kit.version[:12]}"
     if not site.exists():
         _check_pieces(folder, kit)

@@ -34,6 +34,7 @@ from benchmarks.script import run_script
 BUDGET_S = 1800.0
 _QUICK_BUDGET_S = 300.0
 _STATE_FILE = "stages.json"
+_RESULTS = "results"
 _ARCHIVE = "gpu-report.tar.gz"
 _LOGGED = re.compile(r"\b(INFO|WARNING|[Ww]arning)\b|^\[rank\d+\]:\[")
 
@@ -95,9 +96,11 @@ def run_stage(stage: Stage, out: Path, allowed_s: float) -> StageOutcome:
     log_path = out / "logs" / f"{stage.name}.log"
     try:
         log_path.parent.mkdir(parents=True, exist_ok=True)
+        (out / _RESULTS).mkdir(exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror}") from error
-    result = ("--json", str((out / f"{stage.name}.json").resolve())) if stage.benchmark else ()
+    place = (out / _RESULTS / f"{stage.name}.json").resolve()
+    result = ("--json", str(place)) if stage.benchmark else ()
     kept = {LOGS_VARIABLE: str((out / "logs" / f"servers-{stage.name}").resolve())}
     began_s = time.monotonic()
     code = run_logged((*stage.command, *result), log_path, allowed_s, kept)
@@ -123,9 +126,12 @@ def _deliver(
     """Write the page of results, the table and the archive of everything; print the table."""
     if not out.is_dir():
         return
-    if any(stage.benchmark and _state(ended, stage.name) is StageState.OK for stage in known):
-        write_report(out, out, f"{facts.gpu}: report")
     lines = [facts.words, *table(known, ended)]
+    if any(stage.benchmark and _state(ended, stage.name) is StageState.OK for stage in known):
+        try:
+            write_report(out / _RESULTS, out, f"{facts.gpu}: report")
+        except UserError as error:  # the archive is wanted all the more
+            lines.append(f"no page of results: {error}")
     if os.environ.get(device.NULL_GPU):
         lines.append("this GPU computes nothing: only that the programs run is shown")
     text = "\n".join(lines) + "\n"

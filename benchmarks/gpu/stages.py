@@ -57,6 +57,7 @@ def stages_of(size: str, *, quick: bool) -> list[Stage]:
     """
     smoke = ("-m", "benchmarks.gpu.smoke", "--size", size)
     runs = ("--runs", "1" if quick else "3")
+    sized = ("--size", size, *runs)  # the kit has no weights
     streams = ("--prompts", "2", "--stream-tokens", "60") if quick else ("--stream-tokens", "400")
     served = ("--size", size, *streams, "--kv-mib", "1024" if quick else "2048")
     # Kernels that were not compiled yet are, in the first step of a guest.
@@ -69,9 +70,9 @@ def stages_of(size: str, *, quick: bool) -> list[Stage]:
         _stage("tests", tests, 480, 5),
         _benchmark("kernels", (), 300, 4),
         _benchmark("copies", runs, 120, 2),
-        _benchmark("pipeline", runs, 240, 3),
+        _benchmark("pipeline", sized, 240, 3),
         _stage("smoke-graphs", (*smoke, "--graphs"), 180, 3),
-        _benchmark("prefix-ttft", runs, 300, 3),
+        _benchmark("prefix-ttft", sized, 300, 3),
     ]
 
 

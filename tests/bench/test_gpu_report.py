@@ -24,6 +24,7 @@ from benchmarks.gpu.stages import (
     stages_of,
     still_to_run,
 )
+from benchmarks.location import ROOT
 from benchmarks.registry import BENCHMARKS
 
 GOOD = DeviceFacts(
@@ -151,6 +152,23 @@ def test_one_table_and_one_archive_of_everything(
     code, told = told_of(["--out", str(out), "--only", "good", "--budget", "5"], capsys)
     assert "good: no time left" in told
     assert "it works" in told, "what has run stays in the table"
+
+
+def test_the_page_shows_results_and_a_faulty_one_costs_no_archive(
+    three: list[Stage], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copied = "import shutil, sys; shutil.copy(sys.argv[1], sys.argv[3]); print('measured')"
+    source = next((ROOT / "benchmarks" / "results").rglob("pipeline.json"))
+    command = (sys.executable, "-c", copied, str(source))
+    three[:] = [Stage("good", command, 30, 1, benchmark=True)]
+    assert told_of(["--out", str(tmp_path / "out"), "--budget", "100"], capsys)[0] == 0
+    with tarfile.open(tmp_path / "out" / "gpu-report.tar.gz") as archive:
+        assert {"report.md", "results/good.json"} <= set(archive.getnames())
+    (tmp_path / "out" / "results" / "other.json").write_text("[]")
+    command = ["--out", str(tmp_path / "out"), "--only", "good", "--budget", "100"]
+    assert "no page of results: " in told_of(command, capsys)[1]
+    with tarfile.open(tmp_path / "out" / "gpu-report.tar.gz") as archive:
+        assert {"table.txt", "results/other.json"} <= set(archive.getnames())
 
 
 def test_a_list_of_stages_that_cannot_be_read_is_refused(

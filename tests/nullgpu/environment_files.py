@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -29,7 +30,9 @@ _LIBRARIES = {
     "runtime.c": (r"(?:__)?cuda[A-Z]\w*", "libnullgpu.so"),
     "blas.c": (r"cublas\w*", "libnullgpu.so"),
     "driver.c": (r"cu[A-Z]\w*", "libcuda.so.1"),
+    "kernels.c": (r"null_gpu_kernel_\w*", "libcuda.so.1"),
     "nvml.c": (r"nvml\w*", "libnvidia-ml.so.1"),
+    "nccl.c": (r"nccl[A-Z]\w*", "libnccl.so.2"),
 }
 
 
@@ -47,7 +50,7 @@ def variables(num_gpus: int = 1) -> dict[str, str]:
         **{name: os.environ[name] for name in kept if name in os.environ},
         "PATH": f"{STUBS / 'bin'}:{PYTHON.parent}:{os.environ['PATH']}",
         "PYTHONPATH": f"{ROOT}:{SITE}",
-        "LD_PRELOAD": str(STUBS / "libnullgpu.so"),
+        "LD_PRELOAD": f"{STUBS / 'libnullgpu.so'}:{STUBS / 'libnccl.so.2'}",
         "LD_LIBRARY_PATH": str(STUBS),
         "TRITON_LIBCUDA_PATH": str(STUBS),
         "TRITON_CACHE_DIR": str(FOLDER / "triton"),
@@ -72,6 +75,8 @@ def fill() -> None:
         shared = {**os.environ, "BANASERVE_CUDART": "cudart"}
         kit = (sys.executable, "-m", "benchmarks", "gpu-kit", "--experts", "--site", str(SITE))
         _run(*kit, variables=shared)
+    for library in SITE.glob(".banaserve/_native*.so"):
+        shutil.copy(library, ROOT / "banaserve")  # as the kit's are, where it is unpacked
     make_stubs(STUBS, _wanting())
     _FILLED.touch()
 

@@ -51,6 +51,8 @@ class Setup:
         return [
             *("--model", model, "--served-model-name", "m", "--port", str(port)),
             *("--pd", "1:1", "--migration", "on", "--devices", f"{shared};{shared}"),
+            # A guest compiles kernels in its first step, on a processor that computes for all.
+            *("--migration-stall", "30"),
             *("--run-dir", str(run_dir), "--dtype", "bfloat16", "--max-model-len", "2048"),
             *("--kv-cache-memory-bytes", str(256 << 20)),
             *(("--tensor-parallel-size", str(self.ranks)) if self.ranks > 1 else ()),

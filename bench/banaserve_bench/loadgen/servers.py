@@ -27,6 +27,8 @@ from banaserve.base.errors import UserError
 from banaserve.contracts.environment import engine_environment
 
 LOGS_VARIABLE = "BANASERVE_BENCH_LOGS"
+SHARES_GPU = ("--gpu-memory-utilization", "0.4")
+"""Options of an engine beside another one on a GPU: it refuses to start where less is free."""
 _METRIC = re.compile(r"^([^\s{#]+)(?:\{(.*)\})?\s+(\S+)$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _START_TIMEOUT_S = 300.0

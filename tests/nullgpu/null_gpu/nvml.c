@@ -27,6 +27,15 @@ nvmlReturn_t nvmlDeviceGetHandleByIndex_v2(unsigned index, void** device) {
   return SUCCESS;
 }
 
+// By these names torch counts GPUs without starting CUDA, which no fork would survive.
+nvmlReturn_t nvmlInit(void) { return nvmlInit_v2(); }
+
+nvmlReturn_t nvmlDeviceGetCount(unsigned* count) { return nvmlDeviceGetCount_v2(count); }
+
+nvmlReturn_t nvmlDeviceGetHandleByIndex(unsigned index, void** device) {
+  return nvmlDeviceGetHandleByIndex_v2(index, device);
+}
+
 nvmlReturn_t nvmlDeviceGetUUID(void* device, char* uuid, unsigned size) {
   snprintf(uuid, size, "GPU-00000000-0000-0000-0000-%012d", index_of(device) + 1);
   return SUCCESS;
