@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 
 from starlette.datastructures import Headers
@@ -149,11 +149,12 @@ async def _judged(
             raise _CutOffError
         return message
 
-    async def watched(message: Message) -> None:
+    def watched(message: Message) -> Awaitable[None]:
         nonlocal started
-        if started or refusal is None:
-            started = True
-            await send(message)
+        if not started and refusal is not None:
+            return _dropped()
+        started = True
+        return send(message)  # a part of a stream costs no coroutine here
 
     try:
         await app(scope, judged, watched)
@@ -162,6 +163,10 @@ async def _judged(
             raise
     if refusal is not None and not started:
         await refusal(scope, receive, send)
+
+
+async def _dropped() -> None:
+    """Send nothing."""
 
 
 class _CutOffError(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -54,11 +55,15 @@ def _timed_receive(call: HttpCall, receive: Receive) -> Receive:
 
 
 def _timed_send(call: HttpCall, send: Send) -> Send:
-    async def timed(message: Message) -> None:
+    def timed(message: Message) -> Awaitable[None]:
+        # A part of a stream costs no coroutine here.
+        return send(message) if message.get("more_body") else ends(message)
+
+    async def ends(message: Message) -> None:
         await send(message)
         if message["type"] == "http.response.start":
             call.status = message["status"]
-        elif message["type"] == "http.response.body" and not message.get("more_body"):
+        elif message["type"] == "http.response.body":
             call.answered_s = time.monotonic()
 
     return timed
