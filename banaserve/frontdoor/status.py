@@ -155,9 +155,9 @@ def _instance(
 def _state(one: InstanceView, coordinator: Coordinator, roles: Roles) -> str:
     if any(change.is_open and change.instance == one.id for change in roles.recent()):
         return "draining"
-    if roles.is_held(one.id):
-        return "drained"
     instance = coordinator.hosts[one.id].instance
+    if instance.service.is_drained:
+        return "drained"
     if instance.is_ready:
         return "ready"
     return "down" if instance.has_machine else "away"

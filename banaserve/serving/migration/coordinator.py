@@ -26,8 +26,9 @@ from banaserve.contracts.migration_api import (
 )
 from banaserve.contracts.trace_events import MoveCommitted
 from banaserve.migration.units.registry import unit_asked
+from banaserve.serving.instance import Instance
 from banaserve.serving.migration.guest_pool import GuestPool
-from banaserve.serving.migration.host_client import HostClient, HostInstance
+from banaserve.serving.migration.host_client import HostClient
 from banaserve.serving.migration.host_state import HostState
 from banaserve.serving.migration.planner import (
     AvailableBytes,
@@ -70,7 +71,7 @@ class Coordinator(Operations[Migration]):
 
     def __init__(
         self,
-        instances: Mapping[InstanceId, HostInstance],
+        instances: Mapping[InstanceId, Instance],
         guests: GuestPool,
         facts: ModelFacts,
         available: AvailableBytes,
@@ -161,7 +162,7 @@ class Coordinator(Operations[Migration]):
 
     # ---- instances that come and go
 
-    def adopt(self, instance: HostInstance) -> None:
+    def adopt(self, instance: Instance) -> None:
         """Add an instance that modules can move from and to."""
         self.hosts[instance.id] = HostState(instance, self.facts)
 

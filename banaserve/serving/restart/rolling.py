@@ -195,18 +195,17 @@ class RollingRestarts(Operations[RollingRestart]):
     ) -> None:
         instance = self._cluster.instance(InstanceId(line.instance))
         began_s = self._clock.now()
-        instance.is_leaving = True
         try:
-            line.state = "draining"
-            await self._drain(restart, line, instance, settings, timeout_s)
-            line.state = "starting"
-            await self._replace(instance, settings)
-            line.state = "done"
+            with instance.service.replacing():
+                line.state = "draining"
+                await self._drain(restart, line, instance, settings, timeout_s)
+                line.state = "starting"
+                await self._replace(instance, settings)
+                line.state = "done"
         except BaseException:
             line.state = "failed" if line.state == "starting" else "waiting"
             raise
         finally:
-            instance.is_leaving = False
             line.num_left, line.seconds = 0, self._clock.now() - began_s
 
     async def _replace(self, instance: Instance, settings: EngineSettings) -> None:

@@ -283,20 +283,19 @@ class Scaler(Operations[Scaling]):
 
     async def _remove(self, scaling: Scaling, name: InstanceId, until_s: float) -> None:
         instance = self._cluster.instance(name)
-        was_held = self._drains.leave(name)
+        self._drains.leave(name)
         scaling.leaving = name
         try:
             await self._empty(scaling, instance, until_s)
             scaling.now = f"{name}: modules beside it come home"
             await self._coordinator.vacate(name)
         except BaseException:
-            self._drains.is_back(name, was_held)
+            self._drains.is_back(name)
             self._coordinator.stays(name)
             raise
         scaling.now = f"{name}: ending"
         await self._cluster.remove(name)
         await self._coordinator.forget(name)
-        self._drains.is_gone(name)
         self._factory.discard(name)
         scaling.removed.append(name)
         scaling.leaving = ""
