@@ -112,13 +112,12 @@ def _status(control: Control, coordinator: Coordinator) -> Endpoint:
             control.executor.view(),
             coordinator,
             control.roles,
-            control.scaler.recent(),
+            control.scaler,
+            control.restarts,
+            control.nodes,
             control.controller.status(),
             control.routing,
             time.time(),
-            control.restarts.recent(),
-            control.nodes.recent(),
-            control.nodes.nodes(),
         )
         return answer(found)
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Mapping
 from math import inf
 
 from banaserve.base.clock import Clock
-from banaserve.base.errors import MigrationError, UserError
+from banaserve.base.errors import MigrationError, NoAnswerError, UserError
 from banaserve.base.names import check_known
 from banaserve.base.types import InstanceId, Role
 from banaserve.contracts.instances import RoleChange
 from banaserve.serving.instance import Instance
-from banaserve.serving.operations import Operations
+from banaserve.serving.operations import OperationAbortedError, Operations
 
 logger = logging.getLogger(__name__)
 _POLL_S = 0.02
@@ -69,16 +68,20 @@ class Roles(Operations[RoleChange]):
         instance, role = self._instances[InstanceId(name)], Role.of(role_name)
         self._check(instance, role, step_tokens)
         change = RoleChange(self._new_id(), name, instance.role.value, role.value, "draining")
-        self._keep(change)
         if role in (Role.COLOCATED, instance.role):
             drain_s = 0.0
         instance.service.begin_switch(role, drains=drain_s > 0)
-        self._carry_out(change, self._run(change, instance, role, timeout_s, drain_s, step_tokens))
+        work = self._switch(change, instance, role, timeout_s, drain_s, step_tokens)
+        self._carry_out(change, work)
         return change
 
     def _abort(self, state: RoleChange) -> None:
-        """Abort the switch at once: the instance keeps its role."""
+        """Show the end at once: the instance keeps its role."""
         state.state = "aborted"
+
+    def _ending_of(self, state: RoleChange, error: Exception) -> tuple[str, str]:
+        ending, reason = super()._ending_of(state, error)
+        return ending, f"NoAnswerError: {reason}" if isinstance(error, NoAnswerError) else reason
 
     @property
     def is_changing(self) -> bool:
@@ -134,7 +137,7 @@ class Roles(Operations[RoleChange]):
 
     # ---- running
 
-    async def _run(
+    async def _switch(
         self,
         change: RoleChange,
         instance: Instance,
@@ -143,24 +146,14 @@ class Roles(Operations[RoleChange]):
         drain_s: float,
         step_tokens: int,
     ) -> None:
-        began_s = self._clock.now()
         try:
             while True:
                 change.num_left = instance.inflight_requests
-                change.seconds = self._clock.now() - began_s
-                if ending := self._ending(change, instance, role, timeout_s):
-                    change.state, change.reason = ending
-                    break
+                self._check_goes_on(change, instance, role, timeout_s)
                 if not change.num_left or change.seconds >= drain_s:
-                    await self._adopt(change, instance, role, step_tokens)
                     break
                 await self._clock.sleep(_POLL_S)
-        except asyncio.CancelledError:
-            change.state, change.reason = "aborted", "the server stops"
-            raise
-        except Exception as broken:
-            logger.exception("the role switch %s of %s", change.id, change.instance)
-            change.state, change.reason = "failed", f"{type(broken).__name__}: {broken}"
+            await self._adopt(change, instance, role, step_tokens)
         finally:
             instance.service.end_switch()
 
@@ -172,27 +165,24 @@ class Roles(Operations[RoleChange]):
         try:
             await instance.take_budget(role, step_tokens)
             change.num_left = instance.inflight_requests
-            if ending := self._ending(change, instance, role, inf):
-                change.state, change.reason = ending
-                return
+            self._check_goes_on(change, instance, role, inf)
             if role is not instance.role:
                 instance.set_role(role)
-            change.state = "done"
             logger.info("instance %s is for %s from here on", instance.id, role.value)
         finally:
             if instance.role is not role and instance.is_ready:
                 await instance.take_budget(instance.role, before)
 
-    def _ending(
+    def _check_goes_on(
         self, change: RoleChange, instance: Instance, role: Role, timeout_s: float
-    ) -> tuple[str, str] | None:
-        """Return the final state and its reason if the role must not change; None if it may."""
-        if not change.is_open:
-            return change.state, change.reason
+    ) -> None:
+        """Raise the error that ends the switch if the role must not change."""
+        self._check_wanted(change)
         if not instance.is_ready:
-            return "failed", "the instance has ended"
+            raise MigrationError("the instance has ended")
         if left := self._left_alone(instance, role):
-            return "failed", f"no other instance serves {left.value} any more"
-        if change.num_left and change.seconds >= timeout_s:
-            return "timed out", f"{change.num_left} requests are left after {timeout_s:g} s"
-        return None
+            raise MigrationError(f"no other instance serves {left.value} any more")
+        if change.num_left and self._timed(change).seconds >= timeout_s:
+            raise OperationAbortedError(
+                f"{change.num_left} requests are left after {timeout_s:g} s", "timed out"
+            )
