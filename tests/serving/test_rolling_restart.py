@@ -259,6 +259,20 @@ async def test_one_restart_at_a_time_that_can_be_given_up(world: Made) -> None:
         one.restarts.abort(restart.id)
 
 
+async def test_a_restart_that_goes_back_can_be_given_up_too(world: Made) -> None:
+    one = await world()
+    one.engines["d0"].inflight_requests = 1  # a prompt, which cannot move
+    restart = await one.restarts.begin(RestartRequest("new"))
+    await until(lambda: restart.engines[1].num_left == 1)
+    one.engines["p0"].inflight_requests = 1
+    one.restarts.abort(restart.id)
+    await until(lambda: restart.state == "going back")
+    one.restarts.abort(restart.id)
+    found = await one.restarts.wait(restart.id, 30.0)
+    assert (found.state, found.reason) == ("aborted", "given up by an operator")
+    assert (states(found)["p0"], one.restarts.is_under_way) == ("waiting", False)
+
+
 async def test_what_is_refused_replaces_nothing(world: Made) -> None:
     one = await world()
     with pytest.raises(UserError, match="no engine could serve it"):
