@@ -67,6 +67,10 @@ class RoleChange(msgspec.Struct):
     def is_open(self) -> bool:
         return self.state == "draining"
 
+    def __str__(self) -> str:
+        """Return the progress of the switch, for people."""
+        return f"{self.instance} from {self.old} to {self.role}, {self.num_left} left"
+
 
 class DrainState(msgspec.Struct, frozen=True):
     """Drain state of an instance; sent over HTTP as JSON.
@@ -111,6 +115,10 @@ class Scaling(msgspec.Struct):
     @property
     def is_open(self) -> bool:
         return self.state in ("starting", "draining")
+
+    def __str__(self) -> str:
+        """Return the progress of the scaling, for people."""
+        return f"to {self.wanted}{_why_and_now(self)}"
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
@@ -160,6 +168,15 @@ class NodeChange(msgspec.Struct):
     @property
     def is_open(self) -> bool:
         return self.state in ("joining", "leaving")
+
+    def __str__(self) -> str:
+        """Return the progress of the change, for people."""
+        return f"{self.action} node {self.node}{_why_and_now(self)}"
+
+
+def _why_and_now(change: Scaling | NodeChange) -> str:
+    why = f" ({change.why})" if change.why else ""
+    return why + (f": {change.now}" if change.now else "")
 
 
 class Executor(Protocol):

@@ -162,6 +162,25 @@ class Migration(msgspec.Struct):
     def is_open(self) -> bool:
         return self.state in OPEN_STATES
 
+    @property
+    def reason(self) -> str:
+        """``error``, by the name that other operations give it."""
+        return self.error
+
+    @reason.setter
+    def reason(self, reason: str) -> None:
+        self.error = reason
+
+    def __str__(self) -> str:
+        """Return the progress of the migration, for people."""
+        what = "; ".join(f"{_short(move.modules)} {move.phase}" for move in self.moves)
+        return f"{self.host} to {self.to}: {what}" if self.to else f"home to {self.host}: {what}"
+
+
+def _short(words: str) -> str:
+    """Return ``words`` shortened: the heads of many layers would fill the screen."""
+    return words if len(words) <= 48 else f"{words[:45]}..."
+
 
 class OverlapRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Request to cut an instance's steps into at most ``max_microbatches``; 1 waits for guests."""

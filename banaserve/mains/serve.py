@@ -66,6 +66,7 @@ from banaserve.serving.client import DisaggregatedClient
 from banaserve.serving.cluster import Cluster
 from banaserve.serving.executor import MoveExecutor
 from banaserve.serving.instance import Instance
+from banaserve.serving.launch.budgets import Budgets
 from banaserve.serving.launch.engine_settings import RoleEngine
 from banaserve.serving.launch.launcher import Launcher
 from banaserve.serving.liveness.timeouts import ClusterTimeouts
@@ -80,7 +81,7 @@ from banaserve.serving.requests.trace_collection import TraceCollector
 from banaserve.serving.restart.admission import Admission
 from banaserve.serving.restart.rolling import Make, RollingRestarts
 from banaserve.serving.roles.drain import Drains
-from banaserve.serving.roles.role_switch import Budgets, Roles
+from banaserve.serving.roles.role_switch import Roles
 from banaserve.serving.scaling.autoscaler import Autoscaler
 from banaserve.serving.scaling.factory import InstanceFactory
 from banaserve.serving.scaling.node_changes import NodeChanges

@@ -136,12 +136,12 @@ class Cluster:
     @property
     def is_replacing(self) -> bool:
         """True if an engine is being replaced by a rolling restart."""
-        return any(one.is_leaving for one in self.instances.values())
+        return any(one.service.is_replaced for one in self.instances.values())
 
     @property
     def is_ready(self) -> bool:
         """True if every role has an instance that serves; instances being replaced are ignored."""
-        staying = [i for i in self.instances.values() if not i.is_leaving]
+        staying = [i for i in self.instances.values() if not i.service.is_replaced]
         serving = {i.role for i in staying if i.state is State.READY}
         return bool(serving) and serving == {i.role for i in staying}
 

@@ -42,13 +42,14 @@ from banaserve.engine.compat.engine_errors import last_error_in
 from banaserve.engine.kv_bytes import kv_token_bytes
 from banaserve.orchestrator.control.cluster_view import with_guests
 from banaserve.orchestrator.control.rebalancing import Stream
+from banaserve.serving.launch.budgets import Budgets
 from banaserve.serving.launch.engine_settings import EngineSettings, weights_of
 from banaserve.serving.launch.launcher import Launcher
 from banaserve.serving.monitoring import metrics
 from banaserve.serving.monitoring.engine_series import EngineSeries
 from banaserve.serving.monitoring.gpu_monitor import GpuMeter
 from banaserve.serving.monitoring.reports import ReportBoard
-from banaserve.serving.roles.role_switch import Budgets
+from banaserve.serving.service_state import ServiceState
 
 logger = logging.getLogger(__name__)
 DRAINED, REBALANCED = "drained", "rebalanced"
@@ -161,10 +162,8 @@ class Instance:
 
     Attributes:
         role: Legs that the router sends to the instance; the engine does not know its role.
-        is_draining: True during a role switch: the instance receives no new requests, and running
-            ones continue.
-        is_held: True if drained by an operator; the instance receives no requests until released.
-        is_leaving: True while its engine is being replaced; it receives no new requests.
+        state: State of the engine's process; changed only by the methods of this class.
+        service: State towards new requests, whatever the engine's state is.
         is_orphaned: True if its last engine died with the engine's parent or machine, so that no
             request is to blame.
         settings: Settings that its engine was started with, or will be started with.
@@ -191,9 +190,7 @@ class Instance:
         self.incarnation = 0
         self.pid = 0
         self.llm: compat.AsyncLLM | None = None
-        self.is_draining = False
-        self.is_held = False
-        self.is_leaving = False
+        self.service = ServiceState(instance_id)
         self.is_orphaned = False
         self.settings = EngineSettings(config, budgets)
         self._movable: dict[int, MovableLeg] = {}
@@ -603,13 +600,12 @@ class Instance:
     @property
     def takes_requests(self) -> bool:
         """True if the instance receives new requests."""
-        return self.is_ready and not (self.is_draining or self.is_held or self.is_leaving)
+        return self.is_ready and self.service.takes_requests
 
     @property
     def has_left_decode(self) -> bool:
         """True if the instance has stopped serving decode legs."""
-        is_out = self.is_draining or self.is_held or self.is_leaving
-        return is_out or self.role is Role.PREFILL
+        return not self.service.takes_requests or self.role is Role.PREFILL
 
     @property
     def has_lost_client(self) -> bool:

@@ -1,4 +1,14 @@
-"""Long operations: numbered, run in tasks, remembered after their end, and abortable."""
+"""Long operations: numbered, run in tasks, remembered after their end, and abortable.
+
+A subclass checks a request, makes a state with ``_new_id``, and gives it to ``_carry_out`` with the
+work to do. The operation's end follows from the end of the work, the same for all kinds:
+
+    the work returns                      done
+    it raises OperationAbortedError       aborted, or the state that the error names
+    it raises any other error             failed, with the error as the reason
+    the task is cancelled by an abort     aborted
+    the task is cancelled by ``stop``     aborted, because the server stops
+"""
 
 from __future__ import annotations
 
@@ -6,6 +16,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from banaserve.base.clock import Clock
@@ -18,12 +29,15 @@ class OperationState(Protocol):
     """State of one operation, as the admin API shows it.
 
     Attributes:
+        state: Word for the present state; ``is_open`` is true for the states before the end.
         seconds: Time since the operation began, or its duration once it has ended, in seconds.
+        reason: Reason why the operation is not done; empty if it is done or has not ended.
     """
 
     id: str
     state: str
     seconds: float
+    reason: str
 
     @property
     def is_open(self) -> bool: ...
@@ -33,7 +47,25 @@ State = TypeVar("State", bound=OperationState)
 
 
 class OperationAbortedError(BanaServeError):
-    """Error that ends an operation whose abort was requested."""
+    """Error that ends an operation on request, or because of a limit.
+
+    Attributes:
+        ending: State that the operation ends in.
+    """
+
+    def __init__(self, reason: str = "", ending: str = "aborted") -> None:
+        super().__init__(reason)
+        self.ending = ending
+
+
+@dataclass(slots=True)
+class _Run(Generic[State]):
+    """One operation; ``task`` is None if there was nothing to do."""
+
+    state: State
+    began_s: float
+    task: asyncio.Task[None] | None = None
+    is_aborting: bool = False
 
 
 class Operations(Generic[State]):
@@ -51,24 +83,26 @@ class Operations(Generic[State]):
         self._clock = clock
         self._num_kept = num_kept
         self._numbers = itertools.count(1)
-        self._states: dict[str, State] = {}
-        self._began_s: dict[str, float] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._aborting: set[str] = set()
+        self._runs: dict[str, _Run[State]] = {}
 
     def get(self, operation_id: str) -> State | None:
         """Return the operation with this id; None if it is unknown or forgotten."""
-        state = self._states.get(operation_id)
-        return self._timed(state) if state is not None else None
+        run = self._runs.get(operation_id)
+        return self._timed(run.state) if run is not None else None
 
     def recent(self) -> list[State]:
         """Return all remembered operations, the oldest first."""
-        return [self._timed(state) for state in self._states.values()]
+        return [self._timed(run.state) for run in self._runs.values()]
 
     @property
     def under_way(self) -> State | None:
         """First operation that has not ended; None if all have."""
-        return next((state for state in self._states.values() if state.is_open), None)
+        return next((run.state for run in self._runs.values() if run.state.is_open), None)
+
+    @property
+    def is_under_way(self) -> bool:
+        """True if an operation has not ended."""
+        return self.under_way is not None
 
     def abort(self, operation_id: str) -> State:
         """Ask for the end of an operation, and return without waiting for it.
@@ -76,23 +110,25 @@ class Operations(Generic[State]):
         Raises:
             MigrationError: There is no such operation, or the operation has ended.
         """
-        state = self._states.get(operation_id)
-        if state is None:
+        if (run := self._runs.get(operation_id)) is None:
             raise MigrationError(f"there is no {self._noun} {operation_id}")
+        state = run.state
         if not state.is_open:
             raise MigrationError(f"{self._noun} {operation_id} is {state.state}: nothing to abort")
+        run.is_aborting = True
         self._abort(state)
         return state
 
     async def wait(self, operation_id: str, timeout_s: float | None = None) -> State:
         """Return when the operation has ended, or after ``timeout_s`` seconds."""
-        if task := self._tasks.get(operation_id):
-            await asyncio.wait({task}, timeout=timeout_s)
-        return self._timed(self._states[operation_id])
+        run = self._runs[operation_id]
+        if run.task is not None:
+            await asyncio.wait({run.task}, timeout=timeout_s)
+        return self._timed(run.state)
 
     async def stop(self) -> None:
         """Cancel all running operations at once."""
-        tasks = list(self._tasks.values())
+        tasks = [run.task for run in self._runs.values() if run.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -102,30 +138,60 @@ class Operations(Generic[State]):
     def _new_id(self) -> str:
         return f"{self._prefix}{next(self._numbers)}"
 
-    def _keep(self, state: State) -> None:
+    def _keep(self, state: State) -> _Run[State]:
         """Remember a new operation; forget the oldest ones that have ended."""
-        self._states[state.id] = state
-        self._began_s[state.id] = self._clock.now()
-        for old in list(self._states)[: -self._num_kept]:
-            if not self._states[old].is_open:
-                del self._states[old], self._began_s[old]
+        run = self._runs[state.id] = _Run(state, self._clock.now())
+        for old in list(self._runs)[: -self._num_kept]:
+            if not self._runs[old].state.is_open:
+                del self._runs[old]
+        return run
 
     def _carry_out(self, state: State, work: Coroutine[Any, Any, None]) -> None:
-        """Start ``work`` in a task; its end is the end of the operation."""
-        task = self._tasks[state.id] = asyncio.create_task(work)
+        """Remember a new operation, and start ``work`` in a task."""
+        self._keep(state).task = asyncio.create_task(self._run(state, work))
 
-        def ended(_: asyncio.Task[None]) -> None:
-            self._tasks.pop(state.id, None)
-            self._aborting.discard(state.id)
+    async def _run(self, state: State, work: Coroutine[Any, Any, None]) -> None:
+        ending, reason = "aborted", "the server stops"
+        try:
+            await work
+            ending, reason = "done", ""
+        except asyncio.CancelledError:
+            if not self._is_aborting(state):
+                raise
+            reason = ""
+        except Exception as error:
+            ending, reason = self._ending_of(state, error)
+        finally:
+            self._timed(state)
+            self._end(state, ending, reason)
 
-        task.add_done_callback(ended)
+    def _ending_of(self, state: State, error: Exception) -> tuple[str, str]:
+        """Return the final state and the reason of an operation that ends with ``error``."""
+        if isinstance(error, OperationAbortedError):
+            return error.ending, str(error)
+        if isinstance(error, BanaServeError):
+            return "failed", str(error)
+        logger.error("%s %s", self._noun, state.id, exc_info=error)
+        return "failed", f"{type(error).__name__}: {error}"
+
+    def _end(self, state: State, ending: str, reason: str) -> None:
+        """Record the end of an operation; a subclass may count it and clear what it shows."""
+        state.state, state.reason = ending, reason
 
     def _abort(self, state: State) -> None:
-        """Make ``_is_aborting`` true, which the operation's task checks."""
-        self._aborting.add(state.id)
+        """Act on an abort at once; the operation's task learns of it by ``_check_wanted``."""
+
+    def _cancel(self, state: State) -> None:
+        """Cancel the operation's task where it waits; with an abort the end is ``aborted``."""
+        if (task := self._runs[state.id].task) is not None:
+            task.cancel()
 
     def _is_aborting(self, state: State) -> bool:
-        return state.id in self._aborting
+        return self._runs[state.id].is_aborting
+
+    def _forget_abort(self, state: State) -> None:
+        """Let an aborted operation do more work before its end."""
+        self._runs[state.id].is_aborting = False
 
     def _check_wanted(self, state: State) -> None:
         """Raise ``OperationAbortedError`` if the operation is to end."""
@@ -135,18 +201,5 @@ class Operations(Generic[State]):
     def _timed(self, state: State) -> State:
         """Update the time of an open operation, and return its state."""
         if state.is_open:
-            state.seconds = self._clock.now() - self._began_s[state.id]
+            state.seconds = self._clock.now() - self._runs[state.id].began_s
         return state
-
-    async def _outcome(self, state: State, work: Coroutine[Any, Any, None]) -> tuple[str, str]:
-        """Carry out ``work``; return the operation's final state and the reason for it."""
-        try:
-            await work
-        except OperationAbortedError:
-            return "aborted", ""
-        except BanaServeError as failed:
-            return "failed", str(failed)
-        except Exception as broken:
-            logger.exception("%s %s", self._noun, state.id)
-            return "failed", f"{type(broken).__name__}: {broken}"
-        return "done", ""

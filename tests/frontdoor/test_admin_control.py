@@ -134,7 +134,7 @@ async def test_a_drain_over_the_api(served):
     refused = await served.client.post("/admin/roles", json={"instance": "p1", "role": "decode"})
     assert "banaserve drain p1 --undo" in refused.json()["error"]["message"]
     last = await served.client.post("/admin/drains/p0")
-    assert (last.status_code, p0.is_held) == (409, False)
+    assert (last.status_code, p0.service.is_drained) == (409, False)
     assert "only one that serves prefill" in last.json()["error"]["message"]
     listed = (await served.client.get("/admin/status")).json()["instances"]
     assert {one["id"]: one["state"] for one in listed}["p1"] == "drained"
@@ -256,7 +256,7 @@ async def test_one_that_switches_its_role_is_not_drained(served):
     p1.inflight_requests = 1
     await served.client.post("/admin/roles", json={"instance": "p1", "role": "decode"})
     refused = await served.client.post("/admin/drains/p1")
-    assert (refused.status_code, p1.is_held) == (409, False)
+    assert (refused.status_code, p1.service.is_drained) == (409, False)
     assert "is switching its role" in refused.json()["error"]["message"]
 
 

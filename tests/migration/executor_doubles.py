@@ -13,6 +13,7 @@ from banaserve.base.types import InstanceId, InstanceReport, InstanceView, Role
 from banaserve.serving.executor import MoveExecutor
 from banaserve.serving.moves.guest_monitor import GuestMonitor
 from banaserve.serving.roles.role_switch import Roles
+from banaserve.serving.service_state import ServiceState
 
 FACTS = doubles.FACTS
 CONFIG = SimpleNamespace(
@@ -36,8 +37,7 @@ class Instance(doubles.Instance):
         super().__init__(name, cannot)
         self.role = Role.PREFILL if name.startswith("p") else Role.DECODE
         self.engine.vllm_config = CONFIG
-        self.is_draining = False
-        self.is_held = self.is_leaving = False
+        self.service = ServiceState(name)
         self.inflight_requests = 0
         self.keeps_streams = False
         self.num_changes = 0
@@ -60,13 +60,16 @@ class Instance(doubles.Instance):
         moved, self.inflight_requests = self.inflight_requests, 0
         return moved
 
+    @property
+    def takes_requests(self) -> bool:
+        return self.is_ready and self.service.takes_requests
+
     def view(self) -> InstanceView:
         report = InstanceReport(0, 0, 0.0, 0.0, 0.0)
-        ready = self.is_ready and not self.is_draining and not self.is_held
         return InstanceView(
             self.id,
             self.role,
-            ready,
+            self.takes_requests,
             report,
             0,
             0,

@@ -255,13 +255,13 @@ async def test_a_role_changes_when_nothing_is_left(world):
     switching = asyncio.create_task(
         world.executor.carry_out(step(SwitchRole(P1, Role.PREFILL, Role.DECODE)))
     )
-    await until(lambda: p1.is_draining)
+    await until(lambda: not p1.takes_requests)
     assert not world.executor.view().instances[P1].ready
     assert len(world.executor.view().under_way) == 1
     assert p1.role is Role.PREFILL
     p1.inflight_requests = 0
     assert (await switching).ending is Ending.DONE
-    assert (p1.role, p1.is_draining, p1.num_changes) == (Role.DECODE, False, 1)
+    assert (p1.role, p1.service.is_switching, p1.num_changes) == (Role.DECODE, False, 1)
     (change,) = world.roles.recent()
     assert (change.state, change.old, change.role) == ("done", "prefill", "decode")
 
@@ -288,7 +288,7 @@ async def test_a_step_size_changes_alone_and_with_a_role(world):
     d0 = world.instances[InstanceId("d0")]
     d0.inflight_requests = 3
     change = world.roles.begin("d0", d0.role.value, 20.0, step_tokens=512)
-    assert not d0.is_draining
+    assert d0.takes_requests
     assert (await world.roles.wait(change.id)).state == "done"
     assert (d0.role, d0.step_tokens) == (Role.DECODE, 512)
     with pytest.raises(MigrationError, match="for decode already"):
@@ -307,7 +307,7 @@ async def test_a_switch_that_takes_too_long_leaves_the_role(world):
     )
     assert outcome.ending is Ending.TIMED_OUT
     assert "3 requests are left" in outcome.reason
-    assert (p1.role, p1.is_draining, p1.num_changes) == (Role.PREFILL, False, 0)
+    assert (p1.role, p1.service.is_switching, p1.num_changes) == (Role.PREFILL, False, 0)
 
 
 async def test_a_switch_drains_as_long_as_it_may_cost(world):
@@ -315,7 +315,7 @@ async def test_a_switch_drains_as_long_as_it_may_cost(world):
     p1.inflight_requests = 3
     switch = replace(step(SwitchRole(P1, Role.PREFILL, Role.DECODE)), cost_s=0.05)
     assert (await world.executor.carry_out(switch)).ending is Ending.DONE
-    assert (p1.role, p1.is_draining, p1.inflight_requests) == (Role.DECODE, False, 3)
+    assert (p1.role, p1.service.is_switching, p1.inflight_requests) == (Role.DECODE, False, 3)
     (change,) = world.roles.recent()
     assert (change.state, change.num_left) == ("done", 3)
 
@@ -420,7 +420,7 @@ def _checking(instances: Any, own: Any, alone: list[Any]) -> Any:
 
     def checked(role: Role) -> None:
         set_role(role)
-        serving = [one.role for one in instances if one is own or not one.is_draining]
+        serving = [one.role for one in instances if one is own or one.takes_requests]
         if not _covers(serving):
             alone.append(serving)
 
@@ -446,7 +446,10 @@ async def test_a_death_ends_a_switch(world, ends, left):
     world.instances[ends].die()
     world.instances[P1].inflight_requests = left
     assert (await world.roles.wait(change.id)).state == "failed"
-    assert (world.instances[P1].role, world.instances[P1].is_draining) == (Role.PREFILL, False)
+    assert (world.instances[P1].role, world.instances[P1].service.is_switching) == (
+        Role.PREFILL,
+        False,
+    )
 
 
 async def test_switches_that_cannot_be(world):
@@ -480,7 +483,10 @@ async def test_whatever_goes_wrong_in_a_switch_ends_it(world, monkeypatch):
     outcome = await world.executor.carry_out(step(SwitchRole(P1, Role.PREFILL, Role.DECODE)))
     assert (outcome.ending, outcome.reason) == (Ending.FAILED, "RuntimeError: no such role here")
     assert world.executor.view().under_way == ()
-    assert (world.instances[P1].role, world.instances[P1].is_draining) == (Role.PREFILL, False)
+    assert (world.instances[P1].role, world.instances[P1].service.is_switching) == (
+        Role.PREFILL,
+        False,
+    )
 
 
 async def test_the_engine_takes_the_budget_of_its_role(world, monkeypatch):
@@ -513,11 +519,11 @@ async def test_a_switch_that_is_given_up_while_the_engine_answers_changes_nothin
 
     p1.take_budget = slow
     change = world.roles.begin("p1", "decode", 60)
-    await until(lambda: change.num_left == 0 and p1.is_draining)
+    await until(lambda: change.num_left == 0 and not p1.takes_requests)
     world.roles.abort(change.id)
     answers.set()
     assert (await world.roles.wait(change.id)).state == "aborted"
-    assert (p1.role, p1.budget, p1.is_draining) == (Role.PREFILL, Role.PREFILL, False)
+    assert (p1.role, p1.budget, p1.service.is_switching) == (Role.PREFILL, Role.PREFILL, False)
 
 
 # ---- what is asked again, and what is forgotten

@@ -47,6 +47,7 @@ from banaserve.serving.requests.disagg_request import RequestContext
 from banaserve.serving.requests.intake import Blockers
 from banaserve.serving.requests.lora import Adapters
 from banaserve.serving.requests.router import Router
+from banaserve.serving.service_state import ServiceState
 from banaserve.serving.tracing.request_log import RequestNotes
 
 MAX_MODEL_LEN = 16
@@ -377,7 +378,9 @@ def router_of(instances: list[Any], policy: NamedPolicy) -> Router:
 
 def _viewed(name: str) -> SimpleNamespace:
     view = InstanceView(InstanceId(name), Role.COLOCATED, True, None, 0, 0, 1.0)
-    return SimpleNamespace(id=view.id, view=lambda _: view, weights="w", is_leaving=False, node="")
+    return SimpleNamespace(
+        id=view.id, view=lambda _: view, weights="w", service=ServiceState(view.id), node=""
+    )
 
 
 class _Broken:

@@ -77,7 +77,7 @@ async def test_one_that_leaves_is_drained_once_others_serve(served: Served) -> N
     served.factory.may_start.clear()
     begun = served.changes.begin_remove("b", 20.0, are_replaced=True)
     await until(lambda: len(served.factory.made) == 2)
-    assert not served.instance("p1").is_held, "it serves while others start"
+    assert not served.instance("p1").service.is_drained, "it serves while others start"
     assert [node.state for node in served.changes.nodes()] == ["ready", "leaving"]
     served.factory.may_start.set()
     done = await served.changes.wait(begun.id, 30.0)
@@ -102,12 +102,18 @@ async def test_streams_that_do_not_end_keep_the_node(served: Served) -> None:
         "failed",
         "node b has instances still: 2 requests are left on p1: it stays",
     )
-    assert (p1.is_held, [node.state for node in served.changes.nodes()]) == (False, ["ready"] * 2)
+    assert (p1.service.is_drained, [node.state for node in served.changes.nodes()]) == (
+        False,
+        ["ready"] * 2,
+    )
     begun = served.changes.begin_remove("b", 20.0, are_replaced=False)
-    await until(lambda: p1.is_held)
+    await until(lambda: p1.service.is_drained)
     served.changes.abort(begun.id)
     assert (await served.changes.wait(begun.id, 30.0)).state == "aborted"
-    assert (p1.is_held, [node.state for node in served.changes.nodes()]) == (False, ["ready"] * 2)
+    assert (p1.service.is_drained, [node.state for node in served.changes.nodes()]) == (
+        False,
+        ["ready"] * 2,
+    )
     assert served.scaler.recent()[-1].state == "aborted"
 
 

@@ -30,6 +30,7 @@ from banaserve.serving.liveness.timeouts import ClusterTimeouts
 from banaserve.serving.requests.leg_output import LegMovedError, LegOutputCollector
 from banaserve.serving.restart.options import check_fits, check_options
 from banaserve.serving.restart.rolling import RollingRestarts
+from banaserve.serving.service_state import ServiceState
 from waiting import until
 
 NOTHING: Any = SimpleNamespace()
@@ -44,7 +45,7 @@ class Engine:
         self.id, self.role, self.state = InstanceId(name), role, State.STARTING
         self.settings, self.llm = OLD, None
         self.is_local = self.has_machine = True
-        self.is_draining = self.is_held = self.is_leaving = self.has_lost_client = False
+        self.service, self.has_lost_client = ServiceState(name), False
         self.pid = self.inflight_requests = self.num_movable = 0
         self.started: list[str] = []
         self.num_moves = 0
@@ -64,7 +65,7 @@ class Engine:
 
     @property
     def takes_requests(self) -> bool:
-        return self.is_ready and not self.is_leaving
+        return self.is_ready and self.service.takes_requests
 
     async def start(self, _: float) -> None:
         self.started.append(self.weights)
@@ -178,7 +179,7 @@ async def test_all_engines_are_replaced_and_none_is_blamed(world: Made) -> None:
     assert one.checked == [(name, "new") for name in ("p0", "d0", "p1", "d1")]
     assert {tuple(engine.started) for engine in one.engines.values()} == {("old", "new")}
     assert (one.restarts.settings.weights, one.forgotten) == ("new", ["new"])
-    assert not any(engine.is_leaving for engine in one.engines.values())
+    assert not any(engine.service.is_replaced for engine in one.engines.values())
 
 
 @pytest.mark.parametrize(
@@ -230,7 +231,7 @@ async def test_streams_that_no_other_can_take_are_waited_for(world: Made) -> Non
     last.inflight_requests = last.num_movable = 3
     restart = await one.restarts.begin(RestartRequest("new"))
     await until(lambda: restart.engines[1].num_left == 3)
-    assert (last.num_moves, last.state, last.is_leaving) == (0, State.READY, True)
+    assert (last.num_moves, last.state, last.service.is_replaced) == (0, State.READY, True)
     assert str(restart) == "1 of 4 engines replaced; d0 draining, 3 left"
     last.inflight_requests = last.num_movable = 0
     assert (await one.restarts.wait(restart.id, 30.0)).state == "done"
@@ -256,6 +257,20 @@ async def test_one_restart_at_a_time_that_can_be_given_up(world: Made) -> None:
     assert set(one.weights.values()) == {"old"}
     with pytest.raises(MigrationError, match="nothing to abort"):
         one.restarts.abort(restart.id)
+
+
+async def test_a_restart_that_goes_back_can_be_given_up_too(world: Made) -> None:
+    one = await world()
+    one.engines["d0"].inflight_requests = 1  # a prompt, which cannot move
+    restart = await one.restarts.begin(RestartRequest("new"))
+    await until(lambda: restart.engines[1].num_left == 1)
+    one.engines["p0"].inflight_requests = 1
+    one.restarts.abort(restart.id)
+    await until(lambda: restart.state == "going back")
+    one.restarts.abort(restart.id)
+    found = await one.restarts.wait(restart.id, 30.0)
+    assert (found.state, found.reason) == ("aborted", "given up by an operator")
+    assert (states(found)["p0"], one.restarts.is_under_way) == ("waiting", False)
 
 
 async def test_what_is_refused_replaces_nothing(world: Made) -> None:

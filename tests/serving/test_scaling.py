@@ -244,12 +244,12 @@ async def test_what_is_left_stays_and_serves(served: Served) -> None:
     p0.inflight_requests, p1.inflight_requests, p1.keeps_streams = 2, 1, True
     late = await served.scaled(1, 2, timeout_s=0.05)
     assert (late.state, late.reason) == ("failed", "1 requests are left on p1: it stays")
-    assert (p1.is_held, served.ids) == (False, ["d0", "p0", "p1", "x0"])
+    assert (p1.service.is_drained, served.ids) == (False, ["d0", "p0", "p1", "x0"])
     begun = served.scaler.begin(InstanceCounts(1, 2), 20.0)
-    await until(lambda: p1.is_held)
+    await until(lambda: p1.service.is_drained)
     served.scaler.abort(begun.id)
     assert (await served.scaler.wait(begun.id, 30.0)).state == "aborted"
-    assert not p1.is_held
+    assert not p1.service.is_drained
 
 
 async def test_modules_beside_one_that_leaves_come_home_first(
@@ -282,7 +282,10 @@ async def test_one_whose_modules_cannot_come_home_stays(served: Served) -> None:
     ended = await served.scaled(1, 2)
     assert ended.state == "failed"
     assert "of d0 cannot come home from p0: " in ended.reason
-    assert (served.world.instances[InstanceId("p0")].is_held, served.ids[1]) == (False, "p0")
+    assert (served.world.instances[InstanceId("p0")].service.is_drained, served.ids[1]) == (
+        False,
+        "p0",
+    )
     await done(coordinator, MoveLayers("d0", "p0", (0, 2)))  # it may take modules again
 
 

@@ -20,11 +20,11 @@ from banaserve.orchestrator.planner.candidates.planning import changes_of
 from banaserve.orchestrator.planner.options import ElasticOptions
 from banaserve.serving.cluster import Cluster
 from banaserve.serving.instance import State
+from banaserve.serving.launch.budgets import Budgets
 from banaserve.serving.liveness import probe as probes
 from banaserve.serving.liveness.probe import LivenessProbe
 from banaserve.serving.liveness.timeouts import ClusterTimeouts
 from banaserve.serving.requests.prefix_lookup import PrefixLookups
-from banaserve.serving.roles.role_switch import Budgets
 from waiting import until
 
 

@@ -27,6 +27,7 @@ from banaserve.serving.launch.engine_settings import EngineSettings
 from banaserve.serving.launch.launcher import SpawnLauncher
 from banaserve.serving.liveness import probe, supervisor
 from banaserve.serving.liveness.timeouts import ClusterTimeouts
+from banaserve.serving.service_state import ServiceState
 from waiting import until
 
 
@@ -126,7 +127,7 @@ class Mortal:
 
     def __init__(self, *starts: Exception | None) -> None:
         self.id, self.role, self.state = InstanceId("x1"), Role.DECODE, State.STARTING
-        self.has_lost_client = self.is_held = self.is_leaving = False
+        self.service, self.has_lost_client = ServiceState("x1"), False
         self.pid = self.num_kills = self.num_probes = 0
         self.has_machine = self.is_local = True
         self.report: Any = None

@@ -52,6 +52,7 @@ from banaserve.serving import instance as instances
 from banaserve.serving.client import DisaggregatedClient
 from banaserve.serving.cluster import Cluster
 from banaserve.serving.instance import Inflight, Instance, State
+from banaserve.serving.launch.budgets import Budgets
 from banaserve.serving.launch.engine_settings import EngineSettings
 from banaserve.serving.liveness import probe
 from banaserve.serving.liveness.timeouts import ClusterTimeouts
@@ -63,7 +64,7 @@ from banaserve.serving.requests.router import Router, WeightsReplacedError
 from banaserve.serving.requests.suspects import MAX_DEATHS, EnginesDiedError
 from banaserve.serving.restart.rolling import RollingRestarts
 from banaserve.serving.roles.drain import Drains
-from banaserve.serving.roles.role_switch import Budgets, Roles
+from banaserve.serving.roles.role_switch import Roles
 from banaserve.serving.scaling.plan import InstanceCounts
 from banaserve.serving.scaling.scaler import Scaler
 from banaserve.serving.tracing.request_log import RequestLog
@@ -293,7 +294,7 @@ class Server:
             await until(lambda: not self._is_changing)
             await asyncio.sleep(2.0 * TIMEOUTS.spin_s)  # one that stands still is found
             for name, one in self.cluster.instances.items():
-                if one.is_held:
+                if one.service.is_drained:
                     self.drains.release(name)
             await until(lambda: all(one.takes_requests for one in self.cluster.instances.values()))
             await until(lambda: not (self.store.is_hung or self.store.is_away))

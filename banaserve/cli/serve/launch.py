@@ -81,8 +81,8 @@ def prepared(
     from banaserve.engine import engine_args
     from banaserve.engine.compat.config import is_on_cpu
     from banaserve.mains.serve import Parts, scheme_of
+    from banaserve.serving.launch.budgets import Budgets
     from banaserve.serving.launch.launcher import Launcher, SpawnLauncher
-    from banaserve.serving.roles.role_switch import Budgets
 
     set_environment()
     store_socket = str(run.sockets / "kv")
@@ -258,9 +258,9 @@ class SettingsMaker:
             UserError: No engine could serve with the new settings.
         """
         from banaserve.engine import engine_args
+        from banaserve.serving.launch.budgets import Budgets
         from banaserve.serving.launch.engine_settings import EngineSettings, weights_of
         from banaserve.serving.restart.options import check_fits, check_options
-        from banaserve.serving.roles.role_switch import Budgets
 
         check_options(options)
         if not (model_name or options) and weights_of(current.config) == current.weights:

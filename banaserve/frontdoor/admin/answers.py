@@ -1,14 +1,14 @@
-"""Answers and refusals of the admin API's endpoints."""
+"""Routes of the admin API, with their answers and refusals."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from banaserve.base.errors import InstanceDeadError, MigrationError, UserError
 from banaserve.frontdoor.error_answers import error_response
@@ -16,7 +16,8 @@ from banaserve.frontdoor.error_answers import error_response
 PREFIX = "/admin"
 _MAX_WAIT_S = 30.0
 
-Endpoint = Callable[[Request], Awaitable[Response]]
+Endpoint = Callable[..., Awaitable[Response]]
+"""Function of what its route gives and of a request."""
 
 
 def answer(value: object, status: int = 200) -> Response:
@@ -24,13 +25,15 @@ def answer(value: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
-def refusing(endpoint: Endpoint) -> Endpoint:
-    """Wrap ``endpoint``: turn the errors it raises into a status and one line."""
+def route(path: str, endpoint: Endpoint, *given: object, method: str = "GET") -> Route:
+    """Return the route of ``endpoint`` below ``/admin``; ``given`` are its first arguments.
 
-    @functools.wraps(endpoint)
+    Errors that the endpoint raises become a status and one line.
+    """
+
     async def answered(request: Request) -> Response:
         try:
-            return await endpoint(request)
+            return await endpoint(*given, request)
         except MigrationError as refused:
             return error_response(HTTPStatus.CONFLICT, str(refused))
         except InstanceDeadError as gone:
@@ -38,7 +41,7 @@ def refusing(endpoint: Endpoint) -> Endpoint:
         except (UserError, msgspec.DecodeError) as wrong:
             return error_response(HTTPStatus.BAD_REQUEST, str(wrong))
 
-    return answered
+    return Route(PREFIX + path, answered, methods=[method])
 
 
 def not_found(what: str, request: Request) -> Response:

@@ -10,7 +10,6 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from banaserve.contracts.migration_api import (
@@ -19,7 +18,7 @@ from banaserve.contracts.migration_api import (
     OverlapRequest,
     ShareRequest,
 )
-from banaserve.frontdoor.admin.answers import PREFIX, Endpoint, answer, refusing
+from banaserve.frontdoor.admin.answers import PREFIX, answer, route
 from banaserve.frontdoor.admin.control import Control, control_routes
 from banaserve.frontdoor.admin.live import LivePage, live_routes
 from banaserve.frontdoor.admin.old_names import renamed, with_old_names
@@ -92,11 +91,11 @@ def admin_app(
 ) -> ASGIApp:
     """Return the endpoints without the key check, those of the optional parts where given."""
     routes = [
-        Route(f"{PREFIX}/placement", _placement(coordinator, control)),
+        route("/placement", _placement, coordinator, control),
         *operation_routes("migrations", "migration", coordinator, _migrations, coordinator.begin),
-        Route(f"{PREFIX}/overlap", _overlap(coordinator), methods=["POST"]),
-        Route(f"{PREFIX}/share", _share(coordinator), methods=["POST"]),
-        Route(f"{PREFIX}/expert-load", _expert_load(coordinator), methods=["POST"]),
+        route("/overlap", _overlap, coordinator, method="POST"),
+        route("/share", _share, coordinator, method="POST"),
+        route("/expert-load", _expert_load, coordinator, method="POST"),
     ]
     if control is not None:
         routes += control_routes(control, coordinator)
@@ -107,42 +106,26 @@ def admin_app(
     return Starlette(routes=routes)
 
 
-def _placement(coordinator: Coordinator, control: Control | None) -> Endpoint:
-    @refusing
-    async def placement(_: Request) -> Response:
-        found = await placement_of(coordinator)
-        if control is not None:
-            found = msgspec.structs.replace(found, nodes=control.nodes.nodes())
-        return answer(with_old_names(found))
-
-    return placement
+async def _placement(coordinator: Coordinator, control: Control | None, _: Request) -> Response:
+    found = await placement_of(coordinator)
+    if control is not None:
+        found = msgspec.structs.replace(found, nodes=control.nodes.nodes())
+    return answer(with_old_names(found))
 
 
-def _overlap(coordinator: Coordinator) -> Endpoint:
-    @refusing
-    async def overlap(request: Request) -> Response:
-        ask = msgspec.json.decode(renamed(await request.body()), type=OverlapRequest)
-        return answer(with_old_names(await coordinator.overlap(ask)))
-
-    return overlap
+async def _overlap(coordinator: Coordinator, request: Request) -> Response:
+    ask = msgspec.json.decode(renamed(await request.body()), type=OverlapRequest)
+    return answer(with_old_names(await coordinator.overlap(ask)))
 
 
-def _share(coordinator: Coordinator) -> Endpoint:
-    @refusing
-    async def bound(request: Request) -> Response:
-        ask = msgspec.json.decode(await request.body(), type=ShareRequest)
-        return answer(await share(coordinator, ask))
-
-    return bound
+async def _share(coordinator: Coordinator, request: Request) -> Response:
+    ask = msgspec.json.decode(await request.body(), type=ShareRequest)
+    return answer(await share(coordinator, ask))
 
 
-def _expert_load(coordinator: Coordinator) -> Endpoint:
-    @refusing
-    async def load(request: Request) -> Response:
-        ask = msgspec.json.decode(await request.body(), type=ExpertLoadRequest)
-        return answer(await coordinator.expert_load(ask))
-
-    return load
+async def _expert_load(coordinator: Coordinator, request: Request) -> Response:
+    ask = msgspec.json.decode(await request.body(), type=ExpertLoadRequest)
+    return answer(await coordinator.expert_load(ask))
 
 
 def _is_admin(scope: Scope) -> bool:

@@ -14,14 +14,7 @@ from starlette.routing import Route
 from banaserve.contracts.control_api import NodeRequest, PauseRequest, RoleRequest, ScaleRequest
 from banaserve.contracts.instances import NodeChange, RoleChange, Scaling
 from banaserve.contracts.restart_api import RestartRequest
-from banaserve.frontdoor.admin.answers import (
-    PREFIX,
-    Endpoint,
-    answer,
-    last_of,
-    refusing,
-    wait_s_of,
-)
+from banaserve.frontdoor.admin.answers import answer, last_of, route, wait_s_of
 from banaserve.frontdoor.admin.operations import operation_routes
 from banaserve.frontdoor.admin.status import status_of
 from banaserve.orchestrator.control.routing.named import NamedPolicy
@@ -66,13 +59,13 @@ class Control:
 
 def control_routes(control: Control, coordinator: Coordinator) -> list[Route]:
     return [
-        Route(f"{PREFIX}/status", _status(control, coordinator)),
-        Route(f"{PREFIX}/decisions", _decisions(control)),
-        Route(f"{PREFIX}/orchestrator", _controller(control), methods=["GET"]),
-        Route(f"{PREFIX}/orchestrator", _pause(control), methods=["POST"]),
-        Route(f"{PREFIX}/drains/{{id}}", _drain_begin(control), methods=["POST"]),
-        Route(f"{PREFIX}/drains/{{id}}", _drain_show(control), methods=["GET"]),
-        Route(f"{PREFIX}/drains/{{id}}", _drain_release(control), methods=["DELETE"]),
+        route("/status", _status, control, coordinator),
+        route("/decisions", _decisions, control),
+        route("/orchestrator", _controller, control),
+        route("/orchestrator", _pause, control, method="POST"),
+        route("/drains/{id}", _drain_begin, control, method="POST"),
+        route("/drains/{id}", _drain_show, control),
+        route("/drains/{id}", _drain_release, control, method="DELETE"),
         *operation_routes(
             "roles",
             "role switch",
@@ -87,7 +80,7 @@ def control_routes(control: Control, coordinator: Coordinator) -> list[Route]:
             msgspec.json.Decoder(ScaleRequest),
             control.begin_scaling,
         ),
-        Route(f"{PREFIX}/nodes", _nodes(control)),
+        route("/nodes", _nodes, control),
         *operation_routes(
             "node-changes",
             "change of nodes",
@@ -105,83 +98,48 @@ def control_routes(control: Control, coordinator: Coordinator) -> list[Route]:
     ]
 
 
-def _status(control: Control, coordinator: Coordinator) -> Endpoint:
-    @refusing
-    async def status(_: Request) -> Response:
-        found = status_of(
-            control.executor.view(),
-            coordinator,
-            control.roles,
-            control.scaler.recent(),
-            control.controller.status(),
-            control.routing,
-            time.time(),
-            control.restarts.recent(),
-            control.nodes.recent(),
-            control.nodes.nodes(),
-        )
-        return answer(found)
-
-    return status
+async def _status(control: Control, coordinator: Coordinator, _: Request) -> Response:
+    found = status_of(
+        control.executor.view(),
+        coordinator,
+        control.roles,
+        control.scaler,
+        control.restarts,
+        control.nodes,
+        control.controller.status(),
+        control.routing,
+        time.time(),
+    )
+    return answer(found)
 
 
-def _nodes(control: Control) -> Endpoint:
-    @refusing
-    async def nodes(_: Request) -> Response:
-        return answer(control.nodes.nodes())
-
-    return nodes
+async def _nodes(control: Control, _: Request) -> Response:
+    return answer(control.nodes.nodes())
 
 
-def _decisions(control: Control) -> Endpoint:
-    """Return the endpoint of decisions, the oldest first; ``?last=20``: only the last 20."""
-
-    @refusing
-    async def decisions(request: Request) -> Response:
-        return answer(control.controller.log.last(last_of(request)))
-
-    return decisions
+async def _decisions(control: Control, request: Request) -> Response:
+    """Return decisions, the oldest first; ``?last=20``: only the last 20."""
+    return answer(control.controller.log.last(last_of(request)))
 
 
-def _controller(control: Control) -> Endpoint:
-    @refusing
-    async def controller(_: Request) -> Response:
-        return answer(control.controller.status())
-
-    return controller
+async def _controller(control: Control, _: Request) -> Response:
+    return answer(control.controller.status())
 
 
-def _pause(control: Control) -> Endpoint:
-    @refusing
-    async def pause(request: Request) -> Response:
-        ask = msgspec.json.decode(await request.body(), type=PauseRequest)
-        control.controller.set_paused(ask.paused)
-        return answer(control.controller.status())
-
-    return pause
+async def _pause(control: Control, request: Request) -> Response:
+    ask = msgspec.json.decode(await request.body(), type=PauseRequest)
+    control.controller.set_paused(ask.paused)
+    return answer(control.controller.status())
 
 
-def _drain_begin(control: Control) -> Endpoint:
-    @refusing
-    async def begin(request: Request) -> Response:
-        return answer(control.drains.begin(request.path_params["id"]), HTTPStatus.ACCEPTED)
-
-    return begin
+async def _drain_begin(control: Control, request: Request) -> Response:
+    return answer(control.drains.begin(request.path_params["id"]), HTTPStatus.ACCEPTED)
 
 
-def _drain_show(control: Control) -> Endpoint:
-    """Return the endpoint of a drain; ``?wait_s=5``: wait up to 5 s until nothing is left."""
-
-    @refusing
-    async def show(request: Request) -> Response:
-        return answer(await control.drains.state(request.path_params["id"], wait_s_of(request)))
-
-    return show
+async def _drain_show(control: Control, request: Request) -> Response:
+    """Return the state of a drain; ``?wait_s=5``: wait up to 5 s until nothing is left."""
+    return answer(await control.drains.state(request.path_params["id"], wait_s_of(request)))
 
 
-def _drain_release(control: Control) -> Endpoint:
-    @refusing
-    async def release(request: Request) -> Response:
-        return answer(control.drains.release(request.path_params["id"]))
-
-    return release
+async def _drain_release(control: Control, request: Request) -> Response:
+    return answer(control.drains.release(request.path_params["id"]))

@@ -76,11 +76,12 @@ class LivePage:
             control.executor.view(),
             coordinator,
             control.roles,
-            control.scaler.recent(),
+            control.scaler,
+            control.restarts,
+            None,
             control.controller.status(),
             control.routing,
             time.time(),
-            control.restarts.recent(),
         )
         away = {
             host.id: [

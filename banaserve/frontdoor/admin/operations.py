@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from banaserve.frontdoor.admin.answers import PREFIX, answer, not_found, refusing, wait_s_of
+from banaserve.frontdoor.admin.answers import answer, not_found, route, wait_s_of
 from banaserve.serving.operations import Operations, OperationState
 
 A = TypeVar("A")
@@ -38,16 +38,13 @@ def operation_routes(
         begin: Function that begins an operation; raises ``MigrationError`` if it refuses.
     """
 
-    @refusing
     async def list_recent(_: Request) -> Response:
         return answer(operations.recent())
 
-    @refusing
     async def begin_one(request: Request) -> Response:
         ask = decoder.decode(await request.body())
         return answer(await begin(ask), HTTPStatus.ACCEPTED)
 
-    @refusing
     async def show(request: Request) -> Response:
         found = operations.get(request.path_params["id"])
         if found is None:
@@ -57,17 +54,15 @@ def operation_routes(
             found = await operations.wait(found.id, wait_s)
         return answer(found)
 
-    @refusing
     async def abort(request: Request) -> Response:
         found = operations.get(request.path_params["id"])
         if found is None:
             return not_found(noun, request)
         return answer(operations.abort(found.id), HTTPStatus.ACCEPTED)
 
-    everything, one = f"{PREFIX}/{plural}", f"{PREFIX}/{plural}/{{id}}"
     return [
-        Route(everything, list_recent, methods=["GET"]),
-        Route(everything, begin_one, methods=["POST"]),
-        Route(one, show, methods=["GET"]),
-        Route(one, abort, methods=["DELETE"]),
+        route(f"/{plural}", list_recent),
+        route(f"/{plural}", begin_one, method="POST"),
+        route(f"/{plural}/{{id}}", show),
+        route(f"/{plural}/{{id}}", abort, method="DELETE"),
     ]

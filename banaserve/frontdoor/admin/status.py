@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from typing import Any
 
 from banaserve.base.types import ClusterView, InstanceView
 from banaserve.contracts.control_api import ControllerStatus, InstanceStatus, MoveLine, ServerStatus
-from banaserve.contracts.instances import NodeChange, NodeStatus, Scaling
 from banaserve.contracts.migration_api import Migration
 from banaserve.contracts.restart_api import RollingRestart
 from banaserve.orchestrator.control.measure import judge, load_of
@@ -15,30 +14,36 @@ from banaserve.orchestrator.control.routing.named import NamedPolicy
 from banaserve.orchestrator.planner.loop.decision_format import pressure_words
 from banaserve.serving.executor import seconds_of
 from banaserve.serving.moves.coordinator import Coordinator
+from banaserve.serving.operations import Operations, OperationState
+from banaserve.serving.restart.rolling import RollingRestarts
 from banaserve.serving.roles.role_switch import Roles
+from banaserve.serving.scaling.node_changes import NodeChanges
+from banaserve.serving.scaling.scaler import Scaler
 
-_OPEN = ("waiting", "running", "draining", "starting", "going back", "joining", "leaving")
 _ENDED_SHOWN = 5
-_WORDS_SHOWN = 48
 
 
 def status_of(
     view: ClusterView,
     coordinator: Coordinator,
     roles: Roles,
-    scalings: Iterable[Scaling],
+    scaler: Scaler,
+    restarts: RollingRestarts,
+    node_changes: NodeChanges | None,
     controller: ControllerStatus,
     routing: NamedPolicy,
     at_s: float,
-    restarts: Sequence[RollingRestart] = (),
-    node_changes: Iterable[NodeChange] = (),
-    nodes: Sequence[NodeStatus] = (),
 ) -> ServerStatus:
-    """Return instances, their moves, nodes and the controller; ``at_s`` is seconds since 1970."""
+    """Return instances, operations, nodes and the controller.
+
+    Args:
+        node_changes: Changes of nodes; None leaves out nodes.
+        at_s: Present time, in seconds since 1970.
+    """
     left_out = judge(view).left_out
     replaced = {
         one.instance
-        for restart in restarts
+        for restart in restarts.recent()
         if restart.is_open
         for one in restart.engines
         if one.state in ("draining", "starting")
@@ -47,67 +52,28 @@ def status_of(
         _instance(one, view, coordinator, roles, str(left_out.get(name, "")), name in replaced)
         for name, one in view.instances.items()
     ]
-    moves = [_migration_line(migration) for migration in coordinator.recent()]
-    moves += [
-        MoveLine(
-            change.id,
-            f"{change.instance} from {change.old} to {change.role}, {change.num_left} left",
-            change.state,
-            change.seconds,
-            change.reason,
-        )
-        for change in roles.recent()
-    ]
-    moves += [_scaling_line(scaling) for scaling in scalings]
-    moves += [_restart_line(restart) for restart in restarts]
-    moves += [_node_line(change) for change in node_changes]
-    ended = [move for move in moves if not _is_open(move)]
-    kept = [move for move in moves if _is_open(move)] + ended[-_ENDED_SHOWN:]
+    kinds: list[Operations[Any]] = [coordinator, roles, scaler, restarts]
+    if node_changes is not None:
+        kinds.append(node_changes)
+    operations: list[OperationState] = [one for kind in kinds for one in kind.recent()]
+    ended = [one for one in operations if not one.is_open]
+    shown = [one for one in operations if one.is_open] + ended[-_ENDED_SHOWN:]
     return ServerStatus(
         at_s,
         instances,
-        kept,
+        [_line(one) for one in shown],
         controller,
         routing.name,
         routing.package,
-        list(nodes),
+        node_changes.nodes() if node_changes is not None else [],
         pressure_words(view.back_pressure),
     )
 
 
-def _is_open(move: MoveLine) -> bool:
-    return move.state in _OPEN
-
-
-def _migration_line(migration: Migration) -> MoveLine:
-    what = "; ".join(f"{_short(move.modules)} {move.phase}" for move in migration.moves)
-    where = f"{migration.host} to {migration.to}" if migration.to else f"home to {migration.host}"
-    seconds = seconds_of(migration)
-    return MoveLine(migration.id, f"{where}: {what}", migration.state, seconds, migration.error)
-
-
-def _scaling_line(scaling: Scaling) -> MoveLine:
-    why = f" ({scaling.why})" if scaling.why else ""
-    now = f": {scaling.now}" if scaling.now else ""
-    what = f"to {scaling.wanted}{why}{now}"
-    return MoveLine(scaling.id, what, scaling.state, scaling.seconds, scaling.reason)
-
-
-def _node_line(change: NodeChange) -> MoveLine:
-    why = f" ({change.why})" if change.why else ""
-    now = f": {change.now}" if change.now else ""
-    what = f"{change.action} node {change.node}{why}{now}"
-    return MoveLine(change.id, what, change.state, change.seconds, change.reason)
-
-
-def _restart_line(restart: RollingRestart) -> MoveLine:
-    what = f"rolling restart: {restart}"
-    return MoveLine(restart.id, what, restart.state, restart.seconds, restart.reason)
-
-
-def _short(words: str) -> str:
-    """Return ``words`` shortened: the heads of many layers would fill the screen."""
-    return words if len(words) <= _WORDS_SHOWN else words[: _WORDS_SHOWN - 3] + "..."
+def _line(one: OperationState) -> MoveLine:
+    seconds = seconds_of(one) if isinstance(one, Migration) else one.seconds
+    what = f"rolling restart: {one}" if isinstance(one, RollingRestart) else str(one)
+    return MoveLine(one.id, what, one.state, seconds, one.reason)
 
 
 def _instance(
@@ -155,9 +121,9 @@ def _instance(
 def _state(one: InstanceView, coordinator: Coordinator, roles: Roles) -> str:
     if any(change.is_open and change.instance == one.id for change in roles.recent()):
         return "draining"
-    if roles.is_held(one.id):
-        return "drained"
     instance = coordinator.hosts[one.id].instance
+    if instance.service.is_drained:
+        return "drained"
     if instance.is_ready:
         return "ready"
     return "down" if instance.has_machine else "away"

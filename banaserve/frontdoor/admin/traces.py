@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from banaserve.frontdoor.admin.answers import PREFIX, Endpoint, answer, last_of, not_found, refusing
+from banaserve.frontdoor.admin.answers import answer, last_of, not_found, route
 from banaserve.serving.requests.trace_collection import TraceCollector
 from banaserve.serving.tracing.request_log import RequestLog
 
@@ -23,28 +23,16 @@ class Traces:
 
 def trace_routes(traces: Traces) -> list[Route]:
     # A client may choose the id, which may contain slashes.
-    return [
-        Route(f"{PREFIX}/traces", _list(traces), methods=["GET"]),
-        Route(f"{PREFIX}/traces/{{id:path}}", _show(traces), methods=["GET"]),
-    ]
+    return [route("/traces", _list, traces), route("/traces/{id:path}", _show, traces)]
 
 
-def _list(traces: Traces) -> Endpoint:
-    """Return the endpoint of requests, the oldest first; ``?last=20``: only the last 20."""
-
-    @refusing
-    async def requests(request: Request) -> Response:
-        return answer(traces.requests.last(last_of(request)))
-
-    return requests
+async def _list(traces: Traces, request: Request) -> Response:
+    """Return the last requests, the oldest first; ``?last=20``: only the last 20."""
+    return answer(traces.requests.last(last_of(request)))
 
 
-def _show(traces: Traces) -> Endpoint:
-    @refusing
-    async def trace(request: Request) -> Response:
-        notes = traces.requests.find(request.path_params["id"])
-        if notes is None:
-            return not_found("request", request)
-        return answer(await traces.collector.trace_of(notes))
-
-    return trace
+async def _show(traces: Traces, request: Request) -> Response:
+    notes = traces.requests.find(request.path_params["id"])
+    if notes is None:
+        return not_found("request", request)
+    return answer(await traces.collector.trace_of(notes))

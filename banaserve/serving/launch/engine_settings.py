@@ -12,7 +12,7 @@ import xxhash
 from banaserve.base.types import Role
 from banaserve.engine.compat.config import VllmConfig
 from banaserve.engine.connector.block_hash import describe_weights
-from banaserve.serving.roles.role_switch import Budgets
+from banaserve.serving.launch.budgets import Budgets
 
 
 class RoleEngine(NamedTuple):

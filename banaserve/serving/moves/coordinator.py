@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -26,9 +27,10 @@ from banaserve.contracts.migration_api import (
 )
 from banaserve.contracts.trace_events import MoveCommitted
 from banaserve.migration.units.registry import unit_asked
+from banaserve.serving.instance import Instance
 from banaserve.serving.monitoring import metrics
 from banaserve.serving.moves.guest_pool import GuestPool
-from banaserve.serving.moves.host_client import HostClient, HostInstance
+from banaserve.serving.moves.host_client import HostClient
 from banaserve.serving.moves.host_state import HostState
 from banaserve.serving.moves.planner import (
     AvailableBytes,
@@ -42,7 +44,7 @@ from banaserve.serving.moves.planner import (
     plan_return,
 )
 from banaserve.serving.moves.task import MigrationTask
-from banaserve.serving.operations import OperationAbortedError, Operations
+from banaserve.serving.operations import Operations
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +72,7 @@ class Coordinator(Operations[Migration]):
 
     def __init__(
         self,
-        instances: Mapping[InstanceId, HostInstance],
+        instances: Mapping[InstanceId, Instance],
         guests: GuestPool,
         facts: ModelFacts,
         available: AvailableBytes,
@@ -104,7 +106,8 @@ class Coordinator(Operations[Migration]):
             taken = self._check_room(ops, target, host_state) if target is not None else 0
             migration = self._make(ask, ops, target, taken)
             host_state.moving[migration.id] = [op.modules for op in ops]
-        self._carry_out(migration, self._run(migration, ops, host_state, link, ask.copies_ahead))
+        work = self._migrate(migration, ops, host_state, link, ask.copies_ahead)
+        self._carry_out(migration, work)
         await asyncio.sleep(0)  # a task that is cancelled before its first step runs no handler
         return migration
 
@@ -115,9 +118,8 @@ class Coordinator(Operations[Migration]):
 
     def _abort(self, state: Migration) -> None:
         """Abort a migration; its committed moves stay where they are."""
-        super()._abort(state)
         if state.state == "waiting":
-            self._tasks[state.id].cancel()
+            self._cancel(state)
 
     async def stop(self) -> None:
         """Abort all migrations and end all guests without moving their units home."""
@@ -161,7 +163,7 @@ class Coordinator(Operations[Migration]):
 
     # ---- instances that come and go
 
-    def adopt(self, instance: HostInstance) -> None:
+    def adopt(self, instance: Instance) -> None:
         """Add an instance that modules can move from and to."""
         self.hosts[instance.id] = HostState(instance, self.facts)
 
@@ -263,15 +265,13 @@ class Coordinator(Operations[Migration]):
             move_id = f"{migration_id}.{number}"
             unit_id = getattr(op, "unit_id", move_id)
             moves.append(MoveStatus(move_id, unit_id, str(op.modules), target))
-        migration = Migration(
+        return Migration(
             migration_id, kind, ask.source, target, "waiting", moves, predicted_bytes=taken
         )
-        self._keep(migration)
-        return migration
 
     # ---- running
 
-    async def _run(
+    async def _migrate(
         self,
         migration: Migration,
         ops: Sequence[Op],
@@ -279,30 +279,24 @@ class Coordinator(Operations[Migration]):
         link: HostClient,
         precopy: bool,
     ) -> None:
-        outcome = "failed"
         try:
             async with host_state.turn:
                 migration.state = "running"
                 await self._move_all(migration, ops, host_state, link, precopy)
-            outcome = "done"
-        except OperationAbortedError:
-            outcome = "aborted"
-        except BanaServeError as failed:
-            migration.error = str(failed)
-        except asyncio.CancelledError:
-            if not self._is_aborting(migration):
-                migration.error = "the server stops"
-                raise
-            outcome = "aborted"
-        except Exception as broken:
-            logger.exception("migration %s", migration.id)
-            migration.error = f"{type(broken).__name__}: {broken}"
         finally:
             host_state.moving.pop(migration.id, None)
-            self._timed(migration)
-            migration.state = outcome
-            metrics.MIGRATIONS.labels(migration.kind, outcome).inc()
-            await self._look_again(host_state)
+
+    def _end(self, state: Migration, ending: str, reason: str) -> None:
+        super()._end(state, ending, reason)
+        metrics.MIGRATIONS.labels(state.kind, ending).inc()
+
+    async def _run(self, state: Migration, work: Coroutine[Any, Any, None]) -> None:
+        host_state = self.hosts[InstanceId(state.host)]
+        try:
+            await super()._run(state, work)
+        finally:  # the host's pool and placements have changed
+            with contextlib.suppress(BanaServeError):
+                await host_state.refresh()
 
     async def _move_all(
         self,
@@ -334,10 +328,6 @@ class Coordinator(Operations[Migration]):
             has_kv = op.modules.kv_pages(self.facts.num_kv_heads) > 0
             if has_kv and not isinstance(op, BringBack) and not course.blocks_gained:
                 migration.notes.append(f"{move.modules}: frees bytes, but no block of the pool")
-
-    async def _look_again(self, host_state: HostState) -> None:
-        with contextlib.suppress(BanaServeError):
-            await host_state.refresh()
 
 
 def _count(kind: str, move: MoveStatus) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from banaserve.base.errors import InstanceDeadError, MigrationError, NoAnswerError, ProtocolError
 from banaserve.base.net.loop_watch import wait_first
-from banaserve.base.types import InstanceId, ModulePlacement, Role
 from banaserve.contracts.rpc.engine_api import CoreApi, PoolResize, PoolStatus
 from banaserve.contracts.rpc.typed_rpc import RemoteCall, call
 from banaserve.engine.compat import engine as compat
@@ -21,6 +20,7 @@ from banaserve.migration.worker_api import (
     MoveReport,
     OverlapStatus,
 )
+from banaserve.serving.instance import Instance
 from banaserve.serving.moves import rank_reports
 
 CALL_TIMEOUT_S = 30.0
@@ -28,39 +28,6 @@ CALL_TIMEOUT_S = 30.0
 hold a long prompt."""
 
 T = TypeVar("T")
-
-
-class HostInstance(Protocol):
-    """Part of an ``Instance`` that the coordinator uses."""
-
-    id: InstanceId
-    role: Role
-    incarnation: int
-    pid: int
-    llm: Any
-
-    @property
-    def vllm_argv(self) -> tuple[str, ...]: ...
-
-    @property
-    def is_ready(self) -> bool: ...
-
-    @property
-    def num_ranks(self) -> int: ...
-
-    @property
-    def node(self) -> str: ...
-
-    @property
-    def has_machine(self) -> bool: ...
-
-    def set_guests(self, num_bytes: int, busy_fraction: float) -> None:
-        """Set the memory in bytes and the busy fraction of the guests beside the instance."""
-        ...
-
-    def set_placements(self, placements: tuple[ModulePlacement, ...], epoch: int) -> None:
-        """Set the modules of the instance that run elsewhere."""
-        ...
 
 
 class HostClient:
@@ -72,7 +39,7 @@ class HostClient:
         InstanceDeadError: The incarnation has ended.
     """
 
-    def __init__(self, instance: HostInstance) -> None:
+    def __init__(self, instance: Instance) -> None:
         self._instance = instance
         self.incarnation = instance.incarnation
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from banaserve.migration.kv.host_kv import blocks_gained
 from banaserve.migration.units.base import MigrationUnit
 from banaserve.migration.worker_api import HostStatus, KvStatus
+from banaserve.serving.instance import Instance
 from banaserve.serving.moves.guest_pool import GuestPool
-from banaserve.serving.moves.host_client import HostClient, HostInstance
+from banaserve.serving.moves.host_client import HostClient
 from banaserve.serving.moves.planner import (
     ModelFacts,
     RemoteUnit,
@@ -33,7 +34,7 @@ class HostState:
         grown_blocks: Number of blocks that migration has added to the pool since the start.
     """
 
-    def __init__(self, instance: HostInstance, facts: ModelFacts) -> None:
+    def __init__(self, instance: Instance, facts: ModelFacts) -> None:
         self.instance = instance
         self.turn = asyncio.Lock()
         self.planning = asyncio.Lock()

@@ -188,7 +188,7 @@ class MigrationTask:
 
     def _check_abort(self) -> None:
         if self._is_aborted():
-            raise OperationAbortedError("aborted")
+            raise OperationAbortedError
         self._link.check()
         if self._guest is not None and self._guests.get(self._guest.id) is None:
             raise MigrationError(f"the guest beside {self._target} has ended")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from banaserve.base.clock import Clock
 from banaserve.base.errors import ProtocolError
@@ -20,6 +20,7 @@ from banaserve.contracts.trace_events import (
     TraceLine,
 )
 from banaserve.engine.compat import engine as compat
+from banaserve.serving.instance import Instance
 from banaserve.serving.tracing.request_log import RequestNotes, TracedLeg
 from banaserve.serving.tracing.spans import FRONT_DOOR, spans_of
 
@@ -28,13 +29,6 @@ _ANSWER_S = 10.0
 
 An engine answers between two steps, and a step with a long prompt takes long.
 """
-
-
-class TracedInstance(Protocol):
-    """The part of an ``Instance`` that a trace needs."""
-
-    incarnation: int
-    llm: compat.AsyncLLM | None
 
 
 class _Life(NamedTuple):
@@ -56,7 +50,7 @@ class TraceCollector:
 
     def __init__(
         self,
-        instances: Mapping[InstanceId, TracedInstance],
+        instances: Mapping[InstanceId, Instance],
         clock: Clock,
         moves: Callable[[], Iterable[tuple[float, MoveCommitted]]] = tuple,
     ) -> None:

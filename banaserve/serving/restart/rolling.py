@@ -105,14 +105,8 @@ class RollingRestarts(Operations[RollingRestart]):
                 ask.vllm_options,
                 is_changed=settings is not self.settings,
             )
-            self._keep(restart)
-            self._carry_out(restart, self._run(restart, settings, timeout_s))
+            self._carry_out(restart, self._replace_all(restart, settings, timeout_s))
         return restart
-
-    @property
-    def is_under_way(self) -> bool:
-        """True if engines are being replaced."""
-        return self.under_way is not None
 
     async def _check_awake(self) -> None:
         """Raise MigrationError if an engine sleeps or is paused.
@@ -135,12 +129,11 @@ class RollingRestarts(Operations[RollingRestart]):
 
     # ---- running
 
-    async def _run(
+    async def _replace_all(
         self, restart: RollingRestart, settings: EngineSettings, timeout_s: float
     ) -> None:
         before = self.settings
         done: list[EngineRestart] = []
-        ending = "done"
         try:
             for line in restart.engines:
                 if line.instance not in self._cluster.instances:
@@ -148,24 +141,23 @@ class RollingRestarts(Operations[RollingRestart]):
                 await self._turn(restart, line, settings, timeout_s)
                 done.append(line)
             self.settings = settings
-        except OperationAbortedError:
-            ending, restart.reason = "aborted", "given up by an operator"
-        except InstanceDeadError as failure:
-            ending, restart.reason = "failed", str(failure)
-            logger.warning("rolling restart %s: %s", restart.id, failure)
-        except asyncio.CancelledError:
-            restart.state, restart.reason = "aborted", "the server stops"
-            raise
-        except Exception as broken:
-            logger.exception("rolling restart %s", restart.id)
-            ending, restart.reason = "failed", f"{type(broken).__name__}: {broken}"
-        if ending != "done" and restart.is_changed and done:
-            restart.state = "going back"
-            self._aborting.discard(restart.id)
-            await self._go_back(restart, done, before, timeout_s)
-        self._forget(self.settings.weights)
-        self._timed(restart)
-        restart.state = ending
+        except Exception as failure:
+            ending, restart.reason = self._ending_of(restart, failure)
+            logger.warning("rolling restart %s: %s", restart.id, restart.reason)
+            if restart.is_changed and done:
+                restart.state = "going back"
+                self._forget_abort(restart)
+                await self._go_back(restart, done, before, timeout_s)
+            raise OperationAbortedError(restart.reason, ending) from failure
+        finally:
+            self._forget(self.settings.weights)
+
+    def _ending_of(self, state: RollingRestart, error: Exception) -> tuple[str, str]:
+        ending, reason = super()._ending_of(state, error)
+        return ending, reason or "given up by an operator"
+
+    def _end(self, state: RollingRestart, ending: str, reason: str) -> None:
+        super()._end(state, ending, reason)
         metrics.ROLLING_RESTARTS.labels(ending).inc()
 
     async def _go_back(
@@ -195,18 +187,17 @@ class RollingRestarts(Operations[RollingRestart]):
     ) -> None:
         instance = self._cluster.instance(InstanceId(line.instance))
         began_s = self._clock.now()
-        instance.is_leaving = True
         try:
-            line.state = "draining"
-            await self._drain(restart, line, instance, settings, timeout_s)
-            line.state = "starting"
-            await self._replace(instance, settings)
-            line.state = "done"
+            with instance.service.replacing():
+                line.state = "draining"
+                await self._drain(restart, line, instance, settings, timeout_s)
+                line.state = "starting"
+                await self._replace(instance, settings)
+                line.state = "done"
         except BaseException:
             line.state = "failed" if line.state == "starting" else "waiting"
             raise
         finally:
-            instance.is_leaving = False
             line.num_left, line.seconds = 0, self._clock.now() - began_s
 
     async def _replace(self, instance: Instance, settings: EngineSettings) -> None:

@@ -1,4 +1,4 @@
-"""Role switches, budgets and drains. In the server's process.
+"""Role switches and drains. In the server's process.
 
 Entry: ``role_switch.Roles``.
 """

@@ -8,23 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
 
-from banaserve.base.errors import MigrationError
 from banaserve.base.names import check_known
 from banaserve.base.types import InstanceId
 from banaserve.contracts.instances import DrainState
-from banaserve.serving.roles.role_switch import RoleInstance, Roles
+from banaserve.serving.instance import Instance
+from banaserve.serving.roles.role_switch import Roles
 
 logger = logging.getLogger(__name__)
 _POLL_S = 0.02
-
-
-class DrainedInstance(RoleInstance, Protocol):
-    """The part of an ``Instance`` that a drain needs."""
-
-    def move_streams(self) -> int: ...
 
 
 class Drains:
@@ -35,10 +28,9 @@ class Drains:
         roles: Role switches; they check whether other instances serve a drained instance's legs.
     """
 
-    def __init__(self, instances: Mapping[InstanceId, DrainedInstance], roles: Roles) -> None:
+    def __init__(self, instances: Mapping[InstanceId, Instance], roles: Roles) -> None:
         self._instances = instances
         self._roles = roles
-        self._leaving: set[InstanceId] = set()
 
     def begin(self, name: str) -> DrainState:
         """Send an instance no more requests, and move its streams elsewhere.
@@ -50,12 +42,15 @@ class Drains:
             MigrationError: No other instance serves one of its legs, or it is switching its role.
         """
         instance = self._named(name)
-        if not instance.is_held:
-            self._roles.check_leaves(instance)
-            instance.is_held = True
-        num_moved = instance.move_streams()
-        logger.info("instance %s is drained: %d streams go on elsewhere", name, num_moved)
+        self._empty(instance, instance.service.drain)
         return self._state(instance)
+
+    def _empty(self, instance: Instance, drain: Callable[[], None]) -> None:
+        if not instance.service.is_drained:
+            self._roles.check_leaves(instance)
+        drain()
+        num_moved = instance.move_streams()
+        logger.info("instance %s is drained: %d streams go on elsewhere", instance.id, num_moved)
 
     def release(self, name: str) -> DrainState:
         """Let an instance serve again.
@@ -65,34 +60,21 @@ class Drains:
             MigrationError: The instance was not drained, or is being removed.
         """
         instance = self._named(name)
-        if not instance.is_held:
-            raise MigrationError(f"instance {name} was not drained: nothing to undo")
-        if instance.id in self._leaving:
-            raise MigrationError(f"instance {name} is being removed")
-        instance.is_held = False
+        instance.service.release()
         return self._state(instance)
 
-    def leave(self, instance_id: InstanceId) -> bool:
-        """Drain an instance that is to be removed; return whether it was drained before.
-
-        ``release`` refuses the instance until ``is_back`` or ``is_gone`` has been called.
+    def leave(self, instance_id: InstanceId) -> None:
+        """Drain an instance that is to be removed; ``release`` refuses it until ``is_back``.
 
         Raises:
             MigrationError: No other instance serves one of its legs, or it is switching its role.
         """
-        was_held = self._instances[instance_id].is_held
-        self.begin(instance_id)
-        self._leaving.add(instance_id)
-        return was_held
+        instance = self._instances[instance_id]
+        self._empty(instance, instance.service.leave)
 
-    def is_back(self, instance_id: InstanceId, was_held: bool) -> None:
+    def is_back(self, instance_id: InstanceId) -> None:
         """Cancel the removal of an instance: it serves again unless it was drained before."""
-        self._leaving.discard(instance_id)
-        self._instances[instance_id].is_held = was_held
-
-    def is_gone(self, instance_id: InstanceId) -> None:
-        """Record that an instance has been removed."""
-        self._leaving.discard(instance_id)
+        self._instances[instance_id].service.stay()
 
     async def state(self, name: str, wait_s: float = 0.0) -> DrainState:
         """Return the drain state, after waiting for the last request to leave.
@@ -106,16 +88,16 @@ class Drains:
         """
         instance = self._named(name)
         deadline_s = asyncio.get_running_loop().time() + wait_s
-        while instance.is_held and instance.inflight_requests:
+        while instance.service.is_drained and instance.inflight_requests:
             if asyncio.get_running_loop().time() >= deadline_s:
                 break
             await asyncio.sleep(_POLL_S)
         return self._state(instance)
 
-    def _named(self, name: str) -> DrainedInstance:
+    def _named(self, name: str) -> Instance:
         check_known("instance", name, self._instances)
         return self._instances[InstanceId(name)]
 
     @staticmethod
-    def _state(instance: DrainedInstance) -> DrainState:
-        return DrainState(instance.id, instance.is_held, instance.inflight_requests)
+    def _state(instance: Instance) -> DrainState:
+        return DrainState(instance.id, instance.service.is_drained, instance.inflight_requests)

@@ -12,11 +12,11 @@ from banaserve.base.types import InstanceId, Role
 from banaserve.engine.compat.config import VllmConfig
 from banaserve.kvstore.sizes import format_size
 from banaserve.serving.instance import Instance
+from banaserve.serving.launch.budgets import Budgets
 from banaserve.serving.launch.engine_settings import EngineSettings, RoleEngine
 from banaserve.serving.launch.launcher import Launcher
 from banaserve.serving.monitoring import metrics
 from banaserve.serving.monitoring.engine_series import EngineSeries
-from banaserve.serving.roles.role_switch import Budgets
 
 
 class InstanceFactory:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine
-from typing import Any
 
 from banaserve.base.clock import Clock
 from banaserve.base.errors import MigrationError, UserError
@@ -74,8 +72,8 @@ class NodeChanges(Operations[NodeChange]):
                 "this server's engines run on its own machine: nodes join one that was started "
                 "with --node or --cluster"
             )
-        change = self._new(address, "add", "joining", why)
-        self._run(change, self._add(change))
+        change = NodeChange(self._new_id(), address, "add", "joining", why=why)
+        self._carry_out(change, self._add(change))
         return change
 
     def begin_remove(self, name: str, timeout_s: float, *, are_replaced: bool) -> NodeChange:
@@ -101,8 +99,8 @@ class NodeChanges(Operations[NodeChange]):
         except BaseException:
             self._launcher.hold_node(name, is_held=False)
             raise
-        change = self._new(name, "remove", "leaving", "")
-        self._run(change, self._remove(change, scaling_id))
+        change = NodeChange(self._new_id(), name, "remove", "leaving")
+        self._carry_out(change, self._remove(change, scaling_id))
         return change
 
     # ---- checks
@@ -131,24 +129,13 @@ class NodeChanges(Operations[NodeChange]):
 
     # ---- running
 
-    def _new(self, node: str, action: str, state: str, why: str) -> NodeChange:
-        change = NodeChange(self._new_id(), node, action, state, why=why)
-        self._keep(change)
-        return change
-
     def _abort(self, state: NodeChange) -> None:
-        self._tasks[state.id].cancel()
+        self._cancel(state)
 
-    def _run(self, change: NodeChange, work: Coroutine[Any, Any, None]) -> None:
-        async def run() -> None:
-            outcome = "aborted"
-            with contextlib.suppress(asyncio.CancelledError):
-                outcome, change.reason = await self._outcome(change, work)
-            self._timed(change)
-            change.state, change.now = outcome, ""
-            logger.info("%s node %s: %s %s", change.action, change.node, outcome, change.reason)
-
-        self._carry_out(change, run())
+    def _end(self, state: NodeChange, ending: str, reason: str) -> None:
+        super()._end(state, ending, reason)
+        state.now = ""
+        logger.info("%s node %s: %s %s", state.action, state.node, ending, reason)
 
     async def _add(self, change: NodeChange) -> None:
         def say(words: str) -> None:

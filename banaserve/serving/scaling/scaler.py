@@ -72,11 +72,6 @@ class Scaler(Operations[Scaling]):
         self._has_store = has_store
         self._used_ids = set(cluster.instances)
 
-    @property
-    def is_under_way(self) -> bool:
-        """True if instances are being added or removed."""
-        return self.under_way is not None
-
     # ---- requests
 
     def begin(self, wanted: InstanceCounts, timeout_s: float, why: str = "") -> Scaling:
@@ -135,11 +130,11 @@ class Scaler(Operations[Scaling]):
         self._factory.check_memory(len(plan.add))
         state = "starting" if plan.add else "draining"
         scaling = Scaling(self._new_id(), words, state, why=why)
-        self._keep(scaling)
-        if not plan.add and not plan.remove:
+        if plan.add or plan.remove:
+            self._carry_out(scaling, self._scale(scaling, plan, plan_now, timeout_s))
+        else:
             scaling.state = "done"
-            return scaling
-        self._carry_out(scaling, self._run(scaling, plan, plan_now, timeout_s))
+            self._keep(scaling)
         return scaling
 
     # ---- checks
@@ -180,21 +175,10 @@ class Scaler(Operations[Scaling]):
 
     # ---- running
 
-    async def _run(
-        self,
-        scaling: Scaling,
-        plan: ScalePlan,
-        plan_now: Callable[[], ScalePlan],
-        timeout_s: float,
-    ) -> None:
-        outcome, scaling.reason = "aborted", "the server stops"
-        try:
-            work = self._scale(scaling, plan, plan_now, timeout_s)
-            outcome, scaling.reason = await self._outcome(scaling, work)
-        finally:
-            self._timed(scaling)
-            scaling.state, scaling.leaving, scaling.now, scaling.num_left = outcome, "", "", 0
-            logger.info("scaling %s: %s %s", scaling.id, outcome, scaling.reason)
+    def _end(self, state: Scaling, ending: str, reason: str) -> None:
+        super()._end(state, ending, reason)
+        state.leaving, state.now, state.num_left = "", "", 0
+        logger.info("scaling %s: %s %s", state.id, ending, reason)
 
     async def _scale(
         self,
@@ -283,20 +267,19 @@ class Scaler(Operations[Scaling]):
 
     async def _remove(self, scaling: Scaling, name: InstanceId, until_s: float) -> None:
         instance = self._cluster.instance(name)
-        was_held = self._drains.leave(name)
+        self._drains.leave(name)
         scaling.leaving = name
         try:
             await self._empty(scaling, instance, until_s)
             scaling.now = f"{name}: modules beside it come home"
             await self._coordinator.vacate(name)
         except BaseException:
-            self._drains.is_back(name, was_held)
+            self._drains.is_back(name)
             self._coordinator.stays(name)
             raise
         scaling.now = f"{name}: ending"
         await self._cluster.remove(name)
         await self._coordinator.forget(name)
-        self._drains.is_gone(name)
         self._factory.discard(name)
         scaling.removed.append(name)
         scaling.leaving = ""
