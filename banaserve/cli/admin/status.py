@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -55,22 +54,18 @@ STYLES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class StatusOptions(JsonOptions):
-    """Options of ``banaserve status``."""
-
-    watch: bool = option("go on until Ctrl-C", False)
+def status(
+    asked: JsonOptions,
+    watch: bool = option("go on until Ctrl-C", False),
     every_s: float = option(
         "time between two looks of --watch",
         1.0,
         rule=Rule(lambda value: value >= 0.1, "must be at least 0.1"),
-    )
-
-
-def status(asked: StatusOptions) -> None:
+    ),
+) -> None:
     """Show a running server on one screen."""
-    client, as_json, every_s = asked.client(), asked.as_json, asked.every_s
-    if not asked.watch:
+    client, as_json = asked.client(), asked.as_json
+    if not watch:
         _print(client.status(), as_json)
     elif as_json or not sys.stdout.isatty():
         while True:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import msgspec
 
@@ -50,25 +49,21 @@ STYLES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class TraceOptions(JsonOptions):
-    """Options of ``banaserve trace``."""
-
+def trace(
+    asked: JsonOptions,
     request_id: str | None = argument(
         "the answer's id or the X-Request-Id that was sent, or its beginning, or the id of its "
         "OpenTelemetry trace; without it the last requests are listed",
         None,
-    )
-    last: int = option("number of the last requests to list", 20, rule=AT_LEAST_1)
-
-
-def trace(asked: TraceOptions) -> None:
+    ),
+    last: int = option("number of the last requests to list", 20, rule=AT_LEAST_1),
+) -> None:
     """Show the path of one request through the processes, or list the last requests."""
     client = asked.client()
-    if asked.request_id is None:
-        _print_list(client.requests(asked.last), asked.as_json)
+    if request_id is None:
+        _print_list(client.requests(last), asked.as_json)
         return
-    found = client.trace(asked.request_id)
+    found = client.trace(request_id)
     if asked.as_json:
         print(msgspec.json.format(msgspec.json.encode(found)).decode())
         return
