@@ -22,11 +22,11 @@ def print_error(message: str) -> None:
     print(prefix, " ".join(message.split()), file=sys.stderr, flush=True)
 
 
-def print_json(found: Any) -> None:
-    """Print messages, or a structure of them, as indented JSON."""
+def print_json(found: Any, indent: int | None = 2) -> None:
+    """Print messages, or a structure of them, as JSON: indented, or in one line without indent."""
     import msgspec
 
-    print(json.dumps(msgspec.to_builtins(found), indent=2))
+    print(json.dumps(msgspec.to_builtins(found), indent=indent))
 
 
 def timed(terminal: TextIO) -> Say:

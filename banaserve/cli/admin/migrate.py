@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from dataclasses import dataclass
 from typing import Any
-
-import msgspec
 
 from banaserve.base.arguments import option
 from banaserve.base.errors import UserError
@@ -16,6 +13,7 @@ from banaserve.cli.admin.following import follow
 from banaserve.cli.admin.options import JsonOptions
 from banaserve.cli.admin.placement import overlap_words, sharing_line
 from banaserve.cli.app import App
+from banaserve.cli.console import print_json
 from banaserve.contracts.migration_api import (
     ExpertLoadRequest,
     Migration,
@@ -163,7 +161,7 @@ def share(
 
 
 def _print(found: Any, line: str, as_json: bool) -> None:
-    print(json.dumps(msgspec.to_builtins(found)) if as_json else line)
+    print_json(found, None) if as_json else print(line)
 
 
 def _migrate(asked: JsonOptions, ask: MigrationRequest) -> int:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from banaserve.base.arguments import Rule, option
 from banaserve.cli.admin.node_tables import node_rows, with_nodes
 from banaserve.cli.admin.options import JsonOptions
 from banaserve.cli.app import App
-from banaserve.cli.console import make_table, print_rows
+from banaserve.cli.console import make_table, print_json, print_rows
 from banaserve.contracts.control_api import ControllerStatus, InstanceStatus, MoveLine, ServerStatus
 from banaserve.kvstore.sizes import format_size
 
@@ -83,7 +80,7 @@ def status(
 
 def _print(found: ServerStatus, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(msgspec.to_builtins(found)))
+        print_json(found, None)
         return
     print(controller_line(found.controller))
     print(routing_line(found))
