@@ -161,26 +161,6 @@ def parts_of(event: RequestEvent) -> Iterator[str]:
         case MoveCommitted():
             yield f"{event.modules} of {event.instance} moved to {event.to or 'home'}"
             yield f"its steps stood still for {_ms(event.stall_s)} ms"
-        case _:
-            yield from _engine_parts(event)
-
-
-def _routed(event: Routed) -> Iterator[str]:
-    ways = [name for name in (event.prefill, event.decode) if name is not None]
-    why = event.reason
-    if event.split_blocker is not None:
-        why += f", it cannot be split: {event.split_blocker}"
-    yield f"routed to {' then '.join(ways)} by {event.policy} ({why})"
-    seen = [
-        f"{one.instance} ({one.role}) had {_count(one.inflight_requests, 'leg')}, "
-        f"{_count(one.inflight_prefill_tokens, 'prompt token')} ahead"
-        for one in event.candidates
-    ]
-    yield from seen
-
-
-def _engine_parts(event: RequestEvent) -> Iterator[str]:
-    match event:
         case EngineReceived():
             yield f"scheduler has it: {_count(event.prompt_tokens, 'prompt token')}"
             if event.leaves_tail:
@@ -215,6 +195,19 @@ def _engine_parts(event: RequestEvent) -> Iterator[str]:
             yield from _copies(event)
         case EngineFinished():
             yield f"scheduler lets it go: {_count(event.output_tokens, 'output token')}"
+
+
+def _routed(event: Routed) -> Iterator[str]:
+    ways = [name for name in (event.prefill, event.decode) if name is not None]
+    why = event.reason
+    if event.split_blocker is not None:
+        why += f", it cannot be split: {event.split_blocker}"
+    yield f"routed to {' then '.join(ways)} by {event.policy} ({why})"
+    for one in event.candidates:
+        yield (
+            f"{one.instance} ({one.role}) had {_count(one.inflight_requests, 'leg')}, "
+            f"{_count(one.inflight_prefill_tokens, 'prompt token')} ahead"
+        )
 
 
 def _steps(event: StepsPlanned) -> Iterator[str]:
