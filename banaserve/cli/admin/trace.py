@@ -14,7 +14,7 @@ from banaserve.base.arguments import AT_LEAST_1, argument, option
 from banaserve.cli.admin.options import JsonOptions
 from banaserve.cli.admin.trace_spans import HEADING, span_rows
 from banaserve.cli.app import App
-from banaserve.cli.console import print_rows
+from banaserve.cli.console import Columns, print_rows, rows_of
 from banaserve.contracts.trace_events import (
     CopiesEnded,
     EngineFinished,
@@ -39,13 +39,22 @@ from banaserve.contracts.trace_events import (
     StoreAsked,
 )
 
-_LIST_HEADING = ("REQUEST", "ARRIVED", "PROMPT", "OUTPUT", "INSTANCES", "TTFT", "TOOK", "END")
+_COLUMNS: Columns[RequestSummary] = {
+    "REQUEST": lambda one: one.id,
+    "ARRIVED": lambda one: _at(one),
+    "PROMPT": lambda one: str(one.prompt_tokens),
+    "OUTPUT": lambda one: str(one.output_tokens),
+    "INSTANCES": lambda one: ", ".join(one.instances) or "-",
+    "TTFT": lambda one: "-" if one.ttft_s is None else f"{_ms(one.ttft_s)} ms",
+    "TOOK": lambda one: f"{_ms(one.took_s)} ms",
+    "END": lambda one: one.end or "under way",
+}
 _HEADING = ("MS", "PROCESS", "EVENT")
 STYLES = {
     "error": "red",
     "closed": "yellow",
     "under way": "cyan",
-    **dict.fromkeys((*_LIST_HEADING, *_HEADING, *HEADING), "bold"),
+    **dict.fromkeys((*_COLUMNS, *_HEADING, *HEADING), "bold"),
 }
 
 
@@ -87,26 +96,12 @@ def _print_list(found: list[RequestSummary], as_json: bool) -> None:
 
 def list_rows(found: list[RequestSummary]) -> list[tuple[str, ...]]:
     """Return a heading, and a row for each request."""
-    return [_LIST_HEADING, *(_list_row(one) for one in found)]
-
-
-def _list_row(one: RequestSummary) -> tuple[str, ...]:
-    return (
-        one.id,
-        time.strftime("%H:%M:%S", time.localtime(one.arrived_at_s)),
-        str(one.prompt_tokens),
-        str(one.output_tokens),
-        ", ".join(one.instances) or "-",
-        "-" if one.ttft_s is None else f"{_ms(one.ttft_s)} ms",
-        f"{_ms(one.took_s)} ms",
-        one.end or "under way",
-    )
+    return rows_of(_COLUMNS, found)
 
 
 def heading(one: RequestSummary) -> str:
     """Return the request in one line."""
-    at = time.strftime("%H:%M:%S", time.localtime(one.arrived_at_s))
-    line = f"{one.id}: arrived at {at}, {_count(one.prompt_tokens, 'prompt token')}, "
+    line = f"{one.id}: arrived at {_at(one)}, {_count(one.prompt_tokens, 'prompt token')}, "
     line += f"{_count(one.output_tokens, 'output token')}, "
     if one.ttft_s is not None:
         line += f"first after {_ms(one.ttft_s)} ms, "
@@ -237,6 +232,10 @@ def _copies(event: CopiesEnded) -> Iterator[str]:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _at(one: RequestSummary) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(one.arrived_at_s))
 
 
 def _ms(seconds: float) -> str:
