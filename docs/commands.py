@@ -6,8 +6,8 @@ import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-from importlib import import_module
 
+from banaserve.cli.app import App
 from banaserve.cli.commands import COMMANDS, Command, offered
 from banaserve.cli.main import main
 from banaserve_bench import command as bench
@@ -26,8 +26,8 @@ def command_paths() -> list[tuple[str, ...]]:
     found: list[tuple[str, ...]] = []
     for name, command in known_commands().items():
         found.append((name,))
-        target = getattr(import_module(command.module), command.attribute)
-        if command.attribute == "app":
+        target = command.load()
+        if isinstance(target, App):
             found += [(name, sub) for sub in target.commands]
     found += [("bench", name) for name in sorted(bench.SUBCOMMANDS)]
     return found

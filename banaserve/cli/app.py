@@ -1,26 +1,26 @@
-"""Commands as functions of one dataclass, whose fields are their options."""
+"""Commands as functions whose parameters are their options."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from difflib import get_close_matches
+from functools import cache
 from typing import Any, get_type_hints
 
 from banaserve.base.arguments import Formatter, Parser, check_rules, options_of, values_of
 from banaserve.base.errors import UserError
 
-Function = Callable[[Any], int | None]
-"""Function of a command: its argument is a dataclass of options, its result the exit code."""
+Function = Callable[..., int | None]
+"""Function of a command, which returns the exit code.
+
+The default of a parameter declares an option, as that of a dataclass's field does; a parameter
+without default is a dataclass of options, such as those that several commands share.
+"""
 
 
-@dataclass(frozen=True)
-class BareOptions:
-    """Options of a command that has none."""
-
-
-def _missing(_: BareOptions) -> None:
+def _missing() -> None:
     """Stand for the function of an ``App`` that has only sub-commands; ``parse`` refuses it."""
 
 
@@ -46,7 +46,11 @@ class App:
             SystemExit: Help was asked for and has been printed.
         """
         function, options = self.parse(prog, argv)
-        return function(options) or 0
+        given = {
+            name: options if one.default is one.empty else getattr(options, name)
+            for name, one in inspect.signature(function).parameters.items()
+        }
+        return function(**given) or 0
 
     def parse(self, prog: str, argv: Sequence[str]) -> tuple[Function, Any]:
         """Return the function that a command line selects, and its options; see ``run``."""
@@ -89,9 +93,16 @@ class App:
         return made
 
 
+@cache
 def _kind(function: Function) -> type[Any]:
-    """Return the dataclass of a function's options."""
-    return next(iter(get_type_hints(function).values()))
+    """Return the dataclass of a function's options: those that are shared, then its own."""
+    hints, own, shared = get_type_hints(function), [], []
+    for name, one in inspect.signature(function).parameters.items():
+        if one.default is one.empty:
+            shared.append(hints[name])
+        else:
+            own.append((name, hints[name], one.default))
+    return make_dataclass(function.__name__, own, bases=(*shared,), frozen=True, kw_only=True)
 
 
 def _line(function: Function) -> str:

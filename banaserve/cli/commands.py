@@ -11,7 +11,8 @@ A package offers a command by an entry point; its own summary is the command's::
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from importlib import import_module
+from typing import Any, NamedTuple
 
 from banaserve.base.plugins import entries_of
 
@@ -32,62 +33,60 @@ class Command(NamedTuple):
     attribute: str
     summary: str
 
+    def load(self) -> Any:
+        """Import the command's module; return what ``attribute`` names."""
+        return getattr(import_module(self.module), self.attribute)
+
 
 COMMANDS = {
-    "serve": Command(
-        "banaserve.cli.serve.command", "serve_command", "Serve a model over the OpenAI API."
-    ),
-    "chat": Command("banaserve.cli.admin.chat", "app", "Talk to the model of a running server."),
-    "node": Command("banaserve.cli.node", "app", "Run engines of a server on another machine."),
-    "doctor": Command("banaserve.cli.doctor.command", "app", "Say what this machine can run."),
-    "kvstore": Command("banaserve.cli.kvstore", "app", "Run the KV cache store, or look at one."),
-    "migrate": Command(
-        "banaserve.cli.admin.migrate", "app", "Move layers and heads between running instances."
-    ),
-    "placement": Command(
-        "banaserve.cli.admin.views.placement",
-        "app",
-        "Say which instance runs which layers and heads.",
-    ),
-    "simulate": Command(
-        "banaserve.cli.simulate", "app", "Compare systems under a load in virtual time."
-    ),
-    "status": Command(
-        "banaserve.cli.admin.views.status", "app", "Show a running server on one screen."
-    ),
-    "decisions": Command(
-        "banaserve.cli.admin.views.decisions", "app", "Say what the orchestrator decided, and why."
-    ),
-    "trace": Command(
-        "banaserve.cli.admin.views.trace",
-        "app",
-        "Show one request's path, or list the last requests.",
-    ),
-    "role": Command("banaserve.cli.admin.role", "app", "Give a running instance another role."),
-    "drain": Command(
-        "banaserve.cli.admin.drain", "app", "Let an instance's streams go on elsewhere."
-    ),
-    "restart": Command(
-        "banaserve.cli.admin.restart", "app", "Replace a server's engines one after the other."
-    ),
-    "scale": Command(
-        "banaserve.cli.admin.scale", "app", "Add instances to a running server, or remove some."
-    ),
-    "nodes": Command(
-        "banaserve.cli.admin.nodes", "app", "Show a server's nodes, add one, or remove one."
-    ),
-    "orchestrator": Command(
-        "banaserve.cli.admin.orchestrator", "app", "Pause the orchestrator, or let it go on."
-    ),
-    "ui": Command(
-        "banaserve.cli.admin.ui", "app", "Show a server's page, or replay a decision log."
-    ),
-    "completion": Command(
-        "banaserve.cli.terminal.completion",
-        "completion_command",
-        "Print a shell's completion script.",
-    ),
-    "version": Command("banaserve.cli.version", "version_command", "Show versions."),
+    name: Command(f"banaserve.cli.{module}", attribute, summary)
+    for name, module, attribute, summary in (
+        ("serve", "serve.command", "serve_command", "Serve a model over the OpenAI API."),
+        ("chat", "admin.chat", "app", "Talk to the model of a running server."),
+        ("node", "node", "app", "Run engines of a server on another machine."),
+        ("doctor", "doctor.command", "app", "Say what this machine can run."),
+        ("kvstore", "kvstore", "app", "Run the KV cache store, or look at one."),
+        ("migrate", "admin.migrate", "app", "Move layers and heads between running instances."),
+        (
+            "placement",
+            "admin.views.placement",
+            "app",
+            "Say which instance runs which layers and heads.",
+        ),
+        ("simulate", "simulate", "app", "Compare systems under a load in virtual time."),
+        ("status", "admin.views.status", "app", "Show a running server on one screen."),
+        (
+            "decisions",
+            "admin.views.decisions",
+            "app",
+            "Say what the orchestrator decided, and why.",
+        ),
+        (
+            "trace",
+            "admin.views.trace",
+            "app",
+            "Show one request's path, or list the last requests.",
+        ),
+        ("role", "admin.instances", "role_app", "Give a running instance another role."),
+        ("drain", "admin.instances", "drain_app", "Let an instance's streams go on elsewhere."),
+        ("restart", "admin.restart", "app", "Replace a server's engines one after the other."),
+        (
+            "scale",
+            "admin.instances",
+            "scale_app",
+            "Add instances to a running server, or remove some.",
+        ),
+        ("nodes", "admin.nodes", "app", "Show a server's nodes, add one, or remove one."),
+        ("orchestrator", "admin.orchestrator", "app", "Pause the orchestrator, or let it go on."),
+        ("ui", "admin.ui", "app", "Show a server's page, or replay a decision log."),
+        (
+            "completion",
+            "terminal.completion",
+            "completion_command",
+            "Print a shell's completion script.",
+        ),
+        ("version", "version", "version_command", "Show versions."),
+    )
 }
 
 

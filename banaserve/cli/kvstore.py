@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import logging
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -13,7 +13,7 @@ from banaserve.base.errors import StoreUnavailableError, UserError
 from banaserve.base.plugins import PluginGroup
 from banaserve.cli.app import App
 from banaserve.cli.plugins import use_plugins, warn_of_rivalries
-from banaserve.cli.terminal.console import print_json
+from banaserve.cli.terminal.console import print_json, print_rows
 from banaserve.kvstore.client.admin import clear_store, fetch_stats
 from banaserve.kvstore.client.leftovers import still_held
 from banaserve.kvstore.daemon.options import DaemonOptions, socket_option
@@ -23,28 +23,7 @@ from banaserve.kvstore.stats import StoreStats, TierReport
 from banaserve.kvstore.tiers.ssd.folder import check_usable
 
 Row = tuple[str, str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SocketOptions:
-    """Options of a command that talks to a store."""
-
-    socket_path: Path = socket_option()
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoreStatusOptions(SocketOptions):
-    """Options of ``banaserve kvstore status``."""
-
-    as_json: bool = option("print JSON instead of a table", False, name="--json")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckOptions:
-    """Options of ``banaserve kvstore check``."""
-
-    ssd: Path = option("folder of the SSD tier", kind=Path, metavar="FOLDER")
-    as_json: bool = option("print JSON instead of a table", False, name="--json")
+_JSON = "print JSON instead of a table"
 
 
 def start(options: DaemonOptions) -> None:
@@ -58,59 +37,59 @@ def start(options: DaemonOptions) -> None:
     serve(config, lambda: announce_ready(options.ready_fd))
 
 
-def status(asked: StoreStatusOptions) -> None:
+def status(
+    socket_path: Path = socket_option(),
+    as_json: bool = option(_JSON, False, name="--json"),
+) -> None:
     """Show how full memory and tiers are, hit rates, leases and clients."""
-    try:
-        stats = fetch_stats(asked.socket_path)
-    except StoreUnavailableError as error:
-        raise UserError(str(error)) from error
-    if asked.as_json:
+    with _asking():
+        stats = fetch_stats(socket_path)
+    if as_json:
         print_json(stats)
     else:
-        _print_rows(store_rows(stats))
+        print_rows(store_rows(stats), {})
 
 
-def check(asked: CheckOptions) -> int:
+def check(
+    ssd: Path = option("folder of the SSD tier", kind=Path, metavar="FOLDER"),
+    as_json: bool = option(_JSON, False, name="--json"),
+) -> int:
     """Verify every record of an SSD tier's folder; exit with 1 if a record is damaged."""
     from banaserve.kvstore.tiers.ssd.check import check_folder
 
-    report = check_folder(asked.ssd)
-    if asked.as_json:
-        print_json(dataclasses.asdict(report))
+    report = check_folder(ssd)
+    if as_json:
+        print_json(report)
     else:
         for problem in report.problems:
             print(problem)
-        size = format_size(report.num_bytes)
-        _print_rows(
-            [
-                ("blocks", f"{report.num_ok} good, {report.num_dead} superseded or cleared"),
-                ("damage", f"{report.num_torn} torn, {report.num_corrupt} corrupt"),
-                ("files", f"{report.num_segments} with {size}"),
-                *(
-                    [("in use", "a store has it open: torn records may be unfinished")]
-                    if report.in_use
-                    else []
-                ),
-            ]
-        )
+        rows = [
+            ("blocks", f"{report.num_ok} good, {report.num_dead} superseded or cleared"),
+            ("damage", f"{report.num_torn} torn, {report.num_corrupt} corrupt"),
+            ("files", f"{report.num_segments} with {format_size(report.num_bytes)}"),
+        ]
+        if report.in_use:
+            rows.append(("in use", "a store has it open: torn records may be unfinished"))
+        print_rows(rows, {})
     return 0 if report.is_clean else 1
 
 
-def clear(asked: SocketOptions) -> None:
+def clear(socket_path: Path = socket_option()) -> None:
     """Drop every block that is not in use, from memory and tiers."""
-    try:
-        cleared, stats = clear_store(asked.socket_path), fetch_stats(asked.socket_path)
-    except StoreUnavailableError as error:
-        raise UserError(str(error)) from error
+    with _asking():
+        cleared, stats = clear_store(socket_path), fetch_stats(socket_path)
     print(f"dropped {cleared.from_memory} blocks from memory, {cleared.from_tiers} from tiers")
     for line in still_held(stats):
         print(f"not empty: {line}")
 
 
-def _print_rows(rows: list[tuple[str, str]]) -> None:
-    width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        print(f"{name:<{width}}  {value}")
+@contextlib.contextmanager
+def _asking() -> Iterator[None]:
+    """Report a store that does not answer as what the user can correct."""
+    try:
+        yield
+    except StoreUnavailableError as error:
+        raise UserError(str(error)) from error
 
 
 def store_rows(stats: StoreStats) -> list[Row]:

@@ -9,11 +9,11 @@ import os
 import select
 import sys
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import ParamSpec
 
 from banaserve.base.errors import BanaServeError, UserError
+from banaserve.cli.app import App
 from banaserve.cli.commands import COMMANDS, OFFERED_BY, Command, known, offered
 from banaserve.cli.terminal.console import print_error
 
@@ -109,9 +109,9 @@ def _dispatch(argv: list[str]) -> int:
         return 0
     name = _ALIASES.get(argv[0], argv[0])
     command = COMMANDS.get(name) or _offered(name)
-    target = getattr(import_module(command.module), command.attribute)
-    if command.attribute == "app":
-        return int(target.run(f"banaserve {name}", argv[1:]))
+    target = command.load()
+    if isinstance(target, App):
+        return target.run(f"banaserve {name}", argv[1:])
     return int(target(argv[1:]))
 
 

@@ -8,7 +8,8 @@ import ssl
 import urllib.error
 import urllib.parse
 import urllib.request
-from typing import Generic, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -54,64 +55,44 @@ class _ErrorBody(msgspec.Struct):
     error: _Error
 
 
-class Call(Protocol):
-    """Function that makes one call of the admin API."""
-
-    def __call__(
-        self,
-        method: str,
-        path: str,
-        kind: type[T],
-        body: bytes | None = None,
-        timeout_s: float = _TIMEOUT_S,
-    ) -> T:
-        """Return the answer, read as ``kind``.
-
-        Raises:
-            UserError: The request is refused, or the server cannot be reached.
-        """
-        ...
-
-
+@dataclass(frozen=True)
 class OperationClient(Generic[Ask, State]):
     """Client of one kind of operation; an operation goes on after the call that begins it.
 
     Each method raises ``UserError`` if the request is refused or the server cannot be reached.
 
-    Args:
+    Attributes:
         name: Last part of the operations' path.
         kind: Type of an operation's state.
         begin_timeout_s: Maximum time that ``begin`` waits for its answer, in seconds.
     """
 
-    def __init__(
-        self, call: Call, name: str, kind: type[State], begin_timeout_s: float = _TIMEOUT_S
-    ) -> None:
-        self._call = call
-        self._path = f"/admin/{name}"
-        self._kind = kind
-        self._begin_timeout_s = begin_timeout_s
+    server: AdminClient
+    name: str
+    kind: type[State]
+    begin_timeout_s: float = _TIMEOUT_S
 
     def begin(self, ask: Ask) -> State:
         """Begin an operation."""
-        body = msgspec.json.encode(ask)
-        return self._call("POST", self._path, self._kind, body, self._begin_timeout_s)
+        return self.server.call("POST", self.name, self.kind, ask, self.begin_timeout_s)
 
-    def show(self, name: str, wait_s: float = 0.0) -> State:
+    def show(self, identity: str, wait_s: float = 0.0) -> State:
         """Return the state of the operation with this id, at its end or after ``wait_s``."""
-        return self._call("GET", f"{self._path}/{name}?wait_s={wait_s:g}", self._kind)
+        return self.server.call("GET", f"{self.name}/{identity}?wait_s={wait_s:g}", self.kind)
 
-    def abort(self, name: str) -> State:
+    def abort(self, identity: str) -> State:
         """End the operation with this id early: what can be undone is undone."""
-        return self._call("DELETE", f"{self._path}/{name}", self._kind)
+        return self.server.call("DELETE", f"{self.name}/{identity}", self.kind)
 
     def last(self) -> list[State]:
         """Return the last operations, the oldest first, if the server keeps those of this kind."""
-        return self._call("GET", self._path, list[self._kind])  # type: ignore[name-defined]
+        return self.server.call("GET", self.name, list[self.kind])  # type: ignore[name-defined]
 
 
 class AdminClient:
     """Client of one server's admin API; every call blocks.
+
+    Each method raises ``UserError`` if the request is refused or the server cannot be reached.
 
     Args:
         url: URL of the front door, without a path.
@@ -127,144 +108,80 @@ class AdminClient:
         self._url = url.rstrip("/")
         self._key = key
         self._opener = opener_of(self._url, certificate, is_own)
-        call = self._call
         self.migrations = OperationClient[MigrationRequest, Migration](
-            call, "migrations", Migration
+            self, "migrations", Migration
         )
-        self.roles = OperationClient[RoleRequest, RoleChange](call, "roles", RoleChange)
-        self.scalings = OperationClient[ScaleRequest, Scaling](call, "scalings", Scaling)
+        self.roles = OperationClient[RoleRequest, RoleChange](self, "roles", RoleChange)
+        self.scalings = OperationClient[ScaleRequest, Scaling](self, "scalings", Scaling)
         self.restarts = OperationClient[RestartRequest, RollingRestart](
-            call, "restarts", RollingRestart, _FETCH_TIMEOUT_S
+            self, "restarts", RollingRestart, _FETCH_TIMEOUT_S
         )
         self.node_changes = OperationClient[NodeRequest, NodeChange](
-            call, "node-changes", NodeChange
+            self, "node-changes", NodeChange
         )
 
     def page_code(self) -> PageCode:
-        """Get a code that opens the page once.
-
-        Raises:
-            UserError: There is no page, or the server cannot be reached.
-        """
-        return self._call("POST", "/admin/page-code", PageCode)
+        """Get a code that opens the page once."""
+        return self.call("POST", "page-code", PageCode)
 
     def overlap(self, ask: OverlapRequest) -> Overlapping:
-        """Set whether an instance and its guests compute at once, or in turn.
-
-        Raises:
-            UserError: The request is refused, or the server cannot be reached.
-        """
-        return self._call("POST", "/admin/overlap", Overlapping, msgspec.json.encode(ask))
+        """Set whether an instance and its guests compute at once, or in turn."""
+        return self.call("POST", "overlap", Overlapping, ask)
 
     def share(self, ask: ShareRequest) -> GuestSharing:
-        """Bound the share of an instance's device that guests beside the instance take.
-
-        Raises:
-            UserError: The request is refused, or the server cannot be reached.
-        """
-        return self._call("POST", "/admin/share", GuestSharing, msgspec.json.encode(ask))
+        """Bound the share of an instance's device that guests beside the instance take."""
+        return self.call("POST", "share", GuestSharing, ask)
 
     def expert_load(self, ask: ExpertLoadRequest) -> ExpertLoad:
-        """Return how often each of an instance's experts is chosen.
-
-        Raises:
-            UserError: The request is refused, or the server cannot be reached.
-        """
-        return self._call("POST", "/admin/expert-load", ExpertLoad, msgspec.json.encode(ask))
+        """Return how often each of an instance's experts is chosen."""
+        return self.call("POST", "expert-load", ExpertLoad, ask)
 
     def placement(self) -> ClusterPlacement:
-        """Return which modules run on which instances.
-
-        Raises:
-            UserError: The server cannot be reached.
-        """
-        return self._call("GET", "/admin/placement", ClusterPlacement)
+        """Return which modules run on which instances."""
+        return self.call("GET", "placement", ClusterPlacement)
 
     def status(self) -> ServerStatus:
-        """Return the state of instances, moves and the orchestrator.
-
-        Raises:
-            UserError: The server cannot be reached.
-        """
-        return self._call("GET", "/admin/status", ServerStatus)
+        """Return the state of instances, moves and the orchestrator."""
+        return self.call("GET", "status", ServerStatus)
 
     def decisions(self, last: int | None = None) -> list[DecisionRecord]:
-        """Return the orchestrator's decisions, the oldest first.
-
-        Raises:
-            UserError: The server cannot be reached.
-        """
-        query = "" if last is None else f"?last={last}"
-        return self._call("GET", f"/admin/decisions{query}", list[DecisionRecord])
+        """Return the orchestrator's decisions, the oldest first."""
+        return self.call("GET", f"decisions{_last(last)}", list[DecisionRecord])
 
     def requests(self, last: int | None = None) -> list[RequestSummary]:
-        """Return summaries of the last requests, the oldest first.
-
-        Raises:
-            UserError: The server cannot be reached.
-        """
-        query = "" if last is None else f"?last={last}"
-        return self._call("GET", f"/admin/traces{query}", list[RequestSummary])
+        """Return summaries of the last requests, the oldest first."""
+        return self.call("GET", f"traces{_last(last)}", list[RequestSummary])
 
     def trace(self, request_id: str) -> RequestTrace:
         """Return the trace of a request: the instances it ran on and its outcome.
 
         Args:
             request_id: Id of the request, or an unambiguous beginning of the id.
-
-        Raises:
-            UserError: No request or several match, or the server cannot be reached.
         """
-        path = f"/admin/traces/{urllib.parse.quote(request_id, safe='')}"
-        return self._call("GET", path, RequestTrace)
+        return self.call("GET", f"traces/{_quoted(request_id)}", RequestTrace)
 
     def set_paused(self, paused: bool) -> ControllerStatus:
-        """Pause or resume the orchestrator.
-
-        Raises:
-            UserError: The server cannot be reached.
-        """
-        body = msgspec.json.encode(PauseRequest(paused))
-        return self._call("POST", "/admin/orchestrator", ControllerStatus, body)
+        """Pause or resume the orchestrator."""
+        return self.call("POST", "orchestrator", ControllerStatus, PauseRequest(paused))
 
     def drain(self, instance: str) -> DrainState:
-        """Let the streams of an instance go on elsewhere, and send the instance no more requests.
-
-        Raises:
-            UserError: The request is refused, or the server cannot be reached.
-        """
-        return self._call("POST", _drain_path(instance), DrainState)
+        """Let the streams of an instance go on elsewhere, and send it no more requests."""
+        return self.call("POST", f"drains/{_quoted(instance)}", DrainState)
 
     def show_drain(self, instance: str, wait_s: float = 0.0) -> DrainState:
-        """Return what is left on a drained instance; wait up to ``wait_s`` until nothing is left.
-
-        Raises:
-            UserError: There is no such drain, or the server cannot be reached.
-        """
-        return self._call("GET", f"{_drain_path(instance)}?wait_s={wait_s:g}", DrainState)
+        """Return what is left on a drained instance, when nothing is left or after ``wait_s``."""
+        return self.call("GET", f"drains/{_quoted(instance)}?wait_s={wait_s:g}", DrainState)
 
     def release(self, instance: str) -> DrainState:
-        """Let an instance that was drained serve again.
-
-        Raises:
-            UserError: The instance was not drained, or the server cannot be reached.
-        """
-        return self._call("DELETE", _drain_path(instance), DrainState)
+        """Let an instance that was drained serve again."""
+        return self.call("DELETE", f"drains/{_quoted(instance)}", DrainState)
 
     def nodes(self) -> list[NodeStatus]:
-        """Return the nodes that engines run on.
-
-        Raises:
-            UserError: The server cannot be reached.
-        """
-        return self._call("GET", "/admin/nodes", list[NodeStatus])
+        """Return the nodes that engines run on."""
+        return self.call("GET", "nodes", list[NodeStatus])
 
     def run(self, ask: MigrationRequest, timeout_s: float = 600.0) -> Migration:
-        """Begin a migration and wait until it succeeds or fails.
-
-        Raises:
-            UserError: The migration is refused or takes longer, or the server cannot be reached.
-        """
+        """Begin a migration and wait until it succeeds or fails; longer is an error, too."""
         migration = self.migrations.begin(ask)
         for _ in range(int(timeout_s)):
             if not migration.is_open:
@@ -272,17 +189,16 @@ class AdminClient:
             migration = self.migrations.show(migration.id, wait_s=1.0)
         raise UserError(f"migration {migration.id} has not ended in {timeout_s:.0f} s")
 
-    def _call(
-        self,
-        method: str,
-        path: str,
-        kind: type[T],
-        body: bytes | None = None,
-        timeout_s: float = _TIMEOUT_S,
+    def call(
+        self, method: str, path: str, kind: type[T], ask: Any = None, timeout_s: float = _TIMEOUT_S
     ) -> T:
+        """Send ``ask``, if any, to a path below ``/admin``; return the answer, read as ``kind``."""
+        body = None if ask is None else msgspec.json.encode(ask)
         headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
         try:
-            request = urllib.request.Request(self._url + path, body, headers, method=method)
+            request = urllib.request.Request(
+                f"{self._url}/admin/{path}", body, headers, method=method
+            )
             with self._opener.open(request, timeout=timeout_s) as response:
                 return msgspec.json.decode(response.read(), type=kind)
         except urllib.error.HTTPError as refused:
@@ -339,5 +255,10 @@ def _message(refused: urllib.error.HTTPError) -> str:
         return f"the server answers {refused.code} {refused.reason}"
 
 
-def _drain_path(instance: str) -> str:
-    return f"/admin/drains/{urllib.parse.quote(instance, safe='')}"
+def _quoted(name: str) -> str:
+    return urllib.parse.quote(name, safe="")
+
+
+def _last(number: int | None) -> str:
+    """Return the query for the last ``number`` records; for all that are kept, if it is None."""
+    return "" if number is None else f"?last={number}"

@@ -14,8 +14,8 @@ from banaserve.base.errors import UserError
 from banaserve.base.net.descriptors import raise_descriptor_limit
 from banaserve.base.plugins import PluginGroup
 from banaserve.cli.plugins import use_plugins, warn_of_rivalries
-from banaserve.cli.serve.sockets import listening
 from banaserve.cli.terminal.console import print_error, timed
+from banaserve.frontdoor.lifecycle.listening_socket import bind
 from banaserve_route.balancer.balancer import Balancer, max_connections
 from banaserve_route.balancer.config import (
     BalancerSettings,
@@ -129,7 +129,8 @@ def route_command(argv: Sequence[str]) -> int:
     raise_descriptor_limit()
     if (allowed := max_connections(settings)) < settings.limits.max_connections:
         say(f"{allowed} connections of clients at most: file descriptors (ulimit -n) allow no more")
-    with listening(settings.host, settings.port) as sock:
+    # Bound early: a port found in use only later would cost minutes.
+    with bind(settings.host, settings.port) as sock:
         say(f"looking at {len(settings.replicas)} replicas and {len(settings.peers)} peers")
         code = server.run(make, sock, lambda: _banner(balancers[0]), asked.config)
     say("ended")

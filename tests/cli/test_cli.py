@@ -124,6 +124,15 @@ def test_a_command_gives_its_exit_code(monkeypatch):
     assert cli.main(["probe", "0", "--step", "2"]) == 0
 
 
+def test_the_parameters_of_a_command_are_its_options_beside_those_that_it_shares(monkeypatch):
+    def raised(asked: ProbeOptions, by: int = option("addend", 0), twice: bool = option("", False)):
+        return (asked.code + by) * (2 if twice else 1)
+
+    install_command(monkeypatch, App(raised), "app")
+    assert cli.main(["probe", "3"]) == 3
+    assert cli.main(["probe", "3", "--by", "4", "--twice"]) == 14
+
+
 @pytest.mark.parametrize(
     ("argv", "line"),
     [

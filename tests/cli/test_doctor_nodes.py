@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from banaserve.cli.doctor.checks import CheckStatus
-from banaserve.cli.doctor.node_checks import check_links, check_nodes
+from banaserve.cli.doctor.node_checks import check_link, check_node
 from banaserve.nodes.measuring.survey import LinkReport, NodeReport
 from banaserve.nodes.messages import Inspected, LinkMeasured
 
@@ -35,7 +35,7 @@ def node(ahead_s: float = 0.0, **changed: Any) -> NodeReport:
     ],
 )
 def test_a_node(report: NodeReport, status: CheckStatus, words: str) -> None:
-    (finding,) = check_nodes([report], HAS.version, HAS.python)
+    finding = check_node(report, HAS.version, HAS.python)
     assert (finding.name, finding.status) == ("node a:1", status)
     assert words in finding.detail
     assert (finding.advice == "") == (status is OK or bool(report.found and "/m" in words))
@@ -51,7 +51,7 @@ def test_a_node(report: NodeReport, status: CheckStatus, words: str) -> None:
     ],
 )
 def test_a_link(measured: LinkMeasured, status: CheckStatus, words: str) -> None:
-    (finding,) = check_links([LinkReport("a", "b", measured)])
+    finding = check_link(LinkReport("a", "b", measured))
     assert (finding.name, finding.status) == ("a to b", status)
     assert words in finding.detail
     assert (finding.advice == "") == (status is OK)

@@ -4,44 +4,42 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from banaserve.base.errors import UserError
+from banaserve.cli.admin.options import JsonOptions
 from banaserve.cli.terminal.console import print_error, print_json
+from banaserve.contracts.instances import NodeChange, RoleChange, Scaling
+from banaserve.contracts.migration_api import Migration
+from banaserve.contracts.restart_api import RollingRestart
 from banaserve.frontdoor.admin_client import OperationClient
 
 _LOOK_S = 0.5
+State = TypeVar("State", Migration, NodeChange, RoleChange, RollingRestart, Scaling)
 
 
-class _Operation(Protocol):
-    @property
-    def id(self) -> str: ...
-
-    @property
-    def is_open(self) -> bool: ...
-
-    @property
-    def state(self) -> str: ...
-
-
-State = TypeVar("State", bound=_Operation)
-
-
-def followed(
+def follow(
+    asked: JsonOptions,
     operations: OperationClient[Any, State],
     begun: State,
-    words: Callable[[State], str],
     *,
-    is_silent: bool,
+    progress: Callable[[State], str],
+    done: Callable[[State], str],
+    failure: Callable[[State], str],
+    waits: bool = True,
     aborts: bool = True,
-) -> State:
-    """Wait for the end of an operation and return its last state.
+    code: int = 2,
+) -> int:
+    """Wait for the end of an operation, print the operation, and return the exit code.
 
     Args:
-        words: Returns the line that describes a state; a changed line is printed unless empty.
-        is_silent: True if nothing is printed.
+        progress: Returns the line that describes a state; a changed line is printed unless empty.
+        done: Returns the lines on an operation that was completed.
+        failure: Returns the error of one that was not.
+        waits: False to return at once.
         aborts: True if Ctrl-C aborts the operation and waits for its end, instead of leaving it.
+        code: Exit code of an operation that was not completed.
 
     Raises:
         UserError: The server cannot be reached.
@@ -50,12 +48,12 @@ def followed(
 
     def say() -> None:
         nonlocal said
-        if not is_silent and (line := words(state)) and line != said:
+        if not asked.as_json and (line := progress(state)) and line != said:
             said = line
             print(line, file=sys.stderr, flush=True)
 
     try:
-        while state.is_open:
+        while waits and state.is_open:
             say()
             state = operations.show(state.id, wait_s=_LOOK_S)
     except KeyboardInterrupt:
@@ -65,27 +63,15 @@ def followed(
             operations.abort(state.id)
         while state.is_open:
             state = operations.show(state.id, wait_s=_LOOK_S)
-    say()
-    return state
-
-
-def ended(
-    operation: _Operation, as_json: bool, done: Sequence[str], failure: str, code: int = 2
-) -> int:
-    """Print the state of an operation, as JSON or in lines, and return the exit code.
-
-    Args:
-        done: Lines on an operation that was completed.
-        failure: Error of one that was not.
-        code: Exit code of one that was not.
-    """
-    if as_json:
-        print_json(operation)
-    elif operation.state == "done":
-        print("\n".join(done))
-    elif operation.is_open:
-        print(f"{operation.id}: {operation.state}; `banaserve status` shows how far it is")
-    if operation.is_open or operation.state == "done":
+    if waits:
+        say()
+    if asked.as_json:
+        print_json(state)
+    elif state.state == "done":
+        print(done(state))
+    elif state.is_open:
+        print(f"{state.id}: {state.state}; `banaserve status` shows how far it is")
+    if state.is_open or state.state == "done":
         return 0
-    print_error(failure)
+    print_error(failure(state))
     return code

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from banaserve.base.arguments import option
 from banaserve.base.errors import UserError
-from banaserve.cli.admin.following import ended, followed
+from banaserve.cli.admin.following import follow
 from banaserve.cli.admin.options import JsonOptions
 from banaserve.cli.admin.views.placement import overlap_words, sharing_line
 from banaserve.cli.app import App
+from banaserve.cli.terminal.console import print_json
 from banaserve.contracts.migration_api import (
     ExpertLoadRequest,
     Migration,
@@ -28,7 +26,6 @@ from banaserve.contracts.migration_api import (
     Return,
     ShareRequest,
 )
-from banaserve.frontdoor.admin_client import AdminClient
 from banaserve.kvstore.sizes import format_size
 from banaserve.orchestrator.control.move_policies.expert_choice import experts_for
 
@@ -55,49 +52,10 @@ class SpanOptions(TargetOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadsOptions(TargetOptions):
-    """Options of a move of heads."""
+class LayerOptions(TargetOptions):
+    """Options of a move of parts of layers."""
 
     layer: str = option("a layer, or several: 5,6 or 5:8")
-    heads: str = option("KV heads of each, such as 1,2")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertsOptions(TargetOptions):
-    """Options of a move of experts."""
-
-    layer: str = option("a layer, or several: 5,6 or 5:8")
-    experts: str | None = option("experts of each, such as 1,2; or give --load", None)
-    load: float | None = option(
-        "share of each layer's work, by what its router chooses", None, float
-    )
-    watch_s: float = option("time for which the routers are watched", 10.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReturnOptions(SourceOptions):
-    """Options of ``banaserve migrate return``."""
-
-    span: str | None = option("START:END; everything without it", None, name="--layers")
-    layer: str | None = option("layers of --heads or --experts", None)
-    heads: str | None = option("KV heads, such as 1,2", None)
-    experts: str | None = option("experts, likewise", None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class OverlapOptions(JsonOptions):
-    """Options of ``banaserve migrate overlap``."""
-
-    instance: str = option("the instance whose layers are away", name="--of", metavar="INSTANCE")
-    parts: int = option("most micro-batches of a step; 1: it waits", kind=int)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShareOptions(JsonOptions):
-    """Options of ``banaserve migrate share``."""
-
-    instance: str = option("the instance whose device it is", name="--beside", metavar="INSTANCE")
-    fraction: float = option("fraction that guests beside it may take", kind=float)
 
 
 def layers(asked: SpanOptions) -> int:
@@ -105,9 +63,9 @@ def layers(asked: SpanOptions) -> int:
     return _migrate(asked, MoveLayers(asked.source, asked.target, _span(asked.span)))
 
 
-def heads(asked: HeadsOptions) -> int:
+def heads(asked: LayerOptions, heads: str = option("KV heads of each, such as 1,2")) -> int:
     """Move KV heads of some layers, with their query heads: KV cache only."""
-    chosen = _of_layers(asked.layer, asked.heads, "--heads")
+    chosen = _of_layers(asked.layer, heads, "--heads")
     return _migrate(asked, MoveHeads(asked.source, asked.target, chosen))
 
 
@@ -116,42 +74,34 @@ def context(asked: SpanOptions) -> int:
     return _migrate(asked, MoveContext(asked.source, asked.target, _span(asked.span)))
 
 
-def experts(asked: ExpertsOptions) -> int:
+def experts(
+    asked: LayerOptions,
+    experts: str | None = option("experts of each, such as 1,2; or give --load", None),
+    load: float | None = option(
+        "share of each layer's work, by what its router chooses", None, float
+    ),
+    watch_s: float = option("time for which the routers are watched", 10.0),
+) -> int:
     """Move routed experts of some layers: weights only, the router stays."""
-    if (asked.experts is None) is (asked.load is None):
-        raise UserError("give --experts, or --load to let what routers choose decide")
-    if asked.experts is not None:
-        wanted = _of_layers(asked.layer, asked.experts, "--experts")
+    if experts is not None and load is None:
+        wanted = _of_layers(asked.layer, experts, "--experts")
+    elif load is not None and experts is None:
+        wanted = _experts_for(asked, load, watch_s)
     else:
-        assert asked.load is not None
-        wanted = _experts_for(
-            asked.client(),
-            asked.source,
-            _layers(asked.layer),
-            asked.load,
-            asked.watch_s,
-            quiet=asked.as_json,
-        )
+        raise UserError("give --experts, or --load to let what routers choose decide")
     return _migrate(asked, MoveExperts(asked.source, asked.target, wanted))
 
 
-def _experts_for(
-    client: AdminClient,
-    source: str,
-    layers: list[int],
-    load: float,
-    watch_s: float,
-    *,
-    quiet: bool,
-) -> dict[int, tuple[int, ...]]:
+def _experts_for(asked: LayerOptions, load: float, watch_s: float) -> dict[int, tuple[int, ...]]:
     """Watch an instance's routers, and choose the experts that do ``load`` of each layer's work."""
+    client, source, layers = asked.client(), asked.source, _layers(asked.layer)
     if not 0 < load < 1:
         raise UserError(f"--load {load:g}: give a share between 0 and 1, such as 0.5")
     if watch_s <= 0:
         raise UserError(f"--watch {watch_s:g}: give seconds")
     client.expert_load(ExpertLoadRequest(source))
     try:
-        if not quiet:
+        if not asked.as_json:
             words = f"watching the routers of {source} for {watch_s:g} s"
             print(words, file=sys.stderr, flush=True)
         time.sleep(watch_s)
@@ -171,42 +121,60 @@ def _experts_for(
     return found
 
 
-def take_home(asked: ReturnOptions) -> int:
+def take_home(
+    asked: SourceOptions,
+    span: str | None = option("START:END; everything without it", None, name="--layers"),
+    layer: str | None = option("layers of --heads or --experts", None),
+    heads: str | None = option("KV heads, such as 1,2", None),
+    experts: str | None = option("experts, likewise", None),
+) -> int:
     """Bring home the modules of an instance that are away."""
-    layer, heads, experts = asked.layer, asked.heads, asked.experts
     if (layer is None) is not (heads is None and experts is None):
         raise UserError("--layer goes together with --heads or --experts")
     ask = Return(
         asked.source,
-        _span(asked.span) if asked.span is not None else None,
-        _of_layers(layer, heads, "--heads") if layer is not None and heads is not None else None,
-        _of_layers(layer, experts, "--experts") if layer and experts is not None else None,
+        None if span is None else _span(span),
+        None if layer is None or heads is None else _of_layers(layer, heads, "--heads"),
+        None if layer is None or experts is None else _of_layers(layer, experts, "--experts"),
     )
     return _migrate(asked, ask)
 
 
-def overlap(asked: OverlapOptions) -> None:
+def overlap(
+    asked: JsonOptions,
+    instance: str = option("the instance whose layers are away", name="--of", metavar="INSTANCE"),
+    parts: int = option("most micro-batches of a step; 1: it waits", kind=int),
+) -> None:
     """Let an instance and the guests of its layers compute at once, until it is restarted."""
-    found = asked.client().overlap(OverlapRequest(asked.instance, asked.parts))
-    _print(found, f"{asked.instance} {overlap_words(found)}", asked.as_json)
+    found = asked.client().overlap(OverlapRequest(instance, parts))
+    _print(found, f"{instance} {overlap_words(found)}", asked.as_json)
 
 
-def share(asked: ShareOptions) -> None:
+def share(
+    asked: JsonOptions,
+    instance: str = option("the instance whose device it is", name="--beside", metavar="INSTANCE"),
+    fraction: float = option("fraction that guests beside it may take", kind=float),
+) -> None:
     """Bound the share of an instance's device that guests may take, until the server ends."""
-    found = asked.client().share(ShareRequest(asked.instance, asked.fraction))
+    found = asked.client().share(ShareRequest(instance, fraction))
     _print(found, sharing_line(found), asked.as_json)
 
 
 def _print(found: Any, line: str, as_json: bool) -> None:
-    print(json.dumps(msgspec.to_builtins(found)) if as_json else line)
+    print_json(found, None) if as_json else print(line)
 
 
 def _migrate(asked: JsonOptions, ask: MigrationRequest) -> int:
     """Begin a migration, show its progress, and return 2 unless it was completed."""
     migrations = asked.client().migrations
-    found = followed(migrations, migrations.begin(ask), _progress, is_silent=asked.as_json)
-    failure = f"migration {found.id} {found.state}: {found.error or 'nothing'}"
-    return ended(found, asked.as_json, _summary(found), failure)
+    return follow(
+        asked,
+        migrations,
+        migrations.begin(ask),
+        progress=_progress,
+        done=_summary,
+        failure=lambda one: f"migration {one.id} {one.state}: {one.error or 'nothing'}",
+    )
 
 
 def _progress(migration: Migration) -> str:
@@ -217,15 +185,14 @@ def _progress(migration: Migration) -> str:
     )
 
 
-def _summary(migration: Migration) -> list[str]:
+def _summary(migration: Migration) -> str:
     lines = []
     for move in migration.moves:
         facts = move.facts
         copied_bytes = int(facts.get("precopy_bytes", 0) + facts.get("commit_bytes", 0))
-        total_s = sum(move.seconds.values())
-        line = f"{move.modules} run {'beside ' + move.to if move.to else 'at home'} after "
         weight_bytes = int(facts.get("weight_bytes", 0))
-        line += f"{total_s:.1f} s: "
+        line = f"{move.modules} run {'beside ' + move.to if move.to else 'at home'} after "
+        line += f"{sum(move.seconds.values()):.1f} s: "
         if copied_bytes or not weight_bytes:
             line += f"{format_size(copied_bytes)} of KV copied, "
         if weight_bytes:
@@ -234,10 +201,9 @@ def _summary(migration: Migration) -> list[str]:
         if facts.get("freed_bytes"):
             line += f", {format_size(int(facts['freed_bytes']))} freed"
         lines.append(line)
-    change = migration.blocks_gained
-    if change:
+    if change := migration.blocks_gained:
         lines.append(f"the pool has {'gained' if change > 0 else 'lost'} {abs(change)} KV blocks")
-    return lines + migration.notes
+    return "\n".join(lines + migration.notes)
 
 
 def _span(text: str) -> tuple[int, int]:

@@ -2,43 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from banaserve.base.arguments import argument, extra, option
-from banaserve.cli.admin.following import ended, followed
+from banaserve.cli.admin.following import follow
 from banaserve.cli.admin.options import JsonOptions
 from banaserve.cli.admin.views.node_tables import node_rows
 from banaserve.cli.admin.views.status import STYLES
 from banaserve.cli.app import App
 from banaserve.cli.terminal.console import print_json, print_rows
 from banaserve.contracts.control_api import NodeRequest
-from banaserve.contracts.instances import NodeChange
 
-
-@dataclass(frozen=True, kw_only=True)
-class NodeAddOptions(JsonOptions):
-    """Options of ``banaserve nodes add``."""
-
-    address: str = argument("HOST:PORT of `banaserve node`, as --node has it", metavar="ADDRESS")
-    waits: bool = option(
-        "return at its end, or at once (--wait)",
-        True,
-        name="--wait",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodeRemoveOptions(NodeAddOptions):
-    """Options of ``banaserve nodes remove``."""
-
-    keep: bool = option(
-        "do with fewer instances, instead of starting as many on other nodes first",
-        True,
-        name="--shrink",
-        action="store_false",
-        also=(extra("--keep", "the opposite, and the default", True, action="store_true"),),
-    )
-    timeout_s: float = option("time to wait for the last request of an instance", 300.0)
+_ADDRESS = "HOST:PORT of `banaserve node`, as --node has it"
+_WAIT = "return at its end, or at once (--wait)"
 
 
 def list_nodes(asked: JsonOptions) -> None:
@@ -52,31 +26,47 @@ def list_nodes(asked: JsonOptions) -> None:
         print("the engines of this server run on its own machine")
 
 
-def add(asked: NodeAddOptions) -> int:
+def add(
+    asked: JsonOptions,
+    address: str = argument(_ADDRESS, metavar="ADDRESS"),
+    waits: bool = option(_WAIT, True, name="--wait"),
+) -> int:
     """Add a node; `banaserve scale` and the policy may then use it.
 
     With --cluster, ADDRESS is that of a Ray node; nodes that join Ray are added automatically.
     """
-    return _change(asked, NodeRequest("add", asked.address))
+    return _change(asked, NodeRequest("add", address), waits)
 
 
-def remove(asked: NodeRemoveOptions) -> int:
+def remove(
+    asked: JsonOptions,
+    address: str = argument(_ADDRESS, metavar="ADDRESS"),
+    waits: bool = option(_WAIT, True, name="--wait"),
+    keep: bool = option(
+        "do with fewer instances, instead of starting as many on other nodes first",
+        True,
+        name="--shrink",
+        action="store_false",
+        also=(extra("--keep", "the opposite, and the default", True, action="store_true"),),
+    ),
+    timeout_s: float = option("time to wait for the last request of an instance", 300.0),
+) -> int:
     """Drain a node and give it back; no request is lost."""
-    return _change(asked, NodeRequest("remove", asked.address, asked.timeout_s, asked.keep))
+    return _change(asked, NodeRequest("remove", address, timeout_s, keep), waits)
 
 
-def _change(asked: NodeAddOptions, ask: NodeRequest) -> int:
+def _change(asked: JsonOptions, ask: NodeRequest, waits: bool) -> int:
     changes = asked.client().node_changes
-    change = changes.begin(ask)
-    if asked.waits:
-        change = followed(changes, change, _progress, is_silent=asked.as_json)
-    done = "has joined" if change.action == "add" else "has left"
-    words = f"node {change.node} {done} after {change.seconds:.1f} s"
-    return ended(change, asked.as_json, [words], change.reason or f"{change.id} was given up")
-
-
-def _progress(change: NodeChange) -> str:
-    return f"{change.now or change.state}, {change.seconds:.0f} s" if change.is_open else ""
+    done = "has joined" if ask.action == "add" else "has left"
+    return follow(
+        asked,
+        changes,
+        changes.begin(ask),
+        progress=lambda one: f"{one.now or one.state}, {one.seconds:.0f} s" if one.is_open else "",
+        done=lambda one: f"node {one.node} {done} after {one.seconds:.1f} s",
+        failure=lambda one: one.reason or f"{one.id} was given up",
+        waits=waits,
+    )
 
 
 app = App(

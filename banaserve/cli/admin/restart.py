@@ -2,62 +2,54 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from banaserve.base.arguments import argument, option
 from banaserve.base.errors import UserError
-from banaserve.cli.admin.following import ended, followed
+from banaserve.cli.admin.following import follow
 from banaserve.cli.admin.options import JsonOptions
 from banaserve.cli.app import App
 from banaserve.contracts.restart_api import RestartRequest, RollingRestart
 
 
-@dataclass(frozen=True, kw_only=True)
-class RestartOptions(JsonOptions):
-    """Options of ``banaserve restart``."""
-
+def restart(
+    asked: JsonOptions,
     vllm_options: tuple[str, ...] = argument(
         "added to those of the engines; the last counts", (), metavar="[--] VLLM_OPTIONS"
-    )
-    rolling: bool = option("one engine after the other; no request is lost", False)
-    model: str = option("folder or name of weights of the same architecture", "")
+    ),
+    rolling: bool = option("one engine after the other; no request is lost", False),
+    model: str = option("folder or name of weights of the same architecture", ""),
     timeout_s: float = option(
         "time for which an engine is kept for streams that no other one can take; 0 is serve's "
         "--request-timeout",
         0.0,
-    )
-    abort: bool = option("give up the one under way; what it changed goes back", False)
-
-
-def restart(asked: RestartOptions) -> int:
+    ),
+    abort: bool = option("give up the one under way; what it changed goes back", False),
+) -> int:
     """Replace all engines of a running server."""
     restarts = asked.client().restarts
-    if asked.abort:
-        found = _under_way(restarts.last())
+    if abort:
+        found = next((one for one in restarts.last() if one.is_open), None)
+        if found is None:
+            raise UserError("no rolling restart is under way")
         restarts.abort(found.id)
-    elif not asked.rolling:
+    elif not rolling:
         raise UserError(
             "all engines at once would end every request: give --rolling, which replaces one after "
             "the other"
         )
     else:
-        options = list(asked.vllm_options)
-        found = restarts.begin(RestartRequest(_path(asked.model), options, asked.timeout_s))
-    found = followed(restarts, found, _progress, is_silent=asked.as_json, aborts=False)
-    done = f"{len(found.engines)} engines replaced in {found.seconds:.1f} s"
-    return ended(found, asked.as_json, [done], _failure(found), code=1)
-
-
-def _progress(found: RollingRestart) -> str:
-    return f"{found.state}: {found}" if found.is_open else ""
-
-
-def _under_way(restarts: list[RollingRestart]) -> RollingRestart:
-    for one in restarts:
-        if one.is_open:
-            return one
-    raise UserError("no rolling restart is under way")
+        found = restarts.begin(RestartRequest(_path(model), list(vllm_options), timeout_s))
+    return follow(
+        asked,
+        restarts,
+        found,
+        progress=lambda one: f"{one.state}: {one}" if one.is_open else "",
+        done=lambda one: f"{len(one.engines)} engines replaced in {one.seconds:.1f} s",
+        failure=_failure,
+        aborts=False,
+        code=1,
+    )
 
 
 def _path(model: str) -> str:
@@ -69,9 +61,7 @@ def _path(model: str) -> str:
 def _failure(found: RollingRestart) -> str:
     words = f"the restart {found.state}: {found.reason}"
     names = [one.instance for one in found.engines if one.state == "taken back"]
-    if names:
-        words += f"; {', '.join(names)} went back to what was"
-    return words
+    return words + (f"; {', '.join(names)} went back to what was" if names else "")
 
 
 app = App(restart)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
 from pathlib import Path
 
 from banaserve.base.arguments import option
@@ -17,23 +16,18 @@ from banaserve.frontdoor.page.records import page_link
 _LOOPBACK = "127.0.0.1"
 
 
-@dataclass(frozen=True, kw_only=True)
-class UiOptions:
-    """Options of ``banaserve ui``."""
-
+def ui(
     replay: Path | None = option(
         "show what this decision log tells, with a slider for the time", None, Path, metavar="FILE"
-    )
-    port: int = option("port of your server, or of the replay (a free one)", 0, metavar="PORT")
-    run_dir: Path | None = option("folder of the run (the only one of yours)", None, Path)
-
-
-def ui(asked: UiOptions) -> None:
+    ),
+    port: int = option("port of your server, or of the replay (a free one)", 0, metavar="PORT"),
+    run_dir: Path | None = option("folder of the run (the only one of yours)", None, Path),
+) -> None:
     """Print a link that opens a running server's page, or serve a page for a decision log."""
-    if asked.replay is not None:
-        _replay(asked.replay, asked.port)
+    if replay is not None:
+        _replay(replay, port)
         return
-    folder, access = find_admin_dir(asked.run_dir, asked.port or None)
+    folder, access = find_admin_dir(run_dir, port or None)
     key = access.key or os.environ.get("BANASERVE_ADMIN_KEY", "")
     if not key:
         print(f"{access.url}/ui")

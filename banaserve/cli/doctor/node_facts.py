@@ -13,8 +13,8 @@ from pathlib import Path
 from banaserve.base import models
 from banaserve.base.errors import UserError
 from banaserve.base.models import hub
-from banaserve.cli.doctor import node_checks
 from banaserve.cli.doctor.checks import Finding
+from banaserve.cli.doctor.node_checks import check_link, check_node
 from banaserve.nodes.assignment import InstanceNeed
 from banaserve.nodes.by_ray.places import RayPlaces
 from banaserve.nodes.credentials import ClusterCredentials
@@ -44,8 +44,9 @@ def examine_nodes(model: str, addresses: list[str], ray: str, key: str) -> Itera
             key, need = key or secrets.token_hex(32), InstanceNeed()
             places = RayPlaces(ray, key, folder.name, [], need, folder / "ray.log")
         nodes, links = asyncio.run(_surveyed(places, key, _asked(model)))
-        yield from node_checks.check_nodes(nodes, own_version(), platform.python_version())
-        yield from node_checks.check_links(links)
+        for node in nodes:
+            yield check_node(node, own_version(), platform.python_version())
+        yield from map(check_link, links)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -8,8 +8,7 @@ import signal
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 from urllib.parse import urlsplit
 
 from banaserve.base import models
@@ -37,6 +36,9 @@ from banaserve.orchestrator.planner.forecast_profile import forecast_profile
 from banaserve.orchestrator.planner.loop.decisions import DecisionLog
 from banaserve.transport import registry as transports
 from banaserve.transport.interface import MIN_SECRET_BYTES, TransportOptions
+
+if TYPE_CHECKING:
+    from banaserve.mains.serve import Parts
 
 __all__ = ["check_config", "make_parser", "serve_command"]
 
@@ -135,40 +137,25 @@ def _serve(
     from banaserve.cli.serve import launch
 
     with launch.prepared(config, model, front, run) as parts:
-        scheme = "https" if parts.args.ssl_certfile else "http"
-        served = parts.config  # a pooling model is served with other instances than configured
         facts = {
-            "dtype": launch.dtype_words(served, parts),
-            "model": launch.model_words(served, parts),
-            "tools": launch.give_tool_parser(served, parts),
-            "moves": launch.migration_words(served, parts),
-            "GPUs": launch.gpu_line(served, parts),
-            "time": emulation.words(served),
+            "dtype": launch.dtype_words(parts),
+            "model": launch.model_words(parts),
+            "tools": launch.give_tool_parser(parts),
+            "moves": launch.migration_words(parts),
+            "GPUs": launch.gpu_line(parts),
+            "time": parts.time,
         }
-        is_pooling = launch.pools(parts)
-        name = parts.model_name
-        launch.run(
-            parts,
-            say,
-            lambda code: _banner(
-                served, name, run, terminal, scheme, facts, code, pools=is_pooling
-            ),
-        )
+        pools = launch.pools(parts)
+        launch.run(parts, say, lambda code: _banner(parts, facts, terminal, code, pools=pools))
 
 
 def _banner(
-    config: ServeConfig,
-    model: str,
-    run: RunDir,
-    terminal: TextIO,
-    scheme: str,
-    facts: Mapping[str, str],
-    page_code: str,
-    *,
-    pools: bool,
+    parts: Parts, facts: Mapping[str, str], terminal: TextIO, page_code: str, *, pools: bool
 ) -> None:
+    # Not the configuration that was asked for: a pooling model is served with other instances.
+    config, model, run = parts.config, parts.model_name, parts.run
     host = f"[{config.host}]" if ":" in config.host else config.host
-    url = f"{scheme}://{host}:{config.port}"
+    url = f"{'https' if parts.args.ssl_certfile else 'http'}://{host}:{config.port}"
     shape = (
         f"{config.colocated} colocated"
         if config.colocated
@@ -222,12 +209,7 @@ class Leaving:
         self._previous = {number: signal.signal(number, self._leave) for number in _SIGNALS}
         return self
 
-    def __exit__(
-        self,
-        _type: type[BaseException] | None,
-        _value: BaseException | None,
-        _traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import difflib
 import tomllib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from banaserve.base.arguments import Formatter, values_of
 from banaserve.base.config import ServeConfig
 from banaserve.base.errors import UserError
-from banaserve.cli.serve.help_pages import ServeParser, asked_group
+from banaserve.cli.serve.help_pages import ServeParser
 from banaserve.orchestrator.control.move_policies import registry as migration_policies
 from banaserve.orchestrator.control.routing import registry as routing_policies
 from banaserve.transport import registry as transports
@@ -26,17 +26,19 @@ def parse_serve_argv(argv: Sequence[str]) -> ServeConfig:
         UserError: An option or a value is not valid.
         SystemExit: Help was asked for and has been printed.
     """
-    ours, for_vllm = _split_argv(argv)
+    end = argv.index("--") if "--" in argv else len(argv)
+    ours, for_vllm = list(argv[:end]), argv[end + 1 :]  # what follows -- goes to vLLM unchanged
     parser = make_parser()
-    if (group := asked_group(ours)) is not None:
-        print(parser.format_group(group), end="")
-        raise SystemExit(0)
+    for word in ours:
+        if word.startswith("--help="):
+            print(parser.format_group(word.partition("=")[2]), end="")
+            raise SystemExit(0)
     # The model as vLLM's positional argument. Only the first word can be the model: a later word
     # may be the value of an option that only vLLM knows.
     positional = ours.pop(0) if ours and not ours[0].startswith("-") else None
     known, unknown = parser.parse_known_args(ours)
     if known.config is not None:
-        ours = [*_options_from_file(known.config, *_flags_and_valued(parser)), *ours]
+        ours = [*_options_from_file(known.config, parser), *ours]
         known, unknown = parser.parse_known_args(ours)
     if known.model and positional and known.model != positional:
         raise UserError(f"two models: {positional} and --model {known.model}")
@@ -56,13 +58,6 @@ def _check_instances(known: argparse.Namespace) -> None:
         raise UserError("--no-kv-store: instances that change their roles need the store")
     if known.elastic and known.policy not in (None, "elastic"):
         raise UserError(f"--elastic and --orchestrator-policy {known.policy} exclude each other")
-
-
-def _flags_and_valued(parser: ServeParser) -> tuple[set[str], set[str]]:
-    """Return our options without a value, and those with one."""
-    options = parser.options()
-    flags = {name for name, action in options.items() if action.nargs == 0}
-    return flags, options.keys() - flags
 
 
 def _catch_misspelt(parser: ServeParser, unknown: Sequence[str]) -> None:
@@ -100,13 +95,11 @@ def make_parser() -> ServeParser:
     return parser
 
 
-def _options_from_file(path: Path, flags: Collection[str], valued: Collection[str]) -> list[str]:
+def _options_from_file(path: Path, parser: ServeParser) -> list[str]:
     """Return the entries of a TOML file as command-line options: its keys are option names.
 
-    Args:
-        flags: banaserve's options without a value: ``false`` leaves the option out.
-        valued: banaserve's options with a value; options in neither are vLLM's, for which
-            ``x = false`` becomes ``--no-x``.
+    ``x = false`` leaves out a flag of banaserve; for vLLM, whose options the parser does not know,
+    it becomes ``--no-x``.
 
     Raises:
         UserError: The file cannot be read, or a value has a type that no option takes.
@@ -118,10 +111,11 @@ def _options_from_file(path: Path, flags: Collection[str], valued: Collection[st
     argv: list[str] = []
     for key, value in table.items():
         option = f"--{key.replace('_', '-')}"
+        own = parser.options().get(option)
         if isinstance(value, bool):
-            if option in valued:
+            if own is not None and own.nargs != 0:
                 raise UserError(f"--config {path}: {key} takes a value, see banaserve serve --help")
-            if value or option not in flags:
+            if value or own is None:
                 argv.append(option if value else f"--no-{option[2:]}")
         elif isinstance(value, (str, int, float)):
             argv += [option, str(value)]
@@ -130,12 +124,3 @@ def _options_from_file(path: Path, flags: Collection[str], valued: Collection[st
         else:
             raise UserError(f"--config {path}: {key} is neither a value nor a list")
     return argv
-
-
-def _split_argv(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the arguments before ``--``, and those after it, which go to vLLM unchanged."""
-    words = list(argv)
-    if "--" not in words:
-        return words, []
-    at = words.index("--")
-    return words[:at], words[at + 1 :]

@@ -44,26 +44,23 @@ class GpuUse:
 
 def installed() -> GpuParts:
     """Return the parts of this installation; imports none of them."""
-    return GpuParts(
-        has_slabs=importlib.util.find_spec("banaserve._native_cuda") is not None,
-        has_flashinfer=importlib.util.find_spec("flashinfer") is not None,
-        has_nixl=importlib.util.find_spec("nixl") is not None,
-    )
+    names = ("banaserve._native_cuda", "flashinfer", "nixl")
+    return GpuParts(*(importlib.util.find_spec(name) is not None for name in names))
 
 
 def gpu_words(use: GpuUse, parts: GpuParts) -> str:
     """Return one line on moves, graphs, tensor parallelism, transport of GPU memory and kernels."""
     if use.blocker:
         return f"moves off: {use.blocker}"
-    words = ["moves on"]
-    if not parts.has_slabs:
-        words[0] += ", without giving GPU memory back (no BANASERVE_CUDA=1 build)"
-    if use.graphs:
-        words.append(use.graphs)
-    words.append(_rank_words(use.num_ranks))
-    words.append(_transport_words(use, parts))
-    words.append(_attention_words(use.attention, parts))
-    return "; ".join(words)
+    slabs = ", without giving GPU memory back (no BANASERVE_CUDA=1 build)"
+    words = [
+        "moves on" if parts.has_slabs else f"moves on{slabs}",
+        use.graphs,
+        _rank_words(use.num_ranks),
+        _transport_words(use, parts),
+        _attention_words(use.attention, parts),
+    ]
+    return "; ".join(filter(None, words))
 
 
 def _rank_words(num_ranks: int) -> str:

@@ -60,11 +60,3 @@ class ServeParser(Parser):
             formatter.end_section()
         formatter.add_text(end)
         return formatter.format_help()
-
-
-def asked_group(words: Sequence[str]) -> str | None:
-    """Return the group that ``--help=GROUP`` among the words names; None if there is none."""
-    for word in words:
-        if word.startswith("--help="):
-            return word.partition("=")[2]
-    return None

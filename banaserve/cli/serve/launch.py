@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import gc
 import itertools
 import logging
@@ -13,6 +12,7 @@ import platform
 import secrets
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -114,7 +114,11 @@ def prepared(
     by_role = _by_role(config, model, store_socket, run.logs)
     _check_degrees(engine_config, by_role)
     if config.migration:
-        _check_attention(config.migration_attention, "cpu" if on_cpu else "cuda")
+        from banaserve.migration.modules.attention_backend import attention_blocker
+
+        device_type = "cpu" if on_cpu else "cuda"
+        if blocker := attention_blocker(config.migration_attention, device_type):
+            raise UserError(blocker)
     if config.must_migrate and (blocker := _migration_blocker(engine_config)):
         raise UserError(f"--migration on: {blocker}; without it nothing moves and the rest works")
     emulation.begin(config, engine_config.parallel_config.world_size, on_cpu, run.logs)
@@ -227,27 +231,20 @@ def _nodes_launcher(options: NodeOptions, work: NodeWork, run: RunDir) -> NodesL
     return NodesLauncher(places, key, work, server)
 
 
+@dataclass(frozen=True)
 class SettingsMaker:
     """Maker of engines' settings for a running server, as ``prepared`` makes the first ones.
 
-    Args:
+    Attributes:
         model: Model that the server was started with.
         engine_config: Configuration of the engines at the start, which the front door uses.
     """
 
-    def __init__(
-        self,
-        config: ServeConfig,
-        model: ResolvedModel,
-        engine_config: VllmConfig,
-        store_socket: str,
-        logs: Path,
-    ) -> None:
-        self._config = config
-        self._model = model
-        self._engine_config = engine_config
-        self._store_socket = store_socket
-        self._logs = logs
+    config: ServeConfig
+    model: ResolvedModel
+    engine_config: VllmConfig
+    store_socket: str
+    logs: Path
 
     def __call__(
         self, current: EngineSettings, model_name: str, options: Sequence[str]
@@ -267,27 +264,27 @@ class SettingsMaker:
             return current
         name, added = model_name or current.model, (*current.options, *options)
         model = self._resolved(name)
-        config = dataclasses.replace(self._config, vllm_argv=(*self._config.vllm_argv, *added))
-        argv = _vllm_argv(config, model, self._store_socket, self._logs)
+        config = replace(self.config, vllm_argv=(*self.config.vllm_argv, *added))
+        argv = _vllm_argv(config, model, self.store_socket, self.logs)
         args = engine_args.parse_vllm_argv(argv)
         engine_args.refuse_taken(args, config, model.path_or_id)
         made = engine_args.engine_config(args)
         known = current.config.model_config.max_model_len
-        max_model_len = min(known, self._engine_config.model_config.max_model_len)
-        check_fits(self._engine_config, made, max_model_len, config.kv_store)
+        max_model_len = min(known, self.engine_config.model_config.max_model_len)
+        check_fits(self.engine_config, made, max_model_len, config.kv_store)
         self._check_memory(current.config, made)
         budgets, weights = Budgets.of(config, made), weights_of(made)
-        by_role = _by_role(config, model, self._store_socket, self._logs)
+        by_role = _by_role(config, model, self.store_socket, self.logs)
         number = current.number + 1
         return EngineSettings(made, budgets, weights, tuple(argv), name, added, number, by_role)
 
     def _resolved(self, name: str) -> ResolvedModel:
         if not name:
-            return self._model
-        if self._config.pace:
+            return self.model
+        if self.config.pace:
             raise UserError("--model: with --pace engines run a miniature, whose weights stay")
         found = models.resolve(name, None, logger.info)
-        return dataclasses.replace(found, served_name=self._model.served_name)
+        return replace(found, served_name=self.model.served_name)
 
     def _check_memory(self, before: VllmConfig, after: VllmConfig) -> None:
         """Check the growth of all engines: each engine ends before its replacement starts.
@@ -296,7 +293,7 @@ class SettingsMaker:
             UserError: All engines together would grow by more than the available memory.
         """
         had, wants = (one.cache_config.kv_cache_memory_bytes or 0 for one in (before, after))
-        grows, available = self._config.num_instances * (wants - had), available_memory_bytes()
+        grows, available = self.config.num_instances * (wants - had), available_memory_bytes()
         if had and grows > available:
             raise UserError(
                 f"--kv-cache-memory-bytes {wants}: all engines together would take "
@@ -304,21 +301,21 @@ class SettingsMaker:
             )
 
 
-def dtype_words(config: ServeConfig, parts: Parts) -> str:
+def dtype_words(parts: Parts) -> str:
     """Return the banner's text on the engines' number type; empty on GPUs: the model sets it."""
     from banaserve.engine.compat.config import is_on_cpu
 
     if not is_on_cpu():
         return ""
     name = str(parts.engine_config.model_config.dtype).removeprefix("torch.")
-    if _gives(config.vllm_argv, "--dtype"):
+    if _gives(parts.config.vllm_argv, "--dtype"):
         return str(DtypeChoice(name, "given by --dtype"))
-    if config.model == MINIATURE:
+    if parts.config.model == MINIATURE:
         return str(DtypeChoice(name, "what miniatures compute in"))
     return str(_cpu_dtype())
 
 
-def model_words(config: ServeConfig, parts: Parts) -> str:
+def model_words(parts: Parts) -> str:
     """Return the banner's text on how engines run the model; for GPUs see also ``gpu_line``."""
     from banaserve.engine.compat.config import is_on_cpu
     from banaserve.engine.engine_args import goes_without_rotary_kernel, pools
@@ -326,21 +323,21 @@ def model_words(config: ServeConfig, parts: Parts) -> str:
     kept = ""
     if pools(parts.engine_config):
         kept = "it pools, so each instance does all of a request, without the store"
-    elif config.kv_store and parts.engine_config.model_config.is_hybrid:
+    elif parts.config.kv_store and parts.engine_config.model_config.is_hybrid:
         kept = "its states lie in the store, so vLLM's own prefix cache is off"
     if not is_on_cpu():
         return kept
-    if _gives(config.vllm_argv, *_EAGER):
+    if _gives(parts.config.vllm_argv, *_EAGER):
         is_eager = parts.engine_config.model_config.enforce_eager
         words = str(CompileChoice(not is_eager, "given by --[no-]enforce-eager"))
     else:
-        words = str(_compiling(config))
+        words = str(_compiling(parts.config))
     if goes_without_rotary_kernel(parts.engine_config):
         words += "; MLA without vLLM's rotary kernel, which is wrong on CPUs"
     return f"{words}; {kept}" if kept else words
 
 
-def give_tool_parser(config: ServeConfig, parts: Parts) -> str:
+def give_tool_parser(parts: Parts) -> str:
     """Give vLLM's server the parser of tool calls that the model needs, unless the user gave one.
 
     Returns:
@@ -348,7 +345,7 @@ def give_tool_parser(config: ServeConfig, parts: Parts) -> str:
     """
     from banaserve.engine.tool_parsers import choose_tool_parser
 
-    if pools(parts) or _gives(config.vllm_argv, *_TOOL_OPTIONS):
+    if pools(parts) or _gives(parts.config.vllm_argv, *_TOOL_OPTIONS):
         return ""
     choice = choose_tool_parser(parts.args, parts.engine_config)
     parts.args.enable_auto_tool_choice = bool(choice.name)
@@ -363,13 +360,13 @@ def pools(parts: Parts) -> bool:
     return engine_args.pools(parts.engine_config)
 
 
-def migration_words(config: ServeConfig, parts: Parts) -> str:
+def migration_words(parts: Parts) -> str:
     """Return the banner's text on moves; empty if moves are possible, or migration is off."""
-    blocker = _migration_blocker(parts.engine_config) if config.migration else ""
+    blocker = _migration_blocker(parts.engine_config) if parts.config.migration else ""
     return f"nothing can move: {blocker}" if blocker else ""
 
 
-def gpu_line(config: ServeConfig, parts: Parts) -> str:
+def gpu_line(parts: Parts) -> str:
     """Return the banner's text on what is on and off on GPUs; empty on a CPU."""
     from banaserve.engine.compat.config import is_on_cpu
     from banaserve.engine.cuda_graphs import graph_words
@@ -377,28 +374,16 @@ def gpu_line(config: ServeConfig, parts: Parts) -> str:
     if is_on_cpu():
         return ""
     engine_config = parts.engine_config
-    off = "--migration is off" if not config.migration else ""
+    off = "--migration is off" if not parts.config.migration else ""
     use = GpuUse(
         blocker=off or _migration_blocker(engine_config),
         graphs=graph_words(engine_config),
         num_ranks=engine_config.parallel_config.tensor_parallel_size,
-        crosses=NodeOptions.of(config).are_used,
-        transport=config.migration_transport,
-        attention=config.migration_attention,
+        crosses=NodeOptions.of(parts.config).are_used,
+        transport=parts.config.migration_transport,
+        attention=parts.config.migration_attention,
     )
     return gpu_words(use, installed())
-
-
-def _check_attention(choice: str, device_type: str) -> None:
-    """Check that the kernels of ``--migration-attention`` can run here.
-
-    Raises:
-        UserError: A package is missing, or they do not run on this device.
-    """
-    from banaserve.migration.modules.attention_backend import attention_blocker
-
-    if blocker := attention_blocker(choice, device_type):
-        raise UserError(blocker)
 
 
 def _migration_blocker(engine_config: VllmConfig) -> str:
@@ -481,7 +466,7 @@ def _by_role(
     found = {}
     for role, degree in config.tensor_parallel_by_role.items():
         words = (*config.vllm_argv, "--tensor-parallel-size", str(degree))
-        own = dataclasses.replace(config, vllm_argv=words)
+        own = replace(config, vllm_argv=words)
         argv = _vllm_argv(own, model, store_socket, logs)
         made = engine_args.engine_config(engine_args.parse_vllm_argv(argv))
         found[role] = RoleEngine(made, tuple(argv))

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 from collections.abc import Iterator
 
 from banaserve.base.config import ServeConfig
 from banaserve.base.errors import UserError
 from banaserve.base.net.tls import ServerTls
 from banaserve.base.run_dir import find_offer
-from banaserve.frontdoor.lifecycle.listening_socket import (
-    BoundSocket,
-    ClaimedSocket,
-    FrontSocket,
-    bind,
-)
+from banaserve.frontdoor.lifecycle.listening_socket import BoundSocket, ClaimedSocket, FrontSocket
 from banaserve.frontdoor.lifecycle.take_over import SocketClaim
 
 
@@ -35,17 +29,6 @@ def front_socket(config: ServeConfig) -> Iterator[FrontSocket]:
         SocketClaim(find_offer(config.take_over.run_dir, config.port))
     ) as claim:
         yield ClaimedSocket(claim, config.host, config.port)
-
-
-@contextlib.contextmanager
-def listening(host: str, port: int) -> Iterator[socket.socket]:
-    """Yield a listening socket, bound early: a port found in use only later would cost minutes.
-
-    Raises:
-        UserError: The port is in use, or the address is not this machine's.
-    """
-    with bind(host, port) as sock:
-        yield sock
 
 
 def check_tls(

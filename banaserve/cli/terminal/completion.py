@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 
 from banaserve.base.errors import UserError
+from banaserve.cli.app import App
 from banaserve.cli.commands import known
 
 _ASK = "banaserve completion --complete"
@@ -91,8 +92,9 @@ def _words_after(words: Sequence[str]) -> tuple[Iterable[str], Mapping[str, argp
         if not (rest and rest[0] in subcommands):
             return subcommands, {}
         module = import_module(subcommands[rest[0]].module)
-    if command.attribute == "app":
-        word = rest[0] if rest and rest[0] in module.app.commands else ""
-        parser = module.app.parser(f"banaserve {name}", word)
-        return () if word else module.app.commands, parser.options()
+    target = command.load()
+    if isinstance(target, App):
+        word = rest[0] if rest and rest[0] in target.commands else ""
+        parser = target.parser(f"banaserve {name}", word)
+        return () if word else target.commands, parser.options()
     return (), module.make_parser().options() if hasattr(module, "make_parser") else {}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 # A style of rich; ignored if the output is not a terminal.
 Style = str
 Say = Callable[[str], None]
+T = TypeVar("T")
+Columns = Mapping[str, Callable[[T], str]]
+"""Columns of a table: functions that make the cells of a row, by heading."""
 
 
 def print_error(message: str) -> None:
@@ -22,11 +25,11 @@ def print_error(message: str) -> None:
     print(prefix, " ".join(message.split()), file=sys.stderr, flush=True)
 
 
-def print_json(found: Any) -> None:
-    """Print messages, or a structure of them, as indented JSON."""
+def print_json(found: Any, indent: int | None = 2) -> None:
+    """Print messages, or a structure of them, as JSON: indented, or in one line without indent."""
     import msgspec
 
-    print(json.dumps(msgspec.to_builtins(found), indent=2))
+    print(json.dumps(msgspec.to_builtins(found), indent=indent))
 
 
 def timed(terminal: TextIO) -> Say:
@@ -37,6 +40,11 @@ def timed(terminal: TextIO) -> Say:
         print(f"[{time.monotonic() - started_s:5.1f} s] {text}", file=terminal, flush=True)
 
     return say
+
+
+def rows_of(columns: Columns[T], found: Iterable[T]) -> list[tuple[str, ...]]:
+    """Return the headings of a table, and a row for each of ``found``."""
+    return [tuple(columns), *(tuple(cell(one) for cell in columns.values()) for one in found)]
 
 
 def print_rows(rows: Sequence[Sequence[str]], styles: Mapping[str, Style]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from banaserve.base.arguments import AT_LEAST_1, option
 from banaserve.cli.admin.options import JsonOptions
@@ -15,22 +14,18 @@ from banaserve.contracts.control_api import DecisionRecord, Felt, StepRecord, Wa
 from banaserve.kvstore.sizes import format_size
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecisionOptions(JsonOptions):
-    """Options of ``banaserve decisions``."""
-
-    last: int = option("number of the last decisions to show", 10, rule=AT_LEAST_1)
-    candidates: bool = option("name every candidate that was not taken", False)
-
-
-def decisions(asked: DecisionOptions) -> None:
+def decisions(
+    asked: JsonOptions,
+    last: int = option("number of the last decisions to show", 10, rule=AT_LEAST_1),
+    candidates: bool = option("name every candidate that was not taken", False),
+) -> None:
     """Say what the orchestrator of a running server decided, and why."""
-    found = asked.client().decisions(asked.last)
+    found = asked.client().decisions(last)
     if asked.as_json:
         print_json(found)
         return
     for decision in found:
-        for line in lines_of(decision, asked.candidates):
+        for line in lines_of(decision, candidates):
             print(line)
     if not found:
         print("the orchestrator has decided nothing so far")

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from banaserve.cli.terminal.console import Columns, rows_of
 from banaserve.contracts.instances import NodeStatus
 from banaserve.kvstore.sizes import format_size
 
-_HEADING = ("NODE", "STATE", "INSTANCES", "ROOM FOR", "GPUS", "MEMORY", "PROBLEM")
+_COLUMNS: Columns[NodeStatus] = {
+    "NODE": lambda one: one.name,
+    "STATE": lambda one: one.state,
+    "INSTANCES": lambda one: ", ".join(one.instances) or "-",
+    "ROOM FOR": lambda one: str(max(0, one.num_free)),
+    "GPUS": lambda one: str(one.num_gpus or "-"),
+    "MEMORY": lambda one: format_size(one.memory_bytes),
+    "PROBLEM": lambda one: one.problem or "-",
+}
 
 
 def with_nodes(rows: Sequence[tuple[str, ...]], nodes: Sequence[str]) -> list[tuple[str, ...]]:
@@ -27,16 +36,4 @@ def with_nodes(rows: Sequence[tuple[str, ...]], nodes: Sequence[str]) -> list[tu
 
 def node_rows(nodes: Sequence[NodeStatus]) -> list[tuple[str, ...]]:
     """Return a heading, and a row for each node."""
-    return [_HEADING, *(_row(node) for node in nodes)]
-
-
-def _row(node: NodeStatus) -> tuple[str, ...]:
-    return (
-        node.name,
-        node.state,
-        ", ".join(node.instances) or "-",
-        str(max(0, node.num_free)),
-        str(node.num_gpus) if node.num_gpus else "-",
-        format_size(node.memory_bytes),
-        node.problem or "-",
-    )
+    return rows_of(_COLUMNS, nodes)

@@ -2,39 +2,37 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from banaserve.base.arguments import Rule, option
 from banaserve.cli.admin.options import JsonOptions
 from banaserve.cli.admin.views.node_tables import node_rows, with_nodes
 from banaserve.cli.app import App
-from banaserve.cli.terminal.console import make_table, print_rows
+from banaserve.cli.terminal.console import Columns, make_table, print_json, print_rows, rows_of
 from banaserve.contracts.control_api import ControllerStatus, InstanceStatus, MoveLine, ServerStatus
 from banaserve.kvstore.sizes import format_size
 
 if TYPE_CHECKING:
     from rich.console import Group
 
-_HEADING = (
-    "INSTANCE",
-    "ROLE",
-    "STATE",
-    "COMPUTE",
-    "MEMORY",
-    "SENT",
-    "RUNNING",
-    "WAITING",
-    "STEP",
-    "BLOCKS",
-    "REPORT",
-    "PLACEMENT",
-)
+_COLUMNS: Columns[InstanceStatus] = {
+    "INSTANCE": lambda one: one.id,
+    "ROLE": lambda one: one.role,
+    "STATE": lambda one: one.state,
+    "COMPUTE": lambda one: "-" if one.compute is None else f"{one.compute:.0%}",
+    "MEMORY": lambda one: "-" if one.memory is None else f"{one.memory:.0%}",
+    "SENT": lambda one: str(one.inflight_requests),
+    "RUNNING": lambda one: str(one.num_running),
+    "WAITING": lambda one: str(one.num_waiting),
+    "STEP": lambda one: (
+        f"{1e3 * one.step_s:.0f} ms, {one.step_tokens:.0f} tokens" if one.step_s else "-"
+    ),
+    "BLOCKS": lambda one: _blocks(one),
+    "REPORT": lambda one: "-" if one.age_s is None else f"{one.age_s:.1f} s",
+    "PLACEMENT": lambda one: _placement(one),
+}
 STYLES = {
     "ready": "green",
     "down": "red",
@@ -51,26 +49,22 @@ STYLES = {
     "starting": "cyan",
     "joining": "cyan",
     "leaving": "yellow",
-    **dict.fromkeys(_HEADING, "bold"),
+    **dict.fromkeys(_COLUMNS, "bold"),
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class StatusOptions(JsonOptions):
-    """Options of ``banaserve status``."""
-
-    watch: bool = option("go on until Ctrl-C", False)
+def status(
+    asked: JsonOptions,
+    watch: bool = option("go on until Ctrl-C", False),
     every_s: float = option(
         "time between two looks of --watch",
         1.0,
         rule=Rule(lambda value: value >= 0.1, "must be at least 0.1"),
-    )
-
-
-def status(asked: StatusOptions) -> None:
+    ),
+) -> None:
     """Show a running server on one screen."""
-    client, as_json, every_s = asked.client(), asked.as_json, asked.every_s
-    if not asked.watch:
+    client, as_json = asked.client(), asked.as_json
+    if not watch:
         _print(client.status(), as_json)
     elif as_json or not sys.stdout.isatty():
         while True:
@@ -88,7 +82,7 @@ def status(asked: StatusOptions) -> None:
 
 def _print(found: ServerStatus, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(msgspec.to_builtins(found)))
+        print_json(found, None)
         return
     print(controller_line(found.controller))
     print(routing_line(found))
@@ -137,8 +131,7 @@ def routing_line(found: ServerStatus) -> str:
 
 def instance_rows(found: ServerStatus) -> list[tuple[str, ...]]:
     """Return a heading, and a row for each instance."""
-    rows = [_HEADING, *(_row(instance) for instance in found.instances)]
-    return with_nodes(rows, [one.node for one in found.instances])
+    return with_nodes(rows_of(_COLUMNS, found.instances), [one.node for one in found.instances])
 
 
 def move_rows(moves: list[MoveLine]) -> list[tuple[str, ...]]:
@@ -149,28 +142,9 @@ def move_rows(moves: list[MoveLine]) -> list[tuple[str, ...]]:
     ]
 
 
-def _row(one: InstanceStatus) -> tuple[str, ...]:
-    blocks = str(one.kv_blocks) if one.kv_blocks else "-"
-    if one.kv_blocks_gained:
-        blocks += f" ({one.kv_blocks_gained:+d})"
-    return (
-        one.id,
-        one.role,
-        one.state,
-        _share(one.compute),
-        _share(one.memory),
-        str(one.inflight_requests),
-        str(one.num_running),
-        str(one.num_waiting),
-        f"{1e3 * one.step_s:.0f} ms, {one.step_tokens:.0f} tokens" if one.step_s else "-",
-        blocks,
-        "-" if one.age_s is None else f"{one.age_s:.1f} s",
-        _placement(one),
-    )
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0%}"
+def _blocks(one: InstanceStatus) -> str:
+    gained = f" ({one.kv_blocks_gained:+d})" if one.kv_blocks_gained else ""
+    return f"{one.kv_blocks or '-'}{gained}"
 
 
 def _placement(one: InstanceStatus) -> str:

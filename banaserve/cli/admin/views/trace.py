@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import msgspec
 
@@ -15,7 +14,7 @@ from banaserve.base.arguments import AT_LEAST_1, argument, option
 from banaserve.cli.admin.options import JsonOptions
 from banaserve.cli.admin.views.trace_spans import HEADING, span_rows
 from banaserve.cli.app import App
-from banaserve.cli.terminal.console import print_rows
+from banaserve.cli.terminal.console import Columns, print_rows, rows_of
 from banaserve.contracts.trace_events import (
     CopiesEnded,
     EngineFinished,
@@ -40,35 +39,40 @@ from banaserve.contracts.trace_events import (
     StoreAsked,
 )
 
-_LIST_HEADING = ("REQUEST", "ARRIVED", "PROMPT", "OUTPUT", "INSTANCES", "TTFT", "TOOK", "END")
+_COLUMNS: Columns[RequestSummary] = {
+    "REQUEST": lambda one: one.id,
+    "ARRIVED": lambda one: _at(one),
+    "PROMPT": lambda one: str(one.prompt_tokens),
+    "OUTPUT": lambda one: str(one.output_tokens),
+    "INSTANCES": lambda one: ", ".join(one.instances) or "-",
+    "TTFT": lambda one: "-" if one.ttft_s is None else f"{_ms(one.ttft_s)} ms",
+    "TOOK": lambda one: f"{_ms(one.took_s)} ms",
+    "END": lambda one: one.end or "under way",
+}
 _HEADING = ("MS", "PROCESS", "EVENT")
 STYLES = {
     "error": "red",
     "closed": "yellow",
     "under way": "cyan",
-    **dict.fromkeys((*_LIST_HEADING, *_HEADING, *HEADING), "bold"),
+    **dict.fromkeys((*_COLUMNS, *_HEADING, *HEADING), "bold"),
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class TraceOptions(JsonOptions):
-    """Options of ``banaserve trace``."""
-
+def trace(
+    asked: JsonOptions,
     request_id: str | None = argument(
         "the answer's id or the X-Request-Id that was sent, or its beginning, or the id of its "
         "OpenTelemetry trace; without it the last requests are listed",
         None,
-    )
-    last: int = option("number of the last requests to list", 20, rule=AT_LEAST_1)
-
-
-def trace(asked: TraceOptions) -> None:
+    ),
+    last: int = option("number of the last requests to list", 20, rule=AT_LEAST_1),
+) -> None:
     """Show the path of one request through the processes, or list the last requests."""
     client = asked.client()
-    if asked.request_id is None:
-        _print_list(client.requests(asked.last), asked.as_json)
+    if request_id is None:
+        _print_list(client.requests(last), asked.as_json)
         return
-    found = client.trace(asked.request_id)
+    found = client.trace(request_id)
     if asked.as_json:
         print(msgspec.json.format(msgspec.json.encode(found)).decode())
         return
@@ -92,26 +96,12 @@ def _print_list(found: list[RequestSummary], as_json: bool) -> None:
 
 def list_rows(found: list[RequestSummary]) -> list[tuple[str, ...]]:
     """Return a heading, and a row for each request."""
-    return [_LIST_HEADING, *(_list_row(one) for one in found)]
-
-
-def _list_row(one: RequestSummary) -> tuple[str, ...]:
-    return (
-        one.id,
-        time.strftime("%H:%M:%S", time.localtime(one.arrived_at_s)),
-        str(one.prompt_tokens),
-        str(one.output_tokens),
-        ", ".join(one.instances) or "-",
-        "-" if one.ttft_s is None else f"{_ms(one.ttft_s)} ms",
-        f"{_ms(one.took_s)} ms",
-        one.end or "under way",
-    )
+    return rows_of(_COLUMNS, found)
 
 
 def heading(one: RequestSummary) -> str:
     """Return the request in one line."""
-    at = time.strftime("%H:%M:%S", time.localtime(one.arrived_at_s))
-    line = f"{one.id}: arrived at {at}, {_count(one.prompt_tokens, 'prompt token')}, "
+    line = f"{one.id}: arrived at {_at(one)}, {_count(one.prompt_tokens, 'prompt token')}, "
     line += f"{_count(one.output_tokens, 'output token')}, "
     if one.ttft_s is not None:
         line += f"first after {_ms(one.ttft_s)} ms, "
@@ -166,26 +156,6 @@ def parts_of(event: RequestEvent) -> Iterator[str]:
         case MoveCommitted():
             yield f"{event.modules} of {event.instance} moved to {event.to or 'home'}"
             yield f"its steps stood still for {_ms(event.stall_s)} ms"
-        case _:
-            yield from _engine_parts(event)
-
-
-def _routed(event: Routed) -> Iterator[str]:
-    ways = [name for name in (event.prefill, event.decode) if name is not None]
-    why = event.reason
-    if event.split_blocker is not None:
-        why += f", it cannot be split: {event.split_blocker}"
-    yield f"routed to {' then '.join(ways)} by {event.policy} ({why})"
-    seen = [
-        f"{one.instance} ({one.role}) had {_count(one.inflight_requests, 'leg')}, "
-        f"{_count(one.inflight_prefill_tokens, 'prompt token')} ahead"
-        for one in event.candidates
-    ]
-    yield from seen
-
-
-def _engine_parts(event: RequestEvent) -> Iterator[str]:
-    match event:
         case EngineReceived():
             yield f"scheduler has it: {_count(event.prompt_tokens, 'prompt token')}"
             if event.leaves_tail:
@@ -222,6 +192,19 @@ def _engine_parts(event: RequestEvent) -> Iterator[str]:
             yield f"scheduler lets it go: {_count(event.output_tokens, 'output token')}"
 
 
+def _routed(event: Routed) -> Iterator[str]:
+    ways = [name for name in (event.prefill, event.decode) if name is not None]
+    why = event.reason
+    if event.split_blocker is not None:
+        why += f", it cannot be split: {event.split_blocker}"
+    yield f"routed to {' then '.join(ways)} by {event.policy} ({why})"
+    for one in event.candidates:
+        yield (
+            f"{one.instance} ({one.role}) had {_count(one.inflight_requests, 'leg')}, "
+            f"{_count(one.inflight_prefill_tokens, 'prompt token')} ahead"
+        )
+
+
 def _steps(event: StepsPlanned) -> Iterator[str]:
     if event.num_steps == 1:
         steps = f"step {event.first_step}"
@@ -249,6 +232,10 @@ def _copies(event: CopiesEnded) -> Iterator[str]:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _at(one: RequestSummary) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(one.arrived_at_s))
 
 
 def _ms(seconds: float) -> str:

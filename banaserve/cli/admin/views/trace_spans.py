@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from banaserve.contracts.trace_events import TraceSpan
 
@@ -22,8 +22,8 @@ def span_rows(spans: Sequence[TraceSpan]) -> list[tuple[str, ...]]:
     first_s = min(one.start_s for one in spans)
     took_s = max(one.end_s for one in spans) - first_s
     rows: list[tuple[str, ...]] = [HEADING]
-    for index in _in_order(spans):
-        one, depth = spans[index], _depth(spans, index)
+    for index, depth in _in_order(spans):
+        one = spans[index]
         has_parts = any(other.parent == index for other in spans)
         if 1e3 * one.took_s < _TOLD_MS and not has_parts and not one.error:
             continue
@@ -40,20 +40,14 @@ def span_rows(spans: Sequence[TraceSpan]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _in_order(spans: Sequence[TraceSpan], parent: int = -1) -> list[int]:
-    """Return the indices of spans by their beginning, each followed by its child spans."""
-    found: list[int] = []
+def _in_order(
+    spans: Sequence[TraceSpan], parent: int = -1, depth: int = 0
+) -> Iterator[tuple[int, int]]:
+    """Yield index and depth of spans by their beginning, each followed by its child spans."""
     own = [index for index, one in enumerate(spans) if one.parent == parent]
     for index in sorted(own, key=lambda index: spans[index].start_s):
-        found += [index, *_in_order(spans, index)]
-    return found
-
-
-def _depth(spans: Sequence[TraceSpan], index: int) -> int:
-    depth = 0
-    while (index := spans[index].parent) >= 0:
-        depth += 1
-    return depth
+        yield index, depth
+        yield from _in_order(spans, index, depth + 1)
 
 
 def _bar(start_s: float, end_s: float, took_s: float) -> str:
