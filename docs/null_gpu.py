@@ -18,11 +18,13 @@ RECORD = ROOT / "docs" / "null-gpu.json"
 PAGE = ROOT / "docs" / "null-gpu.md"
 KINDS = ("hand-over", "layers", "heads", "context", "experts")
 _NAMES = {"context": "older blocks"}
-_MISSING_AT_RANKS = {
+_AT_RANKS = {
     "heads": "refused: a head is on one rank",
     "context": "not shown: torch's kernels compute the lengths",
 }
-"""Cells of what does not work with several ranks, which move in step what all of them have."""
+"""Cells of what does not work with several ranks."""
+_AT_GRAPHS = {"experts": "not shown: torch's kernels count the tokens"}
+"""Cells of what does not work with CUDA graphs."""
 
 
 class Shown(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -74,14 +76,15 @@ def page(rows: Sequence[Shown]) -> str:
     ]
     for vllm, runner, ranks, graphs in setups:
         works = {kind: Shown(kind, graphs, runner, ranks, vllm) in rows for kind in KINDS}
-        cells = ["works" if works[kind] else _missing(kind, ranks) for kind in KINDS]
+        cells = ["works" if works[kind] else _missing(kind, ranks, graphs) for kind in KINDS]
         how = "yes" if graphs else "no"
         lines.append(f"| {vllm} | {runner} | {ranks} | {how} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def _missing(kind: str, ranks: int) -> str:
-    return _MISSING_AT_RANKS.get(kind, "not run") if ranks > 1 else "not run"
+def _missing(kind: str, ranks: int, graphs: bool) -> str:
+    known = (_AT_RANKS if ranks > 1 else {}) | (_AT_GRAPHS if graphs else {})
+    return known.get(kind, "not run")
 
 
 if __name__ == "__main__":

@@ -42,11 +42,12 @@ ORDERS: dict[str, MigrationRequest] = {
     "context": MoveContext("d0", "p0", (2, 4)),
     "experts": MoveExperts("d0", "p0", {2: (0, 1), 3: (0, 1)}),
 }
+# No experts with graphs: torch's kernels count a guest's tokens, and the step takes the memory that
+# a count of what lies there asks for.
 SETUPS = [
     Setup(),
     Setup("tiny-moe"),
     Setup(graphs=True),
-    Setup("tiny-moe", graphs=True),
     Setup(runner=2),
     Setup(ranks=2),
 ]

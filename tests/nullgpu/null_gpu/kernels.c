@@ -14,6 +14,11 @@ static int* ints(union null_gpu_argument of) { return (int*)of.pointer; }
 
 static long long* longs(union null_gpu_argument of) { return (long long*)of.pointer; }
 
+// Runs without requests, as for a warm-up, have states that a kernel of torch would have written.
+static int most_requests;
+
+static int is_state(long long state) { return state >= 0 && state < most_requests; }
+
 // ---- buffer_utils.py
 
 // Output, its stride, rows, first places in them, contents, ends of each one's content.
@@ -31,8 +36,9 @@ static void apply_write(arguments a, int blocks, int unused) {
 // requests.
 static void prepare_positions(arguments a, int blocks, int unused) {
   int num_requests = blocks - 1;
+  most_requests = a[5].number;
   for (int i = 0; i < num_requests; i++) {
-    int computed = ints(a[4])[longs(a[2])[i]];
+    int computed = is_state(longs(a[2])[i]) ? ints(a[4])[longs(a[2])[i]] : 0;
     int start = ints(a[3])[i], length = ints(a[3])[i + 1] - start;
     ints(a[1])[i] = computed + length;
     for (int j = 0; j < length; j++) longs(a[0])[start + j] = computed + j;
@@ -45,7 +51,8 @@ static void prepare_positions(arguments a, int blocks, int unused) {
 // the numbers of sampled tokens and the starts of the logits, and have not.
 static void count_sampled(arguments a, int blocks, int unused) {
   for (int i = 0; i < blocks; i++) {
-    ints(a[0])[i] = ints(a[2])[i] >= ints(a[5])[longs(a[4])[i]];
+    long long state = longs(a[4])[i];
+    ints(a[0])[i] = is_state(state) && ints(a[2])[i] >= ints(a[5])[state];
     ints(a[1])[i] = 0;
   }
 }
@@ -56,7 +63,7 @@ static void count_sampled(arguments a, int blocks, int unused) {
 static void note_step(arguments a, int blocks, int unused) {
   for (int i = 0; i < blocks; i++) {
     long long state = longs(a[0])[i];
-    if (state < 0) continue;
+    if (!is_state(state)) continue;
     ints(a[12])[state] += ints(a[7])[i];
     ints(a[1])[state] += ints(a[9])[i + 1] - ints(a[9])[i] - ints(a[8])[i];
   }
@@ -78,6 +85,7 @@ static void gather_tables(arguments a, int groups, int rows) {
         continue;
       }
       long long state = longs(a[0])[row];
+      if (!is_state(state)) continue;
       int num_blocks = ints(a[4])[group * a[5].number + state];
       memcpy(target, all + state * stride, num_blocks * sizeof(int));
     }
@@ -95,7 +103,7 @@ static void map_slots(arguments a, int groups, int rows) {
       const int* table = (int*)longs(a[4])[group] + state * longs(a[5])[group];
       for (int i = ints(a[2])[row]; i < ints(a[2])[row + 1]; i++) {
         long long position = longs(a[3])[i];
-        int has_slot = a[7].pointer[group] && state >= 0;
+        int has_slot = a[7].pointer[group] && is_state(state);
         slots[i] = has_slot ? (long long)table[position / size] * size + position % size : -1;
       }
     }
