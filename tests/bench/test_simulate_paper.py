@@ -172,7 +172,7 @@ def test_a_cache_is_that_of_the_code_it_was_made_with(paper: Any) -> None:
         "orchestrator/control/costs/profile",
         "orchestrator/planner/policy",
         "orchestrator/control/turn",
-        "sim/engine",
+        "sim/instances/engine",
     ):
         assert f"banaserve/{needed}.py" in names
     assert any(name.startswith("banaserve/orchestrator/control/costs/profiles/") for name in names)
