@@ -71,7 +71,7 @@ def status(asked: StoreStatusOptions) -> None:
 
 
 def check(asked: CheckOptions) -> int:
-    """Verify every record of an SSD tier's folder; exit with 1 if a record is damaged."""
+    """Verify every block of an SSD tier's folder; exit with 1 if one is damaged."""
     from banaserve.kvstore.tiers.ssd.check import check_folder
 
     report = check_folder(asked.ssd)
@@ -85,9 +85,9 @@ def check(asked: CheckOptions) -> int:
             [
                 ("blocks", f"{report.num_ok} good, {report.num_dead} superseded or cleared"),
                 ("damage", f"{report.num_torn} torn, {report.num_corrupt} corrupt"),
-                ("files", f"{report.num_segments} with {size}"),
+                ("files", f"{report.num_files} with {size}"),
                 *(
-                    [("in use", "a store has it open: torn records may be unfinished")]
+                    [("in use", "a store has it open: torn blocks may be unfinished")]
                     if report.in_use
                     else []
                 ),

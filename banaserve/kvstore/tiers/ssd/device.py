@@ -1,4 +1,4 @@
-"""Slow operations in other threads: disk transfers, checksums, and calls on files.
+"""Slow operations in other threads: disk transfers, and calls that block.
 
 Each operation ends with a callback, which ``poll`` calls on the caller's thread.
 """
@@ -19,7 +19,6 @@ import numpy as np
 
 from banaserve._native import DiskQueue
 from banaserve.kvstore.tiers.interface import BlockBytes
-from banaserve.kvstore.tiers.ssd.record import checksum
 
 log = logging.getLogger(__name__)
 _Job = tuple[Callable[[], Any], Callable[[Any], None]]
@@ -83,11 +82,16 @@ class Worker:
 
 
 class BlockDevice:
-    """Queue of one disk with its helper threads.
+    """Queue of one disk, with threads for checksums and for calls on files.
 
     Args:
         depth: Maximum number of transfers at a time.
         engine: Engine of the ``DiskQueue``.
+
+    Attributes:
+        fd: Eventfd, readable when ``poll`` may have something to do.
+        loads: Thread for the calls of loads.
+        stores: Thread for the calls of stores, and for deletions.
     """
 
     def __init__(self, depth: int, engine: str) -> None:
@@ -95,16 +99,17 @@ class BlockDevice:
         if self.queue.fallback_reason:
             log.warning("the SSD tier uses threads: %s", self.queue.fallback_reason)
         self.fd = self.queue.fd
-        self._hasher = Worker("ssd-checksums", self.fd)
-        self._caller = Worker("ssd-files", self.fd)
+        # Two, so that loads do not wait while a file is created or deleted.
+        self.loads = Worker("ssd-loads", self.fd)
+        self.stores = Worker("ssd-stores", self.fd)
         self._transfers: dict[int, tuple[Callable[[int], None], Sequence[BlockBytes]]] = {}
         self._last_tag = 0
 
     @property
     def is_idle(self) -> bool:
         """Return whether no transfer and no call is under way."""
-        workers = self._hasher.num_under_way + self._caller.num_under_way
-        return not workers and not self._transfers
+        num_calls = self.loads.num_under_way + self.stores.num_under_way
+        return not num_calls and not self._transfers
 
     def read(
         self, fd: int, offset: int, parts: Sequence[BlockBytes], then: Callable[[int], None]
@@ -121,14 +126,6 @@ class BlockDevice:
         """Write ``parts`` to a file; otherwise like ``read``."""
         self._begin(self.queue.submit_write, fd, offset, parts, then)
 
-    def checksum(self, data: BlockBytes, then: Callable[[int], None]) -> None:
-        """Compute a block's checksum in a thread, since it takes too long for an event loop."""
-        self._hasher.submit(lambda: checksum(data), then)
-
-    def call(self, call: Callable[[], Any], then: Callable[[Any], None]) -> None:
-        """Make a blocking call; ``then`` gets its result, or the OSError that it raised."""
-        self._caller.submit(call, then)
-
     def wake(self) -> None:
         """Make ``fd`` readable, so that ``poll`` is called again."""
         os.eventfd_write(self.fd, 1)
@@ -140,8 +137,8 @@ class BlockDevice:
         for tag, result in ended:
             then, _ = self._transfers.pop(tag)
             then(result)
-        self._hasher.poll()
-        self._caller.poll()
+        self.loads.poll()
+        self.stores.poll()
 
     def wait(self) -> None:
         """Block until ``poll`` has something to do. Not for event loops."""
@@ -152,8 +149,8 @@ class BlockDevice:
     def close(self) -> None:
         """Wait for all operations under way and stop the threads."""
         self.queue.close()
-        self._hasher.close()
-        self._caller.close()
+        self.loads.close()
+        self.stores.close()
 
     def _begin(
         self,

@@ -2,78 +2,99 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 
 import numpy as np
 
 from banaserve.kvstore.tiers.interface import BlockBytes, TierOutcome
 from banaserve.kvstore.tiers.ssd.device import BlockDevice, aligned_bytes
-from banaserve.kvstore.tiers.ssd.log import SegmentLog
-from banaserve.kvstore.tiers.ssd.record import PAGE_BYTES, Kind, RecordHeader, encode, padded
-from banaserve.kvstore.tiers.ssd.segments import LogBlock
+from banaserve.kvstore.tiers.ssd.files import BlockFiles, DiskBlock, open_direct
+from banaserve.kvstore.tiers.ssd.record import (
+    PAGE_BYTES,
+    RecordHeader,
+    checksum,
+    encode,
+    padded,
+)
 
 
 class Store:
-    """Store of a block: checksum, then header and block in one write."""
+    """Store of a block: checksum, then header and block in one write, then the file's name."""
 
     def __init__(
-        self, ticket: int, began_s: float, block: LogBlock, source: BlockBytes, log: SegmentLog
+        self, ticket: int, began_s: float, block: DiskBlock, source: BlockBytes, files: BlockFiles
     ) -> None:
         self.ticket = ticket
         self.began_s = began_s
         self.block = block
         self._source = source
-        self._log = log
+        self._files = files
 
-    def begin(self, device: BlockDevice, then: Callable[[Store, int], None]) -> None:
-        """Begin the store; ``then`` gets the bytes written, header included, or -errno."""
+    def begin(self, device: BlockDevice, then: Callable[[Store, OSError | None], None]) -> None:
+        """Begin the store; ``then`` gets the error, if any: then there is no file."""
         self._device = device
         self._then = then
-        self.block.segment.num_users += 1
-        device.checksum(self._source, self._write)
+        self._files.begin_file(self.block, self._source, self._write)
 
-    def _write(self, checksum: int) -> None:
+    def _write(self, fd: int | OSError) -> None:
+        if isinstance(fd, OSError):
+            self._then(self, fd)
+            return
+        self._fd = fd
         block = self.block
-        block.checksum = checksum
-        block.age = self._log.next_sequence()
         header = RecordHeader(
-            Kind.BLOCK, block.segment.id, block.offset, block.num_bytes,
-            block.age, block.age, checksum, block.key, block.parent,
-        )  # fmt: skip
+            block.num_bytes, block.sequence, block.checksum, block.key, block.parent
+        )
         parts = _parts(self._source)
         if (num_odd := block.num_bytes % PAGE_BYTES) != 0:
             parts[-1][:num_odd] = self._source[-num_odd:]
         page = aligned_bytes(PAGE_BYTES)
         page[:] = np.frombuffer(encode(header), dtype=np.uint8)
-        self._device.write(block.segment.fd, block.offset, [page, *parts], self._end)
+        self._device.write(fd, 0, [page, *parts], self._publish)
 
-    def _end(self, result: int) -> None:
-        self.block.segment.num_users -= 1
-        self._then(self, result)
+    def _publish(self, result: int) -> None:
+        if result == self.block.file_bytes:
+            self._files.publish(self.block, self._fd, self._end)
+            return
+        self._files.abandon(self.block, self._fd)
+        number = -result if result < 0 else errno.EIO
+        self._then(self, OSError(number, os.strerror(number)))
+
+    def _end(self, error: OSError | None) -> None:
+        self._then(self, error)
 
 
-class SegmentLoad:
-    """Load of a block: read, then verified."""
+class BlockLoad:
+    """Load of a block: open, read, then verified."""
 
-    def __init__(self, ticket: int, began_s: float, block: LogBlock, target: BlockBytes) -> None:
+    def __init__(
+        self, ticket: int, began_s: float, block: DiskBlock, path: str, target: BlockBytes
+    ) -> None:
         self.ticket = ticket
         self.began_s = began_s
         self.block = block
+        self._path = path
         self._target = target
-        # The block may move to another segment meanwhile; the old segment stays readable.
-        self._segment = block.segment
 
-    def begin(self, device: BlockDevice, then: Callable[[SegmentLoad, TierOutcome], None]) -> None:
+    def begin(self, device: BlockDevice, then: Callable[[BlockLoad, TierOutcome], None]) -> None:
         """Begin the load; ``then`` gets the outcome."""
         self._device = device
         self._then = then
-        self._segment.num_users += 1
+        device.loads.submit(lambda: open_direct(self._path, os.O_RDONLY), self._read)
+
+    def _read(self, result: tuple[int, bool] | OSError) -> None:
+        if isinstance(result, OSError):
+            gone = isinstance(result, FileNotFoundError)
+            self._then(self, TierOutcome.CORRUPT if gone else TierOutcome.FAILED)
+            return
+        self._fd = result[0]
         self._parts = _parts(self._target)
-        offset = self.block.offset + PAGE_BYTES
-        device.read(self._segment.fd, offset, self._parts, self._verify)
+        self._device.read(self._fd, PAGE_BYTES, self._parts, self._verify)
 
     def _verify(self, result: int) -> None:
-        self._segment.num_users -= 1
+        os.close(self._fd)
         if result < 0:
             self._then(self, TierOutcome.FAILED)
             return
@@ -82,10 +103,10 @@ class SegmentLoad:
             return
         if (num_odd := self.block.num_bytes % PAGE_BYTES) != 0:
             self._target[-num_odd:] = self._parts[-1][:num_odd]
-        self._device.checksum(self._target, self._compare)
+        self._device.loads.submit(lambda: checksum(self._target), self._compare)
 
-    def _compare(self, checksum: int) -> None:
-        good = checksum == self.block.checksum
+    def _compare(self, digest: int) -> None:
+        good = digest == self.block.checksum
         self._then(self, TierOutcome.DONE if good else TierOutcome.CORRUPT)
 
 
