@@ -17,7 +17,7 @@ import pytest
 
 from banaserve._native import DiskQueue
 from banaserve.kvstore.tiers.interface import BlockBytes
-from banaserve.kvstore.tiers.ssd.device import aligned_bytes
+from banaserve.kvstore.tiers.ssd.files import aligned_bytes
 from depth import chosen_seed
 
 PAGE = 4096
@@ -174,7 +174,7 @@ def test_a_short_write_is_continued(engine: str, tmp_path: Path) -> None:
     script = (
         "import os, resource, select, signal, sys\n"
         "from banaserve._native import DiskQueue\n"
-        "from banaserve.kvstore.tiers.ssd.device import aligned_bytes\n"
+        "from banaserve.kvstore.tiers.ssd.files import aligned_bytes\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))\n"
         "queue = DiskQueue(1, sys.argv[1])\n"

@@ -12,7 +12,7 @@ FULL_DISK = """
 import os, select, sys
 from pathlib import Path
 from banaserve.kvstore.tiers.interface import BlockName, TierOutcome
-from banaserve.kvstore.tiers.ssd.device import aligned_bytes
+from banaserve.kvstore.tiers.ssd.files import aligned_bytes
 from banaserve.kvstore.tiers.ssd.tier import SsdTier
 disk = Path(sys.argv[1])
 now = 0.0

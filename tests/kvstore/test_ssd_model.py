@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from banaserve.kvstore.interface import Lookup
 from banaserve.kvstore.tiers.interface import BlockBytes, BlockName, TierOutcome
 from banaserve.kvstore.tiers.ssd.check import check_folder
-from banaserve.kvstore.tiers.ssd.device import aligned_bytes
+from banaserve.kvstore.tiers.ssd.files import aligned_bytes
 from banaserve.kvstore.tiers.ssd.tier import SsdTier
 from depth import num_examples
 
@@ -67,7 +67,7 @@ class SsdMachine(RuleBasedStateMachine):
         self.num_evictions = 0
 
     def open(self) -> SsdTier:
-        return SsdTier(self.folder, CAPACITY_BYTES, engine="threads", queue_depth=2)
+        return SsdTier(self.folder, CAPACITY_BYTES, queue_depth=2)
 
     def teardown(self) -> None:
         self.tier.close()

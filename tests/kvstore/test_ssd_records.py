@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from banaserve.kvstore.interface import Lookup
 from banaserve.kvstore.tiers.interface import Completion, TierOutcome
 from banaserve.kvstore.tiers.ssd.check import check_folder
-from banaserve.kvstore.tiers.ssd.device import aligned_bytes
+from banaserve.kvstore.tiers.ssd.files import aligned_bytes
 from banaserve.kvstore.tiers.ssd.folder import block_name
 from banaserve.kvstore.tiers.ssd.record import (
     MAGIC,
@@ -166,7 +166,7 @@ def piece(kind: str, number: int, num_bytes: int, sequence: int) -> bytes:
 def folder_with(*files: tuple[str, bytes]) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir=MEMORY) as name:
         folder = Path(name)
-        SsdTier(folder, 2**24, engine="threads", queue_depth=1).close()
+        SsdTier(folder, 2**24, queue_depth=1).close()
         for path, content in files:
             (folder / path).write_bytes(content)
         yield folder
@@ -182,7 +182,7 @@ def test_any_folder_opens_and_serves_only_what_is_right(parts: list[tuple[str, i
     sizes = {number: num_bytes for _, number, num_bytes in parts}
     with folder_with(*files) as folder:
         before = check_folder(folder)
-        tier = SsdTier(folder, 2**24, engine="threads", queue_depth=1)
+        tier = SsdTier(folder, 2**24, queue_depth=1)
         tier.check()
         found = [n for n in range(6) if tier.lookup([key(n)]) == [Lookup.HIT]]
         good = [n for n in found if load(tier, n, sizes[n]) == payload(n, sizes[n])]

@@ -16,7 +16,7 @@ import pytest
 from banaserve.kvstore.interface import Lookup
 from banaserve.kvstore.tiers.interface import BlockBytes, BlockName, Completion, TierOutcome
 from banaserve.kvstore.tiers.ssd.check import check_folder
-from banaserve.kvstore.tiers.ssd.device import aligned_bytes
+from banaserve.kvstore.tiers.ssd.files import aligned_bytes
 from banaserve.kvstore.tiers.ssd.folder import Folder
 from banaserve.kvstore.tiers.ssd.record import PAGE_BYTES
 from banaserve.kvstore.tiers.ssd.scan import recover
@@ -191,18 +191,26 @@ def test_a_disk_that_cannot_be_written(tmp_path: Path) -> None:
     tier.close()
 
 
-@pytest.mark.parametrize("result", [-errno.EIO, PAGE_BYTES])
-def test_a_write_that_fails_leaves_no_file(tmp_path: Path, result: int) -> None:
+@pytest.mark.parametrize("problem", ["Input/output error", "No space left on device"])
+def test_a_write_that_fails_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: str
+) -> None:
     seconds = 0.0
     tier = SsdTier(tmp_path, MIB, now=lambda: seconds)
     # Every file is one that is written over.
     for number in range(60):
         store(tier, number)
-    write = tier._device.write
-    tier._device.write = lambda fd, offset, parts, then: then(result)  # type: ignore[method-assign]
-    ticket = tier.submit_store(BlockName(key(100), None), content(100))
-    assert end_of(tier, ticket) is TierOutcome.FAILED
-    tier._device.write = write  # type: ignore[method-assign]
+
+    def write(fd: int, parts: object, offset: int) -> int:
+        if problem.startswith("No space"):
+            return PAGE_BYTES
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", write)
+        ticket = tier.submit_store(BlockName(key(100), None), content(100))
+        assert end_of(tier, ticket) is TierOutcome.FAILED
+    assert problem in tier.stats().problem
     assert tier.stats().failures == 1
     while not tier.is_idle:
         poll(tier)

@@ -1,23 +1,33 @@
-"""Files of blocks within a budget of bytes: creation, reuse and deletion."""
+"""Files of blocks within a budget of bytes: writing, reading, reuse and deletion."""
 
 from __future__ import annotations
 
 import errno
 import logging
+import mmap
 import os
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import NamedTuple
 
+import numpy as np
+
 from banaserve.kvstore.tiers.chains import ChainedBlock
-from banaserve.kvstore.tiers.interface import BlockBytes
-from banaserve.kvstore.tiers.ssd.device import BlockDevice
+from banaserve.kvstore.tiers.interface import BlockBytes, TierOutcome
 from banaserve.kvstore.tiers.ssd.folder import TEMPORARY, Folder, describe
-from banaserve.kvstore.tiers.ssd.record import checksum, record_bytes
+from banaserve.kvstore.tiers.ssd.record import (
+    PAGE_BYTES,
+    RecordHeader,
+    checksum,
+    encode,
+    padded,
+    record_bytes,
+)
+from banaserve.kvstore.tiers.ssd.workers import Workers
 
 RETRY_S = 5.0
-# Deletions given to the worker at a time: stores wait behind them.
+# Deletions in a call: by so many files may their total size exceed the budget for a moment.
 MAX_DELETIONS = 16
 log = logging.getLogger(__name__)
 
@@ -61,7 +71,7 @@ class BlockFiles:
 
     Args:
         folder: Folder of the files.
-        device: Device that makes the slow calls.
+        workers: Threads for calls that block.
         capacity_bytes: Budget: maximum total size of the files.
         now: Monotonic clock, in seconds.
 
@@ -72,18 +82,19 @@ class BlockFiles:
     """
 
     def __init__(
-        self, folder: Folder, device: BlockDevice, capacity_bytes: int, now: Callable[[], float]
+        self, folder: Folder, workers: Workers, capacity_bytes: int, now: Callable[[], float]
     ) -> None:
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self.problem = ""
         self.direct = True
         self._folder = folder
-        self._device = device
+        self._workers = workers
         self._now = now
         self._retry_at_s = 0.0
         self._dead: deque[DeadFile] = deque()
         self._dead_bytes = 0
+        self._is_deleting = False
 
     @property
     def is_tidy(self) -> bool:
@@ -114,69 +125,76 @@ class BlockFiles:
         """Leave the file of a forgotten block to be reused or deleted."""
         self._drop(DeadFile(self.path(block), block.file_bytes))
 
-    def begin_file(
-        self, block: DiskBlock, source: BlockBytes, then: Callable[[int | OSError], None]
+    def write(
+        self, block: DiskBlock, source: BlockBytes, then: Callable[[OSError | None], None]
     ) -> None:
-        """Make a file to write, under the temporary name of the block's; there must be room.
+        """Write the file of a block, for which there must be room; set the block's checksum.
 
         Args:
-            block: Block of the file; gets the checksum.
-            source: Bytes of the block.
-            then: Function that gets the file's descriptor, or the error.
+            block: Block to write.
+            source: Bytes of the block, unchanged until the end.
+            then: Function that gets the error, if any: then there is no file.
         """
-        path, num_bytes, old = self.path(block) + TEMPORARY, block.file_bytes, None
+        path, num_bytes, old = self.path(block), block.file_bytes, None
         if self._dead and self._dead[0].num_bytes == num_bytes:
             old = self._pop_dead().path
+        deleted = []
         while old is None and self.used_bytes + num_bytes > self.capacity_bytes:
-            self._delete(self._pop_dead())
+            file = self._pop_dead()
+            self.used_bytes -= file.num_bytes
+            deleted.append(file.path)
         if old is None:
             self.used_bytes += num_bytes
 
-        def call() -> tuple[int, tuple[int, bool]]:
-            return checksum(source), _open_new(path, num_bytes, old)
+        def call() -> tuple[int, bool]:
+            _delete(*deleted)
+            digest = checksum(source)
+            header = RecordHeader(block.num_bytes, block.sequence, digest, block.key, block.parent)
+            return digest, _write_file(path, old, header, source)
 
-        def end(result: tuple[int, tuple[int, bool]] | OSError) -> None:
+        def end(result: tuple[int, bool] | OSError) -> None:
             if isinstance(result, OSError):
                 self.used_bytes -= num_bytes
                 then(result)
                 return
-            block.checksum, (fd, direct) = result
-            self.note_direct(direct)
-            then(fd)
+            block.checksum, direct = result
+            self._note_direct(direct)
+            then(None)
 
-        self._device.stores.submit(call, end)
+        self._workers.submit(call, end)
 
-    def publish(self, block: DiskBlock, fd: int, then: Callable[[OSError | None], None]) -> None:
-        """Close a file that ``begin_file`` made, and give it its name; ``then`` gets the error."""
+    def read(
+        self, block: DiskBlock, target: BlockBytes, then: Callable[[TierOutcome], None]
+    ) -> None:
+        """Read the file of a block into ``target`` and verify it; ``then`` gets the outcome."""
         path = self.path(block)
-        temporary = path + TEMPORARY
 
-        def call() -> None:
-            os.close(fd)
-            os.rename(temporary, path)
+        def end(result: int | OSError | None) -> None:
+            gone = isinstance(result, FileNotFoundError)
+            if isinstance(result, OSError) and not gone:
+                then(TierOutcome.FAILED)
+            else:
+                then(TierOutcome.DONE if result == block.checksum else TierOutcome.CORRUPT)
 
-        def end(error: OSError | None) -> None:
-            if error is not None:
-                self._delete(DeadFile(temporary, block.file_bytes))
-            then(error)
-
-        self._device.stores.submit(call, end)
-
-    def abandon(self, block: DiskBlock, fd: int) -> None:
-        """Close and delete a file that ``begin_file`` made."""
-        os.close(fd)
-        self._delete(DeadFile(self.path(block) + TEMPORARY, block.file_bytes))
+        self._workers.submit(lambda: _read_file(path, target), end)
 
     def tidy(self) -> None:
         """Delete files of forgotten blocks, a few at a time."""
-        while self._dead and self._device.stores.num_under_way < MAX_DELETIONS:
-            self._delete(self._pop_dead())
+        if self._is_deleting or not self._dead:
+            return
+        self._is_deleting = True
+        files = [self._pop_dead() for _ in range(min(MAX_DELETIONS, len(self._dead)))]
+        num_bytes = sum(file.num_bytes for file in files)
+        # At once, so that no more blocks are evicted meanwhile for the same room.
+        self.used_bytes -= num_bytes
 
-    def note_direct(self, direct: bool) -> None:
-        """Log once if the file system refuses direct I/O."""
-        if self.direct and not direct:
-            log.warning("%s takes no direct I/O: blocks go through memory", self._folder.path)
-        self.direct = direct
+        def end(error: OSError | None) -> None:
+            self._is_deleting = False
+            if error is not None:
+                self.used_bytes += num_bytes
+                self.report(error)
+
+        self._workers.submit(lambda: _delete(*(file.path for file in files)), end)
 
     def report(self, error: OSError) -> None:
         """Accept no stores for a while, and log the reason once."""
@@ -201,23 +219,80 @@ class BlockFiles:
         self._dead_bytes -= file.num_bytes
         return file
 
-    def _delete(self, file: DeadFile) -> None:
-        # The worker makes its calls in order: a file that is created after this finds the room.
-        self.used_bytes -= file.num_bytes
-
-        def call() -> None:
-            with suppress(FileNotFoundError):
-                os.unlink(file.path)
-
-        def end(result: OSError | None) -> None:
-            if result is not None:
-                self.used_bytes += file.num_bytes
-                self.report(result)
-
-        self._device.stores.submit(call, end)
+    def _note_direct(self, direct: bool) -> None:
+        """Log once if the file system refuses direct I/O."""
+        if self.direct and not direct:
+            log.warning("%s takes no direct I/O: blocks go through memory", self._folder.path)
+        self.direct = direct
 
 
-def open_direct(path: str, flags: int) -> tuple[int, bool]:
+def aligned_bytes(num_bytes: int) -> BlockBytes:
+    """Return zeroed memory that starts at a page boundary, ``[num_bytes]``."""
+    return np.frombuffer(mmap.mmap(-1, num_bytes), dtype=np.uint8)
+
+
+def _write_file(path: str, old: str | None, header: RecordHeader, source: BlockBytes) -> bool:
+    """Write a file, over the file ``old`` if given; return whether direct I/O was used.
+
+    Raises:
+        OSError: The file cannot be written; neither it nor ``old`` is left.
+    """
+    temporary = path + TEMPORARY
+    try:
+        if old is not None:
+            os.rename(old, temporary)
+        fd, direct = _open_direct(temporary, os.O_RDWR | os.O_CREAT)
+        try:
+            if old is None:
+                _reserve(fd, record_bytes(header.num_bytes))
+            page = aligned_bytes(PAGE_BYTES)
+            page[:] = np.frombuffer(encode(header), dtype=np.uint8)
+            parts, odd = _parts(source)
+            odd[:] = source[source.nbytes - odd.nbytes :]
+            if os.pwritev(fd, [page.data, *parts], 0) != record_bytes(header.num_bytes):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            os.close(fd)
+        os.rename(temporary, path)
+    except OSError:
+        for left in (temporary, *([old] if old else [])):
+            with suppress(OSError):
+                os.unlink(left)
+        raise
+    return direct
+
+
+def _read_file(path: str, target: BlockBytes) -> int | None:
+    """Read a block from a file; return the checksum, or None if the file has another size.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    fd, _ = _open_direct(path, os.O_RDONLY)
+    try:
+        parts, odd = _parts(target)
+        if os.preadv(fd, parts, PAGE_BYTES) != padded(target.nbytes):
+            return None
+    finally:
+        os.close(fd)
+    target[target.nbytes - odd.nbytes :] = odd
+    return checksum(target)
+
+
+def _parts(block: BlockBytes) -> tuple[list[memoryview], BlockBytes]:
+    """Return a block's pages to move, and the place of its last bytes in a separate last page.
+
+    There is no such page, and no last bytes, if the block has whole pages only.
+    """
+    num_odd = block.nbytes % PAGE_BYTES
+    parts = [block[: block.nbytes - num_odd].data] if block.nbytes > num_odd else []
+    if not num_odd:
+        return parts, block[:0]
+    page = aligned_bytes(PAGE_BYTES)
+    return [*parts, page.data], page[:num_odd]
+
+
+def _open_direct(path: str, flags: int) -> tuple[int, bool]:
     """Open a file; return its descriptor, and whether it is open for direct I/O.
 
     Raises:
@@ -229,40 +304,19 @@ def open_direct(path: str, flags: int) -> tuple[int, bool]:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        # Without O_EXCL: the failed call may have created the file.
-        return os.open(path, flags & ~os.O_EXCL, 0o600), False
-
-
-def _open_new(path: str, num_bytes: int, old: str | None) -> tuple[int, bool]:
-    """Make a file of this size, from the file ``old`` if given; same result as ``open_direct``."""
-    if old is not None:
-        try:
-            os.rename(old, path)
-            return open_direct(path, os.O_RDWR)
-        except OSError:
-            _remove(old, path)
-            raise
-    fd, direct = open_direct(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-    try:
-        _reserve(fd, num_bytes)
-    except OSError:
-        os.close(fd)
-        _remove(path)
-        raise
-    return fd, direct
+        return os.open(path, flags, 0o600), False
 
 
 def _reserve(fd: int, num_bytes: int) -> None:
-    """Reserve disk space, so that a disk that is full is noticed before a block is written."""
+    """Reserve disk space, so that a full disk is noticed before a block is written."""
     try:
         os.posix_fallocate(fd, 0, num_bytes)
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
             raise
-        os.ftruncate(fd, num_bytes)
 
 
-def _remove(*paths: str) -> None:
+def _delete(*paths: str) -> None:
     for path in paths:
-        with suppress(OSError):
+        with suppress(FileNotFoundError):
             os.unlink(path)

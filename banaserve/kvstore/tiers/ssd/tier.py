@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -21,12 +22,11 @@ from banaserve.kvstore.tiers.interface import (
     TierOutcome,
     TierStats,
 )
-from banaserve.kvstore.tiers.ssd.device import BlockDevice
 from banaserve.kvstore.tiers.ssd.files import BlockFiles, DiskBlock
 from banaserve.kvstore.tiers.ssd.folder import Folder, describe
 from banaserve.kvstore.tiers.ssd.record import MAX_BLOCK_BYTES, PAGE_BYTES, record_bytes
 from banaserve.kvstore.tiers.ssd.scan import Recovered, recover
-from banaserve.kvstore.tiers.ssd.transfers import BlockLoad, Store
+from banaserve.kvstore.tiers.ssd.workers import Workers
 
 DEFAULT_QUEUE_DEPTH = 16
 MIN_CAPACITY_BYTES = 64 * PAGE_BYTES
@@ -34,6 +34,14 @@ MAX_QUEUE_DEPTH = 256
 # Maximum for each call: an eviction takes microseconds, and an event loop waits for the call.
 MAX_EVICTIONS = 64
 log = logging.getLogger(__name__)
+
+
+class DiskTransfer(NamedTuple):
+    """Load or store under way."""
+
+    ticket: int
+    began_s: float
+    block: DiskBlock
 
 
 class SsdTier:
@@ -47,7 +55,6 @@ class SsdTier:
         capacity_bytes: Budget: maximum total size of the files.
         queue_depth: Maximum number of loads and stores at a time; stores get at most three
             quarters of it.
-        engine: Engine of the ``DiskQueue``: auto, io_uring or threads.
         now: Monotonic clock, in seconds.
 
     Raises:
@@ -60,7 +67,6 @@ class SsdTier:
         capacity_bytes: int,
         *,
         queue_depth: int = DEFAULT_QUEUE_DEPTH,
-        engine: str = "auto",
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         _check_limits(capacity_bytes, queue_depth)
@@ -72,14 +78,15 @@ class SsdTier:
         self._folder = Folder(folder)
         try:
             recovered = recover(self._folder, now)
-            self._device = BlockDevice(queue_depth, engine)
         except OSError as error:
             self._folder.close()
             raise UserError(describe(error, folder)) from error
-        self._files = BlockFiles(self._folder, self._device, capacity_bytes, now)
+        # One more, for deletions.
+        self._workers = Workers(queue_depth + 1)
+        self._files = BlockFiles(self._folder, self._workers, capacity_bytes, now)
         self._adopt(recovered)
-        self._loads: dict[int, BlockLoad] = {}
-        self._stores: dict[int, Store] = {}
+        self._loads: dict[int, DiskTransfer] = {}
+        self._stores: dict[int, DiskTransfer] = {}
         self._ended: list[Completion] = []
         self._last_ticket = 0
         self._too_large = ""
@@ -92,12 +99,7 @@ class SsdTier:
 
     @property
     def fd(self) -> int:
-        return self._device.fd
-
-    @property
-    def engine(self) -> str:
-        """Engine that moves the bytes: io_uring or threads."""
-        return self._device.queue.engine
+        return self._workers.fd
 
     @property
     def direct(self) -> bool:
@@ -107,7 +109,7 @@ class SsdTier:
     @property
     def is_idle(self) -> bool:
         """Return whether no load, store or deletion is under way."""
-        return self._device.is_idle and self._files.is_tidy
+        return self._workers.is_idle and self._files.is_tidy
 
     def lookup(self, keys: Sequence[bytes]) -> list[Lookup]:
         """Return the state of each key."""
@@ -127,12 +129,10 @@ class SsdTier:
         self._last_sequence += 1
         entry = DiskBlock(block.key, block.parent, source.nbytes, self._last_sequence)
         self._blocks.add(entry)
-        self._blocks.begin_use(entry)
-        self._last_ticket += 1
-        store = Store(self._last_ticket, self._now(), entry, source, self._files)
+        store = self._begin(entry)
         self._stores[store.ticket] = store
         self._counters.store_speed.begin(store.began_s)
-        store.begin(self._device, self._end_store)
+        self._files.write(entry, source, lambda error: self._end_store(store, error))
         return store.ticket
 
     def submit_load(self, key: bytes, target: BlockBytes) -> int | None:
@@ -144,17 +144,15 @@ class SsdTier:
         if len(self._loads) + len(self._stores) >= self._queue_depth:
             return None
         self._blocks.touch(block)
-        self._blocks.begin_use(block)
-        self._last_ticket += 1
-        load = BlockLoad(self._last_ticket, self._now(), block, self._files.path(block), target)
+        load = self._begin(block)
         self._loads[load.ticket] = load
         self._counters.load_speed.begin(load.began_s)
-        load.begin(self._device, self._end_load)
+        self._files.read(block, target, lambda outcome: self._end_load(load, outcome))
         return load.ticket
 
     def poll(self) -> list[Completion]:
         """Return the transfers that have ended since the last call."""
-        self._device.poll()
+        self._workers.poll()
         self._step()
         ended, self._ended = self._ended, []
         return ended
@@ -179,7 +177,7 @@ class SsdTier:
         except OSError as error:
             self._files.report(error)
             self._keeps = "blocks that a restart will find"
-        self._device.stores.submit(self._folder.sync, self._report_if_error)
+        self._workers.submit(self._folder.sync, self._report_if_error)
         self._step()
         return len(idle)
 
@@ -208,10 +206,7 @@ class SsdTier:
 
     def close(self) -> None:
         """Finish the transfers under way, then free all resources."""
-        while not self._device.is_idle:
-            self._device.wait()
-            self._device.poll()
-        self._device.close()
+        self._workers.finish()
         self._folder.close()
 
     def _adopt(self, recovered: Recovered) -> None:
@@ -235,7 +230,7 @@ class SsdTier:
                 return False
             self._files.drop(block)
             self._counters.evictions += 1
-        self._device.wake()
+        self._workers.wake()
         return self._files.has_room(num_bytes)
 
     def _may_store(self, num_bytes: int) -> bool:
@@ -250,6 +245,11 @@ class SsdTier:
             return False
         return len(self._loads) + len(self._stores) < self._queue_depth
 
+    def _begin(self, block: DiskBlock) -> DiskTransfer:
+        self._blocks.begin_use(block)
+        self._last_ticket += 1
+        return DiskTransfer(self._last_ticket, self._now(), block)
+
     def _forget(self, block: DiskBlock) -> None:
         self._blocks.remove(block)
         if not block.num_users:
@@ -260,7 +260,7 @@ class SsdTier:
         if not block.num_users and self._blocks.get(block.key) is not block:
             self._files.drop(block)
 
-    def _end_store(self, store: Store, error: OSError | None) -> None:
+    def _end_store(self, store: DiskTransfer, error: OSError | None) -> None:
         del self._stores[store.ticket]
         block = store.block
         done = error is None
@@ -280,7 +280,7 @@ class SsdTier:
         outcome = TierOutcome.DONE if done else TierOutcome.FAILED
         self._complete(store.ticket, outcome, block, now_s - store.began_s)
 
-    def _end_load(self, load: BlockLoad, outcome: TierOutcome) -> None:
+    def _end_load(self, load: DiskTransfer, outcome: TierOutcome) -> None:
         del self._loads[load.ticket]
         block = load.block
         if outcome is TierOutcome.DONE:
