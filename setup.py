@@ -34,10 +34,6 @@ native = Extension(
     sources=[
         "csrc/block_copy.cpp",
         "csrc/xxh3.cpp",
-        "csrc/disk_queue.cpp",
-        "csrc/disk_threads.cpp",
-        "csrc/disk_uring.cpp",
-        "csrc/disk_queue_bindings.cpp",
         "csrc/prefix_tree.cpp",
         "csrc/prefix_tree_bindings.cpp",
         "csrc/bindings.cpp",
@@ -46,8 +42,6 @@ native = Extension(
     depends=[
         "csrc/block_copy.h",
         "csrc/xxh3.h",
-        "csrc/disk_queue.h",
-        "csrc/disk_queue_bindings.h",
         "csrc/prefix_tree.h",
         "csrc/prefix_tree_bindings.h",
     ],

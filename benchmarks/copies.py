@@ -1,24 +1,20 @@
-"""Speed of copies of scattered blocks, compared with memcpy and with the disk.
+"""Speed of copies of scattered blocks, compared with memcpy.
 
 ``python -m benchmarks copies``. Each way of copying moves as many bytes as one memcpy in one piece,
 in a random order of ways within each run, from and to memory that no cache holds. A fraction is
 memcpy's time over the way's: the CPU time of the slowest thread, since wall time includes other
-work of the machine. On disk, the native queue is compared with threads that make the system calls
-themselves, past the page cache.
+work of the machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
-import os
 import random
-import select
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -29,12 +25,10 @@ import xxhash
 from rich.progress import Progress
 
 import banaserve._native as _native
-from banaserve._native import DiskQueue
 from banaserve.base.arguments import Parser
 from banaserve.base.errors import UserError
 from banaserve.base.statistics import median
 from banaserve_bench.results import result
-from benchmarks.kvstore.disk import check_direct
 from benchmarks.kvstore.memory import plain_memory
 from benchmarks.script import run_script
 
@@ -44,7 +38,6 @@ _LARGE_BYTES = MIB
 _THREADS = (1, 2)
 _SAMPLE_BYTES = 32 * MIB
 _RING_BYTES = 128 * MIB
-_DISK_BLOCK_BYTES = 3 * MIB
 MEMCPY = "memcpy"
 # The worst fraction over large blocks and both numbers of threads.
 _HEADLINES = (
@@ -68,14 +61,12 @@ def main(argv: Sequence[str]) -> int:
     samples: Samples = defaultdict(list)
     with Progress(transient=True) as progress:
         _memory(given, samples, progress)
-        engine = _disk(given, samples, progress)
     names = [*_HEADLINES, *(name for name in samples if name not in _HEADLINES)]
     notes = [
         f"streaming copies use {_native.copy_instructions()[:1] or ['memcpy']}; checksums are "
         "XXH3-64 of the xxhash package",
         f"copy_fraction and copy_checksum_fraction are the worst of {_LARGE_BYTES // KIB} KiB and "
         "more, 1 and 2 threads, streaming, in time on a processor; those by the clock say wall",
-        f"disk: {engine} beside preadv and pwritev of threads, at the same depth",
     ]
     record = result.result(
         "copies",
@@ -95,13 +86,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--json", type=Path, help="write the result there")
     add("--runs", type=int, default=5)
     add("--repeats", type=int, default=9, help="of each copy within a run; the median counts")
-    add("--disk-blocks", type=int, default=64, help="of 3 MiB, of a run on disk; 0 for none")
-    add("--depth", type=int, default=8, help="transfers of the disk at once")
-    add("--folder", type=Path, default=Path("/var/tmp"), help="on the disk to measure")
     add("--seed", type=int, default=0)
     given = parser.parse_args(list(argv))
-    if min(given.runs, given.repeats, given.depth) < 1 or given.disk_blocks < 0:
-        raise UserError("--runs, --repeats and --depth are at least 1, --disk-blocks at least 0")
+    if min(given.runs, given.repeats) < 1:
+        raise UserError("--runs and --repeats are at least 1")
     return given
 
 
@@ -282,106 +270,6 @@ class CopyBench:
             target.nbytes,
             source.nbytes,
         )
-
-
-def _disk(given: argparse.Namespace, samples: Samples, progress: Progress) -> str:
-    if not given.disk_blocks:
-        return "not measured"
-    check_direct(given.folder)
-    task = progress.add_task("disk", total=given.runs)
-    bench = QueueBench(given.folder, _DISK_BLOCK_BYTES, given.disk_blocks, given.depth, given.seed)
-    with closing(bench):
-        bench.run()  # the file's blocks are written for the first time
-        for _ in range(given.runs):
-            seconds = bench.run()
-            num_bytes = given.disk_blocks * _DISK_BLOCK_BYTES
-            for kind in ("write", "read"):
-                raw_s, queue_s = seconds[f"raw_{kind}"], seconds[f"queue_{kind}"]
-                samples[f"disk_{kind}_fraction"].append(raw_s / queue_s)
-                samples[f"disk_raw_{kind}_gb_per_s"].append(num_bytes / raw_s / 1e9)
-            progress.advance(task)
-    return bench.engine
-
-
-class QueueBench:
-    """Benchmark of blocks of one size in a file that is as long as all of them.
-
-    Args:
-        folder: Folder on the disk to measure.
-        block_bytes: Size of a block, a multiple of the page size.
-        num_blocks: Number of blocks of a run.
-        depth: Number of transfers under way at once.
-        seed: Seed of the bytes and of the order of blocks.
-    """
-
-    def __init__(
-        self, folder: Path, block_bytes: int, num_blocks: int, depth: int, seed: int
-    ) -> None:
-        self._path = folder / f"banaserve-copies-{os.getpid()}"
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT
-        self._fd = os.open(self._path, flags, 0o600)
-        self._path.unlink()
-        os.posix_fallocate(self._fd, 0, num_blocks * block_bytes)
-        self._block_bytes = block_bytes
-        self._num_blocks = num_blocks
-        self._depth = depth
-        self._random = random.Random(seed)
-        self._queue = DiskQueue(depth, "auto")
-        self._memory = plain_memory(depth * block_bytes, seed).reshape(depth, block_bytes)
-
-    @property
-    def engine(self) -> str:
-        """Name of the engine that moves the queue's bytes."""
-        return self._queue.engine
-
-    def close(self) -> None:
-        """Close the queue and the file."""
-        self._queue.close()
-        os.close(self._fd)
-
-    def run(self) -> dict[str, float]:
-        """Return seconds by ``queue_write``, ``raw_write``, ``queue_read`` and ``raw_read``."""
-        seconds = {}
-        for writes in (True, False):
-            order = self._random.sample(range(self._num_blocks), self._num_blocks)
-            ways = [("queue", self._by_queue), ("raw", self._by_threads)]
-            self._random.shuffle(ways)
-            for name, way in ways:
-                began_s = time.perf_counter()
-                way(order, writes)
-                seconds[f"{name}_{'write' if writes else 'read'}"] = time.perf_counter() - began_s
-        return seconds
-
-    def _by_threads(self, order: Sequence[int], writes: bool) -> None:
-        move = os.pwritev if writes else os.preadv
-
-        def work(worker: int) -> None:
-            buffer = memoryview(self._memory[worker])
-            for number in order[worker :: self._depth]:
-                self._check(move(self._fd, [buffer], number * self._block_bytes))
-
-        with ThreadPoolExecutor(self._depth) as pool:
-            list(pool.map(work, range(self._depth)))
-
-    def _by_queue(self, order: Sequence[int], writes: bool) -> None:
-        submit = self._queue.submit_write if writes else self._queue.submit_read
-        left, free, under_way = list(order), list(range(self._depth)), 0
-        while left or under_way:
-            while left and free:
-                buffer = free.pop()
-                place = (self._memory[buffer].ctypes.data, self._block_bytes)
-                submit(buffer, self._fd, left.pop() * self._block_bytes, [place])
-                under_way += 1
-            if not select.select([self._queue.fd], [], [], 60.0)[0]:
-                raise UserError("the disk does not answer")
-            for buffer, num_bytes in self._queue.poll():
-                self._check(num_bytes)
-                free.append(buffer)
-                under_way -= 1
-
-    def _check(self, result: int) -> None:
-        if result != self._block_bytes:
-            raise UserError(f"the disk moved {result} of {self._block_bytes} bytes")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "block_copy.h"
-#include "disk_queue_bindings.h"
 #include "prefix_tree_bindings.h"
 #include "xxh3.h"
 
@@ -178,6 +177,5 @@ Each byte is read from memory once for both.
 Raises:
     ValueError: Names the argument at fault; nothing has been copied.
     RuntimeError: The xxhash package's library cannot be used.)");
-  bind_disk_queue(module);
   bind_prefix_tree(module);
 }

@@ -54,7 +54,7 @@ def check(
     ssd: Path = option("folder of the SSD tier", kind=Path, metavar="FOLDER"),
     as_json: bool = option(_JSON, False, name="--json"),
 ) -> int:
-    """Verify every record of an SSD tier's folder; exit with 1 if a record is damaged."""
+    """Verify every block of an SSD tier's folder; exit with 1 if one is damaged."""
     from banaserve.kvstore.tiers.ssd.check import check_folder
 
     report = check_folder(ssd)
@@ -66,10 +66,10 @@ def check(
         rows = [
             ("blocks", f"{report.num_ok} good, {report.num_dead} superseded or cleared"),
             ("damage", f"{report.num_torn} torn, {report.num_corrupt} corrupt"),
-            ("files", f"{report.num_segments} with {format_size(report.num_bytes)}"),
+            ("files", f"{report.num_files} with {format_size(report.num_bytes)}"),
         ]
         if report.in_use:
-            rows.append(("in use", "a store has it open: torn records may be unfinished"))
+            rows.append(("in use", "a store has it open: torn blocks may be unfinished"))
         print_rows(rows, {})
     return 0 if report.is_clean else 1
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from banaserve.base.errors import UserError
 from banaserve.kvstore.tiers.interface import BlockName, TierOutcome
+from banaserve.kvstore.tiers.ssd.record import record_bytes
 from banaserve.kvstore.tiers.ssd.tier import SsdTier
 from benchmarks.kvstore.memory import Memory, plain_memory
 
@@ -31,7 +32,7 @@ class DiskBench:
     """Benchmark of blocks of one size, written and read past the page cache.
 
     Args:
-        folder: Folder on the disk to measure; gets the tier's log and one raw file.
+        folder: Folder on the disk to measure; gets the tier's files and one raw file.
         block_bytes: Size of a block, a multiple of the page size.
         num_blocks: Number of blocks of a run.
         depth: Number of transfers under way at once.
@@ -46,8 +47,10 @@ class DiskBench:
         self._depth = depth
         self._random = random.Random(seed)
         self._raw_path = folder / "raw"
+        # The budget is used up after two runs: what counts is a tier that evicts as it stores.
         # The queue is twice as deep, since stores may use three quarters of it only.
-        self._tier = SsdTier(folder / "tier", 8 * num_blocks * block_bytes, queue_depth=2 * depth)
+        budget_bytes = 2 * num_blocks * record_bytes(block_bytes)
+        self._tier = SsdTier(folder / "tier", budget_bytes, queue_depth=2 * depth)
         # One buffer for each transfer under way; the first bytes distinguish blocks.
         self._memory = plain_memory(depth * block_bytes, seed).reshape(depth, block_bytes)
         self._last_key = 0
@@ -56,11 +59,6 @@ class DiskBench:
     def is_direct(self) -> bool:
         """True if the tier goes past the page cache."""
         return self._tier.direct
-
-    @property
-    def engine(self) -> str:
-        """Name of the engine that moves the tier's bytes."""
-        return self._tier.engine
 
     def close(self) -> None:
         """Close the tier and remove the raw file."""

@@ -10,8 +10,7 @@ import pytest
 from banaserve.base.errors import UserError
 from banaserve_bench.results import result
 from benchmarks import copies
-from benchmarks.copies import MEMCPY, CopyBench, QueueBench
-from benchmarks.kvstore.disk import check_direct
+from benchmarks.copies import MEMCPY, CopyBench
 
 
 def test_a_small_run_has_every_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,7 +18,7 @@ def test_a_small_run_has_every_figure(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(copies, "_SAMPLE_BYTES", 2 * 1024 * 1024)
     monkeypatch.setattr(copies, "_RING_BYTES", 4 * 1024 * 1024)
     path = tmp_path / "copies.json"
-    argv = ["--runs", "2", "--repeats", "1", "--disk-blocks", "0", "--json", str(path)]
+    argv = ["--runs", "2", "--repeats", "1", "--json", str(path)]
     assert copies.main(argv) == 0
     figures = result.read(path).figures
     for name in ("copy_fraction", "copy_checksum_fraction", "copy_wall_fraction"):
@@ -37,18 +36,7 @@ def test_a_way_that_copies_something_else_is_noticed() -> None:
         bench.run(pool, 2)
 
 
-def test_the_disk_queue_moves_every_block(tmp_path: Path) -> None:
-    try:
-        check_direct(tmp_path)
-    except UserError:
-        pytest.skip("this file system takes no direct I/O")
-    bench = QueueBench(tmp_path, 8192, num_blocks=9, depth=4, seed=0)
-    assert set(bench.run()) == {"queue_write", "raw_write", "queue_read", "raw_read"}
-    bench.close()
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("argv", [["--runs", "0"], ["--depth", "0"], ["--disk-blocks", "-1"]])
+@pytest.mark.parametrize("argv", [["--runs", "0"], ["--repeats", "0"]])
 def test_refusals(argv: list[str]) -> None:
     with pytest.raises(UserError, match="at least"):
         copies.main(argv)

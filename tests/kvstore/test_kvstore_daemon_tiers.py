@@ -273,7 +273,7 @@ def broken_folder(tmp_path: Path, kind: str) -> Path:
     folder = tmp_path / "other"
     folder.mkdir()
     if kind == "another version":
-        (folder / "format").write_bytes(b"banaserve ssd log 999999\n")
+        (folder / "format").write_bytes(b"banaserve ssd files 999999\n")
     else:
         (folder / "thesis.tex").touch()
     return folder
@@ -359,11 +359,10 @@ def test_check_finds_a_flipped_bit(
     store.stop()
     assert main(["kvstore", "check", "--ssd", str(store.ssd)]) == 0
     assert "4 good" in capsys.readouterr().out
-    (segment,) = store.ssd.glob("segment-*")
-    data = bytearray(segment.read_bytes())
-    at = data.index(block(key(2)))
-    data[at + 100] ^= 4
-    segment.write_bytes(data)
+    (path,) = (p for p in store.ssd.glob("blocks/*/*") if block(key(2)) in p.read_bytes())
+    data = bytearray(path.read_bytes())
+    data[data.index(block(key(2))) + 100] ^= 4
+    path.write_bytes(data)
     assert main(["kvstore", "check", "--ssd", str(store.ssd), "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["num_corrupt"] == 1
     # The store never serves it.

@@ -12,11 +12,11 @@ FULL_DISK = """
 import os, select, sys
 from pathlib import Path
 from banaserve.kvstore.tiers.interface import BlockName, TierOutcome
-from banaserve.kvstore.tiers.ssd.device import aligned_bytes
+from banaserve.kvstore.tiers.ssd.files import aligned_bytes
 from banaserve.kvstore.tiers.ssd.tier import SsdTier
 disk = Path(sys.argv[1])
 now = 0.0
-tier = SsdTier(disk / "log", 2**23, now=lambda: now)
+tier = SsdTier(disk / "tier", 2**23, now=lambda: now)
 ballast = disk / "ballast"
 block = aligned_bytes(20000)
 def end_of(ticket):
@@ -31,19 +31,21 @@ def store(number):
         if tier.is_idle:
             return None
         tier.poll()
-assert store(0) is TierOutcome.DONE
+for number in range(20):
+    assert store(number) is TierOutcome.DONE
 fd = os.open(ballast, os.O_WRONLY | os.O_CREAT)
 try:
     while os.write(fd, bytes(4096)):
         pass
 except OSError:
     os.close(fd)
-number = 1
+number = 20
 while store(number) is TierOutcome.DONE:
     number += 1
 stats = tier.stats()
 assert stats.available and "No space left on device; make room" in stats.problem, stats
-assert end_of(tier.submit_load(b"%32d" % 0, block)) is TierOutcome.DONE
+for stored in range(number):
+    assert end_of(tier.submit_load(b"%32d" % stored, block)) is TierOutcome.DONE
 ballast.unlink()
 assert store(number) is None, "it tries again only later"
 now += 10
@@ -82,7 +84,6 @@ for _ in range(2):
 def test_a_disk_that_fills_up(tmp_path: Path) -> None:
     (line,) = mounted(tmp_path, "tmpfs -o size=5m", FULL_DISK)
     assert line.startswith("ok")
-    assert int(line.split()[1]) > 10
 
 
 def mounted(folder: Path, kind: str, script: str, *arguments: str) -> list[str]:

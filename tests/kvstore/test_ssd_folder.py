@@ -16,6 +16,7 @@ from banaserve.kvstore.tiers.ssd.folder import Folder
 from banaserve.kvstore.tiers.ssd.tier import SsdTier
 
 MIB = 2**20
+BLOCK = Path("blocks", "07", f"{7:064x}-{7:016x}.block")
 
 
 def refusal(folder: Path, capacity_bytes: int = MIB, queue_depth: int = 4) -> str:
@@ -36,10 +37,10 @@ def test_a_folder_is_created_private(tmp_path: Path) -> None:
         finally:
             os.umask(before)
         assert folder.stat().st_mode & 0o777 == 0o700
-        assert all(path.stat().st_mode & 0o077 == 0 for path in folder.iterdir())
+        assert all(path.stat().st_mode & 0o077 == 0 for path in folder.rglob("*"))
         if umask:
             shutil.rmtree(folder)
-    assert (folder / "format").read_bytes() == b"banaserve ssd log 1\n"
+    assert (folder / "format").read_bytes() == b"banaserve ssd files 2\n"
 
 
 def test_a_second_store_is_turned_away(tmp_path: Path) -> None:
@@ -53,9 +54,10 @@ def test_a_second_store_is_turned_away(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"banaserve ssd log 2\n", "has format 2 and this version reads 1"),
-        (b"banaserve ssd log 999999999\n", "has format 999999999"),
-        (b"banaserve ssd log -1\n", "no SSD tier's folder"),
+        (b"banaserve ssd log 1\n", "has format 1 and this version reads 2"),
+        (b"banaserve ssd files 3\n", "has format 3 and this version reads 2"),
+        (b"banaserve ssd files 999999999\n", "has format 999999999"),
+        (b"banaserve ssd files -1\n", "no SSD tier's folder"),
         (b"something else", "no SSD tier's folder"),
         (b"", "no SSD tier's folder"),
         (b"\xff" * 10000, "no SSD tier's folder"),
@@ -70,7 +72,7 @@ def test_other_formats_are_refused_and_left_alone(
     with pytest.raises(UserError, match=said):
         check_folder(tmp_path)
     # The refusal has let go of the lock.
-    (tmp_path / "format").write_bytes(b"banaserve ssd log 1\n")
+    (tmp_path / "format").write_bytes(b"banaserve ssd files 2\n")
     SsdTier(tmp_path, MIB).close()
 
 
@@ -108,18 +110,27 @@ def test_a_file_instead_of_a_folder(tmp_path: Path) -> None:
     assert "name a folder" in refusal(tmp_path / "file" / "below")
 
 
-def test_a_folder_instead_of_a_segment(tmp_path: Path) -> None:
+def test_a_folder_instead_of_a_block(tmp_path: Path) -> None:
     SsdTier(tmp_path, MIB).close()
-    (tmp_path / f"segment-{7:016x}.log").mkdir()
+    (tmp_path / BLOCK).mkdir()
     assert "cannot use" in refusal(tmp_path)
 
 
-def test_a_link_instead_of_a_segment(tmp_path: Path) -> None:
+def test_a_link_instead_of_a_block(tmp_path: Path) -> None:
     (tmp_path / "precious").write_bytes(b"x" * 5000)
-    SsdTier(tmp_path / "log", MIB).close()
-    (tmp_path / "log" / f"segment-{7:016x}.log").symlink_to(tmp_path / "precious")
-    assert "cannot use" in refusal(tmp_path / "log")
+    SsdTier(tmp_path / "tier", MIB).close()
+    (tmp_path / "tier" / BLOCK).symlink_to(tmp_path / "precious")
+    assert "cannot use" in refusal(tmp_path / "tier")
     assert (tmp_path / "precious").read_bytes() == b"x" * 5000
+
+
+def test_files_of_others_among_the_blocks_are_left_alone(tmp_path: Path) -> None:
+    SsdTier(tmp_path, MIB).close()
+    dear = tmp_path / "blocks" / "07" / "thesis.tex"
+    dear.write_text("dear")
+    SsdTier(tmp_path, MIB).close()
+    assert dear.read_text() == "dear"
+    assert check_folder(tmp_path).num_files == 0
 
 
 def test_limits(tmp_path: Path) -> None:
@@ -154,9 +165,9 @@ try:
             except OSError as error:
                 assert error.errno == errno.ENOSPC
         first = SsdTier(folder, 2**20)
-        in_use = (folder / "lock").stat().st_size
+        in_use = check_folder(folder).in_use
         first.close()
-        print("served,", in_use and "in use", "then", (folder / "lock").stat().st_size)
+        print("served,", in_use, "then", check_folder(folder).in_use)
     else:
         print(check_folder(folder))
 except UserError as error:
@@ -209,7 +220,7 @@ def test_a_disk_that_is_full_already_is_no_reason_not_to_serve_what_is_there(
 ) -> None:
     script = f'mount -t tmpfs -o size=2m tmpfs {tmp_path} && cd {tmp_path}; exec "$0" "$@"'
     said = in_a_process(tmp_path / "log", "fill", "unshare", "-rm", "sh", "-c", script)
-    assert said == "served, in use then 0\n"
+    assert said == "served, True then False\n"
 
 
 def test_files_are_on_the_disk_before_they_have_their_names(

@@ -1,4 +1,4 @@
-"""A process that is killed while it writes leaves a log in good order."""
+"""A process that is killed while it writes leaves a folder in good order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from banaserve.kvstore.leases import Lookup
 from banaserve.kvstore.tiers.interface import BlockBytes, BlockName, Completion, TierOutcome
 from banaserve.kvstore.tiers.ssd.check import check_folder
-from banaserve.kvstore.tiers.ssd.device import aligned_bytes
+from banaserve.kvstore.tiers.ssd.files import aligned_bytes
 from banaserve.kvstore.tiers.ssd.tier import SsdTier
 from depth import num_examples
 
@@ -41,9 +41,9 @@ def poll(tier: SsdTier) -> list[Completion]:
     return tier.poll()
 
 
-def write_for_ever(folder: Path, capacity_bytes: int, engine: str, first: int, out: int) -> None:
+def write_for_ever(folder: Path, capacity_bytes: int, first: int, out: int) -> None:
     """Store blocks, several at a time, and say which ones are stored."""
-    tier = SsdTier(folder, capacity_bytes, engine=engine)
+    tier = SsdTier(folder, capacity_bytes)
     tickets: dict[int, int] = {}
     for number in range(first, NUM_KEYS):
         name = BlockName(key(number), key(number - 1) if number % 10 else None)
@@ -59,19 +59,19 @@ def write_for_ever(folder: Path, capacity_bytes: int, engine: str, first: int, o
             tickets[ticket] = number
 
 
-def run_child(folder: Path, capacity_bytes: int, engine: str, first: int, out: int) -> NoReturn:
+def run_child(folder: Path, capacity_bytes: int, first: int, out: int) -> NoReturn:
     try:
-        write_for_ever(folder, capacity_bytes, engine, first, out)
+        write_for_ever(folder, capacity_bytes, first, out)
     finally:
         os._exit(1)
 
 
-def stored_before_kill(folder: Path, capacity_bytes: int, engine: str, first: int, count: int):
+def stored_before_kill(folder: Path, capacity_bytes: int, first: int, count: int):
     """Fork a writer and kill it after it has stored ``count`` blocks; what it said."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
-        run_child(folder, capacity_bytes, engine, first, writer)
+        run_child(folder, capacity_bytes, first, writer)
     os.close(writer)
     with os.fdopen(reader, "rb", buffering=0) as lines:
         said = b""
@@ -97,19 +97,18 @@ def load(tier: SsdTier, number: int) -> BlockBytes | None:
     return target
 
 
-@pytest.mark.parametrize("engine", ["auto", "threads"])
 @pytest.mark.parametrize("capacity_bytes", [64 * MIB, MIB], ids=["roomy", "tight"])
-def test_kill_while_writing(engine: str, capacity_bytes: int, tmp_path: Path) -> None:
-    chance = random.Random(f"{engine} {capacity_bytes}")
+def test_kill_while_writing(capacity_bytes: int, tmp_path: Path) -> None:
+    chance = random.Random(capacity_bytes)
     next_number = 0
     stored: set[int] = set()
-    for _ in range(NUM_KILLS // 4):
+    for _ in range(NUM_KILLS // 2):
         count = chance.randint(1, 40)
-        said = stored_before_kill(tmp_path, capacity_bytes, engine, next_number, count)
+        said = stored_before_kill(tmp_path, capacity_bytes, next_number, count)
         report = check_folder(tmp_path)
         assert report.num_corrupt == 0, report.problems
         assert not report.in_use
-        tier = SsdTier(tmp_path, capacity_bytes, engine=engine)
+        tier = SsdTier(tmp_path, capacity_bytes)
         stored |= {number for number, _ in said}
         next_number = max(stored) + 1
         found = {n for n in range(next_number + 300) if tier.lookup([key(n)]) == [Lookup.HIT]}

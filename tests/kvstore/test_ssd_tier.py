@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import random
 import select
+import shutil
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from banaserve.kvstore.leases import Lookup
 from banaserve.kvstore.tiers.interface import BlockBytes, BlockName, Completion, TierOutcome
 from banaserve.kvstore.tiers.ssd.check import check_folder
-from banaserve.kvstore.tiers.ssd.device import aligned_bytes
+from banaserve.kvstore.tiers.ssd.files import aligned_bytes
 from banaserve.kvstore.tiers.ssd.folder import Folder
 from banaserve.kvstore.tiers.ssd.record import PAGE_BYTES
-from banaserve.kvstore.tiers.ssd.recovery import recover
+from banaserve.kvstore.tiers.ssd.scan import recover
 from banaserve.kvstore.tiers.ssd.tier import SsdTier
 
 MIB = 2**20
@@ -69,13 +72,10 @@ def hits(tier: SsdTier, *numbers: int) -> list[int]:
     return [number for number, state in zip(numbers, states, strict=True) if state is Lookup.HIT]
 
 
-def find(folder: Path, number: int) -> tuple[Path, int]:
-    """Where the bytes of a block lie."""
-    for path in folder.glob("segment-*"):
-        start = path.read_bytes().find(bytes(content(number)))
-        if start >= 0:
-            return path, start
-    raise AssertionError("it is nowhere")
+def find(folder: Path, number: int) -> Path:
+    """The file of a block."""
+    (path,) = folder.glob(f"blocks/*/{key(number).hex()}-*.block")
+    return path
 
 
 def overwrite(path: Path, offset: int, data: bytes) -> None:
@@ -114,7 +114,7 @@ def test_a_smaller_budget_makes_room_at_once(tmp_path: Path) -> None:
     assert tier.stats().evictions > 100
     assert hits(tier, 199) == [199]
     tier.close()
-    assert sum(path.stat().st_size for path in tmp_path.glob("segment-*")) <= MIB
+    assert sum(path.stat().st_size for path in tmp_path.glob("blocks/*/*")) <= MIB
 
 
 def test_a_flipped_bit_is_found_on_every_read(tmp_path: Path) -> None:
@@ -122,8 +122,8 @@ def test_a_flipped_bit_is_found_on_every_read(tmp_path: Path) -> None:
     store(tier, 1)
     store(tier, 2)
     assert load(tier, 1) is TierOutcome.DONE
-    path, start = find(tmp_path, 1)
-    overwrite(path, start + 7777, bytes([content(1)[7777] ^ 1]))
+    path = find(tmp_path, 1)
+    overwrite(path, PAGE_BYTES + 7777, bytes([content(1)[7777] ^ 1]))
     assert load(tier, 1) is TierOutcome.CORRUPT
     assert tier.lookup([key(1)]) == [Lookup.MISS]
     assert tier.submit_load(key(1), aligned_bytes(BLOCK_BYTES)) is None
@@ -138,45 +138,50 @@ def test_a_file_that_lost_its_end(tmp_path: Path) -> None:
     tier = SsdTier(tmp_path, MIB)
     store(tier, 1)
     store(tier, 2)
-    path, start = find(tmp_path, 2)
-    os.truncate(path, start + PAGE_BYTES)
+    os.truncate(find(tmp_path, 2), 2 * PAGE_BYTES)
     assert load(tier, 2) is TierOutcome.CORRUPT
     assert load(tier, 1) is TierOutcome.DONE
     tier.close()
 
 
-def break_fd(tier: SsdTier, number: int) -> None:
-    """Make every read of the segment of a block fail with EIO, every write with EBADF."""
-    block = tier._blocks.get(key(number))
-    assert block is not None
-    broken = os.open("/proc/self/mem", os.O_RDONLY)
-    os.dup2(broken, block.segment.fd)
-    os.close(broken)
+def test_a_file_that_is_gone(tmp_path: Path) -> None:
+    tier = SsdTier(tmp_path, MIB)
+    store(tier, 1)
+    find(tmp_path, 1).unlink()
+    assert load(tier, 1) is TierOutcome.CORRUPT
+    assert tier.lookup([key(1)]) == [Lookup.MISS]
+    store(tier, 1)
+    assert load(tier, 1) is TierOutcome.DONE
+    tier.close()
 
 
 def test_a_disk_that_cannot_be_read(tmp_path: Path) -> None:
     tier = SsdTier(tmp_path, 4 * MIB)
     store(tier, 1)
-    break_fd(tier, 1)
+    path = find(tmp_path, 1)
+    path.rename(tmp_path / "away")
+    path.mkdir()
     assert load(tier, 1) is TierOutcome.FAILED
     assert tier.lookup([key(1)]) == [Lookup.HIT]
     assert tier.stats().failures == 1
+    path.rmdir()
+    (tmp_path / "away").rename(path)
+    assert load(tier, 1) is TierOutcome.DONE
     tier.close()
-    SsdTier(tmp_path, 4 * MIB).close()
 
 
 def test_a_disk_that_cannot_be_written(tmp_path: Path) -> None:
     seconds = 0.0
     tier = SsdTier(tmp_path, 4 * MIB, now=lambda: seconds)
     store(tier, 1)
-    break_fd(tier, 1)
+    (tmp_path / "blocks").rename(tmp_path / "away")
     ticket = tier.submit_store(BlockName(key(2), None), content(2))
     assert end_of(tier, ticket) is TierOutcome.FAILED
     assert tier.lookup([key(2)]) == [Lookup.MISS]
     assert "cannot use" in tier.stats().problem
     assert tier.submit_store(BlockName(key(2), None), content(2)) is None
+    (tmp_path / "away").rename(tmp_path / "blocks")
     seconds += 60
-    # Into another segment, which is in order.
     store(tier, 2)
     assert load(tier, 2) is TierOutcome.DONE
     assert tier.stats().problem == ""
@@ -186,22 +191,86 @@ def test_a_disk_that_cannot_be_written(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_making_room_gets_past_what_cannot_be_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("problem", ["Input/output error", "No space left on device"])
+def test_a_write_that_fails_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: str
+) -> None:
+    seconds = 0.0
+    tier = SsdTier(tmp_path, MIB, now=lambda: seconds)
+    # Every file is one that is written over.
+    for number in range(60):
+        store(tier, number)
+
+    def write(fd: int, parts: object, offset: int) -> int:
+        if problem.startswith("No space"):
+            return PAGE_BYTES
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", write)
+        ticket = tier.submit_store(BlockName(key(100), None), content(100))
+        assert end_of(tier, ticket) is TierOutcome.FAILED
+    assert problem in tier.stats().problem
+    assert tier.stats().failures == 1
+    while not tier.is_idle:
+        poll(tier)
+    files = list(tmp_path.glob("blocks/*/*"))
+    assert len(files) == tier.stats().num_blocks
+    assert tier.stats().used_bytes == sum(path.stat().st_size for path in files)
+    seconds += 60
+    store(tier, 100)
+    assert load(tier, 100) is TierOutcome.DONE
+    tier.close()
+
+
+def test_files_are_written_over_when_the_budget_is_used_up(tmp_path: Path) -> None:
     tier = SsdTier(tmp_path, MIB)
-    for number in range(4):
+    for number in range(60):
         store(tier, number)
-    store(tier, 4)
-    break_fd(tier, 0)
-    # Used again and again, so that they are the last to be evicted.
-    for number in range(10, 300):
+    before = {path.stat().st_ino for path in tmp_path.glob("blocks/*/*")}
+    for number in range(60, 120):
         store(tier, number)
-        for kept in hits(tier, 1, 3):
-            block = tier._blocks.get(key(kept))
-            assert block is not None
-            tier._blocks.touch(block)
-    assert hits(tier, 0, 1, 2, 3, 4) == []
-    assert tier.stats().failures > 0
-    assert load(tier, 299) is TierOutcome.DONE
+    assert {path.stat().st_ino for path in tmp_path.glob("blocks/*/*")} == before
+    assert load(tier, 119) is TierOutcome.DONE
+    tier.close()
+
+
+def test_blocks_of_many_sizes_share_the_budget(tmp_path: Path) -> None:
+    tier = SsdTier(tmp_path, MIB, queue_depth=4)
+    for number in range(200):
+        block = content(number, 1 + number * 7919 % 90_000)
+        name = BlockName(key(number), None)
+        while (ticket := tier.submit_store(name, block)) is None:
+            poll(tier)
+        assert end_of(tier, ticket) is TierOutcome.DONE
+        assert tier.stats().used_bytes <= MIB
+    assert tier.stats().evictions > 100
+    target = aligned_bytes(block.nbytes)
+    assert end_of(tier, tier.submit_load(key(199), target)) is TierOutcome.DONE
+    assert bytes(target) == bytes(block)
+    tier.close()
+
+
+def test_a_block_that_is_damaged_while_it_is_read_twice(tmp_path: Path) -> None:
+    """Its file is written over only when both reads have ended."""
+    tier = SsdTier(tmp_path, MIB, queue_depth=8)
+    store(tier, 1)
+    overwrite(find(tmp_path, 1), PAGE_BYTES, b"\0\0\0\0")
+    targets = [aligned_bytes(BLOCK_BYTES) for _ in range(2)]
+    loads = {tier.submit_load(key(1), target) for target in targets}
+    ended: list[Completion] = []
+    while not ended:
+        ended = poll(tier)
+    ticket = tier.submit_store(BlockName(key(1), None), content(1))
+    while len(ended) < 3:
+        ended += poll(tier)
+    outcomes = {completion.ticket: completion.outcome for completion in ended}
+    assert [outcomes[load] for load in loads] == [TierOutcome.CORRUPT] * 2
+    assert outcomes[ticket] is TierOutcome.DONE
+    assert load(tier, 1) is TierOutcome.DONE
+    while not tier.is_idle:
+        poll(tier)
+    assert len(list(tmp_path.glob("blocks/*/*"))) == 1
     tier.close()
 
 
@@ -210,12 +279,11 @@ def test_a_damaged_header_costs_its_block_alone(tmp_path: Path, caplog) -> None:
     for number in range(3):
         store(tier, number)
     tier.close()
-    path, start = find(tmp_path, 1)
-    overwrite(path, start - PAGE_BYTES + 20, b"\xff")
+    overwrite(find(tmp_path, 1), 20, b"\xff")
     report = check_folder(tmp_path)
     assert (report.num_ok, report.num_corrupt, report.num_torn) == (2, 1, 0)
     tier = SsdTier(tmp_path, MIB)
-    assert "1 damaged places" in caplog.text
+    assert "1 damaged files" in caplog.text
     assert tier.stats().corrupt == 1
     assert hits(tier, *range(3)) == [0, 2]
     assert load(tier, 2) is TierOutcome.DONE
@@ -237,24 +305,76 @@ def test_a_clear_that_cannot_be_written_down_says_so(tmp_path: Path) -> None:
 
 
 def test_clear_outlives_a_kill(tmp_path: Path) -> None:
-    folder, crashed = tmp_path / "log", tmp_path / "crashed"
+    folder, crashed = tmp_path / "tier", tmp_path / "crashed"
     tier = SsdTier(folder, MIB)
     for number in range(3):
         store(tier, number)
-    images = {path.name: path.read_bytes() for path in folder.iterdir()}
+    shutil.copytree(folder, crashed)
     assert tier.clear() == 3
     # The files as they were, with nothing but what clear itself wrote before it returned.
-    crashed.mkdir()
-    for name, data in images.items():
-        (crashed / name).write_bytes(data)
     (crashed / "cleared").write_bytes((folder / "cleared").read_bytes())
     tier.close()
+    assert check_folder(crashed).num_dead == 3
     tier = SsdTier(crashed, MIB)
     assert hits(tier, *range(3)) == []
+    while not tier.is_idle:
+        poll(tier)
+    assert tier.stats().used_bytes == 0
+    assert not list(crashed.glob("blocks/*/*"))
     store(tier, 1)
     tier.close()
     tier = SsdTier(crashed, MIB)
     assert hits(tier, *range(3)) == [1]
+    tier.close()
+
+
+def test_a_file_that_was_not_finished(tmp_path: Path) -> None:
+    tier = SsdTier(tmp_path, MIB)
+    store(tier, 1)
+    store(tier, 2)
+    tier.close()
+    path = find(tmp_path, 2)
+    path.rename(f"{path}.tmp")
+    report = check_folder(tmp_path)
+    assert (report.num_ok, report.num_torn, report.num_corrupt) == (1, 1, 0)
+    assert report.problems == [f"torn: {path.name}.tmp"]
+    tier = SsdTier(tmp_path, MIB)
+    assert hits(tier, 1, 2) == [1]
+    assert tier.stats().corrupt == 0
+    tier.close()
+    assert check_folder(tmp_path).is_clean
+
+
+def test_the_newer_file_of_a_key_counts(tmp_path: Path) -> None:
+    tier = SsdTier(tmp_path, MIB)
+    store(tier, 1)
+    old = find(tmp_path, 1)
+    image = old.read_bytes()
+    assert tier.evict(key(1))
+    store(tier, 1)
+    tier.close()
+    old.write_bytes(image)
+    report = check_folder(tmp_path)
+    assert (report.num_ok, report.num_dead) == (1, 1)
+    tier = SsdTier(tmp_path, MIB)
+    assert load(tier, 1) is TierOutcome.DONE
+    while not tier.is_idle:
+        poll(tier)
+    assert not old.exists()
+    tier.close()
+
+
+@pytest.mark.parametrize("other", [1, 2], ids=["its own key", "another key"])
+def test_a_file_under_another_name_is_refused(tmp_path: Path, other: int) -> None:
+    tier = SsdTier(tmp_path, MIB)
+    store(tier, 1)
+    tier.close()
+    path = find(tmp_path, 1)
+    path.rename(path.with_name(f"{key(other).hex()}-{5:016x}.block"))
+    assert check_folder(tmp_path).num_corrupt == 1
+    tier = SsdTier(tmp_path, MIB)
+    assert hits(tier, 1, 2) == []
+    assert tier.stats().corrupt == 1
     tier.close()
 
 
@@ -270,7 +390,7 @@ def test_check_counts_by_namespace_while_a_store_runs(tmp_path: Path) -> None:
     tier.close()
     report = check_folder(tmp_path)
     assert not report.in_use
-    assert (report.num_ok, report.num_segments) == (4, 1)
+    assert (report.num_ok, report.num_files) == (4, 4)
 
 
 def test_check_names_a_corrupt_block(tmp_path: Path) -> None:
@@ -278,11 +398,11 @@ def test_check_names_a_corrupt_block(tmp_path: Path) -> None:
     store(tier, 1)
     store(tier, 2)
     tier.close()
-    path, start = find(tmp_path, 1)
-    overwrite(path, start, b"\0\0\0\0")
+    path = find(tmp_path, 1)
+    overwrite(path, PAGE_BYTES, b"\0\0\0\0")
     report = check_folder(tmp_path)
     assert (report.num_ok, report.num_corrupt, report.is_clean) == (1, 1, False)
-    assert report.problems == [f"corrupt: block {key(1).hex()} at 0 of {path.name}"]
+    assert report.problems == [f"corrupt: {path.name}"]
 
 
 def test_a_long_scan_reports_its_progress(tmp_path: Path, caplog) -> None:
@@ -293,46 +413,15 @@ def test_a_long_scan_reports_its_progress(tmp_path: Path, caplog) -> None:
     caplog.set_level(logging.INFO)
     seconds = iter(range(1000))
     folder = Folder(tmp_path)
-    recovered = recover(folder, lambda: float(next(seconds)))
-    for segment in recovered.segments:
-        os.close(segment.fd)
+    recover(folder, lambda: 2.0 * next(seconds))
     folder.close()
-    assert "reading the SSD tier's index: 0 of 1 files" in caplog.text
+    assert "reading the SSD tier's index: 0 of 3 files" in caplog.text
 
 
 def test_the_loop_is_told_when_room_was_made(tmp_path: Path) -> None:
-    """Whoever waits for fd after a refusal gets further, however full the log is."""
+    """Whoever waits for fd after a refusal gets further, however full the tier is."""
     tier = SsdTier(tmp_path, MIB, queue_depth=1)
     for number in range(300):
         store(tier, number)
     assert tier.stats().stores == 300
-    tier.close()
-
-
-def test_a_store_under_way_is_not_moved_when_its_segment_is_cleaned(tmp_path: Path) -> None:
-    tier = SsdTier(tmp_path, MIB, queue_depth=8)
-    store(tier, 0)
-    write, held = tier._device.write, []
-    tier._device.write = lambda *job: held.append(job)  # type: ignore[method-assign]
-    ticket = tier.submit_store(BlockName(key(1), None), content(1))
-    while not held:
-        assert not poll(tier)
-    tier._device.write = write  # type: ignore[method-assign]
-    block = tier._blocks.get(key(1))
-    assert block is not None
-    # Its segment is sealed and emptied around it, and room is short.
-    for number in range(2, 200):
-        store(tier, number)
-    assert not block.segment.is_open
-    assert block.segment.live_bytes == block.record_bytes
-    write(*held[0])
-    assert end_of(tier, ticket) is TierOutcome.DONE
-    assert load(tier, 1) is TierOutcome.DONE
-    assert (tier.stats().corrupt, tier.stats().failures) == (0, 0)
-    # What has been written may be moved.
-    for number in range(200, 400):
-        store(tier, number)
-        if tier._blocks.get(key(1)) is block:
-            tier._blocks.touch(block)
-    assert load(tier, 1) is TierOutcome.DONE
     tier.close()

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from dictionary_tier import DictionaryTier
 
-from banaserve.base.errors import UserError
 from banaserve.kvstore.leases import Lookup
 from banaserve.kvstore.tiers.interface import (
     BlockBytes,
@@ -21,7 +20,7 @@ from banaserve.kvstore.tiers.interface import (
     StoreTier,
     TierOutcome,
 )
-from banaserve.kvstore.tiers.ssd.device import aligned_bytes
+from banaserve.kvstore.tiers.ssd.files import aligned_bytes
 from banaserve.kvstore.tiers.ssd.tier import SsdTier
 from banaserve_mooncake import supervisor as mooncake_supervisor
 from benchmarks.kvstore.peers import joined_mooncake, missing_mooncake, mooncake_master
@@ -48,12 +47,7 @@ def mooncake(folder: Path, capacity_bytes: int) -> StoreTier:
 # By name: a tier with an empty folder for its files and about this many bytes for blocks.
 TIERS: dict[str, Callable[[Path, int], StoreTier]] = {
     "dictionary": lambda folder, capacity_bytes: DictionaryTier(capacity_bytes),
-    "ssd on io_uring": lambda folder, capacity_bytes: SsdTier(
-        folder, capacity_bytes, engine="io_uring"
-    ),
-    "ssd on threads": lambda folder, capacity_bytes: SsdTier(
-        folder, capacity_bytes, engine="threads"
-    ),
+    "ssd": SsdTier,
     "mooncake": mooncake,
 }
 
@@ -63,12 +57,7 @@ DEADLINE_S = 20.0
 
 
 def open_tier(kind: str, folder: Path) -> StoreTier:
-    try:
-        return TIERS[kind](folder, CAPACITY_BYTES)
-    except UserError as error:
-        if "io_uring" not in kind:
-            raise
-        pytest.skip(str(error))
+    return TIERS[kind](folder, CAPACITY_BYTES)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""SSD tier: a log of segments on disk, with recovery, cleaning and checks. In the store's process.
+"""SSD tier: a file per block on disk, with recovery and checks. In the store's process.
 
 Entry: ``tier``.
 """

@@ -1,4 +1,4 @@
-"""Folder of the log: its lock, its format, and the names of its files."""
+"""Folder of an SSD tier: its lock, its format, and the names of its files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import errno
 import fcntl
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
 
 from banaserve.base.errors import UserError
 from banaserve.kvstore.tiers.ssd.record import FORMAT_VERSION, MAX_SEQUENCE
@@ -14,10 +18,12 @@ from banaserve.kvstore.tiers.ssd.record import FORMAT_VERSION, MAX_SEQUENCE
 _LOCK = "lock"
 _FORMAT = "format"
 _CLEARED = "cleared"
-_TEMPORARY = ".tmp"
-_FORMAT_LINE = re.compile(rb"banaserve ssd log (\d{1,9})\n")
-_SEGMENT = re.compile(r"segment-([0-3][0-9a-f]{15})\.log")
-_OURS = {_LOCK, _FORMAT, _CLEARED, _FORMAT + _TEMPORARY, _CLEARED + _TEMPORARY}
+TEMPORARY = ".tmp"
+_BLOCKS = "blocks"
+_NUM_FOLDERS = 256
+_FORMAT_LINE = re.compile(rb"banaserve ssd (?:log|files) (\d{1,9})\n")
+_BLOCK = re.compile(r"((?:[0-9a-f]{2}){32,80})-([0-3][0-9a-f]{15})\.block(\.tmp)?")
+_OURS = {_LOCK, _FORMAT, _CLEARED, _FORMAT + TEMPORARY, _CLEARED + TEMPORARY, _BLOCKS}
 
 
 def describe(error: OSError, folder: Path) -> str:
@@ -37,16 +43,13 @@ def describe(error: OSError, folder: Path) -> str:
 
 
 class Folder:
-    """Open log folder, locked against other processes until ``close`` or ``abandon``.
+    """Open folder, locked against other processes until ``close``.
 
     Args:
         path: Path of the folder, created with its parents if it does not exist.
 
-    Attributes:
-        was_closed: True if the last process that used the folder closed it properly.
-
     Raises:
-        UserError: The folder is in use, of another version, not a log's folder, or not writable.
+        UserError: The folder is in use, of another version, no SSD tier's, or not writable.
     """
 
     def __init__(self, path: Path) -> None:
@@ -57,8 +60,10 @@ class Folder:
         except OSError as error:
             raise UserError(describe(error, path)) from error
         try:
-            self.was_closed = not os.fstat(self._lock_fd).st_size
             self._check_format()
+            blocks = path / _BLOCKS
+            for folder in (blocks, *(blocks / f"{number:02x}" for number in range(_NUM_FOLDERS))):
+                folder.mkdir(mode=0o700, exist_ok=True)
             self._sign()
         except OSError as error:
             os.close(self._lock_fd)
@@ -67,16 +72,16 @@ class Folder:
             os.close(self._lock_fd)
             raise
 
-    def segment_path(self, segment_id: int) -> Path:
-        """Return the path of a segment."""
-        return segment_path(self.path, segment_id)
+    def block_path(self, key: bytes, sequence: int) -> str:
+        """Return the path of the file of a block."""
+        return f"{self.path}/{block_name(key, sequence)}"
 
     def cleared_sequence(self) -> int:
-        """Return the sequence up to which records are no longer valid."""
+        """Return the sequence up to which files are no longer valid."""
         return read_cleared(self.path)
 
     def write_cleared(self, sequence: int) -> None:
-        """Store that records up to ``sequence`` are no longer valid; survives this process."""
+        """Store that files up to ``sequence`` are no longer valid; survives this process."""
         self._replace(_CLEARED, b"%d\n" % sequence)
 
     def sync(self) -> None:
@@ -88,17 +93,12 @@ class Folder:
             os.close(fd)
 
     def close(self) -> None:
-        """Mark the folder as properly closed, and unlock it."""
-        os.ftruncate(self._lock_fd, 0)
-        os.close(self._lock_fd)
-
-    def abandon(self) -> None:
-        """Unlock the folder without the mark: the next store verifies the newest records."""
+        """Unlock the folder."""
         os.close(self._lock_fd)
 
     def _sign(self) -> None:
-        """Mark the log as in use, by the lock file's length alone if the disk is full."""
-        os.ftruncate(self._lock_fd, 1)
+        """Write this process into the lock file, unless the disk is full."""
+        os.ftruncate(self._lock_fd, 0)
         try:
             os.pwrite(self._lock_fd, b"%d\n" % os.getpid(), 0)
         except OSError as error:
@@ -130,11 +130,11 @@ class Folder:
                 f"{self.path} holds {strangers[0]} and is no SSD tier's folder: "
                 "name an empty folder or one that does not exist"
             )
-        self._replace(_FORMAT, b"banaserve ssd log %d\n" % FORMAT_VERSION)
+        self._replace(_FORMAT, b"banaserve ssd files %d\n" % FORMAT_VERSION)
         self.sync()
 
     def _replace(self, name: str, content: bytes) -> None:
-        temporary = self.path / (name + _TEMPORARY)
+        temporary = self.path / (name + TEMPORARY)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(temporary, flags, 0o600)
         with os.fdopen(fd, "wb") as file:
@@ -146,20 +146,16 @@ class Folder:
 
 
 def check_usable(path: Path) -> None:
-    """Check that a store can have its log in ``path``, which is created if it does not exist.
+    """Check that a store can keep blocks in ``path``, which is created if it does not exist.
 
     Raises:
         UserError: The folder cannot be used, see ``Folder``.
     """
-    folder = Folder(path)
-    if folder.was_closed:
-        folder.close()
-    else:
-        folder.abandon()
+    Folder(path).close()
 
 
 def check_format(path: Path) -> None:
-    """Check that ``path`` is a log's folder of this version.
+    """Check that ``path`` is an SSD tier's folder of this version.
 
     Raises:
         UserError: It is not.
@@ -177,7 +173,7 @@ def check_format(path: Path) -> None:
 
 
 def read_cleared(path: Path) -> int:
-    """Return the sequence up to which the folder's records are no longer valid; 0 if none.
+    """Return the sequence up to which the folder's files are no longer valid; 0 if none.
 
     Raises:
         UserError: The file with this sequence is damaged.
@@ -193,29 +189,53 @@ def read_cleared(path: Path) -> int:
     return int(text)
 
 
-def lock_state(path: Path) -> tuple[bool, bool]:
-    """Return whether a store has the folder open, and whether the last one closed it properly.
+def is_in_use(path: Path) -> bool:
+    """Return whether a store has the folder open.
 
     Raises:
         OSError: The lock file cannot be read.
     """
     fd = os.open(path / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        was_closed = not os.pread(fd, 1, 0)
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return True, False
+        return True
     finally:
         os.close(fd)
-    return False, was_closed
+    return False
 
 
-def segment_path(path: Path, segment_id: int) -> Path:
-    """Return the path of a segment of the log in ``path``."""
-    return path / f"segment-{segment_id:016x}.log"
+class BlockFile(NamedTuple):
+    """File among the blocks, by its name.
+
+    Attributes:
+        path: Path of the file.
+        key: Key of the block; empty for a file that was not finished.
+        sequence: Sequence of the block; 0 for a file that was not finished.
+    """
+
+    path: str
+    key: bytes
+    sequence: int
 
 
-def segment_ids(path: Path) -> list[int]:
-    """Return the ids of the segments in a log's folder, oldest first."""
-    matches = (_SEGMENT.fullmatch(entry.name) for entry in os.scandir(path))
-    return sorted(int(match[1], 16) for match in matches if match)
+def block_name(key: bytes, sequence: int) -> str:
+    """Return the path of the file of a block within a tier's folder."""
+    folder = xxhash.xxh3_64_intdigest(key) % _NUM_FOLDERS
+    return f"{_BLOCKS}/{folder:02x}/{key.hex()}-{sequence:016x}.block"
+
+
+def block_files(path: Path) -> Iterator[BlockFile]:
+    """Yield the files of blocks in a tier's folder; files with other names are left out.
+
+    Raises:
+        OSError: A folder cannot be read.
+    """
+    for number in range(_NUM_FOLDERS):
+        for entry in os.scandir(path / _BLOCKS / f"{number:02x}"):
+            if (match := _BLOCK.fullmatch(entry.name)) is None:
+                continue
+            if match[3]:
+                yield BlockFile(entry.path, b"", 0)
+            else:
+                yield BlockFile(entry.path, bytes.fromhex(match[1]), int(match[2], 16))

@@ -1,4 +1,4 @@
-"""KV blocks on a local disk, in an append-only log that survives a restart."""
+"""KV blocks on a local disk, a file each, that survive a restart."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -21,33 +22,39 @@ from banaserve.kvstore.tiers.interface import (
     TierOutcome,
     TierStats,
 )
-from banaserve.kvstore.tiers.ssd.cleaner import Cleaner
-from banaserve.kvstore.tiers.ssd.device import BlockDevice
+from banaserve.kvstore.tiers.ssd.files import BlockFiles, DiskBlock
 from banaserve.kvstore.tiers.ssd.folder import Folder, describe
-from banaserve.kvstore.tiers.ssd.limits import MAX_COPIES, check_limits, default_segment_bytes
-from banaserve.kvstore.tiers.ssd.log import SegmentLog
-from banaserve.kvstore.tiers.ssd.record import MAX_BLOCK_BYTES, record_bytes
-from banaserve.kvstore.tiers.ssd.recovery import Recovered, recover
-from banaserve.kvstore.tiers.ssd.segments import LogBlock
-from banaserve.kvstore.tiers.ssd.transfers import SegmentLoad, Store
+from banaserve.kvstore.tiers.ssd.record import MAX_BLOCK_BYTES, PAGE_BYTES, record_bytes
+from banaserve.kvstore.tiers.ssd.scan import Recovered, recover
+from banaserve.kvstore.tiers.ssd.workers import Workers
 
 DEFAULT_QUEUE_DEPTH = 16
+MIN_CAPACITY_BYTES = 64 * PAGE_BYTES
+MAX_QUEUE_DEPTH = 256
+# Maximum for each call: an eviction takes microseconds, and an event loop waits for the call.
+MAX_EVICTIONS = 64
 log = logging.getLogger(__name__)
+
+
+class DiskTransfer(NamedTuple):
+    """Load or store under way."""
+
+    ticket: int
+    began_s: float
+    block: DiskBlock
 
 
 class SsdTier:
     """Tier on a local disk; see ``StoreTier``.
 
     A block that is being written is PENDING. A block that was evicted may be found again after a
-    restart, as long as its record has not been removed by cleaning; a cleared block is not found.
+    restart, as long as its file was neither reused nor deleted; a cleared block is not found.
 
     Args:
-        folder: Folder of the log; created if it does not exist. One process at a time uses it.
+        folder: Folder of the files; created if it does not exist. One process at a time uses it.
         capacity_bytes: Budget: maximum total size of the files.
         queue_depth: Maximum number of loads and stores at a time; stores get at most three
             quarters of it.
-        engine: Engine of the ``DiskQueue``: auto, io_uring or threads.
-        segment_bytes: Size of a file of the log; derived from the budget if not given.
         now: Monotonic clock, in seconds.
 
     Raises:
@@ -60,34 +67,31 @@ class SsdTier:
         capacity_bytes: int,
         *,
         queue_depth: int = DEFAULT_QUEUE_DEPTH,
-        engine: str = "auto",
-        segment_bytes: int | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        check_limits(capacity_bytes, queue_depth)
+        _check_limits(capacity_bytes, queue_depth)
         self._now = now
         self._queue_depth = queue_depth
         self._max_stores = max(1, queue_depth * 3 // 4)
         self._counters = TierCounters()
-        self._blocks: ChainedBlocks[LogBlock] = ChainedBlocks()
+        self._blocks: ChainedBlocks[DiskBlock] = ChainedBlocks()
         self._folder = Folder(folder)
         try:
             recovered = recover(self._folder, now)
-            self._device = BlockDevice(queue_depth + MAX_COPIES, engine)
         except OSError as error:
-            self._folder.abandon()
+            self._folder.close()
             raise UserError(describe(error, folder)) from error
-        segment_bytes = segment_bytes or default_segment_bytes(capacity_bytes)
-        self._log = SegmentLog(self._folder, self._device, capacity_bytes, segment_bytes, now)
-        self._cleaner = Cleaner(self._log, self._blocks, self._device, self._counters)
+        # One more, for deletions.
+        self._workers = Workers(queue_depth + 1)
+        self._files = BlockFiles(self._folder, self._workers, capacity_bytes, now)
         self._adopt(recovered)
-        self._loads: dict[int, SegmentLoad] = {}
-        self._stores: dict[int, Store] = {}
+        self._loads: dict[int, DiskTransfer] = {}
+        self._stores: dict[int, DiskTransfer] = {}
         self._ended: list[Completion] = []
         self._last_ticket = 0
         self._too_large = ""
         self._keeps = ""
-        self._cleaner.step(loads_under_way=False)
+        self._step()
 
     @property
     def name(self) -> str:
@@ -95,22 +99,17 @@ class SsdTier:
 
     @property
     def fd(self) -> int:
-        return self._device.fd
-
-    @property
-    def engine(self) -> str:
-        """Engine that moves the bytes: io_uring or threads."""
-        return self._device.queue.engine
+        return self._workers.fd
 
     @property
     def direct(self) -> bool:
         """Return whether file I/O bypasses the page cache; some file systems refuse this."""
-        return self._log.direct
+        return self._files.direct
 
     @property
     def is_idle(self) -> bool:
-        """Return whether no load, store or cleaning is under way."""
-        return self._device.is_idle
+        """Return whether no load, store or deletion is under way."""
+        return self._workers.is_idle and self._files.is_tidy
 
     def lookup(self, keys: Sequence[bytes]) -> list[Lookup]:
         """Return the state of each key."""
@@ -124,19 +123,16 @@ class SsdTier:
         """Begin to write a block; see ``StoreTier``."""
         if self._blocks.get(block.key) is not None or not self._may_store(source.nbytes):
             return None
-        placed = self._log.place(self._log.stores, record_bytes(source.nbytes))
-        if placed is None:
-            self._step()
+        if not self._make_room(record_bytes(source.nbytes)):
+            self._files.tidy()
             return None
-        entry = LogBlock(block.key, block.parent, source.nbytes, *placed)
+        self._last_sequence += 1
+        entry = DiskBlock(block.key, block.parent, source.nbytes, self._last_sequence)
         self._blocks.add(entry)
-        self._blocks.begin_use(entry)
-        entry.segment.add(entry)
-        self._last_ticket += 1
-        store = Store(self._last_ticket, self._now(), entry, source, self._log)
+        store = self._begin(entry)
         self._stores[store.ticket] = store
         self._counters.store_speed.begin(store.began_s)
-        store.begin(self._device, self._end_store)
+        self._files.write(entry, source, lambda error: self._end_store(store, error))
         return store.ticket
 
     def submit_load(self, key: bytes, target: BlockBytes) -> int | None:
@@ -148,17 +144,15 @@ class SsdTier:
         if len(self._loads) + len(self._stores) >= self._queue_depth:
             return None
         self._blocks.touch(block)
-        self._blocks.begin_use(block)
-        self._last_ticket += 1
-        load = SegmentLoad(self._last_ticket, self._now(), block, target)
+        load = self._begin(block)
         self._loads[load.ticket] = load
         self._counters.load_speed.begin(load.began_s)
-        load.begin(self._device, self._end_load)
+        self._files.read(block, target, lambda outcome: self._end_load(load, outcome))
         return load.ticket
 
     def poll(self) -> list[Completion]:
         """Return the transfers that have ended since the last call."""
-        self._device.poll()
+        self._workers.poll()
         self._step()
         ended, self._ended = self._ended, []
         return ended
@@ -166,7 +160,7 @@ class SsdTier:
     def evict(self, key: bytes) -> bool:
         """Forget a block, even if it has children; return whether it was forgotten."""
         block = self._blocks.get(key)
-        if block is None or block.is_busy:
+        if block is None or block.num_users:
             return False
         self._forget(block)
         self._step()
@@ -174,17 +168,16 @@ class SsdTier:
 
     def clear(self) -> int:
         """Forget all blocks not in use; return their number. A restart finds no old block."""
-        idle = [block for block in self._blocks if not block.is_busy]
+        idle = [block for block in self._blocks if not block.num_users]
         for block in idle:
             self._forget(block)
         try:
-            self._folder.write_cleared(self._log.last_sequence)
+            self._folder.write_cleared(self._last_sequence)
             self._keeps = ""
         except OSError as error:
-            self._log.report(error)
-            self._keeps = "records that a restart will find"
-        self._device.call(self._folder.sync, self._report_if_error)
-        self._log.retire()
+            self._files.report(error)
+            self._keeps = "blocks that a restart will find"
+        self._workers.submit(self._folder.sync, self._report_if_error)
         self._step()
         return len(idle)
 
@@ -192,9 +185,9 @@ class SsdTier:
         """Return the current counters and gauges."""
         stats = self._counters.stats(
             self.name,
-            problem=self._log.problem or self._too_large,
-            capacity_bytes=self._log.capacity_bytes,
-            used_bytes=self._log.used_bytes,
+            problem=self._files.problem or self._too_large,
+            capacity_bytes=self._files.capacity_bytes,
+            used_bytes=self._files.used_bytes,
             num_blocks=len(self._blocks) - len(self._stores),
             in_flight=len(self._loads) + len(self._stores),
         )
@@ -203,79 +196,91 @@ class SsdTier:
     def check(self) -> None:
         """Assert the invariants that hold between two calls."""
         self._blocks.check()
-        self._log.check()
-        for block in self._blocks:
-            assert block.segment.blocks[block.key] is block
-            assert block.ready or block.num_users, "a block is being written by nobody"
-        users = [store.block for store in self._stores.values()]
-        users += [load.block for load in self._loads.values()]
-        num_copied = sum(block.is_copied for block in self._blocks)
-        assert num_copied <= self._cleaner.num_copies <= MAX_COPIES
-        assert sum(block.num_users for block in self._blocks) <= len(users) + num_copied
+        assert all(block.ready or block.num_users for block in self._blocks)
+        num_users = len(self._loads) + len(self._stores)
+        assert sum(block.num_users for block in self._blocks) <= num_users
+        if self.is_idle and not self._files.problem:
+            used_bytes = sum(block.file_bytes for block in self._blocks)
+            assert self._files.used_bytes == used_bytes, "a file belongs to no block"
         assert len(self._loads) + len(self._stores) <= self._queue_depth
 
     def close(self) -> None:
         """Finish the transfers under way, then free all resources."""
-        self._cleaner.stop()
-        while not self._device.is_idle:
-            self._device.wait()
-            self._device.poll()
-        self._device.close()
-        try:
-            self._log.close()
-        except OSError as error:
-            log.error("%s", describe(error, self._folder.path))
-            self._folder.abandon()
-            return
+        self._workers.finish()
         self._folder.close()
 
     def _adopt(self, recovered: Recovered) -> None:
         for block in recovered.blocks:
             self._blocks.add(block)
         self._counters.corrupt += recovered.num_corrupt
-        self._log.note_direct(recovered.direct)
-        self._log.adopt(recovered.segments, recovered.last_sequence)
+        self._last_sequence = recovered.last_sequence
+        self._files.adopt(recovered.blocks, recovered.dead)
 
     def _step(self) -> None:
-        self._cleaner.step(loads_under_way=bool(self._loads))
+        self._make_room(0)
+        self._files.tidy()
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Evict blocks until a file of this size fits; False if it does not, at least for now."""
+        for _ in range(MAX_EVICTIONS):
+            if self._files.has_room(num_bytes):
+                return True
+            block = self._blocks.pop_victim()
+            if block is None:
+                return False
+            self._files.drop(block)
+            self._counters.evictions += 1
+        self._workers.wake()
+        return self._files.has_room(num_bytes)
 
     def _may_store(self, num_bytes: int) -> bool:
-        if not 0 < num_bytes <= MAX_BLOCK_BYTES or not self._log.fits(record_bytes(num_bytes)):
+        capacity_bytes = self._files.capacity_bytes
+        if not 0 < num_bytes <= MAX_BLOCK_BYTES or record_bytes(num_bytes) > capacity_bytes:
             if not self._too_large:
-                size, budget = format_size(num_bytes), format_size(self._log.capacity_bytes)
+                size, budget = format_size(num_bytes), format_size(capacity_bytes)
                 self._too_large = f"a block of {size} does not fit into a budget of {budget}"
                 log.error("%s: give the SSD tier more", self._too_large)
             return False
-        if not self._log.may_try or len(self._stores) >= self._max_stores:
+        if not self._files.may_try or len(self._stores) >= self._max_stores:
             return False
         return len(self._loads) + len(self._stores) < self._queue_depth
 
-    def _forget(self, block: LogBlock) -> None:
-        self._blocks.remove(block)
-        self._log.kill(block)
+    def _begin(self, block: DiskBlock) -> DiskTransfer:
+        self._blocks.begin_use(block)
+        self._last_ticket += 1
+        return DiskTransfer(self._last_ticket, self._now(), block)
 
-    def _end_store(self, store: Store, result: int) -> None:
+    def _forget(self, block: DiskBlock) -> None:
+        self._blocks.remove(block)
+        if not block.num_users:
+            self._files.drop(block)
+
+    def _end_use(self, block: DiskBlock) -> None:
+        self._blocks.end_use(block)
+        if not block.num_users and self._blocks.get(block.key) is not block:
+            self._files.drop(block)
+
+    def _end_store(self, store: DiskTransfer, error: OSError | None) -> None:
         del self._stores[store.ticket]
         block = store.block
-        done = result == block.record_bytes
-        if done:
+        done = error is None
+        if error is None:
             block.ready = True
             self._blocks.touch(block)
             self._counters.stores += 1
             self._counters.stored_bytes += block.num_bytes
-            self._log.recover()
+            self._files.recover()
         else:
             self._counters.failures += 1
-            self._forget(block)
-            self._log.cover(block.segment, block.offset, block.record_bytes)
-            self._log.fail(block.segment, result)
+            self._blocks.remove(block)
+            self._files.report(error)
         self._blocks.end_use(block)
         now_s = self._now()
         self._counters.store_speed.end(now_s, block.num_bytes if done else 0)
         outcome = TierOutcome.DONE if done else TierOutcome.FAILED
         self._complete(store.ticket, outcome, block, now_s - store.began_s)
 
-    def _end_load(self, load: SegmentLoad, outcome: TierOutcome) -> None:
+    def _end_load(self, load: DiskTransfer, outcome: TierOutcome) -> None:
         del self._loads[load.ticket]
         block = load.block
         if outcome is TierOutcome.DONE:
@@ -287,15 +292,25 @@ class SsdTier:
                 self._forget(block)
         else:
             self._counters.failures += 1
-        self._blocks.end_use(block)
+        self._end_use(block)
         now_s = self._now()
         num_bytes = block.num_bytes if outcome is TierOutcome.DONE else 0
         self._counters.load_speed.end(now_s, num_bytes)
         self._complete(load.ticket, outcome, block, now_s - load.began_s)
 
-    def _complete(self, ticket: int, outcome: TierOutcome, block: LogBlock, seconds: float) -> None:
+    def _complete(
+        self, ticket: int, outcome: TierOutcome, block: DiskBlock, seconds: float
+    ) -> None:
         self._ended.append(Completion(ticket, outcome, block.num_bytes, seconds))
 
     def _report_if_error(self, result: object) -> None:
         if isinstance(result, OSError):
-            self._log.report(result)
+            self._files.report(result)
+
+
+def _check_limits(capacity_bytes: int, queue_depth: int) -> None:
+    if capacity_bytes < MIN_CAPACITY_BYTES:
+        least, given = format_size(MIN_CAPACITY_BYTES), format_size(max(0, capacity_bytes))
+        raise UserError(f"the SSD tier needs at least {least}, not {given}")
+    if not 1 <= queue_depth <= MAX_QUEUE_DEPTH:
+        raise UserError(f"a queue depth of {queue_depth} is not within 1 to {MAX_QUEUE_DEPTH}")

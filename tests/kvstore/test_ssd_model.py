@@ -7,7 +7,6 @@ import random
 import select
 import shutil
 import tempfile
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from banaserve.kvstore.leases import Lookup
 from banaserve.kvstore.tiers.interface import BlockBytes, BlockName, TierOutcome
 from banaserve.kvstore.tiers.ssd.check import check_folder
-from banaserve.kvstore.tiers.ssd.device import aligned_bytes
+from banaserve.kvstore.tiers.ssd.files import aligned_bytes
 from banaserve.kvstore.tiers.ssd.tier import SsdTier
 from depth import num_examples
 
@@ -68,7 +67,7 @@ class SsdMachine(RuleBasedStateMachine):
         self.num_evictions = 0
 
     def open(self) -> SsdTier:
-        return SsdTier(self.folder, CAPACITY_BYTES, engine="threads", queue_depth=2)
+        return SsdTier(self.folder, CAPACITY_BYTES, queue_depth=2)
 
     def teardown(self) -> None:
         self.tier.close()
@@ -151,16 +150,12 @@ class SsdMachine(RuleBasedStateMachine):
         self.tier = self.open()
         self.follow_restart()
 
-    # What is drawn must not depend on the files: their number is a matter of timing.
-    @rule(cut=places, reserved=st.booleans())
-    def crash_with_a_torn_tail(self, cut: int, reserved: bool) -> None:
+    @rule(which=places, cut=places)
+    def crash_with_a_torn_file(self, which: int, cut: int) -> None:
         self.leave_behind()
-        segments = sorted(self.folder.glob("segment-*"))
-        if segments:
-            size = segments[-1].stat().st_size
-            os.truncate(segments[-1], cut % (size + 1))
-            if reserved:
-                os.truncate(segments[-1], size)
+        if files := self.files():
+            file = files[which % len(files)]
+            os.truncate(file, cut % (file.stat().st_size + 1))
             self.damaged = True
         self.tier = self.open()
         self.follow_restart()
@@ -169,9 +164,8 @@ class SsdMachine(RuleBasedStateMachine):
     def flip_a_bit(self, which: int, place: int, bit: int, restart: bool) -> None:
         if restart:
             self.leave_behind()
-        segments = [path for path in sorted(self.folder.glob("segment-*")) if path.stat().st_size]
-        if segments:
-            with segments[which % len(segments)].open("r+b") as file:
+        if files := self.files():
+            with files[which % len(files)].open("r+b") as file:
                 place %= file.seek(0, 2)
                 file.seek(place)
                 byte = file.read(1)[0]
@@ -188,11 +182,13 @@ class SsdMachine(RuleBasedStateMachine):
         assert self.tier.is_idle
         stats = self.tier.stats()
         assert stats.used_bytes <= CAPACITY_BYTES
-        files = self.folder.glob("segment-*")
-        assert stats.used_bytes == sum(path.stat().st_size for path in files)
+        assert stats.used_bytes == sum(path.stat().st_size for path in self.files())
         assert stats.num_blocks == len(self.blocks)
         assert self.present() == set(self.blocks)
         assert not stats.problem
+
+    def files(self) -> list[Path]:
+        return sorted(self.folder.glob("blocks/*/*"), key=lambda path: path.name)
 
     def present(self) -> set[int]:
         states = self.tier.lookup(KEYS)
@@ -232,11 +228,7 @@ class SsdMachine(RuleBasedStateMachine):
 
     def leave_behind(self) -> None:
         crashed = self.root / str(int(self.folder.name) + 1)
-        crashed.mkdir()
-        for path in self.folder.iterdir():
-            # Segments that are on their way out go meanwhile.
-            with suppress(FileNotFoundError):
-                shutil.copyfile(path, crashed / path.name)
+        shutil.copytree(self.folder, crashed)
         self.tier.close()
         shutil.rmtree(self.folder)
         self.folder = crashed
@@ -271,4 +263,4 @@ class SsdMachine(RuleBasedStateMachine):
 SsdMachine.TestCase.settings = settings(
     max_examples=num_examples(100), stateful_step_count=30, deadline=None, derandomize=True
 )
-TestSsdLog = SsdMachine.TestCase
+TestSsdTier = SsdMachine.TestCase
