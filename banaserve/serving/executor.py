@@ -56,7 +56,7 @@ a message wakes a process."""
 def instance_facts(
     config: VllmConfig, model: ModelFacts, kv_growth: float, can_move: bool
 ) -> InstanceFacts | None:
-    """Returns the facts of an engine that runs ``config``; None if its sizes are unknown.
+    """Return the facts of an engine that runs ``config``; None if its sizes are unknown.
 
     The engine's KV blocks have memory of their own: a module that moves away frees the bytes of
     its KV for more blocks; weights and guests take other memory (see ``migration/kv/host_kv.py``).
@@ -96,7 +96,7 @@ def instance_facts(
 def with_device(
     facts: InstanceFacts | None, config: VllmConfig, name: InstanceId
 ) -> InstanceFacts | None:
-    """Returns ``facts`` with the instance's modelled device if it differs from the usual one."""
+    """Return ``facts`` with the instance's modelled device if it differs from the usual one."""
     settings = pacing_of(config)
     if facts is None or settings is None or (own := settings.devices.get(name)) is None:
         return facts
@@ -105,7 +105,7 @@ def with_device(
 
 
 def ask_of(action: MoveModule | ReturnModule) -> MigrationRequest:
-    """Returns the request to the coordinator for an action of a plan."""
+    """Return the request to the coordinator for an action of a plan."""
     unit = unit_of(action.module)
     if isinstance(action, ReturnModule):
         return unit.return_request(action.host)
@@ -113,7 +113,7 @@ def ask_of(action: MoveModule | ReturnModule) -> MigrationRequest:
 
 
 def foreign_step(migration: Migration, coordinator: Coordinator) -> Step:
-    """Returns an open migration that was not begun by the policy, as a step without influence.
+    """Return an open migration that was not begun by the policy, as a step without influence.
 
     The step keeps its instances out of other moves; its effect is seen once it is done.
     """
@@ -132,13 +132,13 @@ def foreign_step(migration: Migration, coordinator: Coordinator) -> Step:
 
 
 def bytes_of(migration: Migration) -> int:
-    """Returns the transferred bytes of KV and weights."""
+    """Return the transferred bytes of KV and weights."""
     names = ("precopy_bytes", "commit_bytes", "weight_bytes")
     return int(sum(move.facts.get(name, 0) for move in migration.moves for name in names))
 
 
 def seconds_of(migration: Migration) -> float:
-    """Returns the time of all phases, without the wait for another migration of the host."""
+    """Return the time of all phases, without the wait for another migration of the host."""
     return float(sum(sum(move.seconds.values()) for move in migration.moves))
 
 

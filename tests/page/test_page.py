@@ -403,18 +403,18 @@ def test_a_drain_asks_first_and_works(chrome, live):
         check_accessible(page)
         page.keyboard.press("Escape")
         page.locator("#ask").wait_for(state="hidden")
-        assert not held.is_held
+        assert not held.service.is_drained
         page.click('[data-action="drain"]')
         keep(page, "live-drain", whole=False)
         page.click("#ask-yes")
         page.locator('[data-action="undo"]').wait_for()
         assert page.locator("#instance .chip").inner_text() == "drained"
-        assert held.is_held
+        assert held.service.is_drained
         page.click('[data-action="undo"]')
         assert page.locator("#ask-command").inner_text() == "banaserve drain p1 --undo"
         page.click("#ask-yes")
         page.locator('[data-action="drain"]').wait_for()
-        assert not held.is_held
+        assert not held.service.is_drained
 
 
 def test_what_the_server_refuses_is_said_in_the_dialog(chrome, live):

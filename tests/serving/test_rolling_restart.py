@@ -116,6 +116,7 @@ class World:
         self.cluster = Cluster(list(self.engines.values()), WallClock(), ClusterTimeouts())
         self.checked: list[tuple[str, str]] = []
         self.forgotten: list[str] = []
+        self.is_scaling = self.scales_meanwhile = False
         coordinator: Any = SimpleNamespace(recent=list)
         self.restarts = RollingRestarts(
             self.cluster,
@@ -126,10 +127,11 @@ class World:
             self.forgotten.append,
             600.0,
             WallClock(),
+            lambda: self.is_scaling,
         )
 
-    @staticmethod
-    def _make(current: EngineSettings, model: str, _: object) -> EngineSettings:
+    def _make(self, current: EngineSettings, model: str, _: object) -> EngineSettings:
+        self.is_scaling = self.scales_meanwhile
         if model == "bad":
             raise UserError("no engine could serve it")
         return replace(NEW, weights=model) if model else current
@@ -286,6 +288,17 @@ async def test_what_is_refused_replaces_nothing(world: Made) -> None:
     one.engines["d1"].llm = SimpleNamespace(is_sleeping=true)
     with pytest.raises(MigrationError, match="d1 sleeps or is paused"):
         await one.restarts.begin(RestartRequest())
+    assert {tuple(engine.started) for engine in one.engines.values()} == {("old",)}
+
+
+async def test_a_scaling_that_begins_while_settings_are_made_keeps_its_instances(
+    world: Made,
+) -> None:
+    one = await world()
+    one.scales_meanwhile = True
+    with pytest.raises(MigrationError, match="a scaling is under way"):
+        await one.restarts.begin(RestartRequest("new"))
+    assert not one.restarts.recent()
     assert {tuple(engine.started) for engine in one.engines.values()} == {("old",)}
 
 

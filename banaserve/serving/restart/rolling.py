@@ -91,12 +91,12 @@ class RollingRestarts(Operations[RollingRestart]):
         async with self._is_beginning:
             if self.is_under_way:
                 raise MigrationError("a rolling restart is under way already: see banaserve status")
-            if self._is_scaling():
-                raise MigrationError("a scaling is under way: wait for its end, or abort it")
+            self._check_not_scaling()
             await self._check_awake()
             settings = await asyncio.to_thread(
                 self._make, self.settings, ask.model, ask.vllm_options
             )
+            self._check_not_scaling()  # one may have begun meanwhile
             restart = RollingRestart(
                 self._new_id(),
                 "running",
@@ -107,6 +107,11 @@ class RollingRestarts(Operations[RollingRestart]):
             )
             self._carry_out(restart, self._replace_all(restart, settings, timeout_s))
         return restart
+
+    def _check_not_scaling(self) -> None:
+        """Raise MigrationError if instances are being added or removed."""
+        if self._is_scaling():
+            raise MigrationError("a scaling is under way: wait for its end, or abort it")
 
     async def _check_awake(self) -> None:
         """Raise MigrationError if an engine sleeps or is paused.

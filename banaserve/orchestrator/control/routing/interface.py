@@ -1,6 +1,6 @@
 """Interface of routing policies, which choose the instances of one server for a request.
 
-Policies over replicas behind a balancer have another interface, ``route/policies``;
+Policies over replicas behind a balancer have another interface, ``route/banaserve_route/policies``;
 docs/adr/0014-two-kinds-of-routing.md gives the reason.
 """
 
