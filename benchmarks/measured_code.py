@@ -116,10 +116,11 @@ class History:
 
     def _differs(self, commit: str, before: str, name: str) -> bool:
         path = self._top / name
-        if path.suffix != ".py" or not path.is_file():
+        if path.suffix != ".py":
             return path.suffix != ".md"
         old = self._git("show", f"{commit}:{before}")
-        return _statements(old) != _statements(path.read_text())
+        now = path.read_text() if path.is_file() else ""
+        return _statements(old) != _statements(now)
 
     def _git(self, *arguments: str) -> str:
         command = ["git", "-C", str(self._top), *arguments]

@@ -92,6 +92,15 @@ def test_a_file_that_is_gone_is_a_change(repository: Repository) -> None:
     assert History(repository.top).has_changed(repository.first, ["sim"])
 
 
+def test_a_folder_that_has_moved_leaves_a_docstring_behind_and_no_change(
+    repository: Repository,
+) -> None:
+    repository.write("sim/__init__.py", '"""Simulator: begin at ``steps``."""\n')
+    before = repository.commit()
+    (repository.top / "sim" / "__init__.py").unlink()
+    assert not History(repository.top).has_changed(before, ["sim"])
+
+
 def test_of_a_commit_that_is_not_in_the_history_the_files_own_counts(
     repository: Repository,
 ) -> None:
