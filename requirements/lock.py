@@ -19,7 +19,7 @@ FOLDER = Path("requirements")
 Packages = dict[str, str]
 """Requirements of a lock with their hashes, by name."""
 _TORCH_ALONE = ("torch", "cuda-", "nvidia-")
-"""Openings of the names of what PyPI's torch brings and the CPU build does without."""
+"""Prefixes of the names of packages that PyPI's torch requires and the CPU build does not."""
 _STAND_INS = ("torchaudio", "torchcodec", "torchvision")
 _OURS = "pyproject.toml bench/pyproject.toml route/pyproject.toml plugins/mooncake/pyproject.toml"
 _CPU = f"{_OURS} requirements/cpu.txt --extra cpu --extra client"
@@ -63,18 +63,18 @@ def main() -> None:
 
 
 def blocks(text: str) -> Packages:
-    """Split a lock."""
+    """Return the packages of a lock."""
     starts = re.split(r"(?m)^(?=[A-Za-z])", re.sub(r"(?m)^#.*\n", "", text))
     return {re.split(r"[=\[ ;]", one, maxsplit=1)[0]: one.rstrip() for one in starts if one.strip()}
 
 
 def _left_out(names: Iterable[str]) -> str:
-    """Overrides that take these packages out of what others require."""
+    """Return overrides that remove these packages from the requirements of others."""
     return "".join(f"{name} ; python_version < '3'\n" for name in names)
 
 
 def _torch_cpu(present: str, version: str) -> Packages:
-    """Keep the lock as it is where no index is at hand that offers this build."""
+    """Lock torch's CPU build; keep the present lock if no index offers that build."""
     try:
         index = os.environ.get("TORCH_INDEX")
         return _alone(present, [f"torch=={version}"], f" --index {index}" if index else "")
@@ -86,7 +86,7 @@ def _torch_cpu(present: str, version: str) -> Packages:
 
 
 def _alone(present: str, requirements: list[str], options: str = "") -> Packages:
-    """Lock these without what they require; hashes of one version add up.
+    """Lock requirements without their dependencies, and keep known hashes of the same versions.
 
     An index may hold the files of one Python and machine only.
     """
@@ -107,8 +107,8 @@ def _compile(
     Args:
         present: Locks whose versions are kept where the inputs allow.
         override: Requirements that stand for all others of their packages.
-        fixed: What has its version already.
-        given: What the input ``-`` says.
+        fixed: Packages whose versions are given by other locks.
+        given: Text of the input ``-``.
     """
     command = "uv pip compile --universal --python-version 3.11 --generate-hashes --no-header"
     with tempfile.TemporaryDirectory() as name:

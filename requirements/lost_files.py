@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Remove their metadata, so that an installer takes them for missing."""
+    """Remove the metadata of incomplete packages, so that an installer installs them again."""
     site = Path(sysconfig.get_path("purelib"))
     lost = sorted(info for info in site.glob("*.dist-info") if _is_damaged(info))
     for info in lost:
@@ -19,7 +19,7 @@ def main() -> None:
 
 
 def _is_damaged(info: Path) -> bool:
-    """Whether a file of the package is missing, or empty where it should not be."""
+    """Return whether a file of the package is missing, or empty where it should not be."""
     try:
         rows = [row.rsplit(",", 2) for row in (info / "RECORD").read_text().splitlines()]
         (info / "METADATA").stat()

@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def variables(listing: str) -> dict[str, str]:
-    """uv's variables for what ``pip config list`` prints of ``pip install``."""
+    """Return uv's variables for pip's settings, as ``pip config list`` prints them."""
     sections: dict[str, dict[str, str]] = {"global": {}, "install": {}, ":env:": {}}
     for section, name, value in re.findall(r"(?m)^([^.=]+)\.([^=]+)=(.*)$", listing):
         if section in sections:

@@ -38,55 +38,39 @@ class Command(NamedTuple):
         return getattr(import_module(self.module), self.attribute)
 
 
+def _own(where: str, summary: str) -> Command:
+    """Return a command of this package; ``where`` is its module and attribute."""
+    module, _, attribute = where.partition(":")
+    return Command(f"banaserve.cli.{module}", attribute, summary)
+
+
 COMMANDS = {
-    name: Command(f"banaserve.cli.{module}", attribute, summary)
-    for name, module, attribute, summary in (
-        ("serve", "serve.command", "serve_command", "Serve a model over the OpenAI API."),
-        ("chat", "admin.chat", "app", "Talk to the model of a running server."),
-        ("node", "node", "app", "Run engines of a server on another machine."),
-        ("doctor", "doctor.command", "app", "Say what this machine can run."),
-        ("kvstore", "kvstore", "app", "Run the KV cache store, or look at one."),
-        ("migrate", "admin.migrate", "app", "Move layers and heads between running instances."),
-        (
-            "placement",
-            "admin.views.placement",
-            "app",
-            "Say which instance runs which layers and heads.",
-        ),
-        ("simulate", "simulate", "app", "Compare systems under a load in virtual time."),
-        ("status", "admin.views.status", "app", "Show a running server on one screen."),
-        (
-            "decisions",
-            "admin.views.decisions",
-            "app",
-            "Say what the orchestrator decided, and why.",
-        ),
-        (
-            "trace",
-            "admin.views.trace",
-            "app",
-            "Show one request's path, or list the last requests.",
-        ),
-        ("role", "admin.instances", "role_app", "Give a running instance another role."),
-        ("drain", "admin.instances", "drain_app", "Let an instance's streams go on elsewhere."),
-        ("restart", "admin.restart", "app", "Replace a server's engines one after the other."),
-        (
-            "scale",
-            "admin.instances",
-            "scale_app",
-            "Add instances to a running server, or remove some.",
-        ),
-        ("nodes", "admin.nodes", "app", "Show a server's nodes, add one, or remove one."),
-        ("orchestrator", "admin.orchestrator", "app", "Pause the orchestrator, or let it go on."),
-        ("ui", "admin.ui", "app", "Show a server's page, or replay a decision log."),
-        (
-            "completion",
-            "terminal.completion",
-            "completion_command",
-            "Print a shell's completion script.",
-        ),
-        ("version", "version", "version_command", "Show versions."),
-    )
+    "serve": _own("serve.command:serve_command", "Serve a model over the OpenAI API."),
+    "chat": _own("admin.chat:app", "Talk to the model of a running server."),
+    "node": _own("node:app", "Run engines of a server on another machine."),
+    "doctor": _own("doctor.command:app", "Say what this machine can run."),
+    "kvstore": _own("kvstore:app", "Run the KV cache store, or look at one."),
+    "migrate": _own("admin.migrate:app", "Move layers and heads between running instances."),
+    "placement": _own(
+        "admin.views.placement:app", "Say which instance runs which layers and heads."
+    ),
+    "simulate": _own("simulate:app", "Compare systems under a load in virtual time."),
+    "status": _own("admin.views.status:app", "Show a running server on one screen."),
+    "decisions": _own("admin.views.decisions:app", "Say what the orchestrator decided, and why."),
+    "trace": _own("admin.views.trace:app", "Show one request's path, or list the last requests."),
+    "role": _own("admin.instances:role_app", "Give a running instance another role."),
+    "drain": _own("admin.instances:drain_app", "Let an instance's streams go on elsewhere."),
+    "restart": _own("admin.restart:app", "Replace a server's engines one after the other."),
+    "scale": _own(
+        "admin.instances:scale_app", "Add instances to a running server, or remove some."
+    ),
+    "nodes": _own("admin.nodes:app", "Show a server's nodes, add one, or remove one."),
+    "orchestrator": _own("admin.orchestrator:app", "Pause the orchestrator, or let it go on."),
+    "ui": _own("admin.ui:app", "Show a server's page, or replay a decision log."),
+    "completion": _own(
+        "terminal.completion:completion_command", "Print a shell's completion script."
+    ),
+    "version": _own("version:version_command", "Show versions."),
 }
 
 

@@ -90,9 +90,7 @@ def test_states_go_to_the_other_host_with_the_blocks_of_a_prompt(
         at, to = (cluster.store_of(host) for host in cluster.others[:2])
         pushing, receiving = (at, to) if at.pushed_blocks else (to, at)
         come = receiving.received_blocks + pushing.lent_blocks
-        return receiving.received_blocks > 0 and min(pushing.pushed_blocks, come) >= 2 * len(
-            LENGTHS
-        )
+        return receiving.received_blocks > 0 and come >= pushing.pushed_blocks >= 2 * len(LENGTHS)
 
     eventually(have_come)
     computed = [

@@ -27,7 +27,7 @@ from banaserve.kvstore.tiers.ssd.record import (
 from banaserve.kvstore.tiers.ssd.workers import Workers
 
 RETRY_S = 5.0
-# Deletions in a call: by so many files may their total size exceed the budget for a moment.
+# Maximum number of deletions in a call: the files of one call may exceed the budget for a moment.
 MAX_DELETIONS = 16
 log = logging.getLogger(__name__)
 
@@ -204,8 +204,8 @@ class BlockFiles:
             self.problem = problem
             log.error("nothing more is stored for now: %s", problem)
 
-    def recover(self) -> None:
-        """Clear the problem, because a store has succeeded."""
+    def clear_problem(self) -> None:
+        """Accept stores again, because one has succeeded."""
         if self.problem:
             self.problem = ""
             log.info("blocks are stored again in %s", self._folder.path)

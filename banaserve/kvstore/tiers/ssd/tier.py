@@ -269,7 +269,7 @@ class SsdTier:
             self._blocks.touch(block)
             self._counters.stores += 1
             self._counters.stored_bytes += block.num_bytes
-            self._files.recover()
+            self._files.clear_problem()
         else:
             self._counters.failures += 1
             self._blocks.remove(block)
