@@ -12,12 +12,12 @@ error here bounds that of another run from below. No engine runs, and nothing is
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +37,7 @@ from banaserve.orchestrator.control.costs.steps import StepCosts
 from banaserve.silicon.aiconfigurator import AiconfiguratorTimes
 from banaserve.silicon.install import install
 from banaserve.silicon.operator_files import read_operators
-from banaserve.silicon.step_times import StepTimes, graph_sizes
+from banaserve.silicon.step_times import GpuStepTimes, graph_sizes
 from banaserve.sim.request import SimRequest
 from banaserve.sim.run import tallied
 from banaserve.sim.system import preset
@@ -51,7 +51,7 @@ _STATISTICS = {"mean": 0.0, "p90": 90.0, "p99": 99.0}
 
 
 class RealRequest(NamedTuple):
-    """Request of a real run; times in seconds after the first arrival."""
+    """Request of a real run; times in seconds, after the first arrival once a run is read."""
 
     id: str
     arrival_s: float
@@ -60,6 +60,18 @@ class RealRequest(NamedTuple):
     first_s: float
     last_s: float
 
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> RealRequest:
+        """Return the request of a line in LLMServingSim's format, its times as they are there."""
+        return cls(
+            str(record["request_id"]),
+            float(record["arrival_time"]),
+            int(record["input_toks"]),
+            int(record["output_toks"]),
+            float(record["first_token_ts"]),
+            float(record["last_token_ts"]),
+        )
+
     @property
     def is_fitted(self) -> bool:
         """True if constants may be fitted on this request, since the hash of its id is even."""
@@ -67,31 +79,31 @@ class RealRequest(NamedTuple):
 
 
 class LinearTimes:
-    """A profile's own linear step times (``StepTimes``)."""
+    """A profile's own linear step times (``GpuStepTimes``)."""
 
     def __init__(self, profile: Profile) -> None:
         self._costs = StepCosts(profile)
 
     def step_s(self, tokens: int, pairs: int, batch: int, context: int) -> float:
-        """Return the time of one step; see ``StepTimes``."""
+        """Return the time of one step; see ``GpuStepTimes``."""
         return self._costs.mixed_s(tokens, pairs, batch, context)[0]
 
 
 class RecordedTimes:
     """Step times that note each different step that was asked for, with its time."""
 
-    def __init__(self, times: StepTimes) -> None:
+    def __init__(self, times: GpuStepTimes) -> None:
         self._times = times
         self.steps: dict[tuple[int, int, int, int], float] = {}
 
     def step_s(self, tokens: int, pairs: int, batch: int, context: int) -> float:
-        """Return the time of one step; see ``StepTimes``."""
+        """Return the time of one step; see ``GpuStepTimes``."""
         step = (tokens, pairs, batch, context)
         self.steps[step] = found = self._times.step_s(*step)
         return found
 
 
-class Replay:
+class RunReplay:
     """The run's requests and engine, for any step times."""
 
     def __init__(
@@ -107,7 +119,7 @@ class Replay:
         )
         self.fitted = np.array([one.is_fitted for one in run])
 
-    def simulated(self, times: StepTimes, host_s: float) -> Latencies:
+    def simulated(self, times: GpuStepTimes, host_s: float) -> Latencies:
         """Return the latencies of all requests with these step times."""
         requests = [
             SimRequest(n, one.arrival_s, one.prompt_tokens, one.output_tokens)
@@ -126,7 +138,7 @@ class Replay:
             [one.output_tokens for one in requests],
         )
 
-    def fit(self, times: StepTimes) -> float:
+    def fit(self, times: GpuStepTimes) -> float:
         """Return the CPU's time between steps with the least error of the means, in seconds."""
         losses = []
         for host_s in _HOSTS_S:
@@ -154,7 +166,7 @@ def main(argv: Sequence[str]) -> int:
     started_at = datetime.now(UTC)
     profile = load(given.profile)
     limits = {"step_tokens": given.step_tokens, "max_requests": given.max_requests}
-    replay = Replay(read_run(given.run), profile, limits)
+    replay = RunReplay(read_run(given.run), profile, limits)
     figures: dict[str, float] = {}
     table = Table("step times", "CPU, ms", *replay.real, title="errors: mean, p90, p99 (each)")
     for name, (times, host_s) in _compared(given, replay, profile).items():
@@ -184,15 +196,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _compared(
-    given: argparse.Namespace, replay: Replay, profile: Profile
-) -> dict[str, tuple[StepTimes, float]]:
+    given: argparse.Namespace, replay: RunReplay, profile: Profile
+) -> dict[str, tuple[GpuStepTimes, float]]:
     """Return kinds of step times by name, each with the CPU's time between two steps."""
     operators = read_operators(given.operators, given.layers, None, graph_sizes(given.graph_tokens))
     host_s = replay.fit(operators)
     recorded = RecordedTimes(operators)
     replay.simulated(recorded, host_s)
     linear = LinearTimes(linear_fit(recorded.steps, profile))
-    kinds: dict[str, tuple[StepTimes, float]] = {
+    kinds: dict[str, tuple[GpuStepTimes, float]] = {
         "operators": (operators, 0.0),
         "operators_fitted": (operators, host_s),
         "linear_fitted": (linear, replay.fit(linear)),
@@ -213,36 +225,25 @@ def read_run(path: Path) -> list[RealRequest]:
     Raises:
         UserError: The file has a bad line or no request.
     """
-    records = [record for _, record in read_records(path)]
-    keys = ("arrival_time", "queued_ts", "first_token_ts", "last_token_ts")
     try:
         rows = [
-            (
-                str(one["request_id"]),
-                int(one["input_toks"]),
-                int(one["output_toks"]),
-                *(float(one[key]) for key in keys),
-            )
-            for one in records
+            (RealRequest.of(record), float(record["queued_ts"])) for _, record in read_records(path)
         ]
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path}: a request lacks a value: {error}") from error
     if not rows:
         raise UserError(f"{path} holds no request")
-    rows.sort(key=lambda row: row[3])
-    apart_s = min(queued_s - arrival_s for *_, arrival_s, queued_s, _, _ in rows)
-    began_s = rows[0][3]
-    return [
-        RealRequest(
-            name,
-            arrival_s - began_s,
-            prompt,
-            output,
-            first_s - apart_s - began_s,
-            last_s - apart_s - began_s,
+    apart_s = min(queued_s - one.arrival_s for one, queued_s in rows)
+    began_s = min(one.arrival_s for one, _ in rows)
+    found = [
+        one._replace(
+            arrival_s=one.arrival_s - began_s,
+            first_s=one.first_s - apart_s - began_s,
+            last_s=one.last_s - apart_s - began_s,
         )
-        for name, prompt, output, arrival_s, _, first_s, last_s in rows
+        for one, _ in rows
     ]
+    return sorted(found, key=lambda one: one.arrival_s)
 
 
 def linear_fit(steps: dict[tuple[int, int, int, int], float], profile: Profile) -> Profile:

@@ -9,7 +9,7 @@ from banaserve.base.errors import UserError
 
 
 class AiconfiguratorTimes:
-    """Step times of one engine of vLLM (``StepTimes``), from operators of aiconfigurator-core.
+    """Step times of one engine of vLLM (``GpuStepTimes``), from operators of aiconfigurator-core.
 
     Attention of a mixed step is the sum of its parts, since the package has no measurements of
     kernels that compute both at once.
@@ -51,17 +51,19 @@ class AiconfiguratorTimes:
             raise UserError(f"no step times of {model} on {system}: {error}") from error
 
     def step_s(self, tokens: int, pairs: int, batch: int, context: int) -> float:
-        """Return the GPU's time of one step; see ``StepTimes``."""
+        """Return the GPU's time of one step; see ``GpuStepTimes``."""
         engine = self._engine
         each = max(1, round(context / batch)) if batch else 0
         if not tokens:
             return float(engine.predict_decode_latency(batch, each)) / 1e3
-        # Several prompts in a step are shorter ones with as many pairs a token.
+        # Several prompts in a step are as many equal ones with as many pairs together.
         computed = max(0, round((pairs / tokens - tokens) / 2))
         length = max(1, min(tokens, round(pairs / tokens - 2 * computed)))
-        found = engine.mixed_step_breakdown(tokens, batch, computed + length, 2, computed)
-        total_ms, _, _, decode_ms = found
+        prompts = max(1, round(tokens / length))
+        total_ms = float(engine.predict_prefill_latency(prompts, computed + length, computed))
         if batch:
-            decoding = engine.mixed_step_breakdown(tokens, batch, each, 2)
-            total_ms += decoding[3] - decode_ms
-        return float(total_ms) / 1e3
+            # The package attends to a chunk's computed tokens only where nothing decodes.
+            alone = engine.mixed_step_breakdown(tokens, 0, length, 2)
+            _, mixed_ms, _, decode_ms = engine.mixed_step_breakdown(tokens, batch, each, 2)
+            total_ms += mixed_ms - alone[1] + decode_ms
+        return total_ms / 1e3

@@ -1,7 +1,7 @@
 """Measured times of one layer's attention: of a prefill chunk, of decoding requests, of both.
 
-A kernel that computes both at once takes up to 1.8 times the sum of its parts, because decoding
-requests then run in a kernel for prompts. So mixed steps have measurements of their own.
+Mixed steps have measurements of their own: for Llama-3.1-8B on RTX PRO 6000 they take 1.2 times the
+sum of their parts in the median of the measured points, and more than twice in a tenth of them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class AttentionTable:
         self._prefill, self._decode, self._mixed = Grid(prefill), Grid(decode), Grid(mixed)
 
     def step_s(self, tokens: int, pairs: int, batch: int, context: int) -> float:
-        """Return the time of one layer in a step; arguments as in ``StepTimes.step_s``."""
+        """Return the time of one layer in a step; arguments as in ``GpuStepTimes.step_s``."""
         if not tokens:
             return self._decode(batch, context / batch)
         computed = (pairs / tokens - tokens) / 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from banaserve.orchestrator.control.costs.profile import Profile
 from banaserve.orchestrator.control.costs.steps import StepCosts
-from banaserve.silicon.step_times import StepTimes
+from banaserve.silicon.step_times import GpuStepTimes
 
 _SLOPE_STEPS = 16
 """Number of decode steps over which the growth of a run of such steps is taken."""
@@ -21,7 +21,7 @@ class MeasuredCosts(StepCosts):
 
     __slots__ = ("_host_s", "_times")
 
-    def __init__(self, profile: Profile, times: StepTimes, host_s: float = 0.0) -> None:
+    def __init__(self, profile: Profile, times: GpuStepTimes, host_s: float = 0.0) -> None:
         super().__init__(profile)
         self._times, self._host_s = times, host_s
 

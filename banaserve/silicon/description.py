@@ -11,7 +11,7 @@ from banaserve.base.errors import UserError
 from banaserve.orchestrator.control.costs.profile import check_keys, read_section, read_toml
 from banaserve.silicon.aiconfigurator import AiconfiguratorTimes
 from banaserve.silicon.operator_files import read_operators
-from banaserve.silicon.step_times import StepTimes, graph_sizes
+from banaserve.silicon.step_times import GpuStepTimes, graph_sizes
 
 _SOURCES = ("files", "aiconfigurator")
 _MAX_HOST_S = 0.1
@@ -30,7 +30,7 @@ class StepTimesDescription:
     """Measured step times of one GPU and model.
 
     Attributes:
-        source: Who measured what, with which engine.
+        source: Origin of the operators' times, and the engine that ran them.
         valid_for: Range in which the operators were measured, in words.
         error: Error against a run that was not fitted, in words.
         host_s: CPU time between two steps that the GPU waits for, in seconds.
@@ -41,7 +41,7 @@ class StepTimesDescription:
     valid_for: str
     error: str
     host_s: float
-    times: StepTimes
+    times: GpuStepTimes
 
 
 def read(path: Path) -> StepTimesDescription:
@@ -66,10 +66,11 @@ def read(path: Path) -> StepTimesDescription:
     if not isinstance(section, Mapping):
         raise UserError(f"{path}: {given[0]} is no section")
     times = _of_files(path, section) if given == ["files"] else _of_package(path, section)
-    return StepTimesDescription(*(str(table[key]) for key in texts), float(host_s), times)
+    name, source, valid_for, error = (str(table[key]) for key in texts)
+    return StepTimesDescription(name, source, valid_for, error, float(host_s), times)
 
 
-def _of_files(path: Path, section: Mapping[str, Any]) -> StepTimes:
+def _of_files(path: Path, section: Mapping[str, Any]) -> GpuStepTimes:
     known = ("prefix", "num_layers", "largest_graph_tokens", "experts")
     check_keys(path, "files.", section, known, required=("prefix", "num_layers"))
     experts = None
@@ -86,7 +87,7 @@ def _of_files(path: Path, section: Mapping[str, Any]) -> StepTimes:
     )
 
 
-def _of_package(path: Path, section: Mapping[str, Any]) -> StepTimes:
+def _of_package(path: Path, section: Mapping[str, Any]) -> GpuStepTimes:
     known = ("model", "system", "tensor_parallel", "expert_parallel")
     check_keys(path, "aiconfigurator.", section, known, required=("model", "system"))
     parallel = _whole(path, "aiconfigurator.tensor_parallel", section.get("tensor_parallel", 1))

@@ -14,7 +14,7 @@ class Grid:
     coordinate its value holds; above the last the line through the last two continues.
 
     Args:
-        rows: For each measured point its coordinates, then its value.
+        rows: Coordinates of each measured point, then the point's value.
 
     Raises:
         ValueError: There is no row.

@@ -54,7 +54,8 @@ def read_operators(
     rows = _table(prefix, "attention", (*_ATTENTION, "time_us"))
     try:
         attention = AttentionTable(
-            AttentionRow(*(int(one) for one in row[:4]), row[4] / 1e6) for row in rows
+            AttentionRow(int(chunk), int(computed), int(requests), int(context), time_us / 1e6)
+            for chunk, computed, requests, context, time_us in rows
         )
         return OperatorSums(
             num_layers,
@@ -86,16 +87,17 @@ def _summed(times: dict[str, dict[float, float]], counts: dict[str, int]) -> Gri
 
 
 def _by_layer(
-    prefix: Path, part: str, column: str, known: Iterable[str]
+    prefix: Path, part: str, column: str, known: set[str]
 ) -> dict[str, dict[float, float]]:
     """Return seconds by layer and point of one file; other layers than ``known`` are an error."""
     path, table = _rows(prefix, part)
     times: dict[str, dict[float, float]] = defaultdict(dict)
     for number, row in table:
-        if row.get("layer") not in known:
-            raise UserError(f"{path}, line {number}: layer {row.get('layer')!r} is not known")
+        layer = row.get("layer")
+        if layer not in known:
+            raise UserError(f"{path}, line {number}: layer {layer!r} is not known")
         point, time_us = _numbers(path, number, row, (column, "time_us"))
-        times[row["layer"]][point] = time_us / 1e6
+        times[layer][point] = time_us / 1e6
     return times
 
 

@@ -11,7 +11,7 @@ from banaserve.silicon.attention import AttentionTable
 from banaserve.silicon.interpolation import Grid
 
 
-class StepTimes(Protocol):
+class GpuStepTimes(Protocol):
     """Source of the times that a GPU takes for steps, without the CPU's work between steps."""
 
     def step_s(self, tokens: int, pairs: int, batch: int, context: int) -> float:
@@ -46,7 +46,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class OperatorSums:
-    """Step times as sums of one engine's operators (``StepTimes``).
+    """Step times as sums of one engine's operators (``GpuStepTimes``).
 
     Attributes:
         num_layers: Number of layers of the model.
@@ -67,7 +67,7 @@ class OperatorSums:
     graph_sizes: Sequence[int] = ()
 
     def step_s(self, tokens: int, pairs: int, batch: int, context: int) -> float:
-        """Return the GPU's time of one step; see ``StepTimes``."""
+        """Return the GPU's time of one step; see ``GpuStepTimes``."""
         computed = tokens + batch if tokens else self._padded(batch)
         layer_s = self.layer(computed) + self.attention.step_s(tokens, pairs, batch, context)
         if self.experts is not None:
