@@ -55,6 +55,7 @@ MEASURED: Mapping[str, Sequence[str]] = MappingProxyType(
         "regions": ("route/banaserve_route", *_SIMULATOR),
         "router": ("route/banaserve_route/balancer", "banaserve/base/net", "benchmarks/router"),
         "short-prompts": (*_REQUESTS, "benchmarks/short_prompts.py"),
+        "silicon": (*_SIMULATOR, "banaserve/silicon", "benchmarks/silicon.py"),
         "simulate-paper": (
             *_SIMULATOR,
             "banaserve/orchestrator/planner",

@@ -108,6 +108,10 @@ BENCHMARKS = {
     "short-prompts": Benchmark(
         "benchmarks.short_prompts", "From how many tokens on does a prefill leg pay?"
     ),
+    "silicon": Benchmark(
+        "benchmarks.silicon",
+        "How wrong are simulated latencies, beside those of a real run on a GPU?",
+    ),
     "simulate-paper": Benchmark(
         "benchmarks.simulate_paper.__main__", "What does the simulator say of BanaServe's figures?"
     ),

@@ -18,8 +18,12 @@ from banaserve.cli.app import App
 from banaserve.cli.plugins import use_plugins, warn_of_rivalries
 from banaserve.cli.terminal.console import print_json, print_rows
 from banaserve.orchestrator.control.costs import profile as profiles
+from banaserve.orchestrator.control.costs.profile import Profile
 from banaserve.orchestrator.control.move_policies.registry import names
 from banaserve.orchestrator.planner.loop.simulated_log import SimulatedLog
+from banaserve.silicon import description as step_times
+from banaserve.silicon.description import StepTimesDescription
+from banaserve.silicon.install import install
 from banaserve.sim import case as cases
 from banaserve.sim.cluster.cluster import SimCluster
 from banaserve.sim.job import ARRIVALS, AskedSystem, SimulationJob, job
@@ -74,6 +78,12 @@ class SimulateOptions:
         f"policy of migration: {', '.join(names())}, or a plugin", None, metavar="NAME"
     )
     profile: str | None = option("a name, or a .toml file", None)
+    step_times: Path | None = option(
+        "description of measured step times, in place of those of the profile",
+        None,
+        Path,
+        metavar="FILE",
+    )
     pd: tuple[int, int] | None = option(
         "prefill and decode instances; the colocated system has as many in all (2:2)",
         None,
@@ -154,10 +164,17 @@ def simulate_command(options: SimulateOptions) -> int:
     asked_names = [(PluginGroup.ROUTING_POLICIES, one.routing) for one in systems]
     asked_names += [(PluginGroup.MIGRATION_POLICIES, one.migration) for one in systems]
     warn_of_rivalries(*dict.fromkeys(asked_names))
-    return _compare(planned, options)
+    measured = None
+    if options.step_times is not None:
+        measured = step_times.read(options.step_times)
+        if any(one.devices for one in systems):
+            raise UserError("--step-times is of one device: the case has systems of several")
+    return _compare(planned, options, measured)
 
 
-def _compare(planned: SimulationJob, options: SimulateOptions) -> int:
+def _compare(
+    planned: SimulationJob, options: SimulateOptions, measured: StepTimesDescription | None
+) -> int:
     """Run the job and show its results; return the exit code."""
     if options.seeds < 1:
         raise UserError(f"seeds is {options.seeds}: give 1 or more")
@@ -168,13 +185,13 @@ def _compare(planned: SimulationJob, options: SimulateOptions) -> int:
         # Written first, so that a path that cannot be written is reported before the work.
         trace.write(options.chrome_trace)
     log = _decision_log(planned, options.decision_log)
-    outcomes = _run(planned, range(first, first + options.seeds), trace, log)
+    outcomes = _run(planned, range(first, first + options.seeds), trace, log, measured)
     if trace is not None and options.chrome_trace is not None:
         trace.write(options.chrome_trace)
     if options.as_json:
-        print_json(_as_json(planned, outcomes))
+        print_json(_as_json(planned, outcomes, measured))
     else:
-        _show(planned, outcomes)
+        _show(planned, outcomes, measured)
     if log is not None:
         log.check()
     is_reached = all(outcome.get("is_reached", True) for outcome in outcomes)
@@ -206,7 +223,11 @@ def _pair(pd: str) -> tuple[int, int]:
 
 
 def _run(
-    planned: SimulationJob, seeds: range, trace: ChromeTrace | None, log: SimulatedLog | None
+    planned: SimulationJob,
+    seeds: range,
+    trace: ChromeTrace | None,
+    log: SimulatedLog | None,
+    measured: StepTimesDescription | None,
 ) -> list[dict[str, Any]]:
     """Return the results, one entry per seed; show progress in a bar on standard error."""
     total = planned.expected_requests * len(planned.systems) * len(seeds)
@@ -219,10 +240,16 @@ def _run(
             results = {}
             for name, system in planned.systems.items():
                 progress.update(task, description=f"simulating {name}, seed {seed}")
-                watch = None
-                if seed == seeds[0]:
-                    decides = name in _deciding(planned)
-                    watch = _watcher(name, system.migration, trace, log if decides else None)
+                decides = name in _deciding(planned)
+                is_first = seed == seeds[0]
+                watch = _watcher(
+                    name,
+                    system.migration,
+                    trace if is_first else None,
+                    log if is_first and decides else None,
+                    planned.profile,
+                    measured,
+                )
                 requests = _told(planned.requests(seed), lambda n: progress.advance(task, n))
                 results[name] = simulate(
                     planned.profile, system, requests, planned.limits, planned.events, watch
@@ -232,9 +259,16 @@ def _run(
 
 
 def _watcher(
-    name: str, policy: str, trace: ChromeTrace | None, log: SimulatedLog | None
+    name: str,
+    policy: str,
+    trace: ChromeTrace | None,
+    log: SimulatedLog | None,
+    profile: Profile,
+    measured: StepTimesDescription | None,
 ) -> Callable[[SimCluster], None]:
     def watch(cluster: SimCluster) -> None:
+        if measured is not None:
+            install(cluster, profile, measured.times, measured.host_s)
         if trace is not None:
             trace.watch(name, cluster)
         if log is not None:
@@ -256,20 +290,38 @@ def _outcome(planned: SimulationJob, seed: int, results: dict[str, Any]) -> dict
     return {"time": SIMULATED, "seed": seed, "systems": results}
 
 
-def _as_json(planned: SimulationJob, outcomes: list[dict[str, Any]]) -> dict[str, Any]:
+def _as_json(
+    planned: SimulationJob,
+    outcomes: list[dict[str, Any]],
+    measured: StepTimesDescription | None,
+) -> dict[str, Any]:
+    of_steps = {} if measured is None else {"step_times": _words(measured)}
     return {
         "time": SIMULATED,
         "target": planned.name,
         "about": planned.about,
         "profile": planned.profile.name,
         "profile_source": planned.profile.source,
+        **of_steps,
         "runs": outcomes,
     }
 
 
-def _show(planned: SimulationJob, outcomes: list[dict[str, Any]]) -> None:
+def _words(measured: StepTimesDescription) -> dict[str, str]:
+    """Return where the step times are from, for which range, and how wrong they are."""
+    return {key: getattr(measured, key) for key in ("name", "source", "valid_for", "error")}
+
+
+def _show(
+    planned: SimulationJob,
+    outcomes: list[dict[str, Any]],
+    measured: StepTimesDescription | None,
+) -> None:
     print(f"{planned.name}: {planned.about}")
     print(f"{SIMULATED}; profile {planned.profile.name} ({planned.profile.source})")
+    if measured is not None:
+        print(f"step times {measured.name} ({measured.source})")
+        print(f"valid for {measured.valid_for}; error: {measured.error}")
     print()
     print_rows(result_rows(outcomes), {})
     if moves := move_rows(outcomes[0]):

@@ -1,0 +1,69 @@
+"""Step times from the operators that the package aiconfigurator-core brings."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from banaserve.base.errors import UserError
+
+
+class AiconfiguratorTimes:
+    """Step times of one engine of vLLM (``GpuStepTimes``), from operators of aiconfigurator-core.
+
+    Attention of a mixed step is the sum of its parts, since the package has no measurements of
+    kernels that compute both at once.
+
+    Args:
+        model: Folder with a config.json, or a name whose config.json the package brings.
+        system: Name of the GPU in the package, such as ``h100_sxm``.
+        tensor_parallel: Number of GPUs of the engine.
+        expert_parallel: True if each GPU holds whole experts instead of a part of each.
+
+    Raises:
+        UserError: The package is not installed, or has no operators for this model and GPU.
+    """
+
+    def __init__(
+        self, model: str, system: str, tensor_parallel: int = 1, expert_parallel: bool = False
+    ) -> None:
+        try:
+            from aiconfigurator_core.sdk.engine import EngineHandle
+        except ImportError as error:
+            raise UserError(
+                "step times of aiconfigurator need its package: pip install 'banaserve[plan]'"
+            ) from error
+        # The package logs each table that it replaces by a similar one.
+        logging.getLogger("aiconfigurator_core").setLevel(logging.ERROR)
+        experts = tensor_parallel if expert_parallel else 1
+        try:
+            self._engine: Any = EngineHandle.compile(
+                model,
+                system,
+                "vllm",
+                tp_size=tensor_parallel,
+                moe_tp_size=tensor_parallel // experts,
+                moe_ep_size=experts,
+            )
+            self.step_s(1, 1, 1, 1)
+        except Exception as error:
+            # Errors of the package's tables have no common class; each is a matter of the options.
+            raise UserError(f"no step times of {model} on {system}: {error}") from error
+
+    def step_s(self, tokens: int, pairs: int, batch: int, context: int) -> float:
+        """Return the GPU's time of one step; see ``GpuStepTimes``."""
+        engine = self._engine
+        each = max(1, round(context / batch)) if batch else 0
+        if not tokens:
+            return float(engine.predict_decode_latency(batch, each)) / 1e3
+        # Several prompts in a step are as many equal ones with as many pairs together.
+        computed = max(0, round((pairs / tokens - tokens) / 2))
+        length = max(1, min(tokens, round(pairs / tokens - 2 * computed)))
+        prompts = max(1, round(tokens / length))
+        total_ms = float(engine.predict_prefill_latency(prompts, computed + length, computed))
+        if batch:
+            # The package attends to a chunk's computed tokens only where nothing decodes.
+            alone = engine.mixed_step_breakdown(tokens, 0, length, 2)
+            _, mixed_ms, _, decode_ms = engine.mixed_step_breakdown(tokens, batch, each, 2)
+            total_ms += mixed_ms - alone[1] + decode_ms
+        return total_ms / 1e3

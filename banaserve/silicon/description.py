@@ -1,0 +1,103 @@
+"""Description of measured step times: a TOML file that names their source, range and error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from banaserve.base.errors import UserError
+from banaserve.orchestrator.control.costs.profile import check_keys, read_section, read_toml
+from banaserve.silicon.aiconfigurator import AiconfiguratorTimes
+from banaserve.silicon.operator_files import read_operators
+from banaserve.silicon.step_times import GpuStepTimes, graph_sizes
+
+_SOURCES = ("files", "aiconfigurator")
+_MAX_HOST_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSection:
+    """Experts of a model in files of operators."""
+
+    num_experts: int
+    experts_per_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimesDescription:
+    """Measured step times of one GPU and model.
+
+    Attributes:
+        source: Origin of the operators' times, and the engine that ran them.
+        valid_for: Range in which the operators were measured, in words.
+        error: Error against a run that was not fitted, in words.
+        host_s: CPU time between two steps that the GPU waits for, in seconds.
+    """
+
+    name: str
+    source: str
+    valid_for: str
+    error: str
+    host_s: float
+    times: GpuStepTimes
+
+
+def read(path: Path) -> StepTimesDescription:
+    """Read the description ``path`` and the operators that it names.
+
+    Raises:
+        UserError: A file cannot be read, or a key is missing, unknown or out of range; the message
+            names file and key.
+    """
+    table = read_toml(path)
+    texts = ("name", "source", "valid_for", "error")
+    check_keys(path, "", table, (*texts, "host_s", *_SOURCES), required=texts)
+    given = [one for one in _SOURCES if one in table]
+    if len(given) != 1:
+        raise UserError(f"{path}: give one of the sections {' and '.join(_SOURCES)}")
+    host_s = table.get("host_s", 0.0)
+    if isinstance(host_s, bool) or not isinstance(host_s, int | float):
+        raise UserError(f"{path}: host_s is {host_s!r}: give seconds")
+    if not 0 <= host_s <= _MAX_HOST_S:
+        raise UserError(f"{path}: host_s is {host_s!r}: give 0 to {_MAX_HOST_S:g} seconds")
+    section = table[given[0]]
+    if not isinstance(section, Mapping):
+        raise UserError(f"{path}: {given[0]} is no section")
+    times = _of_files(path, section) if given == ["files"] else _of_package(path, section)
+    name, source, valid_for, error = (str(table[key]) for key in texts)
+    return StepTimesDescription(name, source, valid_for, error, float(host_s), times)
+
+
+def _of_files(path: Path, section: Mapping[str, Any]) -> GpuStepTimes:
+    known = ("prefix", "num_layers", "largest_graph_tokens", "experts")
+    check_keys(path, "files.", section, known, required=("prefix", "num_layers"))
+    experts = None
+    if "experts" in section:
+        found = read_section(path, "files.experts", section["experts"], ExpertsSection)
+        experts = (found.num_experts, found.experts_per_token)
+    return read_operators(
+        path.parent / str(section["prefix"]),
+        _whole(path, "files.num_layers", section["num_layers"]),
+        experts,
+        graph_sizes(
+            _whole(path, "files.largest_graph_tokens", section.get("largest_graph_tokens", 512))
+        ),
+    )
+
+
+def _of_package(path: Path, section: Mapping[str, Any]) -> GpuStepTimes:
+    known = ("model", "system", "tensor_parallel", "expert_parallel")
+    check_keys(path, "aiconfigurator.", section, known, required=("model", "system"))
+    parallel = _whole(path, "aiconfigurator.tensor_parallel", section.get("tensor_parallel", 1))
+    by_experts = section.get("expert_parallel", False)
+    if not isinstance(by_experts, bool):
+        raise UserError(f"{path}: aiconfigurator.expert_parallel is {by_experts!r}: give a boolean")
+    return AiconfiguratorTimes(str(section["model"]), str(section["system"]), parallel, by_experts)
+
+
+def _whole(path: Path, key: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 100_000:
+        raise UserError(f"{path}: {key} is {value!r}: give a whole number above 0")
+    return value

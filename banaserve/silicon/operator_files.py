@@ -1,0 +1,129 @@
+"""Files of measured operators in LLMServingSim's format: one prefix for a GPU, model and TP size.
+
+``PREFIX_dense.csv``: microseconds by layer and tokens; ``PREFIX_per_sequence.csv``: by layer and
+sequences; ``PREFIX_attention.csv``: by chunk, its computed tokens, decoding requests and the
+context of each; ``PREFIX_moe.csv``, of models with experts: by tokens and experts in use. Each may
+have ``.zst`` at its end.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from math import isfinite
+from pathlib import Path
+
+from banaserve.base.errors import UserError
+from banaserve.base.records import unpacked
+from banaserve.silicon.attention import AttentionRow, AttentionTable
+from banaserve.silicon.interpolation import Grid
+from banaserve.silicon.step_times import Experts, OperatorSums
+
+_ONCE = ("embedding", "final_layernorm")
+_IN_LAYER = {
+    "layernorm": 2,
+    "qkv_proj": 1,
+    "qk_norm": 1,
+    "rotary_emb": 1,
+    "o_proj": 1,
+    "gate_up_proj": 1,
+    "act_fn": 1,
+    "down_proj": 1,
+}
+_SAMPLED = ("lm_head", "sampler")
+_ATTENTION = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
+
+
+def read_operators(
+    prefix: Path,
+    num_layers: int,
+    experts: tuple[int, int] | None = None,
+    graph_sizes: Sequence[int] = (),
+) -> OperatorSums:
+    """Return the step times that the files of ``prefix`` give.
+
+    Args:
+        experts: Number of experts and of those that a token uses; None for a dense model.
+
+    Raises:
+        UserError: A file is missing, has a wrong line or lacks a layer; the message names it.
+    """
+    dense = _by_layer(prefix, "dense", "tokens", {*_ONCE, *_IN_LAYER})
+    sequences = _by_layer(prefix, "per_sequence", "sequences", set(_SAMPLED))
+    rows = _table(prefix, "attention", (*_ATTENTION, "time_us"))
+    try:
+        attention = AttentionTable(
+            AttentionRow(int(chunk), int(computed), int(requests), int(context), time_us / 1e6)
+            for chunk, computed, requests, context, time_us in rows
+        )
+        return OperatorSums(
+            num_layers,
+            _summed(dense, _IN_LAYER),
+            _summed(dense, dict.fromkeys(_ONCE, 1)),
+            _summed(sequences, dict.fromkeys(_SAMPLED, 1)),
+            attention,
+            None if experts is None else _experts(prefix, *experts),
+            graph_sizes,
+        )
+    except ValueError as error:
+        raise UserError(f"{prefix}: {error}") from error
+
+
+def _experts(prefix: Path, num_experts: int, experts_per_token: int) -> Experts:
+    rows = _table(prefix, "moe", ("tokens", "activated_experts", "time_us"))
+    times = Grid((tokens, used, time_us / 1e6) for tokens, used, time_us in rows)
+    return Experts(num_experts, experts_per_token, times)
+
+
+def _summed(times: dict[str, dict[float, float]], counts: dict[str, int]) -> Grid:
+    """Return the sum of the layers in ``counts`` by the points that all of them share."""
+    found = {name: times[name] for name in counts if name in times}
+    shared = set.intersection(*(set(points) for points in found.values())) if found else set()
+    return Grid(
+        (point, sum(counts[name] * points[point] for name, points in found.items()))
+        for point in shared
+    )
+
+
+def _by_layer(
+    prefix: Path, part: str, column: str, known: set[str]
+) -> dict[str, dict[float, float]]:
+    """Return seconds by layer and point of one file; other layers than ``known`` are an error."""
+    path, table = _rows(prefix, part)
+    times: dict[str, dict[float, float]] = defaultdict(dict)
+    for number, row in table:
+        layer = row.get("layer")
+        if layer not in known:
+            raise UserError(f"{path}, line {number}: layer {layer!r} is not known")
+        point, time_us = _numbers(path, number, row, (column, "time_us"))
+        times[layer][point] = time_us / 1e6
+    return times
+
+
+def _table(prefix: Path, part: str, columns: Sequence[str]) -> list[tuple[float, ...]]:
+    path, table = _rows(prefix, part)
+    return [_numbers(path, number, row, columns) for number, row in table]
+
+
+def _rows(prefix: Path, part: str) -> tuple[Path, Iterable[tuple[int, dict[str, str]]]]:
+    path = prefix.with_name(f"{prefix.name}_{part}.csv")
+    if not path.exists():
+        path = path.with_name(f"{path.name}.zst")
+    try:
+        lines = unpacked(path).decode().splitlines()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is no text: {error.reason}") from error
+    return path, enumerate(csv.DictReader(lines), start=2)
+
+
+def _numbers(
+    path: Path, number: int, row: dict[str, str], columns: Sequence[str]
+) -> tuple[float, ...]:
+    try:
+        found = tuple(float(row[column]) for column in columns)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path}, line {number}: give numbers in {', '.join(columns)}") from error
+    if not all(isfinite(one) and one >= 0 for one in found):
+        raise UserError(f"{path}, line {number}: a value is no finite number of 0 or more")
+    return found

@@ -1,0 +1,313 @@
+"""A real run of vLLM on a GPU, replayed in the simulator with step times of measured operators.
+
+    python -m benchmarks silicon --run RUN.jsonl.zst --operators PREFIX --layers 32 [--json FILE]
+
+The run's requests arrive as they did (LLMServingSim's format). Compared are operators as measured,
+operators with one fitted constant, the CPU's time between two steps, and the best linear step times
+of the same operators with such a constant. Constants are fitted on requests whose id has an even
+hash, errors are those of the others. Both halves are of one run, so their steps are the same: an
+error here bounds that of another run from below. No engine runs, and nothing is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from banaserve.base.arguments import Parser, positive
+from banaserve.base.errors import UserError
+from banaserve.base.records import read_records
+from banaserve.orchestrator.control.costs.profile import (
+    DecodeSection,
+    PrefillSection,
+    Profile,
+    load,
+)
+from banaserve.orchestrator.control.costs.steps import StepCosts
+from banaserve.silicon.aiconfigurator import AiconfiguratorTimes
+from banaserve.silicon.install import install
+from banaserve.silicon.operator_files import read_operators
+from banaserve.silicon.step_times import GpuStepTimes, graph_sizes
+from banaserve.sim.request import SimRequest
+from banaserve.sim.run import tallied
+from banaserve.sim.system import preset
+from banaserve_bench.results import result
+from benchmarks.script import run_script
+
+Floats = NDArray[np.float64]
+Latencies = dict[str, Floats]
+_HOSTS_S = tuple(round(n * 1e-4, 5) for n in range(51))
+_STATISTICS = {"mean": 0.0, "p90": 90.0, "p99": 99.0}
+
+
+class RealRequest(NamedTuple):
+    """Request of a real run; times in seconds, after the first arrival once a run is read."""
+
+    id: str
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    first_s: float
+    last_s: float
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> RealRequest:
+        """Return the request of a line in LLMServingSim's format, its times as they are there."""
+        return cls(
+            str(record["request_id"]),
+            float(record["arrival_time"]),
+            int(record["input_toks"]),
+            int(record["output_toks"]),
+            float(record["first_token_ts"]),
+            float(record["last_token_ts"]),
+        )
+
+    @property
+    def is_fitted(self) -> bool:
+        """True if constants may be fitted on this request, since the hash of its id is even."""
+        return sha256(self.id.encode()).digest()[-1] % 2 == 0
+
+
+class LinearTimes:
+    """A profile's own linear step times (``GpuStepTimes``)."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._costs = StepCosts(profile)
+
+    def step_s(self, tokens: int, pairs: int, batch: int, context: int) -> float:
+        """Return the time of one step; see ``GpuStepTimes``."""
+        return self._costs.mixed_s(tokens, pairs, batch, context)[0]
+
+
+class RecordedTimes:
+    """Step times that note each different step that was asked for, with its time."""
+
+    def __init__(self, times: GpuStepTimes) -> None:
+        self._times = times
+        self.steps: dict[tuple[int, int, int, int], float] = {}
+
+    def step_s(self, tokens: int, pairs: int, batch: int, context: int) -> float:
+        """Return the time of one step; see ``GpuStepTimes``."""
+        step = (tokens, pairs, batch, context)
+        self.steps[step] = found = self._times.step_s(*step)
+        return found
+
+
+class RunReplay:
+    """The run's requests and engine, for any step times."""
+
+    def __init__(
+        self, run: Sequence[RealRequest], profile: Profile, limits: dict[str, int]
+    ) -> None:
+        self._run, self._profile = run, profile
+        self._system = preset("colocated", colocated=1, cache="none", limits=limits)
+        self.real = _latencies(
+            [one.arrival_s for one in run],
+            [one.first_s for one in run],
+            [one.last_s for one in run],
+            [one.output_tokens for one in run],
+        )
+        self.fitted = np.array([one.is_fitted for one in run])
+
+    def simulated(self, times: GpuStepTimes, host_s: float) -> Latencies:
+        """Return the latencies of all requests with these step times."""
+        requests = [
+            SimRequest(n, one.arrival_s, one.prompt_tokens, one.output_tokens)
+            for n, one in enumerate(self._run)
+        ]
+        tallied(
+            self._profile,
+            self._system,
+            requests,
+            watch=lambda cluster: install(cluster, self._profile, times, host_s),
+        )
+        return _latencies(
+            [one.arrival_s for one in requests],
+            [one.first_s for one in requests],
+            [one.end_s for one in requests],
+            [one.output_tokens for one in requests],
+        )
+
+    def fit(self, times: GpuStepTimes) -> float:
+        """Return the CPU's time between steps with the least error of the means, in seconds."""
+        losses = []
+        for host_s in _HOSTS_S:
+            found = errors(self.simulated(times, host_s), self.real, self.fitted)
+            means = (found[f"{name}_mean"] for name in self.real)
+            losses.append((sum(error**2 for error in means), host_s))
+        return min(losses)[1]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Replay the run with each kind of step times and write the errors; return the exit code."""
+    parser = Parser(prog="python -m benchmarks silicon", description=__doc__)
+    add = parser.add_argument
+    add("--run", type=Path, required=True, help="requests of a real run, in JSON lines")
+    add("--operators", type=Path, required=True, help="folder and prefix of operators' files")
+    add("--layers", type=positive, required=True, help="layers of the model")
+    add("--max-requests", type=positive, default=128, help="max_num_seqs of the run")
+    add("--step-tokens", type=positive, default=2048, help="max_num_batched_tokens of the run")
+    add("--graph-tokens", type=positive, default=256, help="largest CUDA graph of the run")
+    add("--profile", default="llama-3.1-8b-h100", help="for the KV cache's size only")
+    add("--system", help="GPU in aiconfigurator-core, to compare its operators, too")
+    add("--model", default="meta-llama/Meta-Llama-3.1-8B", help="model in aiconfigurator-core")
+    add("--json", type=Path, help="write the result there")
+    given = parser.parse_args(list(argv))
+    started_at = datetime.now(UTC)
+    profile = load(given.profile)
+    limits = {"step_tokens": given.step_tokens, "max_requests": given.max_requests}
+    replay = RunReplay(read_run(given.run), profile, limits)
+    figures: dict[str, float] = {}
+    table = Table("step times", "CPU, ms", *replay.real, title="errors: mean, p90, p99 (each)")
+    for name, (times, host_s) in _compared(given, replay, profile).items():
+        found = errors(replay.simulated(times, host_s), replay.real, ~replay.fitted)
+        figures[f"{name}_host_s"] = host_s
+        figures |= {f"{name}_{key}": value for key, value in found.items()}
+        cells = [
+            ", ".join(f"{found[f'{one}_{statistic}']:+.1%}" for statistic in _STATISTICS)
+            + f" ({found[f'{one}_each']:.1%})"
+            for one in replay.real
+        ]
+        table.add_row(name, f"{host_s * 1e3:.1f}", *cells)
+    Console(width=120).print(table)
+    record = result.result(
+        "silicon",
+        seed=0,
+        options={name: str(value) for name, value in vars(given).items() if name != "json"},
+        started_at=started_at,
+        figures={
+            name: result.figure([value], "s" if name.endswith("_host_s") else "relative error")
+            for name, value in figures.items()
+        },
+        notes=[str(__doc__)],
+    )
+    result.deliver(record, given.json)
+    return 0
+
+
+def _compared(
+    given: argparse.Namespace, replay: RunReplay, profile: Profile
+) -> dict[str, tuple[GpuStepTimes, float]]:
+    """Return kinds of step times by name, each with the CPU's time between two steps."""
+    operators = read_operators(given.operators, given.layers, None, graph_sizes(given.graph_tokens))
+    host_s = replay.fit(operators)
+    recorded = RecordedTimes(operators)
+    replay.simulated(recorded, host_s)
+    linear = LinearTimes(linear_fit(recorded.steps, profile))
+    kinds: dict[str, tuple[GpuStepTimes, float]] = {
+        "operators": (operators, 0.0),
+        "operators_fitted": (operators, host_s),
+        "linear_fitted": (linear, replay.fit(linear)),
+    }
+    if given.system is not None:
+        package = AiconfiguratorTimes(given.model, given.system)
+        kinds["package"] = (package, 0.0)
+        kinds["package_fitted"] = (package, replay.fit(package))
+    return kinds
+
+
+def read_run(path: Path) -> list[RealRequest]:
+    """Return the requests of a real run, in the order of their arrivals.
+
+    Arrivals are of the clients' clock, tokens of the engine's. The shortest time from arrival to
+    the engine's queue is taken to be 0, which sets the difference of the clocks.
+
+    Raises:
+        UserError: The file has a bad line or no request.
+    """
+    try:
+        rows = [
+            (RealRequest.of(record), float(record["queued_ts"])) for _, record in read_records(path)
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: a request lacks a value: {error}") from error
+    if not rows:
+        raise UserError(f"{path} holds no request")
+    apart_s = min(queued_s - one.arrival_s for one, queued_s in rows)
+    began_s = min(one.arrival_s for one, _ in rows)
+    found = [
+        one._replace(
+            arrival_s=one.arrival_s - began_s,
+            first_s=one.first_s - apart_s - began_s,
+            last_s=one.last_s - apart_s - began_s,
+        )
+        for one, _ in rows
+    ]
+    return sorted(found, key=lambda one: one.arrival_s)
+
+
+def linear_fit(steps: dict[tuple[int, int, int, int], float], profile: Profile) -> Profile:
+    """Return ``profile`` with the linear step times that have the least squared error of ``steps``.
+
+    Args:
+        steps: Times by tokens, pairs, requests and context, in seconds.
+    """
+    rows = np.array([[*step, time_s] for step, time_s in steps.items()], dtype=float)
+    decode, mixed = rows[rows[:, 0] == 0], rows[rows[:, 0] > 0]
+    ones = np.ones(len(decode))
+    fixed_s, context_s, request_s = _least_squares([ones, decode[:, 3], decode[:, 2]], decode[:, 4])
+    left_s = mixed[:, 4] - context_s * mixed[:, 3] - request_s * mixed[:, 2]
+    ones = np.ones(len(mixed))
+    prefill_s, token_s, pair_s = _least_squares([ones, mixed[:, 0], mixed[:, 1]], left_s)
+    return replace(
+        profile,
+        prefill=PrefillSection(max(prefill_s, fixed_s), token_s, pair_s),
+        decode_small=DecodeSection(fixed_s, context_s, request_s),
+        decode_large=None,
+    )
+
+
+def _least_squares(columns: Sequence[Floats], values: Floats) -> list[float]:
+    """Return coefficients of 0 or more; a column whose coefficient would be less is left out."""
+    used = list(range(len(columns)))
+    while True:
+        matrix = np.stack([columns[place] for place in used], axis=1)
+        found = np.linalg.lstsq(matrix, values, rcond=None)[0]
+        if (found >= 0).all():
+            break
+        del used[int(found.argmin())]
+    whole = dict(zip(used, found, strict=True))
+    return [float(whole.get(place, 0.0)) for place in range(len(columns))]
+
+
+def _latencies(
+    arrivals: Sequence[float],
+    firsts: Sequence[float],
+    lasts: Sequence[float],
+    outputs: Sequence[int],
+) -> Latencies:
+    arrival, first, last = (np.array(one) for one in (arrivals, firsts, lasts))
+    gaps = np.maximum(1, np.array(outputs) - 1)
+    return {"ttft": first - arrival, "tpot": (last - first) / gaps, "latency": last - arrival}
+
+
+def errors(simulated: Latencies, real: Latencies, which: NDArray[np.bool_]) -> dict[str, float]:
+    """Return relative errors of mean, p90 and p99 over the requests ``which``, signed.
+
+    ``each``: mean of the requests' own relative errors, without their signs.
+    """
+    found = {}
+    for name in real:
+        for statistic, percent in _STATISTICS.items():
+            ours, theirs = (
+                np.percentile(one[name][which], percent) if percent else one[name][which].mean()
+                for one in (simulated, real)
+            )
+            found[f"{name}_{statistic}"] = float(ours / theirs - 1)
+        own = simulated[name][which] / real[name][which] - 1
+        found[f"{name}_each"] = float(np.abs(own).mean())
+    return found
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,88 @@
+"""A run that the simulator itself made is replayed without error, with its constant found again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from banaserve.base.errors import UserError
+from banaserve.orchestrator.control.costs.profile import load
+from benchmarks.silicon import LinearTimes, RealRequest, RunReplay, errors, linear_fit, read_run
+
+_PROFILE = "llama-3.1-8b-h100"
+_CLOCKS_APART_S = 5000.0
+
+
+def _record(n: int, queued_s: float = 0.0) -> dict[str, object]:
+    arrival_s = 100.0 + n / 4
+    return {
+        "request_id": f"bench-{n}",
+        "input_toks": 200 + 10 * n,
+        "output_toks": 20,
+        "arrival_time": arrival_s,
+        "queued_ts": arrival_s + queued_s + _CLOCKS_APART_S,
+        "first_token_ts": arrival_s + 0.5 + _CLOCKS_APART_S,
+        "last_token_ts": arrival_s + 1.5 + _CLOCKS_APART_S,
+    }
+
+
+def _written(folder: Path, records: list[dict[str, object]]) -> Path:
+    path = folder / "run.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in records))
+    return path
+
+
+def test_a_run_is_read_with_both_clocks_set_alike(tmp_path: Path) -> None:
+    found = read_run(_written(tmp_path, [_record(1, 0.01), _record(0)]))
+    assert [one.id for one in found] == ["bench-0", "bench-1"]
+    assert found[0] == pytest.approx(("bench-0", 0.0, 200, 20, 0.5, 1.5))
+    assert found[1].arrival_s == pytest.approx(0.25)
+
+
+def test_a_run_that_lacks_a_value_is_one_error(tmp_path: Path) -> None:
+    record = _record(0)
+    del record["queued_ts"]
+    with pytest.raises(UserError, match="a request lacks a value"):
+        read_run(_written(tmp_path, [record]))
+    with pytest.raises(UserError, match="holds no request"):
+        read_run(_written(tmp_path, []))
+
+
+def test_a_constant_is_found_again_on_the_half_that_is_not_fitted(tmp_path: Path) -> None:
+    asked = read_run(_written(tmp_path, [_record(n) for n in range(40)]))
+    profile = load(_PROFILE)
+    limits = {"step_tokens": 2048, "max_requests": 64}
+    times = LinearTimes(profile)
+    made = RunReplay(asked, profile, limits).simulated(times, 2e-3)
+    run = [
+        RealRequest(
+            one.id,
+            one.arrival_s,
+            one.prompt_tokens,
+            one.output_tokens,
+            one.arrival_s + float(made["ttft"][n]),
+            one.arrival_s + float(made["latency"][n]),
+        )
+        for n, one in enumerate(asked)
+    ]
+    replay = RunReplay(run, profile, limits)
+    assert 0 < replay.fitted.sum() < len(run)
+    assert replay.fit(times) == 2e-3
+    found = errors(replay.simulated(times, 2e-3), replay.real, ~replay.fitted)
+    assert max(map(abs, found.values())) < 1e-9
+
+
+def test_linear_times_are_found_again_from_steps() -> None:
+    profile = load(_PROFILE)
+    times = LinearTimes(profile)
+    steps = [(0, 0, b, b * c) for b in (1, 8, 64) for c in (100, 4000)]
+    steps += [
+        (t, t * (t + 2 * h), b, 1000 * b) for t in (64, 2048) for h in (0, 512) for b in (0, 9)
+    ]
+    found = linear_fit({step: times.step_s(*step) for step in steps}, profile)
+    assert found.prefill.token_s == pytest.approx(profile.prefill.token_s)
+    assert found.prefill.pair_s == pytest.approx(profile.prefill.pair_s)
+    assert found.decode_small.fixed_s == pytest.approx(profile.decode_small.fixed_s)
+    assert found.decode_small.request_s == pytest.approx(profile.decode_small.request_s)
