@@ -26,7 +26,7 @@ from banaserve.migration.rpc.messages import GuestAddress
 from banaserve.serving.launch import messages
 from banaserve.serving.launch.devices import Devices
 from banaserve.serving.launch.parent_link import ORDER_S, ParentLink, ParentLostError
-from banaserve.serving.launch.spawn import LaunchKind, spawn
+from banaserve.serving.launch.spawn import spawn
 from banaserve.serving.monitoring import metrics
 from banaserve.transport.channels.connect import tcp_address
 from banaserve.transport.registry import SHARED_MEMORY
@@ -321,7 +321,7 @@ class SpawnLauncher(Launcher):
     """
 
     def __init__(self, vllm_argv: list[str], devices: Devices) -> None:
-        self._vllm_argv = vllm_argv
+        self._vllm_argv = tuple(vllm_argv)
         self._devices = devices
         self._processes: list[subprocess.Popen[bytes]] = []
 
@@ -341,15 +341,15 @@ class SpawnLauncher(Launcher):
         log_path: Path,
         vllm_argv: tuple[str, ...] = (),
     ) -> int:
-        argv = list(vllm_argv) or self._vllm_argv
-        launch = messages.EngineLaunch(instance_id, argv, handshake_address, str(log_path))
-        return self._spawn(LaunchKind.ENGINE, launch, self._environment(instance_id))
+        argv = vllm_argv or self._vllm_argv
+        order = messages.StartEngine(instance_id, handshake_address, str(log_path), argv)
+        return self._spawn(order, self._environment(instance_id))
 
     async def start_guest(
         self, address: GuestAddress, log_path: Path, vllm_argv: tuple[str, ...] = ()
     ) -> int:
-        launch = messages.GuestLaunch(address, list(vllm_argv) or self._vllm_argv, str(log_path))
-        return self._spawn(LaunchKind.GUEST, launch, self._environment(address.target))
+        order = messages.StartGuest(address, str(log_path), vllm_argv or self._vllm_argv)
+        return self._spawn(order, self._environment(address.target))
 
     def _environment(self, instance_id: str) -> dict[str, str]:
         environment = dict(os.environ)
@@ -357,9 +357,9 @@ class SpawnLauncher(Launcher):
             environment["CUDA_VISIBLE_DEVICES"] = devices
         return environment
 
-    def _spawn(self, kind: LaunchKind, launch: msgspec.Struct, environment: dict[str, str]) -> int:
+    def _spawn(self, order: messages.Order, environment: dict[str, str]) -> int:
         self._processes = [p for p in self._processes if p.poll() is None]
-        process = spawn(kind, launch, environment)
+        process = spawn(order, environment)
         self._processes.append(process)
         return process.pid
 
