@@ -7,8 +7,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import msgspec
-
 from banaserve.base.platform import processes
 from banaserve.contracts.environment import INSTANCE_VARIABLE
 from banaserve.engine.compat import engine as compat
@@ -21,7 +19,7 @@ from banaserve.mains import guest
 from banaserve.migration.host import install as migration
 from banaserve.migration.rpc.messages import GuestAddress
 from banaserve.pacing import install as pacing
-from banaserve.serving.launch.messages import EngineLaunch
+from banaserve.serving.launch.messages import Order, StartGuest
 
 
 def redirect_output(log_path: str) -> None:
@@ -68,9 +66,15 @@ def _keep_files_in(folder: Path) -> None:
     tempfile.tempdir = str(own)
 
 
-def run_launched(said: bytes) -> None:
-    """Serve as the engine core described by ``said``, the JSON of an ``EngineLaunch``."""
-    launch = msgspec.json.decode(said, type=EngineLaunch)
-    redirect_output(launch.log_path)
-    config = engine_config(parse_vllm_argv(launch.vllm_argv))
-    run_engine_core(config, launch.instance_id, launch.handshake_address)
+def run_order(order: Order, usual: VllmConfig | None = None) -> None:
+    """Be the engine core or the guest of an order.
+
+    Args:
+        usual: vLLM's configuration if the order has no options.
+    """
+    config = engine_config(parse_vllm_argv(list(order.vllm_argv))) if order.vllm_argv else usual
+    assert config is not None, "an order to a new process has options"
+    if isinstance(order, StartGuest):
+        run_guest(config, order.address)
+    else:
+        run_engine_core(config, order.instance_id, order.handshake_address)

@@ -18,18 +18,12 @@ import time
 import traceback
 from collections.abc import Callable
 
-import msgspec
-
 from banaserve.base.fail_points import FailPoint, reach
 from banaserve.base.platform.processes import die_with_parent
 from banaserve.engine.compat.config import VllmConfig
 from banaserve.engine.compat.engine import PRE_IMPORTED, override_kernels
 from banaserve.engine.engine_args import engine_config, load_parsers, parse_vllm_argv
-from banaserve.mains.engine import (
-    redirect_output,
-    run_engine_core,
-    run_guest,
-)
+from banaserve.mains.engine import redirect_output, run_order
 from banaserve.serving.launch import messages
 
 _PRE_IMPORTED = (
@@ -70,9 +64,8 @@ def run_engine_parent(config: VllmConfig, control: socket.socket) -> None:
     _EngineParent(config, control).run()
 
 
-def run_launched(said: bytes) -> None:
-    """Run the engine parent described by ``said``, the JSON of a ``ParentLaunch``."""
-    launch = msgspec.json.decode(said, type=messages.ParentLaunch)
+def run_launched(launch: messages.ParentLaunch) -> None:
+    """Run this process as the engine parent that ``launch`` describes."""
     control = socket.socket(fileno=launch.control)
     args = parse_vllm_argv(launch.vllm_argv)
     config = engine_config(args)
@@ -108,7 +101,7 @@ def _is_late(order: messages.Message) -> bool:
 
 
 class _EngineParent:
-    """Parent of engines and guests: starts them on request, and reports starts and exits.
+    """Parent of engines and guests: starts them on request, reports starts, and reaps the ended.
 
     Single-threaded.
     """
@@ -148,24 +141,20 @@ class _EngineParent:
         if _is_late(order):
             return True
         reach(FailPoint.LAUNCHER_ORDER)
-        if isinstance(order, messages.StartEngine):
+        if isinstance(order, messages.Order):
             pid = self._fork(order)
             self._pids.add(pid)
-            messages.send(self._control, messages.EngineStarted(order.instance_id, pid))
-        elif isinstance(order, messages.StartGuest):
-            pid = self._fork(order)
-            self._pids.add(pid)
-            messages.send(self._control, messages.GuestStarted(order.address.guest_id, pid))
+            messages.send(self._control, messages.Started(messages.name_of(order), pid))
         return True
 
-    def _fork(self, order: messages.StartEngine | messages.StartGuest) -> int:
+    def _fork(self, order: messages.Order) -> int:
         parent_pid = os.getpid()
         pid = os.fork()
         if pid == 0:
             _in_child(lambda: self._become(order, parent_pid))
         return pid
 
-    def _become(self, order: messages.StartEngine | messages.StartGuest, parent_pid: int) -> None:
+    def _become(self, order: messages.Order, parent_pid: int) -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         die_with_parent(parent_pid)
@@ -173,30 +162,18 @@ class _EngineParent:
             inherited.close()
         redirect_output(order.log_path)
         reach(FailPoint.ENGINE_START)
-        config = (
-            engine_config(parse_vllm_argv(list(order.vllm_argv)))
-            if order.vllm_argv
-            else self._config
-        )
-        if isinstance(order, messages.StartGuest):
-            run_guest(config, order.address)
-        else:
-            run_engine_core(config, order.instance_id, order.handshake_address)
+        run_order(order, self._config)
 
     def _reap(self) -> bool:
         self._wake_read.recv(4096)
         while self._pids:
             try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                pid, _ = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 return True
             if pid == 0:
                 return True
             self._pids.discard(pid)
-            with contextlib.suppress(OSError):
-                messages.send(
-                    self._control, messages.EngineExited(pid, os.waitstatus_to_exitcode(status))
-                )
         return True
 
     def _kill_all(self) -> None:

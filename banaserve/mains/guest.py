@@ -5,15 +5,12 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-import msgspec
-
 from banaserve.engine.compat.config import VllmConfig, adopt_kernels
 from banaserve.migration.guest.environment import guest_environment
 from banaserve.migration.guest.server import GuestServer
 from banaserve.migration.guest.throttle import start_threads
 from banaserve.migration.modules.partial_model import device_of
 from banaserve.migration.rpc.messages import GuestAddress
-from banaserve.serving.launch.messages import GuestLaunch
 
 ACCEPT_TIMEOUT_S = 60.0
 
@@ -37,13 +34,3 @@ def serve(config: VllmConfig, address: GuestAddress) -> None:
             on_cpu = device_of(config).type == "cpu"
             gpu_transport = None if on_cpu else address.make_gpu_transport
             GuestServer(config, channel, transport, address.token, gpu_transport).serve()
-
-
-def run_launched(said: bytes) -> None:
-    """Serve as the guest described by ``said``, the JSON of a ``GuestLaunch``."""
-    launch = msgspec.json.decode(said, type=GuestLaunch)
-    from banaserve.engine.engine_args import engine_config, parse_vllm_argv
-    from banaserve.mains.engine import redirect_output, run_guest
-
-    redirect_output(launch.log_path)
-    run_guest(engine_config(parse_vllm_argv(launch.vllm_argv)), launch.address)

@@ -1,29 +1,32 @@
 """Main module of an engine core, a guest or an engine parent in a new process.
 
-``python -m banaserve.mains.spawned KIND PARENT_PID`` reads its launch description from
-standard input.
+``python -m banaserve.mains.spawned PARENT_PID`` reads what it is to be from standard input.
 """
 
 from __future__ import annotations
 
 import sys
 
+import msgspec
+
 from banaserve.base.platform.processes import die_with_parent
-from banaserve.serving.launch.spawn import LaunchKind
 
 
 def main() -> None:
-    kind, parent_pid = LaunchKind(sys.argv[1]), int(sys.argv[2])
-    die_with_parent(parent_pid)  # before imports, which take many seconds
+    die_with_parent(int(sys.argv[1]))  # before imports, which take many seconds
     said = sys.stdin.buffer.read()
-    match kind:
-        case LaunchKind.ENGINE:
-            from banaserve.mains.engine import run_launched
-        case LaunchKind.GUEST:
-            from banaserve.mains.guest import run_launched
-        case LaunchKind.PARENT:
-            from banaserve.mains.engine_parent import run_launched
-    run_launched(said)
+    from banaserve.serving.launch import messages
+
+    launch = msgspec.json.decode(said, type=messages.Launch)
+    if isinstance(launch, messages.ParentLaunch):
+        from banaserve.mains.engine_parent import run_launched
+
+        run_launched(launch)
+    else:
+        from banaserve.mains.engine import redirect_output, run_order
+
+        redirect_output(launch.log_path)
+        run_order(launch)
 
 
 if __name__ == "__main__":

@@ -24,14 +24,14 @@ from banaserve.nodes.messages import JoinSession, SessionOpened
 from banaserve.nodes.places import Places
 from banaserve.nodes.pool import NodePool, NodeWork, OnPeers, PoolNode
 from banaserve.nodes.remote_process import SOCKET_NAMES
-from banaserve.serving.launch.launcher import GuestPlace
+from banaserve.serving.launch.launcher import GuestPlace, Launcher
 from banaserve.transport.registry import SHARED_MEMORY, TCP
 
 LOOKUP_STORE_SIZE = "64MiB"
 """Size of the server's own store if all engines are on nodes: it only queries the other stores."""
 
 
-class NodesLauncher:
+class NodesLauncher(Launcher):
     """Launcher that starts each engine and guest on the node that its instance is assigned to.
 
     Args:
@@ -52,12 +52,7 @@ class NodesLauncher:
     # ---- the nodes
 
     async def open(self, say: Callable[[str], None]) -> None:
-        """Take all nodes, assign instances to them, and start their stores.
-
-        Raises:
-            UserError: A node cannot be reached or used, or the nodes have no room for the
-                instances.
-        """
+        """Take all nodes, assign instances to them, and start their stores."""
         assigned = await self.pool.open(say)
         for node, one in zip(self.pool.nodes, assigned, strict=True):
             self._place.update((str(instance_id), node) for instance_id, _ in one.instances)
@@ -222,10 +217,6 @@ class NodesLauncher:
         process = shim.start(launch, log_path)
         self._shims.append(process)
         return process.pid
-
-    def devices_of(self, instance_id: str) -> str:
-        """Return an empty string: NVML knows only the GPUs of this machine."""
-        return ""
 
     def reserve(self, instance_id: str) -> None:
         if instance_id in self._place or not self.pool.nodes:

@@ -13,11 +13,10 @@ import msgspec
 
 from banaserve.base.net.framing import Framing
 
-PROTOCOL = 4
+PROTOCOL = 5
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_CHANNELS = 64
 """Maximum connections of one process at once; an engine opens one to each of 3 sockets."""
-MAX_WAIT_S = 600.0
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 _Word = Annotated[str, msgspec.Meta(max_length=1 << 16)]
@@ -152,10 +151,6 @@ class JoinSession(_Said, frozen=True):
     instances: _Words = ()
 
 
-class ProcessStarted(_Said, frozen=True):
-    pid: Annotated[int, msgspec.Meta(ge=1)]
-
-
 class ProcessDying(_Said, frozen=True):
     """Notice that the process has begun to end; its memory may not be free yet."""
 
@@ -273,7 +268,6 @@ NodeMessage = (
     | StorePeersSet
     | StoreRestarted
     | JoinSession
-    | ProcessStarted
     | ProcessDying
     | ProcessEnded
     | ChannelOpened

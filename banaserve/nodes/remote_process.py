@@ -18,7 +18,6 @@ from banaserve.nodes.messages import (
     LogWritten,
     ProcessDying,
     ProcessEnded,
-    ProcessStarted,
 )
 from banaserve.nodes.relay import Relay
 
@@ -58,7 +57,6 @@ class RemoteProcess:
         try:
             await self._relay.listen(self._stem, self._sockets)
             self._pid = await self._start(log)
-            await self._link.send(ProcessStarted(self._pid))
             copying = asyncio.create_task(self._copy_log(reading))
             waiting = asyncio.create_task(self._tell_of_end())
             obeying = asyncio.create_task(self._obey())

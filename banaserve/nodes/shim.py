@@ -29,7 +29,6 @@ from banaserve.nodes.messages import (
     LogWritten,
     ProcessDying,
     ProcessEnded,
-    ProcessStarted,
 )
 from banaserve.nodes.relay import Relay
 
@@ -102,8 +101,6 @@ async def _follow(
                 await relay.opened(said, targets)
             case ChannelClosed():
                 relay.closed(said)
-            case ProcessStarted():
-                pass
             case ProcessDying():
                 life.set()
             case ProcessEnded():

@@ -188,9 +188,8 @@ class Live(_Engine):
         messages.send(
             self._control, messages.StartGuest(address, str(self._folder / f"{guest_id}.log"))
         )
-        while isinstance(started := messages.receive(self._control), messages.EngineExited):
-            pass  # a guest whose layers have gone home
-        if not isinstance(started, messages.GuestStarted):
+        started = messages.receive(self._control)
+        if not isinstance(started, messages.Started):
             raise RuntimeError(f"the guest did not start: {started}")
         _pin(started.pid, _GUEST_CORE)
         self._ask(call(MigrationApi.banaserve_migration_attach, [address]))

@@ -132,10 +132,7 @@ def test_a_host_is_fed_until_its_neighbour_has_ended() -> None:
     assert len(fed) >= 1
 
 
-def test_the_end_of_an_earlier_guest_is_no_failure_of_the_next(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Its parent tells of both on one socket."""
+def test_a_guest_is_ordered_and_pinned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pinned: list[int] = []
     monkeypatch.setattr(overlapped, "_pin", lambda pid, core: pinned.append(pid))
     live = object.__new__(overlapped.Live)
@@ -144,8 +141,7 @@ def test_the_end_of_an_earlier_guest_is_no_failure_of_the_next(
     ready = SimpleNamespace(guests={"g2": GuestLinkStatus(LinkState.READY)})
     monkeypatch.setattr(live, "_ask", lambda asked: ready)
     with live._control, parent:
-        messages.send(parent, messages.EngineExited(7, 0))
-        messages.send(parent, messages.GuestStarted("g2", 8))
+        messages.send(parent, messages.Started("g2", 8))
         assert live._guest() == "g2"
         order = messages.receive(parent)
     assert isinstance(order, messages.StartGuest)

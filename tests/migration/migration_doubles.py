@@ -18,7 +18,7 @@ from banaserve.migration.kv.host_kv import blocks_gained
 from banaserve.migration.rpc.messages import GuestAddress
 from banaserve.migration.units.base import MigrationUnit
 from banaserve.migration.units.registry import AnyUnit
-from banaserve.serving.launch.launcher import LocalLauncher
+from banaserve.serving.launch.launcher import Launcher
 from banaserve.serving.moves.coordinator import Coordinator
 from banaserve.serving.moves.guest_pool import GuestHandle, GuestPool
 from banaserve.serving.moves.planner import ModelFacts
@@ -269,7 +269,7 @@ class Instance:
         self.llm = self.engine = Engine()
 
 
-class SleepLauncher(LocalLauncher):
+class SleepLauncher(Launcher):
     """Guests are processes that do nothing: they can be killed, stopped and waited for."""
 
     def __init__(self) -> None:

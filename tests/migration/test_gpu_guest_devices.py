@@ -215,7 +215,7 @@ async def test_a_guest_sees_the_devices_of_the_instance_that_it_runs_beside(
     launcher = SpawnLauncher(["--model", "m"], Devices({"d0": "0,1", "p0": "2"}))
     seen: list[str | None] = []
 
-    def spawn(kind: object, launch: object, environment: dict[str, str]) -> int:
+    def spawn(order: object, environment: dict[str, str]) -> int:
         seen.append(environment.get("CUDA_VISIBLE_DEVICES"))
         return os.getpid()
 

@@ -1,6 +1,6 @@
 """Engines of a test that are mocks: what ``banaserve.mains.spawned`` is for real ones.
 
-``python -m mock_parent KIND PARENT_PID`` reads what it is to be from its standard input. A parent
+``python -m mock_parent PARENT_PID`` reads what it is to be from its standard input. A parent
 forks mock cores on order, as the engine parent forks real ones: ten milliseconds and some megabytes
 each.
 """
@@ -23,25 +23,20 @@ import mock_core
 from banaserve.base.fail_points import FailPoint, reach
 from banaserve.base.platform.processes import die_with_parent, show_life
 from banaserve.serving.launch import messages
-from banaserve.serving.launch.spawn import LaunchKind
 
 _READ_BYTES = 4096
 
 
 def main() -> None:
-    kind, parent_pid = LaunchKind(sys.argv[1]), int(sys.argv[2])
-    die_with_parent(parent_pid)
-    said = sys.stdin.buffer.read()
-    match kind:
-        case LaunchKind.ENGINE:
-            launch = msgspec.json.decode(said, type=messages.EngineLaunch)
+    die_with_parent(int(sys.argv[1]))
+    match launch := msgspec.json.decode(sys.stdin.buffer.read(), type=messages.Launch):
+        case messages.StartEngine():
             become(launch.instance_id, launch.handshake_address, launch.log_path, launch.vllm_argv)
-        case LaunchKind.PARENT:
-            parent = msgspec.json.decode(said, type=messages.ParentLaunch)
-            control = socket.socket(fileno=parent.control)
+        case messages.ParentLaunch():
+            control = socket.socket(fileno=launch.control)
             messages.send(control, messages.ParentReady())
-            MockParent(parent.vllm_argv, control).run()
-        case LaunchKind.GUEST:
+            MockParent(launch.vllm_argv, control).run()
+        case messages.StartGuest():
             sys.exit("a mock engine has no guests")
 
 
@@ -56,7 +51,7 @@ def become(instance_id: str, handshake_address: str, log_path: str, argv: Sequen
 
 
 class MockParent:
-    """Forks mock cores on order and tells of their ends.
+    """Forks mock cores on order.
 
     Args:
         argv: Options of engines that are ordered without options.
@@ -97,10 +92,9 @@ class MockParent:
         reach(FailPoint.LAUNCHER_ORDER)
         if isinstance(order, messages.StartEngine):
             pid = self._fork(lambda: self._become(order))
-            messages.send(self._control, messages.EngineStarted(order.instance_id, pid))
         else:
             pid = self._fork(lambda: sys.exit("a mock engine has no guests"))
-            messages.send(self._control, messages.GuestStarted(order.address.guest_id, pid))
+        messages.send(self._control, messages.Started(messages.name_of(order), pid))
         return True
 
     def _become(self, order: messages.StartEngine) -> None:
@@ -123,11 +117,8 @@ class MockParent:
     def _reap(self) -> bool:
         self._wake_read.recv(_READ_BYTES)
         for pid in list(self._pids):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
+            if os.waitpid(pid, os.WNOHANG)[0]:
                 self._pids.discard(pid)
-                code = os.waitstatus_to_exitcode(status)
-                messages.send(self._control, messages.EngineExited(pid, code))
         return True
 
 

@@ -28,7 +28,6 @@ def mock_launcher(argv: list[str]) -> ForkLauncher:
     ours, theirs = socket.socketpair()
     with theirs:
         process = spawn.spawn(
-            spawn.LaunchKind.PARENT,
             messages.ParentLaunch(argv, theirs.fileno()),
             os.environ,
             pass_fds=(theirs.fileno(),),

@@ -90,8 +90,8 @@ def real_core(folder: Path, front: FrontEnd) -> Iterator[subprocess.Popen[bytes]
     import small_model
     from banaserve.contracts.environment import ENVIRONMENT
     from banaserve.engine.engine_args import common_options
-    from banaserve.serving.launch.messages import EngineLaunch
-    from banaserve.serving.launch.spawn import LaunchKind, spawn
+    from banaserve.serving.launch.messages import StartEngine
+    from banaserve.serving.launch.spawn import spawn
 
     model = small_model.resolve()
     argv = ["--model", model.path_or_id, "--served-model-name", model.served_name]
@@ -99,9 +99,9 @@ def real_core(folder: Path, front: FrontEnd) -> Iterator[subprocess.Popen[bytes]
     argv += ["--max-model-len", "4096", "--distributed-executor-backend", "uni"]
     argv += common_options()
     log = folder / "core.log"
-    launch = EngineLaunch("c0", argv, front.handshake_address, str(log))
+    order = StartEngine("c0", front.handshake_address, str(log), tuple(argv))
     environment = {"OMP_NUM_THREADS": "1", **ENVIRONMENT, **os.environ}
-    process = spawn(LaunchKind.ENGINE, launch, environment)
+    process = spawn(order, environment)
     try:
         yield process
     except TimeoutError as late:

@@ -12,9 +12,9 @@ from banaserve.base.clock import WallClock
 from banaserve.base.errors import InstanceDeadError, MigrationError, UserError
 from banaserve.base.types import InstanceId, Role
 from banaserve.contracts.instances import NodeStatus
-from banaserve.serving.launch.launcher import LocalLauncher
 from banaserve.serving.roles.drain import Drains
 from banaserve.serving.scaling.scaler import Scaler
+from migration_doubles import SleepLauncher
 
 
 class NewInstance(doubles.Instance):
@@ -62,7 +62,7 @@ class Cluster:
         self._coordinator.instance_ended(name)
 
 
-class Machines(LocalLauncher):
+class Machines(SleepLauncher):
     """Nodes without machines; see ``Launcher``.
 
     Attributes:
@@ -74,6 +74,7 @@ class Machines(LocalLauncher):
     """
 
     def __init__(self, **on: str) -> None:
+        super().__init__()
         self.on = {name: names.split() for name, names in on.items()}
         self.unusable: dict[str, str] = {}
         self.asked: list[tuple[str, tuple[str, ...]]] = []

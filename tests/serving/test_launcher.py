@@ -23,9 +23,8 @@ from banaserve.base.platform.processes import is_running
 from banaserve.mains import engine_parent, spawned
 from banaserve.serving.launch import messages
 from banaserve.serving.launch.launcher import ForkLauncher
-from banaserve.serving.launch.messages import EngineLaunch
 from banaserve.serving.launch.parent_link import ParentLink, ParentLostError
-from banaserve.serving.launch.spawn import LaunchKind, spawn
+from banaserve.serving.launch.spawn import spawn
 from waiting import until
 
 
@@ -50,7 +49,7 @@ class Parent:
         while isinstance(order := messages.receive(self._sock), messages.StartEngine):
             self.orders += 1
             self.may_answer.acquire()
-            messages.send(self._sock, messages.EngineStarted(order.instance_id, self.orders))
+            messages.send(self._sock, messages.Started(order.instance_id, self.orders))
         self._sock.close()
 
 
@@ -83,7 +82,7 @@ async def test_a_parent_that_cannot_be_replaced_is_told_in_one_line(tmp_path: Pa
 
 async def test_a_parent_that_talks_nonsense_is_replaced(tmp_path: Path) -> None:
     ours, theirs = socket.socketpair()
-    frame = messages.FRAMING.encode(messages.EngineStarted("d0", 1))
+    frame = messages.FRAMING.encode(messages.Started("d0", 1))
     theirs.sendall(frame.replace(b"d0", b"\xff0"))
     _, second = answering()
 
@@ -167,7 +166,7 @@ async def test_a_hung_parent_stays_while_it_has_engines(
     with subprocess.Popen(["sleep", "600"]) as engine:  # noqa: ASYNC220
         ours, theirs = socket.socketpair()
         first, (_, second) = ParentLink(ours, process.pid), answering()
-        messages.send(theirs, messages.EngineStarted("d0", engine.pid))
+        messages.send(theirs, messages.Started("d0", engine.pid))
 
         async def start_parent() -> ParentLink:
             return second
@@ -205,8 +204,10 @@ def test_what_is_spawned_says_nothing_on_its_command_line_and_ends_with_its_star
     tmp_path: Path,
 ) -> None:
     """Its starter is not this process: it must not come so far as to import an engine."""
-    said = EngineLaunch("d0", ["--hf-token", "a-secret"], "ipc://nowhere", str(tmp_path / "log"))
-    process = spawn(LaunchKind.ENGINE, said, os.environ)
+    said = messages.StartEngine(
+        "d0", "ipc://nowhere", str(tmp_path / "log"), ("--hf-token", "a-secret")
+    )
+    process = spawn(said, os.environ)
     try:
         line = b""
         while not line.strip(b"\0") and process.poll() is None:  # it may just be getting it
@@ -216,6 +217,6 @@ def test_what_is_spawned_says_nothing_on_its_command_line_and_ends_with_its_star
     finally:
         process.kill()
         process.wait()
-    command = [sys.executable, "-m", spawned.__name__, "engine", "1"]
+    command = [sys.executable, "-m", spawned.__name__, "1"]
     done = subprocess.run(command, input=b"nonsense", timeout=60.0)
     assert (done.returncode, (tmp_path / "log").exists()) == (1, False)

@@ -20,7 +20,7 @@ from banaserve.base.types import ClusterView, InstanceId, InstanceReport, Instan
 from banaserve.contracts.migration_api import MoveLayers
 from banaserve.orchestrator.control.autoscaling import AutoscaleOptions, LoadsSince, next_step
 from banaserve.serving.launch.devices import Devices
-from banaserve.serving.launch.launcher import LocalLauncher
+from banaserve.serving.launch.launcher import SpawnLauncher
 from banaserve.serving.monitoring import metrics
 from banaserve.serving.moves import guest_monitor
 from banaserve.serving.roles.drain import Drains
@@ -447,7 +447,7 @@ def test_more_instances_need_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(factories, "available_memory_bytes", lambda: 3 << 30)
     monkeypatch.setattr(factories, "EngineSeries", lambda _: None)
     nothing: Any = None
-    here: Any = LocalLauncher()
+    here = SpawnLauncher([], devices=Devices({}))
     one = factories.InstanceFactory(nothing, here, *[nothing] * 4, instance_bytes=1 << 30)
     one.check_memory(3)
     with pytest.raises(MigrationError, match="4 more instances need about 4 GiB"):

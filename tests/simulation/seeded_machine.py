@@ -14,7 +14,7 @@ import zmq
 
 from banaserve.base.errors import InstanceDeadError
 from banaserve.migration.rpc.messages import GuestAddress
-from banaserve.serving.launch.launcher import LocalLauncher
+from banaserve.serving.launch.launcher import Launcher
 from banaserve.sim.timeline import Timeline, VirtualTimeLoop
 from seeded_threads import Thread, run_on_thread
 
@@ -137,7 +137,7 @@ class HandshakeSocket:
         del self._addresses[self._address]
 
 
-class Machine(LocalLauncher):
+class Machine(Launcher):
     """Starts processes and ends them; stands in for ``os``, ``zmq`` and ``platform.processes``.
 
     Args:
@@ -178,9 +178,6 @@ class Machine(LocalLauncher):
 
     # ---- the launcher
 
-    def devices_of(self, _: str) -> str:
-        return ""
-
     async def start(self, name: str, address: str, _: Path, vllm_argv: tuple[str, ...] = ()) -> int:
         await asyncio.sleep(self._troubles.some_s(0.1))
         if self._troubles.happen(0.05):
@@ -204,6 +201,9 @@ class Machine(LocalLauncher):
         process.task = asyncio.create_task(run_on_thread(process, engine.main))
         process.task.add_done_callback(self._note)
         return process.pid
+
+    def close(self) -> None:
+        raise AssertionError("the run ends its processes itself")
 
     async def _run(self, process: Process, address: str) -> None:
         loop, loads_s = asyncio.get_running_loop(), self._troubles.some_s(2.0)

@@ -59,7 +59,7 @@ class Faults:
 
 
 class FaultyStream:
-    """A ``ByteStream`` whose writes, each of which is one frame, go wrong."""
+    """A ``SocketStream`` whose writes, each of which is one frame, go wrong."""
 
     def __init__(self, inner: Any, faults: Faults) -> None:
         self._inner = inner

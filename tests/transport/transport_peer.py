@@ -9,13 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+import time
 from typing import Any
 
 import msgspec
 
 from banaserve.transport.backends import cuda_ipc
 from banaserve.transport.backends.cuda_ipc import CudaIpcTransport
-from banaserve.transport.channels.connect import TcpListener, UnixListener
+from banaserve.transport.channels.connect import over_tcp, over_unix, tcp_address
+from banaserve.transport.channels.threaded_server import listen_tcp, listen_unix
 from banaserve.transport.errors import PeerGoneError, TransportError
 from banaserve.transport.interface import Transport, TransportOptions
 from banaserve.transport.registry import create
@@ -73,11 +75,17 @@ def obey(transport: Any, regions: dict[str, Any], do: str, region: str = "", **g
 
 def echo(kind: str, folder: str, secret: bytes) -> None:
     options = TransportOptions(folder=folder, secret=secret)
-    listener = (UnixListener if kind == "unix" else TcpListener)(options)
-    print(listener.address, flush=True)
+    listener, path = (
+        listen_unix(folder, "channel") if kind == "unix" else (listen_tcp(options.host), None)
+    )
+    print(tcp_address(listener) if path is None else f"unix:{path}", flush=True)
     while True:
         try:
-            serve(listener.accept(3600.0))
+            sock, _ = listener.accept()
+            if path is not None:
+                serve(over_unix(sock))
+            else:
+                serve(over_tcp(sock, secret, time.monotonic() + 3600.0, listening=True))
         except TransportError:
             continue
 

@@ -10,9 +10,10 @@ import signal
 import socket
 import subprocess
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, NoReturn, Protocol
+from typing import NamedTuple, NoReturn
 
 import msgspec
 
@@ -25,7 +26,7 @@ from banaserve.migration.rpc.messages import GuestAddress
 from banaserve.serving.launch import messages
 from banaserve.serving.launch.devices import Devices
 from banaserve.serving.launch.parent_link import ORDER_S, ParentLink, ParentLostError
-from banaserve.serving.launch.spawn import LaunchKind, spawn
+from banaserve.serving.launch.spawn import spawn
 from banaserve.serving.monitoring import metrics
 from banaserve.transport.channels.connect import tcp_address
 from banaserve.transport.registry import SHARED_MEMORY
@@ -44,12 +45,14 @@ class GuestPlace(NamedTuple):
     is_elsewhere: bool = False
 
 
-class Launcher(Protocol):
+class Launcher(ABC):
     """Launcher of engine cores, each of which shakes hands over ``handshake_address``.
 
     ``vllm_argv`` has vLLM's options of an engine; empty for those that the launcher was made with.
+    The methods that are not abstract are those of a launcher of processes on this machine.
     """
 
+    @abstractmethod
     async def start(
         self,
         instance_id: str,
@@ -58,7 +61,20 @@ class Launcher(Protocol):
         vllm_argv: tuple[str, ...] = (),
     ) -> int:
         """Start an engine core and return its process id."""
-        ...
+
+    @abstractmethod
+    async def start_guest(
+        self, address: GuestAddress, log_path: Path, vllm_argv: tuple[str, ...] = ()
+    ) -> int:
+        """Start a guest that answers at ``address`` and return its process id.
+
+        Args:
+            vllm_argv: vLLM's options of the host's engine.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """End all remaining engine cores and guests."""
 
     async def guest_place(
         self, host: str, target: str, guest_id: str, transport: str, sockets: Path
@@ -72,17 +88,10 @@ class Launcher(Protocol):
         Raises:
             InstanceDeadError: The machine of ``host`` or ``target`` is away.
         """
-        ...
-
-    async def start_guest(
-        self, address: GuestAddress, log_path: Path, vllm_argv: tuple[str, ...] = ()
-    ) -> int:
-        """Start a guest that answers at ``address`` and return its process id.
-
-        Args:
-            vllm_argv: vLLM's options of the host's engine.
-        """
-        ...
+        if transport == SHARED_MEMORY:
+            return GuestPlace(str(sockets / f"{guest_id}.s"), transport, str(sockets))
+        with socket.create_server((LOOPBACK, 0)) as unused:
+            return GuestPlace(tcp_address(unused), transport, str(sockets))
 
     async def open(self, say: Callable[[str], None]) -> None:
         """Prepare all that engines need to start.
@@ -93,34 +102,34 @@ class Launcher(Protocol):
         Raises:
             UserError: A machine cannot be reached, or the machines have no room.
         """
-        ...
+        return
 
     async def leave(self) -> None:
         """Give back the machines that ``open`` has taken."""
-        ...
+        return
 
     def local_store(self, options: StoreOptions) -> StoreOptions:
         """Return the options of the store beside the front door."""
-        ...
+        return options
 
     def follow_peers(self, told: Callable[[Sequence[str]], Awaitable[None]]) -> None:
         """Call ``told`` with the addresses of other machines' stores whenever these change."""
-        ...
+        return
 
     def nodes(self) -> list[NodeStatus]:
         """Return the nodes that engines run on; none if engines run on this machine."""
-        ...
+        return []
 
     def num_free_places(self) -> int | None:
         """Return the number of further instances that fit on the nodes.
 
         None if engines run on this machine, whose memory decides.
         """
-        ...
+        return None
 
     async def gained(self) -> list[str]:
         """Return the machines that the cluster gained since the last call, for ``add_node``."""
-        ...
+        return []
 
     async def add_node(
         self, address: str, vllm_argv: tuple[str, ...], say: Callable[[str], None]
@@ -134,7 +143,7 @@ class Launcher(Protocol):
         Raises:
             UserError: The machine cannot be used; it is left unchanged.
         """
-        ...
+        _refuse_nodes()
 
     def hold_node(self, name: str, *, is_held: bool) -> None:
         """Stop placing instances on a node, or allow it again.
@@ -142,7 +151,7 @@ class Launcher(Protocol):
         Raises:
             UserError: There is no node of this name.
         """
-        ...
+        _refuse_nodes()
 
     async def remove_node(self, name: str) -> None:
         """Give back a node that has no instance.
@@ -151,34 +160,34 @@ class Launcher(Protocol):
             UserError: There is no node of this name.
             MigrationError: The node has instances.
         """
-        ...
+        _refuse_nodes()
 
     def is_local(self, instance_id: str) -> bool:
         """Return whether the engine's process runs on this machine, without a shim."""
-        ...
+        return True
 
     def node_of(self, instance_id: str) -> str:
         """Return the name of the instance's machine; empty for this machine."""
-        ...
+        return ""
 
     def distance(self, source: str, target: str) -> Distance | None:
         """Return the distance between the machines of two instances; None if it is unknown."""
-        ...
+        return None
 
     def store_of(self, instance_id: str) -> str:
         """Return ``HOST:PORT`` of the store on the instance's machine, as its peers know it.
 
         Empty if that is the front door's store, or there is none.
         """
-        ...
+        return ""
 
     def is_there(self, instance_id: str) -> bool:
         """Return whether the instance's machine is available, so that an engine can be started."""
-        ...
+        return True
 
     def has_lost_parent(self, instance_id: str) -> bool:
         """Return whether the engine's parent or machine is gone, which ends the engine, too."""
-        ...
+        return False
 
     def address_there(self, instance_id: str, address: str) -> str:
         """Return the address of an instance's socket, as the instance's machine knows it.
@@ -186,92 +195,25 @@ class Launcher(Protocol):
         Raises:
             InstanceDeadError: The instance's machine is away.
         """
-        ...
+        return address
 
     def devices_of(self, instance_id: str) -> str:
         """Return the instance's CUDA_VISIBLE_DEVICES; empty on CPU or on another machine."""
-        ...
+        return ""
 
     def reserve(self, instance_id: str) -> None:
         """Reserve devices or a place for an instance that is to be added.
 
+        Instances on a CPU share its processors, and reserve nothing.
+
         Raises:
             MigrationError: None is free.
         """
-        ...
+        return
 
     def release(self, instance_id: str) -> None:
         """Release the devices or the place of an instance that has been removed."""
-        ...
-
-    def close(self) -> None:
-        """End all remaining engine cores and guests."""
-        ...
-
-
-class LocalLauncher:
-    """Common part of the launchers of processes on this machine."""
-
-    async def open(self, say: Callable[[str], None]) -> None:
-        """Return at once: nothing needs to be prepared."""
-
-    async def leave(self) -> None:
-        """Return at once: ``open`` took no machines."""
-
-    def local_store(self, options: StoreOptions) -> StoreOptions:
-        return options
-
-    def follow_peers(self, told: Callable[[Sequence[str]], Awaitable[None]]) -> None:
-        """Ignore ``told``: the peers are those of the options, and never change."""
-
-    def nodes(self) -> list[NodeStatus]:
-        return []
-
-    def num_free_places(self) -> int | None:
-        return None
-
-    async def gained(self) -> list[str]:
-        return []
-
-    async def add_node(
-        self, address: str, vllm_argv: tuple[str, ...], say: Callable[[str], None]
-    ) -> str:
-        _refuse_nodes()
-
-    def hold_node(self, name: str, *, is_held: bool) -> None:
-        _refuse_nodes()
-
-    async def remove_node(self, name: str) -> None:
-        _refuse_nodes()
-
-    def is_local(self, instance_id: str) -> bool:
-        return True
-
-    def node_of(self, instance_id: str) -> str:
-        return ""
-
-    def distance(self, source: str, target: str) -> Distance | None:
-        return None
-
-    def store_of(self, instance_id: str) -> str:
-        return ""
-
-    def is_there(self, instance_id: str) -> bool:
-        return True
-
-    def has_lost_parent(self, instance_id: str) -> bool:
-        return False
-
-    async def guest_place(
-        self, host: str, target: str, guest_id: str, transport: str, sockets: Path
-    ) -> GuestPlace:
-        if transport == SHARED_MEMORY:
-            return GuestPlace(str(sockets / f"{guest_id}.s"), transport, str(sockets))
-        with socket.create_server((LOOPBACK, 0)) as unused:
-            return GuestPlace(tcp_address(unused), transport, str(sockets))
-
-    def address_there(self, instance_id: str, address: str) -> str:
-        return address
+        return
 
 
 def _refuse_nodes() -> NoReturn:
@@ -281,7 +223,7 @@ def _refuse_nodes() -> NoReturn:
     )
 
 
-class ForkLauncher(LocalLauncher):
+class ForkLauncher(Launcher):
     """Launcher that orders forks from the engine parent, and replaces a lost parent.
 
     A parent that does not answer keeps its engines, which may be fine, and is ended after the last
@@ -361,12 +303,6 @@ class ForkLauncher(LocalLauncher):
             self._retired.remove(one)
             await in_daemon_thread(functools.partial(one.close, 0.0))
 
-    def devices_of(self, instance_id: str) -> str:
-        return ""
-
-    def reserve(self, instance_id: str) -> None:
-        """Reserve nothing: all instances share the machine's processors."""
-
     def release(self, instance_id: str) -> None:
         self._parents.pop(instance_id, None)
 
@@ -376,7 +312,7 @@ class ForkLauncher(LocalLauncher):
         self._parent.close()
 
 
-class SpawnLauncher(LocalLauncher):
+class SpawnLauncher(Launcher):
     """Launcher that starts a new Python process for each engine core.
 
     Args:
@@ -385,7 +321,7 @@ class SpawnLauncher(LocalLauncher):
     """
 
     def __init__(self, vllm_argv: list[str], devices: Devices) -> None:
-        self._vllm_argv = vllm_argv
+        self._vllm_argv = tuple(vllm_argv)
         self._devices = devices
         self._processes: list[subprocess.Popen[bytes]] = []
 
@@ -405,15 +341,15 @@ class SpawnLauncher(LocalLauncher):
         log_path: Path,
         vllm_argv: tuple[str, ...] = (),
     ) -> int:
-        argv = list(vllm_argv) or self._vllm_argv
-        launch = messages.EngineLaunch(instance_id, argv, handshake_address, str(log_path))
-        return self._spawn(LaunchKind.ENGINE, launch, self._environment(instance_id))
+        argv = vllm_argv or self._vllm_argv
+        order = messages.StartEngine(instance_id, handshake_address, str(log_path), argv)
+        return self._spawn(order, self._environment(instance_id))
 
     async def start_guest(
         self, address: GuestAddress, log_path: Path, vllm_argv: tuple[str, ...] = ()
     ) -> int:
-        launch = messages.GuestLaunch(address, list(vllm_argv) or self._vllm_argv, str(log_path))
-        return self._spawn(LaunchKind.GUEST, launch, self._environment(address.target))
+        order = messages.StartGuest(address, str(log_path), vllm_argv or self._vllm_argv)
+        return self._spawn(order, self._environment(address.target))
 
     def _environment(self, instance_id: str) -> dict[str, str]:
         environment = dict(os.environ)
@@ -421,9 +357,9 @@ class SpawnLauncher(LocalLauncher):
             environment["CUDA_VISIBLE_DEVICES"] = devices
         return environment
 
-    def _spawn(self, kind: LaunchKind, launch: msgspec.Struct, environment: dict[str, str]) -> int:
+    def _spawn(self, order: messages.Order, environment: dict[str, str]) -> int:
         self._processes = [p for p in self._processes if p.poll() is None]
-        process = spawn(kind, launch, environment)
+        process = spawn(order, environment)
         self._processes.append(process)
         return process.pid
 

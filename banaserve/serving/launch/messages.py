@@ -15,7 +15,9 @@ MAX_MESSAGE_BYTES = 1 << 20
 
 
 class StartEngine(msgspec.Struct, tag=True, frozen=True):
-    """Order to fork an engine core that connects to ``handshake_address`` and logs to ``log_path``.
+    """Order to start an engine core that connects to ``handshake_address``; logs to ``log_path``.
+
+    An engine parent forks the core; a new process that reads the order becomes the core.
 
     Attributes:
         vllm_argv: vLLM's options; empty for those that the engine parent was made with.
@@ -31,7 +33,7 @@ class StartEngine(msgspec.Struct, tag=True, frozen=True):
 
 
 class StartGuest(msgspec.Struct, tag=True, frozen=True):
-    """Order to fork a guest that answers at ``address`` and logs to ``log_path``.
+    """Order to start a guest that answers at ``address`` and logs to ``log_path``.
 
     Attributes:
         vllm_argv: vLLM's options of the host's engine, as in ``StartEngine``.
@@ -44,28 +46,7 @@ class StartGuest(msgspec.Struct, tag=True, frozen=True):
     until_s: float = 0.0
 
 
-class EngineLaunch(msgspec.Struct, frozen=True):
-    """Launch description that an engine core in a new process reads."""
-
-    instance_id: str
-    vllm_argv: list[str]
-    handshake_address: str
-    log_path: str
-
-
-class GuestLaunch(msgspec.Struct, frozen=True):
-    """Launch description that a guest in a new process reads.
-
-    Attributes:
-        vllm_argv: vLLM's options of the host's engine.
-    """
-
-    address: GuestAddress
-    vllm_argv: list[str]
-    log_path: str
-
-
-class ParentLaunch(msgspec.Struct, frozen=True):
+class ParentLaunch(msgspec.Struct, tag=True, frozen=True):
     """Launch description that an engine parent in a new process reads.
 
     Attributes:
@@ -76,25 +57,15 @@ class ParentLaunch(msgspec.Struct, frozen=True):
     control: int
 
 
-class GuestStarted(msgspec.Struct, tag=True, frozen=True):
-    guest_id: str
-    pid: int
-
-
-class EngineStarted(msgspec.Struct, tag=True, frozen=True):
-    instance_id: str
-    pid: int
-
-
-class EngineExited(msgspec.Struct, tag=True, frozen=True):
-    """Report that an engine or a guest has ended.
+class Started(msgspec.Struct, tag=True, frozen=True):
+    """Answer to an order.
 
     Attributes:
-        status: Exit status as from ``os.waitstatus_to_exitcode``; negative for a signal.
+        name: Id of the instance, or of the guest.
     """
 
+    name: str
     pid: int
-    status: int
 
 
 class ParentReady(msgspec.Struct, tag=True, frozen=True):
@@ -102,8 +73,14 @@ class ParentReady(msgspec.Struct, tag=True, frozen=True):
 
 
 Order = StartEngine | StartGuest
-Message = Order | EngineStarted | EngineExited | GuestStarted | ParentReady
+Launch = Order | ParentLaunch
+Message = Order | Started | ParentReady
 FRAMING: Framing[Message] = Framing(Message, MAX_MESSAGE_BYTES)
+
+
+def name_of(order: Order) -> str:
+    """Return the id of the instance or guest that an order starts."""
+    return order.instance_id if isinstance(order, StartEngine) else order.address.guest_id
 
 
 def send(sock: socket.socket, message: Message) -> None:

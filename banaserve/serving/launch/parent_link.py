@@ -12,7 +12,7 @@ import time
 from banaserve.base.errors import BanaServeError, ProtocolError
 from banaserve.base.platform.processes import end_child, in_daemon_thread, is_running
 from banaserve.serving.launch import messages
-from banaserve.serving.launch.spawn import LaunchKind, spawn
+from banaserve.serving.launch.spawn import spawn
 
 ORDER_S = 10.0
 """Maximum wait for the answer to an order, in seconds; a fork takes some ten milliseconds."""
@@ -78,8 +78,11 @@ class ParentLink:
                 messages.send(self._control, order)
             until_s = time.monotonic() + timeout_s
             while (answer := messages.receive(self._control)) is not None:
-                if (pid := _pid_of(answer, order)) is not None:
-                    return pid
+                match answer:
+                    case messages.ParentReady() if order is None:
+                        return 0
+                    case messages.Started(name, pid) if order and name == messages.name_of(order):
+                        return pid
                 self._control.settimeout(max(0.001, until_s - time.monotonic()))
         except (OSError, ProtocolError) as error:
             self.is_lost = True
@@ -110,25 +113,6 @@ class ParentLink:
             self._process.poll()  # reaped already: lets the Popen object know
 
 
-def _pid_of(answer: messages.Message, order: messages.Order | None) -> int | None:
-    """Return the process id that answers ``order``.
-
-    0 for a parent that is ready; None for any other message.
-    """
-    match order, answer:
-        case None, messages.ParentReady():
-            return 0
-        case messages.StartEngine(), messages.EngineStarted() if (
-            answer.instance_id == order.instance_id
-        ):
-            return answer.pid
-        case messages.StartGuest(), messages.GuestStarted() if (
-            answer.guest_id == order.address.guest_id
-        ):
-            return answer.pid
-    return None
-
-
 async def start_parent(vllm_argv: list[str]) -> ParentLink:
     """Start an engine parent as a new process: this process has threads, so it must not fork.
 
@@ -143,9 +127,7 @@ async def start_parent(vllm_argv: list[str]) -> ParentLink:
         with theirs:
             launch = messages.ParentLaunch(vllm_argv, theirs.fileno())
             descriptors = (theirs.fileno(),)
-            process = spawn(
-                LaunchKind.PARENT, launch, os.environ, pass_fds=descriptors, in_session=True
-            )
+            process = spawn(launch, os.environ, pass_fds=descriptors, in_session=True)
     except OSError as error:
         ours.close()
         raise ParentLostError(f"no engine parent can be started: {error.strerror}") from error

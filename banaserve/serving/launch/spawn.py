@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -10,21 +9,13 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from banaserve.base.platform.spawning import spawn_module
+from banaserve.serving.launch.messages import Launch
 
 _MODULE = "banaserve.mains.spawned"
 
 
-class LaunchKind(enum.Enum):
-    """Kind of a new process."""
-
-    ENGINE = "engine"
-    GUEST = "guest"
-    PARENT = "parent"
-
-
 def spawn(
-    kind: LaunchKind,
-    launch: msgspec.Struct,
+    launch: Launch,
     environment: Mapping[str, str],
     *,
     pass_fds: Sequence[int] = (),
@@ -33,8 +24,7 @@ def spawn(
     """Start a process; call from a thread that lives as long as the process is to live.
 
     Args:
-        kind: Kind of the process.
-        launch: Launch description, which the ``run_launched`` of the kind's module reads.
+        launch: Order or description of what the process is to be.
         environment: Environment of the process.
         pass_fds: File descriptors that the process inherits.
         in_session: True if the process stays in this process's session.
@@ -44,7 +34,7 @@ def spawn(
     """
     return spawn_module(
         _MODULE,
-        (kind.value, str(os.getpid())),
+        (str(os.getpid()),),
         msgspec.json.encode(launch),
         environment,
         pass_fds=pass_fds,

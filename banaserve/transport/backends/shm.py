@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from banaserve.base.platform.linux import is_own, peer_of
-from banaserve.transport.channels.stream import PeerWatch
+from banaserve.transport.channels.stream import SocketStream
 from banaserve.transport.channels.threaded_server import GREETING_S, Service, listen_unix
 from banaserve.transport.errors import PeerGoneError, RefusedError, TransferTimeoutError
 from banaserve.transport.interface import RegionDescriptor, TransportOptions
@@ -61,7 +61,7 @@ class ShmTransport:
         try:
             sock.settimeout(timeout_s)
             fd = _ask_for_file(sock, descriptor)
-            remote = ShmRemote(self, descriptor, self._take(fd, descriptor), PeerWatch(sock))
+            remote = ShmRemote(self, descriptor, self._take(fd, descriptor), SocketStream(sock))
         except TimeoutError:
             sock.close()
             raise TransferTimeoutError(
@@ -183,11 +183,11 @@ class ShmRemote(PlannedRegion):
         transport: ShmTransport,
         descriptor: RegionDescriptor,
         file: SharedFile,
-        watch: PeerWatch,
+        stream: SocketStream,
     ) -> None:
         self._transport = transport
         self._file = file
-        self._watch = watch
+        self._stream = stream
         super().__init__(descriptor)
 
     def warm(self, first_byte: int, num_bytes: int) -> None:
@@ -197,17 +197,22 @@ class ShmRemote(PlannedRegion):
     def close(self) -> None:
         if self._transport.forget(self):
             super().close()
-            self._watch.close()
+            self._stream.close()
             self._file.close()
 
     def _carry_out(self, ticket: PlanTicket) -> None:
         for part in ticket.plan.slices(_SLICE_BYTES):
             ticket.check()
-            self._watch.check()
+            self._check_peer()
             with self._file.use(part.epoch):
                 self._file.copy(part)
         # A write into the memory of a dead process is not a completed write.
-        self._watch.check()
+        self._check_peer()
+
+    def _check_peer(self) -> None:
+        self._stream.check_peer()
+        if self._stream.num_buffered():
+            raise PeerGoneError("the peer breaks the protocol: nothing follows the file")
 
 
 def _ask_for_file(sock: socket.socket, descriptor: RegionDescriptor) -> int:

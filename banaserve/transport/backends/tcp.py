@@ -20,7 +20,7 @@ import numpy.typing as npt
 from banaserve.base.errors import ProtocolError
 from banaserve.transport.backends.tcp_offering import ServedTransport
 from banaserve.transport.channels.authentication import CODE_BYTES, Seal
-from banaserve.transport.channels.stream import ByteStream, SocketStream
+from banaserve.transport.channels.stream import SocketStream
 from banaserve.transport.errors import (
     PeerGoneError,
     RefusedError,
@@ -253,7 +253,7 @@ def sign_bytes(data: npt.NDArray[np.uint8], seal: Seal) -> list[memoryview | byt
 
 
 def read_bytes(
-    stream: ByteStream, seal: Seal, target: npt.NDArray[np.uint8], deadline: float
+    stream: SocketStream, seal: Seal, target: npt.NDArray[np.uint8], deadline: float
 ) -> None:
     """Fill ``target`` with the bytes of the peer's ``sign_bytes``.
 
@@ -278,7 +278,7 @@ def sign_request(
 
 
 def read_request(
-    stream: ByteStream, seal: Seal, seq: int, deadline: float
+    stream: SocketStream, seal: Seal, seq: int, deadline: float
 ) -> tuple[BulkRequest, npt.NDArray[np.int64]]:
     """Return the next request, whose offsets are not checked yet.
 
@@ -304,7 +304,7 @@ def sign_answer(answer: BulkAnswer, seal: Seal) -> list[memoryview | bytes]:
     return [head, seal.sign([head])]
 
 
-def read_answer(stream: ByteStream, seal: Seal, seq: int, deadline: float) -> BulkAnswer:
+def read_answer(stream: SocketStream, seal: Seal, seq: int, deadline: float) -> BulkAnswer:
     """Return the answer to request ``seq``.
 
     Raises:
@@ -319,7 +319,7 @@ def read_answer(stream: ByteStream, seal: Seal, seq: int, deadline: float) -> Bu
     return answer
 
 
-def _read(stream: ByteStream, num_bytes: int, deadline: float) -> bytearray:
+def _read(stream: SocketStream, num_bytes: int, deadline: float) -> bytearray:
     target = bytearray(num_bytes)
     stream.read_into(memoryview(target), deadline)
     return target

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from banaserve.transport.channels.stream import ByteStream
+from banaserve.transport.channels.stream import SocketStream
 from banaserve.transport.errors import PeerGoneError, RefusedError
 
 CODE_BYTES = 16
@@ -114,7 +114,7 @@ class Seal:
         return self.accept(computed, code)
 
 
-def greet(stream: ByteStream, secret: bytes, deadline: float) -> Seal:
+def greet(stream: SocketStream, secret: bytes, deadline: float) -> Seal:
     """Perform the connecting side's half of the handshake.
 
     Raises:
@@ -133,7 +133,7 @@ def greet(stream: ByteStream, secret: bytes, deadline: float) -> Seal:
     return Seal(to_server, to_client)
 
 
-def welcome(stream: ByteStream, secret: bytes, deadline: float) -> Seal:
+def welcome(stream: SocketStream, secret: bytes, deadline: float) -> Seal:
     """Perform the listening side's half of the handshake.
 
     Raises:
@@ -162,7 +162,7 @@ def _derive(secret: bytes, purpose: bytes, nonces: bytes) -> bytes:
     return hkdf.derive(secret)
 
 
-def _read(stream: ByteStream, num_bytes: int, deadline: float) -> bytes:
+def _read(stream: SocketStream, num_bytes: int, deadline: float) -> bytes:
     answer = bytearray(num_bytes)
     left = memoryview(answer)
     try:

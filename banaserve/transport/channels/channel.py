@@ -21,7 +21,7 @@ from banaserve.transport.channels.frames import (
     REQUEST,
     FrameHeader,
 )
-from banaserve.transport.channels.stream import ByteStream
+from banaserve.transport.channels.stream import SocketStream
 from banaserve.transport.errors import (
     PeerGoneError,
     RefusedError,
@@ -49,7 +49,7 @@ class StreamChannel:
         seal: Seal that signs and checks frames; None if the kernel authenticates the peer.
     """
 
-    def __init__(self, stream: ByteStream, seal: Seal | None = None) -> None:
+    def __init__(self, stream: SocketStream, seal: Seal | None = None) -> None:
         self.min_epoch = 0
         self._stream = stream
         self._seal = seal

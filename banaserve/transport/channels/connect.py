@@ -1,4 +1,4 @@
-"""Listeners and connections: the ways to connect the two ends of a channel."""
+"""Connections: the ways to connect the two ends of a channel."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import socket
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 from banaserve.base.platform.linux import is_own, peer_of
 from banaserve.transport.channels import authentication
 from banaserve.transport.channels.channel import StreamChannel
 from banaserve.transport.channels.stream import SocketStream
-from banaserve.transport.channels.threaded_server import listen_tcp, listen_unix
 from banaserve.transport.errors import (
     PeerGoneError,
     RefusedError,
@@ -26,61 +24,6 @@ _BACKLOG = 16
 _STRANGER_S = 1.0
 """Maximum time for a connecting process to prove that it knows the secret, in seconds, while
 ``accept_tcp`` waits for the right peer."""
-
-
-class Listener(Protocol):
-    """Listener for peers that want a channel.
-
-    Attributes:
-        address: Address for ``connect``: ``unix:PATH`` or ``tcp:HOST:PORT``.
-    """
-
-    @property
-    def address(self) -> str: ...
-
-    def accept(self, timeout_s: float) -> StreamChannel:
-        """Return a channel to the next peer that connects and is authenticated.
-
-        Raises:
-            TransferTimeoutError: No peer has connected.
-            RefusedError: A process connected that is not allowed to.
-            PeerGoneError: A peer connected and closed the connection.
-        """
-        ...
-
-    def close(self) -> None: ...
-
-
-class UnixListener:
-    """Listener in the run's private folder, which accepts only processes of this user."""
-
-    def __init__(self, options: TransportOptions) -> None:
-        self._sock, self._path = listen_unix(options.folder, "channel")
-        self.address = f"unix:{self._path}"
-
-    def accept(self, timeout_s: float) -> StreamChannel:
-        return over_unix(_accept(self._sock, timeout_s))
-
-    def close(self) -> None:
-        self._sock.close()
-        self._path.unlink(missing_ok=True)
-
-
-class TcpListener:
-    """Listener on a free port of the options' host, which accepts peers that know the secret."""
-
-    def __init__(self, options: TransportOptions) -> None:
-        self._secret = options.secret
-        self._sock = listen_tcp(options.host)
-        self.address = tcp_address(self._sock)
-
-    def accept(self, timeout_s: float) -> StreamChannel:
-        deadline = time.monotonic() + timeout_s
-        sock = _accept(self._sock, timeout_s)
-        return over_tcp(sock, self._secret, deadline, listening=True)
-
-    def close(self) -> None:
-        self._sock.close()
 
 
 def connect(address: str, options: TransportOptions, timeout_s: float) -> StreamChannel:

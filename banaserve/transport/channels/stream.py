@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Protocol
 
 from banaserve.base.platform.linux import open_peer_pidfd
 from banaserve.transport.errors import PeerGoneError, TransferTimeoutError
@@ -25,26 +24,11 @@ number of bytes."""
 _MAX_PARTS = 512
 
 
-class ByteStream(Protocol):
-    """Stream under a channel; all deadlines are times of ``time.monotonic``."""
-
-    def fileno(self) -> int: ...
-
-    def num_buffered(self) -> int: ...
-
-    def write(self, parts: Sequence[memoryview | bytes], deadline: float) -> None: ...
-
-    def read_into(self, target: memoryview, deadline: float) -> None: ...
-
-    def read_parts(self, targets: Sequence[memoryview], deadline: float) -> None: ...
-
-    def wait_readable(self, deadline: float) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class SocketStream:
-    """Byte stream over a stream socket, which it owns. One reader and one writer at a time."""
+    """Byte stream over a stream socket, which it owns. One reader and one writer at a time.
+
+    All deadlines are times of ``time.monotonic``.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -207,37 +191,3 @@ def _advance(left: list[memoryview], num_bytes: int) -> None:
     del left[:num_whole]
     if num_bytes:
         left[0] = left[0][num_bytes:]
-
-
-class PeerWatch:
-    """Watch over a connection on which the peer sends nothing more, and over the peer's process.
-
-    Args:
-        sock: Connected socket; closed by ``close``.
-    """
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._poll = select.poll()
-        self._poll.register(sock, select.POLLIN | select.POLLRDHUP)
-        self._pidfd = -1
-        if sock.family == socket.AF_UNIX:
-            with suppress(OSError):
-                self._pidfd = open_peer_pidfd(sock)
-                self._poll.register(self._pidfd, select.POLLIN)
-
-    def check(self) -> None:
-        """Raise if the peer is gone.
-
-        Raises:
-            PeerGoneError: The peer has died or closed the connection.
-        """
-        if self._poll.poll(0):
-            raise PeerGoneError("the peer has died or closed its transport")
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._sock.close()
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
-            self._pidfd = -1

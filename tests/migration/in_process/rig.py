@@ -206,7 +206,7 @@ class Rig:
         while True:
             answer = messages.receive(self._control)
             assert answer is not None, "the parent of guests has ended"
-            if isinstance(answer, messages.GuestStarted):
+            if isinstance(answer, messages.Started):
                 break
         self.pids[guest_id] = answer.pid
         self._lent.append(guest_id)
