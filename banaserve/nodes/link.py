@@ -23,6 +23,8 @@ SILENT_S = 2.5
 """Silence after which a peer is lost, in seconds: with the beat, within three seconds."""
 PATIENT_S = 15.0
 """The same limit for a node that runs nothing yet: nothing can be lost, and it may be starting."""
+WAITS_PER_SILENCE = 5
+"""Number of waits into which the silence of a peer is divided."""
 CONNECT_S = 5.0
 CHUNK_BYTES = 64 << 10
 
@@ -88,12 +90,17 @@ class NodeLink:
 
     async def _read(self, num_bytes: int) -> bytes:
         """Return received bytes, also more than ``num_bytes``; none at the end."""
+        waited_s = 0.0
         while True:
+            wait_s = min(self.silent_s, SILENT_S) / WAITS_PER_SILENCE  # silent_s may change
             try:
-                async with asyncio.timeout(min(self.silent_s, SILENT_S)):  # silent_s may change
+                async with asyncio.timeout(wait_s):
                     return await self._reader.read(MAX_MESSAGE_BYTES)
             except TimeoutError:
-                if self._is_silent():
+                # A wait that ended late counts with its planned length: if the whole machine stood
+                # still, the peer's beats may have stood still with it.
+                waited_s += wait_s
+                if waited_s >= self.silent_s and self._is_silent():
                     raise NodeLostError(
                         f"{self.peer} has said nothing for {self.silent_s:g} seconds"
                     ) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import ssl
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -209,6 +210,25 @@ def test_silence_is_noticed_and_beats_are_none(monkeypatch: pytest.MonkeyPatch) 
             with pytest.raises(NodeLostError, match=r"said nothing for 0\.3 seconds"):
                 await link.receive()
             is_over.set()
+            await link.close()
+
+    asyncio.run(run())
+
+
+def test_a_stall_of_the_whole_machine_does_not_count_as_silence() -> None:
+    async def stall_between_messages(link: NodeLink) -> None:
+        for _ in range(3):
+            asyncio.get_running_loop().call_soon(time.sleep, 0.5)  # both sides run in this loop
+            await asyncio.sleep(0.55)
+            await link.send(NodePrepared())
+
+    async def run() -> None:
+        async with door(stall_between_messages) as port:
+            tls = ClusterCredentials.of(KEY).client
+            ends = await asyncio.open_connection("127.0.0.1", port, ssl=tls, server_hostname="")
+            link = NodeLink(*ends, "the node", silent_s=0.3)
+            for _ in range(3):
+                assert await link.receive() == NodePrepared()
             await link.close()
 
     asyncio.run(run())
