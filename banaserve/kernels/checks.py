@@ -14,8 +14,6 @@ from banaserve.kernels.interface import (
     Heads,
     PartialAttention,
 )
-from banaserve.kernels.layouts import key_value_views
-from banaserve.kernels.slot_pages import SlotPages
 
 COPY_ELEMENT_BYTES = (1, 2, 4)
 
@@ -142,39 +140,22 @@ def check_blocks(copies: BlockCopies) -> None:
     Raises:
         ValueError: A field is not supported; the text names it and what is allowed.
     """
-    caches, layout, block_ids, kv_heads, slots, slot_ids, pages = copies
-    _require(len(caches) > 0, "caches", "none", "at least one")
-    _require(len(caches) == len(pages.layers), "caches", len(caches), f"{len(pages.layers)} layers")
-    first = caches[0]
-    for cache in caches:
-        same = (cache.shape, cache.stride(), cache.dtype, cache.device) == (
-            (first.shape, first.stride(), first.dtype, first.device)
-        )
-        _require(same, "caches", f"{_seen(cache)} {cache.dtype}", f"all as {_seen(first)}")
-    size = first.element_size()
-    _require(size in COPY_ELEMENT_BYTES, "caches", first.dtype, "elements of 1, 2 or 4 bytes")
-    key, _ = key_value_views(first, layout)
-    _require(key.stride(3) == 1, "caches", first, "contiguous heads")
-    form = (pages.block_size_tokens, pages.head_size)
-    _require((key.shape[1], key.shape[3]) == form, "caches", first, f"pages of {form}")
-    _check_chosen("kv_heads", tuple(kv_heads), key.shape[2])
-    _require(len(kv_heads) == len(pages.heads), "kv_heads", len(kv_heads), f"{len(pages.heads)}")
-    for name, ids in (("block_ids", block_ids), ("slot_ids", slot_ids)):
-        _require(ids.dtype == torch.int64, name, ids.dtype, "int64")
-        _require(ids.device == first.device, name, ids.device, f"the caches' {first.device}")
-        _require(ids.dim() == 1 and ids.is_contiguous(), name, ids, "[n], contiguous")
-    _require(block_ids.shape == slot_ids.shape, "slot_ids", slot_ids, block_ids)
-    _check_slots(slots, first.device, pages, size)
-
-
-def _check_slots(slots: torch.Tensor, device: torch.device, pages: SlotPages, size: int) -> None:
-    _require(slots.dtype == torch.uint8, "slots", slots.dtype, "uint8")
-    _require(slots.dim() == 2, "slots", slots, "[num_slots, slot_bytes]")
-    needed = pages.end_bytes(size)
-    _require(slots.shape[1] >= needed, "slots", f"{slots.shape[1]} bytes", f"{needed} or more")
-    whole = all(n % size == 0 for n in (slots.shape[1], slots.stride(0), slots.storage_offset()))
-    _require(whole and slots.stride(1) == 1, "slots", slots.stride(), f"rows of whole {size} bytes")
-    _require(slots.device == device, "slots", slots.device, f"the caches' {device}")
+    cache, block_ids, kv_heads, pages = copies
+    _require(cache.dim() == 4, "cache", cache, "[blocks, kv_heads, block_size, 2 * head_size]")
+    _require(cache.stride(3) == 1, "cache", cache, "contiguous heads")
+    size = cache.element_size()
+    _require(size in COPY_ELEMENT_BYTES, "cache", cache.dtype, "elements of 1, 2 or 4 bytes")
+    _check_chosen("kv_heads", tuple(kv_heads), cache.shape[1])
+    _require(block_ids.dtype == torch.int64, "block_ids", block_ids.dtype, "int64")
+    _require(block_ids.device == cache.device, "block_ids", block_ids, "the cache's", cache.device)
+    form = block_ids.dim() == 1 and block_ids.is_contiguous()
+    _require(form, "block_ids", block_ids, "[n], contiguous")
+    _require(pages.dtype == torch.uint8, "pages", pages.dtype, "uint8")
+    wanted = len(block_ids), cache.shape[1:].numel() * size
+    _require(tuple(pages.shape) == wanted, "pages", pages, wanted)
+    whole = pages.is_contiguous() and pages.storage_offset() % size == 0
+    _require(whole, "pages", pages, f"contiguous, from a whole {size} bytes on")
+    _require(pages.device == cache.device, "pages", pages, "the cache's", cache.device)
 
 
 def _check_chosen(name: str, chosen: tuple[int, ...], count: int) -> None:

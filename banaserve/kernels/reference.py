@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -15,7 +15,6 @@ from banaserve.kernels.interface import (
     Heads,
     PartialAttention,
 )
-from banaserve.kernels.layouts import key_value_views
 
 
 class ReferenceKernels:
@@ -108,31 +107,28 @@ class ReferenceKernels:
 
     def pack_blocks(self, copies: BlockCopies) -> None:
         """See ``interface.Kernels``."""
-        for mine, theirs in _pairs(copies):
-            theirs[copies.slot_ids] = mine[copies.block_ids]
+        blocks, pages, heads = _bytes_of(copies)
+        pages[:, heads] = blocks[copies.block_ids][:, heads]
 
     def unpack_blocks(self, copies: BlockCopies) -> None:
         """See ``interface.Kernels``."""
-        for mine, theirs in _pairs(copies):
-            mine[copies.block_ids] = theirs[copies.slot_ids]
+        blocks, pages, heads = _bytes_of(copies)
+        for head in heads:
+            blocks[copies.block_ids, head] = pages[:, head]
 
     def _lse(self, lse: torch.Tensor) -> torch.Tensor:
         return lse if self._result_dtype is torch.float64 else lse.float()
 
 
-def _pairs(copies: BlockCopies) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield pairs of views of one head of keys or values of a layer: in its cache and in slots."""
+def _bytes_of(copies: BlockCopies) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """Return the bytes of cache and pages, ``[n, num_kv_heads, block_size, bytes]``, and heads."""
     check_blocks(copies)
-    pages = copies.pages
-    for layer, cache in zip(pages.layers, copies.caches, strict=True):
-        both = zip(
-            key_value_views(cache, copies.layout),
-            pages.views(copies.slots, layer, cache.dtype),
-            strict=True,
-        )
-        for mine, theirs in both:
-            for head, in_page in zip(copies.kv_heads, pages.heads, strict=True):
-                yield mine[:, :, head], theirs[:, :, in_page]
+    blocks = copies.cache.view(torch.uint8)
+    return (
+        blocks,
+        copies.pages.view(len(copies.block_ids), *blocks.shape[1:]),
+        list(copies.kv_heads),
+    )
 
 
 def _attend(

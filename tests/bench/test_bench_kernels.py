@@ -56,7 +56,7 @@ class Wrong(ReferenceKernels):
 
     def pack_blocks(self, copies) -> None:
         super().pack_blocks(copies)
-        copies.slots[0, 0] ^= 1
+        copies.pages[0, 0] ^= 1
 
 
 def test_wrong_results_are_not_timed() -> None:

@@ -18,7 +18,7 @@ from banaserve.kernels.interface import (
 from banaserve.kernels.tiling import Tiling
 from banaserve.kernels.triton.attention_op import partial_attention
 from banaserve.kernels.triton.merge_op import concat_heads, merge_parts
-from banaserve.kernels.triton.pack_op import operator_arguments, pack_blocks, unpack_blocks
+from banaserve.kernels.triton.pack_op import pack_blocks, unpack_blocks
 
 
 class TritonKernels:
@@ -91,9 +91,9 @@ class TritonKernels:
     def pack_blocks(self, copies: BlockCopies) -> None:
         """See ``interface.Kernels``."""
         check_blocks(copies)
-        pack_blocks(*operator_arguments(copies))
+        pack_blocks(copies.cache, copies.block_ids, list(copies.kv_heads), copies.pages)
 
     def unpack_blocks(self, copies: BlockCopies) -> None:
         """See ``interface.Kernels``."""
         check_blocks(copies)
-        unpack_blocks(*operator_arguments(copies))
+        unpack_blocks(copies.cache, copies.block_ids, list(copies.kv_heads), copies.pages)

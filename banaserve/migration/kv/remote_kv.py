@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from banaserve.base.errors import GuestLostError, MigrationError
-from banaserve.migration.kv.host_kv import KvRun, spans
+from banaserve.migration.kv.host_kv import KvRun
+from banaserve.migration.ranges import spans
 from banaserve.migration.rpc import messages
 from banaserve.migration.rpc.guest_client import GuestClient
 from banaserve.transport.errors import PeerGoneError, TransportError

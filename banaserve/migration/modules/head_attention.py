@@ -13,7 +13,7 @@ from banaserve.engine.compat.attention import (
 )
 from banaserve.engine.compat.config import VllmConfig
 from banaserve.kernels.interface import Kernels
-from banaserve.kernels.layouts import KvLayout, key_value_views
+from banaserve.kernels.layouts import key_value_views
 from banaserve.migration.modules.paged_attention import (
     DevicePages,
     Pages,
@@ -106,7 +106,7 @@ class KernelsHeadAttention:
         assert self._kv_cache is not None
         with torch.inference_mode():
             write_tokens(self._kv_cache, key, value, slot_mapping)
-            keys, values = key_value_views(self._kv_cache, KvLayout.CONTENT)
+            keys, values = key_value_views(self._kv_cache)
             part = self._kernels.partial_attention(
                 query, keys, values, metadata, self._heads, self._scale
             )

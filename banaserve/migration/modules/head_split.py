@@ -15,9 +15,9 @@ from banaserve.engine.compat.attention import some_heads
 from banaserve.engine.compat.config import VllmConfig
 from banaserve.engine.compat.runner_hooks import set_implementation
 from banaserve.kernels.interface import Heads
-from banaserve.migration.kv.host_kv import spans
 from banaserve.migration.kv.step_context import StepContext
 from banaserve.migration.modules.paged_attention import KernelsAttention, write_tokens
+from banaserve.migration.ranges import spans
 from banaserve.migration.rpc.guest_client import GuestClient
 
 

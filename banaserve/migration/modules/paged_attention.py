@@ -14,7 +14,7 @@ import torch
 from banaserve.base.errors import MigrationError
 from banaserve.engine.compat.runner_hooks import set_implementation, window_tokens
 from banaserve.kernels.interface import Batch, Heads, Kernels, PartialAttention
-from banaserve.kernels.layouts import KvLayout, key_value_views
+from banaserve.kernels.layouts import key_value_views
 
 
 class StepBatches:
@@ -72,7 +72,7 @@ def write_tokens(
     num_tokens, size = len(slots), kv_cache.shape[2]
     slots = slots.clamp(min=0)
     blocks, offsets = slots // size, slots % size
-    for cache, new in zip(key_value_views(kv_cache, KvLayout.CONTENT), (key, value), strict=True):
+    for cache, new in zip(key_value_views(kv_cache), (key, value), strict=True):
         if kv_heads is None:
             cache[blocks, offsets] = new[:num_tokens]
         else:
@@ -160,7 +160,7 @@ class KernelsAttention:
 
         BanaServe Eq. 6 to 9 in corrected form, see ``kernels.interface``.
         """
-        key, value = key_value_views(kv_cache, KvLayout.CONTENT)
+        key, value = key_value_views(kv_cache)
         batch = self._batches.of(metadata)
         scale = self.inner.scale
         return self.kernels.partial_attention(query, key, value, batch, heads, scale).output
@@ -315,7 +315,7 @@ class DevicePages:
         causal: bool,
     ) -> PartialAttention:
         """See ``Pages``."""
-        key, value = key_value_views(kv_cache, KvLayout.CONTENT)
+        key, value = key_value_views(kv_cache)
         num_kv_heads = key.shape[2]
         heads = Heads(tuple(range(num_kv_heads)), query.shape[1] // num_kv_heads)
         there = self._on(batch, query.device)

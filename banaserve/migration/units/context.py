@@ -12,8 +12,7 @@ import numpy.typing as npt
 import torch
 
 from banaserve.base.errors import MigrationError, ProtocolError
-from banaserve.base.types import Module
-from banaserve.contracts.migration_api import MoveContext, Return
+from banaserve.contracts.migration_api import MoveContext
 from banaserve.contracts.move_phase import ModelGeometry
 from banaserve.engine.compat.config import VllmConfig
 from banaserve.engine.compat.runner_hooks import window_tokens
@@ -33,7 +32,7 @@ from banaserve.migration.modules.paged_attention import Pages, kernels_of, pages
 from banaserve.migration.rpc import messages
 from banaserve.migration.rpc.guest_client import GuestClient
 from banaserve.migration.rpc.tensors import from_wire, restore, to_device
-from banaserve.migration.units.base import LayerSpan, MigrationUnit
+from banaserve.migration.units.base import LayerSpan
 from banaserve.migration.units.guest_unit import Answer, GuestServices, GuestUnit
 from banaserve.migration.units.host_unit import HostEngine, HostUnit, UnitLocation
 from banaserve.migration.units.kind import UnitKind
@@ -44,9 +43,6 @@ class Context(LayerSpan, frozen=True, tag="context"):
     """Older KV blocks of layers ``start`` to ``end - 1``: those that are full when they move."""
 
     kind: ClassVar[str] = "context"
-    has_weights: ClassVar[bool] = False
-    loads_weights: ClassVar[bool] = False
-    is_on_all_ranks: ClassVar[bool] = True
 
     def __str__(self) -> str:
         return f"older blocks of layers {self.start}:{self.end}"
@@ -57,34 +53,12 @@ class Context(LayerSpan, frozen=True, tag="context"):
                 f"{self}: name a range START:END of layers within 0:{shape.num_layers}"
             )
 
-    def covers(self, other: MigrationUnit) -> bool:
-        return other.kind == self.kind and other.cells() <= self.cells()
-
-    def weight_bytes(self, layer_weight_bytes: int) -> int:
-        return 0
-
-    def kv_pages(self, num_kv_heads: int) -> float:
-        """Return the maximum: every block of the layers."""
-        return float(len(self.layers))
-
     def num_pages(self, num_kv_heads: int) -> float:
         """Return 0: the number of older blocks that are away varies."""
         return 0.0
 
     def move_request(self, source: str, target: str) -> MoveContext:
         return MoveContext(source, target, (self.start, self.end))
-
-    def return_request(self, source: str) -> Return:
-        """Return a request that names the layers: all of their modules that are away come home."""
-        return Return(source, layers=(self.start, self.end))
-
-    def as_modules(self) -> list[Module]:
-        """Return no modules: only an operator moves older blocks."""
-        return []
-
-    def modelled(self, own: ModelGeometry, model: ModelGeometry) -> list[Module]:
-        """Return no modules: the cost of older blocks depends on the requests being served."""
-        return []
 
     def check_attention(self, attention: Any, name: str) -> None:
         """Refuse an attention that uses more than keys and queries, or has other head sizes."""

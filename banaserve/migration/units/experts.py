@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from banaserve.base.errors import MigrationError, ProtocolError
-from banaserve.base.types import Module
 from banaserve.contracts.migration_api import MoveExperts, Return
 from banaserve.contracts.move_phase import ModelGeometry
 from banaserve.engine.compat.config import VllmConfig
@@ -28,6 +26,7 @@ from banaserve.engine.compat.experts import (
 )
 from banaserve.migration.modules.expert_split import NOT_HERE, sum_of
 from banaserve.migration.modules.partial_model import PartialModel
+from banaserve.migration.ranges import spans
 from banaserve.migration.rpc import messages
 from banaserve.migration.rpc.guest_client import GuestClient
 from banaserve.migration.rpc.tensors import from_wire, to_device
@@ -44,9 +43,7 @@ class ExpertSet(LayerNumbers, frozen=True, tag="experts"):
     kind: ClassVar[str] = "experts"
     one: ClassVar[str] = "expert"
     in_full: ClassVar[str] = "expert"
-    has_weights: ClassVar[bool] = False
     loads_weights: ClassVar[bool] = True
-    is_on_all_ranks: ClassVar[bool] = True
 
     experts: dict[int, tuple[int, ...]]
 
@@ -55,14 +52,7 @@ class ExpertSet(LayerNumbers, frozen=True, tag="experts"):
             raise MigrationError("this model has no experts: move layers or heads instead")
         self.check_numbers(shape.num_layers, shape.num_experts)
 
-    def weight_bytes(self, layer_weight_bytes: int) -> int:
-        """Return the bytes of whole layers: a guest loads a layer before it drops the rest."""
-        return len(self.layers) * layer_weight_bytes
-
     def kv_pages(self, num_kv_heads: int) -> float:
-        return 0.0
-
-    def num_pages(self, num_kv_heads: int) -> float:
         return 0.0
 
     def move_request(self, source: str, target: str) -> MoveExperts:
@@ -70,17 +60,6 @@ class ExpertSet(LayerNumbers, frozen=True, tag="experts"):
 
     def return_request(self, source: str) -> Return:
         return Return(source, experts=self.experts)
-
-    def as_modules(self) -> list[Module]:
-        """Return no modules: only an operator moves experts."""
-        return []
-
-    def modelled(self, own: ModelGeometry, model: ModelGeometry) -> list[Module]:
-        """Return no modules: the models of modelled GPUs are dense."""
-        return []
-
-    def check_attention(self, attention: Any, name: str) -> None:
-        """Accept every attention: attention does not move."""
 
 
 class BuildExperts(messages.Build, frozen=True, tag=True):
@@ -177,14 +156,13 @@ class GuestExperts(GuestUnit):
     ) -> None:
         super().__init__(config, transport)
         self._experts: dict[int, RoutedExperts] = {}
-        for layers in _runs(sorted(request.experts)):
-            self._load(config, request, layers)
+        for first, count in spans(request.experts):
+            self._load(config, request, range(first, first + count))
         self._offer_nothing(epoch)
 
-    def _load(self, config: VllmConfig, request: BuildExperts, layers: Sequence[int]) -> None:
+    def _load(self, config: VllmConfig, request: BuildExperts, layers: range) -> None:
         """Load the experts of neighbouring layers; drop the rest of these layers once read."""
-        start, end = layers[0], layers[-1] + 1
-        model = PartialModel(config, request.path, start, end, self._device)
+        model = PartialModel(config, request.path, layers.start, layers.stop, self._device)
         try:
             for layer, module in zip(layers, model.layers, strict=True):
                 experts = experts_of(module)
@@ -223,17 +201,6 @@ def _keep(experts: RoutedExperts, ids: Sequence[int]) -> int:
         num_bytes += parameter.numel() * parameter.element_size()
     set_num_experts(experts, len(ids))
     return num_bytes
-
-
-def _runs(layers: Sequence[int]) -> list[list[int]]:
-    """Return the runs of neighbouring layers; ``layers`` is in ascending order."""
-    found = [list(layers[:1])] if layers else []
-    for before, layer in pairwise(layers):
-        if layer == before + 1:
-            found[-1].append(layer)
-        else:
-            found.append([layer])
-    return found
 
 
 def _check_step(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, count: int) -> None:

@@ -34,8 +34,6 @@ class HeadSet(LayerNumbers, frozen=True, tag="heads"):
     kind: ClassVar[str] = "heads"
     one: ClassVar[str] = "head"
     in_full: ClassVar[str] = "KV head"
-    has_weights: ClassVar[bool] = False
-    loads_weights: ClassVar[bool] = False
     is_on_all_ranks: ClassVar[bool] = False
 
     heads: dict[int, tuple[int, ...]]
@@ -43,14 +41,8 @@ class HeadSet(LayerNumbers, frozen=True, tag="heads"):
     def check(self, shape: ModelGeometry) -> None:
         self.check_numbers(shape.num_layers, shape.num_kv_heads)
 
-    def weight_bytes(self, layer_weight_bytes: int) -> int:
-        return 0
-
     def kv_pages(self, num_kv_heads: int) -> float:
         return sum(len(heads) for heads in self.heads.values()) / num_kv_heads
-
-    def num_pages(self, num_kv_heads: int) -> float:
-        return self.kv_pages(num_kv_heads)
 
     def move_request(self, source: str, target: str) -> MoveHeads:
         return MoveHeads(source, target, self.heads)

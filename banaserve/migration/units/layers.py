@@ -11,7 +11,7 @@ import torch
 
 from banaserve.base.errors import GuestLostError, MigrationError
 from banaserve.base.types import Module
-from banaserve.contracts.migration_api import MoveLayers, Return
+from banaserve.contracts.migration_api import MoveLayers
 from banaserve.contracts.move_phase import ModelGeometry
 from banaserve.engine.compat.config import VllmConfig
 from banaserve.migration.kv.slot_writer import SlotWriter
@@ -36,7 +36,6 @@ class LayerRange(LayerSpan, frozen=True, tag="layers"):
     kind: ClassVar[str] = "layers"
     has_weights: ClassVar[bool] = True
     loads_weights: ClassVar[bool] = True
-    is_on_all_ranks: ClassVar[bool] = True
 
     def __str__(self) -> str:
         return f"layers {self.start}:{self.end}"
@@ -54,20 +53,8 @@ class LayerRange(LayerSpan, frozen=True, tag="layers"):
         """Return whether all layers of ``other``, of any kind, are in this range."""
         return set(other.layers) <= set(self.layers)
 
-    def weight_bytes(self, layer_weight_bytes: int) -> int:
-        return len(self.layers) * layer_weight_bytes
-
-    def kv_pages(self, num_kv_heads: int) -> float:
-        return float(len(self.layers))
-
-    def num_pages(self, num_kv_heads: int) -> float:
-        return float(len(self.layers))
-
     def move_request(self, source: str, target: str) -> MoveLayers:
         return MoveLayers(source, target, (self.start, self.end))
-
-    def return_request(self, source: str) -> Return:
-        return Return(source, layers=(self.start, self.end))
 
     def as_modules(self) -> list[Module]:
         return [Module(self.start, self.end)]
@@ -75,9 +62,6 @@ class LayerRange(LayerSpan, frozen=True, tag="layers"):
     def modelled(self, own: ModelGeometry, model: ModelGeometry) -> list[Module]:
         start, end = (n * model.num_layers // own.num_layers for n in (self.start, self.end))
         return [Module(start, end)]
-
-    def check_attention(self, attention: Any, name: str) -> None:
-        """Accept every attention: whole layers can always move."""
 
 
 class BuildLayers(messages.Build, frozen=True, tag=True):
