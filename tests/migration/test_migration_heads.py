@@ -13,11 +13,16 @@ import pytest
 import torch
 
 from banaserve.base.errors import GuestLostError
-from banaserve.migration.modules.head_split import SplitAttention, VllmHeads, _Away
+from banaserve.migration.modules.head_split import (
+    RemoteHeads,
+    RunHeads,
+    SplitAttention,
+    VllmHeads,
+    _Away,
+)
 from banaserve.migration.rpc import guest_client, messages
 from banaserve.migration.rpc.guest_client import GuestClient
 from banaserve.migration.rpc.tensors import TensorBundle, from_wire, to_wire
-from banaserve.migration.units.heads import RemoteHeads, RunHeads
 from banaserve.migration.units.registry import decode_request
 from banaserve.transport.channels.channel import StreamChannel
 from banaserve.transport.channels.connect import over_unix

@@ -120,7 +120,7 @@ def test_an_answer_of_another_shape_is_a_failure_of_all(
     all_ranks: Callable[[Work], list[Future[Any]]],
 ) -> None:
     pytest.importorskip("vllm")
-    from banaserve.migration.units.layers import RemoteLayers
+    from banaserve.migration.modules.remote_layers import RemoteLayers
 
     hidden, given_up = torch.zeros(3, 8), list[str]()
 

@@ -16,6 +16,8 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from banaserve.base.errors import GuestLostError
 from banaserve.migration.kv.step_context import common_from
+from banaserve.migration.modules.head_split import RemoteHeads, RunHeads
+from banaserve.migration.modules.remote_layers import RunLayers
 from banaserve.migration.rpc import messages
 from banaserve.migration.rpc.tensors import TensorBundle, from_wire, restore
 from banaserve.migration.units.guest_unit import Answer, GuestServices, GuestUnit
@@ -24,10 +26,8 @@ from banaserve.migration.units.heads import (
     DescribedStep,
     HeadStep,
     HostHeads,
-    RemoteHeads,
-    RunHeads,
 )
-from banaserve.migration.units.layers import BuildLayers, RunLayers
+from banaserve.migration.units.layers import BuildLayers
 from banaserve.serving.moves.planner import ModelFacts
 from banaserve.transport.interface import Tensor, Transport
 from seeded_threads import sleep

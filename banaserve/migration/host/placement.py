@@ -8,9 +8,10 @@ from banaserve.migration import checks
 from banaserve.migration.kv.dirty_blocks import RemoteBlocks
 from banaserve.migration.kv.host_kv import KvRun
 from banaserve.migration.kv.remote_kv import RemoteKv
+from banaserve.migration.kv.unit_location import UnitLocation
 from banaserve.migration.microbatch.overlap import Overlap
 from banaserve.migration.rpc.guest_client import GuestClient
-from banaserve.migration.units.host_unit import HostEngine, HostUnit, UnitLocation
+from banaserve.migration.units.host_unit import HostEngine, HostUnit
 
 
 class PlacementManager:

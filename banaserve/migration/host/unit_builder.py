@@ -10,10 +10,11 @@ from banaserve.migration.host.block_mover import BlockMover
 from banaserve.migration.kv.dirty_blocks import DirtyBlockTracker
 from banaserve.migration.kv.host_kv import HostKv, KvRun
 from banaserve.migration.kv.remote_kv import RemoteKv, StagedRemoteKv
+from banaserve.migration.kv.unit_location import UnitLocation
 from banaserve.migration.rpc import messages
 from banaserve.migration.rpc.guest_client import GuestClient
 from banaserve.migration.time_hook import REAL_TIME, TimeHook
-from banaserve.migration.units.host_unit import HostUnit, UnitLocation
+from banaserve.migration.units.host_unit import HostUnit
 from banaserve.transport.errors import TransportError
 
 BUILD_TIMEOUT_S = 600.0

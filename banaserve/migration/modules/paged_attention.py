@@ -12,9 +12,10 @@ from typing import Any, Protocol
 import torch
 
 from banaserve.base.errors import MigrationError
-from banaserve.engine.compat.runner_hooks import set_implementation, window_tokens
+from banaserve.engine.compat.runner_hooks import window_tokens
 from banaserve.kernels.interface import Batch, Heads, Kernels, PartialAttention
 from banaserve.kernels.layouts import key_value_views
+from banaserve.migration.modules.replaced_attention import ReplacedAttention
 
 
 class StepBatches:
@@ -80,7 +81,7 @@ def write_tokens(
             cache[where] = new[:num_tokens, chosen]
 
 
-class KernelsAttention:
+class KernelsAttention(ReplacedAttention):
     """Replacement of an attention's implementation, which is kept as ``inner``.
 
     Args:
@@ -107,15 +108,12 @@ class KernelsAttention:
         splits_only: bool = False,
     ) -> None:
         check_plain(layer, name, kernels)
-        self.inner = layer.impl
+        super().__init__(layer)
         self.kernels = kernels
         self._batches = batches
         self.splits_only = splits_only
         self._heads = all_heads(layer.num_heads, layer.num_kv_heads)
-        set_implementation(layer, self)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["inner"], name)
+        self._install()
 
     def do_kv_cache_update(
         self,
@@ -131,27 +129,19 @@ class KernelsAttention:
             return
         write_tokens(kv_cache, key, value, slot_mapping)
 
-    def forward(
+    def _leaves_to_inner(self) -> bool:
+        return self.splits_only
+
+    def _fill(
         self,
-        layer: Any,
+        output: torch.Tensor,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        attn_metadata: Any,
-        output: torch.Tensor,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Fill ``output`` ``[num_tokens, num_heads, head_size]``, as vLLM's implementation does."""
-        if attn_metadata is None:
-            return output
-        if self.splits_only:
-            arguments = layer, query, key, value, kv_cache, attn_metadata
-            whole: torch.Tensor = self.inner.forward(*arguments, output=output, **kwargs)
-            return whole
-        num_tokens = attn_metadata.num_actual_tokens
-        output[:num_tokens] = self.attend(query[:num_tokens], kv_cache, attn_metadata, self._heads)
-        return output
+        metadata: Any,
+    ) -> None:
+        output[:] = self.attend(query, kv_cache, metadata, self._heads)
 
     def attend(
         self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, heads: Heads

@@ -20,21 +20,18 @@ from banaserve.kernels.interface import HEAD_SIZES, Batch, PartialAttention
 from banaserve.migration import checks
 from banaserve.migration.kv.dirty_blocks import DirtyBlockTracker, RemoteBlocks
 from banaserve.migration.kv.host_kv import Freed
-from banaserve.migration.kv.step_context import StepContext
 from banaserve.migration.modules.context_split import (
     ContextAttention,
-    ContextChannel,
-    ContextPlan,
-    split_context,
+    RemoteContext,
+    RunContext,
 )
 from banaserve.migration.modules.head_attention import head_attention
 from banaserve.migration.modules.paged_attention import Pages, kernels_of, pages_of
 from banaserve.migration.rpc import messages
-from banaserve.migration.rpc.guest_client import GuestClient
 from banaserve.migration.rpc.tensors import from_wire, restore, to_device
 from banaserve.migration.units.base import LayerSpan
 from banaserve.migration.units.guest_unit import Answer, GuestServices, GuestUnit
-from banaserve.migration.units.host_unit import HostEngine, HostUnit, UnitLocation
+from banaserve.migration.units.host_unit import HostEngine, HostUnit
 from banaserve.migration.units.kind import UnitKind
 from banaserve.transport.interface import Tensor, Transport
 
@@ -81,23 +78,6 @@ class BuildContext(messages.Build, frozen=True, tag=True):
     slices: tuple[messages.AttentionSlice, ...]
 
 
-class RunContext(messages.Run, frozen=True, tag=True):
-    """Request for one layer's step over older blocks; the first tensor has the queries.
-
-    The queries are those of the sequences with blocks in the guest. The answer is the output and
-    the log-sum-exp, float32.
-
-    Attributes:
-        step_id: Id of the step; ``step`` is None if the unit has this step's description already.
-        step: ``block_table``, ``query_start`` and ``num_tokens`` of these sequences: the fields of
-            ``kernels.interface.Batch`` that are needed without a mask.
-    """
-
-    step_id: int
-    name: str
-    step: dict[str, Any] | None
-
-
 # ---- on the host
 
 
@@ -116,7 +96,7 @@ class ContextSplits:
         """
         return HostContext(unit_id, modules, self._engine, self)
 
-    def arrange(self, name: str, remote: ContextChannel | None, pages: Pages) -> None:
+    def arrange(self, name: str, remote: RemoteContext | None, pages: Pages) -> None:
         """Set the channel to the guest with an attention's older blocks; None: all are here."""
         if name not in self._contexts:
             engine = self._engine
@@ -162,7 +142,7 @@ class HostContext(HostUnit):
     def install(self) -> None:
         away, step_context = self.away, self._engine.step_context
         step_context.dirty_blocks.unfollow(away)
-        remote: ContextChannel | None = None
+        remote: RemoteContext | None = None
         if self.residence is None:
             away.set(())
         else:
@@ -203,62 +183,6 @@ class HostContext(HostUnit):
     def _heal_blocks(self, blocks: npt.NDArray[np.int64]) -> None:
         for name in self.names:
             self._engine.kv.heal_blocks(name, blocks)
-
-
-class RemoteContext:
-    """Steps over older blocks of some layers in one guest; see ``ContextChannel``."""
-
-    def __init__(
-        self, residence: UnitLocation, away: RemoteBlocks, step_context: StepContext
-    ) -> None:
-        self._residence = residence
-        self._away = away
-        self._step_context = step_context
-        self._planned_step = self._described_step = 0
-        self._plan: ContextPlan | None = None
-
-    @property
-    def link(self) -> GuestClient:
-        return self._residence.link
-
-    def plan(self) -> ContextPlan | None:
-        """Return the division of the step under way, made once for all layers."""
-        step_context = self._step_context
-        if self._planned_step != step_context.step_id:
-            assert step_context.common is not None
-            self._plan = split_context(step_context.common, step_context.block_size, self._away)
-            self._planned_step = step_context.step_id
-        return self._plan
-
-    def submit(self, name: str, query: torch.Tensor) -> None:
-        """Send queries ``[num_tokens, num_heads, head_size]`` of one layer."""
-        residence, step_id = self._residence, self._step_context.step_id
-        assert self._plan is not None
-        bundle = self.link.bundle()
-        bundle.put(query)
-        step: dict[str, Any] | None = None
-        if self._described_step != step_id:
-            batch = self._plan.remote
-            fields = {
-                "block_table": batch.block_table,
-                "query_start": batch.query_start,
-                "num_tokens": batch.range_end,
-            }
-            step = bundle.put_all(fields)
-        self._described_step = step_id
-        request = RunContext(residence.unit_id, residence.working_epoch, step_id, name, step)
-        self.link.submit(request, bundle)
-
-    def collect(self, query: torch.Tensor) -> PartialAttention:
-        """Return the attention over the guest's blocks, float32."""
-        outputs = self.link.collect(self._step_context.num_tokens)
-        if len(outputs) != 2:
-            raise self.link.give_up("a step over older blocks was answered without log-sum-exp")
-        output, lse = outputs
-        wanted = query.float()
-        self.link.check_shape(output, wanted)
-        self.link.check_shape(lse, wanted[..., 0])
-        return PartialAttention(*(to_device(tensor, query.device) for tensor in (output, lse)))
 
 
 # ---- in the guest

@@ -24,15 +24,14 @@ from banaserve.engine.compat.experts import (
     split_blocker,
     weights_by_expert,
 )
-from banaserve.migration.modules.expert_split import NOT_HERE, sum_of
+from banaserve.migration.modules.expert_split import NOT_HERE, RemoteExperts, RunExperts, sum_of
 from banaserve.migration.modules.partial_model import PartialModel
 from banaserve.migration.ranges import spans
 from banaserve.migration.rpc import messages
-from banaserve.migration.rpc.guest_client import GuestClient
 from banaserve.migration.rpc.tensors import from_wire, to_device
 from banaserve.migration.units.base import LayerNumbers
 from banaserve.migration.units.guest_unit import Answer, GuestServices, GuestUnit
-from banaserve.migration.units.host_unit import HostEngine, HostUnit, UnitLocation
+from banaserve.migration.units.host_unit import HostEngine, HostUnit
 from banaserve.migration.units.kind import UnitKind
 from banaserve.transport.interface import Tensor, Transport
 
@@ -77,17 +76,6 @@ class BuildExperts(messages.Build, frozen=True, tag=True):
         return True
 
 
-class RunExperts(messages.Run, frozen=True, tag=True):
-    """Request for one step of a unit's experts of ``layer``.
-
-    The tensors are the tokens that have chosen one of the unit's experts ``[n, hidden_size]``, the
-    weights of each token's chosen experts ``[n, k]``, and the guest's numbers of these experts,
-    ``NOT_HERE`` for experts of another place. The answer is the weighted sum for each token.
-    """
-
-    layer: int
-
-
 # ---- on the host
 
 
@@ -117,30 +105,6 @@ class HostExperts(HostUnit):
         for layer, ids in self._experts.items():
             where = None if residence is None else RemoteExperts(residence, layer)
             engine.experts[layer].arrange(self.unit_id, ids, where)
-
-
-class RemoteExperts:
-    """Steps of some experts of one layer in one guest; see ``ExpertChannel``."""
-
-    def __init__(self, residence: UnitLocation, layer: int) -> None:
-        self._residence = residence
-        self._layer = layer
-
-    @property
-    def link(self) -> GuestClient:
-        return self._residence.link
-
-    def submit(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
-        residence = self._residence
-        bundle = self.link.bundle()
-        for tensor in (x, weights, ids):
-            bundle.put(tensor)
-        request = RunExperts(residence.unit_id, residence.working_epoch, self._layer)
-        self.link.submit(request, bundle)
-
-    def collect(self, x: torch.Tensor) -> torch.Tensor:
-        outputs = self.link.collect(x.shape[0])
-        return to_device(self.link.check_shape(outputs[0] if outputs else None, x), x.device)
 
 
 # ---- in the guest

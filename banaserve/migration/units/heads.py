@@ -15,15 +15,14 @@ from banaserve.contracts.move_phase import ModelGeometry
 from banaserve.engine.compat.attention import CommonAttentionMetadata
 from banaserve.engine.compat.config import VllmConfig
 from banaserve.migration import checks
-from banaserve.migration.kv.step_context import StepContext, common_from
+from banaserve.migration.kv.step_context import common_from
 from banaserve.migration.modules.head_attention import HeadAttention, head_attention
-from banaserve.migration.modules.head_split import HeadChannel, SplitAttention
+from banaserve.migration.modules.head_split import RemoteHeads, RunHeads, SplitAttention
 from banaserve.migration.rpc import messages
-from banaserve.migration.rpc.guest_client import GuestClient
 from banaserve.migration.rpc.tensors import from_wire, restore, to_device
 from banaserve.migration.units.base import LayerNumbers
 from banaserve.migration.units.guest_unit import Answer, GuestServices, GuestUnit
-from banaserve.migration.units.host_unit import HostEngine, HostUnit, UnitLocation
+from banaserve.migration.units.host_unit import HostEngine, HostUnit
 from banaserve.migration.units.kind import UnitKind
 from banaserve.transport.interface import Tensor, Transport
 
@@ -91,19 +90,6 @@ class BuildHeads(messages.Build, frozen=True, tag=True):
     slices: tuple[messages.AttentionSlice, ...]
 
 
-class RunHeads(messages.Run, frozen=True, tag=True):
-    """Request for one step of heads of one layer; the first tensors are query, key and value.
-
-    Attributes:
-        step_id: Id of the step; ``step`` is None if this guest has the step's metadata already.
-        name: Name of the attention on the host.
-    """
-
-    step_id: int
-    name: str
-    step: dict[str, Any] | None
-
-
 # ---- on the host
 
 
@@ -130,7 +116,7 @@ class HeadSplits:
 
     def _arrange(self, name: str) -> None:
         engine = self._engine
-        remote: dict[Sequence[int], HeadChannel] = {}
+        remote: dict[Sequence[int], RemoteHeads] = {}
         for unit in self._away.values():
             if name in unit.names and unit.residence is not None:
                 remote[unit.heads(name)] = RemoteHeads(unit.residence, name, engine.step_context)
@@ -164,47 +150,6 @@ class HostHeads(HostUnit):
 
     def install(self) -> None:
         self._splits.put(self)
-
-
-class RemoteHeads:
-    """Steps of some heads of one layer in one guest; see ``HeadChannel``."""
-
-    def __init__(self, residence: UnitLocation, name: str, step_context: StepContext) -> None:
-        self._residence = residence
-        self._name = name
-        self._step_context = step_context
-        self._query: torch.Tensor | None = None
-
-    @property
-    def link(self) -> GuestClient:
-        return self._residence.link
-
-    def submit(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Send queries and new keys and values, ``[num_tokens, heads, head_size]``."""
-        residence, step_context = self._residence, self._step_context
-        bundle = self.link.bundle()
-        for tensor in (query, key, value):
-            bundle.put(tensor)
-        self._query = query
-        link = residence.link
-        step = (
-            bundle.put_all(step_context.fields())
-            if link.described_step != step_context.step_id
-            else None
-        )
-        link.described_step = step_context.step_id
-        request = RunHeads(
-            residence.unit_id, residence.working_epoch, step_context.step_id, self._name, step
-        )
-        link.submit(request, bundle)
-
-    def collect(self) -> torch.Tensor:
-        """Return the heads' attention output, ``[num_tokens, query heads, head_size]``."""
-        query, self._query = self._query, None
-        assert query is not None
-        outputs = self.link.collect(self._step_context.num_tokens)
-        output = self.link.check_shape(outputs[0] if outputs else None, query)
-        return to_device(output, query.device)
 
 
 # ---- in the guest

@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import nn
 
-from banaserve.base.errors import GuestLostError, MigrationError
+from banaserve.base.errors import GuestLostError
 from banaserve.engine.compat.config import VllmConfig
 from banaserve.engine.compat.runner_hooks import window_tokens
 from banaserve.migration.kv.dirty_blocks import DirtyBlockTracker, RemoteBlocks
 from banaserve.migration.kv.host_kv import Freed, HostKv
-from banaserve.migration.kv.remote_kv import RemoteKv, StagedRemoteKv
 from banaserve.migration.kv.step_context import StepContext
+from banaserve.migration.kv.unit_location import UnitLocation
 from banaserve.migration.modules.compiled_model import CompiledModel
 from banaserve.migration.modules.expert_split import SplitExperts
 from banaserve.migration.modules.step_graphs import StepGraphs
@@ -24,53 +24,6 @@ from banaserve.migration.ranks import Ranks
 from banaserve.migration.rpc import messages
 from banaserve.migration.rpc.guest_client import GuestClient
 from banaserve.migration.units.base import MigrationUnit
-
-
-class UnitLocation:
-    """Location of a unit: its place in one guest.
-
-    Attributes:
-        link: Connection to the guest.
-        kv: The unit's KV in the guest.
-        epoch: Epoch in which the unit was activated; None until then.
-        weight_bytes: Bytes of weights that the guest has loaded for the unit.
-        saves: True if the guest can save the unit's blocks to the store.
-    """
-
-    saves = False
-
-    def __init__(self, unit_id: str, link: GuestClient, kv: RemoteKv, weight_bytes: int) -> None:
-        self.unit_id = unit_id
-        self.link = link
-        self.kv = kv
-        self.weight_bytes = weight_bytes
-        self.epoch: int | None = None
-
-    def activate(self, epoch: int) -> None:
-        """Activate the unit: from now on it accepts messages and copies of ``epoch`` only."""
-        self.link.ask(messages.Activate(self.unit_id, epoch), messages.StepsDone)
-        self.kv.epoch = epoch
-        self.epoch = epoch
-
-    def leave(self) -> None:
-        """Release the unit in the guest; a lost guest has nothing to release."""
-        self.kv.close()
-        try:
-            self.link.ask(messages.ReleaseUnit(self.unit_id), messages.StepsDone)
-        except GuestLostError:
-            return
-        except MigrationError as refused:
-            self.link.give_up(str(refused))
-
-    @property
-    def has_landed(self) -> bool:
-        """Return whether the guest has to be asked for each copy of the unit's KV."""
-        return isinstance(self.kv, StagedRemoteKv)
-
-    @property
-    def working_epoch(self) -> int:
-        assert self.epoch is not None
-        return self.epoch
 
 
 @dataclass
