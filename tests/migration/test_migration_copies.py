@@ -212,7 +212,7 @@ def test_only_what_no_step_can_wait_for_bears_a_guest_that_stands_still(
     host: HostKv, to_guest: bool
 ) -> None:
     ticket = PatientTicket()
-    kv: Any = SimpleNamespace(copy_units=lambda *_, **__: [ticket])
+    kv: Any = SimpleNamespace(copy=lambda *_, **__: [ticket])
     mover = BlockMover(unit_of(LAYERS, host), host, *((None, kv) if to_guest else (kv, None)))
     mover.copy([0])
     mover.copy([0], in_background=True)
