@@ -267,7 +267,7 @@ class Link:
         self.asked: list[str] = []
         self.given_up = ""
         places = dict.fromkeys(("l0", "l1", "l2"), 0)
-        self._built = messages.Built("u", region.descriptor, places, 1, 0.0)
+        self._built = messages.Built(region.descriptor, places, 1)
 
     def ask(self, request: Any, expected: Any, *_: Any, **__: Any) -> Any:
         self.asked.append(type(request).__name__)

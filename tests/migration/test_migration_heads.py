@@ -55,7 +55,7 @@ class Echo:
         request = decode_request(message.body)
         assert isinstance(request, RunHeads)
         self.asked.append(len(message.tensors[0].shape))
-        outputs: Any = messages.StepOutputs(False, (0,))
+        outputs: Any = messages.StepOutputs((0,))
         tensor = 2 * from_wire(message.tensors[0])
         if self.spoil is not None:
             outputs, tensor = self.spoil(outputs, tensor)
@@ -143,7 +143,7 @@ class StandingStill:
         if self._num_looks >= 0:
             raise TransferTimeoutError("nothing came")
         tensor = to_wire(torch.zeros(1, 6, HEAD_SIZE))
-        return Message(messages.encode(messages.StepOutputs(False, (0,))), (tensor,))
+        return Message(messages.encode(messages.StepOutputs((0,))), (tensor,))
 
     def close(self) -> None:
         pass
@@ -153,7 +153,8 @@ def collected(channel: StandingStill, monkeypatch: pytest.MonkeyPatch) -> int:
     """Number of outputs of one step of a guest at the other end of ``channel``."""
     monkeypatch.setattr(guest_client, "time", channel)
     link = GuestClient("g", channel, None, lambda: 1, STALL_S)  # type: ignore[arg-type]
-    return len(link.run(messages.GetUsage(), TensorBundle(), 1))
+    link.submit(messages.GetUsage(), TensorBundle())
+    return len(link.collect(1))
 
 
 def test_time_in_which_the_host_stood_still_does_not_count_against_its_guest(
@@ -184,10 +185,10 @@ def _flipped(outputs: Any, tensor: torch.Tensor) -> Any:
     [
         (_flipped, "no guest's answer"),
         (_no_text, "no guest's answer"),
-        (lambda _, t: (messages.StepOutputs(False, (3,)), t), "did not come"),
-        (lambda _, t: (messages.StepOutputs(False, (-1,)), t), "did not come"),
-        (lambda _, t: (messages.StepOutputs(False, ()), t), "another shape"),
-        (lambda _, t: (messages.StepOutputs(False, (None,)), t), "another shape"),
+        (lambda _, t: (messages.StepOutputs((3,)), t), "did not come"),
+        (lambda _, t: (messages.StepOutputs((-1,)), t), "did not come"),
+        (lambda _, t: (messages.StepOutputs(()), t), "another shape"),
+        (lambda _, t: (messages.StepOutputs((None,)), t), "another shape"),
         (lambda o, t: (o, t[:-1]), "another shape"),
         (lambda o, t: (o, t.double()), "another shape"),
         (lambda _, t: (messages.StepsDone(), t), "answered with StepsDone"),

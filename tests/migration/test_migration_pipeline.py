@@ -92,7 +92,7 @@ class Guest:
         self._common = common_from(restore(request.step, message.tensors))
         bundle = TensorBundle()
         values = self._layers.run(restore(request.arguments, message.tensors))
-        outputs = messages.StepOutputs(True, tuple(bundle.put(value) for value in values), 1e-3)
+        outputs = messages.StepOutputs(tuple(bundle.put(value) for value in values), 1e-3)
         return Message(messages.encode(outputs), tuple(bundle.tensors))
 
     def close(self) -> None:

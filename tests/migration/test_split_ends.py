@@ -107,7 +107,7 @@ class Ends:
         query = from_wire(message.tensors[0])
         bundle = TensorBundle()
         indices = tuple(map(bundle.put, self.older.run(request.name, request.step_id, query)))
-        answer = messages.encode(messages.StepOutputs(True, indices))
+        answer = messages.encode(messages.StepOutputs(indices))
         self._channel.send(Message(answer, tuple(bundle.tensors)), 20.0)
 
     def attend(self, query: torch.Tensor) -> torch.Tensor:

@@ -209,7 +209,7 @@ class GuestLayersDouble(_Kept):
             outputs += self._attend(NAMES[layer], common, kept)
         bundle = TensorBundle()
         index = bundle.put(torch.stack([tokens, outputs], dim=1))
-        return messages.StepOutputs(False, (index,)), bundle
+        return messages.StepOutputs((index,)), bundle
 
 
 class GuestHeadsDouble(_Kept):
@@ -238,7 +238,7 @@ class GuestHeadsDouble(_Kept):
         bundle = TensorBundle()
         outputs = self._attend(request.name, step.common, kept)
         bundle.put(outputs[:, None, None].repeat(1, kept.shape[1], 1))  # shaped as the query
-        return messages.StepOutputs(False, (0,)), bundle
+        return messages.StepOutputs((0,)), bundle
 
 
 class UnitsOfGuest:

@@ -499,7 +499,7 @@ class Attaching:
             host.settings.stall_s,
             is_one_of_several=bool(address.rendezvous),
         )
-        hello = messages.GuestHello(address.token, f"host of {address.guest_id}")
+        hello = messages.GuestHello(address.token)
         ready = link.ask(hello, messages.GuestReady, ATTACH_TIMEOUT_S)
         if not self._address.is_elsewhere:
             link.watch(ready.pid)

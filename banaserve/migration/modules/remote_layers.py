@@ -69,9 +69,8 @@ class RemoteLayers:
     ) -> Sequence[torch.Tensor | None]:
         num_tokens = self._step_context.num_tokens
         arguments = without_padding(arguments, num_tokens)
-        request, bundle = self._message(arguments, 0, saves)
-        returned = self.link.run(request, bundle, num_tokens)
-        return self._checked(returned, arguments["hidden_states"])
+        self.submit(arguments, 0, saves)
+        return self.collect(arguments["hidden_states"])
 
     def submit(
         self, arguments: Mapping[str, Any], num_follow: int, saves: SlotCopies | None = None

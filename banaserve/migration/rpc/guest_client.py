@@ -204,17 +204,6 @@ class GuestClient:
         except TransportError as error:
             raise self.give_up(str(error)) from error
 
-    def run(
-        self, request: messages.Request, bundle: TensorBundle, num_tokens: int
-    ) -> list[torch.Tensor | None]:
-        """Send a step's work and return the outputs.
-
-        Raises:
-            GuestLostError: The guest is gone, stalls, or cannot run the step.
-        """
-        self.submit(request, bundle)
-        return self.collect(num_tokens)
-
     def submit(self, request: messages.Request, bundle: TensorBundle) -> None:
         """Send a step's work without waiting; ``collect`` must follow on the same thread.
 

@@ -274,7 +274,7 @@ class GuestContext(GuestUnit):
             part = self.run(request.name, request.step_id, request.step, tensors)
         bundle = services.bundle()
         indices = bundle.put(part.output), bundle.put(part.lse)
-        return messages.StepOutputs(True, indices), bundle
+        return messages.StepOutputs(indices), bundle
 
     def run(
         self,

@@ -148,7 +148,7 @@ class GuestExperts(GuestUnit):
         bundle = services.bundle()
         with services.computing(), torch.inference_mode():
             bundle.put(sum_of(experts, x, weights, ids, ids != NOT_HERE))
-        return messages.StepOutputs(False, (0,)), bundle
+        return messages.StepOutputs((0,)), bundle
 
     def close(self) -> None:
         self._experts.clear()

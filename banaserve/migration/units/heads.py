@@ -223,7 +223,7 @@ class GuestHeads(GuestUnit):
         bundle = services.bundle()
         with services.computing():
             bundle.put(self.run(request.name, step, query, key, value))
-        return messages.StepOutputs(False, (0,)), bundle
+        return messages.StepOutputs((0,)), bundle
 
     def read_step(self, step: Mapping[str, Any], tensors: Sequence[Tensor]) -> HeadStep:
         """Return the description of a step, for all units of heads in this guest."""

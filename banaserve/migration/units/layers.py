@@ -159,8 +159,7 @@ class GuestLayers(GuestUnit):
         indices = tuple(None if value is None else bundle.put(value) for value in values)
         seconds = time.perf_counter() - began_s
         save_s = self._save(request.saves, services.computing)
-        is_tuple = isinstance(returned, tuple)
-        return messages.StepOutputs(is_tuple, indices, seconds, save_s), bundle
+        return messages.StepOutputs(indices, seconds, save_s), bundle
 
     def _save(self, copies: SlotCopies | None, around: Around) -> float | None:
         """Copy blocks to the host's store; return the seconds, or None if not copied."""
