@@ -97,43 +97,6 @@ def check_parts(parts: Sequence[PartialAttention]) -> None:
         _require(lse.device == first.device, "lse", lse.device, f"the output's {first.device}")
 
 
-def check_concat(parts: Sequence[torch.Tensor], groups: Sequence[Sequence[int]]) -> int:
-    """Check shapes, dtypes and devices of ``concat_heads``.
-
-    Returns:
-        Number of query heads per KV head.
-
-    Raises:
-        ValueError: An argument is not supported; the text names it and what is allowed.
-    """
-    _require(len(parts) > 0, "parts", "none", "at least one")
-    _require(
-        len(groups) == len(parts), "groups", f"{len(groups)} of them", f"{len(parts)}, as parts"
-    )
-    every = sorted(head for group in groups for head in group)
-    _require(every == list(range(len(every))), "groups", every, "all KV heads, each once")
-    first, sizes = parts[0], set()
-    for part, group in zip(parts, groups, strict=True):
-        _require(part.dim() == 3, "parts", part, "[num_tokens, num_heads, head_size]")
-        _require(
-            part.stride(2) == 1 or part.numel() == 0, "parts", part.stride(), "contiguous heads"
-        )
-        _require(part.dtype == first.dtype, "parts", part.dtype, f"the first's {first.dtype}")
-        _require(part.element_size() in COPY_ELEMENT_BYTES, "parts", part.dtype, "1, 2 or 4 bytes")
-        _require(part.device == first.device, "parts", part.device, f"the first's {first.device}")
-        same = (part.shape[0], part.shape[2]) == (first.shape[0], first.shape[2])
-        _require(same, "parts", part, f"tokens and head size of {_seen(first)}")
-        _require(
-            len(group) > 0 and part.shape[1] > 0 and part.shape[1] % len(group) == 0,
-            "parts",
-            f"{part.shape[1]} query heads for {len(group)} KV heads",
-            "whole groups",
-        )
-        sizes.add(part.shape[1] // len(group))
-    _require(len(sizes) == 1, "parts", f"groups of {sorted(sizes)} heads", "one size for all parts")
-    return sizes.pop()
-
-
 def check_blocks(copies: BlockCopies) -> None:
     """Check shapes, dtypes, strides and devices of ``pack_blocks`` and ``unpack_blocks``.
 

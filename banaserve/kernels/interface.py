@@ -160,21 +160,6 @@ class Kernels(Protocol):
         """
         ...
 
-    def concat_heads(
-        self, parts: Sequence[torch.Tensor], groups: Sequence[Sequence[int]]
-    ) -> torch.Tensor:
-        """Place separately computed heads side by side.
-
-        Args:
-            parts: ``[num_tokens, len(groups[i]) * group_size, head_size]`` each.
-            groups: KV heads of each part, in its order. All parts together hold every KV head
-                once.
-
-        Returns:
-            ``[num_tokens, num_kv_heads * group_size, head_size]``.
-        """
-        ...
-
     def pack_blocks(self, copies: BlockCopies) -> None:
         """Copy heads of KV blocks into pages; the bytes of other heads keep their values."""
         ...

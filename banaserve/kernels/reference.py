@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from banaserve.kernels.checks import check_attention, check_blocks, check_concat, check_parts
+from banaserve.kernels.checks import check_attention, check_blocks, check_parts
 from banaserve.kernels.interface import (
     FLOAT_DTYPES,
     HEAD_SIZES,
@@ -93,17 +93,6 @@ class ReferenceKernels:
         return PartialAttention(
             output.to(self._result_dtype or parts[0].output.dtype), self._lse(lse)
         )
-
-    def concat_heads(
-        self, parts: Sequence[torch.Tensor], groups: Sequence[Sequence[int]]
-    ) -> torch.Tensor:
-        """Compute Eq. 8 to 10 for heads: each has its own denominator, so nothing is added."""
-        group_size = check_concat(parts, groups)
-        num_heads = sum(part.shape[1] for part in parts)
-        whole = parts[0].new_empty(parts[0].shape[0], num_heads, parts[0].shape[2])
-        for part, group in zip(parts, groups, strict=True):
-            whole[:, [head * group_size + i for head in group for i in range(group_size)]] = part
-        return whole
 
     def pack_blocks(self, copies: BlockCopies) -> None:
         """See ``interface.Kernels``."""

@@ -87,7 +87,6 @@ def all_work(
     ):
         yield attention_work(name, kernels, device, batch, asking, context, heads)
     yield [merge_work(kernels, device, sizes.merge_tokens)], []
-    yield [concat_work(kernels, device, sizes.merge_tokens)], []
     for name, heads in (("", whole), ("_half_heads", half)):
         yield pack_work(name, kernels, device, sizes, heads), []
 
@@ -187,17 +186,6 @@ def merge_work(kernels: Kernels, device: torch.device, num_tokens: int, num: int
     ]
     one = sum(tensor.numel() * tensor.element_size() for tensor in parts[0])
     return KernelWork("merge", kernels.name, (num + 1) * one, lambda: kernels.merge(parts))
-
-
-def concat_work(kernels: Kernels, device: torch.device, num_tokens: int) -> KernelWork:
-    """Prepare the concatenation of two halves of the heads, every other one, in bf16."""
-    shape = (num_tokens, KV_HEADS // 2 * GROUP_SIZE, HEAD_SIZE)
-    parts = [torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(2)]
-    groups = [range(0, KV_HEADS, 2), range(1, KV_HEADS, 2)]
-    num_bytes = 2 * sum(part.numel() * part.element_size() for part in parts)
-    return KernelWork(
-        "concat", kernels.name, num_bytes, lambda: kernels.concat_heads(parts, groups)
-    )
 
 
 def pack_work(

@@ -30,7 +30,7 @@ def test_all_cases_are_timed_and_written(tmp_path: Path) -> None:
     path = tmp_path / "kernels.json"
     assert main([*TINY, "--json", str(path)]) == 0
     record = result.read(path)
-    for case in ("decode_batch", "decode_long", "merge", "concat", "pack", "unpack_half_heads"):
+    for case in ("decode_batch", "decode_long", "merge", "pack", "unpack_half_heads"):
         assert min(record.figures[f"{case}_copy_fraction"].samples) > 0
         assert len(record.figures[f"{case}_ms"].samples) == 2
     assert "prefill_chunk_copy_fraction" not in record.figures

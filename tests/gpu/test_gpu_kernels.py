@@ -85,11 +85,6 @@ def test_merge(num, head_size, dtype):
     cases.check_merge(TritonKernels(), num, head_size, dtype, GPU, tokens=333)
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.int8], ids=str)
-def test_concat(dtype):
-    cases.check_concat(TritonKernels(), dtype, GPU)
-
-
 @pytest.mark.parametrize("by_token", [False, True])
 @pytest.mark.parametrize(("block_size", "head_size"), [(5, 80), (16, 128)])
 def test_blocks_go_to_pages_and_back(by_token, block_size, head_size):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -202,16 +203,12 @@ def check_merge(
     assert_close(kernels.merge(parts), EXACT.merge(parts), dtype)
 
 
-def check_concat(kernels: Kernels, dtype: torch.dtype, device: str) -> None:
-    draws = torch.Generator().manual_seed(1)
-    groups = ((4, 0), (2,), (1, 3))
-    whole = torch.randn(5, 5 * 3, 80, generator=draws).to(dtype).to(device)
-    parts = [
-        torch.cat([whole[:, 3 * head : 3 * head + 3] for head in heads], 1) for heads in groups
-    ]
-    # A part that is a view into something wider.
-    parts[1] = torch.cat([parts[1], parts[1]], 1)[:, :3]
-    assert torch.equal(kernels.concat_heads(parts, groups), whole)
+def joined(parts: list[torch.Tensor], groups: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Separately computed heads side by side, as a split attention puts them."""
+    size = parts[0].shape[1] // len(groups[0])
+    number = [head * size + i for group in groups for head in group for i in range(size)]
+    whole = torch.cat(parts, 1)
+    return torch.empty_like(whole).index_copy_(1, torch.tensor(number, device=whole.device), whole)
 
 
 def check_blocks(

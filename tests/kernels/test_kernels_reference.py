@@ -69,7 +69,6 @@ def test_the_reference_takes_the_tables_of_the_kernels(dtype):
     kernels = ReferenceKernels(torch.float32)
     cases.check_attention_case(kernels, cases.problem(dtype=dtype), "cpu")
     cases.check_merge(kernels, 3, 80, dtype, "cpu")
-    cases.check_concat(kernels, dtype, "cpu")
 
 
 def test_a_page_has_the_bytes_of_its_block_head_by_head():
@@ -136,23 +135,6 @@ OUTPUT, LSE = torch.zeros(2, 3, 64), torch.zeros(2, 3)
 def test_a_wrong_argument_of_merge_is_named(named, parts):
     with pytest.raises(ValueError, match=rf"^{named}.*allowed"):
         EXACT.merge(parts)
-
-
-@pytest.mark.parametrize(
-    ("named", "parts", "groups"),
-    [
-        ("parts", [], []),
-        ("groups", [OUTPUT], [[0, 1, 2], [3]]),
-        ("groups", [OUTPUT], [[0, 1, 3]]),
-        ("groups", [OUTPUT, OUTPUT], [[0, 1, 2], [2, 3, 4]]),
-        ("parts", [OUTPUT], [[0, 1]]),
-        ("parts", [OUTPUT, OUTPUT.half()], [[0, 1, 2], [3, 4, 5]]),
-        ("parts", [OUTPUT, OUTPUT], [[0, 1, 2], [3]]),
-    ],
-)
-def test_a_wrong_argument_of_concat_is_named(named, parts, groups):
-    with pytest.raises(ValueError, match=rf"^{named}.*allowed"):
-        EXACT.concat_heads(parts, groups)
 
 
 BLOCKS = BlockCopies(

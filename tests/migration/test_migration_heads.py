@@ -79,7 +79,7 @@ def link() -> Iterator[tuple[GuestClient, Echo]]:
 
 def attention(link: GuestClient, lost: list[str]) -> SplitAttention:
     """Of three KV heads with two query heads each; heads 0 and 2, and head 1, are in one guest."""
-    layer: Any = SimpleNamespace(num_heads=6, num_kv_heads=3, impl=None)
+    layer: Any = SimpleNamespace(num_heads=6, num_kv_heads=3, impl=None, kv_cache=torch.empty(0))
     step_context: Any = SimpleNamespace(step_id=1, fields=dict, num_tokens=NUM_TOKENS)
     split = SplitAttention(None, layer, "l", step_context, lambda _, e: lost.append(str(e)))
     units = [SimpleNamespace(unit_id=name, working_epoch=1, link=link) for name in ("a", "b")]
@@ -209,7 +209,7 @@ def test_an_answer_that_makes_no_sense_costs_the_guest_and_not_the_host(
 
 def test_heads_here_are_computed_while_a_guest_has_the_others() -> None:
     events: list[str] = []
-    layer: Any = SimpleNamespace(num_heads=6, num_kv_heads=3, impl=None)
+    layer: Any = SimpleNamespace(num_heads=6, num_kv_heads=3, impl=None, kv_cache=torch.empty(0))
     step_context: Any = SimpleNamespace(metadata=lambda builder: None)
     split = SplitAttention(None, layer, "l", step_context, lambda *_: None)  # type: ignore[arg-type]
 
@@ -232,7 +232,7 @@ def test_heads_here_are_computed_while_a_guest_has_the_others() -> None:
     away: Any = SimpleNamespace(
         link=None, submit=lambda *_: events.append("asked"), collect=collect
     )
-    split._remote = [_Away((0, 2), torch.tensor([0, 2]), torch.tensor([0, 1, 4, 5]), away)]
+    split._remote = [_Away(torch.tensor([0, 2]), torch.tensor([0, 1, 4, 5]), away)]
     _, output = step(split)
     assert events == ["asked", "computed", "collected"]
     assert output[:, [0, 1, 4, 5]].eq(1).all()

@@ -26,18 +26,15 @@ from banaserve.migration.rpc.guest_client import GuestClient
 from banaserve.migration.rpc.tensors import to_device
 
 
-class Remote(NamedTuple):
-    """Output of a guest for one layer and step.
+def index_of(layer: Any, heads: Sequence[int]) -> torch.Tensor:
+    """Return numbers of heads as an index of tensors on the layer's device."""
+    return torch.tensor(heads, dtype=torch.int64, device=layer.kv_cache.device)
 
-    Attributes:
-        kv_heads: KV heads in the guest, ascending.
-        query_heads: Indices of their query heads in the layer's output, int64.
-        output: ``[num_tokens, query heads, head_size]``; None if the guest is lost.
-    """
 
-    kv_heads: tuple[int, ...]
-    query_heads: torch.Tensor
-    output: torch.Tensor | None
+def query_heads(layer: Any, heads: Sequence[int]) -> torch.Tensor:
+    """Return the index of the query heads of KV heads."""
+    group = layer.num_heads // layer.num_kv_heads
+    return index_of(layer, [head * group + i for head in heads for i in range(group)])
 
 
 class VllmHeads:
@@ -68,7 +65,7 @@ class VllmHeads:
             part.impl.do_kv_cache_update(self._layer, *mine, cache, slots)
 
     def attend(self, query: torch.Tensor, kv_cache: torch.Tensor, output: torch.Tensor) -> None:
-        """Begin to fill ``output`` ``[num_tokens, num_heads, head_size]``, shaped as ``query``."""
+        """Fill these heads of ``output`` ``[num_tokens, num_heads, head_size]``."""
         for part in self._groups:
             mine = query[:, part.query_heads].contiguous()
             own = torch.empty_like(mine)
@@ -77,14 +74,6 @@ class VllmHeads:
             # New keys and values are in the cache already.
             part.impl.forward(self._layer, mine, None, None, cache, metadata, output=own)
             output[:, part.query_heads] = own
-
-    def join(self, output: torch.Tensor, remote: Sequence[Remote]) -> None:
-        """Fill the rest, after ``attend``; zero for heads whose guest is lost.
-
-        Outputs are copied in place: half the cost of concatenating here.
-        """
-        for part in remote:
-            output[:, part.query_heads] = 0 if part.output is None else part.output
 
 
 class _Group:
@@ -100,7 +89,7 @@ class _Group:
 
 
 class KernelsHeads:
-    """The heads here on our kernels, which attend with any heads and put outputs side by side."""
+    """The heads here on our kernels, which attend with any heads."""
 
     def __init__(
         self,
@@ -114,7 +103,7 @@ class KernelsHeads:
         self._step_context = step_context
         self._here = tuple(sorted(here))
         self._heads = Heads(self._here, layer.num_heads // layer.num_kv_heads, self._here)
-        self._own: torch.Tensor | None = None
+        self._query_heads = query_heads(layer, self._here)
 
     def write(
         self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor
@@ -134,20 +123,8 @@ class KernelsHeads:
         if self._here:
             # vLLM's metadata depends on its backend; the batch that it was made from does not.
             batch = self._step_context.common
-            self._own = self._attention.attend(query, kv_cache, batch, self._heads)
-
-    def join(self, output: torch.Tensor, remote: Sequence[Remote]) -> None:
-        """See ``VllmHeads``; BanaServe Eq. 8 to 10 for heads, which are independent."""
-        parts = [_zeros(output, r) if r.output is None else r.output for r in remote]
-        groups = [r.kv_heads for r in remote]
-        own, self._own = self._own, None
-        if own is not None:
-            parts, groups = [own, *parts], [self._here, *groups]
-        output[:] = self._attention.kernels.concat_heads(parts, groups)
-
-
-def _zeros(output: torch.Tensor, remote: Remote) -> torch.Tensor:
-    return output.new_zeros(len(output), len(remote.query_heads), output.shape[2])
+            own = self._attention.attend(query, kv_cache, batch, self._heads)
+            output[:, self._query_heads] = own
 
 
 class RunHeads(messages.Run, frozen=True, tag=True):
@@ -210,7 +187,6 @@ class RemoteHeads:
 class _Away(NamedTuple):
     """Heads that are in one guest; ``query_heads`` and ``kv_heads`` are indices in the layer."""
 
-    heads: tuple[int, ...]
     kv_heads: torch.Tensor
     query_heads: torch.Tensor
     where: RemoteHeads
@@ -246,7 +222,6 @@ class SplitAttention(ReplacedAttention):
         self._name = name
         self._step_context = step_context
         self._on_lost = on_lost
-        self._group = layer.num_heads // layer.num_kv_heads
         self._local: VllmHeads | KernelsHeads | None = None
         self._remote: list[_Away] = []
 
@@ -256,7 +231,7 @@ class SplitAttention(ReplacedAttention):
         here = [head for head in range(self._layer.num_kv_heads) if head not in away]
         self._local = self._stay(here) if away else None
         self._remote = [
-            _Away(tuple(heads), torch.tensor(heads), self._query_heads(heads), where)
+            _Away(index_of(self._layer, heads), query_heads(self._layer, heads), where)
             for heads, where in ((sorted(heads), where) for heads, where in remote.items())
         ]
         self._install(bool(away))
@@ -267,9 +242,6 @@ class SplitAttention(ReplacedAttention):
         return VllmHeads(
             self._config, self._layer, self.inner, self._name, here, self._step_context
         )
-
-    def _query_heads(self, heads: Sequence[int]) -> torch.Tensor:
-        return torch.tensor([h * self._group + i for h in heads for i in range(self._group)])
 
     def do_kv_cache_update(
         self,
@@ -296,14 +268,10 @@ class SplitAttention(ReplacedAttention):
         assert local is not None
         asked = GuestQuestions([one.question(query, key, value) for one in remote])
         local.attend(query, kv_cache, output)
-        parts = [
-            Remote(away.heads, away.query_heads, self._part(away, answer))
-            for away, answer in zip(remote, asked.answers(), strict=True)
-        ]
-        local.join(output, parts)
-
-    def _part(self, away: _Away, answer: torch.Tensor | GuestLostError) -> torch.Tensor | None:
-        if isinstance(answer, GuestLostError):
-            self._on_lost(away.where.link, answer)
-            return None
-        return answer
+        for away, answer in zip(remote, asked.answers(), strict=True):
+            if isinstance(answer, GuestLostError):
+                self._on_lost(away.where.link, answer)
+                output[:, away.query_heads] = 0  # finite: the step's output is dropped
+            else:
+                # In place: half the cost of concatenating on a CPU.
+                output[:, away.query_heads] = answer

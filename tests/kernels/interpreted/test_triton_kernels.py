@@ -22,7 +22,7 @@ from banaserve.kernels.packed_pages import PackedPages
 from banaserve.kernels.tiling import Tiling
 from banaserve.kernels.triton.attention_op import partial_attention
 from banaserve.kernels.triton.kernels import TritonKernels
-from banaserve.kernels.triton.merge_op import concat_heads, merge_parts
+from banaserve.kernels.triton.merge_op import merge_parts
 from banaserve.kernels.triton.pack_op import pack_blocks, unpack_blocks
 from depth import num_examples
 
@@ -79,11 +79,6 @@ def test_nobody_asking_is_no_error():
 @pytest.mark.parametrize(("num", "head_size"), [(1, 64), (2, 80), (3, 256), (9, 96)])
 def test_merge(num, head_size, dtype):
     cases.check_merge(TritonKernels(), num, head_size, dtype, CPU)
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.int8], ids=str)
-def test_concat(dtype):
-    cases.check_concat(TritonKernels(), dtype, CPU)
 
 
 @pytest.mark.parametrize("by_token", [False, True])
@@ -152,7 +147,7 @@ def test_heads_apart_lie_side_by_side_to_the_whole(order, cut, dtype):
         for g in groups
     ]
     together = kernels.partial_attention(*whole.arguments()).output
-    assert torch.equal(kernels.concat_heads(parts, groups), together)
+    assert torch.equal(cases.joined(parts, groups), together)
 
 
 def test_operators_keep_the_rules_of_torch():
@@ -170,7 +165,6 @@ def test_operators_keep_the_rules_of_torch():
     )
     parts = [torch.randn(2, 3, 64) for _ in range(2)]
     torch.library.opcheck(merge_parts, (parts, [torch.randn(2, 3) for _ in parts]))
-    torch.library.opcheck(concat_heads, (parts, [1, 2, 0, 5, 4, 3], 1))
 
 
 TINY_LIST = [TINY.rows, 16, TINY.num_warps, TINY.num_stages]
