@@ -110,7 +110,7 @@ class BlockMover:
             tickets = remote.copy(part, local, pages, to_guest=to_guest)
             wait_all(tickets, len(part) * self.each_bytes, grace_s)
 
-        is_guarded = self._source is not None and self._unit.blocks_come_home
+        is_guarded = self._source is not None and self._unit.single_blocks is not None
         limit_bytes = _BOUNCE_BYTES if is_guarded else _ROUND_BYTES
         self._in_pieces(blocks, max(1, limit_bytes // self.each_bytes), stop, copy)
 

@@ -426,8 +426,9 @@ class MigrationHost:
     def blocks_gained(self) -> int:
         """Number of blocks by which the pool can grow due to the units that are away."""
         kv = self.kv
-        away = round(self.placement.away_pages() * kv.page_bytes)
-        kept = self.placement.num_layers * kv.page_bytes - away
+        pages = sum(unit.modules.num_pages(kv.num_heads) for unit in self.placement)
+        away = round(pages * kv.page_bytes)
+        kept = len(kv.tensors) * kv.page_bytes - away
         return blocks_gained(kv.num_blocks, kv.max_blocks, away, kept)
 
     def _link(self, guest_id: str) -> GuestClient:

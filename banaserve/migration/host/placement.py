@@ -111,11 +111,3 @@ class PlacementManager:
             if blocks is not None and unit.residence is not None and name in unit.names:
                 return blocks, unit.residence.kv
         return None
-
-    def away_pages(self) -> float:
-        """Return the pages away of each block, in pages of a layer with all its heads."""
-        return sum(unit.modules.num_pages(self._host.num_heads) for unit in self)
-
-    @property
-    def num_layers(self) -> int:
-        return len(self._engine.attentions)

@@ -66,7 +66,7 @@ def _kv(host: MigrationHost, memory: bool) -> KvStatus:
         max_blocks=kv.max_blocks,
         blocks_gained=host.blocks_gained,
         page_bytes=kv.page_bytes,
-        num_layers=host.placement.num_layers,
+        num_layers=len(kv.tensors),
         resident_bytes=kv.resident_bytes if memory else None,
         written_blocks=len(host.step_context.dirty_blocks),
     )

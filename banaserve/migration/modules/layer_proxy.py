@@ -85,9 +85,9 @@ class RemoteRange:
         layers: The model's list of layers.
         names: Names of the range's attentions, for which the store's hooks are called.
         where: Channel to the layers in a guest.
-        on_lost: Called once when the guest is lost in the middle of a step.
 
     Attributes:
+        on_lost: Called once when the guest is lost in the middle of a step.
         where: Channel to the guest that has the layers now.
         signature: Signature of the first layer.
     """
@@ -107,7 +107,7 @@ class RemoteRange:
         self._own = [layers[i] for i in self._span]
         self.signature = inspect.signature(self._own[0].forward)
         self._returns_residual = "residual" in self.signature.parameters
-        self._on_lost = on_lost
+        self.on_lost = on_lost
         self.where = where
 
     def __len__(self) -> int:
@@ -115,7 +115,7 @@ class RemoteRange:
 
     def redirect(self, where: RemoteLayers, on_lost: Callable[[GuestLostError], None]) -> None:
         """Run the layers in another guest from now on."""
-        self.where, self._on_lost = where, on_lost
+        self.where, self.on_lost = where, on_lost
 
     def swap_out(self) -> None:
         """Put proxies in place of the layers; between two steps only."""
@@ -141,7 +141,7 @@ class RemoteRange:
             self.wait_for_loads()
             returned = self.returned(self.where.run(arguments, self.slots_to_fill()))
         except GuestLostError as lost:
-            self.lost(lost)
+            self.on_lost(lost)
             return self.zeros(arguments)
         self.save(metadata)
         return returned
@@ -167,10 +167,6 @@ class RemoteRange:
     def returned(self, values: Sequence[torch.Tensor | None]) -> Any:
         """Return a guest's values in the form of the last layer's values."""
         return tuple(values) if self._returns_residual else values[0]
-
-    def lost(self, error: GuestLostError) -> None:
-        """Report that the guest is lost."""
-        self._on_lost(error)
 
     def zeros(self, arguments: Mapping[str, Any]) -> Any:
         """Return zeros with which a step goes on whose output will be dropped."""

@@ -7,7 +7,7 @@ computes on CPU, where vLLM's kernel returns no log-sum-exp.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -243,48 +243,6 @@ Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Function that writes keys and values ``[num_tokens, num_kv_heads, head_size]`` to KV slots."""
 
 
-class Pages(Protocol):
-    """Attention over the pages of a KV cache, which are read in place."""
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        batch: Batch,
-        scale: float,
-        *,
-        causal: bool,
-    ) -> PartialAttention:
-        """Return the attention over the first ``range_end`` tokens of each sequence's blocks.
-
-        Args:
-            query: ``[num_tokens, num_heads, head_size]``.
-            kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``.
-            batch: See ``kernels.interface``; ranges begin at 0. In host memory.
-            causal: True if a token attends to no position above its own.
-
-        Returns:
-            Output and log-sum-exp, float32.
-        """
-        ...
-
-
-def pages_of(
-    attention: Any, impl: Any, kv_cache: torch.Tensor, kernels: Kernels | None = None
-) -> Pages:
-    """Return the attention over pages of a vLLM attention module with implementation ``impl``.
-
-    Args:
-        kernels: Kernels that compute this attention; None: vLLM's own.
-
-    Raises:
-        MigrationError: Keys and values are not stored as they are written.
-    """
-    if kernels is not None:
-        return DevicePages(kernels)
-    return KvPages.of(attention, impl, kv_cache)
-
-
 class DevicePages:
     """Keys and values in any of vLLM's GPU layouts, which our kernels read.
 
@@ -304,7 +262,7 @@ class DevicePages:
         *,
         causal: bool,
     ) -> PartialAttention:
-        """See ``Pages``."""
+        """See ``KvPages``."""
         key, value = key_value_views(kv_cache)
         num_kv_heads = key.shape[2]
         heads = Heads(tuple(range(num_kv_heads)), query.shape[1] // num_kv_heads)
@@ -375,10 +333,19 @@ class KvPages:
         *,
         causal: bool,
     ) -> PartialAttention:
-        """See ``Pages``. Pages are multiplied in place.
+        """Return the attention over the first ``range_end`` tokens of each sequence's blocks.
 
         BanaServe Eq. 6 to 9 in corrected form: ``softmax(scale * q k) v``, each head by itself,
-        with the logarithm of the denominator beside it.
+        with the logarithm of the denominator beside it. Pages are multiplied in place.
+
+        Args:
+            query: ``[num_tokens, num_heads, head_size]``.
+            kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``.
+            batch: See ``kernels.interface``; ranges begin at 0. In host memory.
+            causal: True if a token attends to no position above its own.
+
+        Returns:
+            Output and log-sum-exp, float32.
         """
         output = torch.zeros(query.shape, dtype=torch.float32)
         lse = torch.full(query.shape[:2], float("-inf"))
@@ -395,6 +362,24 @@ class KvPages:
                 last = position + first - starts[seq] if causal else None
                 output[rows], lse[rows] = _attend(query[rows].float() * scale, read, end, last)
         return PartialAttention(output, lse)
+
+
+Pages = KvPages | DevicePages
+"""Attention over the pages of a KV cache, which are read in place."""
+
+
+def pages_of(
+    attention: Any, impl: Any, kv_cache: torch.Tensor, kernels: Kernels | None = None
+) -> Pages:
+    """Return the attention over pages of a vLLM attention module with implementation ``impl``.
+
+    Args:
+        kernels: Kernels that compute this attention; None: vLLM's own.
+
+    Raises:
+        MigrationError: Keys and values are not stored as they are written.
+    """
+    return KvPages.of(attention, impl, kv_cache) if kernels is None else DevicePages(kernels)
 
 
 class _Order:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,18 +18,17 @@ from banaserve.engine.compat.runner_hooks import window_tokens
 from banaserve.kernels.interface import HEAD_SIZES, Batch, PartialAttention
 from banaserve.migration import checks
 from banaserve.migration.kv.dirty_blocks import DirtyBlockTracker, RemoteBlocks
-from banaserve.migration.kv.host_kv import Freed
 from banaserve.migration.modules.context_split import (
     ContextAttention,
     RemoteContext,
     RunContext,
 )
-from banaserve.migration.modules.head_attention import head_attention
-from banaserve.migration.modules.paged_attention import Pages, kernels_of, pages_of
+from banaserve.migration.modules.head_attention import VllmHeadAttention
+from banaserve.migration.modules.paged_attention import DevicePages, Pages, kernels_of, pages_of
 from banaserve.migration.rpc import messages
 from banaserve.migration.rpc.tensors import from_wire, restore, to_device
 from banaserve.migration.units.base import LayerSpan
-from banaserve.migration.units.guest_unit import Answer, GuestServices, GuestUnit
+from banaserve.migration.units.guest_unit import Answer, DescribedStep, GuestServices, GuestUnit
 from banaserve.migration.units.host_unit import HostEngine, HostUnit
 from banaserve.migration.units.kind import UnitKind
 from banaserve.transport.interface import Tensor, Transport
@@ -88,26 +86,12 @@ class ContextSplits:
         self._engine = engine
         self._contexts: dict[str, ContextAttention] = {}
 
-    def unit(self, unit_id: str, modules: Context) -> HostContext:
-        """Return a unit of older blocks that are at home.
-
-        Raises:
-            MigrationError: The blocks cannot be read in the layout in which they are kept.
-        """
-        return HostContext(unit_id, modules, self._engine, self)
-
     def arrange(self, name: str, remote: RemoteContext | None, pages: Pages) -> None:
         """Set the channel to the guest with an attention's older blocks; None: all are here."""
         if name not in self._contexts:
             engine = self._engine
-            self._contexts[name] = ContextAttention(
-                engine.attentions[name],
-                name,
-                engine.step_context,
-                engine.on_lost,
-                pages,
-                engine.ranks,
-            )
+            of_engine = engine.step_context, engine.on_lost, pages, engine.ranks
+            self._contexts[name] = ContextAttention(engine.attentions[name], name, *of_engine)
         self._contexts[name].arrange(remote)
 
 
@@ -117,9 +101,11 @@ class HostContext(HostUnit):
     Attributes:
         away: Blocks that are in the guest. A block that is overwritten loses its NaN poison first.
         pages: Attention over the pages of the KV cache.
+
+    Raises:
+        MigrationError: The blocks cannot be read in the layout in which they are kept.
     """
 
-    blocks_come_home = True
     microbatch_blocker = "older blocks of some layers are elsewhere"
 
     def __init__(
@@ -154,31 +140,9 @@ class HostContext(HostUnit):
     def left_home(self, dirty_blocks: DirtyBlockTracker) -> None:
         self.away.set(dirty_blocks.full())
 
-    def moved_heads(self, name: str) -> Sequence[int]:
-        """Return no heads: some blocks of each head are at home."""
-        return ()
-
     @property
     def single_blocks(self) -> RemoteBlocks:
         return self.away
-
-    def holding(self, blocks: Sequence[int]) -> contextlib.AbstractContextManager[Sequence[int]]:
-        return self.away.holding(blocks)
-
-    def make_room(self) -> None:
-        """Back the KV at home, without healing: whole pages come home, beside pages in use."""
-        for name in self.names:
-            self._engine.kv.populate(name, self._engine.kv.num_blocks)
-
-    def free(self) -> list[Freed]:
-        return [self._free(name) for name in self.names]
-
-    def _free(self, name: str) -> Freed:
-        with self.away.holding(self.away.ids()) as blocks:
-            return self._engine.kv.free(name, None, blocks)
-
-    def _blocks_away(self) -> Iterable[int]:
-        return self.away.ids()
 
     def _heal_blocks(self, blocks: npt.NDArray[np.int64]) -> None:
         for name in self.names:
@@ -205,7 +169,7 @@ class OlderBlocks:
         self._pages = pages
         self._kv_caches = dict(kv_caches)
         self._scales = dict(scales)
-        self._step: tuple[int, Batch] | None = None
+        self._step: DescribedStep[Batch] = DescribedStep()
 
     def describe(self, step_id: int, fields: Mapping[str, Any]) -> None:
         """Set the batch that the layers of a step share.
@@ -230,7 +194,7 @@ class OlderBlocks:
             raise ProtocolError(f"step {step_id} names blocks that are not here")
         if len(lengths) != len(table) or int(lengths.max()) > room:
             raise ProtocolError(f"step {step_id} has more tokens than blocks")
-        self._step = step_id, batch
+        self._step.set(step_id, batch)
 
     def run(self, name: str, step_id: int, query: torch.Tensor) -> PartialAttention:
         """Return the attention over the step's blocks, float32.
@@ -238,16 +202,9 @@ class OlderBlocks:
         Raises:
             ProtocolError: The step has not been described.
         """
-        if self._step is None or self._step[0] != step_id:
-            raise ProtocolError(f"step {step_id} has not been described")
+        batch, cache = self._step.get(step_id), self._kv_caches[name]
         with torch.inference_mode():
-            return self._pages.attend(
-                query,
-                self._kv_caches[name],
-                self._step[1],
-                self._scales[name],
-                causal=False,
-            )
+            return self._pages.attend(query, cache, batch, self._scales[name], causal=False)
 
 
 class GuestContext(GuestUnit):
@@ -261,11 +218,18 @@ class GuestContext(GuestUnit):
         super().__init__(config, transport)
         heads = {part.name: part.num_kv_heads for part in request.slices}
         kv_caches = self._offer(request, heads, epoch)
-        one = request.slices[0]
-        first = head_attention(config, one, request.unit_id, kv_caches[one.name], self._kernels)
         scales = {part.name: part.scale for part in request.slices}
-        self._older: OlderBlocks | None = OlderBlocks(first.pages(), kv_caches, scales)
+        pages = self._pages(request, kv_caches)
+        self._older: OlderBlocks | None = OlderBlocks(pages, kv_caches, scales)
+
+    def _pages(self, request: BuildContext, kv_caches: Mapping[str, torch.Tensor]) -> Pages:
+        if self._kernels is not None:
+            return DevicePages(self._kernels)
+        one = request.slices[0]
+        first = VllmHeadAttention(self._config, one, request.unit_id, kv_caches[one.name])
+        pages = first.pages()
         first.close()
+        return pages
 
     def serve(
         self, request: RunContext, tensors: Sequence[Tensor], services: GuestServices
@@ -302,6 +266,8 @@ KIND = UnitKind(
     of_module=lambda one: None,
     build=BuildContext,
     run=RunContext,
-    host_units=lambda engine: ContextSplits(engine).unit,
+    host_units=lambda engine: functools.partial(
+        HostContext, engine=engine, splits=ContextSplits(engine)
+    ),
     guest_units=lambda config, transport: functools.partial(GuestContext, config, transport),
 )

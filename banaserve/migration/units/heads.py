@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from banaserve.base.errors import ProtocolError
 from banaserve.base.types import Module
 from banaserve.contracts.migration_api import MoveHeads, Return
 from banaserve.contracts.move_phase import ModelGeometry
@@ -21,7 +20,7 @@ from banaserve.migration.modules.head_split import RemoteHeads, RunHeads, SplitA
 from banaserve.migration.rpc import messages
 from banaserve.migration.rpc.tensors import from_wire, restore, to_device
 from banaserve.migration.units.base import LayerNumbers
-from banaserve.migration.units.guest_unit import Answer, GuestServices, GuestUnit
+from banaserve.migration.units.guest_unit import Answer, DescribedStep, GuestServices, GuestUnit
 from banaserve.migration.units.host_unit import HostEngine, HostUnit
 from banaserve.migration.units.kind import UnitKind
 from banaserve.transport.interface import Tensor, Transport
@@ -101,10 +100,6 @@ class HeadSplits:
         self._away: dict[str, HostHeads] = {}
         self._splits: dict[str, SplitAttention] = {}
 
-    def unit(self, unit_id: str, modules: HeadSet) -> HostHeads:
-        """Return a unit of heads that are at home."""
-        return HostHeads(unit_id, modules, self._engine, self)
-
     def put(self, unit: HostHeads) -> None:
         """Arrange a unit's layers for the unit's current place."""
         if unit.residence is None:
@@ -168,27 +163,6 @@ class HeadStep:
         return self._built[num_kv_heads]
 
 
-class DescribedStep:
-    """The step that was last described to a guest, once for all its units of heads."""
-
-    def __init__(self) -> None:
-        self._last: tuple[int, HeadStep] | None = None
-
-    def set(self, step_id: int, step: HeadStep) -> None:
-        """Record a step that has been described."""
-        self._last = step_id, step
-
-    def get(self, step_id: int) -> HeadStep:
-        """Return the step of this id.
-
-        Raises:
-            ProtocolError: The step has not been described.
-        """
-        if self._last is None or self._last[0] != step_id:
-            raise ProtocolError(f"step {step_id} has not been described")
-        return self._last[1]
-
-
 class GuestHeads(GuestUnit):
     """A unit of heads in a guest: KV and attention, no weights."""
 
@@ -198,7 +172,7 @@ class GuestHeads(GuestUnit):
         self,
         config: VllmConfig,
         transport: Transport,
-        described: DescribedStep,
+        described: DescribedStep[HeadStep],
         request: BuildHeads,
         epoch: int,
     ) -> None:
@@ -253,7 +227,9 @@ KIND = UnitKind(
     of_module=_of_module,
     build=BuildHeads,
     run=RunHeads,
-    host_units=lambda engine: HeadSplits(engine).unit,
+    host_units=lambda engine: functools.partial(
+        HostHeads, engine=engine, splits=HeadSplits(engine)
+    ),
     guest_units=lambda config, transport: functools.partial(
         GuestHeads, config, transport, DescribedStep()
     ),

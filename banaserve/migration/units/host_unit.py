@@ -73,13 +73,11 @@ class HostUnit(ABC):
         modules: Modules of the unit, as the controller plans with them.
         names: Names of the unit's attentions, in layer order; empty if no KV moves with the unit.
         residence: Location in the guest that runs the unit; None at home.
-        blocks_come_home: True if a write to a single block brings it home while the unit is away.
         microbatch_blocker: Reason why steps cannot be cut while the unit is away; empty if they
             can.
         replaces_modules: True if the unit replaces modules that compiled graphs would hold.
     """
 
-    blocks_come_home = False
     microbatch_blocker = ""
     replaces_modules = False
 
@@ -115,23 +113,33 @@ class HostUnit(ABC):
 
     def moved_heads(self, name: str) -> Sequence[int]:
         """Return the KV heads of which every block is where the unit is."""
+        if self.single_blocks is not None:
+            return ()
         heads = self.heads(name)
         return range(self._engine.kv.num_heads) if heads is None else heads
 
     @property
     def single_blocks(self) -> RemoteBlocks | None:
-        """Return the set of blocks that are where the unit is; None: all of ``moved_heads``."""
+        """Return the set of blocks that are where the unit is; None: all of ``moved_heads``.
+
+        A write to one of them brings it home while the unit is away.
+        """
         return None
 
     def holding(self, blocks: Sequence[int]) -> contextlib.AbstractContextManager[Sequence[int]]:
         """Return a context with those ``blocks`` that are at the unit; none comes home within."""
-        return contextlib.nullcontext(blocks)
+        single = self.single_blocks
+        return contextlib.nullcontext(blocks) if single is None else single.holding(blocks)
 
     def make_room(self) -> None:
-        """Back the unit's KV at home with memory again, and remove its NaN poison."""
+        """Back the unit's KV at home with memory again, and remove its NaN poison.
+
+        Single blocks are not healed: whole blocks come home, beside blocks in use.
+        """
         for name in self.names:
             self._engine.kv.populate(name, self._engine.kv.num_blocks)
-        self.heal()
+        if self.single_blocks is None:
+            self.heal()
 
     def heal(self) -> None:
         """Overwrite the unit's NaN poison at home with zeros, if the engine uses poison."""
@@ -141,14 +149,20 @@ class HostUnit(ABC):
     def poison(self) -> None:
         """Overwrite the unit's KV at home with NaN, if the engine uses poison."""
         for name in self.names if self._engine.poisons else ():
-            self._engine.kv.poison(name, self.heads(name), self._blocks_away())
-
-    def _blocks_away(self) -> Iterable[int]:
-        return range(self._engine.kv.num_blocks)
+            single, kv = self.single_blocks, self._engine.kv
+            away = range(kv.num_blocks) if single is None else single.ids()
+            kv.poison(name, self.heads(name), away)
 
     def free(self) -> list[Freed]:
         """Give the memory of the unit's KV at home back to the system."""
-        return [self._engine.kv.free(name, self.heads(name)) for name in self.names]
+        return [self._free(name) for name in self.names]
+
+    def _free(self, name: str) -> Freed:
+        single, kv = self.single_blocks, self._engine.kv
+        if single is None:
+            return kv.free(name, self.heads(name))
+        with single.holding(single.ids()) as blocks:
+            return kv.free(name, self.heads(name), blocks)
 
     def attention_slices(self) -> tuple[messages.AttentionSlice, ...]:
         """Return the unit's heads of each layer, as a guest has to build their attention."""
