@@ -24,7 +24,7 @@ from banaserve.migration.kv.step_context import StepContext
 from banaserve.migration.kv.unit_location import UnitLocation
 from banaserve.migration.modules.guest_questions import GuestQuestions, Question
 from banaserve.migration.modules.paged_attention import Pages
-from banaserve.migration.modules.replaced_attention import ReplacedAttention
+from banaserve.migration.modules.replaced_attention import AttentionStep, ReplacedAttention
 from banaserve.migration.ranks import Ranks
 from banaserve.migration.rpc import messages
 from banaserve.migration.rpc.guest_client import GuestClient
@@ -253,31 +253,24 @@ class ContextAttention(ReplacedAttention):
     def _leaves_to_inner(self) -> bool:
         return self._remote is None or self._remote.plan() is None
 
-    def _fill(
-        self,
-        output: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: Any,
-    ) -> None:
+    def _fill(self, output: torch.Tensor, step: AttentionStep) -> None:
         remote = self._remote
         plan = remote.plan() if remote is not None else None
         assert remote is not None
         assert plan is not None
-        asking = query[plan.rows]
+        asking = step.query[plan.rows]
         submit = functools.partial(remote.submit, self._name, asking)
         collect = functools.partial(remote.collect, asking)
         asked = GuestQuestions([Question(remote.link, submit, collect)])
         if plan.others is not None:
             rows = plan.other_rows
-            mine = query[rows], key[rows], value[rows], kv_cache
+            mine = step.query[rows], step.key[rows], step.value[rows], step.kv_cache
             own = torch.empty_like(mine[0])
             others = self._step_context.metadata_of(plan.others)
             self.inner.forward(self._layer, *mine, others, output=own)
             output[rows] = own
-        parts = [self._pages.attend(asking, kv_cache, plan.local, self.inner.scale, causal=True)]
+        own_blocks = step.kv_cache, plan.local, self.inner.scale
+        parts = [self._pages.attend(asking, *own_blocks, causal=True)]
         (answer,) = asked.answers()
         lost = answer if isinstance(answer, GuestLostError) else None
         parts += [] if isinstance(answer, GuestLostError) else [answer]

@@ -19,7 +19,7 @@ from banaserve.migration.kv.step_context import StepContext
 from banaserve.migration.kv.unit_location import UnitLocation
 from banaserve.migration.modules.guest_questions import GuestQuestions, Question
 from banaserve.migration.modules.paged_attention import KernelsAttention, write_tokens
-from banaserve.migration.modules.replaced_attention import ReplacedAttention
+from banaserve.migration.modules.replaced_attention import AttentionStep, ReplacedAttention
 from banaserve.migration.ranges import spans
 from banaserve.migration.rpc import messages
 from banaserve.migration.rpc.guest_client import GuestClient
@@ -191,14 +191,11 @@ class _Away(NamedTuple):
     query_heads: torch.Tensor
     where: RemoteHeads
 
-    def question(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> Question[torch.Tensor]:
+    def question(self, step: AttentionStep) -> Question[torch.Tensor]:
         """Return the question of a step of the whole layer."""
-        parts = query[:, self.query_heads], key[:, self.kv_heads], value[:, self.kv_heads]
-        return Question(
-            self.where.link, functools.partial(self.where.submit, *parts), self.where.collect
-        )
+        new = step.key[:, self.kv_heads], step.value[:, self.kv_heads]
+        submit = functools.partial(self.where.submit, step.query[:, self.query_heads], *new)
+        return Question(self.where.link, submit, self.where.collect)
 
 
 class SplitAttention(ReplacedAttention):
@@ -255,19 +252,11 @@ class SplitAttention(ReplacedAttention):
         if self._local is not None:
             self._local.write(key, value, kv_cache, slot_mapping)
 
-    def _fill(
-        self,
-        output: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: Any,
-    ) -> None:
+    def _fill(self, output: torch.Tensor, step: AttentionStep) -> None:
         local, remote = self._local, self._remote  # a guest that is lost changes them
         assert local is not None
-        asked = GuestQuestions([one.question(query, key, value) for one in remote])
-        local.attend(query, kv_cache, output)
+        asked = GuestQuestions([one.question(step) for one in remote])
+        local.attend(step.query, step.kv_cache, output)
         for away, answer in zip(remote, asked.answers(), strict=True):
             if isinstance(answer, GuestLostError):
                 self._on_lost(away.where.link, answer)

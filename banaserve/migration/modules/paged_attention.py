@@ -15,7 +15,7 @@ from banaserve.base.errors import MigrationError
 from banaserve.engine.compat.runner_hooks import window_tokens
 from banaserve.kernels.interface import Batch, Heads, Kernels, PartialAttention
 from banaserve.kernels.layouts import key_value_views
-from banaserve.migration.modules.replaced_attention import ReplacedAttention
+from banaserve.migration.modules.replaced_attention import AttentionStep, ReplacedAttention
 
 
 class StepBatches:
@@ -132,16 +132,8 @@ class KernelsAttention(ReplacedAttention):
     def _leaves_to_inner(self) -> bool:
         return self.splits_only
 
-    def _fill(
-        self,
-        output: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: Any,
-    ) -> None:
-        output[:] = self.attend(query, kv_cache, metadata, self._heads)
+    def _fill(self, output: torch.Tensor, step: AttentionStep) -> None:
+        output[:] = self.attend(step.query, step.kv_cache, step.metadata, self._heads)
 
     def attend(
         self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, heads: Heads

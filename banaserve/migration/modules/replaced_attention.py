@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from banaserve.engine.compat.runner_hooks import set_implementation
+
+
+class AttentionStep(NamedTuple):
+    """Arguments of an attention in one step, without padding.
+
+    Attributes:
+        query: ``[num_tokens, num_heads, head_size]``.
+        key: New keys ``[num_tokens, num_kv_heads, head_size]``; ``value`` likewise.
+        kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``.
+        metadata: vLLM's attention metadata.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    kv_cache: torch.Tensor
+    metadata: Any
 
 
 class ReplacedAttention(ABC):
@@ -51,7 +68,7 @@ class ReplacedAttention(ABC):
             return whole
         num_tokens = attn_metadata.num_actual_tokens
         new = query[:num_tokens], key[:num_tokens], value[:num_tokens]
-        self._fill(output[:num_tokens], *new, kv_cache, attn_metadata)
+        self._fill(output[:num_tokens], AttentionStep(*new, kv_cache, attn_metadata))
         return output
 
     def _leaves_to_inner(self) -> bool:
@@ -59,13 +76,5 @@ class ReplacedAttention(ABC):
         return False
 
     @abstractmethod
-    def _fill(
-        self,
-        output: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: Any,
-    ) -> None:
-        """Fill the output of the batch's tokens, without padding."""
+    def _fill(self, output: torch.Tensor, step: AttentionStep) -> None:
+        """Fill ``output`` ``[num_tokens, num_heads, head_size]``."""
