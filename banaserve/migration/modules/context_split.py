@@ -22,7 +22,7 @@ from banaserve.kernels.registry import pick
 from banaserve.migration.kv.dirty_blocks import RemoteBlocks
 from banaserve.migration.kv.step_context import StepContext
 from banaserve.migration.kv.unit_location import UnitLocation
-from banaserve.migration.modules.guest_questions import GuestQuestions, Question
+from banaserve.migration.modules.guest_questions import GuestQuestion, GuestQuestions
 from banaserve.migration.modules.paged_attention import Pages
 from banaserve.migration.modules.replaced_attention import AttentionStep, ReplacedAttention
 from banaserve.migration.ranks import Ranks
@@ -261,7 +261,7 @@ class ContextAttention(ReplacedAttention):
         asking = step.query[plan.rows]
         submit = functools.partial(remote.submit, self._name, asking)
         collect = functools.partial(remote.collect, asking)
-        asked = GuestQuestions([Question(remote.link, submit, collect)])
+        asked = GuestQuestions([GuestQuestion(remote.link, submit, collect)])
         if plan.others is not None:
             rows = plan.other_rows
             mine = step.query[rows], step.key[rows], step.value[rows], step.kv_cache

@@ -25,7 +25,7 @@ from banaserve.engine.compat.experts import (
 from banaserve.migration.kv.step_context import StepContext
 from banaserve.migration.kv.unit_location import UnitLocation
 from banaserve.migration.modules.eager_break import call_in_break, is_capturing
-from banaserve.migration.modules.guest_questions import GuestQuestions, Question
+from banaserve.migration.modules.guest_questions import GuestQuestion, GuestQuestions
 from banaserve.migration.ranks import OTHER_FAILED, Ranks
 from banaserve.migration.rpc import messages
 from banaserve.migration.rpc.guest_client import GuestClient
@@ -214,9 +214,9 @@ class SplitExperts:
 
     def _shares(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, place: torch.Tensor
-    ) -> list[tuple[torch.Tensor, Question[torch.Tensor]]]:
+    ) -> list[tuple[torch.Tensor, GuestQuestion[torch.Tensor]]]:
         """Return, for each unit with a chosen expert, the tokens that chose and the question."""
-        shares: list[tuple[torch.Tensor, Question[torch.Tensor]]] = []
+        shares: list[tuple[torch.Tensor, GuestQuestion[torch.Tensor]]] = []
         number = self._number[ids.long()]
         for index, away in enumerate(self._units.values(), start=1):
             mine = place == index
@@ -227,7 +227,7 @@ class SplitExperts:
             mine_x, where = x[tokens], away.where
             submit = functools.partial(where.submit, mine_x, weights[tokens], there)
             collect = functools.partial(where.collect, mine_x)
-            shares.append((tokens, Question(where.link, submit, collect)))
+            shares.append((tokens, GuestQuestion(where.link, submit, collect)))
         return shares
 
 

@@ -11,7 +11,7 @@ from banaserve.migration.rpc.guest_client import GuestClient
 T = TypeVar("T")
 
 
-class Question(NamedTuple, Generic[T]):
+class GuestQuestion(NamedTuple, Generic[T]):
     """Question to one guest; both functions raise ``GuestLostError`` if the guest is lost.
 
     Attributes:
@@ -47,7 +47,7 @@ class GuestQuestions(Generic[T]):
     first is not read.
     """
 
-    def __init__(self, questions: Sequence[Question[T]]) -> None:
+    def __init__(self, questions: Sequence[GuestQuestion[T]]) -> None:
         self._questions = questions
         self._asked: dict[int, GuestLostError | None] = {}
         links: set[GuestClient] = set()

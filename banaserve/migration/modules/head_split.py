@@ -17,7 +17,7 @@ from banaserve.engine.compat.config import VllmConfig
 from banaserve.kernels.interface import Heads
 from banaserve.migration.kv.step_context import StepContext
 from banaserve.migration.kv.unit_location import UnitLocation
-from banaserve.migration.modules.guest_questions import GuestQuestions, Question
+from banaserve.migration.modules.guest_questions import GuestQuestion, GuestQuestions
 from banaserve.migration.modules.paged_attention import KernelsAttention, write_tokens
 from banaserve.migration.modules.replaced_attention import AttentionStep, ReplacedAttention
 from banaserve.migration.ranges import spans
@@ -191,11 +191,11 @@ class _Away(NamedTuple):
     query_heads: torch.Tensor
     where: RemoteHeads
 
-    def question(self, step: AttentionStep) -> Question[torch.Tensor]:
+    def question(self, step: AttentionStep) -> GuestQuestion[torch.Tensor]:
         """Return the question of a step of the whole layer."""
         new = step.key[:, self.kv_heads], step.value[:, self.kv_heads]
         submit = functools.partial(self.where.submit, step.query[:, self.query_heads], *new)
-        return Question(self.where.link, submit, self.where.collect)
+        return GuestQuestion(self.where.link, submit, self.where.collect)
 
 
 class SplitAttention(ReplacedAttention):

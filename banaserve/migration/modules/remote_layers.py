@@ -13,7 +13,7 @@ from banaserve.migration.ranks import Ranks
 from banaserve.migration.rpc import messages
 from banaserve.migration.rpc.guest_client import GuestClient
 from banaserve.migration.rpc.messages import SlotCopies
-from banaserve.migration.rpc.tensors import TensorBundle, to_device
+from banaserve.migration.rpc.tensors import to_device
 
 
 class RunLayers(messages.Run, frozen=True, tag=True):
@@ -38,7 +38,7 @@ class RunLayers(messages.Run, frozen=True, tag=True):
 
 
 class RemoteLayers:
-    """Steps of a range of layers in one guest; see ``LayerChannel``."""
+    """Steps of a range of layers in one guest."""
 
     def __init__(self, residence: UnitLocation, step_context: StepContext, ranks: Ranks) -> None:
         self._residence = residence
@@ -57,7 +57,11 @@ class RemoteLayers:
     def run(
         self, arguments: Mapping[str, Any], saves: SlotCopies | None = None
     ) -> Sequence[torch.Tensor | None]:
-        """Run one step in the guest and return its values, without rows for padding.
+        """Run one step in the guest and return the last layer's values, without padding's rows.
+
+        Args:
+            arguments: Arguments of the first layer, by parameter name.
+            saves: Blocks for the guest to copy to the store; ``link.save_s`` is None if it did not.
 
         Raises:
             GuestLostError: The guest is lost.
@@ -67,8 +71,7 @@ class RemoteLayers:
     def _run(
         self, arguments: Mapping[str, Any], saves: SlotCopies | None
     ) -> Sequence[torch.Tensor | None]:
-        num_tokens = self._step_context.num_tokens
-        arguments = without_padding(arguments, num_tokens)
+        arguments = without_padding(arguments, self._step_context.num_tokens)
         self.submit(arguments, 0, saves)
         return self.collect(arguments["hidden_states"])
 
@@ -77,22 +80,13 @@ class RemoteLayers:
     ) -> None:
         """Send a part of a step without waiting.
 
-        Raises:
-            GuestLostError: The guest is lost.
-        """
-        self.link.submit(*self._message(arguments, num_follow, saves))
-
-    def collect(self, hidden_states: torch.Tensor) -> Sequence[torch.Tensor | None]:
-        """Return the values for the part submitted first, whose input is ``hidden_states``.
+        Args:
+            num_follow: Number of parts that are submitted before any other request to this guest.
+            saves: Blocks of the whole step, given with its last part; see ``run``.
 
         Raises:
             GuestLostError: The guest is lost.
         """
-        return self._checked(self.link.collect(hidden_states.shape[0]), hidden_states)
-
-    def _message(
-        self, arguments: Mapping[str, Any], num_follow: int, saves: SlotCopies | None
-    ) -> tuple[RunLayers, TensorBundle]:
         bundle = self.link.bundle()
         request = RunLayers(
             self._residence.unit_id,
@@ -102,11 +96,15 @@ class RemoteLayers:
             num_follow,
             saves,
         )
-        return request, bundle
+        self.link.submit(request, bundle)
 
-    def _checked(
-        self, returned: Sequence[torch.Tensor | None], hidden_states: torch.Tensor
-    ) -> Sequence[torch.Tensor | None]:
+    def collect(self, hidden_states: torch.Tensor) -> Sequence[torch.Tensor | None]:
+        """Return the values for the part submitted first, whose input is ``hidden_states``.
+
+        Raises:
+            GuestLostError: The guest is lost.
+        """
+        returned = self.link.collect(hidden_states.shape[0])
         for number, tensor in enumerate(returned or [None]):
             if tensor is not None or not number:
                 self.link.check_shape(tensor, hidden_states)
