@@ -14,8 +14,6 @@ from banaserve.kernels.interface import (
     Heads,
     PartialAttention,
 )
-from banaserve.kernels.layouts import key_value_views
-from banaserve.kernels.slot_pages import SlotPages
 
 COPY_ELEMENT_BYTES = (1, 2, 4)
 
@@ -99,82 +97,28 @@ def check_parts(parts: Sequence[PartialAttention]) -> None:
         _require(lse.device == first.device, "lse", lse.device, f"the output's {first.device}")
 
 
-def check_concat(parts: Sequence[torch.Tensor], groups: Sequence[Sequence[int]]) -> int:
-    """Check shapes, dtypes and devices of ``concat_heads``.
-
-    Returns:
-        Number of query heads per KV head.
-
-    Raises:
-        ValueError: An argument is not supported; the text names it and what is allowed.
-    """
-    _require(len(parts) > 0, "parts", "none", "at least one")
-    _require(
-        len(groups) == len(parts), "groups", f"{len(groups)} of them", f"{len(parts)}, as parts"
-    )
-    every = sorted(head for group in groups for head in group)
-    _require(every == list(range(len(every))), "groups", every, "all KV heads, each once")
-    first, sizes = parts[0], set()
-    for part, group in zip(parts, groups, strict=True):
-        _require(part.dim() == 3, "parts", part, "[num_tokens, num_heads, head_size]")
-        _require(
-            part.stride(2) == 1 or part.numel() == 0, "parts", part.stride(), "contiguous heads"
-        )
-        _require(part.dtype == first.dtype, "parts", part.dtype, f"the first's {first.dtype}")
-        _require(part.element_size() in COPY_ELEMENT_BYTES, "parts", part.dtype, "1, 2 or 4 bytes")
-        _require(part.device == first.device, "parts", part.device, f"the first's {first.device}")
-        same = (part.shape[0], part.shape[2]) == (first.shape[0], first.shape[2])
-        _require(same, "parts", part, f"tokens and head size of {_seen(first)}")
-        _require(
-            len(group) > 0 and part.shape[1] > 0 and part.shape[1] % len(group) == 0,
-            "parts",
-            f"{part.shape[1]} query heads for {len(group)} KV heads",
-            "whole groups",
-        )
-        sizes.add(part.shape[1] // len(group))
-    _require(len(sizes) == 1, "parts", f"groups of {sorted(sizes)} heads", "one size for all parts")
-    return sizes.pop()
-
-
 def check_blocks(copies: BlockCopies) -> None:
     """Check shapes, dtypes, strides and devices of ``pack_blocks`` and ``unpack_blocks``.
 
     Raises:
         ValueError: A field is not supported; the text names it and what is allowed.
     """
-    caches, layout, block_ids, kv_heads, slots, slot_ids, pages = copies
-    _require(len(caches) > 0, "caches", "none", "at least one")
-    _require(len(caches) == len(pages.layers), "caches", len(caches), f"{len(pages.layers)} layers")
-    first = caches[0]
-    for cache in caches:
-        same = (cache.shape, cache.stride(), cache.dtype, cache.device) == (
-            (first.shape, first.stride(), first.dtype, first.device)
-        )
-        _require(same, "caches", f"{_seen(cache)} {cache.dtype}", f"all as {_seen(first)}")
-    size = first.element_size()
-    _require(size in COPY_ELEMENT_BYTES, "caches", first.dtype, "elements of 1, 2 or 4 bytes")
-    key, _ = key_value_views(first, layout)
-    _require(key.stride(3) == 1, "caches", first, "contiguous heads")
-    form = (pages.block_size_tokens, pages.head_size)
-    _require((key.shape[1], key.shape[3]) == form, "caches", first, f"pages of {form}")
-    _check_chosen("kv_heads", tuple(kv_heads), key.shape[2])
-    _require(len(kv_heads) == len(pages.heads), "kv_heads", len(kv_heads), f"{len(pages.heads)}")
-    for name, ids in (("block_ids", block_ids), ("slot_ids", slot_ids)):
-        _require(ids.dtype == torch.int64, name, ids.dtype, "int64")
-        _require(ids.device == first.device, name, ids.device, f"the caches' {first.device}")
-        _require(ids.dim() == 1 and ids.is_contiguous(), name, ids, "[n], contiguous")
-    _require(block_ids.shape == slot_ids.shape, "slot_ids", slot_ids, block_ids)
-    _check_slots(slots, first.device, pages, size)
-
-
-def _check_slots(slots: torch.Tensor, device: torch.device, pages: SlotPages, size: int) -> None:
-    _require(slots.dtype == torch.uint8, "slots", slots.dtype, "uint8")
-    _require(slots.dim() == 2, "slots", slots, "[num_slots, slot_bytes]")
-    needed = pages.end_bytes(size)
-    _require(slots.shape[1] >= needed, "slots", f"{slots.shape[1]} bytes", f"{needed} or more")
-    whole = all(n % size == 0 for n in (slots.shape[1], slots.stride(0), slots.storage_offset()))
-    _require(whole and slots.stride(1) == 1, "slots", slots.stride(), f"rows of whole {size} bytes")
-    _require(slots.device == device, "slots", slots.device, f"the caches' {device}")
+    cache, block_ids, kv_heads, pages = copies
+    _require(cache.dim() == 4, "cache", cache, "[blocks, kv_heads, block_size, 2 * head_size]")
+    _require(cache.stride(3) == 1, "cache", cache, "contiguous heads")
+    size = cache.element_size()
+    _require(size in COPY_ELEMENT_BYTES, "cache", cache.dtype, "elements of 1, 2 or 4 bytes")
+    _check_chosen("kv_heads", tuple(kv_heads), cache.shape[1])
+    _require(block_ids.dtype == torch.int64, "block_ids", block_ids.dtype, "int64")
+    _require(block_ids.device == cache.device, "block_ids", block_ids, "the cache's", cache.device)
+    form = block_ids.dim() == 1 and block_ids.is_contiguous()
+    _require(form, "block_ids", block_ids, "[n], contiguous")
+    _require(pages.dtype == torch.uint8, "pages", pages.dtype, "uint8")
+    wanted = len(block_ids), cache.shape[1:].numel() * size
+    _require(tuple(pages.shape) == wanted, "pages", pages, wanted)
+    whole = pages.is_contiguous() and pages.storage_offset() % size == 0
+    _require(whole, "pages", pages, f"contiguous, from a whole {size} bytes on")
+    _require(pages.device == cache.device, "pages", pages, "the cache's", cache.device)
 
 
 def _check_chosen(name: str, chosen: tuple[int, ...], count: int) -> None:

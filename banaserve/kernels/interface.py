@@ -13,9 +13,6 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from banaserve.kernels.layouts import KvLayout
-from banaserve.kernels.slot_pages import SlotPages
-
 HEAD_SIZES = (64, 80, 96, 128, 256)
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -91,26 +88,21 @@ class PartialAttention(NamedTuple):
 
 
 class BlockCopies(NamedTuple):
-    """Heads of KV blocks, and the slots that they are copied to or from.
+    """Heads of a layer's KV blocks, and the pages that they are copied to or from.
 
     Attributes:
-        caches: Tensors, one for each of ``pages.layers``, in ``layout``, of equal shape and
-            strides.
-        layout: Layout of the caches.
+        cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``; elements of 1, 2 or 4
+            bytes, the last dimension contiguous.
         block_ids: Ids of the blocks, ``[n]`` int64, without repeats.
-        kv_heads: Heads of the caches; the first corresponds to ``pages.heads[0]`` and so on.
-        slots: ``[num_slots, slot_bytes]`` uint8, on the caches' device.
-        slot_ids: Slot of each block, ``[n]`` int64, without repeats.
-        pages: Offsets of the heads in a slot.
+        kv_heads: Heads that are copied, without repeats.
+        pages: Page of each block, ``[n, page_bytes]`` uint8, on the cache's device: head by head
+            of the cache, each token's key before its value.
     """
 
-    caches: Sequence[torch.Tensor]
-    layout: KvLayout
+    cache: torch.Tensor
     block_ids: torch.Tensor
     kv_heads: Sequence[int]
-    slots: torch.Tensor
-    slot_ids: torch.Tensor
-    pages: SlotPages
+    pages: torch.Tensor
 
 
 class Kernels(Protocol):
@@ -168,25 +160,10 @@ class Kernels(Protocol):
         """
         ...
 
-    def concat_heads(
-        self, parts: Sequence[torch.Tensor], groups: Sequence[Sequence[int]]
-    ) -> torch.Tensor:
-        """Place separately computed heads side by side.
-
-        Args:
-            parts: ``[num_tokens, len(groups[i]) * group_size, head_size]`` each.
-            groups: KV heads of each part, in its order. All parts together hold every KV head
-                once.
-
-        Returns:
-            ``[num_tokens, num_kv_heads * group_size, head_size]``.
-        """
-        ...
-
     def pack_blocks(self, copies: BlockCopies) -> None:
-        """Copy heads of KV blocks into slots; other bytes of the slots keep their values."""
+        """Copy heads of KV blocks into pages; the bytes of other heads keep their values."""
         ...
 
     def unpack_blocks(self, copies: BlockCopies) -> None:
-        """Copy heads of KV blocks out of slots: the reverse of ``pack_blocks``."""
+        """Copy heads of KV blocks out of pages: the reverse of ``pack_blocks``."""
         ...

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
 from banaserve.kernels.interface import BlockCopies, Kernels
-from banaserve.kernels.layouts import KvLayout, key_value_views
 from banaserve.kernels.registry import pick
-from banaserve.kernels.slot_pages import SlotPages
 
 STAGE_BYTES = 16 << 20
 
@@ -28,21 +25,15 @@ class PackedPages:
 
     Attributes:
         page_bytes: Bytes of one block of one layer.
-
-    Raises:
-        ValueError: The layers do not have that shape.
     """
 
     def __init__(self, layers: Sequence[torch.Tensor], kernels: Kernels | None = None) -> None:
         first = layers[0]
-        key, _ = key_value_views(first, KvLayout.CONTENT)
-        _, block_size, num_heads, head_size = key.shape
         self._layers = list(layers)
         self._device = first.device
-        self._heads = tuple(range(num_heads))
-        self._pages = SlotPages((0,), self._heads, num_heads, block_size, head_size)
+        self._heads = tuple(range(first.shape[1]))
         self._kernels = kernels or pick(self._device).kernels
-        self.page_bytes = self._pages.end_bytes(first.element_size())
+        self.page_bytes = first.shape[1:].numel() * first.element_size()
 
     def stage(self) -> torch.Tensor:
         """Make a buffer for pages on the device: ``[num_pages, page_bytes]`` uint8, some 16 MiB."""
@@ -81,15 +72,11 @@ class PackedPages:
         stage: torch.Tensor,
         heads: Sequence[int] | None,
     ) -> BlockCopies:
-        chosen = self._heads if heads is None else tuple(heads)
         return BlockCopies(
-            caches=[self._layers[layer]],
-            layout=KvLayout.CONTENT,
+            cache=self._layers[layer],
             block_ids=torch.tensor(blocks, dtype=torch.int64, device=self._device),
-            kv_heads=chosen,
-            slots=stage,
-            slot_ids=torch.arange(len(blocks), dtype=torch.int64, device=self._device),
-            pages=self._pages if heads is None else replace(self._pages, heads=chosen),
+            kv_heads=self._heads if heads is None else tuple(heads),
+            pages=stage[: len(blocks)],
         )
 
 

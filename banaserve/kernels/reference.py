@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from banaserve.kernels.checks import check_attention, check_blocks, check_concat, check_parts
+from banaserve.kernels.checks import check_attention, check_blocks, check_parts
 from banaserve.kernels.interface import (
     FLOAT_DTYPES,
     HEAD_SIZES,
@@ -15,7 +15,6 @@ from banaserve.kernels.interface import (
     Heads,
     PartialAttention,
 )
-from banaserve.kernels.layouts import key_value_views
 
 
 class ReferenceKernels:
@@ -95,44 +94,30 @@ class ReferenceKernels:
             output.to(self._result_dtype or parts[0].output.dtype), self._lse(lse)
         )
 
-    def concat_heads(
-        self, parts: Sequence[torch.Tensor], groups: Sequence[Sequence[int]]
-    ) -> torch.Tensor:
-        """Compute Eq. 8 to 10 for heads: each has its own denominator, so nothing is added."""
-        group_size = check_concat(parts, groups)
-        num_heads = sum(part.shape[1] for part in parts)
-        whole = parts[0].new_empty(parts[0].shape[0], num_heads, parts[0].shape[2])
-        for part, group in zip(parts, groups, strict=True):
-            whole[:, [head * group_size + i for head in group for i in range(group_size)]] = part
-        return whole
-
     def pack_blocks(self, copies: BlockCopies) -> None:
         """See ``interface.Kernels``."""
-        for mine, theirs in _pairs(copies):
-            theirs[copies.slot_ids] = mine[copies.block_ids]
+        blocks, pages, heads = _bytes_of(copies)
+        pages[:, heads] = blocks[copies.block_ids][:, heads]
 
     def unpack_blocks(self, copies: BlockCopies) -> None:
         """See ``interface.Kernels``."""
-        for mine, theirs in _pairs(copies):
-            mine[copies.block_ids] = theirs[copies.slot_ids]
+        blocks, pages, heads = _bytes_of(copies)
+        for head in heads:
+            blocks[copies.block_ids, head] = pages[:, head]
 
     def _lse(self, lse: torch.Tensor) -> torch.Tensor:
         return lse if self._result_dtype is torch.float64 else lse.float()
 
 
-def _pairs(copies: BlockCopies) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield pairs of views of one head of keys or values of a layer: in its cache and in slots."""
+def _bytes_of(copies: BlockCopies) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """Return the bytes of cache and pages, ``[n, num_kv_heads, block_size, bytes]``, and heads."""
     check_blocks(copies)
-    pages = copies.pages
-    for layer, cache in zip(pages.layers, copies.caches, strict=True):
-        both = zip(
-            key_value_views(cache, copies.layout),
-            pages.views(copies.slots, layer, cache.dtype),
-            strict=True,
-        )
-        for mine, theirs in both:
-            for head, in_page in zip(copies.kv_heads, pages.heads, strict=True):
-                yield mine[:, :, head], theirs[:, :, in_page]
+    blocks = copies.cache.view(torch.uint8)
+    return (
+        blocks,
+        copies.pages.view(len(copies.block_ids), *blocks.shape[1:]),
+        list(copies.kv_heads),
+    )
 
 
 def _attend(

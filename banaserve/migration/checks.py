@@ -42,8 +42,9 @@ def _config_blocker(config: VllmConfig) -> str | None:
         return "only vLLM's own attention on CPU reads MLA's latents, and its kernels would not"
     if config.speculative_config is not None:
         return "speculative decoding reads states of layers that may be elsewhere"
-    if str(config.device_config.device_type) != "cpu" and (reason := _device_blocker(config)):
-        return reason
+    kind = str(config.device_config.device_type)
+    if kind not in ("cpu", "cuda"):
+        return f"its KV lies on {kind}, for which there are no kernels"
     if parallel.pipeline_parallel_size > 1:
         return "a stage of a pipeline parallel engine holds some of the layers alone"
     if parallel.data_parallel_size > 1:
@@ -81,14 +82,6 @@ def attends_with_kernels(config: VllmConfig) -> bool:
     """Return whether our kernels compute attention in place of vLLM's."""
     is_on_cpu = str(config.device_config.device_type) == "cpu"
     return not is_on_cpu or packs_nothing(settings_of(config))
-
-
-def _device_blocker(config: VllmConfig) -> str | None:
-    """Return why an engine on a device other than a CPU cannot migrate; None if it can."""
-    kind = str(config.device_config.device_type)
-    if kind != "cuda":
-        return f"its KV lies on {kind}, for which there are no kernels"
-    return None
 
 
 def overlap_blocker(config: VllmConfig) -> str:

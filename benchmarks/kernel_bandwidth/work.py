@@ -11,9 +11,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 from banaserve.base.errors import UserError
 from banaserve.kernels.interface import Batch, BlockCopies, Heads, Kernels, PartialAttention
-from banaserve.kernels.layouts import KvLayout, key_value_views
+from banaserve.kernels.layouts import key_value_views
 from banaserve.kernels.registry import missing, pick
-from banaserve.kernels.slot_pages import PageOrder, SlotPages
 
 BLOCK_SIZE, HEAD_SIZE, KV_HEADS, GROUP_SIZE = 16, 128, 8, 4
 # Two ways to compute the same result in bf16 differ by less than this.
@@ -30,7 +29,7 @@ class Sizes:
         long_context: Tokens of the decode of one sequence.
         chunk: Tokens of a prefill step after ``context``.
         merge_tokens: Rows of a merge.
-        layers: Number of layers that are packed at once.
+        layers: Number of layers that are packed one after the other.
         blocks: Number of blocks that are packed of each layer.
         copy_bytes: Size of the copy that measures bandwidth.
     """
@@ -88,7 +87,6 @@ def all_work(
     ):
         yield attention_work(name, kernels, device, batch, asking, context, heads)
     yield [merge_work(kernels, device, sizes.merge_tokens)], []
-    yield [concat_work(kernels, device, sizes.merge_tokens)], []
     for name, heads in (("", whole), ("_half_heads", half)):
         yield pack_work(name, kernels, device, sizes, heads), []
 
@@ -107,7 +105,7 @@ def attention_work(
     num_blocks = num_seqs * width
     shape = (num_blocks, KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE)
     cache = torch.randn(shape, dtype=torch.bfloat16, device=device)
-    key, value = key_value_views(cache, KvLayout.CONTENT)
+    key, value = key_value_views(cache)
     table = torch.randperm(num_blocks, device=device).int().view(num_seqs, width)
     ints = torch.ones(num_seqs + 1, dtype=torch.int32, device=device)
     batch = Batch(
@@ -190,46 +188,41 @@ def merge_work(kernels: Kernels, device: torch.device, num_tokens: int, num: int
     return KernelWork("merge", kernels.name, (num + 1) * one, lambda: kernels.merge(parts))
 
 
-def concat_work(kernels: Kernels, device: torch.device, num_tokens: int) -> KernelWork:
-    """Prepare the concatenation of two halves of the heads, every other one, in bf16."""
-    shape = (num_tokens, KV_HEADS // 2 * GROUP_SIZE, HEAD_SIZE)
-    parts = [torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(2)]
-    groups = [range(0, KV_HEADS, 2), range(1, KV_HEADS, 2)]
-    num_bytes = 2 * sum(part.numel() * part.element_size() for part in parts)
-    return KernelWork(
-        "concat", kernels.name, num_bytes, lambda: kernels.concat_heads(parts, groups)
-    )
-
-
 def pack_work(
     name: str, kernels: Kernels, device: torch.device, sizes: Sizes, kv_heads: tuple[int, ...]
 ) -> list[KernelWork]:
-    """Prepare copies of scattered blocks into slots and back; whole blocks by torch too."""
+    """Prepare copies of scattered blocks into pages and back; whole blocks by torch too."""
     shape = (2 * sizes.blocks, KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE)
     caches = [torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(sizes.layers)]
-    layers = tuple(range(sizes.layers))
-    pages = SlotPages(layers, kv_heads, KV_HEADS, BLOCK_SIZE, HEAD_SIZE, PageOrder.HNC)
-    slots = torch.zeros(sizes.blocks, pages.end_bytes(2), dtype=torch.uint8, device=device)
     blocks = torch.randperm(shape[0], device=device)[: sizes.blocks]
-    ids = torch.randperm(sizes.blocks, device=device)
-    copies = BlockCopies(caches, KvLayout.CONTENT, blocks, kv_heads, slots, ids, pages)
-    num_bytes = 2 * slots.numel() * len(kv_heads) // KV_HEADS
+    pages = torch.zeros(
+        sizes.layers, sizes.blocks, caches[0][0].nbytes, dtype=torch.uint8, device=device
+    )
+    copies = [BlockCopies(cache, blocks, kv_heads, pages[i]) for i, cache in enumerate(caches)]
+    num_bytes = 2 * pages.numel() * len(kv_heads) // KV_HEADS
+
+    def pack() -> None:
+        for one in copies:
+            kernels.pack_blocks(one)
+
+    def unpack() -> None:
+        for one in copies:
+            kernels.unpack_blocks(one)
 
     def by_indexing() -> None:
-        for layer, cache in enumerate(caches):
-            first = pages.first_element(layer) * 2
-            target = slots[:, first : first + pages.page_elements * 2].view(torch.bfloat16)
-            target[ids] = cache[blocks].flatten(1)
+        for layer, cache in zip(pages.view(torch.bfloat16), caches, strict=True):
+            layer[:] = cache[blocks].flatten(1)
 
     found = [
-        KernelWork(f"pack{name}", kernels.name, num_bytes, lambda: kernels.pack_blocks(copies)),
-        KernelWork(f"unpack{name}", kernels.name, num_bytes, lambda: kernels.unpack_blocks(copies)),
+        KernelWork(f"pack{name}", kernels.name, num_bytes, pack),
+        KernelWork(f"unpack{name}", kernels.name, num_bytes, unpack),
     ]
     if len(kv_heads) == KV_HEADS:
         found.append(KernelWork("pack", "indexing", num_bytes, by_indexing))
-        expected = slots.clone()
-        kernels.pack_blocks(copies._replace(slots=expected))
         by_indexing()
-        if not torch.equal(slots, expected):
+        expected = pages.clone()
+        pages.zero_()
+        pack()
+        if not torch.equal(pages, expected):
             raise UserError("pack: our bytes differ from torch's")
     return found

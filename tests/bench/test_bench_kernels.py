@@ -30,7 +30,7 @@ def test_all_cases_are_timed_and_written(tmp_path: Path) -> None:
     path = tmp_path / "kernels.json"
     assert main([*TINY, "--json", str(path)]) == 0
     record = result.read(path)
-    for case in ("decode_batch", "decode_long", "merge", "concat", "pack", "unpack_half_heads"):
+    for case in ("decode_batch", "decode_long", "merge", "pack", "unpack_half_heads"):
         assert min(record.figures[f"{case}_copy_fraction"].samples) > 0
         assert len(record.figures[f"{case}_ms"].samples) == 2
     assert "prefill_chunk_copy_fraction" not in record.figures
@@ -56,7 +56,7 @@ class Wrong(ReferenceKernels):
 
     def pack_blocks(self, copies) -> None:
         super().pack_blocks(copies)
-        copies.slots[0, 0] ^= 1
+        copies.pages[0, 0] ^= 1
 
 
 def test_wrong_results_are_not_timed() -> None:

@@ -85,7 +85,7 @@ CALLS: list[tuple[RemoteCall[Any], object]] = [
     (call(MigrationApi.banaserve_migration_overlap, 4), OVERLAP),
     (call(MigrationApi.banaserve_migration_share, "g1", 0.5), None),
     (call(MigrationApi.banaserve_migration_experts, True), {1: [3, 0], 4: [0, 2]}),
-    (call(MigrationApi.banaserve_migration_usage, "g1"), GuestUsage(1, 2, 3, 0.5, 4)),
+    (call(MigrationApi.banaserve_migration_usage, "g1"), GuestUsage(1, 3, 0.5, 4)),
     (call(MigrationApi.banaserve_migration_status, True), STATUS),
     (call(CoreApi.banaserve_pool_info), POOL),
     (call(CoreApi.banaserve_resize_pool, 450, True), PoolResize(POOL, 2)),

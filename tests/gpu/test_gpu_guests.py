@@ -29,6 +29,7 @@ from banaserve.migration.rpc import messages
 from banaserve.migration.rpc.tensors import to_device, to_host
 from banaserve.transport.interface import TransportOptions
 from banaserve.transport.registry import create
+from kernel_cases import joined
 
 CUDA = torch.device("cuda", 0)
 LAYERS, BLOCKS, KV_HEADS, GROUP, SIZE, HEAD_SIZE = 3, 40, 4, 4, 16, 128
@@ -112,7 +113,7 @@ def test_heads_apart_attend_on_the_gpu_as_the_reference_says() -> None:
         write_tokens(mine, *(to_device(tensor, device) for tensor in (key, value, slots)))
         asking = to_device(query, device)
         parts = [whole.attend(asking, mine, metadata, Heads(g, GROUP, g)) for g in groups]
-        return to_host(chosen.concat_heads(parts, groups))
+        return to_host(joined(parts, groups))
 
     every = tuple(range(KV_HEADS))
     expected = attend(torch.device("cpu"), ReferenceKernels(), [every])

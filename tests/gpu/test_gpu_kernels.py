@@ -14,9 +14,7 @@ if importlib.util.find_spec("triton") is None:
 
 import kernel_cases as cases
 from banaserve.kernels.interface import HEAD_SIZES, Heads
-from banaserve.kernels.layouts import KvLayout
 from banaserve.kernels.registry import pick
-from banaserve.kernels.slot_pages import PageOrder
 from banaserve.kernels.triton.kernels import TritonKernels
 
 GPU = "cuda"
@@ -65,9 +63,8 @@ def test_attention_of_chosen_heads(name, block_size):
     cases.check_attention_case(TritonKernels(), case, GPU)
 
 
-@pytest.mark.parametrize("layout", KvLayout)
-def test_attention_in_every_layout(layout):
-    case = cases.problem(LONG, dtype=torch.float16, layout=layout, causal=False)
+def test_attention_without_a_causal_mask():
+    case = cases.problem(LONG, dtype=torch.float16, causal=False)
     cases.check_attention_case(TritonKernels(), case, GPU)
 
 
@@ -88,17 +85,11 @@ def test_merge(num, head_size, dtype):
     cases.check_merge(TritonKernels(), num, head_size, dtype, GPU, tokens=333)
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.int8], ids=str)
-def test_concat(dtype):
-    cases.check_concat(TritonKernels(), dtype, GPU)
-
-
-@pytest.mark.parametrize("layout", KvLayout)
-@pytest.mark.parametrize("order", PageOrder)
+@pytest.mark.parametrize("by_token", [False, True])
 @pytest.mark.parametrize(("block_size", "head_size"), [(5, 80), (16, 128)])
-def test_blocks_go_to_slots_and_back(layout, order, block_size, head_size):
+def test_blocks_go_to_pages_and_back(by_token, block_size, head_size):
     for dtype in (torch.uint8, torch.bfloat16, torch.float32):
-        cases.check_blocks(TritonKernels(), layout, order, dtype, GPU, block_size, head_size)
+        cases.check_blocks(TritonKernels(), by_token, dtype, GPU, block_size, head_size)
 
 
 def test_attention_is_captured_in_a_graph_and_follows_its_inputs():

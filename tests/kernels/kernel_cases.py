@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from banaserve.kernels.interface import Batch, BlockCopies, Heads, Kernels, PartialAttention
-from banaserve.kernels.layouts import KvLayout, key_value_views
+from banaserve.kernels.layouts import key_value_views
 from banaserve.kernels.reference import ReferenceKernels
-from banaserve.kernels.slot_pages import PageOrder, SlotPages
 
 EXACT = ReferenceKernels(result_dtype=torch.float64)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -80,19 +80,10 @@ class Problem(NamedTuple):
         return tuple(self)
 
 
-def empty_cache(
-    layout: KvLayout, blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """A cache full of NaN (of ones bits for integers) in the layout's logical shape."""
-    shape = {
-        KvLayout.CONTENT: (blocks, heads, size, 2 * dim),
-        KvLayout.BLOCKS_KV_NHD: (blocks, 2, size, heads, dim),
-        KvLayout.BLOCKS_KV_HND: (blocks, 2, heads, size, dim),
-        KvLayout.KV_BLOCKS_NHD: (2, blocks, size, heads, dim),
-        KvLayout.KV_BLOCKS_HND: (2, blocks, heads, size, dim),
-    }[layout]
+def empty_cache(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """A cache full of NaN, of zeros for integers."""
     fill = float("nan") if dtype.is_floating_point else 0
-    return torch.full((torch.Size(shape).numel(),), fill, dtype=dtype).view(shape)
+    return torch.full((blocks, heads, size, 2 * dim), fill, dtype=dtype)
 
 
 def problem(
@@ -104,7 +95,6 @@ def problem(
     heads: Heads | None = None,
     block_size: int = 4,
     causal: bool = True,
-    layout: KvLayout = KvLayout.CONTENT,
     by_token: bool = False,
     seed: int = 0,
 ) -> Problem:
@@ -113,10 +103,10 @@ def problem(
     draws = torch.Generator().manual_seed(seed)
     width = max(-(-max(seq.end for seq in seqs) // block_size), 1)
     num_blocks = len(seqs) * width + 1
-    cache = empty_cache(layout, num_blocks, block_size, num_kv_heads, head_size, dtype)
+    cache = empty_cache(num_blocks, block_size, num_kv_heads, head_size, dtype)
     if by_token:
         cache = cache.flatten().view(num_blocks, block_size, num_kv_heads, -1).transpose(1, 2)
-    key, value = key_value_views(cache, layout)
+    key, value = key_value_views(cache)
     scattered = (torch.randperm(num_blocks - 1, generator=draws) + 1).view(len(seqs), width)
     table = torch.full_like(scattered, NOWHERE)
     for row, seq in enumerate(seqs):
@@ -213,52 +203,43 @@ def check_merge(
     assert_close(kernels.merge(parts), EXACT.merge(parts), dtype)
 
 
-def check_concat(kernels: Kernels, dtype: torch.dtype, device: str) -> None:
-    draws = torch.Generator().manual_seed(1)
-    groups = ((4, 0), (2,), (1, 3))
-    whole = torch.randn(5, 5 * 3, 80, generator=draws).to(dtype).to(device)
-    parts = [
-        torch.cat([whole[:, 3 * head : 3 * head + 3] for head in heads], 1) for heads in groups
-    ]
-    # A part that is a view into something wider.
-    parts[1] = torch.cat([parts[1], parts[1]], 1)[:, :3]
-    assert torch.equal(kernels.concat_heads(parts, groups), whole)
+def joined(parts: list[torch.Tensor], groups: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Separately computed heads side by side, as a split attention puts them."""
+    size = parts[0].shape[1] // len(groups[0])
+    number = [head * size + i for group in groups for head in group for i in range(size)]
+    whole = torch.cat(parts, 1)
+    return torch.empty_like(whole).index_copy_(1, torch.tensor(number, device=whole.device), whole)
 
 
 def check_blocks(
     kernels: Kernels,
-    layout: KvLayout,
-    order: PageOrder,
+    by_token: bool,
     dtype: torch.dtype,
     device: str,
     block_size: int = 5,
     head_size: int = 80,
 ) -> None:
-    """Pack heads 2 and 0 of two layers in other places of a slot, and unpack them elsewhere."""
+    """Pack heads 2 and 0 of some blocks, and unpack them into others; the rest keeps its values."""
     draws = torch.Generator().manual_seed(2)
-    pages = SlotPages((3, 1), (0, 2), 3, block_size, head_size, order, 2, 1)
-    caches, others = ([], [])
-    for cache_set in (caches, others):
-        for _ in pages.layers:
-            shape = empty_cache(layout, 6, block_size, 3, head_size, dtype)
-            bits = torch.randint(0, 100, shape.shape, generator=draws)
-            cache_set.append(bits.to(dtype).to(device))
-    slot_bytes = 4 * 2 * pages.page_elements * caches[0].element_size() + 64
-    slots = torch.randint(0, 256, (5, slot_bytes), generator=draws, dtype=torch.uint8).to(device)
-    block_ids, slot_ids, back = (
-        torch.tensor(ids, device=device) for ids in ([4, 1, 5], [0, 4, 2], [2, 3, 0])
-    )
-    expected = slots.clone()
-    out = BlockCopies(caches, layout, block_ids, (2, 0), slots, slot_ids, pages)
-    EXACT.pack_blocks(out._replace(slots=expected))
-    assert not torch.equal(expected, slots)
+    caches = []
+    for _ in range(2):
+        bits = torch.randint(0, 100, (6, 3, block_size, 2 * head_size), generator=draws)
+        cache = bits.to(dtype).to(device)
+        caches.append(cache.transpose(1, 2).contiguous().transpose(1, 2) if by_token else cache)
+    cache, other = caches
+    page_bytes = cache[0].numel() * cache.element_size()
+    pages = torch.randint(0, 256, (3, page_bytes), generator=draws, dtype=torch.uint8).to(device)
+    block_ids, back = (torch.tensor(ids, device=device) for ids in ([4, 1, 5], [2, 3, 0]))
+    out = BlockCopies(cache, block_ids, (2, 0), pages)
+    expected = pages.clone()
+    EXACT.pack_blocks(out._replace(pages=expected))
+    assert not torch.equal(expected, pages)
     kernels.pack_blocks(out)
-    assert torch.equal(slots, expected)
-    wanted = [other.clone() for other in others]
-    into = BlockCopies(others, layout, back, (1, 2), slots, slot_ids, pages)
-    EXACT.unpack_blocks(into._replace(caches=wanted))
+    assert torch.equal(pages, expected)
+    wanted = other.clone()
+    into = BlockCopies(other, back, (0, 2), pages)
+    EXACT.unpack_blocks(into._replace(cache=wanted))
     kernels.unpack_blocks(into)
-    for got, want, source in zip(others, wanted, caches, strict=True):
-        assert torch.equal(got, want)
-        for mine, theirs in zip(*(key_value_views(c, layout) for c in (got, source)), strict=True):
-            assert torch.equal(mine[back][:, :, [1, 2]], theirs[block_ids][:, :, [2, 0]])
+    got, wanted, source = (one.view(torch.uint8) for one in (other, wanted, cache))
+    assert torch.equal(got, wanted)
+    assert torch.equal(got[back][:, [0, 2]], source[block_ids][:, [0, 2]])

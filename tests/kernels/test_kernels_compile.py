@@ -18,11 +18,11 @@ from banaserve.kernels.tiling import choose_tiling, next_power_of_2
 from banaserve.kernels.triton import attention, merge, pack
 
 INT32 = ("block_table", "query_start", "query_position", "range_start", "range_end")
-DATA = {"query", "key", "value", "output", "outputs", "cache", "slots", "part", "whole"}
+DATA = {"query", "key", "value", "output", "outputs", "cache", "pages", "part", "whole"}
 POINTERS = {
-    **dict.fromkeys((*INT32, "kv_heads", "query_groups", "page_heads", "groups"), "*i32"),
+    **dict.fromkeys((*INT32, "kv_heads", "query_groups", "groups"), "*i32"),
     **dict.fromkeys(("lse", "lses"), "*fp32"),
-    **dict.fromkeys(("layer_offsets", "slot_offsets", "block_ids", "slot_ids"), "*i64"),
+    "block_ids": "*i64",
 }
 
 
@@ -43,8 +43,7 @@ def compile_for(capability, kernel, dtype, constants, types=None, **options):
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(kernel.arg_names)
-        if isinstance(signature[name], str)
-        and (signature[name].startswith("*") or "_by_" in name or name == "value_offset")
+        if isinstance(signature[name], str) and (signature[name].startswith("*") or "_by_" in name)
     }
     source = ASTSource(kernel, signature, constants, aligned)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -108,20 +107,16 @@ def test_merge_compiles():
     }
     constants["NUM_PARTS"] = 2
     assert compile_for(90, merge.merge_apart, "bf16", constants, apart).asm["cubin"]
-    del constants["NUM_PARTS"]
-    constants["GROUP_SIZE"] = 4
-    assert compile_for(90, merge.place_heads, "bf16", constants).asm["cubin"]
 
 
-@pytest.mark.parametrize("into_slots", [True, False])
-def test_packing_compiles_to_wide_copies(into_slots):
+@pytest.mark.parametrize("into_pages", [True, False])
+def test_packing_compiles_to_wide_copies(into_pages):
     constants = {
         "BLOCK_SIZE": 16,
-        "HEAD_SIZE": 128,
-        "HEAD_PADDED": 128,
+        "CONTENT_SIZE": 256,
+        "CONTENT_PADDED": 256,
         "TILE_TOKENS": 16,
-        "OFFSETS_DIVIDE_BY": 16,
-        "INTO_SLOTS": into_slots,
+        "INTO_PAGES": into_pages,
     }
     ptx = compile_for(90, pack.copy_pages, "i16", constants).asm["ptx"]
     assert re.search(r"ld\.global\S*\.v4\.b32", ptx)

@@ -9,10 +9,8 @@ from hypothesis import strategies as st
 
 import kernel_cases as cases
 from banaserve.kernels.interface import Batch, BlockCopies, Heads, PartialAttention
-from banaserve.kernels.layouts import KvLayout, key_value_views
+from banaserve.kernels.layouts import key_value_views
 from banaserve.kernels.reference import ReferenceKernels
-from banaserve.kernels.slot_pages import PageOrder, SlotPages
-from banaserve.kvstore.fingerprint import Fingerprint
 
 EXACT = cases.EXACT
 Seq = cases.Seq
@@ -71,39 +69,13 @@ def test_the_reference_takes_the_tables_of_the_kernels(dtype):
     kernels = ReferenceKernels(torch.float32)
     cases.check_attention_case(kernels, cases.problem(dtype=dtype), "cpu")
     cases.check_merge(kernels, 3, 80, dtype, "cpu")
-    cases.check_concat(kernels, dtype, "cpu")
 
 
-@pytest.mark.parametrize("order", PageOrder)
-def test_pages_lie_where_the_store_looks_for_them(order):
-    pages = SlotPages((2,), (0, 1), 2, 4, 64, order, 3, 1)
-    page_bytes = pages.page_elements * 2
-    fingerprint = Fingerprint(
-        model="m",
-        dtype="bfloat16",
-        block_size_tokens=4,
-        num_layers=3,
-        num_kv_heads=6,
-        head_size=64,
-        layout="LBHNC" if order is PageOrder.HNC else "LBNHC",
-        page_bytes=page_bytes,
-        num_parts=3,
-    )
-    slots = torch.zeros(2, fingerprint.slot_bytes, dtype=torch.uint8)
-    layout = KvLayout.CONTENT
-    cache = torch.arange(3 * 2 * 4 * 128).view(3, 2, 4, 128).to(torch.bfloat16)
-    if order is PageOrder.NHC:
-        cache = cache.view(3, 4, 2, 128).transpose(1, 2)
-    ids = torch.tensor([2]), (0, 1), slots, torch.tensor([1])
-    ReferenceKernels().pack_blocks(BlockCopies([cache], layout, *ids, pages))
-    first = fingerprint.offset_bytes(2, 1)
-    # vLLM's bytes of the block, in its own order in memory.
-    block = cache[2] if order is PageOrder.HNC else cache[2].transpose(0, 1)
-    expected = block.contiguous().view(torch.uint8).flatten()
-    assert torch.equal(slots[1, first : first + page_bytes], expected)
-    assert not slots[1, :first].any()
-    assert not slots[1, first + page_bytes :].any()
-    assert not slots[0].any()
+def test_a_page_has_the_bytes_of_its_block_head_by_head():
+    cache = torch.arange(3 * 2 * 4 * 128).view(3, 4, 2, 128).transpose(1, 2).to(torch.bfloat16)
+    pages = torch.zeros(1, 2 * 4 * 128 * 2, dtype=torch.uint8)
+    ReferenceKernels().pack_blocks(BlockCopies(cache, torch.tensor([2]), (0, 1), pages))
+    assert torch.equal(pages[0], cache[2].contiguous().view(torch.uint8).flatten())
 
 
 CASE = cases.problem()
@@ -165,71 +137,38 @@ def test_a_wrong_argument_of_merge_is_named(named, parts):
         EXACT.merge(parts)
 
 
-@pytest.mark.parametrize(
-    ("named", "parts", "groups"),
-    [
-        ("parts", [], []),
-        ("groups", [OUTPUT], [[0, 1, 2], [3]]),
-        ("groups", [OUTPUT], [[0, 1, 3]]),
-        ("groups", [OUTPUT, OUTPUT], [[0, 1, 2], [2, 3, 4]]),
-        ("parts", [OUTPUT], [[0, 1]]),
-        ("parts", [OUTPUT, OUTPUT.half()], [[0, 1, 2], [3, 4, 5]]),
-        ("parts", [OUTPUT, OUTPUT], [[0, 1, 2], [3]]),
-    ],
-)
-def test_a_wrong_argument_of_concat_is_named(named, parts, groups):
-    with pytest.raises(ValueError, match=rf"^{named}.*allowed"):
-        EXACT.concat_heads(parts, groups)
-
-
-PAGES = SlotPages((0,), (0,), 2, 4, 64)
 BLOCKS = BlockCopies(
-    caches=[torch.zeros(3, 2, 4, 128)],
-    layout=KvLayout.CONTENT,
+    cache=torch.zeros(3, 2, 4, 128),
     block_ids=torch.tensor([1]),
     kv_heads=(1,),
-    slots=torch.zeros(2, 4096, dtype=torch.uint8),
-    slot_ids=torch.tensor([0]),
-    pages=PAGES,
+    pages=torch.zeros(1, 4096, dtype=torch.uint8),
 )
 
 
 @pytest.mark.parametrize(
     ("named", "changes"),
     [
-        ("caches", {"caches": []}),
-        ("caches", {"caches": [*BLOCKS.caches] * 2}),
-        ("caches", {"caches": [torch.zeros(3, 2, 8, 128)]}),
-        ("caches", {"caches": [torch.zeros(3, 2, 4, 128, dtype=torch.float64)]}),
-        ("cache", {"caches": [torch.zeros(3, 2, 4, 2, 64)]}),
-        ("cache", {"layout": KvLayout.KV_BLOCKS_NHD}),
+        ("cache", {"cache": torch.zeros(3, 2, 4, 128, dtype=torch.float64)}),
+        ("cache", {"cache": torch.zeros(3, 2, 4, 2, 64)}),
+        ("cache", {"cache": torch.zeros(3, 2, 128, 4).transpose(2, 3)}),
         ("block_ids", {"block_ids": torch.tensor([1], dtype=torch.int32)}),
-        ("slot_ids", {"slot_ids": torch.tensor([1, 0])}),
+        ("block_ids", {"block_ids": torch.tensor([[1]])}),
         ("kv_heads", {"kv_heads": (2,)}),
-        ("kv_heads", {"kv_heads": (0, 1)}),
-        ("slots", {"slots": torch.zeros(2, 4096)}),
-        ("slots", {"slots": torch.zeros(2, 4095, dtype=torch.uint8)}),
-        ("slots", {"slots": torch.zeros(2, 4098, dtype=torch.uint8)}),
+        ("kv_heads", {"kv_heads": (0, 0)}),
+        ("pages", {"pages": torch.zeros(1, 4096)}),
+        ("pages", {"pages": torch.zeros(2, 4096, dtype=torch.uint8)}),
+        ("pages", {"pages": torch.zeros(1, 4095, dtype=torch.uint8)}),
+        ("pages", {"pages": torch.zeros(1, 8192, dtype=torch.uint8)[:, ::2]}),
     ],
 )
 def test_a_wrong_argument_of_packing_is_named(named, changes):
-    with pytest.raises(ValueError, match=rf"^{named}.*allowed"):
+    with pytest.raises(ValueError, match=rf"^{named}:.*allowed"):
         EXACT.pack_blocks(BLOCKS._replace(**changes))
 
 
-@pytest.mark.parametrize(
-    "fields", [{"heads": (2,)}, {"part": 1}, {"layers": (0, 0)}, {"head_size": 0}]
-)
-def test_pages_that_make_no_sense_are_refused(fields):
-    good = {"layers": (0,), "heads": (0,), "num_heads": 2, "block_size_tokens": 4, "head_size": 64}
-    with pytest.raises(ValueError, match=rf"^{next(iter(fields))}.*allowed"):
-        SlotPages(**{**good, **fields})
-
-
-@pytest.mark.parametrize("layout", KvLayout)
-def test_views_share_memory_with_the_cache(layout):
-    cache = cases.empty_cache(layout, 3, 4, 2, 64, torch.float32)
-    key, value = key_value_views(cache, layout)
+def test_views_share_memory_with_the_cache():
+    cache = cases.empty_cache(3, 4, 2, 64, torch.float32)
+    key, value = key_value_views(cache)
     assert key.shape == value.shape == (3, 4, 2, 64)
     key.zero_()
     value.fill_(1)

@@ -15,7 +15,7 @@ from banaserve.base.errors import GuestLostError, MigrationError, UserError
 from banaserve.engine.compat.runner_hooks import window_tokens
 from banaserve.engine.connector import block_hash
 from banaserve.engine.migration_settings import KEY, settings_of
-from banaserve.kernels.layouts import KvLayout, key_value_views
+from banaserve.kernels.layouts import key_value_views
 from banaserve.kernels.reference import ReferenceKernels
 from banaserve.kernels.registry import Picked
 from banaserve.migration import checks
@@ -344,7 +344,7 @@ def test_a_whole_layer_attends_as_torch_does() -> None:
     attention.kv_cache.fill_(float("nan"))
     step.write_old(attention.kv_cache)
     assert torch.allclose(step_of(attention, step), step.expected(), atol=2e-6)
-    key, value = key_value_views(attention.kv_cache, KvLayout.CONTENT)
+    key, value = key_value_views(attention.kv_cache)
     assert torch.equal(key[step.slots // SIZE, step.slots % SIZE], step.key)
     assert torch.equal(value[step.slots // SIZE, step.slots % SIZE], step.value)
     assert kernels_of(attention.impl) is KERNELS

@@ -128,10 +128,10 @@ def test_what_a_step_waits_for_lands_beside_what_is_copied_in_the_background(
     guest = Guest(host, unit, transports)
     pool = np.random.default_rng(3).standard_normal(9 * PAGE_BYTES // 4).astype(np.float32)
     memory, slots = Memory.of(pool), np.asarray([8, 1, 4], np.int64) * PAGE_BYTES
-    assert guest.kv.copy("l1", [5, 2, 0], memory, slots, to_guest=True, urgent=True) == []
+    assert guest.kv.copy([5, 2, 0], memory, {"l1": slots}, to_guest=True, urgent=True) == []
     pages = torch.from_numpy(pool).view(9, *SHAPE[1:])
     assert torch.equal(guest.caches["l1"][[5, 2, 0]], pages[[8, 1, 4]])
-    assert guest.kv.copy("l1", [2], memory, slots[:1] * 0, to_guest=False, urgent=True) == []
+    assert guest.kv.copy([2], memory, {"l1": slots[:1] * 0}, to_guest=False, urgent=True) == []
     assert torch.equal(pages[0], pages[1])
 
 
@@ -152,9 +152,9 @@ def test_a_guest_refuses_pages_that_make_no_sense(transports: list[Transport]) -
         with pytest.raises(ProtocolError, match=why):
             guest.landing.copy(messages.CopyPages("u", **{**fields, **wrong}))  # type: ignore[arg-type]
     guest.landing.region.advance(2, 1.0)
+    memory = Memory.of(np.zeros(PAGE_BYTES, np.uint8))
     with pytest.raises(GuestLostError, match="epoch"):
-        guest.kv.copy("l0", [0], Memory.of(np.zeros(PAGE_BYTES, np.uint8)), np.zeros(1, np.int64),
-                      to_guest=True)  # fmt: skip
+        guest.kv.copy([0], memory, {"l0": np.zeros(1, np.int64)}, to_guest=True)
     assert not any(cache.any() for cache in guest.caches.values())
 
 

@@ -16,6 +16,9 @@ pytest.importorskip("vllm")
 from banaserve.base.errors import UserError
 from banaserve.kernels.interface import Batch, PartialAttention
 from banaserve.migration.host.placement import PlacementManager
+from banaserve.migration.modules.context_split import RemoteContext
+from banaserve.migration.modules.head_split import RemoteHeads
+from banaserve.migration.modules.remote_layers import RemoteLayers
 from banaserve.migration.ranks import Ranks
 from banaserve.migration.rpc import tensors
 from banaserve.migration.rpc.messages import (
@@ -25,14 +28,13 @@ from banaserve.migration.rpc.messages import (
 )
 from banaserve.migration.rpc.tensors import TensorBundle, restore, to_wire
 from banaserve.migration.units import guest_unit
-from banaserve.migration.units.context import BuildContext, GuestContext, RemoteContext
+from banaserve.migration.units.context import BuildContext, GuestContext
 from banaserve.migration.units.heads import (
     BuildHeads,
     DescribedStep,
     GuestHeads,
-    RemoteHeads,
 )
-from banaserve.migration.units.layers import LayerRange, RemoteLayers
+from banaserve.migration.units.layers import LayerRange
 from banaserve.serving.launch.devices import Devices, check_groups
 from banaserve.serving.launch.launcher import SpawnLauncher
 

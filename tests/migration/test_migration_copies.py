@@ -212,7 +212,7 @@ def test_only_what_no_step_can_wait_for_bears_a_guest_that_stands_still(
     host: HostKv, to_guest: bool
 ) -> None:
     ticket = PatientTicket()
-    kv: Any = SimpleNamespace(copy_units=lambda *_, **__: [ticket])
+    kv: Any = SimpleNamespace(copy=lambda *_, **__: [ticket])
     mover = BlockMover(unit_of(LAYERS, host), host, *((None, kv) if to_guest else (kv, None)))
     mover.copy([0])
     mover.copy([0], in_background=True)
@@ -267,7 +267,7 @@ class Link:
         self.asked: list[str] = []
         self.given_up = ""
         places = dict.fromkeys(("l0", "l1", "l2"), 0)
-        self._built = messages.Built("u", region.descriptor, places, 1, 0.0)
+        self._built = messages.Built(region.descriptor, places, 1)
 
     def ask(self, request: Any, expected: Any, *_: Any, **__: Any) -> Any:
         self.asked.append(type(request).__name__)

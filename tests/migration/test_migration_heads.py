@@ -13,11 +13,16 @@ import pytest
 import torch
 
 from banaserve.base.errors import GuestLostError
-from banaserve.migration.modules.head_split import SplitAttention, VllmHeads, _Away
+from banaserve.migration.modules.head_split import (
+    RemoteHeads,
+    RunHeads,
+    SplitAttention,
+    VllmHeads,
+    _Away,
+)
 from banaserve.migration.rpc import guest_client, messages
 from banaserve.migration.rpc.guest_client import GuestClient
 from banaserve.migration.rpc.tensors import TensorBundle, from_wire, to_wire
-from banaserve.migration.units.heads import RemoteHeads, RunHeads
 from banaserve.migration.units.registry import decode_request
 from banaserve.transport.channels.channel import StreamChannel
 from banaserve.transport.channels.connect import over_unix
@@ -50,7 +55,7 @@ class Echo:
         request = decode_request(message.body)
         assert isinstance(request, RunHeads)
         self.asked.append(len(message.tensors[0].shape))
-        outputs: Any = messages.StepOutputs(False, (0,))
+        outputs: Any = messages.StepOutputs((0,))
         tensor = 2 * from_wire(message.tensors[0])
         if self.spoil is not None:
             outputs, tensor = self.spoil(outputs, tensor)
@@ -74,7 +79,7 @@ def link() -> Iterator[tuple[GuestClient, Echo]]:
 
 def attention(link: GuestClient, lost: list[str]) -> SplitAttention:
     """Of three KV heads with two query heads each; heads 0 and 2, and head 1, are in one guest."""
-    layer: Any = SimpleNamespace(num_heads=6, num_kv_heads=3, impl=None)
+    layer: Any = SimpleNamespace(num_heads=6, num_kv_heads=3, impl=None, kv_cache=torch.empty(0))
     step_context: Any = SimpleNamespace(step_id=1, fields=dict, num_tokens=NUM_TOKENS)
     split = SplitAttention(None, layer, "l", step_context, lambda _, e: lost.append(str(e)))
     units = [SimpleNamespace(unit_id=name, working_epoch=1, link=link) for name in ("a", "b")]
@@ -138,7 +143,7 @@ class StandingStill:
         if self._num_looks >= 0:
             raise TransferTimeoutError("nothing came")
         tensor = to_wire(torch.zeros(1, 6, HEAD_SIZE))
-        return Message(messages.encode(messages.StepOutputs(False, (0,))), (tensor,))
+        return Message(messages.encode(messages.StepOutputs((0,))), (tensor,))
 
     def close(self) -> None:
         pass
@@ -148,7 +153,8 @@ def collected(channel: StandingStill, monkeypatch: pytest.MonkeyPatch) -> int:
     """Number of outputs of one step of a guest at the other end of ``channel``."""
     monkeypatch.setattr(guest_client, "time", channel)
     link = GuestClient("g", channel, None, lambda: 1, STALL_S)  # type: ignore[arg-type]
-    return len(link.run(messages.GetUsage(), TensorBundle(), 1))
+    link.submit(messages.GetUsage(), TensorBundle())
+    return len(link.collect(1))
 
 
 def test_time_in_which_the_host_stood_still_does_not_count_against_its_guest(
@@ -179,10 +185,10 @@ def _flipped(outputs: Any, tensor: torch.Tensor) -> Any:
     [
         (_flipped, "no guest's answer"),
         (_no_text, "no guest's answer"),
-        (lambda _, t: (messages.StepOutputs(False, (3,)), t), "did not come"),
-        (lambda _, t: (messages.StepOutputs(False, (-1,)), t), "did not come"),
-        (lambda _, t: (messages.StepOutputs(False, ()), t), "another shape"),
-        (lambda _, t: (messages.StepOutputs(False, (None,)), t), "another shape"),
+        (lambda _, t: (messages.StepOutputs((3,)), t), "did not come"),
+        (lambda _, t: (messages.StepOutputs((-1,)), t), "did not come"),
+        (lambda _, t: (messages.StepOutputs(()), t), "another shape"),
+        (lambda _, t: (messages.StepOutputs((None,)), t), "another shape"),
         (lambda o, t: (o, t[:-1]), "another shape"),
         (lambda o, t: (o, t.double()), "another shape"),
         (lambda _, t: (messages.StepsDone(), t), "answered with StepsDone"),
@@ -203,7 +209,7 @@ def test_an_answer_that_makes_no_sense_costs_the_guest_and_not_the_host(
 
 def test_heads_here_are_computed_while_a_guest_has_the_others() -> None:
     events: list[str] = []
-    layer: Any = SimpleNamespace(num_heads=6, num_kv_heads=3, impl=None)
+    layer: Any = SimpleNamespace(num_heads=6, num_kv_heads=3, impl=None, kv_cache=torch.empty(0))
     step_context: Any = SimpleNamespace(metadata=lambda builder: None)
     split = SplitAttention(None, layer, "l", step_context, lambda *_: None)  # type: ignore[arg-type]
 
@@ -226,7 +232,7 @@ def test_heads_here_are_computed_while_a_guest_has_the_others() -> None:
     away: Any = SimpleNamespace(
         link=None, submit=lambda *_: events.append("asked"), collect=collect
     )
-    split._remote = [_Away((0, 2), torch.tensor([0, 2]), torch.tensor([0, 1, 4, 5]), away)]
+    split._remote = [_Away(torch.tensor([0, 2]), torch.tensor([0, 1, 4, 5]), away)]
     _, output = step(split)
     assert events == ["asked", "computed", "collected"]
     assert output[:, [0, 1, 4, 5]].eq(1).all()

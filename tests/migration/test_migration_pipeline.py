@@ -19,12 +19,12 @@ from banaserve.migration.kv.step_context import StepContext, common_from
 from banaserve.migration.microbatch import overlap
 from banaserve.migration.microbatch.overlap import Overlap
 from banaserve.migration.modules.layer_proxy import LayerChain, RemoteRange
+from banaserve.migration.modules.remote_layers import RemoteLayers, RunLayers
 from banaserve.migration.ranks import Ranks
 from banaserve.migration.rpc import messages
 from banaserve.migration.rpc.guest_channel import GuestChannel
 from banaserve.migration.rpc.guest_client import GuestClient
 from banaserve.migration.rpc.tensors import TensorBundle, restore
-from banaserve.migration.units.layers import RemoteLayers, RunLayers
 from banaserve.migration.units.registry import decode_request
 from banaserve.transport.channels.connect import over_unix
 from banaserve.transport.errors import PeerGoneError
@@ -92,7 +92,7 @@ class Guest:
         self._common = common_from(restore(request.step, message.tensors))
         bundle = TensorBundle()
         values = self._layers.run(restore(request.arguments, message.tensors))
-        outputs = messages.StepOutputs(True, tuple(bundle.put(value) for value in values), 1e-3)
+        outputs = messages.StepOutputs(tuple(bundle.put(value) for value in values), 1e-3)
         return Message(messages.encode(outputs), tuple(bundle.tensors))
 
     def close(self) -> None:

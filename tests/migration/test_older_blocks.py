@@ -18,7 +18,6 @@ from banaserve.migration.kv.dirty_blocks import DirtyBlockTracker, RemoteBlocks
 from banaserve.migration.units.context import Context
 from banaserve.migration.units.heads import HeadSet
 from banaserve.migration.units.layers import LayerRange
-from banaserve.migration.units.registry import read_modules, write_modules
 from banaserve.serving.moves.planner import (
     BringBack,
     MoveOut,
@@ -100,11 +99,6 @@ def test_what_is_being_copied_does_not_come_home() -> None:
 
 
 # ---- what is asked for
-
-
-def test_modules_travel_as_they_are() -> None:
-    for modules in (Context(5, 10), LayerRange(5, 10), HeadSet({5: (1,)})):
-        assert read_modules(write_modules(modules)) == modules
 
 
 @pytest.mark.parametrize("modules", [Context(5, 5), Context(-1, 2), Context(28, 31)])

@@ -120,7 +120,7 @@ def test_an_answer_of_another_shape_is_a_failure_of_all(
     all_ranks: Callable[[Work], list[Future[Any]]],
 ) -> None:
     pytest.importorskip("vllm")
-    from banaserve.migration.units.layers import RemoteLayers
+    from banaserve.migration.modules.remote_layers import RemoteLayers
 
     hidden, given_up = torch.zeros(3, 8), list[str]()
 
@@ -135,7 +135,8 @@ def test_an_answer_of_another_shape_is_a_failure_of_all(
 
         num_rows = 2 if ranks.rank == 1 else 3
         link = SimpleNamespace(
-            run=lambda *_: [torch.zeros(num_rows, 8)],
+            submit=lambda *_: None,
+            collect=lambda _: [torch.zeros(num_rows, 8)],
             check_shape=check_shape,
             give_up=give_up,
             bundle=TensorBundle,

@@ -16,7 +16,8 @@ from banaserve.base.errors import GuestLostError, ProtocolError
 from banaserve.migration.kv.dirty_blocks import RemoteBlocks
 from banaserve.migration.kv.host_kv import HostKv
 from banaserve.migration.kv.step_context import StepContext
-from banaserve.migration.modules.context_split import ContextAttention
+from banaserve.migration.kv.unit_location import UnitLocation
+from banaserve.migration.modules.context_split import ContextAttention, RemoteContext, RunContext
 from banaserve.migration.modules.paged_attention import KvPages
 from banaserve.migration.ranks import Ranks
 from banaserve.migration.rpc import messages
@@ -26,10 +27,7 @@ from banaserve.migration.units.context import (
     Context,
     HostContext,
     OlderBlocks,
-    RemoteContext,
-    RunContext,
 )
-from banaserve.migration.units.host_unit import UnitLocation
 from banaserve.migration.units.registry import HostUnits, decode_request
 from banaserve.transport.channels.connect import over_unix
 from banaserve.transport.errors import PeerGoneError
@@ -109,7 +107,7 @@ class Ends:
         query = from_wire(message.tensors[0])
         bundle = TensorBundle()
         indices = tuple(map(bundle.put, self.older.run(request.name, request.step_id, query)))
-        answer = messages.encode(messages.StepOutputs(True, indices))
+        answer = messages.encode(messages.StepOutputs(indices))
         self._channel.send(Message(answer, tuple(bundle.tensors)), 20.0)
 
     def attend(self, query: torch.Tensor) -> torch.Tensor:

@@ -21,8 +21,8 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from banaserve.engine.compat import graphs as compat
 from banaserve.engine.compat.experts import join_shared_experts
 from banaserve.migration.modules.eager_break import call_in_break, is_capturing
+from banaserve.migration.modules.remote_layers import without_padding
 from banaserve.migration.modules.step_graphs import WANTED_STEPS, StepGraphs
-from banaserve.migration.units.layers import without_padding
 
 
 class Captured:

@@ -16,6 +16,8 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from banaserve.base.errors import GuestLostError
 from banaserve.migration.kv.step_context import common_from
+from banaserve.migration.modules.head_split import RemoteHeads, RunHeads
+from banaserve.migration.modules.remote_layers import RunLayers
 from banaserve.migration.rpc import messages
 from banaserve.migration.rpc.tensors import TensorBundle, from_wire, restore
 from banaserve.migration.units.guest_unit import Answer, GuestServices, GuestUnit
@@ -24,10 +26,8 @@ from banaserve.migration.units.heads import (
     DescribedStep,
     HeadStep,
     HostHeads,
-    RemoteHeads,
-    RunHeads,
 )
-from banaserve.migration.units.layers import BuildLayers, RunLayers
+from banaserve.migration.units.layers import BuildLayers
 from banaserve.serving.moves.planner import ModelFacts
 from banaserve.transport.interface import Tensor, Transport
 from seeded_threads import sleep
@@ -209,7 +209,7 @@ class GuestLayersDouble(_Kept):
             outputs += self._attend(NAMES[layer], common, kept)
         bundle = TensorBundle()
         index = bundle.put(torch.stack([tokens, outputs], dim=1))
-        return messages.StepOutputs(False, (index,)), bundle
+        return messages.StepOutputs((index,)), bundle
 
 
 class GuestHeadsDouble(_Kept):
@@ -238,7 +238,7 @@ class GuestHeadsDouble(_Kept):
         bundle = TensorBundle()
         outputs = self._attend(request.name, step.common, kept)
         bundle.put(outputs[:, None, None].repeat(1, kept.shape[1], 1))  # shaped as the query
-        return messages.StepOutputs(False, (0,)), bundle
+        return messages.StepOutputs((0,)), bundle
 
 
 class UnitsOfGuest:

@@ -97,7 +97,6 @@ _TIMED = (
     block_mover,
     store_copier,
     layers,
-    guest_server,
     supervised,
 )
 TIMEOUTS = ClusterTimeouts(start_s=30.0, stall_s=4.0, spin_s=12.0, retry_s=15.0, unserved_s=30.0)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from banaserve.kernels.checks import check_attention, check_blocks, check_concat, check_parts
+from banaserve.kernels.checks import check_attention, check_blocks, check_parts
 from banaserve.kernels.interface import (
     FLOAT_DTYPES,
     HEAD_SIZES,
@@ -17,8 +17,8 @@ from banaserve.kernels.interface import (
 )
 from banaserve.kernels.tiling import Tiling
 from banaserve.kernels.triton.attention_op import partial_attention
-from banaserve.kernels.triton.merge_op import concat_heads, merge_parts
-from banaserve.kernels.triton.pack_op import operator_arguments, pack_blocks, unpack_blocks
+from banaserve.kernels.triton.merge_op import merge_parts
+from banaserve.kernels.triton.pack_op import pack_blocks, unpack_blocks
 
 
 class TritonKernels:
@@ -79,21 +79,12 @@ class TritonKernels:
             *merge_parts([part.output for part in parts], [part.lse for part in parts])
         )
 
-    def concat_heads(
-        self, parts: Sequence[torch.Tensor], groups: Sequence[Sequence[int]]
-    ) -> torch.Tensor:
-        """See ``interface.Kernels``."""
-        group_size = check_concat(parts, groups)
-        flat = [head for group in groups for head in group]
-        whole: torch.Tensor = concat_heads(list(parts), flat, group_size)
-        return whole
-
     def pack_blocks(self, copies: BlockCopies) -> None:
         """See ``interface.Kernels``."""
         check_blocks(copies)
-        pack_blocks(*operator_arguments(copies))
+        pack_blocks(copies.cache, copies.block_ids, list(copies.kv_heads), copies.pages)
 
     def unpack_blocks(self, copies: BlockCopies) -> None:
         """See ``interface.Kernels``."""
         check_blocks(copies)
-        unpack_blocks(*operator_arguments(copies))
+        unpack_blocks(copies.cache, copies.block_ids, list(copies.kv_heads), copies.pages)

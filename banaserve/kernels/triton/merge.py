@@ -1,4 +1,4 @@
-"""Merging parts of a sequence, and placing heads side by side, in Triton."""
+"""Merge of parts of a sequence in Triton."""
 
 from __future__ import annotations
 
@@ -142,36 +142,3 @@ def finish(
     summed = summed / divisor[:, None]
     at = rows[:, None] * HEAD_SIZE + dims[None, :]
     tl.store(output + at, summed.to(output.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def place_heads(
-    part,
-    groups,
-    whole,
-    num_rows,
-    num_heads,
-    part_by_token,
-    part_by_head,
-    whole_by_token,
-    GROUP_SIZE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    HEAD_PADDED: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-):
-    """Copy ``part``, ``[num_tokens, num_heads, HEAD_SIZE]``, to its heads in ``whole``.
-
-    Grid: tiles of rows, a row being a token's head. ``groups`` holds the KV head in ``whole`` of
-    each of the part's groups; the heads of ``whole`` are contiguous.
-    """
-    rows = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    in_rows = rows < num_rows
-    token = rows // num_heads
-    head = rows % num_heads
-    dims = tl.arange(0, HEAD_PADDED)
-    mask = in_rows[:, None] & (dims < HEAD_SIZE)[None, :]
-    at = token * part_by_token + head * part_by_head
-    values = tl.load(part + at[:, None] + dims[None, :], mask=mask)
-    group = tl.load(groups + head // GROUP_SIZE, mask=in_rows, other=0).to(tl.int64)
-    at = token * whole_by_token + (group * GROUP_SIZE + head % GROUP_SIZE) * HEAD_SIZE
-    tl.store(whole + at[:, None] + dims[None, :], values, mask=mask)

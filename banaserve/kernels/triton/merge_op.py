@@ -1,4 +1,4 @@
-"""``banaserve::merge_parts`` and ``banaserve::concat_heads``."""
+"""``banaserve::merge_parts``: the merge in Triton as an operator that torch can trace."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from banaserve.kernels.tiling import next_power_of_2
-from banaserve.kernels.triton.launch import check_device, index_tensor, on_device
-from banaserve.kernels.triton.merge import merge_apart, merge_stacked, place_heads
+from banaserve.kernels.triton.launch import check_device, on_device
+from banaserve.kernels.triton.merge import merge_apart, merge_stacked
 
 # Each number of parts compiles to its own kernel; above this, stacking costs less than compiling.
 _MAX_APART = 8
@@ -89,57 +89,6 @@ def _(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     first = outputs[0]
     return first.new_empty(first.shape), first.new_empty(first.shape[:2], dtype=torch.float32)
-
-
-@torch.library.custom_op(
-    "banaserve::concat_heads",
-    mutates_args=(),
-    schema="(Tensor[] parts, int[] groups, int group_size) -> Tensor",
-)
-def concat_heads(
-    parts: Sequence[torch.Tensor], groups: Sequence[int], group_size: int
-) -> torch.Tensor:
-    """Compute ``interface.Kernels.concat_heads`` of arguments that the caller has checked.
-
-    Args:
-        parts: ``[num_tokens, n_i * group_size, head_size]`` each.
-        groups: KV heads of the first part, then those of the second part and so on.
-
-    Returns:
-        ``[num_tokens, len(groups) * group_size, head_size]``, contiguous.
-    """
-    first = parts[0]
-    check_device("parts", first)
-    num_tokens, _, head_size = first.shape
-    whole = first.new_empty(num_tokens, len(groups) * group_size, head_size)
-    tile_rows, begun = _tile_rows(head_size), 0
-    with on_device(first):
-        for part in parts:
-            count, num_rows = part.shape[1] // group_size, num_tokens * part.shape[1]
-            mine = tuple(groups[begun : begun + count])
-            begun += count
-            if not part.numel():
-                continue
-            place_heads[(-(-num_rows // tile_rows),)](
-                part,
-                index_tensor(mine, first.device),
-                whole,
-                num_rows,
-                part.shape[1],
-                *part.stride()[:2],
-                whole.stride(0),
-                GROUP_SIZE=group_size,
-                HEAD_SIZE=head_size,
-                HEAD_PADDED=next_power_of_2(head_size),
-                TILE_ROWS=tile_rows,
-            )
-    return whole
-
-
-@concat_heads.register_fake
-def _(parts: Sequence[torch.Tensor], groups: Sequence[int], group_size: int) -> torch.Tensor:
-    first = parts[0]
-    return first.new_empty(first.shape[0], len(groups) * group_size, first.shape[2])
 
 
 def _tile_rows(head_size: int) -> int:

@@ -8,7 +8,6 @@ import dataclasses
 import hmac
 import logging
 import os
-import time
 import traceback
 from collections.abc import Callable, Sequence
 
@@ -63,7 +62,7 @@ class GuestServer:
         self._guest_channel = GuestChannel(channel)
         self._transport = transport
         self._token = token
-        self._host: str | None = None
+        self._knows_host = False
         self._units: dict[str, GuestUnit] = {}
         self._share = ComputeThrottle()
         self._builder = GuestUnits(self._config, transport)
@@ -103,7 +102,7 @@ class GuestServer:
     def _obey(self, request: messages.Request, message: Message) -> Answer:
         if isinstance(request, messages.GuestHello):
             return self._hello(request)
-        if self._host is None:
+        if not self._knows_host:
             raise MigrationError("a guest answers to nobody who has not shown its token")
         match request:
             case messages.Run():
@@ -130,7 +129,7 @@ class GuestServer:
     def _hello(self, hello: messages.GuestHello) -> Answer:
         if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
             raise MigrationError("the token is not this guest's")
-        self._host = hello.host
+        self._knows_host = True
         problem = self._offer_lane()
         lane = None if self._lane is None else self._lane.region.descriptor
         return messages.GuestReady(os.getpid(), lane, problem), TensorBundle()
@@ -160,7 +159,6 @@ class GuestServer:
             raise MigrationError(
                 "this guest serves and would stand still while it loads layers: start another"
             )
-        began_s = time.perf_counter()
         reach(FailPoint.GUEST_BUILD)
         adopt_kv_layout(self._config, request.kv.layout, request.kv.block_size_tokens)
 
@@ -173,16 +171,9 @@ class GuestServer:
         # The host of a serving guest waits for the build: without weights it takes milliseconds.
         unit = make() if self._serves() else run_low_priority(make)
         self._units[request.unit_id] = unit
-        seconds = time.perf_counter() - began_s
         saves = unit.slots is not None
         return messages.Built(
-            request.unit_id,
-            unit.descriptor,
-            unit.places,
-            unit.weight_bytes,
-            seconds,
-            saves,
-            unit.landing_bytes,
+            unit.descriptor, unit.places, unit.weight_bytes, saves, unit.landing_bytes
         )
 
     def _serves(self) -> bool:
@@ -209,12 +200,12 @@ class GuestServer:
         return unit
 
     def _usage(self) -> messages.GuestUsage:
-        memory = psutil.Process().memory_full_info()
+        resident_bytes = psutil.Process().memory_info().rss
         busy_s = self._share.busy_s - self._told_busy_s
         self._told_busy_s = self._share.busy_s
         num_runs, self._num_runs = self._num_runs, 0
         weights = sum(unit.weight_bytes for unit in self._units.values())
-        return messages.GuestUsage(memory.rss, memory.uss, weights, busy_s, num_runs)
+        return messages.GuestUsage(resident_bytes, weights, busy_s, num_runs)
 
     def _close(self) -> None:
         for unit in self._units.values():

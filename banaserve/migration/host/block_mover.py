@@ -14,6 +14,7 @@ from banaserve.migration.kv.host_kv import DeviceKv, HostKv
 from banaserve.migration.kv.remote_kv import (
     BACKGROUND_GRACE_S,
     STEP_GRACE_S,
+    PageOffsets,
     RemoteKv,
     StagedRemoteKv,
     wait_all,
@@ -54,11 +55,9 @@ class BlockMover:
         self._host = host
         self._source = source
         self._target = target
-        self._block_bytes = {
-            name: sum(run.num_bytes for run in host.runs(unit.heads(name))) for name in unit.names
-        }
+        runs = [run for name in unit.names for run in host.runs(unit.heads(name))]
         self.num_bytes = 0
-        self.each_bytes = sum(self._block_bytes.values())
+        self.each_bytes = sum(run.num_bytes for run in runs)
         self._bounce: torch.Tensor | None = None
         self._time_hook = time_hook
 
@@ -103,20 +102,33 @@ class BlockMover:
         remote, to_guest = self._target or self._source, self._target is not None
         assert remote is not None
         local, starts = self._host_memory()
-        each_bytes = self.each_bytes
-        is_guarded = self._source is not None and self._unit.blocks_come_home
-        per_time = max(1, (_BOUNCE_BYTES if is_guarded else _ROUND_BYTES) // each_bytes)
+        page_bytes = self._host.page_bytes
+
+        def copy(part: Sequence[int]) -> None:
+            ids = np.asarray(part, np.int64)
+            pages = {name: ids * page_bytes + start for name, start in starts.items()}
+            tickets = remote.copy(part, local, pages, to_guest=to_guest)
+            wait_all(tickets, len(part) * self.each_bytes, grace_s)
+
+        is_guarded = self._source is not None and self._unit.single_blocks is not None
+        limit_bytes = _BOUNCE_BYTES if is_guarded else _ROUND_BYTES
+        self._in_pieces(blocks, max(1, limit_bytes // self.each_bytes), stop, copy)
+
+    def _in_pieces(
+        self,
+        blocks: Sequence[int],
+        per_time: int,
+        stop: Callable[[], bool],
+        copy: Callable[[Sequence[int]], None],
+    ) -> None:
+        """Copy blocks, ``per_time`` at once, with the blocks of each piece held at the source."""
         for first in range(0, len(blocks), per_time):
             if stop():
-                break
+                return
             with self._still_there(blocks[first : first + per_time]) as part:
-                if not part:
-                    continue
-                tickets = remote.copy_units(
-                    part, local, starts, self._host.page_bytes, to_guest=to_guest
-                )
-                wait_all(tickets, len(part) * each_bytes, grace_s)
-                self.num_bytes += len(part) * each_bytes
+                if part:
+                    copy(part)
+                    self.num_bytes += len(part) * self.each_bytes
 
     def _with_device(
         self, device: DeviceKv, blocks: Sequence[int], stop: Callable[[], bool], grace_s: float
@@ -125,36 +137,39 @@ class BlockMover:
         remote, to_guest = self._target or self._source, self._target is not None
         assert isinstance(remote, StagedRemoteKv)
         names, page_bytes = self._unit.names, self._host.page_bytes
-        per_time = max(1, _BOUNCE_BYTES // (len(names) * page_bytes))
-        for first in range(0, len(blocks), per_time):
-            if stop():
-                break
-            with self._still_there(blocks[first : first + per_time]) as part:
-                if not part:
-                    continue
-                room = self._room(per_time * len(names) * page_bytes, on_device=remote.is_on_gpu)
-                rows = room[: len(part) * len(names) * page_bytes].view(-1, page_bytes)
-                pages = {n: rows[i * len(part) :][: len(part)] for i, n in enumerate(names)}
-                offsets = np.arange(len(part) * len(names), dtype=np.int64) * page_bytes
-                local = dict(zip(names, np.split(offsets, len(names)), strict=True))
-                if to_guest:
-                    for name in names:
-                        device.pack(name, part, pages[name], self._unit.heads(name))
-                remote.exchange(part, memory_of(room), local, to_guest=to_guest, grace_s=grace_s)
-                if not to_guest:
-                    for name in names:
-                        device.unpack(name, part, pages[name], self._unit.heads(name))
-                self.num_bytes += len(part) * self.each_bytes
+        per_time, room = self._room(on_device=remote.is_on_gpu)
 
-    def _room(self, num_bytes: int, *, on_device: bool = False) -> torch.Tensor:
-        """Return memory, ``[num_bytes]`` uint8, which is kept for the next copies."""
+        def copy(part: Sequence[int]) -> None:
+            rows = room.view(-1, page_bytes)
+            pages = {n: rows[i * len(part) :][: len(part)] for i, n in enumerate(names)}
+            local = self._offsets(len(part))
+            if to_guest:
+                for name in names:
+                    device.pack(name, part, pages[name], self._unit.heads(name))
+            remote.exchange(part, memory_of(room), local, to_guest=to_guest, grace_s=grace_s)
+            if not to_guest:
+                for name in names:
+                    device.unpack(name, part, pages[name], self._unit.heads(name))
+
+        self._in_pieces(blocks, per_time, stop, copy)
+
+    def _room(self, *, on_device: bool = False) -> tuple[int, torch.Tensor]:
+        """Return a number of blocks and uint8 memory for their pages, kept for the next copies."""
+        each_bytes = len(self._unit.names) * self._host.page_bytes
+        per_time = max(1, _BOUNCE_BYTES // each_bytes)
         if self._bounce is None:
             device = self._host.device
             if device is None:
-                self._bounce = torch.from_numpy(reserve(num_bytes).view())
+                self._bounce = torch.from_numpy(reserve(per_time * each_bytes).view())
             else:
-                self._bounce = device.room(num_bytes, on_device=on_device)
-        return self._bounce
+                self._bounce = device.room(per_time * each_bytes, on_device=on_device)
+        return per_time, self._bounce
+
+    def _offsets(self, num_blocks: int) -> dict[str, PageOffsets]:
+        """Return the offsets of pages in that memory: by attention, then by block."""
+        names = self._unit.names
+        pages = np.arange(num_blocks * len(names), dtype=np.int64) * self._host.page_bytes
+        return dict(zip(names, np.split(pages, len(names)), strict=True))
 
     def _still_there(
         self, blocks: Sequence[int]
@@ -181,18 +196,16 @@ class BlockMover:
         assert self._target is not None
         with self._still_there(blocks) as found:
             blocks = found  # a block that returns home meanwhile may be copied: it is never read
-        per_time = max(1, _BOUNCE_BYTES // self._host.page_bytes)
         on_device = all(
             isinstance(kv, StagedRemoteKv) and kv.is_on_gpu for kv in (self._source, self._target)
         )
-        memory = memory_of(self._room(per_time * self._host.page_bytes, on_device=on_device))
-        for name in self._unit.names:
-            for first in range(0, len(blocks), per_time):
-                if stop():
-                    return
-                part = blocks[first : first + per_time]
-                offsets = np.arange(len(part), dtype=np.int64) * self._host.page_bytes
-                size = len(part) * self._block_bytes[name]
-                wait_all(self._source.copy(name, part, memory, offsets, to_guest=False), size)
-                wait_all(self._target.copy(name, part, memory, offsets, to_guest=True), size)
-                self.num_bytes += size
+        per_time, room = self._room(on_device=on_device)
+        memory = memory_of(room)
+        for first in range(0, len(blocks), per_time):
+            if stop():
+                return
+            part = blocks[first : first + per_time]
+            pages, size = self._offsets(len(part)), len(part) * self.each_bytes
+            wait_all(self._source.copy(part, memory, pages, to_guest=False), size)
+            wait_all(self._target.copy(part, memory, pages, to_guest=True), size)
+            self.num_bytes += size

@@ -426,8 +426,9 @@ class MigrationHost:
     def blocks_gained(self) -> int:
         """Number of blocks by which the pool can grow due to the units that are away."""
         kv = self.kv
-        away = round(self.placement.away_pages() * kv.page_bytes)
-        kept = self.placement.num_layers * kv.page_bytes - away
+        pages = sum(unit.modules.num_pages(kv.num_heads) for unit in self.placement)
+        away = round(pages * kv.page_bytes)
+        kept = len(kv.tensors) * kv.page_bytes - away
         return blocks_gained(kv.num_blocks, kv.max_blocks, away, kept)
 
     def _link(self, guest_id: str) -> GuestClient:
@@ -499,7 +500,7 @@ class Attaching:
             host.settings.stall_s,
             is_one_of_several=bool(address.rendezvous),
         )
-        hello = messages.GuestHello(address.token, f"host of {address.guest_id}")
+        hello = messages.GuestHello(address.token)
         ready = link.ask(hello, messages.GuestReady, ATTACH_TIMEOUT_S)
         if not self._address.is_elsewhere:
             link.watch(ready.pid)

@@ -14,8 +14,9 @@ from banaserve.contracts.move_phase import OPEN, MovePhase, check_step
 from banaserve.migration.host.block_mover import BlockMover
 from banaserve.migration.host.unit_builder import UnitBuilder
 from banaserve.migration.kv.dirty_blocks import DirtyBlockTracker, Watch
+from banaserve.migration.kv.unit_location import UnitLocation
 from banaserve.migration.rpc.guest_client import GuestClient
-from banaserve.migration.units.host_unit import HostUnit, UnitLocation
+from banaserve.migration.units.host_unit import HostUnit
 from banaserve.migration.worker_api import MoveFacts, MoveReport
 
 logger = logging.getLogger(__name__)

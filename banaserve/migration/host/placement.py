@@ -8,9 +8,10 @@ from banaserve.migration import checks
 from banaserve.migration.kv.dirty_blocks import RemoteBlocks
 from banaserve.migration.kv.host_kv import KvRun
 from banaserve.migration.kv.remote_kv import RemoteKv
+from banaserve.migration.kv.unit_location import UnitLocation
 from banaserve.migration.microbatch.overlap import Overlap
 from banaserve.migration.rpc.guest_client import GuestClient
-from banaserve.migration.units.host_unit import HostEngine, HostUnit, UnitLocation
+from banaserve.migration.units.host_unit import HostEngine, HostUnit
 
 
 class PlacementManager:
@@ -110,11 +111,3 @@ class PlacementManager:
             if blocks is not None and unit.residence is not None and name in unit.names:
                 return blocks, unit.residence.kv
         return None
-
-    def away_pages(self) -> float:
-        """Return the pages away of each block, in pages of a layer with all its heads."""
-        return sum(unit.modules.num_pages(self._host.num_heads) for unit in self)
-
-    @property
-    def num_layers(self) -> int:
-        return len(self._engine.attentions)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
 
 from banaserve.base.errors import MigrationError
 from banaserve.migration.host.block_mover import BlockMover
 from banaserve.migration.kv.dirty_blocks import DirtyBlockTracker
-from banaserve.migration.kv.host_kv import HostKv, KvRun
+from banaserve.migration.kv.host_kv import HostKv
 from banaserve.migration.kv.remote_kv import RemoteKv, StagedRemoteKv
+from banaserve.migration.kv.unit_location import UnitLocation
 from banaserve.migration.rpc import messages
 from banaserve.migration.rpc.guest_client import GuestClient
 from banaserve.migration.time_hook import REAL_TIME, TimeHook
-from banaserve.migration.units.host_unit import HostUnit, UnitLocation
+from banaserve.migration.units.host_unit import HostUnit
 from banaserve.transport.errors import TransportError
 
 BUILD_TIMEOUT_S = 600.0
@@ -56,7 +56,12 @@ class UnitBuilder:
         runs = {name: self._kv.runs(unit.heads(name)) for name in unit.names}
         residence: UnitLocation | None = None
         try:
-            kv = self._remote_kv(unit.unit_id, link, built, runs)
+            if built.landing_bytes:
+                kv: RemoteKv = StagedRemoteKv(
+                    link, unit.unit_id, built.region, runs, built.landing_bytes
+                )
+            else:
+                kv = RemoteKv(link.transport, built.region, built.places, runs)
             residence = UnitLocation(unit.unit_id, link, kv, built.weight_bytes)
             residence.saves = built.saves
             kv.warm(dirty_blocks.ids())
@@ -69,14 +74,6 @@ class UnitBuilder:
                 residence.leave()
             raise MigrationError(f"its KV cannot be mapped here: {error.strerror}") from error
         return residence
-
-    @staticmethod
-    def _remote_kv(
-        unit_id: str, link: GuestClient, built: messages.Built, runs: Mapping[str, Sequence[KvRun]]
-    ) -> RemoteKv:
-        if built.landing_bytes:
-            return StagedRemoteKv(link, unit_id, built.region, runs, built.landing_bytes)
-        return RemoteKv(link.transport, built.region, built.places, runs)
 
     def mover(
         self, unit: HostUnit, source: UnitLocation | None, target: UnitLocation | None

@@ -9,7 +9,6 @@ from banaserve.migration.host.host import Attaching, MigrationHost
 from banaserve.migration.rpc import messages
 from banaserve.migration.rpc.guest_client import GuestClient
 from banaserve.migration.rpc.messages import GuestAddress
-from banaserve.migration.units.host_unit import HostUnit
 from banaserve.migration.units.registry import AnyUnit
 from banaserve.migration.worker_api import (
     CommitReport,
@@ -22,27 +21,6 @@ from banaserve.migration.worker_api import (
     OverlapStatus,
     UnitStatus,
 )
-
-
-def usage_of(host: MigrationHost, guest_id: str) -> messages.GuestUsage:
-    """Return the resources that a guest uses.
-
-    Raises:
-        MigrationError: The guest is building, not attached, or lost.
-    """
-    return host.free_link(guest_id).ask(messages.GetUsage(), messages.GuestUsage)
-
-
-def bound_share(host: MigrationHost, guest_id: str, fraction: float) -> None:
-    """Let a guest compute for at most ``fraction`` of the time.
-
-    Raises:
-        MigrationError: The guest is building, not attached, or lost; or the fraction is out of
-            range.
-    """
-    link = host.free_link(guest_id)
-    link.ask(messages.SetShare(fraction), messages.StepsDone)
-    link.share = fraction
 
 
 def guests_of(host: MigrationHost) -> dict[str, GuestLinkStatus]:
@@ -67,7 +45,7 @@ def status_of(host: MigrationHost, memory: bool) -> HostStatus:
                 unit.modules,
                 unit.residence.link.guest_id,
                 unit.residence.working_epoch,
-                _num_single_blocks(unit),
+                None if unit.single_blocks is None else len(unit.single_blocks),
             )
             for unit in host.placement
             if unit.residence is not None
@@ -88,15 +66,10 @@ def _kv(host: MigrationHost, memory: bool) -> KvStatus:
         max_blocks=kv.max_blocks,
         blocks_gained=host.blocks_gained,
         page_bytes=kv.page_bytes,
-        num_layers=host.placement.num_layers,
+        num_layers=len(kv.tensors),
         resident_bytes=kv.resident_bytes if memory else None,
         written_blocks=len(host.step_context.dirty_blocks),
     )
-
-
-def _num_single_blocks(unit: HostUnit) -> int | None:
-    """Return how many blocks of a partly moved unit are away; None for a unit moved as a whole."""
-    return None if unit.single_blocks is None else len(unit.single_blocks)
 
 
 def _guest(link: GuestClient) -> GuestLinkStatus:
@@ -162,11 +135,14 @@ class MigrationMethods:
 
     @implements(MigrationApi.banaserve_migration_share)
     def banaserve_migration_share(self, guest_id: str, fraction: float) -> None:
-        bound_share(self._migration(), guest_id, fraction)
+        link = self._migration().free_link(guest_id)
+        link.ask(messages.SetShare(fraction), messages.StepsDone)
+        link.share = fraction
 
     @implements(MigrationApi.banaserve_migration_usage)
     def banaserve_migration_usage(self, guest_id: str) -> messages.GuestUsage:
-        return usage_of(self._migration(), guest_id)
+        link = self._migration().free_link(guest_id)
+        return link.ask(messages.GetUsage(), messages.GuestUsage)
 
     @implements(MigrationApi.banaserve_migration_experts)
     def banaserve_migration_experts(self, counting: bool) -> dict[int, list[int]]:

@@ -149,32 +149,9 @@ class DirtyBlockTracker:
     def watch(self) -> Watch:
         """Return a new view, in which every block ever written is still to be copied."""
         with self._lock:
-            watch = Watch(self, self._all.copy())
+            watch = Watch(self._all.copy(), self._lock, self._watches)
             self._watches.append(watch)
             return watch
-
-    def end(self, watch: Watch) -> None:
-        """Stop updating a view."""
-        with self._lock:
-            if watch in self._watches:
-                self._watches.remove(watch)
-
-    def take(self, watch: Watch) -> list[int]:
-        """Return a view's blocks that are still to be copied, ascending, and empty the view."""
-        with self._lock:
-            taken: list[int] = np.flatnonzero(watch.pending).tolist()
-            watch.pending[:] = False
-            return taken
-
-    def give_back(self, watch: Watch, blocks: BlockIds) -> None:
-        """Put taken blocks back into a view, because their copy has failed."""
-        with self._lock:
-            if len(blocks):
-                watch.pending[blocks] = True
-
-    def count(self, watch: Watch) -> int:
-        with self._lock:
-            return int(np.count_nonzero(watch.pending))
 
     def ids(self) -> list[int]:
         """Return all blocks that have been written, ascending, including the step under way."""
@@ -207,20 +184,31 @@ class DirtyBlockTracker:
 
 
 class Watch:
-    """A copier's view of the blocks still to be copied, owned by a ``DirtyBlockTracker``."""
+    """A copier's view of the blocks still to be copied, updated by a ``DirtyBlockTracker``.
 
-    def __init__(self, owner: DirtyBlockTracker, pending: _Marks) -> None:
-        self._owner = owner
+    Args:
+        lock: Lock of the tracker.
+        others: The tracker's views, with this one until it has ended.
+    """
+
+    def __init__(self, pending: _Marks, lock: threading.Lock, others: list[Watch]) -> None:
         self.pending = pending
+        self._lock = lock
+        self._others = others
 
     def take(self) -> list[int]:
-        return self._owner.take(self)
-
-    def give_back(self, blocks: BlockIds) -> None:
-        self._owner.give_back(self, blocks)
+        """Return the blocks that are still to be copied, ascending, and empty the view."""
+        with self._lock:
+            taken: list[int] = np.flatnonzero(self.pending).tolist()
+            self.pending[:] = False
+        return taken
 
     def end(self) -> None:
-        self._owner.end(self)
+        """Stop the updates."""
+        with self._lock:
+            if self in self._others:
+                self._others.remove(self)
 
     def __len__(self) -> int:
-        return self._owner.count(self)
+        with self._lock:
+            return int(np.count_nonzero(self.pending))

@@ -18,6 +18,7 @@ from banaserve.kernels.interface import Kernels
 from banaserve.kernels.packed_pages import STAGE_BYTES, PackedPages
 from banaserve.migration.kv.device_wait import wait_for
 from banaserve.migration.kv.slabs import GpuSlab, PlainSlab, Slab, has_gpu_slabs
+from banaserve.migration.ranges import spans
 from banaserve.migration.rpc.messages import KvShape
 from banaserve.transport.memory import Memory
 from banaserve.transport.regions.local_region import reserve
@@ -322,17 +323,6 @@ def release(tensors: Iterable[torch.Tensor]) -> None:
         tensor.untyped_storage().resize_(0)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def spans(heads: Sequence[int]) -> list[tuple[int, int]]:
-    """Join neighbouring numbers: return ``(first, count)`` of each run, ascending."""
-    found: list[tuple[int, int]] = []
-    for head in sorted(heads):
-        if found and sum(found[-1]) == head:
-            found[-1] = (found[-1][0], found[-1][1] + 1)
-        else:
-            found.append((head, 1))
-    return found
 
 
 def blocks_gained(num_blocks: int, max_blocks: int, away_bytes: int, kept_bytes: int) -> int:

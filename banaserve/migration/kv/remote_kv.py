@@ -7,17 +7,18 @@ guest moves the blocks from there to its KV.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from banaserve.base.errors import GuestLostError, MigrationError
-from banaserve.migration.kv.host_kv import KvRun, spans
+from banaserve.migration.kv.host_kv import KvRun
+from banaserve.migration.ranges import spans
 from banaserve.migration.rpc import messages
 from banaserve.migration.rpc.guest_client import GuestClient
 from banaserve.transport.errors import PeerGoneError, TransportError
-from banaserve.transport.interface import Offsets, RegionDescriptor, Ticket, Transport
+from banaserve.transport.interface import RegionDescriptor, Ticket, Transport
 from banaserve.transport.memory import Memory
 
 OPEN_TIMEOUT_S = 5.0
@@ -26,9 +27,9 @@ STEP_GRACE_S = 2.0
 BACKGROUND_GRACE_S = 30.0
 """Seconds added to the time that a copy's bytes take, for step copies and background copies."""
 
-_Plan = tuple[Memory, Offsets, Offsets, int, int]
+PageOffsets = npt.NDArray[np.int64]
+_Plan = tuple[Memory, PageOffsets, PageOffsets, int, int]
 """Local memory, offsets in this memory and in the region, bytes at each offset, epoch."""
-_Offsets = npt.NDArray[np.int64]
 
 
 class RemoteKv:
@@ -76,71 +77,54 @@ class RemoteKv:
             for first, count in spans(blocks):
                 self._bulk.region.warm(place + first * stride, count * stride)
 
-    def copy_units(
+    def copy(
         self,
         blocks: Sequence[int],
         local: Memory,
-        starts: Mapping[str, int],
-        page_bytes: int,
+        pages: Mapping[str, PageOffsets],
         *,
         to_guest: bool,
+        urgent: bool = False,
     ) -> list[Ticket]:
-        """Begin to copy blocks of all attentions, with as few submissions as their runs allow.
+        """Begin to copy blocks of some attentions.
 
         Args:
-            starts: Offset in ``local`` of each attention's first page, of ``page_bytes`` each.
+            pages: Offset of each block's page in ``local``, laid out as on the host, by attention.
+            urgent: True if a step waits for the copy.
 
         Raises:
             GuestLostError: The guest is gone, or accepts copies of another epoch only.
         """
         ids = np.asarray(blocks, np.int64)
-        here: dict[int, list[npt.NDArray[np.int64]]] = {}
-        there: dict[int, list[npt.NDArray[np.int64]]] = {}
-        for name, place in self._places.items():
-            packed = place
-            for run in self.runs[name]:
-                length = run.num_bytes
-                here.setdefault(length, []).append(ids * page_bytes + starts[name] + run.in_page)
-                there.setdefault(length, []).append(ids * self._strides[name] + packed)
-                packed += length
-        plans = (
-            (local, np.concatenate(offsets), np.concatenate(there[length]), length, self.epoch)
-            for length, offsets in here.items()
-        )
-        return self._begin(plans, to_guest, urgent=False)
+        there = {name: ids * self._strides[name] + self._places[name] for name in pages}
+        return self._submit(local, pages, there, to_guest, urgent)
 
-    def copy(
+    def _submit(
         self,
-        name: str,
-        blocks: Sequence[int],
         local: Memory,
-        local_offsets: npt.NDArray[np.int64],
-        *,
+        pages: Mapping[str, PageOffsets],
+        there: Mapping[str, PageOffsets],
         to_guest: bool,
-        urgent: bool = False,
+        urgent: bool,
     ) -> list[Ticket]:
-        """Begin to copy blocks of one attention, run by run of the page.
+        """Begin copies, with as few submissions as the lengths of the runs allow.
 
         Args:
-            local_offsets: Offset of each block's page in ``local``, laid out as on the host.
-
-        Raises:
-            GuestLostError: The guest is gone, or accepts copies of another epoch only.
+            there: Offset of each block in the region, by attention.
         """
-        pages = np.asarray(blocks, np.int64) * self._strides[name] + self._places[name]
-        plans: list[_Plan] = []
-        packed = 0
-        for run in self.runs[name]:
-            offsets = local_offsets + run.in_page
-            plans.append((local, offsets, pages + packed, run.num_bytes, self.epoch))
-            packed += run.num_bytes
-        return self._begin(plans, to_guest, urgent)
-
-    def _begin(self, plans: Iterable[_Plan], to_guest: bool, urgent: bool) -> list[Ticket]:
+        ends: dict[int, list[tuple[PageOffsets, PageOffsets]]] = {}
+        for name, offsets in pages.items():
+            packed = 0
+            for run in self.runs[name]:
+                pair = offsets + run.in_page, there[name] + packed
+                ends.setdefault(run.num_bytes, []).append(pair)
+                packed += run.num_bytes
         connection = self._urgent if urgent else self._bulk
         tickets: list[Ticket] = []
         try:
-            for plan in plans:
+            for num_bytes, pairs in ends.items():
+                here, beyond = map(np.concatenate, zip(*pairs, strict=True))
+                plan = local, here, beyond, num_bytes, self.epoch
                 tickets.append(connection.submit(plan, to_guest))
         except TransportError as error:
             cancel_all(tickets)
@@ -259,7 +243,6 @@ class StagedRemoteKv(RemoteKv):
         self._link = link
         self._unit_id = unit_id
         self._half_bytes = num_bytes // 2
-        self._page_bytes = {name: sum(r.num_bytes for r in found) for name, found in runs.items()}
         self._halves = threading.Lock(), threading.Lock()
 
     @property
@@ -270,55 +253,35 @@ class StagedRemoteKv(RemoteKv):
     def warm(self, blocks: Sequence[int]) -> None:
         """Skip the warming: the region has few pages, which are used again and again."""
 
-    def copy_units(
-        self,
-        blocks: Sequence[int],
-        local: Memory,
-        starts: Mapping[str, int],
-        page_bytes: int,
-        *,
-        to_guest: bool,
-    ) -> list[Ticket]:
-        """See ``RemoteKv``."""
-        ids = np.asarray(blocks, np.int64)
-        pages = {name: ids * page_bytes + start for name, start in starts.items()}
-        self.exchange(blocks, local, pages, to_guest=to_guest)
-        return []
-
     def copy(
         self,
-        name: str,
         blocks: Sequence[int],
         local: Memory,
-        local_offsets: _Offsets,
+        pages: Mapping[str, PageOffsets],
         *,
         to_guest: bool,
         urgent: bool = False,
     ) -> list[Ticket]:
         """See ``RemoteKv``."""
-        self.exchange(blocks, local, {name: local_offsets}, to_guest=to_guest, urgent=urgent)
+        self.exchange(blocks, local, pages, to_guest=to_guest, urgent=urgent)
         return []
 
     def exchange(
         self,
         blocks: Sequence[int],
         local: Memory,
-        pages: Mapping[str, _Offsets],
+        pages: Mapping[str, PageOffsets],
         *,
         to_guest: bool,
         urgent: bool = False,
         grace_s: float = STEP_GRACE_S,
     ) -> None:
-        """Copy blocks of some attentions; return when the copy is complete.
+        """Copy blocks as ``copy`` does; return when the copy is complete.
 
         Args:
-            pages: Offset of each block's page in ``local``, laid out as on the host, by attention.
             grace_s: See ``wait_all``.
-
-        Raises:
-            GuestLostError: The guest is gone, or accepts copies of another epoch only.
         """
-        each_bytes = sum(self._page_bytes[name] for name in pages)
+        each_bytes = sum(self._strides[name] for name in pages)
         per_time = self._half_bytes // each_bytes
         with self._halves[urgent]:
             for first in range(0, len(blocks), per_time):
@@ -330,49 +293,25 @@ class StagedRemoteKv(RemoteKv):
         self,
         blocks: Sequence[int],
         local: Memory,
-        pages: Mapping[str, _Offsets],
+        pages: Mapping[str, PageOffsets],
         to_guest: bool,
         urgent: bool,
         grace_s: float,
     ) -> None:
-        start = self._half_bytes if urgent else 0
+        start = first = self._half_bytes if urgent else 0
+        landed: dict[str, PageOffsets] = {}  # by attention, then by block
+        for name in pages:
+            stride = self._strides[name]
+            landed[name] = first + np.arange(len(blocks), dtype=np.int64) * stride
+            first += len(blocks) * stride
         request = messages.CopyPages(
             self._unit_id, self.epoch, to_guest, start, tuple(pages), tuple(map(int, blocks))
         )
         if not to_guest:
             self._ask(request)
-        wait_all(
-            self._submit(local, pages, start, to_guest, urgent),
-            len(blocks) * sum(self._page_bytes[name] for name in pages),
-            grace_s,
-        )
+        wait_all(self._submit(local, pages, landed, to_guest, urgent), first - start, grace_s)
         if to_guest:
             self._ask(request)
-
-    def _submit(
-        self,
-        local: Memory,
-        pages: Mapping[str, _Offsets],
-        start: int,
-        to_guest: bool,
-        urgent: bool,
-    ) -> list[Ticket]:
-        """Begin copies: pages by attention, then by block; as few submissions as runs allow."""
-        here: dict[int, list[_Offsets]] = {}
-        there: dict[int, list[_Offsets]] = {}
-        for name, offsets in pages.items():
-            landed = start + np.arange(len(offsets), dtype=np.int64) * self._page_bytes[name]
-            start += len(offsets) * self._page_bytes[name]
-            packed = 0
-            for run in self.runs[name]:
-                here.setdefault(run.num_bytes, []).append(offsets + run.in_page)
-                there.setdefault(run.num_bytes, []).append(landed + packed)
-                packed += run.num_bytes
-        plans = [
-            (local, np.concatenate(offsets), np.concatenate(there[length]), length, self.epoch)
-            for length, offsets in here.items()
-        ]
-        return self._begin(plans, to_guest, urgent)
 
     def _ask(self, request: messages.CopyPages) -> None:
         try:

@@ -6,6 +6,7 @@ from torch for builds without CUDA.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import mmap
@@ -44,13 +45,10 @@ class Slab:
         count = int(np.prod(shape)) * dtype.itemsize
         return torch.from_numpy(self.bytes[:count]).view(dtype).view(shape)
 
-    def populate(self, num_bytes: int) -> bool:
-        """Back the first ``num_bytes`` with memory; return False if the kernel does not do so."""
-        try:
+    def populate(self, num_bytes: int) -> None:
+        """Back the first ``num_bytes`` with memory; some kernels do so on first touch only."""
+        with contextlib.suppress(OSError):
             linux.madvise(self.address, _up(num_bytes), linux.MADV_POPULATE_WRITE)
-        except OSError:
-            return False
-        return True
 
     def give_back(self, ranges: Iterable[tuple[int, int]]) -> int:
         """Release the pages that are wholly inside of ``(offset, length)`` ranges.
@@ -131,18 +129,14 @@ class GpuSlab:
         count = int(np.prod(shape)) * dtype.itemsize
         return self._bytes(0, count).view(dtype).view(shape)
 
-    def populate(self, num_bytes: int) -> bool:
+    def populate(self, num_bytes: int) -> None:
         """Back the first ``num_bytes`` with memory, zero where it was not backed.
-
-        Returns:
-            Always True: memory that is not backed must not be touched, so a failure is an error.
 
         Raises:
             MemoryError: The device has too little free memory; nothing has changed.
         """
         for offset in self._slab.map(0, num_bytes):
             self._bytes(offset, self._slab.granule_bytes).zero_()
-        return True
 
     def give_back(self, ranges: Iterable[tuple[int, int]]) -> int:
         """Release the granules that are wholly inside of ``(offset, length)`` ranges.
@@ -183,9 +177,8 @@ class PlainSlab:
         count = int(np.prod(shape)) * dtype.itemsize
         return self._all[:count].view(dtype).view(shape)
 
-    def populate(self, num_bytes: int) -> bool:
-        """Return True: all of the memory is backed."""
-        return True
+    def populate(self, num_bytes: int) -> None:
+        """Do nothing: all of the memory is backed."""
 
     def give_back(self, ranges: Iterable[tuple[int, int]]) -> int:
         """Return 0: torch takes back no part of a tensor."""

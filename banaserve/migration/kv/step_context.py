@@ -19,7 +19,6 @@ from banaserve.engine.compat.attention import CommonAttentionMetadata
 from banaserve.migration.kv.dirty_blocks import DirtyBlockTracker
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(CommonAttentionMetadata))
-_NAMES = frozenset(_FIELDS)
 _CAN_TRAVEL = (bool, int, float, str, torch.Tensor, np.ndarray)
 
 
@@ -35,9 +34,8 @@ def fields_of(common: CommonAttentionMetadata, block_size: int) -> dict[str, Any
 
 def common_from(fields: Mapping[str, Any]) -> CommonAttentionMetadata:
     """Return the metadata as the host's builder got it, without fields that this vLLM lacks."""
-    return CommonAttentionMetadata(
-        **{name: value for name, value in fields.items() if name in _NAMES}
-    )
+    known = {name: value for name, value in fields.items() if name in _FIELDS}
+    return CommonAttentionMetadata(**known)
 
 
 class StepContext:
@@ -49,6 +47,7 @@ class StepContext:
     Attributes:
         dirty_blocks: Blocks marked from each step's slot mapping.
         step_id: Counter of the steps and the parts of steps.
+        block_size: Number of tokens in a block.
         common: The batch of the step under way, or of a part of it; None before the first.
     """
 
@@ -56,7 +55,7 @@ class StepContext:
         self.dirty_blocks = DirtyBlockTracker(num_blocks)
         self.step_id = 0
         self.common: CommonAttentionMetadata | None = None
-        self._block_size = block_size_tokens
+        self.block_size = block_size_tokens
         self._fields: dict[str, Any] | None = None
         self._local: dict[int, Any] = {}
         self._build = runner_hooks.wrap_build(builder, self._begin)
@@ -67,8 +66,8 @@ class StepContext:
         self._describe_anew()
         slots = common.slot_mapping[: common.num_actual_tokens].cpu().numpy()
         # Padding is negative, and stays so.
-        blocks = slots // self._block_size
-        is_last = slots % self._block_size == self._block_size - 1
+        blocks = slots // self.block_size
+        is_last = slots % self.block_size == self.block_size - 1
         self.dirty_blocks.mark(blocks[blocks >= 0], blocks[is_last & (blocks >= 0)])
 
     def _describe_anew(self) -> None:
@@ -95,23 +94,14 @@ class StepContext:
         """Return the fields of the batch for a guest; computed once a step."""
         if self._fields is None:
             assert self.common is not None
-            self._fields = fields_of(self.common, self._block_size)
+            self._fields = fields_of(self.common, self.block_size)
         return self._fields
 
-    @property
-    def block_size(self) -> int:
-        """Return the number of tokens in a block."""
-        return self._block_size
-
-    def rebuild(self, part: CommonAttentionMetadata) -> Any:
-        """Return the metadata that the layers' own builder builds for a part of the batch."""
-        return self._build(0, part)
-
     def metadata_of(self, part: CommonAttentionMetadata) -> Any:
-        """Return the metadata of ``rebuild``, built once a step for each part."""
+        """Return what the layers' own builder builds for a part of the batch, once a step."""
         if id(part) not in self._local:
             # The part is kept too, so that no other one of the step gets its id.
-            self._local[id(part)] = self.rebuild(part), part
+            self._local[id(part)] = self._build(0, part), part
         return self._local[id(part)][0]
 
     def metadata(self, builder: Any) -> Any:

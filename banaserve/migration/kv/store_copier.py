@@ -179,7 +179,7 @@ class StoreCopier:
         try:
             tickets: list[Ticket] = []
             for kv in {id(kv): kv for _, kv in parts if kv is not None}.values():
-                tickets += kv.copy(name, blocks, pool, pages, to_guest=not saves, urgent=True)
+                tickets += kv.copy(blocks, pool, {name: pages}, to_guest=not saves, urgent=True)
             for run, held_by in parts:
                 if held_by is None:
                     self._host.copy_run(name, run, blocks, pool, pages + run.in_page, saves=saves)

@@ -128,7 +128,7 @@ class Pipeline:
             link.drop(most_tokens)
         for link, span in spans.items():
             if link.lost is not None:
-                span.lost(error)
+                span.on_lost(error)
 
 
 def segments_of(modules: Sequence[nn.Module]) -> list[Segment]:

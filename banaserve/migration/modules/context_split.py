@@ -6,9 +6,10 @@ a step.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,14 +17,18 @@ import torch
 
 from banaserve.base.errors import GuestLostError
 from banaserve.engine.compat.attention import CommonAttentionMetadata
-from banaserve.engine.compat.runner_hooks import set_implementation
 from banaserve.kernels.interface import Batch, PartialAttention
 from banaserve.kernels.registry import pick
 from banaserve.migration.kv.dirty_blocks import RemoteBlocks
 from banaserve.migration.kv.step_context import StepContext
+from banaserve.migration.kv.unit_location import UnitLocation
+from banaserve.migration.modules.guest_questions import GuestQuestion, GuestQuestions
 from banaserve.migration.modules.paged_attention import Pages
+from banaserve.migration.modules.replaced_attention import AttentionStep, ReplacedAttention
 from banaserve.migration.ranks import Ranks
+from banaserve.migration.rpc import messages
 from banaserve.migration.rpc.guest_client import GuestClient
+from banaserve.migration.rpc.tensors import to_device
 
 _Ints = npt.NDArray[np.int64]
 _Marks = npt.NDArray[np.bool_]
@@ -132,29 +137,83 @@ def _without(
     return replace(common, **changed)
 
 
-class ContextChannel(Protocol):
-    """Channel to a guest for attention over older blocks of split sequences.
+class RunContext(messages.Run, frozen=True, tag=True):
+    """Request for one layer's step over older blocks; the first tensor has the queries.
+
+    The queries are those of the sequences with blocks in the guest. The answer is the output and
+    the log-sum-exp, float32.
+
+    Attributes:
+        step_id: Id of the step; ``step`` is None if the unit has this step's description already.
+        step: ``block_table``, ``query_start`` and ``num_tokens`` of these sequences: the fields of
+            ``kernels.interface.Batch`` that are needed without a mask.
+    """
+
+    step_id: int
+    name: str
+    step: dict[str, Any] | None
+
+
+class RemoteContext:
+    """Steps over older blocks of some layers in one guest.
 
     ``submit`` and ``collect`` raise ``GuestLostError`` if the guest is lost.
     """
 
+    def __init__(
+        self, residence: UnitLocation, away: RemoteBlocks, step_context: StepContext
+    ) -> None:
+        self._residence = residence
+        self._away = away
+        self._step_context = step_context
+        self._planned_step = self._described_step = 0
+        self._plan: ContextPlan | None = None
+
     @property
-    def link(self) -> GuestClient: ...
+    def link(self) -> GuestClient:
+        return self._residence.link
 
     def plan(self) -> ContextPlan | None:
         """Return the division of the step under way, made once for all layers."""
-        ...
+        step_context = self._step_context
+        if self._planned_step != step_context.step_id:
+            assert step_context.common is not None
+            self._plan = split_context(step_context.common, step_context.block_size, self._away)
+            self._planned_step = step_context.step_id
+        return self._plan
 
     def submit(self, name: str, query: torch.Tensor) -> None:
         """Send queries ``[num_tokens, num_heads, head_size]`` of one layer."""
-        ...
+        residence, step_id = self._residence, self._step_context.step_id
+        assert self._plan is not None
+        bundle = self.link.bundle()
+        bundle.put(query)
+        step: dict[str, Any] | None = None
+        if self._described_step != step_id:
+            batch = self._plan.remote
+            fields = {
+                "block_table": batch.block_table,
+                "query_start": batch.query_start,
+                "num_tokens": batch.range_end,
+            }
+            step = bundle.put_all(fields)
+        self._described_step = step_id
+        request = RunContext(residence.unit_id, residence.working_epoch, step_id, name, step)
+        self.link.submit(request, bundle)
 
     def collect(self, query: torch.Tensor) -> PartialAttention:
         """Return the attention over the guest's blocks, float32."""
-        ...
+        outputs = self.link.collect(self._step_context.num_tokens)
+        if len(outputs) != 2:
+            raise self.link.give_up("a step over older blocks was answered without log-sum-exp")
+        output, lse = outputs
+        wanted = query.float()
+        self.link.check_shape(output, wanted)
+        self.link.check_shape(lse, wanted[..., 0])
+        return PartialAttention(*(to_device(tensor, query.device) for tensor in (output, lse)))
 
 
-class ContextAttention:
+class ContextAttention(ReplacedAttention):
     """Attention over split sequences: host and guest attend over their blocks; results are merged.
 
     BanaServe Eq. 10 in corrected form: a part is weighted by the exponential of its log-sum-exp,
@@ -178,64 +237,44 @@ class ContextAttention:
         pages: Pages,
         ranks: Ranks,
     ) -> None:
+        super().__init__(layer)
         self._pages = pages
         self._ranks = ranks
-        self._layer = layer
         self._name = name
         self._step_context = step_context
         self._on_lost = on_lost
-        self._remote: ContextChannel | None = None
-        self.inner = layer.impl
+        self._remote: RemoteContext | None = None
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["inner"], name)
-
-    def arrange(self, remote: ContextChannel | None) -> None:
+    def arrange(self, remote: RemoteContext | None) -> None:
         """Set the guest with older blocks, between two steps; None: all blocks are here."""
         self._remote = remote
-        set_implementation(self._layer, self.inner if remote is None else self)
+        self._install(remote is not None)
 
-    def forward(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: Any,
-        output: torch.Tensor,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Fill ``output`` ``[num_tokens, num_heads, head_size]``, as vLLM's implementation does."""
+    def _leaves_to_inner(self) -> bool:
+        return self._remote is None or self._remote.plan() is None
+
+    def _fill(self, output: torch.Tensor, step: AttentionStep) -> None:
         remote = self._remote
-        plan = remote.plan() if remote is not None and attn_metadata is not None else None
-        if remote is None or plan is None:
-            arguments = layer, query, key, value, kv_cache, attn_metadata
-            whole: torch.Tensor = self.inner.forward(*arguments, output=output, **kwargs)
-            return whole
-        asking = query[plan.rows]
-        lost = _lost_in(lambda: remote.submit(self._name, asking))
+        plan = remote.plan() if remote is not None else None
+        assert remote is not None
+        assert plan is not None
+        asking = step.query[plan.rows]
+        submit = functools.partial(remote.submit, self._name, asking)
+        collect = functools.partial(remote.collect, asking)
+        asked = GuestQuestions([GuestQuestion(remote.link, submit, collect)])
         if plan.others is not None:
             rows = plan.other_rows
-            mine = query[rows], key[rows], value[rows], kv_cache
+            mine = step.query[rows], step.key[rows], step.value[rows], step.kv_cache
             own = torch.empty_like(mine[0])
-            metadata = self._step_context.metadata_of(plan.others)
-            self.inner.forward(layer, *mine, metadata, output=own)
+            others = self._step_context.metadata_of(plan.others)
+            self.inner.forward(self._layer, *mine, others, output=own)
             output[rows] = own
-        scale = self.inner.scale
-        parts = [self._pages.attend(asking, kv_cache, plan.local, scale, causal=True)]
-        lost = lost or _lost_in(lambda: parts.append(remote.collect(asking)))
+        own_blocks = step.kv_cache, plan.local, self.inner.scale
+        parts = [self._pages.attend(asking, *own_blocks, causal=True)]
+        (answer,) = asked.answers()
+        lost = answer if isinstance(answer, GuestLostError) else None
+        parts += [] if isinstance(answer, GuestLostError) else [answer]
         if (lost := self._ranks.lost(lost, remote.link.give_up)) is not None:
             self._on_lost(remote.link, lost)  # the step's output is dropped
         merged = pick(output.device).kernels.merge(parts)
         output[plan.rows] = merged.output.to(output.dtype)
-        return output
-
-
-def _lost_in(question: Callable[[], None]) -> GuestLostError | None:
-    """Return the error if the guest is lost when it is asked; None otherwise."""
-    try:
-        question()
-    except GuestLostError as lost:
-        return lost
-    return None

@@ -6,9 +6,10 @@ stays with the host, which knows the chosen experts of every token.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,33 +23,59 @@ from banaserve.engine.compat.experts import (
     run_shared_experts,
 )
 from banaserve.migration.kv.step_context import StepContext
+from banaserve.migration.kv.unit_location import UnitLocation
 from banaserve.migration.modules.eager_break import call_in_break, is_capturing
+from banaserve.migration.modules.guest_questions import GuestQuestion, GuestQuestions
 from banaserve.migration.ranks import OTHER_FAILED, Ranks
+from banaserve.migration.rpc import messages
 from banaserve.migration.rpc.guest_client import GuestClient
+from banaserve.migration.rpc.tensors import to_device
 
 NOT_HERE = -1
 """Number in the place of an expert that the request does not ask for."""
 
 
-class ExpertChannel(Protocol):
-    """Channel to a guest with experts of one layer.
+class RunExperts(messages.Run, frozen=True, tag=True):
+    """Request for one step of a unit's experts of ``layer``.
 
-    Both methods raise ``GuestLostError`` if the guest is lost.
+    The tensors are the tokens that have chosen one of the unit's experts ``[n, hidden_size]``, the
+    weights of each token's chosen experts ``[n, k]``, and the guest's numbers of these experts,
+    ``NOT_HERE`` for experts of another place. The answer is the weighted sum for each token.
     """
 
+    layer: int
+
+
+class RemoteExperts:
+    """Steps of some experts of one layer in one guest.
+
+    ``submit`` and ``collect`` raise ``GuestLostError`` if the guest is lost.
+    """
+
+    def __init__(self, residence: UnitLocation, layer: int) -> None:
+        self._residence = residence
+        self._layer = layer
+
     @property
-    def link(self) -> GuestClient: ...
+    def link(self) -> GuestClient:
+        return self._residence.link
 
     def submit(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
         """Send tokens ``[n, hidden_size]``, ``[n, k]`` weights and the guest's numbers of experts.
 
         The number is ``NOT_HERE`` for an expert that is in another place.
         """
-        ...
+        residence = self._residence
+        bundle = self.link.bundle()
+        for tensor in (x, weights, ids):
+            bundle.put(tensor)
+        request = RunExperts(residence.unit_id, residence.working_epoch, self._layer)
+        self.link.submit(request, bundle)
 
     def collect(self, x: torch.Tensor) -> torch.Tensor:
         """Return the experts' weighted sum for each of the submitted tokens ``x``."""
-        ...
+        outputs = self.link.collect(x.shape[0])
+        return to_device(self.link.check_shape(outputs[0] if outputs else None, x), x.device)
 
 
 class _Away(NamedTuple):
@@ -59,21 +86,7 @@ class _Away(NamedTuple):
     """
 
     ids: tuple[int, ...]
-    where: ExpertChannel
-
-
-class _Share(NamedTuple):
-    """A unit's share of a step.
-
-    Attributes:
-        tokens: Indices of the tokens that have chosen one of the unit's experts, int64.
-    """
-
-    where: ExpertChannel
-    tokens: torch.Tensor
-    x: torch.Tensor
-    weights: torch.Tensor
-    ids: torch.Tensor
+    where: RemoteExperts
 
 
 class SplitExperts:
@@ -112,7 +125,7 @@ class SplitExperts:
 
     # ---- between two steps
 
-    def arrange(self, unit_id: str, ids: Sequence[int], where: ExpertChannel | None) -> None:
+    def arrange(self, unit_id: str, ids: Sequence[int], where: RemoteExperts | None) -> None:
         """Set the channel to the guest with a unit's experts; None: they are here."""
         if where is None:
             self._units.pop(unit_id, None)
@@ -181,15 +194,14 @@ class SplitExperts:
             return compute_experts(self.experts, x, topk_weights, topk_ids)
         place = self._place[topk_ids.long()]
         shares = self._shares(x, topk_weights, topk_ids, place)
-        asked, waiting = _first_of_each_guest(shares)
-        lost: dict[GuestClient, GuestLostError] = {}
-        submitted = [share for share in asked if _submit(share, lost)]
+        asked = GuestQuestions([question for _, question in shares])
         output = sum_of(self.experts, x, topk_weights, topk_ids, place == 0)
-        for share in submitted:
-            _collect(share, output, lost)
-        for share in waiting:
-            if _submit(share, lost):
-                _collect(share, output, lost)
+        lost: dict[GuestClient, GuestLostError] = {}
+        for (tokens, question), answer in zip(shares, asked.answers(), strict=True):
+            if isinstance(answer, GuestLostError):
+                lost.setdefault(question.link, answer)  # adds nothing: the step runs again
+            else:
+                output.index_add_(0, tokens, answer)
         self._settle(lost)
         return output
 
@@ -202,9 +214,9 @@ class SplitExperts:
 
     def _shares(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, place: torch.Tensor
-    ) -> list[_Share]:
-        """Return the shares of those units of which a token has chosen an expert."""
-        shares = []
+    ) -> list[tuple[torch.Tensor, GuestQuestion[torch.Tensor]]]:
+        """Return, for each unit with a chosen expert, the tokens that chose and the question."""
+        shares: list[tuple[torch.Tensor, GuestQuestion[torch.Tensor]]] = []
         number = self._number[ids.long()]
         for index, away in enumerate(self._units.values(), start=1):
             mine = place == index
@@ -212,40 +224,11 @@ class SplitExperts:
             if not len(tokens):
                 continue
             there = torch.where(mine, number, NOT_HERE)[tokens].to(ids.dtype)
-            shares.append(_Share(away.where, tokens, x[tokens], weights[tokens], there))
+            mine_x, where = x[tokens], away.where
+            submit = functools.partial(where.submit, mine_x, weights[tokens], there)
+            collect = functools.partial(where.collect, mine_x)
+            shares.append((tokens, GuestQuestion(where.link, submit, collect)))
         return shares
-
-
-def _submit(share: _Share, lost: dict[GuestClient, GuestLostError]) -> bool:
-    """Submit a share; return False, with the guest entered in ``lost``, if the guest is lost."""
-    try:
-        share.where.submit(share.x, share.weights, share.ids)
-    except GuestLostError as error:
-        lost.setdefault(share.where.link, error)
-        return False
-    return True
-
-
-def _collect(share: _Share, output: torch.Tensor, lost: dict[GuestClient, GuestLostError]) -> None:
-    """Add a guest's part; a lost guest adds nothing, and the step will be run again."""
-    try:
-        output.index_add_(0, share.tokens, share.where.collect(share.x))
-    except GuestLostError as error:
-        lost.setdefault(share.where.link, error)
-
-
-def _first_of_each_guest(shares: Sequence[_Share]) -> tuple[list[_Share], list[_Share]]:
-    """Return the shares to submit at once, and those to submit when the first are answered.
-
-    Two large requests to one guest would wait for each other: the guest cannot read the second
-    while its answer to the first is not read.
-    """
-    first: dict[GuestClient, _Share] = {}
-    later = []
-    for share in shares:
-        if first.setdefault(share.where.link, share) is not share:
-            later.append(share)
-    return list(first.values()), later
 
 
 def sum_of(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -13,9 +13,8 @@ from banaserve.engine.compat.attention import (
 )
 from banaserve.engine.compat.config import VllmConfig
 from banaserve.kernels.interface import Kernels
-from banaserve.kernels.layouts import KvLayout, key_value_views
+from banaserve.kernels.layouts import key_value_views
 from banaserve.migration.modules.paged_attention import (
-    DevicePages,
     Pages,
     StepBatches,
     all_heads,
@@ -23,98 +22,6 @@ from banaserve.migration.modules.paged_attention import (
     write_tokens,
 )
 from banaserve.migration.rpc.messages import AttentionSlice
-
-
-class HeadAttention(Protocol):
-    """Attention of the heads that a guest computes."""
-
-    def metadata(self, common: CommonAttentionMetadata) -> Any:
-        """Return a step's data for ``run``; equal for all layers with the same number of heads."""
-        ...
-
-    def pages(self) -> Pages:
-        """Return the attention over the pages of the KV cache."""
-        ...
-
-    def run(
-        self,
-        metadata: Any,
-        slot_mapping: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-    ) -> torch.Tensor:
-        """Write the new keys and values, then attend.
-
-        Args:
-            slot_mapping: ``[num_tokens]`` int64.
-            query: ``[num_tokens, num_heads, head_size]``.
-            key: ``[num_tokens, num_kv_heads, head_size]``; ``value`` likewise.
-
-        Returns:
-            Attention output, in the shape of ``query``.
-        """
-        ...
-
-    def close(self) -> None:
-        """Release the KV cache."""
-        ...
-
-
-def head_attention(
-    config: VllmConfig,
-    part: AttentionSlice,
-    unit_id: str,
-    kv_cache: torch.Tensor,
-    kernels: Kernels | None,
-) -> HeadAttention:
-    """Return a slice's attention over KV ``[num_blocks, num_kv_heads, ...]``.
-
-    It is computed by ``kernels``, or by vLLM's own attention if ``kernels`` is None.
-    """
-    if kernels is not None:
-        return KernelsHeadAttention(part, kv_cache, kernels)
-    return VllmHeadAttention(config, part, unit_id, kv_cache)
-
-
-class KernelsHeadAttention:
-    """Attention of heads through the kernels of the KV's device."""
-
-    def __init__(self, part: AttentionSlice, kv_cache: torch.Tensor, kernels: Kernels) -> None:
-        self._kernels = kernels
-        self._scale = part.scale
-        self._heads = all_heads(part.num_heads, part.num_kv_heads)
-        self._kv_cache: torch.Tensor | None = kv_cache
-
-    def metadata(self, common: CommonAttentionMetadata) -> Any:
-        """See ``HeadAttention``."""
-        return StepBatches().of(common)
-
-    def pages(self) -> Pages:
-        """See ``HeadAttention``."""
-        return DevicePages(self._kernels)
-
-    def run(
-        self,
-        metadata: Any,
-        slot_mapping: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-    ) -> torch.Tensor:
-        """See ``HeadAttention``."""
-        assert self._kv_cache is not None
-        with torch.inference_mode():
-            write_tokens(self._kv_cache, key, value, slot_mapping)
-            keys, values = key_value_views(self._kv_cache, KvLayout.CONTENT)
-            part = self._kernels.partial_attention(
-                query, keys, values, metadata, self._heads, self._scale
-            )
-        return part.output
-
-    def close(self) -> None:
-        """See ``HeadAttention``."""
-        self._kv_cache = None
 
 
 class VllmHeadAttention:
@@ -141,11 +48,11 @@ class VllmHeadAttention:
         )
 
     def metadata(self, common: CommonAttentionMetadata) -> Any:
-        """See ``HeadAttention``."""
+        """Return a step's data for ``run``; equal for all layers with the same number of heads."""
         return self._builder.build(0, common)
 
     def pages(self) -> Pages:
-        """See ``HeadAttention``."""
+        """Return the attention over the pages of the KV cache."""
         assert self._kv_cache is not None
         return pages_of(self._attention, self._attention.impl, self._kv_cache)
 
@@ -157,7 +64,16 @@ class VllmHeadAttention:
         key: torch.Tensor,
         value: torch.Tensor,
     ) -> torch.Tensor:
-        """See ``HeadAttention``."""
+        """Write the new keys and values, then attend.
+
+        Args:
+            slot_mapping: ``[num_tokens]`` int64.
+            query: ``[num_tokens, num_heads, head_size]``.
+            key: ``[num_tokens, num_kv_heads, head_size]``; ``value`` likewise.
+
+        Returns:
+            Attention output, in the shape of ``query``.
+        """
         layer = self._attention
         out = torch.empty_like(query)
         with torch.inference_mode():
@@ -166,6 +82,61 @@ class VllmHeadAttention:
         return out
 
     def close(self) -> None:
-        """See ``HeadAttention``."""
+        """Release the KV cache."""
         self._config.compilation_config.static_forward_context.pop(self._name, None)
         self._kv_cache, self._builder, self._attention = None, None, None
+
+
+class KernelsHeadAttention:
+    """Attention of heads through the kernels of the KV's device."""
+
+    def __init__(self, part: AttentionSlice, kv_cache: torch.Tensor, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self._scale = part.scale
+        self._heads = all_heads(part.num_heads, part.num_kv_heads)
+        self._kv_cache: torch.Tensor | None = kv_cache
+
+    def metadata(self, common: CommonAttentionMetadata) -> Any:
+        """See ``VllmHeadAttention``."""
+        return StepBatches().of(common)
+
+    def run(
+        self,
+        metadata: Any,
+        slot_mapping: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> torch.Tensor:
+        """See ``VllmHeadAttention``."""
+        assert self._kv_cache is not None
+        with torch.inference_mode():
+            write_tokens(self._kv_cache, key, value, slot_mapping)
+            keys, values = key_value_views(self._kv_cache)
+            part = self._kernels.partial_attention(
+                query, keys, values, metadata, self._heads, self._scale
+            )
+        return part.output
+
+    def close(self) -> None:
+        """See ``VllmHeadAttention``."""
+        self._kv_cache = None
+
+
+HeadAttention = VllmHeadAttention | KernelsHeadAttention
+
+
+def head_attention(
+    config: VllmConfig,
+    part: AttentionSlice,
+    unit_id: str,
+    kv_cache: torch.Tensor,
+    kernels: Kernels | None,
+) -> HeadAttention:
+    """Return a slice's attention over KV ``[num_blocks, num_kv_heads, ...]``.
+
+    It is computed by ``kernels``, or by vLLM's own attention if ``kernels`` is None.
+    """
+    if kernels is not None:
+        return KernelsHeadAttention(part, kv_cache, kernels)
+    return VllmHeadAttention(config, part, unit_id, kv_cache)

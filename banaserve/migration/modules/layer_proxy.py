@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from banaserve.base.errors import GuestLostError
 from banaserve.engine.compat.attention import get_forward_context
 from banaserve.migration.kv import store_copier
 from banaserve.migration.modules.eager_break import call_in_break
-from banaserve.migration.rpc.guest_client import GuestClient
+from banaserve.migration.modules.remote_layers import RemoteLayers
 from banaserve.migration.rpc.messages import SlotCopies
 
 Around = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -78,46 +78,6 @@ def by_name(
     return arguments
 
 
-class LayerChannel(Protocol):
-    """Channel from a proxy to a guest for steps of a range of layers.
-
-    Each method raises ``GuestLostError`` if the guest is lost.
-    """
-
-    @property
-    def link(self) -> GuestClient: ...
-
-    @property
-    def can_save(self) -> bool:
-        """Return whether the guest can save blocks of the layers to the store."""
-        ...
-
-    def run(
-        self, arguments: Mapping[str, Any], saves: SlotCopies | None = None
-    ) -> Sequence[torch.Tensor | None]:
-        """Run one step: send the first layer's arguments by name, return the last layer's values.
-
-        Args:
-            saves: Blocks for the guest to copy to the store; ``link.save_s`` is None if it did not.
-        """
-        ...
-
-    def submit(
-        self, arguments: Mapping[str, Any], num_follow: int, saves: SlotCopies | None = None
-    ) -> None:
-        """Send a part of a step without waiting.
-
-        Args:
-            num_follow: Number of parts that are submitted before any other request to this guest.
-            saves: Blocks of the whole step, given with its last part; see ``run``.
-        """
-        ...
-
-    def collect(self, hidden_states: torch.Tensor) -> Sequence[torch.Tensor | None]:
-        """Return the values for the part submitted first, whose input is ``hidden_states``."""
-        ...
-
-
 class RemoteRange:
     """A range of the model's layers, which can be swapped for proxies and back.
 
@@ -125,9 +85,9 @@ class RemoteRange:
         layers: The model's list of layers.
         names: Names of the range's attentions, for which the store's hooks are called.
         where: Channel to the layers in a guest.
-        on_lost: Called once when the guest is lost in the middle of a step.
 
     Attributes:
+        on_lost: Called once when the guest is lost in the middle of a step.
         where: Channel to the guest that has the layers now.
         signature: Signature of the first layer.
     """
@@ -138,7 +98,7 @@ class RemoteRange:
         start: int,
         end: int,
         names: Sequence[str],
-        where: LayerChannel,
+        where: RemoteLayers,
         on_lost: Callable[[GuestLostError], None],
     ) -> None:
         self._layers = layers
@@ -147,15 +107,15 @@ class RemoteRange:
         self._own = [layers[i] for i in self._span]
         self.signature = inspect.signature(self._own[0].forward)
         self._returns_residual = "residual" in self.signature.parameters
-        self._on_lost = on_lost
+        self.on_lost = on_lost
         self.where = where
 
     def __len__(self) -> int:
         return len(self._span)
 
-    def redirect(self, where: LayerChannel, on_lost: Callable[[GuestLostError], None]) -> None:
+    def redirect(self, where: RemoteLayers, on_lost: Callable[[GuestLostError], None]) -> None:
         """Run the layers in another guest from now on."""
-        self.where, self._on_lost = where, on_lost
+        self.where, self.on_lost = where, on_lost
 
     def swap_out(self) -> None:
         """Put proxies in place of the layers; between two steps only."""
@@ -181,7 +141,7 @@ class RemoteRange:
             self.wait_for_loads()
             returned = self.returned(self.where.run(arguments, self.slots_to_fill()))
         except GuestLostError as lost:
-            self.lost(lost)
+            self.on_lost(lost)
             return self.zeros(arguments)
         self.save(metadata)
         return returned
@@ -207,10 +167,6 @@ class RemoteRange:
     def returned(self, values: Sequence[torch.Tensor | None]) -> Any:
         """Return a guest's values in the form of the last layer's values."""
         return tuple(values) if self._returns_residual else values[0]
-
-    def lost(self, error: GuestLostError) -> None:
-        """Report that the guest is lost."""
-        self._on_lost(error)
 
     def zeros(self, arguments: Mapping[str, Any]) -> Any:
         """Return zeros with which a step goes on whose output will be dropped."""

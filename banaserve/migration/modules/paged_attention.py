@@ -7,14 +7,15 @@ computes on CPU, where vLLM's kernel returns no log-sum-exp.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from banaserve.base.errors import MigrationError
-from banaserve.engine.compat.runner_hooks import set_implementation, window_tokens
+from banaserve.engine.compat.runner_hooks import window_tokens
 from banaserve.kernels.interface import Batch, Heads, Kernels, PartialAttention
-from banaserve.kernels.layouts import KvLayout, key_value_views
+from banaserve.kernels.layouts import key_value_views
+from banaserve.migration.modules.replaced_attention import AttentionStep, ReplacedAttention
 
 
 class StepBatches:
@@ -72,7 +73,7 @@ def write_tokens(
     num_tokens, size = len(slots), kv_cache.shape[2]
     slots = slots.clamp(min=0)
     blocks, offsets = slots // size, slots % size
-    for cache, new in zip(key_value_views(kv_cache, KvLayout.CONTENT), (key, value), strict=True):
+    for cache, new in zip(key_value_views(kv_cache), (key, value), strict=True):
         if kv_heads is None:
             cache[blocks, offsets] = new[:num_tokens]
         else:
@@ -80,7 +81,7 @@ def write_tokens(
             cache[where] = new[:num_tokens, chosen]
 
 
-class KernelsAttention:
+class KernelsAttention(ReplacedAttention):
     """Replacement of an attention's implementation, which is kept as ``inner``.
 
     Args:
@@ -107,15 +108,12 @@ class KernelsAttention:
         splits_only: bool = False,
     ) -> None:
         check_plain(layer, name, kernels)
-        self.inner = layer.impl
+        super().__init__(layer)
         self.kernels = kernels
         self._batches = batches
         self.splits_only = splits_only
         self._heads = all_heads(layer.num_heads, layer.num_kv_heads)
-        set_implementation(layer, self)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["inner"], name)
+        self._install()
 
     def do_kv_cache_update(
         self,
@@ -131,27 +129,11 @@ class KernelsAttention:
             return
         write_tokens(kv_cache, key, value, slot_mapping)
 
-    def forward(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: Any,
-        output: torch.Tensor,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Fill ``output`` ``[num_tokens, num_heads, head_size]``, as vLLM's implementation does."""
-        if attn_metadata is None:
-            return output
-        if self.splits_only:
-            arguments = layer, query, key, value, kv_cache, attn_metadata
-            whole: torch.Tensor = self.inner.forward(*arguments, output=output, **kwargs)
-            return whole
-        num_tokens = attn_metadata.num_actual_tokens
-        output[:num_tokens] = self.attend(query[:num_tokens], kv_cache, attn_metadata, self._heads)
-        return output
+    def _leaves_to_inner(self) -> bool:
+        return self.splits_only
+
+    def _fill(self, output: torch.Tensor, step: AttentionStep) -> None:
+        output[:] = self.attend(step.query, step.kv_cache, step.metadata, self._heads)
 
     def attend(
         self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, heads: Heads
@@ -160,7 +142,7 @@ class KernelsAttention:
 
         BanaServe Eq. 6 to 9 in corrected form, see ``kernels.interface``.
         """
-        key, value = key_value_views(kv_cache, KvLayout.CONTENT)
+        key, value = key_value_views(kv_cache)
         batch = self._batches.of(metadata)
         scale = self.inner.scale
         return self.kernels.partial_attention(query, key, value, batch, heads, scale).output
@@ -253,48 +235,6 @@ Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Function that writes keys and values ``[num_tokens, num_kv_heads, head_size]`` to KV slots."""
 
 
-class Pages(Protocol):
-    """Attention over the pages of a KV cache, which are read in place."""
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        batch: Batch,
-        scale: float,
-        *,
-        causal: bool,
-    ) -> PartialAttention:
-        """Return the attention over the first ``range_end`` tokens of each sequence's blocks.
-
-        Args:
-            query: ``[num_tokens, num_heads, head_size]``.
-            kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``.
-            batch: See ``kernels.interface``; ranges begin at 0. In host memory.
-            causal: True if a token attends to no position above its own.
-
-        Returns:
-            Output and log-sum-exp, float32.
-        """
-        ...
-
-
-def pages_of(
-    attention: Any, impl: Any, kv_cache: torch.Tensor, kernels: Kernels | None = None
-) -> Pages:
-    """Return the attention over pages of a vLLM attention module with implementation ``impl``.
-
-    Args:
-        kernels: Kernels that compute this attention; None: vLLM's own.
-
-    Raises:
-        MigrationError: Keys and values are not stored as they are written.
-    """
-    if kernels is not None:
-        return DevicePages(kernels)
-    return KvPages.of(attention, impl, kv_cache)
-
-
 class DevicePages:
     """Keys and values in any of vLLM's GPU layouts, which our kernels read.
 
@@ -314,8 +254,8 @@ class DevicePages:
         *,
         causal: bool,
     ) -> PartialAttention:
-        """See ``Pages``."""
-        key, value = key_value_views(kv_cache, KvLayout.CONTENT)
+        """See ``KvPages``."""
+        key, value = key_value_views(kv_cache)
         num_kv_heads = key.shape[2]
         heads = Heads(tuple(range(num_kv_heads)), query.shape[1] // num_kv_heads)
         there = self._on(batch, query.device)
@@ -385,10 +325,19 @@ class KvPages:
         *,
         causal: bool,
     ) -> PartialAttention:
-        """See ``Pages``. Pages are multiplied in place.
+        """Return the attention over the first ``range_end`` tokens of each sequence's blocks.
 
         BanaServe Eq. 6 to 9 in corrected form: ``softmax(scale * q k) v``, each head by itself,
-        with the logarithm of the denominator beside it.
+        with the logarithm of the denominator beside it. Pages are multiplied in place.
+
+        Args:
+            query: ``[num_tokens, num_heads, head_size]``.
+            kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``.
+            batch: See ``kernels.interface``; ranges begin at 0. In host memory.
+            causal: True if a token attends to no position above its own.
+
+        Returns:
+            Output and log-sum-exp, float32.
         """
         output = torch.zeros(query.shape, dtype=torch.float32)
         lse = torch.full(query.shape[:2], float("-inf"))
@@ -405,6 +354,24 @@ class KvPages:
                 last = position + first - starts[seq] if causal else None
                 output[rows], lse[rows] = _attend(query[rows].float() * scale, read, end, last)
         return PartialAttention(output, lse)
+
+
+Pages = KvPages | DevicePages
+"""Attention over the pages of a KV cache, which are read in place."""
+
+
+def pages_of(
+    attention: Any, impl: Any, kv_cache: torch.Tensor, kernels: Kernels | None = None
+) -> Pages:
+    """Return the attention over pages of a vLLM attention module with implementation ``impl``.
+
+    Args:
+        kernels: Kernels that compute this attention; None: vLLM's own.
+
+    Raises:
+        MigrationError: Keys and values are not stored as they are written.
+    """
+    return KvPages.of(attention, impl, kv_cache) if kernels is None else DevicePages(kernels)
 
 
 class _Order:

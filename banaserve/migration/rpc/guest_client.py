@@ -166,9 +166,7 @@ class GuestClient:
         if self.lost is not None or not self._lock.acquire(blocking=False):
             return
         try:
-            poll = select.poll()
-            poll.register(self._channel.fileno(), select.POLLIN | select.POLLHUP)
-            if poll.poll(0):
+            if self._has_input():
                 self._channel.receive(0.0)
         except TransportError as error:
             if isinstance(error, PeerGoneError):
@@ -203,17 +201,6 @@ class GuestClient:
             return self.lane.write(tensor)
         except TransportError as error:
             raise self.give_up(str(error)) from error
-
-    def run(
-        self, request: messages.Request, bundle: TensorBundle, num_tokens: int
-    ) -> list[torch.Tensor | None]:
-        """Send a step's work and return the outputs.
-
-        Raises:
-            GuestLostError: The guest is gone, stalls, or cannot run the step.
-        """
-        self.submit(request, bundle)
-        return self.collect(num_tokens)
 
     def submit(self, request: messages.Request, bundle: TensorBundle) -> None:
         """Send a step's work without waiting; ``collect`` must follow on the same thread.
@@ -265,8 +252,9 @@ class GuestClient:
 
     def has_answer(self) -> bool:
         """Return whether the answer to a submission has begun to arrive, or the guest is gone."""
-        if self._channel.has_pending():
-            return True
+        return self._channel.has_pending() or self._has_input()
+
+    def _has_input(self) -> bool:
         poll = select.poll()
         poll.register(self._channel.fileno(), select.POLLIN | select.POLLHUP)
         return bool(poll.poll(0))

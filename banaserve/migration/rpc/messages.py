@@ -216,7 +216,6 @@ class GuestHello(msgspec.Struct, frozen=True, tag=True):
     """First message; ``token`` is the secret that the guest was started with."""
 
     token: str
-    host: str
 
 
 class Build(msgspec.Struct, frozen=True):
@@ -319,17 +318,14 @@ class Built(msgspec.Struct, frozen=True, tag=True):
         region: Region with the KV of all attentions, or with pages on their way to the KV.
         places: Offset of each attention's KV in the region, in bytes, by name.
         weight_bytes: Bytes of the parameters that were loaded.
-        seconds: Time to build the unit.
         saves: True if the guest can save blocks of the unit to the store.
         landing_bytes: Bytes of a region that only holds pages on their way, see ``CopyPages``; 0
             if the region holds the KV itself.
     """
 
-    unit_id: str
     region: RegionDescriptor
     places: dict[str, int]
     weight_bytes: int
-    seconds: float
     saves: bool = False
     landing_bytes: int = 0
 
@@ -342,12 +338,10 @@ class StepOutputs(msgspec.Struct, frozen=True, tag=True):
     """Outputs of a step: indices of the message's tensors, or None for an output that is None.
 
     Attributes:
-        is_tuple: True if the outputs are a tuple, False if there is one output.
         seconds: Time to compute the outputs.
         save_s: Time to save the blocks, in seconds; None if the host has to save them.
     """
 
-    is_tuple: bool
     values: tuple[int | None, ...]
     seconds: float = 0.0
     save_s: float | None = None
@@ -358,7 +352,6 @@ class GuestUsage(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         resident_bytes: Bytes of the whole process, including pages shared with its parent.
-        own_bytes: Bytes of pages that no other process shares.
         weight_bytes: Bytes of the weights of the units that it has built.
         busy_s: Processor time spent computing since the last request, averaged over its threads,
             in seconds.
@@ -366,7 +359,6 @@ class GuestUsage(msgspec.Struct, frozen=True, tag=True):
     """
 
     resident_bytes: int
-    own_bytes: int
     weight_bytes: int
     busy_s: float
     num_runs: int

@@ -22,7 +22,8 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     if tensor.device.type == "cpu":
         return tensor.contiguous()
-    room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=_can_pin(tensor.device))
+    can_pin = tensor.device.type == "cuda"
+    room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=can_pin)
     # Blocking: the bytes are sent through a socket, which does not wait for CUDA streams.
     return room.copy_(tensor)
 
@@ -31,14 +32,10 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return the same values on ``device``; the same tensor if it is there already."""
     if tensor.device == device:
         return tensor
-    if not _can_pin(device):
+    if device.type != "cuda":
         return tensor.to(device)
     # torch keeps a pinned block from being used again before the copy has ended.
     return tensor.pin_memory().to(device, non_blocking=True)
-
-
-def _can_pin(device: torch.device) -> bool:
-    return device.type == "cuda"
 
 
 _PLAIN = (bool, int, float, str, type(None))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 import msgspec
 
@@ -11,12 +11,13 @@ from banaserve.base.errors import MigrationError
 from banaserve.base.types import Module
 from banaserve.contracts.migration_api import MigrationRequest, Return
 from banaserve.contracts.move_phase import ModelGeometry
+from banaserve.migration.ranges import spans
 
 Cell = tuple[int, int]
 """A layer with the number of a head or expert in it; 0 for units that are given by layers."""
 
 
-class MigrationUnit(Protocol):
+class MigrationUnit(msgspec.Struct, frozen=True):
     """Part of a model that moves as a whole: a value, which the controller plans with.
 
     Attributes:
@@ -27,14 +28,14 @@ class MigrationUnit(Protocol):
     """
 
     kind: ClassVar[str]
-    has_weights: ClassVar[bool]
-    loads_weights: ClassVar[bool]
-    is_on_all_ranks: ClassVar[bool]
+    has_weights: ClassVar[bool] = False
+    loads_weights: ClassVar[bool] = False
+    is_on_all_ranks: ClassVar[bool] = True
 
     @property
     def layers(self) -> Sequence[int]:
         """Return the layers of the unit, ascending."""
-        ...
+        raise NotImplementedError
 
     # ---- planning
 
@@ -44,85 +45,74 @@ class MigrationUnit(Protocol):
         Raises:
             MigrationError: The unit is empty, or has an unknown layer, head or expert.
         """
-        ...
+        raise NotImplementedError
 
     def cells(self) -> set[Cell]:
         """Return the single parts of the unit, comparable among units of one kind."""
-        ...
+        raise NotImplementedError
 
-    def of_cells(self, cells: set[Cell]) -> Sequence[MigrationUnit]:
+    def of_cells(self, cells: set[Cell]) -> Sequence[Self]:
         """Return units of this kind that together have these parts; none for no parts."""
-        ...
+        raise NotImplementedError
 
     def describe_cell(self, cell: Cell) -> str:
         """Return a description of one part of the unit in words."""
-        ...
+        raise NotImplementedError
 
     def covers(self, other: MigrationUnit) -> bool:
         """Return whether a request to take this unit home takes all of ``other`` home."""
-        ...
+        return other.kind == self.kind and other.cells() <= self.cells()
 
     # ---- sizes
 
     def weight_bytes(self, layer_weight_bytes: int) -> int:
-        """Return the bytes of weights that a guest has to load for the unit."""
-        ...
+        """Return the bytes of weights that a guest has to load for the unit, whole layers."""
+        return len(self.layers) * layer_weight_bytes if self.loads_weights else 0
 
     def kv_pages(self, num_kv_heads: int) -> float:
         """Return the KV that a guest may have to hold, in whole layers' pages for each block."""
-        ...
+        return float(len(self.layers))
 
     def num_pages(self, num_kv_heads: int) -> float:
         """Return the KV that the host's pool lacks while the unit is away, as in ``kv_pages``."""
-        ...
+        return self.kv_pages(num_kv_heads)
 
     # ---- its forms in messages, requests and policies
 
     def to_wire(self) -> dict[str, Any]:
         """Return the unit as plain values for JSON, without its kind."""
-        ...
-
-    @classmethod
-    def from_wire(cls, given: Mapping[str, Any]) -> Self:
-        """Return the unit from plain values, the inverse of ``to_wire``.
-
-        Raises:
-            ValidationError: The values are malformed.
-        """
-        ...
+        raise NotImplementedError
 
     def move_request(self, source: str, target: str) -> MigrationRequest:
         """Return the request to the coordinator that moves the unit."""
-        ...
+        raise NotImplementedError
 
     def return_request(self, source: str) -> Return:
-        """Return the request to the coordinator that takes the unit home.
-
-        Raises:
-            MigrationError: Such a request cannot name the unit.
-        """
-        ...
+        """Return the request to the coordinator that takes the unit home."""
+        raise NotImplementedError
 
     def as_modules(self) -> list[Module]:
-        """Return the unit as the orchestrator's modules; empty if it does not know the kind."""
-        ...
+        """Return the unit as the orchestrator's modules; empty if only an operator moves it."""
+        return []
 
     def modelled(self, own: ModelGeometry, model: ModelGeometry) -> list[Module]:
-        """Return modules of the modelled ``model`` that the unit of the real ``own`` represents."""
-        ...
+        """Return modules of the modelled ``model`` that the unit of the real ``own`` represents.
+
+        Empty if the model has no such modules, or their cost depends on the requests being served.
+        """
+        return []
 
     # ---- on the host
 
     def check_attention(self, attention: Any, name: str) -> None:
-        """Refuse a vLLM attention that cannot be moved in this kind of unit.
+        """Refuse a vLLM attention that cannot be moved in this kind of unit; accept every one here.
 
         Raises:
             MigrationError: The attention cannot be moved; the message states the reason.
         """
-        ...
 
 
-class LayerSpan(msgspec.Struct, frozen=True):
+class LayerSpan(MigrationUnit, frozen=True):
     """Base of units that are given by layers ``start`` to ``end - 1``."""
 
     start: int
@@ -137,13 +127,8 @@ class LayerSpan(msgspec.Struct, frozen=True):
 
     def of_cells(self, cells: set[Cell]) -> list[Self]:
         """Return one range for each run of neighbouring layers."""
-        ranges: list[tuple[int, int]] = []
-        for layer, _ in sorted(cells):
-            if ranges and ranges[-1][1] == layer:
-                ranges[-1] = (ranges[-1][0], layer + 1)
-            else:
-                ranges.append((layer, layer + 1))
-        return [type(self)(start, end) for start, end in ranges]
+        runs = spans([layer for layer, _ in cells])
+        return [type(self)(first, first + count) for first, count in runs]
 
     def describe_cell(self, cell: Cell) -> str:
         return f"layer {cell[0]}"
@@ -151,12 +136,12 @@ class LayerSpan(msgspec.Struct, frozen=True):
     def to_wire(self) -> dict[str, Any]:
         return {"start": self.start, "end": self.end}
 
-    @classmethod
-    def from_wire(cls, given: Mapping[str, Any]) -> Self:
-        return msgspec.convert(given, cls)
+    def return_request(self, source: str) -> Return:
+        """Return a request that names the layers: all of their modules that are away come home."""
+        return Return(source, layers=(self.start, self.end))
 
 
-class LayerNumbers(msgspec.Struct, frozen=True):
+class LayerNumbers(MigrationUnit, frozen=True):
     """Base of units that are given by numbers in each layer, such as the numbers of heads.
 
     The field with the numbers has the name of the kind.
@@ -166,7 +151,6 @@ class LayerNumbers(msgspec.Struct, frozen=True):
         in_full: Full noun for the numbered part, such as "KV head".
     """
 
-    kind: ClassVar[str]
     one: ClassVar[str]
     in_full: ClassVar[str]
 
@@ -217,16 +201,8 @@ class LayerNumbers(msgspec.Struct, frozen=True):
     def describe_cell(self, cell: Cell) -> str:
         return f"{self.one} {cell[1]} of layer {cell[0]}"
 
-    def covers(self, other: MigrationUnit) -> bool:
-        return other.kind == self.kind and other.cells() <= self.cells()
-
     def to_wire(self) -> dict[str, Any]:
         return {self.kind: [[layer, list(self.by_layer[layer])] for layer in self.layers]}
-
-    @classmethod
-    def from_wire(cls, given: Mapping[str, Any]) -> Self:
-        pairs = msgspec.convert(given.get(cls.kind), list[tuple[int, tuple[int, ...]]])
-        return cls.of(dict(pairs))
 
     @classmethod
     def of(cls, numbers: Mapping[int, Sequence[int]]) -> Self:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,30 +11,25 @@ import numpy.typing as npt
 import torch
 
 from banaserve.base.errors import MigrationError, ProtocolError
-from banaserve.base.types import Module
-from banaserve.contracts.migration_api import MoveContext, Return
+from banaserve.contracts.migration_api import MoveContext
 from banaserve.contracts.move_phase import ModelGeometry
 from banaserve.engine.compat.config import VllmConfig
 from banaserve.engine.compat.runner_hooks import window_tokens
 from banaserve.kernels.interface import HEAD_SIZES, Batch, PartialAttention
 from banaserve.migration import checks
 from banaserve.migration.kv.dirty_blocks import DirtyBlockTracker, RemoteBlocks
-from banaserve.migration.kv.host_kv import Freed
-from banaserve.migration.kv.step_context import StepContext
 from banaserve.migration.modules.context_split import (
     ContextAttention,
-    ContextChannel,
-    ContextPlan,
-    split_context,
+    RemoteContext,
+    RunContext,
 )
-from banaserve.migration.modules.head_attention import head_attention
-from banaserve.migration.modules.paged_attention import Pages, kernels_of, pages_of
+from banaserve.migration.modules.head_attention import VllmHeadAttention
+from banaserve.migration.modules.paged_attention import DevicePages, Pages, kernels_of, pages_of
 from banaserve.migration.rpc import messages
-from banaserve.migration.rpc.guest_client import GuestClient
 from banaserve.migration.rpc.tensors import from_wire, restore, to_device
-from banaserve.migration.units.base import LayerSpan, MigrationUnit
-from banaserve.migration.units.guest_unit import Answer, GuestServices, GuestUnit
-from banaserve.migration.units.host_unit import HostEngine, HostUnit, UnitLocation
+from banaserve.migration.units.base import LayerSpan
+from banaserve.migration.units.guest_unit import Answer, DescribedStep, GuestServices, GuestUnit
+from banaserve.migration.units.host_unit import HostEngine, HostUnit
 from banaserve.migration.units.kind import UnitKind
 from banaserve.transport.interface import Tensor, Transport
 
@@ -44,9 +38,6 @@ class Context(LayerSpan, frozen=True, tag="context"):
     """Older KV blocks of layers ``start`` to ``end - 1``: those that are full when they move."""
 
     kind: ClassVar[str] = "context"
-    has_weights: ClassVar[bool] = False
-    loads_weights: ClassVar[bool] = False
-    is_on_all_ranks: ClassVar[bool] = True
 
     def __str__(self) -> str:
         return f"older blocks of layers {self.start}:{self.end}"
@@ -57,34 +48,12 @@ class Context(LayerSpan, frozen=True, tag="context"):
                 f"{self}: name a range START:END of layers within 0:{shape.num_layers}"
             )
 
-    def covers(self, other: MigrationUnit) -> bool:
-        return other.kind == self.kind and other.cells() <= self.cells()
-
-    def weight_bytes(self, layer_weight_bytes: int) -> int:
-        return 0
-
-    def kv_pages(self, num_kv_heads: int) -> float:
-        """Return the maximum: every block of the layers."""
-        return float(len(self.layers))
-
     def num_pages(self, num_kv_heads: int) -> float:
         """Return 0: the number of older blocks that are away varies."""
         return 0.0
 
     def move_request(self, source: str, target: str) -> MoveContext:
         return MoveContext(source, target, (self.start, self.end))
-
-    def return_request(self, source: str) -> Return:
-        """Return a request that names the layers: all of their modules that are away come home."""
-        return Return(source, layers=(self.start, self.end))
-
-    def as_modules(self) -> list[Module]:
-        """Return no modules: only an operator moves older blocks."""
-        return []
-
-    def modelled(self, own: ModelGeometry, model: ModelGeometry) -> list[Module]:
-        """Return no modules: the cost of older blocks depends on the requests being served."""
-        return []
 
     def check_attention(self, attention: Any, name: str) -> None:
         """Refuse an attention that uses more than keys and queries, or has other head sizes."""
@@ -107,23 +76,6 @@ class BuildContext(messages.Build, frozen=True, tag=True):
     slices: tuple[messages.AttentionSlice, ...]
 
 
-class RunContext(messages.Run, frozen=True, tag=True):
-    """Request for one layer's step over older blocks; the first tensor has the queries.
-
-    The queries are those of the sequences with blocks in the guest. The answer is the output and
-    the log-sum-exp, float32.
-
-    Attributes:
-        step_id: Id of the step; ``step`` is None if the unit has this step's description already.
-        step: ``block_table``, ``query_start`` and ``num_tokens`` of these sequences: the fields of
-            ``kernels.interface.Batch`` that are needed without a mask.
-    """
-
-    step_id: int
-    name: str
-    step: dict[str, Any] | None
-
-
 # ---- on the host
 
 
@@ -134,26 +86,12 @@ class ContextSplits:
         self._engine = engine
         self._contexts: dict[str, ContextAttention] = {}
 
-    def unit(self, unit_id: str, modules: Context) -> HostContext:
-        """Return a unit of older blocks that are at home.
-
-        Raises:
-            MigrationError: The blocks cannot be read in the layout in which they are kept.
-        """
-        return HostContext(unit_id, modules, self._engine, self)
-
-    def arrange(self, name: str, remote: ContextChannel | None, pages: Pages) -> None:
+    def arrange(self, name: str, remote: RemoteContext | None, pages: Pages) -> None:
         """Set the channel to the guest with an attention's older blocks; None: all are here."""
         if name not in self._contexts:
             engine = self._engine
-            self._contexts[name] = ContextAttention(
-                engine.attentions[name],
-                name,
-                engine.step_context,
-                engine.on_lost,
-                pages,
-                engine.ranks,
-            )
+            of_engine = engine.step_context, engine.on_lost, pages, engine.ranks
+            self._contexts[name] = ContextAttention(engine.attentions[name], name, *of_engine)
         self._contexts[name].arrange(remote)
 
 
@@ -163,9 +101,11 @@ class HostContext(HostUnit):
     Attributes:
         away: Blocks that are in the guest. A block that is overwritten loses its NaN poison first.
         pages: Attention over the pages of the KV cache.
+
+    Raises:
+        MigrationError: The blocks cannot be read in the layout in which they are kept.
     """
 
-    blocks_come_home = True
     microbatch_blocker = "older blocks of some layers are elsewhere"
 
     def __init__(
@@ -188,7 +128,7 @@ class HostContext(HostUnit):
     def install(self) -> None:
         away, step_context = self.away, self._engine.step_context
         step_context.dirty_blocks.unfollow(away)
-        remote: ContextChannel | None = None
+        remote: RemoteContext | None = None
         if self.residence is None:
             away.set(())
         else:
@@ -200,91 +140,13 @@ class HostContext(HostUnit):
     def left_home(self, dirty_blocks: DirtyBlockTracker) -> None:
         self.away.set(dirty_blocks.full())
 
-    def moved_heads(self, name: str) -> Sequence[int]:
-        """Return no heads: some blocks of each head are at home."""
-        return ()
-
     @property
     def single_blocks(self) -> RemoteBlocks:
         return self.away
 
-    def holding(self, blocks: Sequence[int]) -> contextlib.AbstractContextManager[Sequence[int]]:
-        return self.away.holding(blocks)
-
-    def make_room(self) -> None:
-        """Back the KV at home, without healing: whole pages come home, beside pages in use."""
-        for name in self.names:
-            self._engine.kv.populate(name, self._engine.kv.num_blocks)
-
-    def free(self) -> list[Freed]:
-        return [self._free(name) for name in self.names]
-
-    def _free(self, name: str) -> Freed:
-        with self.away.holding(self.away.ids()) as blocks:
-            return self._engine.kv.free(name, None, blocks)
-
-    def _blocks_away(self) -> Iterable[int]:
-        return self.away.ids()
-
     def _heal_blocks(self, blocks: npt.NDArray[np.int64]) -> None:
         for name in self.names:
             self._engine.kv.heal_blocks(name, blocks)
-
-
-class RemoteContext:
-    """Steps over older blocks of some layers in one guest; see ``ContextChannel``."""
-
-    def __init__(
-        self, residence: UnitLocation, away: RemoteBlocks, step_context: StepContext
-    ) -> None:
-        self._residence = residence
-        self._away = away
-        self._step_context = step_context
-        self._planned_step = self._described_step = 0
-        self._plan: ContextPlan | None = None
-
-    @property
-    def link(self) -> GuestClient:
-        return self._residence.link
-
-    def plan(self) -> ContextPlan | None:
-        """Return the division of the step under way, made once for all layers."""
-        step_context = self._step_context
-        if self._planned_step != step_context.step_id:
-            assert step_context.common is not None
-            self._plan = split_context(step_context.common, step_context.block_size, self._away)
-            self._planned_step = step_context.step_id
-        return self._plan
-
-    def submit(self, name: str, query: torch.Tensor) -> None:
-        """Send queries ``[num_tokens, num_heads, head_size]`` of one layer."""
-        residence, step_id = self._residence, self._step_context.step_id
-        assert self._plan is not None
-        bundle = self.link.bundle()
-        bundle.put(query)
-        step: dict[str, Any] | None = None
-        if self._described_step != step_id:
-            batch = self._plan.remote
-            fields = {
-                "block_table": batch.block_table,
-                "query_start": batch.query_start,
-                "num_tokens": batch.range_end,
-            }
-            step = bundle.put_all(fields)
-        self._described_step = step_id
-        request = RunContext(residence.unit_id, residence.working_epoch, step_id, name, step)
-        self.link.submit(request, bundle)
-
-    def collect(self, query: torch.Tensor) -> PartialAttention:
-        """Return the attention over the guest's blocks, float32."""
-        outputs = self.link.collect(self._step_context.num_tokens)
-        if len(outputs) != 2:
-            raise self.link.give_up("a step over older blocks was answered without log-sum-exp")
-        output, lse = outputs
-        wanted = query.float()
-        self.link.check_shape(output, wanted)
-        self.link.check_shape(lse, wanted[..., 0])
-        return PartialAttention(*(to_device(tensor, query.device) for tensor in (output, lse)))
 
 
 # ---- in the guest
@@ -307,7 +169,7 @@ class OlderBlocks:
         self._pages = pages
         self._kv_caches = dict(kv_caches)
         self._scales = dict(scales)
-        self._step: tuple[int, Batch] | None = None
+        self._step: DescribedStep[Batch] = DescribedStep()
 
     def describe(self, step_id: int, fields: Mapping[str, Any]) -> None:
         """Set the batch that the layers of a step share.
@@ -332,7 +194,7 @@ class OlderBlocks:
             raise ProtocolError(f"step {step_id} names blocks that are not here")
         if len(lengths) != len(table) or int(lengths.max()) > room:
             raise ProtocolError(f"step {step_id} has more tokens than blocks")
-        self._step = step_id, batch
+        self._step.set(step_id, batch)
 
     def run(self, name: str, step_id: int, query: torch.Tensor) -> PartialAttention:
         """Return the attention over the step's blocks, float32.
@@ -340,16 +202,9 @@ class OlderBlocks:
         Raises:
             ProtocolError: The step has not been described.
         """
-        if self._step is None or self._step[0] != step_id:
-            raise ProtocolError(f"step {step_id} has not been described")
+        batch, cache = self._step.get(step_id), self._kv_caches[name]
         with torch.inference_mode():
-            return self._pages.attend(
-                query,
-                self._kv_caches[name],
-                self._step[1],
-                self._scales[name],
-                causal=False,
-            )
+            return self._pages.attend(query, cache, batch, self._scales[name], causal=False)
 
 
 class GuestContext(GuestUnit):
@@ -363,11 +218,18 @@ class GuestContext(GuestUnit):
         super().__init__(config, transport)
         heads = {part.name: part.num_kv_heads for part in request.slices}
         kv_caches = self._offer(request, heads, epoch)
-        one = request.slices[0]
-        first = head_attention(config, one, request.unit_id, kv_caches[one.name], self._kernels)
         scales = {part.name: part.scale for part in request.slices}
-        self._older: OlderBlocks | None = OlderBlocks(first.pages(), kv_caches, scales)
+        pages = self._pages(request, kv_caches)
+        self._older: OlderBlocks | None = OlderBlocks(pages, kv_caches, scales)
+
+    def _pages(self, request: BuildContext, kv_caches: Mapping[str, torch.Tensor]) -> Pages:
+        if self._kernels is not None:
+            return DevicePages(self._kernels)
+        one = request.slices[0]
+        first = VllmHeadAttention(self._config, one, request.unit_id, kv_caches[one.name])
+        pages = first.pages()
         first.close()
+        return pages
 
     def serve(
         self, request: RunContext, tensors: Sequence[Tensor], services: GuestServices
@@ -376,7 +238,7 @@ class GuestContext(GuestUnit):
             part = self.run(request.name, request.step_id, request.step, tensors)
         bundle = services.bundle()
         indices = bundle.put(part.output), bundle.put(part.lse)
-        return messages.StepOutputs(True, indices), bundle
+        return messages.StepOutputs(indices), bundle
 
     def run(
         self,
@@ -404,6 +266,8 @@ KIND = UnitKind(
     of_module=lambda one: None,
     build=BuildContext,
     run=RunContext,
-    host_units=lambda engine: ContextSplits(engine).unit,
+    host_units=lambda engine: functools.partial(
+        HostContext, engine=engine, splits=ContextSplits(engine)
+    ),
     guest_units=lambda config, transport: functools.partial(GuestContext, config, transport),
 )

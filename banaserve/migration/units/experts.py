@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from banaserve.base.errors import MigrationError, ProtocolError
-from banaserve.base.types import Module
 from banaserve.contracts.migration_api import MoveExperts, Return
 from banaserve.contracts.move_phase import ModelGeometry
 from banaserve.engine.compat.config import VllmConfig
@@ -26,14 +24,14 @@ from banaserve.engine.compat.experts import (
     split_blocker,
     weights_by_expert,
 )
-from banaserve.migration.modules.expert_split import NOT_HERE, sum_of
+from banaserve.migration.modules.expert_split import NOT_HERE, RemoteExperts, RunExperts, sum_of
 from banaserve.migration.modules.partial_model import PartialModel
+from banaserve.migration.ranges import spans
 from banaserve.migration.rpc import messages
-from banaserve.migration.rpc.guest_client import GuestClient
 from banaserve.migration.rpc.tensors import from_wire, to_device
 from banaserve.migration.units.base import LayerNumbers
 from banaserve.migration.units.guest_unit import Answer, GuestServices, GuestUnit
-from banaserve.migration.units.host_unit import HostEngine, HostUnit, UnitLocation
+from banaserve.migration.units.host_unit import HostEngine, HostUnit
 from banaserve.migration.units.kind import UnitKind
 from banaserve.transport.interface import Tensor, Transport
 
@@ -44,9 +42,7 @@ class ExpertSet(LayerNumbers, frozen=True, tag="experts"):
     kind: ClassVar[str] = "experts"
     one: ClassVar[str] = "expert"
     in_full: ClassVar[str] = "expert"
-    has_weights: ClassVar[bool] = False
     loads_weights: ClassVar[bool] = True
-    is_on_all_ranks: ClassVar[bool] = True
 
     experts: dict[int, tuple[int, ...]]
 
@@ -55,14 +51,7 @@ class ExpertSet(LayerNumbers, frozen=True, tag="experts"):
             raise MigrationError("this model has no experts: move layers or heads instead")
         self.check_numbers(shape.num_layers, shape.num_experts)
 
-    def weight_bytes(self, layer_weight_bytes: int) -> int:
-        """Return the bytes of whole layers: a guest loads a layer before it drops the rest."""
-        return len(self.layers) * layer_weight_bytes
-
     def kv_pages(self, num_kv_heads: int) -> float:
-        return 0.0
-
-    def num_pages(self, num_kv_heads: int) -> float:
         return 0.0
 
     def move_request(self, source: str, target: str) -> MoveExperts:
@@ -70,17 +59,6 @@ class ExpertSet(LayerNumbers, frozen=True, tag="experts"):
 
     def return_request(self, source: str) -> Return:
         return Return(source, experts=self.experts)
-
-    def as_modules(self) -> list[Module]:
-        """Return no modules: only an operator moves experts."""
-        return []
-
-    def modelled(self, own: ModelGeometry, model: ModelGeometry) -> list[Module]:
-        """Return no modules: the models of modelled GPUs are dense."""
-        return []
-
-    def check_attention(self, attention: Any, name: str) -> None:
-        """Accept every attention: attention does not move."""
 
 
 class BuildExperts(messages.Build, frozen=True, tag=True):
@@ -96,17 +74,6 @@ class BuildExperts(messages.Build, frozen=True, tag=True):
     @property
     def loads_weights(self) -> bool:
         return True
-
-
-class RunExperts(messages.Run, frozen=True, tag=True):
-    """Request for one step of a unit's experts of ``layer``.
-
-    The tensors are the tokens that have chosen one of the unit's experts ``[n, hidden_size]``, the
-    weights of each token's chosen experts ``[n, k]``, and the guest's numbers of these experts,
-    ``NOT_HERE`` for experts of another place. The answer is the weighted sum for each token.
-    """
-
-    layer: int
 
 
 # ---- on the host
@@ -140,30 +107,6 @@ class HostExperts(HostUnit):
             engine.experts[layer].arrange(self.unit_id, ids, where)
 
 
-class RemoteExperts:
-    """Steps of some experts of one layer in one guest; see ``ExpertChannel``."""
-
-    def __init__(self, residence: UnitLocation, layer: int) -> None:
-        self._residence = residence
-        self._layer = layer
-
-    @property
-    def link(self) -> GuestClient:
-        return self._residence.link
-
-    def submit(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
-        residence = self._residence
-        bundle = self.link.bundle()
-        for tensor in (x, weights, ids):
-            bundle.put(tensor)
-        request = RunExperts(residence.unit_id, residence.working_epoch, self._layer)
-        self.link.submit(request, bundle)
-
-    def collect(self, x: torch.Tensor) -> torch.Tensor:
-        outputs = self.link.collect(x.shape[0])
-        return to_device(self.link.check_shape(outputs[0] if outputs else None, x), x.device)
-
-
 # ---- in the guest
 
 
@@ -177,14 +120,13 @@ class GuestExperts(GuestUnit):
     ) -> None:
         super().__init__(config, transport)
         self._experts: dict[int, RoutedExperts] = {}
-        for layers in _runs(sorted(request.experts)):
-            self._load(config, request, layers)
+        for first, count in spans(request.experts):
+            self._load(config, request, range(first, first + count))
         self._offer_nothing(epoch)
 
-    def _load(self, config: VllmConfig, request: BuildExperts, layers: Sequence[int]) -> None:
+    def _load(self, config: VllmConfig, request: BuildExperts, layers: range) -> None:
         """Load the experts of neighbouring layers; drop the rest of these layers once read."""
-        start, end = layers[0], layers[-1] + 1
-        model = PartialModel(config, request.path, start, end, self._device)
+        model = PartialModel(config, request.path, layers.start, layers.stop, self._device)
         try:
             for layer, module in zip(layers, model.layers, strict=True):
                 experts = experts_of(module)
@@ -206,7 +148,7 @@ class GuestExperts(GuestUnit):
         bundle = services.bundle()
         with services.computing(), torch.inference_mode():
             bundle.put(sum_of(experts, x, weights, ids, ids != NOT_HERE))
-        return messages.StepOutputs(False, (0,)), bundle
+        return messages.StepOutputs((0,)), bundle
 
     def close(self) -> None:
         self._experts.clear()
@@ -223,17 +165,6 @@ def _keep(experts: RoutedExperts, ids: Sequence[int]) -> int:
         num_bytes += parameter.numel() * parameter.element_size()
     set_num_experts(experts, len(ids))
     return num_bytes
-
-
-def _runs(layers: Sequence[int]) -> list[list[int]]:
-    """Return the runs of neighbouring layers; ``layers`` is in ascending order."""
-    found = [list(layers[:1])] if layers else []
-    for before, layer in pairwise(layers):
-        if layer == before + 1:
-            found[-1].append(layer)
-        else:
-            found.append([layer])
-    return found
 
 
 def _check_step(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, count: int) -> None:

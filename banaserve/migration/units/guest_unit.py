@@ -6,7 +6,7 @@ import errno
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
@@ -23,6 +23,7 @@ from banaserve.transport.interface import OfferedRegion, RegionDescriptor, Tenso
 from banaserve.transport.memory import PAGE_BYTES
 
 Answer = tuple[StepOutputs, TensorBundle]
+T = TypeVar("T")
 
 _ADVANCE_TIMEOUT_S = 5.0
 
@@ -41,6 +42,27 @@ class GuestServices:
     computing: Around
     expect: Callable[[int], None]
     bundle: Callable[[], TensorBundle] = TensorBundle
+
+
+class DescribedStep(Generic[T]):
+    """The step that was described last to a guest, for all messages of the step."""
+
+    def __init__(self) -> None:
+        self._last: tuple[int, T] | None = None
+
+    def set(self, step_id: int, step: T) -> None:
+        """Record a step that has been described."""
+        self._last = step_id, step
+
+    def get(self, step_id: int) -> T:
+        """Return the step of this id.
+
+        Raises:
+            ProtocolError: The step has not been described.
+        """
+        if self._last is None or self._last[0] != step_id:
+            raise ProtocolError(f"step {step_id} has not been described")
+        return self._last[1]
 
 
 class GuestUnit(ABC):

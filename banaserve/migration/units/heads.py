@@ -8,22 +8,20 @@ from typing import Any, ClassVar
 
 import torch
 
-from banaserve.base.errors import ProtocolError
 from banaserve.base.types import Module
 from banaserve.contracts.migration_api import MoveHeads, Return
 from banaserve.contracts.move_phase import ModelGeometry
 from banaserve.engine.compat.attention import CommonAttentionMetadata
 from banaserve.engine.compat.config import VllmConfig
 from banaserve.migration import checks
-from banaserve.migration.kv.step_context import StepContext, common_from
+from banaserve.migration.kv.step_context import common_from
 from banaserve.migration.modules.head_attention import HeadAttention, head_attention
-from banaserve.migration.modules.head_split import HeadChannel, SplitAttention
+from banaserve.migration.modules.head_split import RemoteHeads, RunHeads, SplitAttention
 from banaserve.migration.rpc import messages
-from banaserve.migration.rpc.guest_client import GuestClient
 from banaserve.migration.rpc.tensors import from_wire, restore, to_device
 from banaserve.migration.units.base import LayerNumbers
-from banaserve.migration.units.guest_unit import Answer, GuestServices, GuestUnit
-from banaserve.migration.units.host_unit import HostEngine, HostUnit, UnitLocation
+from banaserve.migration.units.guest_unit import Answer, DescribedStep, GuestServices, GuestUnit
+from banaserve.migration.units.host_unit import HostEngine, HostUnit
 from banaserve.migration.units.kind import UnitKind
 from banaserve.transport.interface import Tensor, Transport
 
@@ -34,8 +32,6 @@ class HeadSet(LayerNumbers, frozen=True, tag="heads"):
     kind: ClassVar[str] = "heads"
     one: ClassVar[str] = "head"
     in_full: ClassVar[str] = "KV head"
-    has_weights: ClassVar[bool] = False
-    loads_weights: ClassVar[bool] = False
     is_on_all_ranks: ClassVar[bool] = False
 
     heads: dict[int, tuple[int, ...]]
@@ -43,14 +39,8 @@ class HeadSet(LayerNumbers, frozen=True, tag="heads"):
     def check(self, shape: ModelGeometry) -> None:
         self.check_numbers(shape.num_layers, shape.num_kv_heads)
 
-    def weight_bytes(self, layer_weight_bytes: int) -> int:
-        return 0
-
     def kv_pages(self, num_kv_heads: int) -> float:
         return sum(len(heads) for heads in self.heads.values()) / num_kv_heads
-
-    def num_pages(self, num_kv_heads: int) -> float:
-        return self.kv_pages(num_kv_heads)
 
     def move_request(self, source: str, target: str) -> MoveHeads:
         return MoveHeads(source, target, self.heads)
@@ -99,19 +89,6 @@ class BuildHeads(messages.Build, frozen=True, tag=True):
     slices: tuple[messages.AttentionSlice, ...]
 
 
-class RunHeads(messages.Run, frozen=True, tag=True):
-    """Request for one step of heads of one layer; the first tensors are query, key and value.
-
-    Attributes:
-        step_id: Id of the step; ``step`` is None if this guest has the step's metadata already.
-        name: Name of the attention on the host.
-    """
-
-    step_id: int
-    name: str
-    step: dict[str, Any] | None
-
-
 # ---- on the host
 
 
@@ -122,10 +99,6 @@ class HeadSplits:
         self._engine = engine
         self._away: dict[str, HostHeads] = {}
         self._splits: dict[str, SplitAttention] = {}
-
-    def unit(self, unit_id: str, modules: HeadSet) -> HostHeads:
-        """Return a unit of heads that are at home."""
-        return HostHeads(unit_id, modules, self._engine, self)
 
     def put(self, unit: HostHeads) -> None:
         """Arrange a unit's layers for the unit's current place."""
@@ -138,7 +111,7 @@ class HeadSplits:
 
     def _arrange(self, name: str) -> None:
         engine = self._engine
-        remote: dict[Sequence[int], HeadChannel] = {}
+        remote: dict[Sequence[int], RemoteHeads] = {}
         for unit in self._away.values():
             if name in unit.names and unit.residence is not None:
                 remote[unit.heads(name)] = RemoteHeads(unit.residence, name, engine.step_context)
@@ -174,47 +147,6 @@ class HostHeads(HostUnit):
         self._splits.put(self)
 
 
-class RemoteHeads:
-    """Steps of some heads of one layer in one guest; see ``HeadChannel``."""
-
-    def __init__(self, residence: UnitLocation, name: str, step_context: StepContext) -> None:
-        self._residence = residence
-        self._name = name
-        self._step_context = step_context
-        self._query: torch.Tensor | None = None
-
-    @property
-    def link(self) -> GuestClient:
-        return self._residence.link
-
-    def submit(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Send queries and new keys and values, ``[num_tokens, heads, head_size]``."""
-        residence, step_context = self._residence, self._step_context
-        bundle = self.link.bundle()
-        for tensor in (query, key, value):
-            bundle.put(tensor)
-        self._query = query
-        link = residence.link
-        step = (
-            bundle.put_all(step_context.fields())
-            if link.described_step != step_context.step_id
-            else None
-        )
-        link.described_step = step_context.step_id
-        request = RunHeads(
-            residence.unit_id, residence.working_epoch, step_context.step_id, self._name, step
-        )
-        link.submit(request, bundle)
-
-    def collect(self) -> torch.Tensor:
-        """Return the heads' attention output, ``[num_tokens, query heads, head_size]``."""
-        query, self._query = self._query, None
-        assert query is not None
-        outputs = self.link.collect(self._step_context.num_tokens)
-        output = self.link.check_shape(outputs[0] if outputs else None, query)
-        return to_device(output, query.device)
-
-
 # ---- in the guest
 
 
@@ -231,27 +163,6 @@ class HeadStep:
         return self._built[num_kv_heads]
 
 
-class DescribedStep:
-    """The step that was last described to a guest, once for all its units of heads."""
-
-    def __init__(self) -> None:
-        self._last: tuple[int, HeadStep] | None = None
-
-    def set(self, step_id: int, step: HeadStep) -> None:
-        """Record a step that has been described."""
-        self._last = step_id, step
-
-    def get(self, step_id: int) -> HeadStep:
-        """Return the step of this id.
-
-        Raises:
-            ProtocolError: The step has not been described.
-        """
-        if self._last is None or self._last[0] != step_id:
-            raise ProtocolError(f"step {step_id} has not been described")
-        return self._last[1]
-
-
 class GuestHeads(GuestUnit):
     """A unit of heads in a guest: KV and attention, no weights."""
 
@@ -261,7 +172,7 @@ class GuestHeads(GuestUnit):
         self,
         config: VllmConfig,
         transport: Transport,
-        described: DescribedStep,
+        described: DescribedStep[HeadStep],
         request: BuildHeads,
         epoch: int,
     ) -> None:
@@ -286,7 +197,7 @@ class GuestHeads(GuestUnit):
         bundle = services.bundle()
         with services.computing():
             bundle.put(self.run(request.name, step, query, key, value))
-        return messages.StepOutputs(False, (0,)), bundle
+        return messages.StepOutputs((0,)), bundle
 
     def read_step(self, step: Mapping[str, Any], tensors: Sequence[Tensor]) -> HeadStep:
         """Return the description of a step, for all units of heads in this guest."""
@@ -316,7 +227,9 @@ KIND = UnitKind(
     of_module=_of_module,
     build=BuildHeads,
     run=RunHeads,
-    host_units=lambda engine: HeadSplits(engine).unit,
+    host_units=lambda engine: functools.partial(
+        HostHeads, engine=engine, splits=HeadSplits(engine)
+    ),
     guest_units=lambda config, transport: functools.partial(
         GuestHeads, config, transport, DescribedStep()
     ),

@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import nn
 
-from banaserve.base.errors import GuestLostError, MigrationError
+from banaserve.base.errors import GuestLostError
 from banaserve.engine.compat.config import VllmConfig
 from banaserve.engine.compat.runner_hooks import window_tokens
 from banaserve.migration.kv.dirty_blocks import DirtyBlockTracker, RemoteBlocks
 from banaserve.migration.kv.host_kv import Freed, HostKv
-from banaserve.migration.kv.remote_kv import RemoteKv, StagedRemoteKv
 from banaserve.migration.kv.step_context import StepContext
+from banaserve.migration.kv.unit_location import UnitLocation
 from banaserve.migration.modules.compiled_model import CompiledModel
 from banaserve.migration.modules.expert_split import SplitExperts
 from banaserve.migration.modules.step_graphs import StepGraphs
@@ -24,53 +24,6 @@ from banaserve.migration.ranks import Ranks
 from banaserve.migration.rpc import messages
 from banaserve.migration.rpc.guest_client import GuestClient
 from banaserve.migration.units.base import MigrationUnit
-
-
-class UnitLocation:
-    """Location of a unit: its place in one guest.
-
-    Attributes:
-        link: Connection to the guest.
-        kv: The unit's KV in the guest.
-        epoch: Epoch in which the unit was activated; None until then.
-        weight_bytes: Bytes of weights that the guest has loaded for the unit.
-        saves: True if the guest can save the unit's blocks to the store.
-    """
-
-    saves = False
-
-    def __init__(self, unit_id: str, link: GuestClient, kv: RemoteKv, weight_bytes: int) -> None:
-        self.unit_id = unit_id
-        self.link = link
-        self.kv = kv
-        self.weight_bytes = weight_bytes
-        self.epoch: int | None = None
-
-    def activate(self, epoch: int) -> None:
-        """Activate the unit: from now on it accepts messages and copies of ``epoch`` only."""
-        self.link.ask(messages.Activate(self.unit_id, epoch), messages.StepsDone)
-        self.kv.epoch = epoch
-        self.epoch = epoch
-
-    def leave(self) -> None:
-        """Release the unit in the guest; a lost guest has nothing to release."""
-        self.kv.close()
-        try:
-            self.link.ask(messages.ReleaseUnit(self.unit_id), messages.StepsDone)
-        except GuestLostError:
-            return
-        except MigrationError as refused:
-            self.link.give_up(str(refused))
-
-    @property
-    def has_landed(self) -> bool:
-        """Return whether the guest has to be asked for each copy of the unit's KV."""
-        return isinstance(self.kv, StagedRemoteKv)
-
-    @property
-    def working_epoch(self) -> int:
-        assert self.epoch is not None
-        return self.epoch
 
 
 @dataclass
@@ -120,13 +73,11 @@ class HostUnit(ABC):
         modules: Modules of the unit, as the controller plans with them.
         names: Names of the unit's attentions, in layer order; empty if no KV moves with the unit.
         residence: Location in the guest that runs the unit; None at home.
-        blocks_come_home: True if a write to a single block brings it home while the unit is away.
         microbatch_blocker: Reason why steps cannot be cut while the unit is away; empty if they
             can.
         replaces_modules: True if the unit replaces modules that compiled graphs would hold.
     """
 
-    blocks_come_home = False
     microbatch_blocker = ""
     replaces_modules = False
 
@@ -162,23 +113,33 @@ class HostUnit(ABC):
 
     def moved_heads(self, name: str) -> Sequence[int]:
         """Return the KV heads of which every block is where the unit is."""
+        if self.single_blocks is not None:
+            return ()
         heads = self.heads(name)
         return range(self._engine.kv.num_heads) if heads is None else heads
 
     @property
     def single_blocks(self) -> RemoteBlocks | None:
-        """Return the set of blocks that are where the unit is; None: all of ``moved_heads``."""
+        """Return the set of blocks that are where the unit is; None: all of ``moved_heads``.
+
+        A write to one of them brings it home while the unit is away.
+        """
         return None
 
     def holding(self, blocks: Sequence[int]) -> contextlib.AbstractContextManager[Sequence[int]]:
         """Return a context with those ``blocks`` that are at the unit; none comes home within."""
-        return contextlib.nullcontext(blocks)
+        single = self.single_blocks
+        return contextlib.nullcontext(blocks) if single is None else single.holding(blocks)
 
     def make_room(self) -> None:
-        """Back the unit's KV at home with memory again, and remove its NaN poison."""
+        """Back the unit's KV at home with memory again, and remove its NaN poison.
+
+        Single blocks are not healed: whole blocks come home, beside blocks in use.
+        """
         for name in self.names:
             self._engine.kv.populate(name, self._engine.kv.num_blocks)
-        self.heal()
+        if self.single_blocks is None:
+            self.heal()
 
     def heal(self) -> None:
         """Overwrite the unit's NaN poison at home with zeros, if the engine uses poison."""
@@ -188,14 +149,20 @@ class HostUnit(ABC):
     def poison(self) -> None:
         """Overwrite the unit's KV at home with NaN, if the engine uses poison."""
         for name in self.names if self._engine.poisons else ():
-            self._engine.kv.poison(name, self.heads(name), self._blocks_away())
-
-    def _blocks_away(self) -> Iterable[int]:
-        return range(self._engine.kv.num_blocks)
+            single, kv = self.single_blocks, self._engine.kv
+            away = range(kv.num_blocks) if single is None else single.ids()
+            kv.poison(name, self.heads(name), away)
 
     def free(self) -> list[Freed]:
         """Give the memory of the unit's KV at home back to the system."""
-        return [self._engine.kv.free(name, self.heads(name)) for name in self.names]
+        return [self._free(name) for name in self.names]
+
+    def _free(self, name: str) -> Freed:
+        single, kv = self.single_blocks, self._engine.kv
+        if single is None:
+            return kv.free(name, self.heads(name))
+        with single.holding(single.ids()) as blocks:
+            return kv.free(name, self.heads(name), blocks)
 
     def attention_slices(self) -> tuple[messages.AttentionSlice, ...]:
         """Return the unit's heads of each layer, as a guest has to build their attention."""

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from banaserve.base.errors import MigrationError
 from banaserve.base.types import Module
@@ -34,7 +32,6 @@ else:
     AnyUnit = functools.reduce(operator.or_, (kind.unit for kind in KINDS))
     """Units as they travel between processes: structs with the kind as their tag."""
 
-_BY_NAME = {kind.name: kind for kind in KINDS}
 _BY_REQUEST = {kind.request: kind for kind in KINDS}
 
 decode_request = messages.request_decoder(
@@ -46,20 +43,8 @@ decode_request = messages.request_decoder(
 # ---- forms of a unit
 
 
-def read_modules(given: Mapping[str, Any]) -> MigrationUnit:
-    """Return the unit that a coordinator's message names.
-
-    Raises:
-        ValidationError: The message is malformed.
-    """
-    kind = _BY_NAME.get(str(given.get("type")))
-    if kind is None:
-        raise msgspec.ValidationError(f"type is {' or '.join(_BY_NAME)}, not {given.get('type')}")
-    return kind.unit.from_wire(given)
-
-
 def write_modules(modules: MigrationUnit) -> dict[str, Any]:
-    """Return the message that names a unit, the inverse of ``read_modules``."""
+    """Return a unit as plain values for JSON."""
     return {"type": modules.kind, **modules.to_wire()}
 
 

@@ -23,6 +23,7 @@ from banaserve.migration.modules.paged_attention import (
     StepBatches,
     write_tokens,
 )
+from kernel_cases import joined
 
 BLOCKS, SIZE, KV_HEADS, GROUP, HEAD_SIZE = 6, 16, 3, 2, 64
 REFERENCE = ReferenceKernels()
@@ -68,7 +69,7 @@ def outputs(kernels: Kernels, here: tuple[int, ...]) -> torch.Tensor:
         whole.attend(query, attention.kv_cache, metadata, Heads(heads, GROUP, heads))
         for heads in groups
     ]
-    return kernels.concat_heads(parts, groups)
+    return joined(parts, groups)
 
 
 @pytest.mark.parametrize("here", [(0, 1, 2), (1,), (0, 2)])

@@ -17,15 +17,13 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("runs in a process of its own, with TRITON_INTERPRET=1", allow_module_level=True)
 
 import kernel_cases as cases
-from banaserve.kernels.interface import HEAD_SIZES, BlockCopies, Heads
-from banaserve.kernels.layouts import KvLayout
+from banaserve.kernels.interface import HEAD_SIZES, Heads
 from banaserve.kernels.packed_pages import PackedPages
-from banaserve.kernels.slot_pages import PageOrder, SlotPages
 from banaserve.kernels.tiling import Tiling
 from banaserve.kernels.triton.attention_op import partial_attention
 from banaserve.kernels.triton.kernels import TritonKernels
-from banaserve.kernels.triton.merge_op import concat_heads, merge_parts
-from banaserve.kernels.triton.pack_op import operator_arguments, pack_blocks, unpack_blocks
+from banaserve.kernels.triton.merge_op import merge_parts
+from banaserve.kernels.triton.pack_op import pack_blocks, unpack_blocks
 from depth import num_examples
 
 CPU = "cpu"
@@ -67,11 +65,6 @@ def test_attention_without_a_causal_mask():
     cases.check_attention_case(TritonKernels(2, SMALL), cases.problem(FEW, causal=False), CPU)
 
 
-@pytest.mark.parametrize("layout", KvLayout)
-def test_attention_in_every_layout(layout):
-    cases.check_attention_case(TritonKernels(1, SMALL), cases.problem(FEW, layout=layout), CPU)
-
-
 def test_attention_where_tokens_lie_before_heads():
     case = cases.problem(FEW, by_token=True)
     cases.check_attention_case(TritonKernels(1, SMALL), case, CPU)
@@ -88,20 +81,14 @@ def test_merge(num, head_size, dtype):
     cases.check_merge(TritonKernels(), num, head_size, dtype, CPU)
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.int8], ids=str)
-def test_concat(dtype):
-    cases.check_concat(TritonKernels(), dtype, CPU)
-
-
-@pytest.mark.parametrize("layout", KvLayout)
-@pytest.mark.parametrize("order", PageOrder)
-def test_blocks_go_to_slots_and_back(layout, order):
-    cases.check_blocks(TritonKernels(), layout, order, torch.bfloat16, CPU)
+@pytest.mark.parametrize("by_token", [False, True])
+def test_blocks_go_to_pages_and_back(by_token):
+    cases.check_blocks(TritonKernels(), by_token, torch.bfloat16, CPU)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float8_e4m3fn], ids=str)
 def test_blocks_of_any_element_size(dtype):
-    cases.check_blocks(TritonKernels(), KvLayout.CONTENT, PageOrder.HNC, dtype, CPU, 4, 64)
+    cases.check_blocks(TritonKernels(), False, dtype, CPU, 4, 64)
 
 
 @pytest.mark.parametrize("order", ["LHBNC", "BHLNC"])
@@ -160,7 +147,7 @@ def test_heads_apart_lie_side_by_side_to_the_whole(order, cut, dtype):
         for g in groups
     ]
     together = kernels.partial_attention(*whole.arguments()).output
-    assert torch.equal(kernels.concat_heads(parts, groups), together)
+    assert torch.equal(cases.joined(parts, groups), together)
 
 
 def test_operators_keep_the_rules_of_torch():
@@ -178,7 +165,6 @@ def test_operators_keep_the_rules_of_torch():
     )
     parts = [torch.randn(2, 3, 64) for _ in range(2)]
     torch.library.opcheck(merge_parts, (parts, [torch.randn(2, 3) for _ in parts]))
-    torch.library.opcheck(concat_heads, (parts, [1, 2, 0, 5, 4, 3], 1))
 
 
 TINY_LIST = [TINY.rows, 16, TINY.num_warps, TINY.num_stages]
@@ -186,12 +172,9 @@ TINY_LIST = [TINY.rows, 16, TINY.num_warps, TINY.num_stages]
 
 @pytest.mark.parametrize("operator", [pack_blocks, unpack_blocks], ids=["pack", "unpack"])
 def test_copying_operators_keep_the_rules_of_torch(operator):
-    pages = SlotPages((0, 1), (1,), 2, 2, 64)
-    caches = [torch.randn(3, 2, 2, 128) for _ in pages.layers]
-    slots = torch.randn(3, 2 * pages.page_elements).view(torch.uint8)
-    ids = torch.tensor([2, 0])
-    copies = BlockCopies(caches, KvLayout.CONTENT, ids, [0], slots, ids, pages)
-    torch.library.opcheck(operator, operator_arguments(copies))
+    pages = torch.randn(2, 2 * 2 * 128).view(torch.uint8)
+    arguments = torch.randn(3, 2, 2, 128), torch.tensor([2, 0]), [0], pages
+    torch.library.opcheck(operator, arguments)
 
 
 def test_a_graph_holds_the_operators_whole():

@@ -25,7 +25,7 @@ from banaserve.contracts.rpc.engine_api import CoreApi, PoolResize, PoolStatus
 from banaserve.contracts.rpc.typed_rpc import call
 from banaserve.migration.time_hook import TimeHook
 from banaserve.migration.units.base import MigrationUnit
-from banaserve.migration.units.registry import read_modules
+from banaserve.migration.units.registry import AnyUnit
 from banaserve.migration.worker_api import MigrationApi
 from ports import free_port
 from waiting import eventually
@@ -64,6 +64,12 @@ class Pieces(TimeHook):
 
 _PIECES = Pieces()
 """One for all rigs: the runner's class is prepared once."""
+
+
+def unit_of(plain: dict[str, Any]) -> Any:
+    """The unit that plain values name, the inverse of ``write_modules``."""
+    numbers = {kind: dict(plain[kind]) for kind in ("heads", "experts") if kind in plain}
+    return msgspec.convert(plain | numbers, AnyUnit)
 
 
 class Rig:
@@ -124,7 +130,7 @@ class Rig:
 
     def ask(self, method: str, *args: Any) -> dict[str, Any]:
         """A worker's reply as plain values, with ``error``: why it refuses, or empty."""
-        typed = [read_modules(one) if isinstance(one, dict) else one for one in args]
+        typed = [unit_of(one) if isinstance(one, dict) else one for one in args]
         asked = call(getattr(MigrationApi, f"banaserve_migration_{method}"), *typed)
         try:
             value = asked.read(self.llm.collective_rpc(asked.name, args=asked.args)[0])

@@ -45,12 +45,12 @@ def _home(rig: Any, expected: Any) -> Iterator[None]:
 def test_the_time_hook_is_told_what_a_move_has_done(
     rig: Any, prompts: list[list[int]], expected: Any
 ) -> None:
-    from banaserve.migration.units.registry import read_modules
+    from rig import unit_of
 
     pieces = rig.pieces
     before_bytes, before = pieces.num_bytes, pieces.num_commits
     assert rig.agrees(rig.run(prompts, NUM_TOKENS, rig.away(LAYERS, rig.guest())), expected)
-    assert pieces.built_modules[-1] == read_modules(LAYERS)
+    assert pieces.built_modules[-1] == unit_of(LAYERS)
     (unit,) = rig.do("status")["units"]
     facts = rig.do("status")["moves"][unit["unit_id"]]["facts"]
     copied_bytes = facts.get("precopy_bytes", 0) + facts["commit_bytes"]
