@@ -343,7 +343,7 @@ def test_a_peer_of_another_address_is_served_while_strangers_connect_without_pau
 )
 def test_options_that_make_no_sense(peers: PeerOptions, why: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=why):
-        StoreOptions(size="1MiB", peers=peers).config(tmp_path / "s")
+        StoreOptions(size="1MiB", peers=peers).check()
     assert KEY not in repr(peers)
 
 

@@ -92,7 +92,7 @@ class ScriptedTier:
             part = target.size if outcome is TierOutcome.DONE else target.size // 2
             target[:part] = data[:part]
             del self.loads[ticket]
-            self.ended.append(Completion(ticket, outcome, target.size, 0.0))
+            self.ended.append(Completion(ticket, outcome))
             if outcome in (TierOutcome.MISSING, TierOutcome.CORRUPT):
                 self.blocks.pop(key, None)
         stores = {} if only == "load" else self.stores
@@ -101,7 +101,7 @@ class ScriptedTier:
                 self.blocks[block.key] = source.tobytes()
                 self.parents[block.key] = block.parent
             del self.stores[ticket]
-            self.ended.append(Completion(ticket, outcome, source.size, 0.0))
+            self.ended.append(Completion(ticket, outcome))
         os.eventfd_write(self.fd, 1)
 
     def poll(self) -> list[Completion]:
@@ -109,9 +109,6 @@ class ScriptedTier:
         os.eventfd_read(self.fd)
         ended, self.ended = self.ended, []
         return ended
-
-    def evict(self, key: bytes) -> bool:
-        return self.blocks.pop(key, None) is not None
 
     def clear(self) -> int:
         read = {key for key, _ in self.loads.values()}

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from banaserve.base.errors import ProtocolError, UserError
 from banaserve.kvstore import wire
 from banaserve.kvstore.daemon.carved_pool import CarvedPool
@@ -152,8 +154,8 @@ class StoreService:
             case wire.GetStats():
                 return wire.Stats(request.seq, self.stats())
             case wire.Clear():
-                num_dropped_from_tiers = self._tiering.clear()
-                return wire.Cleared(request.seq, self._index.clear(), num_dropped_from_tiers)
+                from_tiers = sum(tier.clear() for tier in self._tiering.tiers)
+                return wire.Cleared(request.seq, self._index.clear(), from_tiers)
             case wire.SetPeers():
                 return wire.PeersSet(request.seq, self._peers_problem(request.peers))
         if session.fingerprint is None:
@@ -263,15 +265,9 @@ class StoreService:
             num_holds=index.num_holds,
             held_slots=index.num_held,
             quarantined_slots=quarantined,
-            hits=index.counters.hits,
-            misses=index.counters.misses,
             joined=self._tiering.promoter.num_joined,
-            evictions=index.counters.evictions,
-            commits=index.counters.commits,
             corrupt_blocks=self._watcher.num_corrupt,
             num_tenants=index.num_tenants,
-            quota_evictions=index.counters.quota_evictions,
-            quota_refusals=index.counters.quota_refusals,
             clients=len(self._peers()),
             refused_clients=self._num_refused,
             layout_mismatches=self._num_layout_mismatches,
@@ -281,7 +277,8 @@ class StoreService:
             pushed_blocks=self._pushing.num_blocks if self._pushing is not None else 0,
             pushed_by_layer_blocks=self._pushing.num_by_layer if self._pushing is not None else 0,
             received_blocks=self.receiving.num_blocks,
-            tiers=self._tiering.reports(),
+            tiers=tuple(tier.report() for tier in self._tiering.tiers),
+            **msgspec.structs.asdict(index.counters),
         )
 
     def _peers(self) -> list[tuple[str, Fingerprint]]:

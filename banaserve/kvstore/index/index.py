@@ -9,10 +9,10 @@ from banaserve.kvstore.index.eviction import Chains, EvictionQueue, Tenants
 from banaserve.kvstore.index.records import (
     Grant,
     Hold,
+    IndexCounters,
     IndexEntry,
     Owned,
     SlotWatcher,
-    StoreCounters,
 )
 from banaserve.kvstore.leases import Lookup
 
@@ -43,13 +43,13 @@ class BlockIndex:
         self,
         num_slots: int,
         watcher: SlotWatcher | None = None,
-        counters: StoreCounters | None = None,
+        counters: IndexCounters | None = None,
         tenant_quota: float = 1.0,
         is_intact: Callable[[IndexEntry], bool] | None = None,
     ) -> None:
         self.num_slots = num_slots
         self.num_promoting = 0
-        self.counters = counters or StoreCounters()
+        self.counters = counters or IndexCounters()
         self._watcher = watcher
         self._is_intact = is_intact
         self._free = list(range(num_slots - 1, -1, -1))

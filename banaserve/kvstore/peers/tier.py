@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import msgspec
-
 from banaserve.kvstore.leases import Lookup
 from banaserve.kvstore.mailbox import Mailbox
 from banaserve.kvstore.peers.link import (
@@ -168,10 +166,10 @@ class PeersTier:
         link = min(holders, key=lambda one: one.queued_bytes)
         if sum(load.link is link for load in self._loads.values()) >= _MAX_LOADS:
             return None
-        load = PeerLoad(next(self._tickets), key, target, link, time.monotonic())
+        load = PeerLoad(next(self._tickets), key, target, link)
         self._loads[load.ticket] = load
         link.queued_bytes += target.size
-        self._counters.load_speed.begin(load.began_s)
+        self._counters.load_speed.begin(time.monotonic())
         link.load(load)
         return load.ticket
 
@@ -181,10 +179,6 @@ class PeersTier:
         self._take_events()
         completions, self._completions = self._completions, []
         return completions
-
-    def evict(self, key: bytes) -> bool:
-        """Return False: each peer evicts its own blocks."""
-        return False
 
     def clear(self) -> int:
         """Forget the peers' answers; their blocks stay. Return 0."""
@@ -196,15 +190,15 @@ class PeersTier:
         self._take_events()
         problems = [link.problem for link in self._links if link.problem]
         is_alone = bool(problems) and len(problems) == len(self._links)
-        stats = self._counters.stats(
+        return self._counters.stats(
             self.name,
+            available=not is_alone,
             problem="; ".join(problems) if is_alone else "",
             capacity_bytes=0,
             used_bytes=0,
             num_blocks=0,
             in_flight=len(self._loads),
         )
-        return msgspec.structs.replace(stats, available=not is_alone)
 
     def check(self) -> None:
         """Assert the invariants that hold between two calls."""
@@ -273,11 +267,10 @@ class PeersTier:
         assert load.outcome is not None
         del self._loads[load.ticket]
         load.link.queued_bytes -= load.memory.size
-        now_s, num_bytes = time.monotonic(), load.memory.size
-        completion = Completion(load.ticket, load.outcome, num_bytes, now_s - load.began_s)
-        self._completions.append(completion)
-        counters, is_done = self._counters, load.outcome is TierOutcome.DONE
-        counters.load_speed.end(now_s, num_bytes if is_done else 0)
+        self._completions.append(Completion(load.ticket, load.outcome))
+        counters, num_bytes = self._counters, load.memory.size
+        is_done = load.outcome is TierOutcome.DONE
+        counters.load_speed.end(time.monotonic(), num_bytes if is_done else 0)
         if is_done:
             counters.loads += 1
             counters.loaded_bytes += num_bytes

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import logging
-import os
 import selectors
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 
 from banaserve.kvstore.daemon.carved_pool import CarvedPool
 from banaserve.kvstore.daemon.tiering.attached_tier import AttachedTier
 from banaserve.kvstore.daemon.tiering.demoter import Demoter
 from banaserve.kvstore.daemon.tiering.promoter import Promoter
-from banaserve.kvstore.index.records import IndexEntry
-from banaserve.kvstore.stats import TierReport
+from banaserve.kvstore.mailbox import Mailbox
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +34,9 @@ class Tiering:
         clock: Monotonic clock, in seconds.
 
     Attributes:
+        tiers: Tiers, fastest first.
         promoter: Promoter of blocks into the pool.
+        demoter: Writer of blocks to the tiers.
     """
 
     def __init__(
@@ -47,16 +46,15 @@ class Tiering:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.promoter = Promoter(tiers, clock)
-        self._demoter = Demoter(tiers)
-        self._tiers = tiers
+        self.demoter = Demoter(tiers)
+        self.tiers = tiers
         self._clock = clock
         self._selector = selector
         self._carved: CarvedPool | None = None
         self._num_closing = 0
         self._note_at_s = clock() + NOTE_EVERY_S
-        self._closed: list[tuple[AttachedTier, bool]] = []
-        self._closed_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        selector.register(self._closed_fd, READ, self._on_closed)
+        self._closed: Mailbox[tuple[AttachedTier, bool]] = Mailbox()
+        selector.register(self._closed.fd, READ, self._on_closed)
         for tier in tiers:
             if tier.is_open:
                 selector.register(tier.fd, READ, partial(self._on_ended, tier))
@@ -64,72 +62,56 @@ class Tiering:
     @property
     def has_tiers(self) -> bool:
         """Return whether there is any tier, in service or not."""
-        return bool(self._tiers)
+        return bool(self.tiers)
 
     @property
     def num_pending(self) -> int:
         """Number of copies that are under way or waiting."""
         return sum(
             len(tier.waiting) + len(tier.loading) + len(tier.storing) + len(tier.backlog)
-            for tier in self._tiers
+            for tier in self.tiers
         )
 
     def carve(self, carved: CarvedPool) -> None:
         """Switch to another pool geometry. ``settle`` must have returned True before."""
         self._carved = carved
         self.promoter.carve(carved)
-        self._demoter.carve(carved)
-
-    def became_ready(self, entry: IndexEntry) -> None:
-        """Queue a block that has become readable for the tiers that lack it."""
-        self._demoter.became_ready(entry, self.promoter.source_of(entry))
-
-    def left_memory(self, entry: IndexEntry) -> None:
-        """Remove a block whose bytes are gone from the backlogs."""
-        self._demoter.left_memory(entry)
+        self.demoter.carve(carved)
 
     def pump(self) -> None:
         """Submit the transfers that the tiers accept now; cheap if there is nothing to do."""
-        for tier in self._tiers:
+        for tier in self.tiers:
             if tier.is_faulty:
                 self._desert(tier)
             if tier.waiting:
                 self.promoter.pump(tier)
             if tier.backlog:
-                self._demoter.pump(tier)
+                self.demoter.pump(tier)
 
         now_s = self._clock()
         if now_s >= self._note_at_s:
             self._note_at_s = now_s + NOTE_EVERY_S
-            for tier in self._tiers:
+            for tier in self.tiers:
                 tier.note_state()
                 self._watch(tier, now_s)
 
     def settle(self, timeout_s: float) -> bool:
         """Cancel copies that no tier has accepted, await the others; return whether all ended."""
-        for tier in self._tiers:
+        for tier in self.tiers:
             tier.backlog.clear()
         self.promoter.cancel_waiting()
-        return self._wait(lambda: not any(tier.is_busy for tier in self._tiers), timeout_s)
+        return self._wait(lambda: not any(tier.is_busy for tier in self.tiers), timeout_s)
 
     def drain(self, timeout_s: float) -> bool:
         """Write the backlogs to the tiers; return whether all was written in time."""
         self.promoter.cancel_waiting()
         return self._wait(lambda: not self.num_pending, timeout_s)
 
-    def clear(self) -> int:
-        """Drop all blocks in the tiers that are not being read or written; return their number."""
-        return sum(tier.clear() for tier in self._tiers)
-
-    def reports(self) -> tuple[TierReport, ...]:
-        """Return the current counters and gauges of each tier."""
-        return tuple(tier.report() for tier in self._tiers)
-
     def close(self, timeout_s: float) -> None:
         """Close every tier; do not wait longer than ``timeout_s`` for a tier that does not end."""
-        self._selector.unregister(self._closed_fd)
+        self._selector.unregister(self._closed.fd)
         threads = []
-        for tier in self._tiers:
+        for tier in self.tiers:
             if tier.is_open or tier.is_faulty:
                 self._unregister(tier)
                 threads.append(tier.close_in_background(lambda _: None))
@@ -139,13 +121,13 @@ class Tiering:
             if thread.is_alive():
                 log.error("left a tier behind that did not close in %g s", timeout_s)
         if not self._num_closing:
-            os.close(self._closed_fd)
+            self._closed.close()
 
     def _wait(self, is_over: Callable[[], bool], timeout_s: float) -> bool:
         deadline_s = self._clock() + timeout_s
         with selectors.DefaultSelector() as selector:
             for key in self._selector.get_map().values():
-                if key.fd == self._closed_fd or any(key.fd == t.fd for t in self._tiers):
+                if key.fd == self._closed.fd or any(key.fd == t.fd for t in self.tiers):
                     selector.register(key.fd, READ, key.data)
             self.pump()
             while not is_over() and (left_s := deadline_s - self._clock()) > 0:
@@ -159,7 +141,7 @@ class Tiering:
             if (load := tier.loading.pop(completion.ticket, None)) is not None:
                 self.promoter.end(tier, load, completion.outcome)
             elif (entry := tier.storing.pop(completion.ticket, None)) is not None:
-                self._demoter.end(tier, entry, completion.outcome)
+                self.demoter.end(tier, entry, completion.outcome)
 
     def _watch(self, tier: AttachedTier, now_s: float) -> None:
         oldest_s = tier.oldest_load_s()
@@ -172,21 +154,12 @@ class Tiering:
         self._unregister(tier)
         tier.backlog.clear()
         self.promoter.desert(tier)
-
         self._num_closing += 1
-
-        def on_closed(is_quiet: bool) -> None:
-            self._closed.append((tier, is_quiet))
-            os.eventfd_write(self._closed_fd, 1)
-
-        tier.close_in_background(on_closed)
+        tier.close_in_background(lambda is_quiet: self._closed.put((tier, is_quiet)))
 
     def _on_closed(self, _events: int) -> None:
-        # ``settle``, called by another event of the same round, may have read it already.
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._closed_fd)
-        while self._closed:
-            tier, is_quiet = self._closed.pop()
+        self._closed.calm()
+        for tier, is_quiet in self._closed.take():
             self._num_closing -= 1
             # A tier that may still be copying keeps its slots until the daemon ends.
             if not is_quiet or self._carved is None:
