@@ -135,7 +135,7 @@ class _Copies:
 
 
 class RemoteDouble:
-    """A guest's region as its host sees it; see ``transport.interface.RemoteRegion``."""
+    """A guest's region as its host sees it; see ``RemoteRegion``."""
 
     def __init__(self, network: Network, descriptor: RegionDescriptor) -> None:
         self.network, self.descriptor = network, descriptor

@@ -14,7 +14,7 @@ from banaserve.transport.backends.shm import ShmTransport
 from banaserve.transport.errors import RefusedError
 from banaserve.transport.interface import RegionDescriptor, TransportOptions
 from banaserve.transport.memory import Memory, Plan, whole_pages
-from banaserve.transport.regions.gpu_memory import HANDLE_BYTES, CudaGpu, Gpu
+from banaserve.transport.regions.gpu_memory import HANDLE_BYTES, CudaGpu
 from banaserve.transport.regions.shared_file import SharedFile, new_file
 
 NAME = "cuda_ipc"
@@ -33,7 +33,7 @@ class CudaIpcTransport(ShmTransport):
 
     name = NAME
 
-    def __init__(self, options: TransportOptions, gpu: Gpu | None = None) -> None:
+    def __init__(self, options: TransportOptions, gpu: CudaGpu | None = None) -> None:
         super().__init__(options)
         self._gpu = gpu or CudaGpu(options.device)
 
@@ -64,7 +64,7 @@ class GpuFile(SharedFile):
         RefusedError: The file does not describe a region of this size, or it cannot be opened.
     """
 
-    def __init__(self, fd: int, gpu: Gpu, memory: Memory | None, num_bytes: int = 0) -> None:
+    def __init__(self, fd: int, gpu: CudaGpu, memory: Memory | None, num_bytes: int = 0) -> None:
         super().__init__(fd, _RECORD.size)
         self.record = self.memory
         self._gpu = gpu

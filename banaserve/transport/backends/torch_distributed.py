@@ -53,7 +53,7 @@ class TorchDistributedTransport(GrantedTransport):
         where = Rendezvous(self._host, store.port)
         return _Owner(store, self._host), msgspec.msgpack.encode(where)
 
-    def _join(self, data: bytes, staging: Memory, check_peer: Callable[[], None]) -> Mover:
+    def _meet(self, data: bytes, staging: Memory, check_peer: Callable[[], None]) -> Mover:
         try:
             where = msgspec.msgpack.decode(data, type=Rendezvous)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:

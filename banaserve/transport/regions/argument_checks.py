@@ -16,8 +16,8 @@ def make_plan(
     local_offsets: Offsets,
     remote_offsets: Offsets,
     num_bytes: int,
-    *,
     epoch: int,
+    *,
     writes: bool,
 ) -> Plan:
     """Return a plan whose runs are within ``local`` and ``region``.

@@ -16,7 +16,7 @@ from banaserve.transport.errors import RefusedError, StaleEpochError, TransferTi
 from banaserve.transport.interface import RegionDescriptor
 from banaserve.transport.memory import Memory, whole_pages
 from banaserve.transport.regions.argument_checks import check_offer, check_range
-from banaserve.transport.regions.gpu_memory import Gpu
+from banaserve.transport.regions.gpu_memory import CudaGpu
 
 _CLOSE_WAIT_S = 1.0
 
@@ -37,32 +37,16 @@ class LocalRegion:
         descriptor: RegionDescriptor,
         memory: Memory,
         forget: Callable[[LocalRegion], bool],
-        gpu: Gpu | None = None,
+        gpu: CudaGpu | None = None,
     ) -> None:
-        self._descriptor = descriptor
-        self._memory = memory
+        self.descriptor = descriptor
+        self.memory = memory
+        self.epoch = descriptor.epoch
         self._forget = forget
         self._gpu = gpu
-        self._epoch = descriptor.epoch
         self._closed = False
         self._changed = threading.Condition()
         self._users: Counter[int] = Counter()
-
-    @property
-    def memory(self) -> Memory:
-        return self._memory
-
-    @property
-    def descriptor(self) -> RegionDescriptor:
-        return self._descriptor
-
-    @property
-    def epoch(self) -> int:
-        return self._epoch
-
-    @property
-    def is_closed(self) -> bool:
-        return self._closed
 
     @contextmanager
     def use(self, epoch: int) -> Iterator[None]:
@@ -75,8 +59,8 @@ class LocalRegion:
         with self._changed:
             if self._closed:
                 raise RefusedError("the region is closed")
-            if epoch != self._epoch:
-                raise StaleEpochError(f"the region is at epoch {self._epoch}, not {epoch}")
+            if epoch != self.epoch:
+                raise StaleEpochError(f"the region is at epoch {self.epoch}, not {epoch}")
             self._users[epoch] += 1
         try:
             yield
@@ -86,20 +70,20 @@ class LocalRegion:
                 self._changed.notify_all()
 
     def advance(self, epoch: int, timeout_s: float) -> None:
-        check_offer(self._descriptor.num_bytes, epoch)
+        check_offer(self.descriptor.num_bytes, epoch)
         with self._changed:
-            if epoch < self._epoch:
-                raise RefusedError(f"epoch {epoch} lies before {self._epoch}")
-            self._epoch = epoch
+            if epoch < self.epoch:
+                raise RefusedError(f"epoch {epoch} lies before {self.epoch}")
+            self.epoch = epoch
             self._drain(timeout_s, kept=epoch)
 
     def release(self, first_byte: int, num_bytes: int) -> int:
-        check_range(first_byte, num_bytes, self._descriptor.num_bytes)
+        check_range(first_byte, num_bytes, self.descriptor.num_bytes)
         first, length = whole_pages(first_byte, num_bytes)
         if length and self._gpu is not None:
-            self._gpu.zero(self._memory, first, length)
+            self._gpu.zero(self.memory, first, length)
         elif length:
-            madvise(self._memory.address + first, length, MADV_DONTNEED)
+            madvise(self.memory.address + first, length, MADV_DONTNEED)
         return length
 
     def close(self) -> None:
@@ -110,7 +94,7 @@ class LocalRegion:
             with suppress(TransferTimeoutError):
                 self._drain(_CLOSE_WAIT_S, kept=None)
             # A thread that still copies keeps the memory; otherwise the last view ends it.
-            self._memory = self._memory._replace(owner=None)
+            self.memory = self.memory._replace(owner=None)
 
     def _drain(self, timeout_s: float, kept: int | None) -> None:
         deadline = time.monotonic() + timeout_s
