@@ -7,23 +7,18 @@ activations are sent over a ``StreamChannel``, one for each pair of processes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from banaserve.transport.memory import Memory
-
-if TYPE_CHECKING:
-    from banaserve.transport.regions.remote_region import RemoteRegion
+from banaserve.transport.regions.descriptor import RegionDescriptor
+from banaserve.transport.regions.remote_region import RemoteRegion
 
 MIN_SECRET_BYTES = 16
 Bytes = npt.NDArray[np.uint8]
-Offsets = npt.NDArray[np.int64] | Sequence[int]
-MAX_REGION_BYTES = 2**48
-MAX_EPOCH = 2**62
 MAX_DIMENSIONS = 16
 
 
@@ -50,24 +45,6 @@ class TransportOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def __repr__(self) -> str:
         return f"TransportOptions(folder={self.folder!r}, host={self.host!r})"
-
-
-class RegionDescriptor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Description by which a peer opens a region; contains no secret.
-
-    Attributes:
-        transport: Name of the transport that offers the region.
-        region_id: Id of the offer, 16 random bytes; a new offer of the same memory has another id.
-        num_bytes: Size of the region.
-        epoch: Epoch at the time of the offer.
-        address: Address at which the offering side answers, in the transport's own form.
-    """
-
-    transport: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
-    region_id: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-    num_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_REGION_BYTES)]
-    epoch: Annotated[int, msgspec.Meta(ge=0, le=MAX_EPOCH)]
-    address: Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 
 
 class OfferedRegion(Protocol):

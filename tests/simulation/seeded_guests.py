@@ -15,8 +15,9 @@ from banaserve.base.platform.processes import Pulse
 from banaserve.migration.guest.server import GuestServer
 from banaserve.migration.rpc.messages import GuestAddress
 from banaserve.transport.errors import PeerGoneError, RefusedError, StaleEpochError
-from banaserve.transport.interface import Offsets, RegionDescriptor, TransportOptions
+from banaserve.transport.interface import TransportOptions
 from banaserve.transport.memory import Memory, copy_runs
+from banaserve.transport.regions.descriptor import Offsets, RegionDescriptor
 from banaserve.transport.regions.local_region import reserve
 from seeded_machine import Machine, Process, Troubles
 from seeded_modules import UnitsOfGuest

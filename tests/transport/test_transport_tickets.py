@@ -13,8 +13,8 @@ from banaserve.transport.errors import (
     TransferCancelledError,
     TransferTimeoutError,
 )
-from banaserve.transport.interface import RegionDescriptor
 from banaserve.transport.memory import Memory, Plan
+from banaserve.transport.regions.descriptor import RegionDescriptor
 from banaserve.transport.regions.remote_region import MAX_HELP_BYTES, RemoteRegion, Ticket
 
 WAIT_S = 20.0

@@ -17,8 +17,9 @@ from banaserve.migration.kv.host_kv import KvRun, spans
 from banaserve.migration.rpc import messages
 from banaserve.migration.rpc.guest_client import GuestClient
 from banaserve.transport.errors import PeerGoneError, TransportError
-from banaserve.transport.interface import Offsets, RegionDescriptor, Transport
+from banaserve.transport.interface import Transport
 from banaserve.transport.memory import Memory
+from banaserve.transport.regions.descriptor import Offsets, RegionDescriptor
 from banaserve.transport.regions.remote_region import Ticket
 
 OPEN_TIMEOUT_S = 5.0

@@ -19,7 +19,8 @@ from banaserve.transport.backends.cuda_ipc import CudaIpcTransport
 from banaserve.transport.channels.channel import StreamChannel
 from banaserve.transport.channels.connect import accept_tcp, connect, over_unix
 from banaserve.transport.errors import PeerGoneError, RefusedError, TransferTimeoutError
-from banaserve.transport.interface import RegionDescriptor, Transport, TransportOptions
+from banaserve.transport.interface import Transport, TransportOptions
+from banaserve.transport.regions.descriptor import RegionDescriptor
 from banaserve.transport.registry import NIXL, create
 
 _TCP = "tcp:"

@@ -16,9 +16,10 @@ from banaserve.transport.channels.channel import StreamChannel
 from banaserve.transport.channels.connect import connect_tcp, over_tcp, tcp_address
 from banaserve.transport.channels.threaded_server import GREETING_S, listen_tcp
 from banaserve.transport.errors import PeerGoneError, RefusedError, StaleEpochError
-from banaserve.transport.interface import Message, RegionDescriptor, Tensor, TransportOptions
+from banaserve.transport.interface import Message, Tensor, TransportOptions
 from banaserve.transport.memory import SLICE_BYTES, Memory, Plan, Runs
 from banaserve.transport.regions.argument_checks import check_offsets
+from banaserve.transport.regions.descriptor import RegionDescriptor
 from banaserve.transport.regions.gpu_memory import CudaGpu
 from banaserve.transport.regions.local_region import LocalRegion, reserve
 from banaserve.transport.regions.remote_region import RemoteRegion

@@ -12,8 +12,9 @@ import numpy as np
 
 from banaserve.transport.backends.shm import ShmTransport
 from banaserve.transport.errors import RefusedError
-from banaserve.transport.interface import RegionDescriptor, TransportOptions
+from banaserve.transport.interface import TransportOptions
 from banaserve.transport.memory import Memory, Plan, whole_pages
+from banaserve.transport.regions.descriptor import RegionDescriptor
 from banaserve.transport.regions.gpu_memory import HANDLE_BYTES, CudaGpu
 from banaserve.transport.regions.shared_file import SharedFile, new_file
 

@@ -28,7 +28,7 @@ from banaserve.transport.backends.channel_served import (
 )
 from banaserve.transport.channels.channel import StreamChannel
 from banaserve.transport.errors import PeerGoneError, RefusedError, TransferTimeoutError
-from banaserve.transport.interface import Message, RegionDescriptor
+from banaserve.transport.interface import Message
 from banaserve.transport.memory import (
     SLICE_BYTES,
     CopyRuns,
@@ -38,6 +38,7 @@ from banaserve.transport.memory import (
     gather,
     scatter,
 )
+from banaserve.transport.regions.descriptor import RegionDescriptor
 from banaserve.transport.regions.local_region import LocalRegion
 from banaserve.transport.regions.remote_region import RemoteRegion, Ticket
 

@@ -10,8 +10,9 @@ from typing import Generic, TypeVar
 
 from banaserve.transport.channels.threaded_server import Service
 from banaserve.transport.errors import RefusedError
-from banaserve.transport.interface import OfferedRegion, RegionDescriptor, TransportOptions
+from banaserve.transport.interface import OfferedRegion, TransportOptions
 from banaserve.transport.regions.argument_checks import check_offer
+from banaserve.transport.regions.descriptor import RegionDescriptor
 from banaserve.transport.regions.remote_region import RemoteRegion
 
 REGION_ID_BYTES = 16

@@ -13,9 +13,9 @@ from banaserve.transport.backends.offering import REGION_ID_BYTES, OfferingTrans
 from banaserve.transport.channels.stream import SocketStream
 from banaserve.transport.channels.threaded_server import GREETING_S, listen_unix
 from banaserve.transport.errors import PeerGoneError, RefusedError, TransferTimeoutError
-from banaserve.transport.interface import RegionDescriptor
 from banaserve.transport.memory import SLICE_BYTES, Memory
 from banaserve.transport.regions.argument_checks import check_offer, check_range
+from banaserve.transport.regions.descriptor import RegionDescriptor
 from banaserve.transport.regions.remote_region import RemoteRegion, Ticket
 from banaserve.transport.regions.shared_file import SharedFile
 

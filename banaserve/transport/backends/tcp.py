@@ -30,8 +30,9 @@ from banaserve.transport.backends.channel_served import (
 )
 from banaserve.transport.channels.channel import StreamChannel
 from banaserve.transport.errors import PeerGoneError, RefusedError, TransportError
-from banaserve.transport.interface import Bytes, Message, RegionDescriptor, Tensor
+from banaserve.transport.interface import Bytes, Message, Tensor
 from banaserve.transport.memory import SLICE_BYTES, Memory, Plan, gather, scatter
+from banaserve.transport.regions.descriptor import RegionDescriptor
 from banaserve.transport.regions.local_region import LocalRegion, reserve
 from banaserve.transport.regions.remote_region import RemoteRegion, Ticket
 

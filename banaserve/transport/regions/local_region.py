@@ -13,9 +13,9 @@ import numpy as np
 
 from banaserve.base.platform.linux import MADV_DONTNEED, madvise
 from banaserve.transport.errors import RefusedError, StaleEpochError, TransferTimeoutError
-from banaserve.transport.interface import RegionDescriptor
 from banaserve.transport.memory import Memory, whole_pages
 from banaserve.transport.regions.argument_checks import check_offer, check_range
+from banaserve.transport.regions.descriptor import RegionDescriptor
 from banaserve.transport.regions.gpu_memory import CudaGpu
 
 _CLOSE_WAIT_S = 1.0

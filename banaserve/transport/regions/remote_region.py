@@ -13,9 +13,9 @@ from banaserve.transport.errors import (
     TransferTimeoutError,
     TransportError,
 )
-from banaserve.transport.interface import Offsets, RegionDescriptor
 from banaserve.transport.memory import Memory, Plan
 from banaserve.transport.regions.argument_checks import check_range, make_plan
+from banaserve.transport.regions.descriptor import Offsets, RegionDescriptor
 
 CANCEL_WAIT_S = 1.0
 MAX_HELP_BYTES = 64 * 2**20
