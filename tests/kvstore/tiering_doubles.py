@@ -168,7 +168,7 @@ class Store:
         for key, events in self.selector.select(timeout_s):
             key.data(events)
         self.tiering.pump()
-        self.service._index.check()
+        self.service.index.check()
 
     def exchange(
         self,
@@ -205,7 +205,7 @@ class Store:
 
     def forget(self) -> None:
         """Empty memory, and memory only."""
-        self.service._index.clear()
+        self.service.index.clear()
 
     def memory(self, pair: tuple[int, int]) -> BlockBytes:
         return self.pool.part(pair[0] * PAGE_BYTES, PAGE_BYTES)

@@ -15,19 +15,18 @@ from banaserve.base.net.addresses import host_and_port
 from banaserve.base.platform.linux import is_own, open_peer_pidfd, peer_of
 from banaserve.kvstore import wire
 from banaserve.kvstore.daemon.connections.listener import Connection, StoreListener, make_way
+from banaserve.kvstore.daemon.connections.peer_server import PeerServer
 from banaserve.kvstore.daemon.connections.quarantine import Quarantine
 from banaserve.kvstore.daemon.options import DaemonOptions
+from banaserve.kvstore.daemon.pool_access import PoolAccess
 from banaserve.kvstore.daemon.pushes.pushing import Pushing
 from banaserve.kvstore.daemon.service import StoreService
-from banaserve.kvstore.daemon.threads.calls import DaemonCalls
-from banaserve.kvstore.daemon.threads.pool_access import PoolAccess
 from banaserve.kvstore.daemon.tiering.attached_tier import AttachedTier, attach
 from banaserve.kvstore.daemon.tiering.tiering import NOTE_EVERY_S, Tiering
 from banaserve.kvstore.daemon.watcher import PoolWatcher
 from banaserve.kvstore.mailbox import Mailbox
 from banaserve.kvstore.peers.options import PeerOptions
 from banaserve.kvstore.peers.push import Push, PushLink
-from banaserve.kvstore.peers.server import PeerServer
 from banaserve.kvstore.peers.tier import PeersTier
 from banaserve.kvstore.pool import Board, SlotPool
 from banaserve.kvstore.sizes import format_size
@@ -86,13 +85,12 @@ class StoreServer:
         self._quarantine = Quarantine(self._selector, self._service.drop)
         # Listen only now: filling the memory and reading the tiers' indexes take long, and a client
         # that connects is to be answered at once.
-        self._calls = DaemonCalls(self._selector)
+        self._access: PoolAccess | None = None
         self._peer_server: PeerServer | None = None
         try:
             if options.peers.listen:
-                self._peer_server = _open_peer_server(
-                    options.peers, PoolAccess(self._service, self._calls)
-                )
+                self._access = PoolAccess(self._service, self._selector)
+                self._peer_server = _open_peer_server(options.peers, self._access)
             self._listener = StoreListener(options.socket_path)
         except BaseException:
             self._close_peers()
@@ -163,7 +161,8 @@ class StoreServer:
             self._peer_server.close()
         if self._pushing is not None:
             self._pushing.close()
-        self._calls.close()
+        if self._access is not None:
+            self._access.close()
 
     def _on_wake(self, _events: int) -> None:
         self._wake_reader.recv(4096)
@@ -295,7 +294,7 @@ def _attached_tiers(options: DaemonOptions, peers: PeersTier | None) -> list[Att
 
 def _open_peer_server(options: PeerOptions, access: PoolAccess) -> PeerServer:
     host, port = host_and_port("--kv-store-listen", options.listen)
-    return PeerServer(host, port, options.secret, access, access)
+    return PeerServer(host, port, options.secret, access)
 
 
 def _pushing(options: PeerOptions, selector: selectors.BaseSelector) -> Pushing | None:

@@ -21,7 +21,6 @@ from banaserve.kvstore.daemon.watcher import PoolWatcher
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.index.index import BlockIndex
 from banaserve.kvstore.index.records import HOLD_S, IndexEntry
-from banaserve.kvstore.leases import Lookup
 from banaserve.kvstore.pool import SlotPool
 from banaserve.kvstore.sizes import format_size
 from banaserve.kvstore.stats import StoreStats
@@ -76,6 +75,7 @@ class StoreService:
         clock: Monotonic clock, in seconds.
 
     Attributes:
+        index: Index of the current pool geometry.
         receiving: Reception of the blocks that other machines' stores push.
     """
 
@@ -101,7 +101,7 @@ class StoreService:
         self._set_peers = set_peers
         self._sessions: dict[int, Session] = {}
         self._quarantined_ids: set[int] = set()
-        self._index = BlockIndex(0)
+        self.index = BlockIndex(0)
         self._slot_bytes = 0
         self._generation = 0
         self._num_refused = 0
@@ -155,7 +155,7 @@ class StoreService:
                 return wire.Stats(request.seq, self.stats())
             case wire.Clear():
                 from_tiers = sum(tier.clear() for tier in self._tiering.tiers)
-                return wire.Cleared(request.seq, self._index.clear(), from_tiers)
+                return wire.Cleared(request.seq, self.index.clear(), from_tiers)
             case wire.SetPeers():
                 return wire.PeersSet(request.seq, self._peers_problem(request.peers))
         if session.fingerprint is None:
@@ -163,7 +163,7 @@ class StoreService:
         match request:
             case wire.LookupKeys():
                 keys = [session.namespace + key for key in request.keys]
-                states = self._index.lookup(keys)
+                states = self.index.lookup(keys)
                 if self._tiering.has_tiers:
                     self._tiering.promoter.lookup(keys, states)
                 return wire.LookupStates(request.seq, bytes(states))
@@ -178,11 +178,11 @@ class StoreService:
                 return wire.Committed(request.seq, self._commit(request))
             case wire.Abandon() if request.generation == self._generation:
                 for serial in request.serials:
-                    self._index.abandon(serial, request.part)
+                    self.index.abandon(serial, request.part)
             case wire.ReleaseLeases() if request.generation == self._generation:
-                self._index.release(request.lease_id)
+                self.index.release(request.lease_id)
             case wire.EndHold() if request.generation == self._generation:
-                self._index.end_hold(request.hold, request.reader)
+                self.index.end_hold(request.hold, request.reader)
                 if request.also and self._pushing is not None:
                     self._pushing.end_hold(request.also, request.hold, request.reader)
         return None
@@ -199,24 +199,16 @@ class StoreService:
 
     # ---- stores of other machines, whose keys include the namespace
 
-    def lendable(self, keys: Sequence[bytes]) -> list[Lookup]:
-        """Return which keys can be lent; not those in tiers, since each store has its own tiers."""
-        return self._index.lookup(keys)
-
     def lend(self, key: bytes, num_bytes: int) -> LentBlock | None:
         """Pin a block until ``take_back``; None if there is no such block of ``num_bytes``."""
-        entry = self._index.get(key)
+        entry = self.index.get(key)
         if self._carved is None or num_bytes != self._slot_bytes:
             return None
-        if entry is None or not entry.ready or not self._index.verify(entry):
+        if entry is None or not entry.ready or not self.index.verify(entry):
             return None
-        self._index.pin(entry)
+        self.index.pin(entry)
         self._num_loans += 1
-        return LentBlock(entry, self._index, self._carved.bytes_of(entry))
-
-    def end_hold(self, hold: int, reader: int | None) -> None:
-        """End a hold for a decode leg at another store that has its blocks; None for all legs."""
-        self._index.end_hold(hold, reader)
+        return LentBlock(entry, self.index, self._carved.bytes_of(entry))
 
     def take_back(self, block: LentBlock) -> None:
         """Unpin a lent block."""
@@ -232,7 +224,7 @@ class StoreService:
             Name of the client if the session still holds a lease or a reservation, else None.
         """
         session = self._sessions.pop(session_id, None)
-        if session is None or not self._index.owns_any(session_id):
+        if session is None or not self.index.owns_any(session_id):
             return None
         self._quarantined_ids.add(session_id)
         return session.client_name
@@ -240,7 +232,7 @@ class StoreService:
     def drop(self, session_id: int) -> None:
         """Take back a session's leases and reservations; its processes no longer use slots."""
         self._quarantined_ids.discard(session_id)
-        self._index.drop_owner(session_id)
+        self.index.drop_owner(session_id)
 
     def sessions_named(self, client_name: str) -> list[int]:
         """Return the ids of the connected sessions of one client."""
@@ -249,7 +241,7 @@ class StoreService:
 
     def stats(self) -> StoreStats:
         """Return the current counters and gauges."""
-        index = self._index
+        index = self.index
         quarantined = sum(index.num_writing_of(owner) for owner in self._quarantined_ids)
         return StoreStats(
             generation=self._generation,
@@ -301,7 +293,7 @@ class StoreService:
                     "same tokens differently and would never find each other's blocks. Start both "
                     "with the same PYTHONHASHSEED and prefix caching hash algorithm"
                 )
-        in_use = bool(self._peers()) or self._index.has_owners
+        in_use = bool(self._peers()) or self.index.has_owners
         if in_use and fingerprint.slot_bytes != self._slot_bytes:
             return (
                 f"{client_name} has blocks of {fingerprint.slot_bytes} bytes and the clients of "
@@ -333,14 +325,14 @@ class StoreService:
         self._slot_bytes = slot_bytes
         # 63 bits: a msgpack integer that every language reads; never 0, which means "no pool".
         self._generation = secrets.randbelow(2**63 - 1) + 1
-        self._index = BlockIndex(
+        self.index = BlockIndex(
             num_slots,
             self._watcher,
-            self._index.counters,
+            self.index.counters,
             self._tenant_quota,
             self._watcher.is_intact if self._watcher.verifies else None,
         )
-        carved = self._carved = CarvedPool(self._pool, self._index, slot_bytes)
+        carved = self._carved = CarvedPool(self._pool, self.index, slot_bytes)
         self._watcher.carve(carved)
         self._tiering.carve(carved)
         self.receiving.carve(carved)
@@ -355,7 +347,7 @@ class StoreService:
         # Hold once before the reservations, so that these do not evict blocks of the same prompt.
         self._hold(request, (*keys, *to_write))
         reserved = [
-            self._index.reserve(
+            self.index.reserve(
                 key,
                 None if parent is None else namespace + parent,
                 session.id,
@@ -366,9 +358,9 @@ class StoreService:
         ]
         self._hold(request, to_write)
         num_refused = 0
-        if not self._index.is_at_quota(request.tenant):
+        if not self.index.is_at_quota(request.tenant):
             lacking = (key for key, one in zip(to_write, reserved, strict=True) if one is None)
-            num_refused = sum(self._index.get(key) is None for key in lacking)
+            num_refused = sum(self.index.get(key) is None for key in lacking)
         grant = promotion.grant
         return wire.SlotsGranted(
             request.seq,
@@ -381,20 +373,20 @@ class StoreService:
             promotion.num_declined,
             num_refused,
             request.hold,
-            self._index.num_held,
+            self.index.num_held,
             promotion.num_unfetched,
         )
 
     def _hold(self, request: wire.ExchangeSlots, keys: Sequence[bytes]) -> None:
         if request.hold:
             now_s = self._clock()
-            self._index.expire_holds(now_s)
-            self._index.hold(request.hold, keys, now_s + HOLD_S, request.num_readers)
+            self.index.expire_holds(now_s)
+            self.index.hold(request.hold, keys, now_s + HOLD_S, request.num_readers)
 
     def _acquire(
         self, keys: list[bytes], session: Session, request: wire.ExchangeSlots
     ) -> PromotionResult:
-        grant = self._index.acquire(keys, session.id)
+        grant = self.index.acquire(keys, session.id)
         promoter = self._tiering.promoter
         if not keys or not (self._tiering.has_tiers or promoter.expects_any):
             return PromotionResult(grant)
@@ -419,5 +411,5 @@ class StoreService:
     def _commit(self, request: wire.Commit) -> bool:
         if request.generation != self._generation:
             return False
-        accepted = [self._index.commit(serial, request.part) for serial in request.serials]
+        accepted = [self.index.commit(serial, request.part) for serial in request.serials]
         return all(accepted)
