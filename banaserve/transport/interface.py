@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from banaserve.transport.memory import Memory
 from banaserve.transport.regions.descriptor import RegionDescriptor
+from banaserve.transport.regions.offered_region import OfferedRegion
 from banaserve.transport.regions.remote_region import RemoteRegion
 
 MIN_SECRET_BYTES = 16
@@ -45,51 +45,6 @@ class TransportOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def __repr__(self) -> str:
         return f"TransportOptions(folder={self.folder!r}, host={self.host!r})"
-
-
-class OfferedRegion(Protocol):
-    """Memory that a peer may copy to and from, on the owner's side.
-
-    Attributes:
-        memory: Bytes of the region in this process.
-        descriptor: Descriptor by which the peer opens the region.
-        epoch: Epoch of the region; transfers of any other epoch are refused.
-    """
-
-    @property
-    def memory(self) -> Memory: ...
-
-    @property
-    def descriptor(self) -> RegionDescriptor: ...
-
-    @property
-    def epoch(self) -> int: ...
-
-    def advance(self, epoch: int, timeout_s: float) -> None:
-        """Accept only ``epoch`` from now on; on return no transfer of another epoch is under way.
-
-        Raises:
-            RefusedError: ``epoch`` is smaller than the current one.
-            TransferTimeoutError: A peer hangs in the middle of a transfer. The region refuses new
-                transfers of another epoch, but that transfer is not known to have ended.
-        """
-        ...
-
-    def release(self, first_byte: int, num_bytes: int) -> int:
-        """Give the whole pages of a range back to the system; they read as zero until written.
-
-        Returns:
-            Maximum number of bytes given back: whole pages of the range.
-
-        Raises:
-            RefusedError: The range is outside the region, or the transport does not own the
-                memory.
-        """
-        ...
-
-    def close(self) -> None:
-        """Refuse every transfer and free the memory; ``memory`` must not be used afterwards."""
-        ...
 
 
 class Transport(Protocol):

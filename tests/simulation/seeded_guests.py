@@ -18,7 +18,7 @@ from banaserve.transport.errors import PeerGoneError, RefusedError, StaleEpochEr
 from banaserve.transport.interface import TransportOptions
 from banaserve.transport.memory import Memory, copy_runs
 from banaserve.transport.regions.descriptor import Offsets, RegionDescriptor
-from banaserve.transport.regions.local_region import reserve
+from banaserve.transport.regions.offered_region import reserve
 from seeded_machine import Machine, Process, Troubles
 from seeded_modules import UnitsOfGuest
 from seeded_threads import KilledError, Thread, VirtualChannel, current, sleep, wait, wake

@@ -57,7 +57,7 @@ class BlockIndex:
         # Entries removed from ``_entries`` whose slot a lease or a copy still uses, by serial.
         self._dropped: dict[int, IndexEntry] = {}
         self._chains = Chains(self._entries)
-        self._queue = EvictionQueue(self._chains)
+        self._queue = EvictionQueue(self._chains.is_evictable)
         self._tenants = Tenants(self._chains, num_slots, tenant_quota)
         self._tick = 0
         self._last_serial = 0
@@ -357,7 +357,7 @@ class BlockIndex:
         self._check_leases()
         self._check_owners()
         in_use = [*self._entries.values(), *self._dropped.values()]
-        self._queue.check(self._entries)
+        self._queue.check(self._entries, self._entries.values())
         self._tenants.check(self._entries, in_use)
 
     def _check_entries(self) -> None:

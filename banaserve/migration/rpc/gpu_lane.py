@@ -26,10 +26,10 @@ from banaserve.migration.rpc.tensors import (
 from banaserve.transport.channels.frames import ELSEWHERE
 from banaserve.transport.interface import (
     MAX_DIMENSIONS,
-    OfferedRegion,
     Tensor,
     Transport,
 )
+from banaserve.transport.regions.offered_region import OfferedRegion
 from banaserve.transport.regions.remote_region import RemoteRegion
 
 LANE_BYTES = 256 * 2**20

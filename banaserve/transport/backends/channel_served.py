@@ -21,7 +21,7 @@ from banaserve.transport.memory import SLICE_BYTES, Memory, Plan, Runs
 from banaserve.transport.regions.argument_checks import check_offsets
 from banaserve.transport.regions.descriptor import RegionDescriptor
 from banaserve.transport.regions.gpu_memory import CudaGpu
-from banaserve.transport.regions.local_region import LocalRegion, reserve
+from banaserve.transport.regions.offered_region import OfferedRegion, PrivateMemory, reserve
 from banaserve.transport.regions.remote_region import RemoteRegion
 
 # Only waiting for a ticket has a deadline; the connection itself has none.
@@ -64,7 +64,7 @@ _requests: msgspec.msgpack.Decoder[SliceRequest] = msgspec.msgpack.Decoder(Slice
 _answers: msgspec.msgpack.Decoder[Granted | Denied] = msgspec.msgpack.Decoder(Granted | Denied)
 
 
-class ChannelTransport(OfferingTransport[LocalRegion]):
+class ChannelTransport(OfferingTransport):
     """Base of transports whose offering side answers on a TCP port, to peers that know the secret.
 
     Args:
@@ -76,7 +76,9 @@ class ChannelTransport(OfferingTransport[LocalRegion]):
         self._gpu = gpu
 
     @abstractmethod
-    def _serve_region(self, channel: StreamChannel, opening: Message, region: LocalRegion) -> None:
+    def _serve_region(
+        self, channel: StreamChannel, opening: Message, region: OfferedRegion
+    ) -> None:
         """Grant ``opening``, then serve one peer's slices until it closes."""
 
     @abstractmethod
@@ -89,9 +91,10 @@ class ChannelTransport(OfferingTransport[LocalRegion]):
         listener = listen_tcp(self._options.host)
         return listener, tcp_address(listener)
 
-    def _reserve(self, descriptor: RegionDescriptor) -> LocalRegion:
+    def _reserve(self, descriptor: RegionDescriptor) -> OfferedRegion:
         memory = self._reserve_memory(descriptor.num_bytes)
-        return LocalRegion(descriptor, memory, self.forget_offered, self._gpu)
+        store = PrivateMemory(memory, descriptor.epoch, self._gpu)
+        return OfferedRegion(descriptor, store, self.forget_offered)
 
     def _reserve_memory(self, num_bytes: int) -> Memory:
         return reserve(num_bytes) if self._gpu is None else self._gpu.reserve(num_bytes)
@@ -178,7 +181,7 @@ def denial_of(error: RefusedError) -> Denied:
     return Denied(isinstance(error, StaleEpochError), str(error))
 
 
-def checked_runs(begin: Begin, offsets: Tensor, region: LocalRegion) -> Runs:
+def checked_runs(begin: Begin, offsets: Tensor, region: OfferedRegion) -> Runs:
     """Return the offsets of a peer's slice, ``[num_runs]`` int64, all within the region.
 
     Raises:

@@ -13,7 +13,7 @@ import numpy as np
 from banaserve.transport.backends.shm import ShmTransport
 from banaserve.transport.errors import RefusedError
 from banaserve.transport.interface import TransportOptions
-from banaserve.transport.memory import Memory, Plan, whole_pages
+from banaserve.transport.memory import Memory, whole_pages
 from banaserve.transport.regions.descriptor import RegionDescriptor
 from banaserve.transport.regions.gpu_memory import HANDLE_BYTES, CudaGpu
 from banaserve.transport.regions.shared_file import SharedFile, new_file
@@ -66,7 +66,7 @@ class GpuFile(SharedFile):
     """
 
     def __init__(self, fd: int, gpu: CudaGpu, memory: Memory | None, num_bytes: int = 0) -> None:
-        super().__init__(fd, _RECORD.size)
+        super().__init__(fd, _RECORD.size, gpu.copy_runs)
         self.record = self.memory
         self._gpu = gpu
         if memory is None:
@@ -85,18 +85,6 @@ class GpuFile(SharedFile):
 
     def populate(self, first_byte: int, num_bytes: int) -> None:
         """Do nothing: memory of a GPU is backed."""
-
-    def copy(self, part: Plan) -> None:
-        """Copy the runs of a slice between GPUs, or between a GPU and the host."""
-        ours, theirs = part.local, self.memory
-        if part.writes:
-            self._gpu.copy_runs(
-                theirs, ours, part.remote_offsets, part.local_offsets, part.num_bytes
-            )
-        else:
-            self._gpu.copy_runs(
-                ours, theirs, part.local_offsets, part.remote_offsets, part.num_bytes
-            )
 
     def close(self) -> None:
         """Close the descriptor; the memory ends with its last user."""

@@ -39,7 +39,7 @@ from banaserve.transport.memory import (
     scatter,
 )
 from banaserve.transport.regions.descriptor import RegionDescriptor
-from banaserve.transport.regions.local_region import LocalRegion
+from banaserve.transport.regions.offered_region import OfferedRegion
 from banaserve.transport.regions.remote_region import RemoteRegion, Ticket
 
 
@@ -79,7 +79,7 @@ class GrantedTransport(ChannelTransport):
     """Base of transports with grants, whose ``_accept`` and ``_meet`` make the sides' movers."""
 
     @abstractmethod
-    def _accept(self, region: LocalRegion) -> tuple[Mover, bytes]:
+    def _accept(self, region: OfferedRegion) -> tuple[Mover, bytes]:
         """Return the offering side's mover, and the data that the peer needs to connect."""
 
     @abstractmethod
@@ -107,7 +107,9 @@ class GrantedTransport(ChannelTransport):
         copy = copy_runs if self._gpu is None else self._gpu.copy_runs
         return GrantedRemote(descriptor, self.forget_opened, channel, mover, staging, copy)
 
-    def _serve_region(self, channel: StreamChannel, opening: Message, region: LocalRegion) -> None:
+    def _serve_region(
+        self, channel: StreamChannel, opening: Message, region: OfferedRegion
+    ) -> None:
         mover, data = self._accept(region)
         try:
             answer(channel, opening, Granted(data))
@@ -166,7 +168,7 @@ class GrantedRemote(RemoteRegion):
             raise PeerGoneError(str(error)) from None
 
 
-def _give_grants(channel: StreamChannel, region: LocalRegion, mover: Mover) -> None:
+def _give_grants(channel: StreamChannel, region: OfferedRegion, mover: Mover) -> None:
     while True:
         request = channel.receive(FOREVER_S)
         begin = request_in(request)
@@ -175,7 +177,7 @@ def _give_grants(channel: StreamChannel, region: LocalRegion, mover: Mover) -> N
         with ExitStack() as held:
             try:
                 runs = checked_runs(begin, request.tensors[0], region)
-                held.enter_context(region.use(begin.epoch))
+                held.enter_context(region.store.use(begin.epoch))
             except RefusedError as error:
                 answer(channel, request, denial_of(error))
                 continue

@@ -22,7 +22,7 @@ from banaserve.transport.errors import PeerGoneError
 from banaserve.transport.interface import TransportOptions
 from banaserve.transport.memory import Memory, Plan, Runs
 from banaserve.transport.regions.gpu_memory import CudaGpu
-from banaserve.transport.regions.local_region import LocalRegion
+from banaserve.transport.regions.offered_region import OfferedRegion
 
 NAME = "nixl"
 _SPINS = 200
@@ -64,7 +64,7 @@ class NixlTransport(GrantedTransport):
                 self._shared = Agent()
             return self._shared
 
-    def _accept(self, region: LocalRegion) -> tuple[Mover, bytes]:
+    def _accept(self, region: OfferedRegion) -> tuple[Mover, bytes]:
         owner = _Owner(self._agent(), region.memory, self._place)
         return owner, msgspec.msgpack.encode(owner.access)
 

@@ -6,20 +6,21 @@ import secrets
 import socket
 import threading
 from abc import ABC, abstractmethod
-from typing import Generic, TypeVar
 
 from banaserve.transport.channels.threaded_server import Service
 from banaserve.transport.errors import RefusedError
-from banaserve.transport.interface import OfferedRegion, TransportOptions
+from banaserve.transport.interface import (
+    TransportOptions,
+)
 from banaserve.transport.regions.argument_checks import check_offer
 from banaserve.transport.regions.descriptor import RegionDescriptor
+from banaserve.transport.regions.offered_region import OfferedRegion
 from banaserve.transport.regions.remote_region import RemoteRegion
 
 REGION_ID_BYTES = 16
-OfferedT = TypeVar("OfferedT", bound=OfferedRegion)
 
 
-class OfferingTransport(ABC, Generic[OfferedT]):
+class OfferingTransport(ABC):
     """Transport with tables of its regions, whose service starts with the first offer."""
 
     name: str
@@ -27,12 +28,12 @@ class OfferingTransport(ABC, Generic[OfferedT]):
     def __init__(self, options: TransportOptions) -> None:
         self._options = options
         self._lock = threading.Lock()
-        self._offered: dict[bytes, OfferedT] = {}
+        self._offered: dict[bytes, OfferedRegion] = {}
         self._opened: set[RemoteRegion] = set()
         self._service: Service | None = None
         self._address = ""
 
-    def offer(self, num_bytes: int, epoch: int) -> OfferedT:
+    def offer(self, num_bytes: int, epoch: int) -> OfferedRegion:
         check_offer(num_bytes, epoch)
         with self._lock:
             if self._service is None:
@@ -73,12 +74,12 @@ class OfferingTransport(ABC, Generic[OfferedT]):
             self._opened.discard(remote)
             return known
 
-    def forget_offered(self, region: OfferedT) -> bool:
+    def forget_offered(self, region: OfferedRegion) -> bool:
         """Remove an offered region from its table; return False if it was removed before."""
         with self._lock:
             return self._offered.pop(region.descriptor.region_id, None) is not None
 
-    def _find(self, region_id: bytes) -> OfferedT | None:
+    def _find(self, region_id: bytes) -> OfferedRegion | None:
         with self._lock:
             return self._offered.get(region_id)
 
@@ -87,7 +88,7 @@ class OfferingTransport(ABC, Generic[OfferedT]):
         """Return a listening socket and its address for peers."""
 
     @abstractmethod
-    def _reserve(self, descriptor: RegionDescriptor) -> OfferedT:
+    def _reserve(self, descriptor: RegionDescriptor) -> OfferedRegion:
         """Return the new region of a descriptor."""
 
     @abstractmethod

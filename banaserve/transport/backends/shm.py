@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from banaserve.base.platform.linux import is_own, peer_of
@@ -13,20 +12,19 @@ from banaserve.transport.backends.offering import REGION_ID_BYTES, OfferingTrans
 from banaserve.transport.channels.stream import SocketStream
 from banaserve.transport.channels.threaded_server import GREETING_S, listen_unix
 from banaserve.transport.errors import PeerGoneError, RefusedError, TransferTimeoutError
-from banaserve.transport.memory import SLICE_BYTES, Memory
-from banaserve.transport.regions.argument_checks import check_offer, check_range
+from banaserve.transport.memory import SLICE_BYTES
 from banaserve.transport.regions.descriptor import RegionDescriptor
+from banaserve.transport.regions.offered_region import OfferedRegion
 from banaserve.transport.regions.remote_region import RemoteRegion, Ticket
 from banaserve.transport.regions.shared_file import SharedFile
 
 NAME = "shm"
-_CLOSE_WAIT_S = 1.0
 _SLICE_BYTES = 4 * SLICE_BYTES
 """Size of a slice. It is large, because each slice takes the GIL about five times, in competition
 with an engine in the same process."""
 
 
-class ShmTransport(OfferingTransport["ShmOffer"]):
+class ShmTransport(OfferingTransport):
     """Transport that passes memory files over a Unix socket to processes of this user only."""
 
     name = NAME
@@ -40,9 +38,9 @@ class ShmTransport(OfferingTransport["ShmOffer"]):
         listener, path = listen_unix(self._options.folder, self.name)
         return listener, str(path)
 
-    def _reserve(self, descriptor: RegionDescriptor) -> ShmOffer:
+    def _reserve(self, descriptor: RegionDescriptor) -> OfferedRegion:
         file = self._create(descriptor.num_bytes, descriptor.epoch)
-        return ShmOffer(descriptor, self.forget_offered, file)
+        return OfferedRegion(descriptor, file, self.forget_offered)
 
     def _connect(self, descriptor: RegionDescriptor, timeout_s: float) -> ShmRemote:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -82,8 +80,9 @@ class ShmTransport(OfferingTransport["ShmOffer"]):
         region_id = sock.recv(REGION_ID_BYTES, socket.MSG_WAITALL)
         with self._lock:
             offer = self._offered.get(region_id)
-            fd = offer.file.reopen() if offer is not None else -1
-        if offer is None:
+            # Under the lock: a region that is closed meanwhile closes its descriptor.
+            fd = offer.store.reopen() if offer and isinstance(offer.store, SharedFile) else -1
+        if fd < 0:
             sock.sendall(b"n")
             return
         try:
@@ -93,43 +92,6 @@ class ShmTransport(OfferingTransport["ShmOffer"]):
         # Kept open until the peer closes: its end shows the peer that this process is gone.
         sock.settimeout(None)
         sock.recv(1)
-
-
-class ShmOffer:
-    """Memory file that this process offers."""
-
-    def __init__(
-        self,
-        descriptor: RegionDescriptor,
-        forget: Callable[[ShmOffer], bool],
-        file: SharedFile,
-    ) -> None:
-        self.descriptor = descriptor
-        self.epoch = descriptor.epoch
-        self.file = file
-        self._forget = forget
-
-    @property
-    def memory(self) -> Memory:
-        return self.file.memory
-
-    def advance(self, epoch: int, timeout_s: float) -> None:
-        check_offer(self.descriptor.num_bytes, epoch)
-        if epoch < self.epoch:
-            raise RefusedError(f"epoch {epoch} lies before {self.epoch}")
-        self.epoch = epoch
-        self.file.advance(epoch, timeout_s)
-
-    def release(self, first_byte: int, num_bytes: int) -> int:
-        check_range(first_byte, num_bytes, self.descriptor.num_bytes)
-        return self.file.release(first_byte, num_bytes)
-
-    def close(self) -> None:
-        if self._forget(self):
-            # A peer that hangs in a copy still writes to its own mapping, which harms no other.
-            with suppress(TransferTimeoutError):
-                self.file.retire(_CLOSE_WAIT_S)
-            self.file.close()
 
 
 class ShmRemote(RemoteRegion):

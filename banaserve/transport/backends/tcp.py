@@ -33,7 +33,7 @@ from banaserve.transport.errors import PeerGoneError, RefusedError, TransportErr
 from banaserve.transport.interface import Bytes, Message, Tensor
 from banaserve.transport.memory import SLICE_BYTES, Memory, Plan, gather, scatter
 from banaserve.transport.regions.descriptor import RegionDescriptor
-from banaserve.transport.regions.local_region import LocalRegion, reserve
+from banaserve.transport.regions.offered_region import OfferedRegion, reserve
 from banaserve.transport.regions.remote_region import RemoteRegion, Ticket
 
 NAME = "tcp"
@@ -55,7 +55,9 @@ class TcpTransport(ChannelTransport):
     ) -> RemoteRegion:
         return TcpRemote(descriptor, self.forget_opened, channel)
 
-    def _serve_region(self, channel: StreamChannel, opening: Message, region: LocalRegion) -> None:
+    def _serve_region(
+        self, channel: StreamChannel, opening: Message, region: OfferedRegion
+    ) -> None:
         answer(channel, opening, Granted())
         _Responder(channel, region).run()
 
@@ -63,7 +65,7 @@ class TcpTransport(ChannelTransport):
 class _Responder:
     """Executor of one peer's slices on one region."""
 
-    def __init__(self, channel: StreamChannel, region: LocalRegion) -> None:
+    def __init__(self, channel: StreamChannel, region: OfferedRegion) -> None:
         self._channel = channel
         self._region = region
         self._bytes = reserve(SLICE_BYTES).view()
@@ -91,7 +93,7 @@ class _Responder:
             data = self._bytes[: begin.num_bytes * runs.size] if written is None else written.data
             if data.size != begin.num_bytes * runs.size:
                 raise ProtocolError("a slice without its bytes")
-            with region.use(begin.epoch):
+            with region.store.use(begin.epoch):
                 if written is None:
                     gather(Memory.of(data), region.memory, runs, begin.num_bytes)
                 else:

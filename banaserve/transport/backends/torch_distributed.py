@@ -19,7 +19,7 @@ from banaserve.transport.backends.library_grants import GrantedTransport, Mover
 from banaserve.transport.errors import PeerGoneError
 from banaserve.transport.interface import TransportOptions
 from banaserve.transport.memory import SLICE_BYTES, Memory, Plan, gather, scatter
-from banaserve.transport.regions.local_region import LocalRegion, reserve
+from banaserve.transport.regions.offered_region import OfferedRegion, reserve
 
 NAME = "torch_distributed"
 _TIMEOUT = timedelta(seconds=10)
@@ -46,7 +46,7 @@ class TorchDistributedTransport(GrantedTransport):
         super().__init__(options)
         self._host = options.host
 
-    def _accept(self, region: LocalRegion) -> tuple[Mover, bytes]:
+    def _accept(self, region: OfferedRegion) -> tuple[Mover, bytes]:
         store = dist.TCPStore(
             self._host, 0, 2, is_master=True, timeout=_TIMEOUT, wait_for_workers=False
         )

@@ -44,7 +44,9 @@ from banaserve.transport.channels.threaded_server import (
     MAX_STRANGERS,
     ConnectionPlaces,
     Service,
+    listen_tcp,
 )
+from banaserve.transport.errors import RefusedError
 from banaserve.transport.interface import Message
 
 log = logging.getLogger(__name__)
@@ -57,7 +59,6 @@ block to send; the limit is short because readers may be waiting for the blocks.
 SEND_S = 30.0
 MAX_PUSHES = 256
 """Maximum number of pushes under way on one connection."""
-_BACKLOG = 64
 _MOST_CONNECTIONS = 8192
 """Maximum number of connections of peers. A peer has about five, so it suffices for 1,600 nodes;
 each connection takes a thread that mostly waits."""
@@ -81,7 +82,10 @@ class PeerServer:
     def __init__(self, host: str, port: int, key: bytes, access: PoolAccess) -> None:
         self._key = key
         self._access = access
-        listener = _listen(host, port)
+        try:
+            listener = listen_tcp(host, port)
+        except RefusedError as error:
+            raise UserError(f"--kv-store-listen: {error}") from error
         keep_alive(listener)
         self.port: int = listener.getsockname()[1]
         self._refusals = RefusalLog(log.warning)
@@ -186,14 +190,6 @@ class _Visit:
 
     def _reply(self, message: Message, said: PeerReply, *blocks: BlockBytes) -> None:
         self._channel.reply(message, message_of(said, *blocks), SEND_S)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except OSError as error:
-        raise UserError(f"--kv-store-listen {host}:{port}: {error.strerror or error}") from error
 
 
 def _name_of(sock: socket.socket) -> str:
