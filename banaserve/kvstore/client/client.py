@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from banaserve.base.errors import StoreUnavailableError
 from banaserve.base.fail_points import FailPoint, reach
 from banaserve.kvstore import wire
-from banaserve.kvstore.client.channel import FIRST_RETRY_S, StoreLink
+from banaserve.kvstore.client.channel import FIRST_RETRY_S, StoreChannel, StoreLink
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.leases import Exchanged, Lease, Lookup, Slot
 from banaserve.kvstore.pool import BoardView, PoolView
@@ -62,11 +63,9 @@ class StoreClient:
         self._view: PoolView | None = None
         self._board: BoardView | None = None
         self._link = StoreLink(
-            Path(socket_path),
-            fingerprint,
-            client_name,
-            num_writers=num_writers,
-            timeout_s=timeout_s,
+            partial(
+                StoreChannel, Path(socket_path), client_name, fingerprint, num_writers, timeout_s
+            ),
             reconnect=reconnect,
             on_open=self._map,
             on_lost=self._unmap,

@@ -224,7 +224,7 @@ class Promoter:
         offers = [TierOffer(tier.speed, tier.queued_bytes) for tier in self._tiers]
         num_chosen = choose(
             sources, offers, self._carved.slot_bytes, request.compute_block_s, result.wait_s
-        ).num_blocks
+        )
         promoted = self._start(request, at, sources[:num_chosen], result)
         self._wait_for(result, promoted)
         result.num_unfetched = num_chosen - len(promoted)

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from banaserve.base.errors import UserError
 from banaserve.kvstore.leases import Lookup
@@ -32,13 +31,6 @@ MAX_QUEUE_DEPTH = 256
 # Maximum for each call: an eviction takes microseconds, and an event loop waits for the call.
 MAX_EVICTIONS = 64
 log = logging.getLogger(__name__)
-
-
-class DiskTransfer(NamedTuple):
-    """Load or store under way."""
-
-    ticket: int
-    block: DiskBlock
 
 
 class SsdTier:
@@ -82,8 +74,8 @@ class SsdTier:
         self._workers = Workers(queue_depth + 1)
         self._files = BlockFiles(self._folder, self._workers, capacity_bytes, now)
         self._adopt(recovered)
-        self._loads: dict[int, DiskTransfer] = {}
-        self._stores: dict[int, DiskTransfer] = {}
+        self._loads: dict[int, DiskBlock] = {}
+        self._stores: dict[int, DiskBlock] = {}
         self._ended: list[Completion] = []
         self._last_ticket = 0
         self._too_large = ""
@@ -126,11 +118,10 @@ class SsdTier:
         self._last_sequence += 1
         entry = DiskBlock(block.key, block.parent, source.nbytes, self._last_sequence)
         self._blocks.add(entry)
-        store = self._begin(entry)
-        self._stores[store.ticket] = store
+        ticket = self._begin(entry, self._stores)
         self._counters.store_speed.begin(self._now())
-        self._files.write(entry, source, lambda error: self._end_store(store, error))
-        return store.ticket
+        self._files.write(entry, source, lambda error: self._end_store(ticket, error))
+        return ticket
 
     def submit_load(self, key: bytes, target: BlockBytes) -> int | None:
         """Begin to read a block; see ``StoreTier``."""
@@ -141,11 +132,10 @@ class SsdTier:
         if len(self._loads) + len(self._stores) >= self._queue_depth:
             return None
         self._blocks.touch(block)
-        load = self._begin(block)
-        self._loads[load.ticket] = load
+        ticket = self._begin(block, self._loads)
         self._counters.load_speed.begin(self._now())
-        self._files.read(block, target, lambda outcome: self._end_load(load, outcome))
-        return load.ticket
+        self._files.read(block, target, lambda outcome: self._end_load(ticket, outcome))
+        return ticket
 
     def poll(self) -> list[Completion]:
         """Return the transfers that have ended since the last call."""
@@ -233,10 +223,11 @@ class SsdTier:
             return False
         return len(self._loads) + len(self._stores) < self._queue_depth
 
-    def _begin(self, block: DiskBlock) -> DiskTransfer:
+    def _begin(self, block: DiskBlock, transfers: dict[int, DiskBlock]) -> int:
         self._blocks.begin_use(block)
         self._last_ticket += 1
-        return DiskTransfer(self._last_ticket, block)
+        transfers[self._last_ticket] = block
+        return self._last_ticket
 
     def _forget(self, block: DiskBlock) -> None:
         self._blocks.remove(block)
@@ -248,9 +239,8 @@ class SsdTier:
         if not block.num_users and self._blocks.get(block.key) is not block:
             self._files.drop(block)
 
-    def _end_store(self, store: DiskTransfer, error: OSError | None) -> None:
-        del self._stores[store.ticket]
-        block = store.block
+    def _end_store(self, ticket: int, error: OSError | None) -> None:
+        block = self._stores.pop(ticket)
         num_stored, outcome = 0, TierOutcome.FAILED
         if error is None:
             num_stored, outcome = block.num_bytes, TierOutcome.DONE
@@ -265,11 +255,10 @@ class SsdTier:
             self._files.report(error)
         self._blocks.end_use(block)
         self._counters.store_speed.end(self._now(), num_stored)
-        self._ended.append(Completion(store.ticket, outcome))
+        self._ended.append(Completion(ticket, outcome))
 
-    def _end_load(self, load: DiskTransfer, outcome: TierOutcome) -> None:
-        del self._loads[load.ticket]
-        block, num_loaded = load.block, 0
+    def _end_load(self, ticket: int, outcome: TierOutcome) -> None:
+        block, num_loaded = self._loads.pop(ticket), 0
         if outcome is TierOutcome.DONE:
             num_loaded = block.num_bytes
             self._counters.loads += 1
@@ -282,7 +271,7 @@ class SsdTier:
             self._counters.failures += 1
         self._end_use(block)
         self._counters.load_speed.end(self._now(), num_loaded)
-        self._ended.append(Completion(load.ticket, outcome))
+        self._ended.append(Completion(ticket, outcome))
 
     def _report_if_error(self, result: object) -> None:
         if isinstance(result, OSError):
