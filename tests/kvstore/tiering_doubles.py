@@ -10,6 +10,7 @@ from contextlib import ExitStack
 import numpy as np
 
 from banaserve.kvstore import wire
+from banaserve.kvstore.daemon.carved_pool import CarvedPool
 from banaserve.kvstore.daemon.service import StoreService
 from banaserve.kvstore.daemon.tiering.attached_tier import AttachedTier
 from banaserve.kvstore.daemon.tiering.tiering import Tiering
@@ -151,9 +152,10 @@ class Store:
         self.board = Board(self.pool.num_bytes)
         self.selector = selectors.DefaultSelector()
         attached = [AttachedTier(tier.name, tier) for tier in tiers]
-        self.tiering = Tiering(attached, self.selector, lambda: self.now_s)
-        watcher = PoolWatcher(self.board, self.tiering, poisons=True, verifies=verifies)
-        self.service = StoreService(self.pool, self.tiering, watcher, quota)
+        carved = CarvedPool(self.pool)
+        self.tiering = Tiering(attached, carved, self.selector, lambda: self.now_s)
+        watcher = PoolWatcher(carved, self.board, self.tiering, poisons=True, verifies=verifies)
+        self.service = StoreService(carved, self.tiering, watcher, quota)
         for close in (self.selector.close, self.board.close, self.pool.close):
             stack.callback(close)
         stack.callback(self.tiering.close, 5.0)

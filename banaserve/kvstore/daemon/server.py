@@ -14,6 +14,7 @@ from banaserve.base.fail_points import FailPoint, reach
 from banaserve.base.net.addresses import host_and_port
 from banaserve.base.platform.linux import is_own, open_peer_pidfd, peer_of
 from banaserve.kvstore import wire
+from banaserve.kvstore.daemon.carved_pool import CarvedPool
 from banaserve.kvstore.daemon.connections.listener import Connection, StoreListener, make_way
 from banaserve.kvstore.daemon.connections.peer_server import PeerServer
 from banaserve.kvstore.daemon.connections.quarantine import Quarantine
@@ -55,17 +56,19 @@ class StoreServer:
         self._pool = SlotPool(options.pool_bytes)
         self._board = Board(self._pool.num_bytes)
         self._selector = selectors.DefaultSelector()
-        peers = PeersTier([], options.peers.secret) if options.peers.is_used else None
+        peers = PeersTier(options.peers.secret) if options.peers.is_used else None
         if peers is not None:
             peers.set_addresses(_addresses(options.peers.peers))
-        self._tiering = Tiering(_attached_tiers(options, peers), self._selector)
+        carved = CarvedPool(self._pool)
+        self._tiering = Tiering(_attached_tiers(options, peers), carved, self._selector)
         watcher = PoolWatcher(
+            carved,
             self._board,
             self._tiering,
             poisons=options.poison_free_slots,
             verifies=options.verify_memory,
         )
-        pushing = self._pushing = _pushing(options.peers, self._selector)
+        pushing = self._pushing = _pushing(options.peers, carved, self._selector)
 
         def set_peers(addresses: Sequence[str]) -> None:
             assert peers is not None
@@ -75,7 +78,7 @@ class StoreServer:
             pushing.set_peers(found)
 
         self._service = StoreService(
-            self._pool,
+            carved,
             self._tiering,
             watcher,
             options.tenant_quota,
@@ -297,10 +300,14 @@ def _open_peer_server(options: PeerOptions, access: PoolAccess) -> PeerServer:
     return PeerServer(host, port, options.secret, access)
 
 
-def _pushing(options: PeerOptions, selector: selectors.BaseSelector) -> Pushing | None:
+def _pushing(
+    options: PeerOptions, carved: CarvedPool, selector: selectors.BaseSelector
+) -> Pushing | None:
     if not options.is_used:
         return None
     over: Mailbox[Push] = Mailbox()
-    pushing = Pushing(lambda address: PushLink(address, options.secret, over), over, selector)
+    pushing = Pushing(
+        lambda address: PushLink(address, options.secret, over), over, selector, carved
+    )
     pushing.set_peers(_addresses(options.peers))
     return pushing

@@ -21,7 +21,6 @@ from banaserve.kvstore.daemon.watcher import PoolWatcher
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.index.index import BlockIndex
 from banaserve.kvstore.index.records import HOLD_S, IndexEntry
-from banaserve.kvstore.pool import SlotPool
 from banaserve.kvstore.sizes import format_size
 from banaserve.kvstore.stats import StoreStats
 from banaserve.kvstore.tiers.interface import BlockBytes
@@ -37,12 +36,10 @@ class LentBlock:
     """Block that is being sent to another machine's store; pinned in its slot meanwhile.
 
     Attributes:
-        index: Index of the pool geometry to which the block belongs.
         memory: Bytes of the block, ``[num_bytes]``.
     """
 
     entry: IndexEntry
-    index: BlockIndex
     memory: BlockBytes
 
 
@@ -65,7 +62,7 @@ class StoreService:
     """Index of the current pool and the clients that share it.
 
     Args:
-        pool: Memory of the blocks.
+        carved: Pool of the blocks, which this service cuts.
         tiering: Tiers below the pool.
         watcher: Watcher that applies slot changes to board, memory and tiers.
         tenant_quota: Largest share of the slots that one tenant may use; 1 sets no limit.
@@ -75,13 +72,12 @@ class StoreService:
         clock: Monotonic clock, in seconds.
 
     Attributes:
-        index: Index of the current pool geometry.
         receiving: Reception of the blocks that other machines' stores push.
     """
 
     def __init__(
         self,
-        pool: SlotPool,
+        carved: CarvedPool,
         tiering: Tiering,
         watcher: PoolWatcher,
         tenant_quota: float = 1.0,
@@ -90,25 +86,27 @@ class StoreService:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
-        self.receiving = Receiving(tiering.promoter)
+        self.receiving = Receiving(carved, tiering.promoter)
         self._pushing = pushing
-        self.pool_bytes = pool.num_bytes
+        self.pool_bytes = carved.pool.num_bytes
         self.num_protocol_errors = 0
-        self._pool = pool
+        self._carved = carved
         self._tiering = tiering
         self._watcher = watcher
         self._tenant_quota = tenant_quota
         self._set_peers = set_peers
         self._sessions: dict[int, Session] = {}
         self._quarantined_ids: set[int] = set()
-        self.index = BlockIndex(0)
-        self._slot_bytes = 0
         self._generation = 0
         self._num_refused = 0
         self._num_layout_mismatches = 0
-        self._carved: CarvedPool | None = None
         self._num_loans = 0
         self._num_lent = self._lent_bytes = 0
+
+    @property
+    def index(self) -> BlockIndex:
+        """Index of the pool as it is cut at present."""
+        return self._carved.index
 
     def greet(self, session_id: int, hello: wire.ClientHello) -> wire.Welcome | wire.ClientRefused:
         """Accept or refuse a connection; an accepted one has a session until ``leave``.
@@ -139,7 +137,7 @@ class StoreService:
             num_writers = hello.num_writers or hello.fingerprint.num_parts
         session = Session(session_id, hello.client_name, hello.fingerprint, namespace, num_writers)
         self._sessions[session_id] = session
-        return wire.Welcome(hello.seq, self._generation, self.pool_bytes, self._slot_bytes)
+        return wire.Welcome(hello.seq, self._generation, self.pool_bytes, self._carved.slot_bytes)
 
     def answer(self, session_id: int, request: wire.Request) -> wire.Reply | None:
         """Execute a request and return its reply; None if the request has no reply.
@@ -202,20 +200,20 @@ class StoreService:
     def lend(self, key: bytes, num_bytes: int) -> LentBlock | None:
         """Pin a block until ``take_back``; None if there is no such block of ``num_bytes``."""
         entry = self.index.get(key)
-        if self._carved is None or num_bytes != self._slot_bytes:
+        if num_bytes != self._carved.slot_bytes:
             return None
         if entry is None or not entry.ready or not self.index.verify(entry):
             return None
         self.index.pin(entry)
         self._num_loans += 1
-        return LentBlock(entry, self.index, self._carved.bytes_of(entry))
+        return LentBlock(entry, self._carved.bytes_of(entry))
 
     def take_back(self, block: LentBlock) -> None:
         """Unpin a lent block."""
         self._num_loans -= 1
         self._num_lent += 1
         self._lent_bytes += block.memory.size
-        block.index.unpin(block.entry)
+        self.index.unpin(block.entry)
 
     def leave(self, session_id: int) -> str | None:
         """Forget a connection that is gone. Its leases and reservations stay until ``drop``.
@@ -246,8 +244,8 @@ class StoreService:
         return StoreStats(
             generation=self._generation,
             capacity_bytes=self.pool_bytes,
-            used_bytes=index.num_used * self._slot_bytes,
-            slot_bytes=self._slot_bytes,
+            used_bytes=index.num_used * self._carved.slot_bytes,
+            slot_bytes=self._carved.slot_bytes,
             num_slots=index.num_slots,
             used_slots=index.num_used,
             writing_slots=index.num_writing,
@@ -294,10 +292,10 @@ class StoreService:
                     "with the same PYTHONHASHSEED and prefix caching hash algorithm"
                 )
         in_use = bool(self._peers()) or self.index.has_owners
-        if in_use and fingerprint.slot_bytes != self._slot_bytes:
+        if in_use and fingerprint.slot_bytes != self._carved.slot_bytes:
             return (
                 f"{client_name} has blocks of {fingerprint.slot_bytes} bytes and the clients of "
-                f"this store have blocks of {self._slot_bytes}: give it a store of its own"
+                f"this store have blocks of {self._carved.slot_bytes}: give it a store of its own"
             )
         return None
 
@@ -314,7 +312,7 @@ class StoreService:
 
     def _carve(self, slot_bytes: int) -> bool:
         """Cut the pool into slots of ``slot_bytes``; False if the pool is in use."""
-        if slot_bytes == self._slot_bytes:
+        if slot_bytes == self._carved.slot_bytes:
             return True
         is_copied = self._pushing is not None and self._pushing.is_busy
         if self._num_loans or is_copied or self.receiving.is_busy:
@@ -322,20 +320,17 @@ class StoreService:
         if not self._tiering.settle(SETTLE_S):
             return False
         num_slots = self.pool_bytes // slot_bytes
-        self._slot_bytes = slot_bytes
         # 63 bits: a msgpack integer that every language reads; never 0, which means "no pool".
         self._generation = secrets.randbelow(2**63 - 1) + 1
-        self.index = BlockIndex(
+        self._carved.slot_bytes = slot_bytes
+        self._carved.index = BlockIndex(
             num_slots,
             self._watcher,
             self.index.counters,
             self._tenant_quota,
             self._watcher.is_intact if self._watcher.verifies else None,
         )
-        carved = self._carved = CarvedPool(self._pool, self.index, slot_bytes)
-        self._watcher.carve(carved)
-        self._tiering.carve(carved)
-        self.receiving.carve(carved)
+        self._watcher.clear()
         log.info("%d slots of %s", num_slots, format_size(slot_bytes))
         return True
 
@@ -401,11 +396,11 @@ class StoreService:
         return promoter.promote(grant, wanted)
 
     def _push(self, session: Session, fingerprint: Fingerprint, request: wire.PushBlocks) -> None:
-        if self._pushing is None or self._carved is None:
+        if self._pushing is None:
             return
         keys = [session.namespace + key for key in request.keys]
         terms = PushTerms(request.tenant, request.hold, request.num_readers)
-        if not self._pushing.begin(request.to, keys, terms, self._carved, fingerprint):
+        if not self._pushing.begin(request.to, keys, terms, fingerprint):
             log.warning("%s pushes to %s, which is no peer", session.client_name, request.to)
 
     def _commit(self, request: wire.Commit) -> bool:

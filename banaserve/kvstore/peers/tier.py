@@ -62,11 +62,10 @@ class _Question:
 class PeersTier:
     """Tier that reads blocks in the memory of other stores, and writes none.
 
-    Each peer is asked about every key that is looked up and not known, and answers are valid for a
+    It begins without peers. Each peer is asked about every key that is looked up and not known, and answers are valid for a
     short time. A peer that does not answer counts as having no blocks: they are computed again.
 
     Args:
-        addresses: Host and port of each peer's server.
         key: Key that all stores know.
         clock: Monotonic clock, in seconds.
     """
@@ -75,7 +74,6 @@ class PeersTier:
 
     def __init__(
         self,
-        addresses: Sequence[tuple[str, int]],
         key: bytes,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -83,7 +81,7 @@ class PeersTier:
         self._clock = clock
         self._events: Mailbox[PeerEvent] = Mailbox()
         self._key = key
-        self._links = [PeerLink(host, port, key, self._events) for host, port in addresses]
+        self._links: list[PeerLink] = []
         self._closing: list[threading.Thread] = []
         self._is_closed = False
         self._tickets = itertools.count(1)

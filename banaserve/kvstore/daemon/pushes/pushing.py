@@ -13,7 +13,6 @@ from typing import NamedTuple
 from banaserve.base.net.addresses import written
 from banaserve.kvstore.daemon.carved_pool import CarvedPool
 from banaserve.kvstore.fingerprint import Fingerprint
-from banaserve.kvstore.index.index import BlockIndex
 from banaserve.kvstore.index.records import IndexEntry
 from banaserve.kvstore.mailbox import Mailbox
 from banaserve.kvstore.peers.messages import MAX_KEYS, OfferPush
@@ -56,7 +55,6 @@ class _UnderWay:
     """Push under way.
 
     Attributes:
-        index: Index of the pool geometry to which the blocks belong.
         layer_bytes: Size of a layer of a block, over all parts.
         open: Blocks that are neither done nor failed, by their position in the offer.
         entries: Index entries of all blocks, pinned until the push is over.
@@ -64,7 +62,6 @@ class _UnderWay:
 
     push: Push
     link: PushLink
-    index: BlockIndex
     layer_bytes: int
     entries: list[IndexEntry]
     open: dict[int, _Block] = field(default_factory=dict)
@@ -81,6 +78,7 @@ class Pushing:
             pushes into ``over``.
         over: Mailbox into which the links put pushes that are over.
         selector: Selector of the calling thread.
+        carved: Pool of the blocks.
 
     Attributes:
         num_blocks: Number of blocks offered to peers and then committed, whether or not the peer
@@ -94,6 +92,7 @@ class Pushing:
         connect: Callable[[tuple[str, int]], PushLink],
         over: Mailbox[Push],
         selector: selectors.BaseSelector,
+        carved: CarvedPool,
     ) -> None:
         self.num_blocks = self.num_by_layer = 0
         self._connect = connect
@@ -101,6 +100,7 @@ class Pushing:
         self._closing: list[threading.Thread] = []
         self._over = over
         self._selector = selector
+        self._carved = carved
         self._ids = itertools.count()
         self._pushes: dict[Push, _UnderWay] = {}
         self._writing: dict[int, list[tuple[_UnderWay, int]]] = defaultdict(list)
@@ -141,7 +141,6 @@ class Pushing:
         to: str,
         keys: Sequence[bytes],
         terms: PushTerms,
-        carved: CarvedPool,
         fingerprint: Fingerprint,
     ) -> bool:
         """Push the blocks of a prompt as their bytes become final.
@@ -159,14 +158,14 @@ class Pushing:
             return False
         entries: list[IndexEntry] = []
         for key in keys:
-            entry = carved.index.get(key)
+            entry = self._carved.index.get(key)
             if entry is None:
                 break
             entries.append(entry)
         for first in range(0, len(entries), MAX_KEYS):
             before = entries[first - 1].key if first else None
             some = entries[first : first + MAX_KEYS]
-            self._begin(link, some, before, terms, carved, fingerprint)
+            self._begin(link, some, before, terms, fingerprint)
         return True
 
     def end_hold(self, to: str, hold: int, reader: int | None) -> None:
@@ -180,21 +179,20 @@ class Pushing:
         entries: list[IndexEntry],
         first_parent: bytes | None,
         terms: PushTerms,
-        carved: CarvedPool,
         fingerprint: Fingerprint,
     ) -> None:
         offer = OfferPush(
             next(self._ids),
             [entry.key for entry in entries],
             first_parent,
-            carved.slot_bytes,
+            self._carved.slot_bytes,
             *terms,
         )
-        push = Push(offer, [carved.bytes_of(entry) for entry in entries])
+        push = Push(offer, [self._carved.bytes_of(entry) for entry in entries])
         layer_bytes = fingerprint.page_bytes * fingerprint.num_parts
-        way = _UnderWay(push, link, carved.index, layer_bytes, entries)
+        way = _UnderWay(push, link, layer_bytes, entries)
         for number, entry in enumerate(entries):
-            carved.index.pin(entry)
+            self._carved.index.pin(entry)
             way.open[number] = _Block(entry, [0] * entry.num_parts)
             self._writing[entry.serial].append((way, number))
         self._pushes[push] = way
@@ -276,7 +274,7 @@ class Pushing:
             for number in list(way.open):
                 self._forget(way, number)
             for entry in way.entries:
-                way.index.unpin(entry)
+                self._carved.index.unpin(entry)
 
 
 def _tell(way: _UnderWay, ranges: dict[tuple[int, int], list[int]]) -> None:

@@ -101,6 +101,7 @@ class Receiving:
     once its sender has committed it and all of its bytes have arrived.
 
     Args:
+        carved: Pool of the blocks.
         promoter: Promoter, which predicts for readers how long to wait.
         clock: Monotonic clock, in seconds.
 
@@ -108,22 +109,22 @@ class Receiving:
         num_blocks: Number of blocks received.
     """
 
-    def __init__(self, promoter: Promoter, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        carved: CarvedPool,
+        promoter: Promoter,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.num_blocks = 0
         self._promoter = promoter
         self._clock = clock
-        self._carved: CarvedPool | None = None
+        self._carved = carved
         self._entries: dict[Reception, dict[int, IndexEntry]] = {}
 
     @property
     def is_busy(self) -> bool:
         """Return whether slots are being written by pushes."""
         return bool(self._entries)
-
-    def carve(self, carved: CarvedPool) -> None:
-        """Switch to another pool geometry. No push may be under way."""
-        assert not self._entries
-        self._carved = carved
 
     def accept(self, offer: OfferPush) -> Reception:
         """Give slots to those blocks of an offer that are not in the pool, if there is room.
@@ -132,13 +133,11 @@ class Receiving:
         had a part of the room, neither would ever get the rest.
         """
         entries = dict(self._promoted(offer))
-        if offer.hold and self._carved is not None and not self._hold(offer, self._carved.index):
+        if offer.hold and not self._hold(offer, self._carved.index):
             for entry in entries.values():
                 self._carved.index.end_promotion(entry, filled=False)
             entries = {}
-        memory: dict[int, BlockBytes] = {}
-        if self._carved is not None:
-            memory = {number: self._carved.bytes_of(entry) for number, entry in entries.items()}
+        memory = {number: self._carved.bytes_of(entry) for number, entry in entries.items()}
         reception = Reception(offer, memory, self._clock())
         if entries:
             self._entries[reception] = entries
@@ -147,10 +146,9 @@ class Receiving:
         return reception
 
     def _promoted(self, offer: OfferPush) -> list[tuple[int, IndexEntry]]:
-        carved, found = self._carved, []
-        if carved is None or offer.num_bytes != carved.slot_bytes:
+        index, parent, found = self._carved.index, offer.first_parent, []
+        if offer.num_bytes != self._carved.slot_bytes:
             return []
-        index, parent = carved.index, offer.first_parent
         most = max(1, int(index.num_slots * MAX_PROMOTING_FRACTION))
         for number, key in enumerate(offer.keys):
             if index.get(key) is None:
@@ -176,7 +174,7 @@ class Receiving:
     def end(self, reception: Reception, done: Sequence[int], failed: Sequence[int]) -> None:
         """Make the ``done`` blocks of a push readable, and drop the ``failed`` ones."""
         entries = self._entries.get(reception)
-        if entries is None or self._carved is None:
+        if entries is None:
             return
         for numbers, filled in ((done, True), (failed, False)):
             for number in numbers:

@@ -23,18 +23,12 @@ class Demoter:
 
     Args:
         tiers: Tiers to which blocks are written.
+        carved: Pool of the blocks.
     """
 
-    def __init__(self, tiers: Sequence[AttachedTier]) -> None:
+    def __init__(self, tiers: Sequence[AttachedTier], carved: CarvedPool) -> None:
         self._tiers = tiers
-
-    def carve(self, carved: CarvedPool) -> None:
-        """Switch to another pool geometry. No copy may be under way."""
         self._carved = carved
-        most = int(carved.index.num_slots * MAX_STORING_FRACTION)
-        self._max_storing = max(1, min(most, MAX_STORING_BYTES // carved.slot_bytes))
-        for tier in self._tiers:
-            tier.backlog.clear()
 
     def became_ready(self, entry: IndexEntry, source: AttachedTier | None) -> None:
         """Queue a block for every tier except its ``source``."""
@@ -52,7 +46,9 @@ class Demoter:
 
     def pump(self, tier: AttachedTier) -> None:
         """Submit the writes that ``tier`` accepts now, as far as promotions leave room for them."""
-        while tier.backlog and not tier.waiting and len(tier.storing) < self._max_storing:
+        num_slots, slot_bytes = self._carved.index.num_slots, self._carved.slot_bytes
+        most = max(1, min(int(num_slots * MAX_STORING_FRACTION), MAX_STORING_BYTES // slot_bytes))
+        while tier.backlog and not tier.waiting and len(tier.storing) < most:
             # While blocks are being promoted, one write at a time keeps the backlog moving.
             if tier.loading and tier.storing:
                 return

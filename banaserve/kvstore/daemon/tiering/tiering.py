@@ -29,6 +29,7 @@ class Tiering:
 
     Args:
         tiers: Tiers, fastest first.
+        carved: Pool of the blocks.
         selector: Selector for the tiers' file descriptors; the data of its keys are functions that
             take the event mask.
         clock: Monotonic clock, in seconds.
@@ -42,15 +43,16 @@ class Tiering:
     def __init__(
         self,
         tiers: Sequence[AttachedTier],
+        carved: CarvedPool,
         selector: selectors.BaseSelector,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.promoter = Promoter(tiers, clock)
-        self.demoter = Demoter(tiers)
+        self.promoter = Promoter(tiers, carved, clock)
+        self.demoter = Demoter(tiers, carved)
         self.tiers = tiers
         self._clock = clock
         self._selector = selector
-        self._carved: CarvedPool | None = None
+        self._carved = carved
         self._num_closing = 0
         self._note_at_s = clock() + NOTE_EVERY_S
         self._closed: Mailbox[tuple[AttachedTier, bool]] = Mailbox()
@@ -71,12 +73,6 @@ class Tiering:
             len(tier.waiting) + len(tier.loading) + len(tier.storing) + len(tier.backlog)
             for tier in self.tiers
         )
-
-    def carve(self, carved: CarvedPool) -> None:
-        """Switch to another pool geometry. ``settle`` must have returned True before."""
-        self._carved = carved
-        self.promoter.carve(carved)
-        self.demoter.carve(carved)
 
     def pump(self) -> None:
         """Submit the transfers that the tiers accept now; cheap if there is nothing to do."""
@@ -162,7 +158,7 @@ class Tiering:
         for tier, is_quiet in self._closed.take():
             self._num_closing -= 1
             # A tier that may still be copying keeps its slots until the daemon ends.
-            if not is_quiet or self._carved is None:
+            if not is_quiet:
                 continue
             for load in tier.loading.values():
                 self._carved.index.end_promotion(load.entry, filled=False)
