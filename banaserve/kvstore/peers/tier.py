@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from banaserve.kvstore.leases import Lookup
@@ -44,6 +45,7 @@ class _Answer(NamedTuple):
     valid_until_s: float
 
 
+@dataclass(eq=False, slots=True)
 class _Question:
     """Answers about a key while peers are being asked.
 
@@ -52,18 +54,16 @@ class _Question:
         holders: Peers that have the block.
     """
 
-    __slots__ = ("holders", "open")
-
-    def __init__(self, peers: Sequence[PeerLink]) -> None:
-        self.open = set(peers)
-        self.holders: list[PeerLink] = []
+    open: set[PeerLink]
+    holders: list[PeerLink] = field(default_factory=list)
 
 
 class PeersTier:
     """Tier that reads blocks in the memory of other stores, and writes none.
 
-    It begins without peers. Each peer is asked about every key that is looked up and not known, and answers are valid for a
-    short time. A peer that does not answer counts as having no blocks: they are computed again.
+    It begins without peers. Each is asked about every key that is looked up and not known, and
+    answers are valid for a short time. A peer that does not answer counts as having no blocks: they
+    are computed again.
 
     Args:
         key: Key that all stores know.
@@ -140,7 +140,7 @@ class PeersTier:
             elif question is not None:
                 found.append(Lookup.HIT if question.holders else Lookup.PENDING)
             elif len(self._questions) < _MAX_ASKED:
-                self._questions[key] = _Question(up)
+                self._questions[key] = _Question(set(up))
                 unknown.append(key)
                 found.append(Lookup.PENDING)
             else:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from banaserve.kvstore.index.eviction import EvictionQueue, Parents
 
 
+@dataclass(eq=False, slots=True)
 class ChainedBlock:
     """Entry of a block in ``ChainedBlocks``; subclasses add further attributes.
 
@@ -18,14 +20,11 @@ class ChainedBlock:
         num_users: Number of reads and writes under way; a block in use is never a victim.
     """
 
-    __slots__ = ("key", "last_used", "num_users", "parent", "serial")
-
-    def __init__(self, key: bytes, parent: bytes | None) -> None:
-        self.key = key
-        self.parent = parent
-        self.num_users = 0
-        self.last_used = 0
-        self.serial = 0
+    key: bytes
+    parent: bytes | None
+    num_users: int = field(default=0, init=False)
+    last_used: int = field(default=0, init=False)
+    serial: int = field(default=0, init=False)
 
 
 BlockT = TypeVar("BlockT", bound=ChainedBlock)
