@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from abc import abstractmethod
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -22,7 +23,7 @@ from banaserve.transport.regions.argument_checks import check_offsets
 from banaserve.transport.regions.descriptor import RegionDescriptor
 from banaserve.transport.regions.gpu_memory import CudaGpu
 from banaserve.transport.regions.offered_region import OfferedRegion, PrivateMemory, reserve
-from banaserve.transport.regions.remote_region import RemoteRegion
+from banaserve.transport.regions.remote_region import RemoteRegion, Ticket
 
 # Only waiting for a ticket has a deadline; the connection itself has none.
 FOREVER_S = 1e6
@@ -121,6 +122,47 @@ class ChannelTransport(OfferingTransport):
             answer(channel, opening, Denied(False, "the peer does not offer this region any more"))
         else:
             self._serve_region(channel, opening, region)
+
+
+class ChannelRegion(RemoteRegion):
+    """Region of a peer at the other end of a channel, which is of no use after a failure.
+
+    Args:
+        staging: Memory through which slices pass.
+    """
+
+    def __init__(
+        self,
+        descriptor: RegionDescriptor,
+        forget: Callable[[RemoteRegion], bool],
+        channel: StreamChannel,
+        staging: Memory,
+    ) -> None:
+        self._channel = channel
+        self._staging = staging
+        self._broken = False
+        super().__init__(descriptor, forget)
+
+    @abstractmethod
+    def _copy_slices(self, ticket: Ticket) -> None:
+        """Copy the slices of the ticket's plan, see ``_carry_out``."""
+
+    def _carry_out(self, ticket: Ticket) -> None:
+        if self._broken:
+            raise PeerGoneError("the connection was broken off: open the region again")
+        try:
+            self._copy_slices(ticket)
+        except (PeerGoneError, RuntimeError) as error:
+            self._broken = True
+            self._channel.close()
+            ticket.check()
+            raise PeerGoneError(str(error)) from None
+
+    def _disconnect(self) -> None:
+        self._channel.close()
+
+    def _break_off(self) -> None:
+        self._channel.abort()
 
 
 def message_of(said: SliceRequest | Granted | Denied, *tensors: Tensor) -> Message:

@@ -16,6 +16,7 @@ from banaserve.base.errors import ProtocolError
 from banaserve.transport.backends.channel_served import (
     FOREVER_S,
     Begin,
+    ChannelRegion,
     ChannelTransport,
     End,
     Granted,
@@ -27,7 +28,7 @@ from banaserve.transport.backends.channel_served import (
     request_in,
 )
 from banaserve.transport.channels.channel import StreamChannel
-from banaserve.transport.errors import PeerGoneError, RefusedError, TransferTimeoutError
+from banaserve.transport.errors import RefusedError, TransferTimeoutError
 from banaserve.transport.interface import Message
 from banaserve.transport.memory import (
     SLICE_BYTES,
@@ -105,7 +106,7 @@ class GrantedTransport(ChannelTransport):
 
         mover = self._meet(data, staging, check_peer)
         copy = copy_runs if self._gpu is None else self._gpu.copy_runs
-        return GrantedRemote(descriptor, self.forget_opened, channel, mover, staging, copy)
+        return GrantedRemote(descriptor, self.forget_opened, channel, staging, mover, copy)
 
     def _serve_region(
         self, channel: StreamChannel, opening: Message, region: OfferedRegion
@@ -119,53 +120,42 @@ class GrantedTransport(ChannelTransport):
             mover.close()
 
 
-class GrantedRemote(RemoteRegion):
-    """Region of a peer. Slices pass through ``staging``, which is given to the library once."""
+class GrantedRemote(ChannelRegion):
+    """Region of a peer, whose staging memory is given to the library once."""
 
     def __init__(
         self,
         descriptor: RegionDescriptor,
         forget: Callable[[RemoteRegion], bool],
         channel: StreamChannel,
-        mover: Mover,
         staging: Memory,
+        mover: Mover,
         copy: CopyRuns,
     ) -> None:
-        self._channel = channel
         self._mover = mover
-        self._staging = staging
         self._copy = copy
-        self._broken = False
-        super().__init__(descriptor, forget)
+        super().__init__(descriptor, forget, channel, staging)
 
     def _disconnect(self) -> None:
-        self._channel.close()
+        super()._disconnect()
         self._mover.close()
 
     def _break_off(self) -> None:
-        self._channel.abort()
+        super()._break_off()
         self._mover.abort()
 
-    def _carry_out(self, ticket: Ticket) -> None:
-        if self._broken:
-            raise PeerGoneError("the connection was broken off: open the region again")
+    def _copy_slices(self, ticket: Ticket) -> None:
         staged = self._staging
-        try:
-            for part in ticket.plan.slices():
-                ticket.check()
-                begin = Begin(part.epoch, part.num_bytes, part.writes)
-                ask(self._channel, begin, offsets_of(part))
-                if part.writes:
-                    gather(staged, part.local, part.local_offsets, part.num_bytes, self._copy)
-                self._mover.move(part, self._channel.check_peer)
-                ask(self._channel, End())
-                if not part.writes:
-                    scatter(part.local, part.local_offsets, staged, part.num_bytes, self._copy)
-        except (PeerGoneError, RuntimeError) as error:
-            self._broken = True
-            self._channel.close()
+        for part in ticket.plan.slices():
             ticket.check()
-            raise PeerGoneError(str(error)) from None
+            begin = Begin(part.epoch, part.num_bytes, part.writes)
+            ask(self._channel, begin, offsets_of(part))
+            if part.writes:
+                gather(staged, part.local, part.local_offsets, part.num_bytes, self._copy)
+            self._mover.move(part, self._channel.check_peer)
+            ask(self._channel, End())
+            if not part.writes:
+                scatter(part.local, part.local_offsets, staged, part.num_bytes, self._copy)
 
 
 def _give_grants(channel: StreamChannel, region: OfferedRegion, mover: Mover) -> None:

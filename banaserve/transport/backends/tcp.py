@@ -9,7 +9,7 @@ seconds of a core for each GiB.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from banaserve.base.errors import ProtocolError
 from banaserve.transport.backends.channel_served import (
     FOREVER_S,
     Begin,
+    ChannelRegion,
     ChannelTransport,
     Denied,
     Granted,
@@ -53,7 +54,7 @@ class TcpTransport(ChannelTransport):
     def _join(
         self, descriptor: RegionDescriptor, channel: StreamChannel, data: bytes, deadline: float
     ) -> RemoteRegion:
-        return TcpRemote(descriptor, self.forget_opened, channel)
+        return TcpRemote(descriptor, self.forget_opened, channel, reserve(SLICE_BYTES))
 
     def _serve_region(
         self, channel: StreamChannel, opening: Message, region: OfferedRegion
@@ -103,49 +104,25 @@ class _Responder:
         return Granted(), [Tensor("uint8", data.shape, data)] if written is None else []
 
 
-class TcpRemote(RemoteRegion):
+class TcpRemote(ChannelRegion):
     """Region of a peer at the other end of a channel."""
 
-    def __init__(
-        self,
-        descriptor: RegionDescriptor,
-        forget: Callable[[RemoteRegion], bool],
-        channel: StreamChannel,
-    ) -> None:
-        self._channel = channel
-        self._broken = False
-        self._staging = reserve(SLICE_BYTES).view()
-        super().__init__(descriptor, forget)
-
-    def _disconnect(self) -> None:
-        self._channel.close()
-
-    def _break_off(self) -> None:
-        self._channel.abort()
-
-    def _carry_out(self, ticket: Ticket) -> None:
-        if self._broken:
-            raise PeerGoneError("the connection was broken off: open the region again")
+    def _copy_slices(self, ticket: Ticket) -> None:
         under_way: deque[Plan] = deque()
         failure: TransportError | None = None
-        try:
-            for part in ticket.plan.slices():
-                try:
-                    ticket.check()
-                    if len(under_way) == _window(part):
-                        self._take_answer(under_way.popleft())
-                except PeerGoneError:
-                    raise
-                except TransportError as error:
-                    failure = error
-                    break
-                self._send(part)
-                under_way.append(part)
-            failure = self._take_rest(under_way, failure)
-        except PeerGoneError as error:
-            self._broken = True
-            ticket.check()
-            raise PeerGoneError(str(error)) from None
+        for part in ticket.plan.slices():
+            try:
+                ticket.check()
+                if len(under_way) == _window(part):
+                    self._take_answer(under_way.popleft())
+            except PeerGoneError:
+                raise
+            except TransportError as error:
+                failure = error
+                break
+            self._send(part)
+            under_way.append(part)
+        failure = self._take_rest(under_way, failure)
         if failure is not None:
             raise failure
 
@@ -183,7 +160,7 @@ class TcpRemote(RemoteRegion):
             scatter(part.local, part.local_offsets, read, part.num_bytes)
 
     def _staged(self, part: Plan) -> Bytes:
-        return self._staging[: part.local_offsets.size * part.num_bytes]
+        return self._staging.view()[: part.local_offsets.size * part.num_bytes]
 
 
 def _window(part: Plan) -> int:
