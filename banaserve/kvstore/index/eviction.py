@@ -15,7 +15,7 @@ from banaserve.kvstore.index.records import IndexEntry
 _FEW = 64
 
 
-class Evictable(Protocol):
+class ChainEntry(Protocol):
     """Entry of a key that may name another key as its parent.
 
     Attributes:
@@ -23,20 +23,13 @@ class Evictable(Protocol):
         serial: Number of the entry, unique among all that were ever in one place.
     """
 
-    @property
-    def key(self) -> bytes: ...
-
-    @property
-    def parent(self) -> bytes | None: ...
-
-    @property
-    def last_used(self) -> int: ...
-
-    @property
-    def serial(self) -> int: ...
+    key: bytes
+    parent: bytes | None
+    last_used: int
+    serial: int
 
 
-EntryT = TypeVar("EntryT", bound=Evictable)
+EntryT = TypeVar("EntryT", bound=ChainEntry)
 
 
 class Parents(Generic[EntryT]):

@@ -15,7 +15,7 @@ HOLD_S = 300.0
 
 
 class IndexCounters(msgspec.Struct, kw_only=True):
-    """Counters of events, which outlive the index of one pool geometry."""
+    """Counters of events, which outlive the index of one way to cut the pool."""
 
     hits: Annotated[int, counter("Keys asked for by acquire that were readable in memory.")] = 0
     misses: Annotated[
