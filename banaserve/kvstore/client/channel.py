@@ -209,7 +209,6 @@ class StoreLink:
 
     Args:
         connect: Function that returns a new channel with the given ``on_late``.
-        reconnect: True to connect again after the store was lost.
         on_open: Callback after each greeting, with the welcome and the file descriptors of pool
             and board, which are closed afterwards.
         on_lost: Callback when the connection to the store is lost.
@@ -219,13 +218,11 @@ class StoreLink:
         self,
         connect: Callable[[Callable[[wire.Reply], None]], StoreChannel],
         *,
-        reconnect: bool,
         on_open: Callable[[wire.Welcome, int, int], None],
         on_lost: Callable[[], None],
     ) -> None:
         self.generation = 0
         self._connect = connect
-        self._reconnect = reconnect
         self._on_open = on_open
         self._on_lost = on_lost
         self._channel: StoreChannel | None = None
@@ -341,8 +338,6 @@ class StoreLink:
         return self._reopened() if channel is None else self._caught_up(channel)
 
     def _reopened(self) -> StoreChannel | None:
-        if self._was_greeted and not self._reconnect:
-            return None
         try:
             self.open()
         except StoreUnavailableError as error:

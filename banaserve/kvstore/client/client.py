@@ -38,7 +38,6 @@ class StoreClient:
         num_writers: Number of processes of the instance that each write their share of a slot; 0:
             one for each part of the fingerprint.
         timeout_s: Maximum wait for an answer, in seconds.
-        reconnect: True to connect again after the store was lost.
         populate: True to fill the page tables of the pool in a background thread.
         maps_pool: False for a client that reads and writes no block: it has no ``view``.
     """
@@ -51,7 +50,6 @@ class StoreClient:
         client_name: str,
         num_writers: int = 0,
         timeout_s: float = 1.0,
-        reconnect: bool = True,
         populate: bool = True,
         maps_pool: bool = True,
     ) -> None:
@@ -66,7 +64,6 @@ class StoreClient:
             partial(
                 StoreChannel, Path(socket_path), client_name, fingerprint, num_writers, timeout_s
             ),
-            reconnect=reconnect,
             on_open=self._map,
             on_lost=self._unmap,
         )
