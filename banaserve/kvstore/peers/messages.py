@@ -13,7 +13,7 @@ import msgspec
 
 from banaserve.base.net.framing import decode
 from banaserve.kvstore.tiers.interface import BlockBytes
-from banaserve.kvstore.wire import MAX_READERS, Number, Readers, Tenant
+from banaserve.kvstore.wire import Number, Reader, Readers, Tenant
 from banaserve.transport.interface import Message, Tensor
 
 VERSION = 3
@@ -100,7 +100,7 @@ class HoldRead(_Said, frozen=True, tag="read"):
     """End of a hold for a decode leg, or for all legs if ``reader`` is None. No answer."""
 
     hold: Number
-    reader: Annotated[int, msgspec.Meta(ge=0, lt=MAX_READERS)] | None
+    reader: Reader | None
 
 
 class PeerAlive(_Said, frozen=True, tag="alive"):
