@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from banaserve.kvstore.index.records import IndexCounters
+from banaserve.kvstore.index.records import IndexStats
 from banaserve.kvstore.measure import counter, gauge
 from banaserve.kvstore.tiers.interface import TierStats
 
@@ -36,7 +36,7 @@ class TierReport(CopyCounters, kw_only=True):
     backlog_blocks: Annotated[int, gauge("Blocks waiting to be written to it.")] = 0
 
 
-class StoreStats(IndexCounters, kw_only=True):
+class StoreStats(IndexStats, kw_only=True):
     """Counters and gauges of the store.
 
     Attributes:
@@ -49,20 +49,9 @@ class StoreStats(IndexCounters, kw_only=True):
     slot_bytes: int
     capacity_bytes: Annotated[int, gauge("Size of the pool.")]
     used_bytes: Annotated[int, gauge("Total size of the slots in use.")]
-    num_slots: Annotated[int, gauge("Slots in the pool.")]
-    used_slots: Annotated[
-        int, gauge("Slots that hold a block, are being filled, or are still read after a drop.")
-    ]
-    writing_slots: Annotated[int, gauge("Slots that clients are writing.")]
-    promoting_slots: Annotated[int, gauge("Slots that tiers or peers fill or are about to fill.")]
-    leased_slots: Annotated[int, gauge("Slots that at least one lease or hold covers.")]
-    num_leases: Annotated[int, gauge("Leases held.")]
-    num_holds: Annotated[int, gauge("Prompts held until decode has read their blocks.")] = 0
-    held_slots: Annotated[int, gauge("Slots with blocks of these prompts.")] = 0
     quarantined_slots: Annotated[
         int, gauge("Slots being written whose connection is lost while its process lives.")
     ]
-    num_tenants: Annotated[int, gauge("Tenants that use at least one slot.")]
     clients: Annotated[int, gauge("Connections that share blocks.")]
     joined: Annotated[
         int, counter("Keys asked for by acquire that were already promoted for another client.")

@@ -239,25 +239,16 @@ class StoreService:
 
     def stats(self) -> StoreStats:
         """Return the current counters and gauges."""
-        index = self.index
-        quarantined = sum(index.num_writing_of(owner) for owner in self._quarantined_ids)
+        of_index = self.index.stats()
+        quarantined = sum(self.index.num_writing_of(owner) for owner in self._quarantined_ids)
         return StoreStats(
             generation=self._generation,
             capacity_bytes=self.pool_bytes,
-            used_bytes=index.num_used * self._carved.slot_bytes,
+            used_bytes=of_index.used_slots * self._carved.slot_bytes,
             slot_bytes=self._carved.slot_bytes,
-            num_slots=index.num_slots,
-            used_slots=index.num_used,
-            writing_slots=index.num_writing,
-            promoting_slots=index.num_promoting,
-            leased_slots=index.num_leased,
-            num_leases=index.num_leases,
-            num_holds=index.num_holds,
-            held_slots=index.num_held,
             quarantined_slots=quarantined,
             joined=self._tiering.promoter.num_joined,
             corrupt_blocks=self._watcher.num_corrupt,
-            num_tenants=index.num_tenants,
             clients=len(self._peers()),
             refused_clients=self._num_refused,
             layout_mismatches=self._num_layout_mismatches,
@@ -268,7 +259,7 @@ class StoreService:
             pushed_by_layer_blocks=self._pushing.num_by_layer if self._pushing is not None else 0,
             received_blocks=self.receiving.num_blocks,
             tiers=tuple(tier.report() for tier in self._tiering.tiers),
-            **msgspec.structs.asdict(index.counters),
+            **msgspec.structs.asdict(of_index),
         )
 
     def _peers(self) -> list[tuple[str, Fingerprint]]:

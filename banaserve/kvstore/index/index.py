@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
+
 from banaserve.kvstore.index.eviction import Chains, EvictionQueue, Tenants
 from banaserve.kvstore.index.records import (
     Grant,
     Hold,
     IndexCounters,
     IndexEntry,
+    IndexStats,
     Owned,
     SlotWatcher,
 )
@@ -70,34 +73,24 @@ class BlockIndex:
         self._last_lease_id = 0
 
     @property
-    def num_used(self) -> int:
-        """Number of slots that hold a block, are being filled, or are still read after a drop."""
-        return len(self._entries) + len(self._dropped)
-
-    @property
-    def num_tenants(self) -> int:
-        """Number of tenants that use at least one slot."""
-        return len(self._tenants)
-
-    @property
-    def num_writing(self) -> int:
-        """Number of slots that clients are writing."""
-        return len(self._writing)
-
-    @property
-    def num_leases(self) -> int:
-        """Number of leases."""
-        return len(self._leases)
-
-    @property
-    def num_holds(self) -> int:
-        """Number of prompts that are being handed over from prefill to decode."""
-        return len(self._holds)
-
-    @property
     def has_owners(self) -> bool:
         """Return whether any owner holds a lease or a reservation."""
         return bool(self._owned)
+
+    def stats(self) -> IndexStats:
+        """Return the current counters and gauges."""
+        return IndexStats(
+            num_slots=self.num_slots,
+            used_slots=len(self._entries) + len(self._dropped),
+            writing_slots=len(self._writing),
+            promoting_slots=self.num_promoting,
+            leased_slots=self.num_leased,
+            num_leases=len(self._leases),
+            num_holds=len(self._holds),
+            held_slots=self.num_held,
+            num_tenants=len(self._tenants),
+            **msgspec.structs.asdict(self.counters),
+        )
 
     def is_at_quota(self, tenant: bytes) -> bool:
         """Return whether ``tenant`` has reached its quota, even if slots are free."""

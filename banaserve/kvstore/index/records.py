@@ -7,7 +7,7 @@ from typing import Annotated, Protocol
 
 import msgspec
 
-from banaserve.kvstore.measure import counter
+from banaserve.kvstore.measure import counter, gauge
 
 MAX_SERIAL = 2**60
 HOLD_S = 300.0
@@ -29,6 +29,22 @@ class IndexCounters(msgspec.Struct, kw_only=True):
     quota_refusals: Annotated[
         int, counter("Slots refused to a tenant at its quota with all its slots in use.")
     ] = 0
+
+
+class IndexStats(IndexCounters, kw_only=True):
+    """Counters and gauges of the index."""
+
+    num_slots: Annotated[int, gauge("Slots in the pool.")]
+    used_slots: Annotated[
+        int, gauge("Slots that hold a block, are being filled, or are still read after a drop.")
+    ]
+    writing_slots: Annotated[int, gauge("Slots that clients are writing.")]
+    promoting_slots: Annotated[int, gauge("Slots that tiers or peers fill or are about to fill.")]
+    leased_slots: Annotated[int, gauge("Slots that at least one lease or hold covers.")]
+    num_leases: Annotated[int, gauge("Leases held.")]
+    num_holds: Annotated[int, gauge("Prompts held until decode has read their blocks.")] = 0
+    held_slots: Annotated[int, gauge("Slots with blocks of these prompts.")] = 0
+    num_tenants: Annotated[int, gauge("Tenants that use at least one slot.")]
 
 
 @dataclass(eq=False, slots=True)
