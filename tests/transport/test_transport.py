@@ -35,7 +35,7 @@ from banaserve.transport.errors import (
 )
 from banaserve.transport.interface import Tensor, TransportOptions
 from banaserve.transport.memory import PAGE_BYTES, SLICE_BYTES, Memory, Plan, whole_pages
-from banaserve.transport.regions.shared_file import SharedFile
+from banaserve.transport.regions.shared_file import SharedFile, new_file
 from waiting import eventually
 
 OPTIONS = TransportOptions(folder="unused", secret=bytes(16))
@@ -115,7 +115,7 @@ def test_memory_of_an_array_is_its_bytes():
 
 
 def test_an_epoch_cannot_move_on_while_a_peer_copies_and_the_peer_stops_afterwards():
-    owner = SharedFile.create(PAGE_BYTES, epoch=1)
+    owner = SharedFile(new_file(PAGE_BYTES, 1), PAGE_BYTES)
     peer = SharedFile(owner.reopen(), PAGE_BYTES)
     with peer.use(1), pytest.raises(TransferTimeoutError):
         owner.advance(2, 0.002)
@@ -132,7 +132,7 @@ def test_an_epoch_cannot_move_on_while_a_peer_copies_and_the_peer_stops_afterwar
 
 
 def test_released_pages_really_go_back_to_the_system():
-    owner = SharedFile.create(64 * PAGE_BYTES, epoch=1)
+    owner = SharedFile(new_file(64 * PAGE_BYTES, 1), 64 * PAGE_BYTES)
     owner.memory.view()[:] = 1
     before = os.fstat(owner._fd).st_blocks * 512
     assert owner.release(0, 64 * PAGE_BYTES) == 64 * PAGE_BYTES

@@ -5,7 +5,6 @@ A page of shared memory beside each region holds the epoch, as ``shm`` does, and
 
 from __future__ import annotations
 
-import os
 import struct
 
 import numpy as np
@@ -46,11 +45,7 @@ class CudaIpcTransport(ShmTransport):
         return file
 
     def _take(self, fd: int, descriptor: RegionDescriptor) -> SharedFile:
-        try:
-            return GpuFile(fd, self._gpu, None, descriptor.num_bytes)
-        except BaseException:
-            os.close(fd)
-            raise
+        return GpuFile(fd, self._gpu, None, descriptor.num_bytes)
 
 
 class GpuFile(SharedFile):

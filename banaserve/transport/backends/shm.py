@@ -16,7 +16,7 @@ from banaserve.transport.memory import SLICE_BYTES
 from banaserve.transport.regions.descriptor import RegionDescriptor
 from banaserve.transport.regions.offered_region import OfferedRegion
 from banaserve.transport.regions.remote_region import RemoteRegion, Ticket
-from banaserve.transport.regions.shared_file import SharedFile
+from banaserve.transport.regions.shared_file import SharedFile, new_file
 
 NAME = "shm"
 _SLICE_BYTES = 4 * SLICE_BYTES
@@ -47,7 +47,11 @@ class ShmTransport(OfferingTransport):
         try:
             sock.settimeout(timeout_s)
             fd = _ask_for_file(sock, descriptor)
-            file = self._take(fd, descriptor)
+            try:
+                file = self._take(fd, descriptor)
+            except BaseException:
+                os.close(fd)
+                raise
             return ShmRemote(descriptor, self.forget_opened, file, SocketStream(sock))
         except TimeoutError:
             sock.close()
@@ -63,15 +67,11 @@ class ShmTransport(OfferingTransport):
 
     def _create(self, num_bytes: int, epoch: int) -> SharedFile:
         """Return the file of a new region."""
-        return SharedFile.create(num_bytes, epoch)
+        return SharedFile(new_file(num_bytes, epoch), num_bytes)
 
     def _take(self, fd: int, descriptor: RegionDescriptor) -> SharedFile:
-        """Return a peer's file; ``fd`` is closed if the peer's file is refused."""
-        try:
-            return SharedFile(fd, descriptor.num_bytes)
-        except BaseException:
-            os.close(fd)
-            raise
+        """Return a peer's file, if it is one of a region."""
+        return SharedFile(fd, descriptor.num_bytes)
 
     def _serve(self, sock: socket.socket) -> None:
         if not is_own(peer_of(sock)):

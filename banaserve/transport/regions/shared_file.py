@@ -51,15 +51,6 @@ class SharedFile:
         data = mapping[PAGE_BYTES : PAGE_BYTES + num_bytes]
         self.memory = Memory.of(data)
 
-    @staticmethod
-    def create(num_bytes: int, epoch: int) -> SharedFile:
-        """Create a file of zeroes. It has no name and ends with its last user.
-
-        Raises:
-            RefusedError: The system cannot create the file.
-        """
-        return SharedFile(new_file(num_bytes, epoch), num_bytes)
-
     def reopen(self) -> int:
         """Return a new file descriptor with separate locks; the caller closes it."""
         return os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
