@@ -19,10 +19,10 @@ from banaserve.kvstore.leases import Lookup, Slot
 from banaserve.kvstore.pool import Board, BoardView
 from banaserve.kvstore.tiers.registry import (
     TIERS,
+    TierEntry,
     TierSpec,
     distributed_spec,
     open_tier,
-    register,
 )
 
 SOCKET = Path("store.sock")
@@ -36,7 +36,7 @@ def _tiers_of_packages() -> None:
 
 def test_a_tier_is_registered_once() -> None:
     with pytest.raises(ValueError, match="tier named 'ssd' exists already"):
-        register("ssd", lambda spec: open_tier(spec))
+        TIERS.add("ssd", TierEntry(open_tier))
 
 
 def test_an_unknown_tier_lists_the_known_ones() -> None:
@@ -48,7 +48,7 @@ def test_what_a_factory_raises_becomes_one_line(caplog: pytest.LogCaptureFixture
     def fail(spec: TierSpec) -> None:
         raise RuntimeError("two\nlines")
 
-    register("failing", fail)  # type: ignore[arg-type]
+    TIERS.add("failing", TierEntry(fail))  # type: ignore[arg-type]
     tier = attach(TierSpec("failing"))
     assert not tier.is_open
     assert tier.report().stats.problem == "RuntimeError: two lines"
