@@ -42,11 +42,6 @@ OPTIONS = TransportOptions(folder="unused", secret=bytes(16))
 NONE = np.empty(0, np.int64)
 
 
-def test_the_registry_refuses_a_second_transport_of_one_name():
-    with pytest.raises(ValueError, match="shm"):
-        registry.register("shm", lambda options: None)
-
-
 def test_an_unknown_transport_is_answered_with_the_known_ones():
     with pytest.raises(UserError, match="nixl, shm, tcp, torch_distributed"):
         registry.create("smh", OPTIONS)
