@@ -13,7 +13,7 @@ import msgspec
 from banaserve.base.errors import ProtocolError, UserError
 from banaserve.kvstore import wire
 from banaserve.kvstore.daemon.carved_pool import CarvedPool
-from banaserve.kvstore.daemon.pushes.pushing import Pushing, PushTerms
+from banaserve.kvstore.daemon.pushes.pushing import Pushing
 from banaserve.kvstore.daemon.pushes.receiving import Receiving
 from banaserve.kvstore.daemon.tiering.promoter import PromotionRequest, PromotionResult
 from banaserve.kvstore.daemon.tiering.tiering import Tiering
@@ -390,8 +390,7 @@ class StoreService:
         if self._pushing is None:
             return
         keys = [session.namespace + key for key in request.keys]
-        terms = PushTerms(request.tenant, request.hold, request.num_readers)
-        if not self._pushing.begin(request.to, keys, terms, fingerprint):
+        if not self._pushing.begin(request, keys, fingerprint):
             log.warning("%s pushes to %s, which is no peer", session.client_name, request.to)
 
     def _commit(self, request: wire.Commit) -> bool:

@@ -56,18 +56,17 @@ class PoolWatcher:
         if self.verifies:
             entry.checksum = self._checksum(entry)
         self._board.show_ready(entry.slot, entry.serial)
-        source = self._tiering.promoter.source_of(entry)
-        self._tiering.demoter.became_ready(entry, source)
+        self._tiering.became_ready(entry)
 
     def failed(self, entry: IndexEntry) -> None:
         """Show that the block in the slot is lost to its leases."""
         self._board.show_failed(entry.slot, entry.serial)
-        self._tiering.demoter.left_memory(entry)
+        self._tiering.left_memory(entry)
 
     def became_free(self, entry: IndexEntry) -> None:
         """Show that the slot is free, and overwrite it if that is enabled."""
         self._board.show_free(entry.slot)
-        self._tiering.demoter.left_memory(entry)
+        self._tiering.left_memory(entry)
         if self._poisons:
             carved = self._carved
             carved.pool.poison(entry.slot * carved.slot_bytes, carved.slot_bytes)

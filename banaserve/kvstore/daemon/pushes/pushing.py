@@ -8,7 +8,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from banaserve.base.net.addresses import written
 from banaserve.kvstore.daemon.carved_pool import CarvedPool
@@ -17,21 +16,7 @@ from banaserve.kvstore.index.records import IndexEntry
 from banaserve.kvstore.mailbox import Mailbox
 from banaserve.kvstore.peers.messages import MAX_KEYS, OfferPush
 from banaserve.kvstore.peers.push import Push, PushLink
-
-
-class PushTerms(NamedTuple):
-    """Conditions of a push.
-
-    Attributes:
-        tenant: Tenant that pays for the slots at the peer.
-        hold: Number of a hold under which the peer keeps all of the blocks, or takes none of them;
-            0 holds none.
-        num_readers: Number of decode legs that end the hold.
-    """
-
-    tenant: bytes = b""
-    hold: int = 0
-    num_readers: int = 1
+from banaserve.kvstore.wire import PushBlocks
 
 
 @dataclass(eq=False)
@@ -136,24 +121,18 @@ class Pushing:
         for push in pushes:
             self._over.put(push)
 
-    def begin(
-        self,
-        to: str,
-        keys: Sequence[bytes],
-        terms: PushTerms,
-        fingerprint: Fingerprint,
-    ) -> bool:
+    def begin(self, request: PushBlocks, keys: Sequence[bytes], fingerprint: Fingerprint) -> bool:
         """Push the blocks of a prompt as their bytes become final.
 
         Args:
-            to: ``HOST:PORT`` of the peer.
-            keys: Keys in the order of their chain, the first without a parent. From the first key
-                that is not in the index on, keys are left out.
+            request: Order of a client.
+            keys: Keys of ``request`` with their namespace, in the order of their chain, the first
+                without a parent. From the first key that is not in the index on, keys are left out.
 
         Returns:
-            False if the store at ``to`` is not a peer.
+            False if the store of the order is not a peer.
         """
-        link = self._links.get(to)
+        link = self._links.get(request.to)
         if link is None:
             return False
         entries: list[IndexEntry] = []
@@ -165,7 +144,7 @@ class Pushing:
         for first in range(0, len(entries), MAX_KEYS):
             before = entries[first - 1].key if first else None
             some = entries[first : first + MAX_KEYS]
-            self._begin(link, some, before, terms, fingerprint)
+            self._begin(link, some, before, request, fingerprint)
         return True
 
     def end_hold(self, to: str, hold: int, reader: int | None) -> None:
@@ -178,7 +157,7 @@ class Pushing:
         link: PushLink,
         entries: list[IndexEntry],
         first_parent: bytes | None,
-        terms: PushTerms,
+        request: PushBlocks,
         fingerprint: Fingerprint,
     ) -> None:
         offer = OfferPush(
@@ -186,7 +165,9 @@ class Pushing:
             [entry.key for entry in entries],
             first_parent,
             self._carved.slot_bytes,
-            *terms,
+            request.tenant,
+            request.hold,
+            request.num_readers,
         )
         push = Push(offer, [self._carved.bytes_of(entry) for entry in entries])
         layer_bytes = fingerprint.page_bytes * fingerprint.num_parts

@@ -1,4 +1,7 @@
-"""Tiers below the pool, attached to the daemon's loop: promotions and write-behind."""
+"""Tiers below the pool, attached to the daemon's loop: write-behind, and the end of promotions.
+
+Each block that becomes readable is written to every tier without it, by the tier's backlog.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,11 @@ from functools import partial
 
 from banaserve.kvstore.daemon.carved_pool import CarvedPool
 from banaserve.kvstore.daemon.tiering.attached_tier import AttachedTier
-from banaserve.kvstore.daemon.tiering.demoter import Demoter
 from banaserve.kvstore.daemon.tiering.promoter import Promoter
+from banaserve.kvstore.index.records import IndexEntry
+from banaserve.kvstore.leases import Lookup
 from banaserve.kvstore.mailbox import Mailbox
+from banaserve.kvstore.tiers.interface import BlockName, TierOutcome
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +27,13 @@ NOTE_EVERY_S = 5.0
 instance at its start, may go unlogged."""
 HUNG_AFTER_S = 60.0
 """Duration of a load in seconds after which a tier counts as hung: far beyond its own timeouts."""
+
+MAX_BACKLOG_BLOCKS = 65536
+"""Maximum number of blocks waiting to be written to one tier; beyond it the oldest are dropped."""
+MAX_STORING_FRACTION = 0.125
+"""Maximum fraction of the slots that writes to one tier may keep from eviction at a time."""
+MAX_STORING_BYTES = 64 * 2**20
+"""Maximum total size of the blocks that one tier writes at a time."""
 
 
 class Tiering:
@@ -37,7 +49,6 @@ class Tiering:
     Attributes:
         tiers: Tiers, fastest first.
         promoter: Promoter of blocks into the pool.
-        demoter: Writer of blocks to the tiers.
     """
 
     def __init__(
@@ -48,7 +59,6 @@ class Tiering:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.promoter = Promoter(tiers, carved, clock)
-        self.demoter = Demoter(tiers, carved)
         self.tiers = tiers
         self._clock = clock
         self._selector = selector
@@ -74,6 +84,21 @@ class Tiering:
             for tier in self.tiers
         )
 
+    def became_ready(self, entry: IndexEntry) -> None:
+        """Queue a block for every tier except the one that it was read from."""
+        source = self.promoter.source_of(entry)
+        for tier in self.tiers:
+            if tier is source or not tier.is_open or not tier.takes_blocks:
+                continue
+            tier.backlog[entry.serial] = entry
+            if len(tier.backlog) > MAX_BACKLOG_BLOCKS:
+                tier.forget(next(iter(tier.backlog)))
+
+    def left_memory(self, entry: IndexEntry) -> None:
+        """Remove a block whose bytes are gone from the backlogs."""
+        for tier in self.tiers:
+            tier.forget(entry.serial)
+
     def pump(self) -> None:
         """Submit the transfers that the tiers accept now; cheap if there is nothing to do."""
         for tier in self.tiers:
@@ -82,7 +107,7 @@ class Tiering:
             if tier.waiting:
                 self.promoter.pump(tier)
             if tier.backlog:
-                self.demoter.pump(tier)
+                self._write_behind(tier)
 
         now_s = self._clock()
         if now_s >= self._note_at_s:
@@ -137,7 +162,44 @@ class Tiering:
             if (load := tier.loading.pop(completion.ticket, None)) is not None:
                 self.promoter.end(tier, load, completion.outcome)
             elif (entry := tier.storing.pop(completion.ticket, None)) is not None:
-                self.demoter.end(tier, entry, completion.outcome)
+                self._end_store(tier, entry, completion.outcome)
+
+    def _write_behind(self, tier: AttachedTier) -> None:
+        """Submit the writes that ``tier`` accepts now, as far as promotions leave room for them."""
+        num_slots, slot_bytes = self._carved.index.num_slots, self._carved.slot_bytes
+        most = max(1, min(int(num_slots * MAX_STORING_FRACTION), MAX_STORING_BYTES // slot_bytes))
+        while tier.backlog and not tier.waiting and len(tier.storing) < most:
+            # While blocks are being promoted, one write at a time keeps the backlog moving.
+            if tier.loading and tier.storing:
+                return
+            if not self._submit_store(tier, *next(iter(tier.backlog.items()))):
+                return
+
+    def _submit_store(self, tier: AttachedTier, serial: int, entry: IndexEntry) -> bool:
+        """Submit a write; return whether to go on with the next block."""
+        if not self._carved.index.verify(entry):
+            return True
+        ticket = tier.submit_store(BlockName(entry.key, entry.parent), self._carved.bytes_of(entry))
+        if ticket is not None:
+            del tier.backlog[serial]
+            tier.storing[ticket] = entry
+            self._carved.index.pin(entry)
+            return True
+        if tier.lookup([entry.key]) == [Lookup.HIT]:
+            tier.backlog.pop(serial, None)
+            return True
+        if not tier.is_busy and serial in tier.backlog:
+            # The tier is idle, so its queue is not full: begin with another block next time.
+            tier.backlog[serial] = tier.backlog.pop(serial)
+        return False
+
+    def _end_store(self, tier: AttachedTier, entry: IndexEntry, outcome: TierOutcome) -> None:
+        """Finish a write that has ended and was removed from ``tier.storing``."""
+        if outcome is TierOutcome.DONE:
+            tier.counters.demoted += 1
+        else:
+            tier.counters.demotion_failures += 1
+        self._carved.index.unpin(entry)
 
     def _watch(self, tier: AttachedTier, now_s: float) -> None:
         oldest_s = tier.oldest_load_s()
