@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -159,8 +160,12 @@ class TcpRemote(ChannelRegion):
             read = Memory.of(message.tensors[0].data)
             scatter(part.local, part.local_offsets, read, part.num_bytes)
 
+    @cached_property
+    def _bytes(self) -> Bytes:
+        return self._staging.view()
+
     def _staged(self, part: Plan) -> Bytes:
-        return self._staging.view()[: part.local_offsets.size * part.num_bytes]
+        return self._bytes[: part.local_offsets.size * part.num_bytes]
 
 
 def _window(part: Plan) -> int:

@@ -247,7 +247,9 @@ class StreamChannel:
 
     def _read(self, num_bytes: int, deadline: float, code: FrameCode | None) -> bytearray:
         target = bytearray(num_bytes)
-        self._read_parts([memoryview(target)], deadline, code)
+        self._stream.read_into(memoryview(target), deadline)
+        if code is not None:
+            code.add(target)
         return target
 
     def _read_parts(
