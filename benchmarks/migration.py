@@ -39,8 +39,10 @@ from banaserve.contracts.migration_api import (
     Return,
 )
 from banaserve.frontdoor.admin_client import AdminClient
-from banaserve.transport.interface import Offsets, RemoteRegion, TransportOptions
+from banaserve.transport.interface import TransportOptions
 from banaserve.transport.memory import Memory
+from banaserve.transport.regions.descriptor import Offsets
+from banaserve.transport.regions.remote_region import RemoteRegion
 from banaserve.transport.registry import create
 from banaserve_bench.datasets import prompts as datasets_prompts
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord

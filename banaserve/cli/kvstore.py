@@ -32,9 +32,9 @@ def start(options: DaemonOptions) -> None:
     warn_of_rivalries((PluginGroup.STORE_TIERS, urlsplit(options.distributed).scheme))
     if options.ssd is not None:
         check_usable(options.ssd)
-    config = options.of_daemon()
+    options.check()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s kvstore %(levelname)s %(message)s")
-    serve(config, lambda: announce_ready(options.ready_fd))
+    serve(options, lambda: announce_ready(options.ready_fd))
 
 
 def status(

@@ -33,6 +33,7 @@ Part = Annotated[int, msgspec.Meta(ge=0, lt=MAX_PARTS)]
 Tenant = Annotated[bytes, msgspec.Meta(max_length=MAX_TENANT_BYTES)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_COMPUTE_BLOCK_S)]
 Readers = Annotated[int, msgspec.Meta(ge=1, le=MAX_READERS)]
+Reader = Annotated[int, msgspec.Meta(ge=0, lt=MAX_READERS)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
@@ -129,7 +130,7 @@ class EndHold(_Message, frozen=True, tag="unhold"):
 
     generation: Number
     hold: Number
-    reader: Annotated[int, msgspec.Meta(ge=0, lt=MAX_READERS)] | None = None
+    reader: Reader | None = None
     also: Annotated[str, msgspec.Meta(max_length=256)] = ""
 
 

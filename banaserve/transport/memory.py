@@ -23,7 +23,7 @@ class Memory(NamedTuple):
     A copy is four times slower if its target begins 1 to 31 bytes after its source, by their
     offsets within a page: its loads then wait for stores to the same offset of another page. A copy
     from page-aligned memory into a large numpy array, which begins 16 bytes after the start of a
-    page, is always such a copy; memory of ``regions.local_region.reserve`` begins with a page.
+    page, is always such a copy; memory of ``regions.offered_region.reserve`` begins with a page.
 
     Attributes:
         address: Address of the first byte.

@@ -14,33 +14,6 @@ SHARED_MEMORY = "shm"
 TCP = "tcp"
 NIXL = "nixl"
 Factory = Callable[[TransportOptions], Transport]
-_factories: dict[str, Factory] = {}
-
-
-def register(name: str, factory: Factory) -> None:
-    """Register a transport.
-
-    Raises:
-        ValueError: The name is taken.
-    """
-    if name in _factories:
-        raise ValueError(f"there is a transport {name!r} already")
-    _factories[name] = factory
-
-
-def names() -> list[str]:
-    """Return the names of all registered transports, installed or not."""
-    return sorted(_factories)
-
-
-def create(name: str, options: TransportOptions) -> Transport:
-    """Build the transport ``name``.
-
-    Raises:
-        UserError: There is no transport of this name, or a package that it needs is missing.
-    """
-    check_known("transport", name, _factories)
-    return _factories[name](options)
 
 
 def _shm(options: TransportOptions) -> Transport:
@@ -71,7 +44,24 @@ def _nixl(options: TransportOptions) -> Transport:
     return NixlTransport(options, CudaGpu(options.device) if options.in_gpu_memory else None)
 
 
-register(SHARED_MEMORY, _shm)
-register(TCP, _tcp)
-register("torch_distributed", _torch_distributed)
-register(NIXL, _nixl)
+_FACTORIES: dict[str, Factory] = {
+    SHARED_MEMORY: _shm,
+    TCP: _tcp,
+    "torch_distributed": _torch_distributed,
+    NIXL: _nixl,
+}
+
+
+def names() -> list[str]:
+    """Return the names of all transports, installed or not."""
+    return sorted(_FACTORIES)
+
+
+def create(name: str, options: TransportOptions) -> Transport:
+    """Build the transport ``name``.
+
+    Raises:
+        UserError: There is no transport of this name, or a package that it needs is missing.
+    """
+    check_known("transport", name, _FACTORIES)
+    return _FACTORIES[name](options)

@@ -53,7 +53,6 @@ class Transfer:
     """A load or a store under way; ``memory`` is the caller's until its completion."""
 
     ticket: int
-    began_s: float
     block: StoredBlock
     memory: BlockBytes
     is_store: bool
@@ -152,14 +151,6 @@ class DictionaryTier:
         transfers, self._under_way = self._under_way, []
         return [self._end(transfer) for transfer in transfers]
 
-    def evict(self, key: bytes) -> bool:
-        """Forget a block, whatever hangs on it."""
-        block = self._blocks.get(key)
-        if block is None or block.num_users:
-            return False
-        self._forget(block)
-        return True
-
     def clear(self) -> int:
         """Forget every block that is not being read or written; how many went."""
         idle = [block for block in self._blocks if not block.num_users]
@@ -195,7 +186,7 @@ class DictionaryTier:
 
     def _begin(self, block: StoredBlock, memory: BlockBytes, *, is_store: bool) -> int:
         self._last_ticket += 1
-        self._under_way.append(Transfer(self._last_ticket, self._now(), block, memory, is_store))
+        self._under_way.append(Transfer(self._last_ticket, block, memory, is_store))
         os.eventfd_write(self._event_fd, 1)
         return self._last_ticket
 
@@ -211,11 +202,9 @@ class DictionaryTier:
             self._counters.loads += 1
             self._counters.loaded_bytes += block.num_bytes
         self._blocks.end_use(block)
-        now_s = self._now()
         speed = self._counters.store_speed if transfer.is_store else self._counters.load_speed
-        speed.end(now_s, block.num_bytes)
-        seconds = now_s - transfer.began_s
-        return Completion(transfer.ticket, TierOutcome.DONE, block.num_bytes, seconds)
+        speed.end(self._now(), block.num_bytes)
+        return Completion(transfer.ticket, TierOutcome.DONE)
 
     def _make_room(self) -> bool:
         while self._used_bytes > self._capacity_bytes:

@@ -21,8 +21,9 @@ from banaserve.migration.rpc.gpu_lane import MIN_BYTES, HostLane
 from banaserve.migration.rpc.tensors import TensorBundle, from_wire, memory_of
 from banaserve.transport.backends.cuda_ipc import CudaIpcTransport
 from banaserve.transport.errors import PeerGoneError, StaleEpochError
-from banaserve.transport.interface import RegionDescriptor, Tensor, TransportOptions
+from banaserve.transport.interface import Tensor, TransportOptions
 from banaserve.transport.memory import Memory
+from banaserve.transport.regions.descriptor import RegionDescriptor
 
 CUDA = torch.device("cuda", 0)
 NUM_BYTES = 5 * 2**20 + 123

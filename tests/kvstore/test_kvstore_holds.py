@@ -68,7 +68,7 @@ def test_no_prompt_is_lost_before_all_of_its_decode_legs_have_read_it(
         assert (len(found.slots), found.num_ready) == (BLOCKS, BLOCKS)
         store.release(found)
         store.end_hold(hold, reader)
-        for serial in [pair.serial for pair in store.service._index._writing.values()]:
+        for serial in [pair.serial for pair in store.service.index._writing.values()]:
             store.service.answer(1, wire.Commit(3, store.generation, [serial], 0))
     assert num_waits > 0
     assert (store.service.stats().num_holds, store.service.stats().held_slots) == (0, 0)

@@ -176,7 +176,7 @@ def test_everything_ends_with_its_owner_and_nothing_else() -> None:
     assert index.num_leased == 1
     assert index.lookup([b"b", b"c"]) == [Lookup.MISS, Lookup.PENDING]
     index.drop_owner(BOB)
-    assert (index.num_leased, index.num_writing, index.has_owners) == (0, 0, False)
+    assert (index.num_leased, index.stats().writing_slots, index.has_owners) == (0, 0, False)
 
 
 def test_clear_keeps_what_is_in_use_and_its_ancestors() -> None:
@@ -210,7 +210,7 @@ def test_a_tenant_over_its_quota_evicts_its_own_blocks() -> None:
     assert fill(index, b"newer", b"t", b"u", b"v", b"w") == 4
     assert present(index, b"abtuvw") == "abuvw"
     counters = index.counters
-    assert (counters.evictions, counters.quota_evictions, index.num_tenants) == (1, 1, 2)
+    assert (counters.evictions, counters.quota_evictions, index.stats().num_tenants) == (1, 1, 2)
 
 
 def test_a_tenant_below_its_quota_takes_the_block_used_longest_ago() -> None:
@@ -236,9 +236,9 @@ def test_a_tenant_without_slots_is_forgotten() -> None:
     index = BlockIndex(2, tenant_quota=0.5)
     for number in range(100):
         fill(index, b"tenant %d" % number, b"%d" % number)
-    assert index.num_tenants == 2
+    assert index.stats().num_tenants == 2
     index.clear()
-    assert index.num_tenants == 0
+    assert index.stats().num_tenants == 0
     index.check()
 
 

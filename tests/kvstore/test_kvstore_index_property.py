@@ -364,11 +364,11 @@ class IndexMachine(RuleBasedStateMachine):
             states[key] = Lookup.HIT if block.ready else Lookup.PENDING
         assert self.index.lookup(KEYS) == list(states.values())
         in_use = [*self.blocks.values(), *self.dropped]
-        assert self.index.num_used == len(in_use)
+        assert self.index.stats().used_slots == len(in_use)
         assert self.index.num_promoting == sum(block.promoting for block in in_use)
-        assert self.index.num_tenants == len({block.tenant for block in in_use})
-        assert self.index.num_leases == len(self.leases)
-        assert self.index.num_holds == len(self.holds)
+        assert self.index.stats().num_tenants == len({block.tenant for block in in_use})
+        assert self.index.stats().num_leases == len(self.leases)
+        assert self.index.stats().num_holds == len(self.holds)
         held = {block.serial for blocks in self.holds.values() for block in blocks}
         assert self.index.num_held == len(held)
         assert self.index.num_leased == sum(block.leases > 0 for block in in_use)

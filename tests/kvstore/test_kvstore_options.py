@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -11,17 +12,17 @@ import pytest
 from banaserve.base.errors import UserError
 from banaserve.base.plugins import PluginGroup, load_plugins
 from banaserve.cli.serve.command_line import parse_serve_argv
-from banaserve.kvstore.daemon.options import StoreOptions
+from banaserve.kvstore.daemon.options import DaemonOptions, StoreOptions
 from banaserve.kvstore.daemon.process import main
 from banaserve.kvstore.daemon.tiering.attached_tier import attach
 from banaserve.kvstore.leases import Lookup, Slot
 from banaserve.kvstore.pool import Board, BoardView
 from banaserve.kvstore.tiers.registry import (
     TIERS,
+    TierEntry,
     TierSpec,
     distributed_spec,
     open_tier,
-    register,
 )
 
 SOCKET = Path("store.sock")
@@ -35,7 +36,7 @@ def _tiers_of_packages() -> None:
 
 def test_a_tier_is_registered_once() -> None:
     with pytest.raises(ValueError, match="tier named 'ssd' exists already"):
-        register("ssd", lambda spec: open_tier(spec))
+        TIERS.add("ssd", TierEntry(open_tier))
 
 
 def test_an_unknown_tier_lists_the_known_ones() -> None:
@@ -47,7 +48,7 @@ def test_what_a_factory_raises_becomes_one_line(caplog: pytest.LogCaptureFixture
     def fail(spec: TierSpec) -> None:
         raise RuntimeError("two\nlines")
 
-    register("failing", fail)  # type: ignore[arg-type]
+    TIERS.add("failing", TierEntry(fail))  # type: ignore[arg-type]
     tier = attach(TierSpec("failing"))
     assert not tier.is_open
     assert tier.report().stats.problem == "RuntimeError: two lines"
@@ -83,7 +84,7 @@ def test_the_scheme_chooses_the_tier() -> None:
 )
 def test_options_that_make_no_sense(options: StoreOptions, expected: str) -> None:
     with pytest.raises(UserError, match=expected):
-        options.config(SOCKET)
+        options.check()
 
 
 def test_the_daemon_gets_what_serve_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,19 +93,20 @@ def test_the_daemon_gets_what_serve_was_given(monkeypatch: pytest.MonkeyPatch) -
     options = StoreOptions.of(parse_serve_argv([*argv, "--kv-store-verify"]))
     seen = []
     monkeypatch.setattr(
-        "banaserve.kvstore.daemon.process.serve", lambda config, _: seen.append(config)
+        "banaserve.kvstore.daemon.process.serve", lambda given, _: seen.append(given)
     )
     for name, value in options.environment().items():
         monkeypatch.setenv(name, value)
     assert not any("mooncake://" in word for word in options.arguments()), "it may hold a password"
     assert main(["--socket", str(SOCKET), *options.arguments()]) == 0
-    assert seen == [options.config(SOCKET)]
-    (config,) = seen
-    assert config.tiers == (
+    (given,) = seen
+    common = {field.name: getattr(options, field.name) for field in fields(StoreOptions)}
+    assert given == DaemonOptions(**common, socket_path=SOCKET)
+    assert given.tiers() == (
         TierSpec("ssd", "/cache", 5 * 2**30),
         TierSpec("mooncake", "mooncake://h:1"),
     )
-    assert (config.pool_bytes, config.tenant_quota, config.verify_memory) == (3 * 2**30, 0.25, True)
+    assert (given.pool_bytes, given.tenant_quota, given.verify_memory) == (3 * 2**30, 0.25, True)
 
 
 @pytest.mark.parametrize("quota", ["0", "-1", "2", "nan"])

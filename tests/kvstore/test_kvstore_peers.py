@@ -19,6 +19,7 @@ from banaserve.base.access.key_files import PEER_KEY_VARIABLE
 from banaserve.base.errors import UserError
 from banaserve.kvstore.client.admin import set_peers
 from banaserve.kvstore.client.client import StoreClient
+from banaserve.kvstore.daemon.connections.peer_server import PeerServer
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.leases import Lookup
 from banaserve.kvstore.peers.messages import (
@@ -29,7 +30,6 @@ from banaserve.kvstore.peers.messages import (
     reply_in,
 )
 from banaserve.kvstore.peers.options import PeerOptions
-from banaserve.kvstore.peers.server import PeerServer
 from banaserve.transport.channels.connect import over_tcp
 from banaserve.transport.channels.threaded_server import MAX_STRANGERS, ConnectionPlaces
 from peer_store import DEADLINE_S, FINGERPRINT, KEY, NUM_SLOTS, SLOT_BYTES, PeerStore, chain
@@ -234,7 +234,7 @@ def test_silent_strangers_make_way_for_peers_and_peers_for_nobody() -> None:
         reply = channel.call(message_of(PeerHello(VERSION)), DEADLINE_S)
         return reply_in(reply) == PeerWelcome(VERSION)
 
-    server = PeerServer("127.0.0.1", 0, KEY.encode(), _NoBlocks(), None)  # type: ignore[arg-type]
+    server = PeerServer("127.0.0.1", 0, KEY.encode(), _NoBlocks())  # type: ignore[arg-type]
     with ExitStack() as stack:
         stack.callback(server.close)
         first = peer()
@@ -252,7 +252,7 @@ def test_silent_strangers_make_way_for_peers_and_peers_for_nobody() -> None:
 def test_peers_of_thirty_nodes_have_their_places_beside_strangers() -> None:
     """Five connections each, as a store opens them: more than strangers ever have."""
     with ExitStack() as stack:
-        server = PeerServer("127.0.0.1", 0, KEY.encode(), _NoBlocks(), None)  # type: ignore[arg-type]
+        server = PeerServer("127.0.0.1", 0, KEY.encode(), _NoBlocks())  # type: ignore[arg-type]
         stack.callback(server.close)
         peers = []
         for number in range(5 * 30):
@@ -318,7 +318,7 @@ def test_strangers_of_one_address_make_way_for_those_of_others() -> None:
 
 
 def test_a_peer_of_another_address_is_served_while_strangers_connect_without_pause() -> None:
-    server = PeerServer("127.0.0.1", 0, KEY.encode(), _NoBlocks(), None)  # type: ignore[arg-type]
+    server = PeerServer("127.0.0.1", 0, KEY.encode(), _NoBlocks())  # type: ignore[arg-type]
     at, deadline = ("127.0.0.1", server.port), time.monotonic() + DEADLINE_S
     with ExitStack() as stack:
         stack.callback(server.close)
@@ -343,7 +343,7 @@ def test_a_peer_of_another_address_is_served_while_strangers_connect_without_pau
 )
 def test_options_that_make_no_sense(peers: PeerOptions, why: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=why):
-        StoreOptions(size="1MiB", peers=peers).config(tmp_path / "s")
+        StoreOptions(size="1MiB", peers=peers).check()
     assert KEY not in repr(peers)
 
 

@@ -83,7 +83,7 @@ def test_a_failed_promotion_frees_its_slot_with_the_last_lease(
     tier.end(outcome)
     store.turn()
     assert store.arrivals(granted) == [MISS, MISS]
-    assert store.service._index.lookup([NAMESPACE + KEYS[0]]) == [MISS]
+    assert store.service.index.lookup([NAMESPACE + KEYS[0]]) == [MISS]
     assert store.report().promotion_failures == 2
     assert store.service.stats().used_slots == 2
     # The key is free at once, the slot is not.
@@ -189,7 +189,7 @@ def test_loads_go_before_stores(stack: ExitStack) -> None:
 def test_a_promoted_block_knows_its_parent(stack: ExitStack) -> None:
     store, tier = filled(stack, *KEYS[:2])
     store.exchange([KEYS[1]], [(KEYS[1], KEYS[0])])
-    entry = store.service._index.get(NAMESPACE + KEYS[1])
+    entry = store.service.index.get(NAMESPACE + KEYS[1])
     assert entry is not None
     assert entry.parent == NAMESPACE + KEYS[0]
     tier.end()

@@ -16,6 +16,8 @@ import pytest
 from banaserve.base.errors import ProtocolError
 from banaserve.base.fail_points import VARIABLE, FailPoint
 from banaserve.kvstore.client.admin import set_peers
+from banaserve.kvstore.daemon.connections.peer_server import PeerServer
+from banaserve.kvstore.daemon.pushes.receiving import Reception
 from banaserve.kvstore.leases import Exchanged, Lookup, Slot
 from banaserve.kvstore.mailbox import Mailbox
 from banaserve.kvstore.peers.link import connect_to_peer, exchange
@@ -30,8 +32,6 @@ from banaserve.kvstore.peers.messages import (
     message_of,
 )
 from banaserve.kvstore.peers.push import Push, PushLink
-from banaserve.kvstore.peers.reception import Reception
-from banaserve.kvstore.peers.server import PeerServer
 from banaserve.transport.channels.channel import StreamChannel
 from banaserve.transport.errors import PeerGoneError, TransportError
 from banaserve.transport.interface import Tensor
@@ -582,7 +582,7 @@ class Sink:
 def test_a_link_that_is_behind_sends_many_layers_at_once() -> None:
     """Of the same blocks only, in order, and nothing twice."""
     sink, over = Sink(), Mailbox[Push]()
-    server = PeerServer("127.0.0.1", 0, KEY.encode(), None, sink)  # type: ignore[arg-type]
+    server = PeerServer("127.0.0.1", 0, KEY.encode(), sink)  # type: ignore[arg-type]
     link = PushLink(("127.0.0.1", server.port), KEY.encode(), over)
     blocks = [block(key) for key in chain(0, 3)]
     push = Push(offer(chain(0, 3)), blocks)

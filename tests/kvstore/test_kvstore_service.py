@@ -12,6 +12,7 @@ import pytest
 
 from banaserve.base.errors import ProtocolError, UserError
 from banaserve.kvstore import wire
+from banaserve.kvstore.daemon.carved_pool import CarvedPool
 from banaserve.kvstore.daemon.service import StoreService
 from banaserve.kvstore.daemon.tiering.tiering import Tiering
 from banaserve.kvstore.daemon.watcher import PoolWatcher
@@ -42,12 +43,13 @@ def make_pool() -> SlotPool:
 
 def make_service(pool: SlotPool | None = None, *, poisons: bool = False) -> StoreService:
     board, selector = Board(POOL_BYTES), selectors.DefaultSelector()
-    tiering = Tiering([], selector)
+    carved = CarvedPool(pool or make_pool())
+    tiering = Tiering([], carved, selector)
     made.callback(board.close)
     made.callback(selector.close)
     made.callback(tiering.close, 0.0)
-    watcher = PoolWatcher(board, tiering, poisons=poisons)
-    return StoreService(pool or make_pool(), tiering, watcher)
+    watcher = PoolWatcher(carved, board, tiering, poisons=poisons)
+    return StoreService(carved, tiering, watcher)
 
 
 def changed(**fields: Any) -> Fingerprint:

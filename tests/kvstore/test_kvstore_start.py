@@ -18,7 +18,8 @@ import pytest
 from banaserve.cli.main import main
 from banaserve.kvstore.client.admin import fetch_stats
 from banaserve.kvstore.daemon import process as daemon_process
-from banaserve.kvstore.daemon.server import DaemonConfig, StoreServer
+from banaserve.kvstore.daemon.options import DaemonOptions
+from banaserve.kvstore.daemon.server import StoreServer
 from banaserve.kvstore.pool import SlotPool
 from forked import Forked
 from store_process import fork_store, start_store
@@ -113,7 +114,7 @@ def test_nobody_waits_for_a_store_that_fills_its_memory(
         return SlotPool(num_bytes)
 
     monkeypatch.setattr("banaserve.kvstore.daemon.server.SlotPool", fill)
-    server = StoreServer(DaemonConfig(path, 64 * 1024))
+    server = StoreServer(DaemonOptions(size="64KiB", socket_path=path))
     assert path.exists()
     server.close()
 

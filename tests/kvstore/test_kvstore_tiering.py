@@ -291,7 +291,7 @@ def test_memory_that_changed_is_not_written_to_a_tier(stack: ExitStack) -> None:
     tier = ScriptedTier("disk")
     store = Store(stack, tier, verifies=True)
     store.write(*KEYS[:2])
-    entry = store.service._index.get(NAMESPACE + KEYS[1])
+    entry = store.service.index.get(NAMESPACE + KEYS[1])
     assert entry is not None
     store.memory((entry.slot, 0))[0] ^= 1
     tier.end()

@@ -166,7 +166,7 @@ class TestExchange:
         assert submit[4] is None
         ended = wait(tier, lambda: not tier.stats().in_flight) + tier.poll()
         assert {one.ticket for one in ended} == set(submit[:4])
-        assert all(one.outcome is TierOutcome.DONE and one.num_bytes == MIB for one in ended)
+        assert all(one.outcome is TierOutcome.DONE for one in ended)
         assert tier.lookup([key(i) for i in range(4)]) == [Lookup.HIT] * 4
         assert tier.stats().used_bytes == 4 * MIB
 
@@ -188,19 +188,13 @@ class TestExchange:
         assert tier.lookup([key(0)]) == [Lookup.MISS]
         assert (tier.stats().missing, tier.stats().num_blocks) == (1, 0)
 
-    def test_evict_and_clear_forget_for_everybody(self, stack, master, other):
+    def test_clear_forgets_for_everybody(self, stack, master, other):
         now_s = [0.0]
         tier = MooncakeTier(parse_url(url_of(master)), clock=lambda: now_s[0])
         stack.callback(tier.close)
         wait(tier, lambda: tier.stats().available)
         for number in range(3):
             assert store(tier, key(number), random_block(number, 4096)) is TierOutcome.DONE
-        assert tier.evict(key(0))
-        assert not tier.evict(key(0))
-        assert not tier.evict(key(9))
-        assert tier.lookup([key(0)]) == [Lookup.MISS]
-        assert store(tier, key(0), random_block(7, 4096)) is TierOutcome.DONE
-        assert load(tier, key(0), 4096)[1].tolist() == random_block(7, 4096).tolist()
         assert tier.clear() == 3
         assert (tier.stats().num_blocks, tier.stats().used_bytes) == (0, 0)
         for number in range(3):

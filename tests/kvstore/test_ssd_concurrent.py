@@ -51,15 +51,11 @@ class Traffic:
 
     def step(self) -> None:
         number = self.chance.randrange(NUM_KEYS)
-        match self.chance.choices(
-            ["store", "load", "evict", "clear", "poll"], [40, 40, 2, 0.1, 18]
-        ):
+        match self.chance.choices(["store", "load", "clear", "poll"], [40, 40, 0.1, 20]):
             case ["store"]:
                 self.store(number)
             case ["load"]:
                 self.load(number)
-            case ["evict"]:
-                assert not (self.tier.evict(KEYS[number]) and self.busy(number))
             case ["clear"]:
                 self.tier.clear()
                 left = [n for n, s in enumerate(self.tier.lookup(KEYS)) if s is not Lookup.MISS]

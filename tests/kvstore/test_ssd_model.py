@@ -119,12 +119,6 @@ class SsdMachine(RuleBasedStateMachine):
             del self.blocks[number]
         self.settle()
 
-    @rule(number=numbers)
-    def evict(self, number: int) -> None:
-        assert self.tier.evict(KEYS[number]) == (number in self.blocks)
-        self.blocks.pop(number, None)
-        self.settle()
-
     @rule(crash=st.booleans())
     def clear(self, crash: bool) -> None:
         assert self.tier.clear() == len(self.blocks)

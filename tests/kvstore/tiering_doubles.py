@@ -10,6 +10,7 @@ from contextlib import ExitStack
 import numpy as np
 
 from banaserve.kvstore import wire
+from banaserve.kvstore.daemon.carved_pool import CarvedPool
 from banaserve.kvstore.daemon.service import StoreService
 from banaserve.kvstore.daemon.tiering.attached_tier import AttachedTier
 from banaserve.kvstore.daemon.tiering.tiering import Tiering
@@ -92,7 +93,7 @@ class ScriptedTier:
             part = target.size if outcome is TierOutcome.DONE else target.size // 2
             target[:part] = data[:part]
             del self.loads[ticket]
-            self.ended.append(Completion(ticket, outcome, target.size, 0.0))
+            self.ended.append(Completion(ticket, outcome))
             if outcome in (TierOutcome.MISSING, TierOutcome.CORRUPT):
                 self.blocks.pop(key, None)
         stores = {} if only == "load" else self.stores
@@ -101,7 +102,7 @@ class ScriptedTier:
                 self.blocks[block.key] = source.tobytes()
                 self.parents[block.key] = block.parent
             del self.stores[ticket]
-            self.ended.append(Completion(ticket, outcome, source.size, 0.0))
+            self.ended.append(Completion(ticket, outcome))
         os.eventfd_write(self.fd, 1)
 
     def poll(self) -> list[Completion]:
@@ -109,9 +110,6 @@ class ScriptedTier:
         os.eventfd_read(self.fd)
         ended, self.ended = self.ended, []
         return ended
-
-    def evict(self, key: bytes) -> bool:
-        return self.blocks.pop(key, None) is not None
 
     def clear(self) -> int:
         read = {key for key, _ in self.loads.values()}
@@ -154,9 +152,10 @@ class Store:
         self.board = Board(self.pool.num_bytes)
         self.selector = selectors.DefaultSelector()
         attached = [AttachedTier(tier.name, tier) for tier in tiers]
-        self.tiering = Tiering(attached, self.selector, lambda: self.now_s)
-        watcher = PoolWatcher(self.board, self.tiering, poisons=True, verifies=verifies)
-        self.service = StoreService(self.pool, self.tiering, watcher, quota)
+        carved = CarvedPool(self.pool)
+        self.tiering = Tiering(attached, carved, self.selector, lambda: self.now_s)
+        watcher = PoolWatcher(carved, self.board, self.tiering, poisons=True, verifies=verifies)
+        self.service = StoreService(carved, self.tiering, watcher, quota)
         for close in (self.selector.close, self.board.close, self.pool.close):
             stack.callback(close)
         stack.callback(self.tiering.close, 5.0)
@@ -171,7 +170,7 @@ class Store:
         for key, events in self.selector.select(timeout_s):
             key.data(events)
         self.tiering.pump()
-        self.service._index.check()
+        self.service.index.check()
 
     def exchange(
         self,
@@ -208,7 +207,7 @@ class Store:
 
     def forget(self) -> None:
         """Empty memory, and memory only."""
-        self.service._index.clear()
+        self.service.index.clear()
 
     def memory(self, pair: tuple[int, int]) -> BlockBytes:
         return self.pool.part(pair[0] * PAGE_BYTES, PAGE_BYTES)

@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from banaserve.migration.rpc.messages import GuestAddress
+from banaserve.transport.channels.channel import StreamChannel
 from banaserve.transport.errors import PeerGoneError, TransferTimeoutError, TransportError
-from banaserve.transport.interface import Channel
 from waiting import eventually
 
 
@@ -21,7 +21,7 @@ class Start(threading.Thread):
 
     def __init__(self, address: GuestAddress, timeout_s: float) -> None:
         super().__init__()
-        self.channel: Channel | None = None
+        self.channel: StreamChannel | None = None
         self.error: TransportError | None = None
         self._address, self._timeout_s = address, timeout_s
         self.start()
@@ -50,9 +50,9 @@ def until_it_listens(path: Path, before: object = None) -> object:
     return found[0]
 
 
-def until_connected(address: GuestAddress) -> Channel:
+def until_connected(address: GuestAddress) -> StreamChannel:
     """A host's channel to the guest, which does not listen yet when its path appears."""
-    made: list[Channel] = []
+    made: list[StreamChannel] = []
 
     def is_there() -> bool:
         with contextlib.suppress(PeerGoneError):

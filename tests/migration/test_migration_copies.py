@@ -34,7 +34,11 @@ from banaserve.migration.units.heads import HeadSet
 from banaserve.migration.units.host_unit import HostUnit
 from banaserve.migration.units.layers import LayerRange
 from banaserve.transport.errors import PeerGoneError
-from banaserve.transport.interface import OfferedRegion, Transport, TransportOptions
+from banaserve.transport.interface import (
+    Transport,
+    TransportOptions,
+)
+from banaserve.transport.regions.offered_region import OfferedRegion
 from banaserve.transport.registry import create
 from unit_doubles import unit_of
 

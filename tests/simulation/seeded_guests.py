@@ -15,9 +15,10 @@ from banaserve.base.platform.processes import Pulse
 from banaserve.migration.guest.server import GuestServer
 from banaserve.migration.rpc.messages import GuestAddress
 from banaserve.transport.errors import PeerGoneError, RefusedError, StaleEpochError
-from banaserve.transport.interface import Offsets, RegionDescriptor, TransportOptions
+from banaserve.transport.interface import TransportOptions
 from banaserve.transport.memory import Memory, copy_runs
-from banaserve.transport.regions.local_region import reserve
+from banaserve.transport.regions.descriptor import Offsets, RegionDescriptor
+from banaserve.transport.regions.offered_region import reserve
 from seeded_machine import Machine, Process, Troubles
 from seeded_modules import UnitsOfGuest
 from seeded_threads import KilledError, Thread, VirtualChannel, current, sleep, wait, wake
@@ -135,7 +136,7 @@ class _Copies:
 
 
 class RemoteDouble:
-    """A guest's region as its host sees it; see ``transport.interface.RemoteRegion``."""
+    """A guest's region as its host sees it; see ``RemoteRegion``."""
 
     def __init__(self, network: Network, descriptor: RegionDescriptor) -> None:
         self.network, self.descriptor = network, descriptor

@@ -228,7 +228,7 @@ Time = SimpleNamespace(perf_counter=_now_s, monotonic=_now_s, sleep=sleep)
 
 
 class VirtualChannel:
-    """One end of a connection between two processes; see ``transport.interface.Channel``."""
+    """One end of a connection between two processes; see ``StreamChannel``."""
 
     _numbers: ClassVar[dict[int, VirtualChannel]] = {}
 

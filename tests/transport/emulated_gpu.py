@@ -29,7 +29,7 @@ class _Shared:
 
 
 class EmulatedGpu:
-    """See ``regions.gpu_memory.Gpu``; several processes see the same one."""
+    """See ``regions.gpu_memory.CudaGpu``; several processes see the same one."""
 
     nixl_kind: Literal["DRAM", "VRAM"] = "DRAM"
     index = 0

@@ -10,16 +10,22 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
-from banaserve.base.errors import ProtocolError, UserError
+from banaserve.base.errors import UserError
 from banaserve.transport import registry
-from banaserve.transport.backends import tcp as bulk
+from banaserve.transport.backends.channel_served import (
+    Begin,
+    End,
+    Open,
+    ask,
+    grant_in,
+    message_of,
+)
 from banaserve.transport.channels import authentication, threaded_server
-from banaserve.transport.channels.authentication import Seal
+from banaserve.transport.channels.connect import connect
 from banaserve.transport.channels.stream import SocketStream
 from banaserve.transport.errors import (
     PeerGoneError,
@@ -27,18 +33,13 @@ from banaserve.transport.errors import (
     StaleEpochError,
     TransferTimeoutError,
 )
-from banaserve.transport.interface import TransportOptions
+from banaserve.transport.interface import Tensor, TransportOptions
 from banaserve.transport.memory import PAGE_BYTES, SLICE_BYTES, Memory, Plan, whole_pages
-from banaserve.transport.regions.shared_file import SharedFile
+from banaserve.transport.regions.shared_file import SharedFile, new_file
 from waiting import eventually
 
 OPTIONS = TransportOptions(folder="unused", secret=bytes(16))
 NONE = np.empty(0, np.int64)
-
-
-def test_the_registry_refuses_a_second_transport_of_one_name():
-    with pytest.raises(ValueError, match="shm"):
-        registry.register("shm", lambda options: None)
 
 
 def test_an_unknown_transport_is_answered_with_the_known_ones():
@@ -109,7 +110,7 @@ def test_memory_of_an_array_is_its_bytes():
 
 
 def test_an_epoch_cannot_move_on_while_a_peer_copies_and_the_peer_stops_afterwards():
-    owner = SharedFile.create(PAGE_BYTES, epoch=1)
+    owner = SharedFile(new_file(PAGE_BYTES, 1), PAGE_BYTES)
     peer = SharedFile(owner.reopen(), PAGE_BYTES)
     with peer.use(1), pytest.raises(TransferTimeoutError):
         owner.advance(2, 0.002)
@@ -126,7 +127,7 @@ def test_an_epoch_cannot_move_on_while_a_peer_copies_and_the_peer_stops_afterwar
 
 
 def test_released_pages_really_go_back_to_the_system():
-    owner = SharedFile.create(64 * PAGE_BYTES, epoch=1)
+    owner = SharedFile(new_file(64 * PAGE_BYTES, 1), 64 * PAGE_BYTES)
     owner.memory.view()[:] = 1
     before = os.fstat(owner._fd).st_blocks * 512
     assert owner.release(0, 64 * PAGE_BYTES) == 64 * PAGE_BYTES
@@ -142,67 +143,51 @@ def test_a_file_that_could_shrink_is_refused():
     os.close(fd)
 
 
-def request(**changed):
-    given = {"kind": bulk.WRITE, "seq": 2, "epoch": 1, "run_bytes": 8, "num_runs": 1}
-    return bulk.BulkRequest(**{**given, "region_id": bytes(16), **changed})
+OFFSETS = Tensor("int64", (1,), np.zeros(8, np.uint8))
+BYTES = Tensor("uint8", (8,), np.ones(8, np.uint8))
+MANY = Tensor("int64", (SLICE_BYTES + 1,), np.zeros(8 * (SLICE_BYTES + 1), np.uint8))
 
 
 @pytest.mark.parametrize(
-    ("sent", "key", "reason"),
+    ("said", "tensors", "ends"),
     [
-        (request(seq=1), 0, "order"),
-        (request(seq=3), 0, "order"),
-        (request(kind=9), 0, "order"),
-        (request(run_bytes=SLICE_BYTES + 1), 0, "too large"),
-        (request(run_bytes=2**63), 0, "too large"),
-        (request(), 1, "wrong code"),
+        (Begin(1, 8, True), (OFFSETS, BYTES), None),
+        (Begin(1, SLICE_BYTES + 1, False), (OFFSETS,), RefusedError),
+        (Begin(1, 1, False), (MANY,), RefusedError),
+        (Begin(1, -8, False), (OFFSETS,), RefusedError),
+        (Begin(1, 2**62, False), (OFFSETS,), RefusedError),
+        (Begin(1, PAGE_BYTES + 1, False), (OFFSETS,), RefusedError),
+        (Begin(2, 8, False), (OFFSETS,), StaleEpochError),
+        (Begin(1, 8, False), (BYTES,), RefusedError),
+        (Begin(1, 4, True), (OFFSETS, BYTES), PeerGoneError),
+        (Begin(1, 8, True), (OFFSETS,), PeerGoneError),
+        (Begin(1, 8, False), (), PeerGoneError),
+        (End(), (), PeerGoneError),
+        (Open(bytes(16)), (), PeerGoneError),
     ],
 )
-def test_a_request_that_is_not_the_peers_next_one_is_refused(sent, key, reason):
-    ours, theirs = (SocketStream(sock) for sock in socket.socketpair())
-    keys = [bytes([number]) * 32 for number in (0, 1)]
-    ours.write(bulk.sign_request(sent, np.zeros(1, np.int64), Seal(keys[key], keys[1])), 1e9)
-    with pytest.raises(ProtocolError, match=reason):
-        bulk.read_request(theirs, Seal(keys[1], keys[0]), 2, 1e9)
-    ours.close()
-    theirs.close()
+def test_a_slice_that_a_region_does_not_hold_is_refused(tmp_path, said, tensors, ends):
+    options = TransportOptions(folder=str(tmp_path), secret=bytes(16))
+    owner = registry.create("tcp", options)
+    offered = owner.offer(PAGE_BYTES, 1)
+    channel = connect(offered.descriptor.address, options, 20.0)
+    ask(channel, Open(offered.descriptor.region_id))
+    channel.send(message_of(said, *tensors), 20.0)
+    if ends is None:
+        grant_in(channel.receive(20.0))
+        assert np.flatnonzero(offered.memory.view()).tolist() == list(range(8))
+    else:
+        with pytest.raises(ends):
+            grant_in(channel.receive(20.0))
+        assert not offered.memory.view().any()
+    channel.close()
+    owner.close()
 
 
 def flipped(parts, number):
     changed = bytearray(parts[number])
     changed[len(changed) // 2] ^= 1
     return [*parts[:number], bytes(changed), *parts[number + 1 :]]
-
-
-@pytest.mark.parametrize("harm", ["none", "changed", "replayed", "swapped"])
-def test_bytes_that_are_not_the_peers_next_ones_are_refused(harm):
-    ours, theirs = (SocketStream(sock) for sock in socket.socketpair())
-    sending, receiving = Seal(b"a" * 32, b"b" * 32), Seal(b"b" * 32, b"a" * 32)
-    slices = [np.full(300_000, number, np.uint8) for number in (1, 2)]
-    first, second = (bulk.sign_bytes(data, sending) for data in slices)
-    sent = {
-        "none": [*first, *second],
-        "changed": [*first, *flipped(second, 0)],
-        "replayed": [*first, *first],
-        "swapped": [*second, *first],
-    }[harm]
-    target, deadline = np.zeros(300_000, np.uint8), time.monotonic() + 20.0
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(ours.write, sent, deadline)
-        if harm == "swapped":
-            with pytest.raises(ProtocolError, match="changed"):
-                bulk.read_bytes(theirs, receiving, target, deadline)
-        else:
-            bulk.read_bytes(theirs, receiving, target, deadline)
-            assert np.array_equal(target, slices[0])
-        if harm == "none":
-            bulk.read_bytes(theirs, receiving, target, deadline)
-            assert np.array_equal(target, slices[1])
-        else:  # and none after one that was refused
-            with pytest.raises(ProtocolError, match="changed"):
-                bulk.read_bytes(theirs, receiving, target, deadline)
-    ours.close()
-    theirs.close()
 
 
 def test_what_was_changed_on_its_way_reaches_no_region(tmp_path):
@@ -212,8 +197,8 @@ def test_what_was_changed_on_its_way_reaches_no_region(tmp_path):
     opened, offsets = peer.open(offered.descriptor, 20.0), np.zeros(1, np.int64)
     written = np.full(SLICE_BYTES, 7, np.uint8)
     opened.submit_write(Memory.of(written), offsets, offsets, 4096, 1).wait(20.0)
-    write = opened._stream.write
-    opened._stream.write = lambda parts, deadline: write(flipped(parts, 3), deadline)
+    write = opened._channel._stream.write
+    opened._channel._stream.write = lambda parts, deadline: write(flipped(parts, 2), deadline)
     with pytest.raises(PeerGoneError):
         opened.submit_write(Memory.of(written), offsets, offsets + 4096, 4096, 1).wait(20.0)
     assert np.flatnonzero(offered.memory.view()).size == 4096
@@ -228,7 +213,7 @@ def test_reads_of_many_small_runs_end_where_the_kernel_buffers_little(tmp_path, 
     offered = owner.offer(4 * SLICE_BYTES, 1)
     offered.memory.view()[:] = np.arange(4 * SLICE_BYTES, dtype=np.int64) % 251
     opened = peer.open(offered.descriptor, 20.0)
-    for sock in (opened._stream._sock, *owner._service._places._taken):
+    for sock in (opened._channel._stream._sock, *owner._service._places._taken):
         for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             sock.setsockopt(socket.SOL_SOCKET, buffer, 32 * 1024)
     local = np.zeros(4 * SLICE_BYTES, np.uint8)

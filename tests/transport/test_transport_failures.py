@@ -24,8 +24,9 @@ from banaserve.transport.errors import (
     TransferCancelledError,
     TransferTimeoutError,
 )
-from banaserve.transport.interface import RegionDescriptor, TransportOptions
+from banaserve.transport.interface import TransportOptions
 from banaserve.transport.memory import SLICE_BYTES, Memory
+from banaserve.transport.regions.descriptor import RegionDescriptor
 from banaserve.transport.registry import create
 
 pytestmark = pytest.mark.deep

@@ -14,9 +14,11 @@ from banaserve.transport.errors import (
     TransferTimeoutError,
 )
 from banaserve.transport.memory import Memory, Plan
-from banaserve.transport.regions.remote_region import MAX_HELP_BYTES, CopyThread, PlanTicket
+from banaserve.transport.regions.descriptor import RegionDescriptor
+from banaserve.transport.regions.remote_region import MAX_HELP_BYTES, RemoteRegion, Ticket
 
 WAIT_S = 20.0
+THREAD = "transport-test-copy"
 NOTHING = np.empty(0, np.int64)
 
 
@@ -25,7 +27,7 @@ def plan(number: int) -> Plan:
     return Plan(Memory(0, 0), NOTHING, NOTHING, 0, number, True)
 
 
-class Copies:
+class Copies(RemoteRegion):
     """Notes which thread has carried out which plan; the first one waits to be let go."""
 
     def __init__(self, waiters_help: bool) -> None:
@@ -33,11 +35,13 @@ class Copies:
         self.go_on = threading.Event()
         self.begun = threading.Event()
         self.then: Callable[[int], None] = lambda number: None
-        self.thread = CopyThread(
-            "copies", self._carry_out, self.go_on.set, waiters_help=waiters_help
-        )
+        self.never_waits_for_peer = waiters_help
+        super().__init__(RegionDescriptor("test", bytes(16), 2**30, 0, "here"), lambda region: True)
 
-    def _carry_out(self, ticket: PlanTicket) -> None:
+    def submit(self, plan: Plan) -> Ticket:
+        return self._submit(plan)
+
+    def _carry_out(self, ticket: Ticket) -> None:
         if not ticket.plan.epoch:
             self.begun.set()
             self.go_on.wait(WAIT_S)
@@ -45,11 +49,17 @@ class Copies:
         self.then(ticket.plan.epoch)
         self.done.append((ticket.plan.epoch, threading.current_thread().name))
 
+    def _disconnect(self) -> None:
+        self.go_on.set()
+
+    def _break_off(self) -> None:
+        self.go_on.set()
+
 
 @pytest.mark.parametrize("waiters_help", [True, False])
 def test_transfers_end_in_the_order_of_their_submission(waiters_help: bool) -> None:
     copies = Copies(waiters_help)
-    tickets = [copies.thread.submit(plan(number)) for number in range(40)]
+    tickets = [copies.submit(plan(number)) for number in range(40)]
     assert copies.begun.wait(WAIT_S)
     waiting = [threading.Thread(target=t.wait, args=(WAIT_S,)) for t in reversed(tickets)]
     for thread in waiting:
@@ -59,13 +69,13 @@ def test_transfers_end_in_the_order_of_their_submission(waiters_help: bool) -> N
         thread.join()
     assert [number for number, _ in copies.done] == list(range(40))
     if not waiters_help:
-        assert {name for _, name in copies.done} == {"copies"}
-    copies.thread.close()
+        assert {name for _, name in copies.done} == {THREAD}
+    copies.close()
 
 
 def test_a_transfer_that_somebody_helps_with_can_be_cancelled_and_closed() -> None:
     copies = Copies(True)
-    first, second = copies.thread.submit(plan(0)), copies.thread.submit(plan(1))
+    first, second = copies.submit(plan(0)), copies.submit(plan(1))
     assert copies.begun.wait(WAIT_S)
     canceller = threading.Thread(target=first.cancel)
     canceller.start()
@@ -73,39 +83,39 @@ def test_a_transfer_that_somebody_helps_with_can_be_cancelled_and_closed() -> No
         first.wait(WAIT_S)
     second.wait(WAIT_S)
     canceller.join()
-    copies.thread.close()
+    copies.close()
     with pytest.raises(PeerGoneError):
-        copies.thread.submit(plan(2))
+        copies.submit(plan(2))
 
 
 def test_a_large_transfer_does_not_keep_who_waits_for_it_past_the_deadline() -> None:
     copies = Copies(True)
     offsets = np.zeros(2, np.int64)
     large = Plan(Memory(0, 0), offsets, offsets, MAX_HELP_BYTES // 2 + 1, 0, True)
-    with copies.thread._changed:  # so that the thread cannot take it first
-        ticket = copies.thread.submit(large)
+    with copies._changed:  # so that the thread cannot take it first
+        ticket = copies.submit(large)
         with pytest.raises(TransferTimeoutError):
             ticket.wait(0.01)
     copies.go_on.set()
     ticket.wait(WAIT_S)
-    assert copies.done == [(0, "copies")]
-    copies.thread.close()
+    assert copies.done == [(0, THREAD)]
+    copies.close()
 
 
 def test_a_helper_that_is_interrupted_leaves_nobody_waiting() -> None:
     copies = Copies(True)
 
     def interrupt(number: int) -> None:
-        if threading.current_thread().name != "copies":
+        if threading.current_thread().name != THREAD:
             raise KeyboardInterrupt
 
     copies.then = interrupt
     for number in range(1, 10_000):  # until this thread is the one that does it
-        ticket = copies.thread.submit(plan(number))
+        ticket = copies.submit(plan(number))
         try:
             ticket.wait(WAIT_S)
         except KeyboardInterrupt:
             break
     with pytest.raises(PeerGoneError, match="broken off"):
         ticket.wait(WAIT_S)
-    copies.thread.close()
+    copies.close()

@@ -89,7 +89,7 @@ class FaultyStream:
 
 
 class FaultyChannel:
-    """A ``Channel`` whose messages go wrong before they become frames.
+    """A ``StreamChannel`` whose messages go wrong before they become frames.
 
     ``duplicate`` sends a message twice; ``corrupt`` changes a byte of its body.
     """

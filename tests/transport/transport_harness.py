@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 import transport_peer
-from banaserve.transport.interface import RegionDescriptor, TransportOptions
+from banaserve.transport.interface import TransportOptions
+from banaserve.transport.regions.descriptor import RegionDescriptor
 from forked import Forked
 
 WAIT_S = 20.0

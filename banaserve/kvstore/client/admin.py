@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from banaserve.base.errors import ProtocolError, StoreUnavailableError, UserError
 from banaserve.kvstore import wire
 from banaserve.kvstore.client.channel import StoreChannel
 from banaserve.kvstore.stats import StoreStats
+
+R = TypeVar("R", bound=wire.Reply)
 
 
 def fetch_stats(socket_path: Path, timeout_s: float = 5.0) -> StoreStats:
@@ -19,9 +20,7 @@ def fetch_stats(socket_path: Path, timeout_s: float = 5.0) -> StoreStats:
     Raises:
         StoreUnavailableError: There is no answer.
     """
-    with _operator_channel(socket_path, timeout_s) as channel:
-        seq = channel.next_seq()
-        return channel.call(seq, wire.GetStats(seq), wire.Stats).stats
+    return _ask(socket_path, wire.GetStats, wire.Stats, timeout_s).stats
 
 
 class ClearedBlocks(NamedTuple):
@@ -37,10 +36,8 @@ def clear_store(socket_path: Path, timeout_s: float = 5.0) -> ClearedBlocks:
     Raises:
         StoreUnavailableError: There is no answer.
     """
-    with _operator_channel(socket_path, timeout_s) as channel:
-        seq = channel.next_seq()
-        reply = channel.call(seq, wire.Clear(seq), wire.Cleared)
-        return ClearedBlocks(reply.num_dropped, reply.num_dropped_from_tiers)
+    reply = _ask(socket_path, wire.Clear, wire.Cleared, timeout_s)
+    return ClearedBlocks(reply.num_dropped, reply.num_dropped_from_tiers)
 
 
 def set_peers(socket_path: Path, peers: Sequence[str], timeout_s: float = 5.0) -> None:
@@ -53,18 +50,19 @@ def set_peers(socket_path: Path, peers: Sequence[str], timeout_s: float = 5.0) -
         StoreUnavailableError: There is no answer.
         UserError: An address is invalid, or the store was started without a key of peers.
     """
-    with _operator_channel(socket_path, timeout_s) as channel:
-        seq = channel.next_seq()
-        reply = channel.call(seq, wire.SetPeers(seq, list(peers)), wire.PeersSet)
+    reply = _ask(socket_path, lambda seq: wire.SetPeers(seq, list(peers)), wire.PeersSet, timeout_s)
     if reply.problem:
         raise UserError(reply.problem)
 
 
-@contextmanager
-def _operator_channel(socket_path: Path, timeout_s: float) -> Iterator[StoreChannel]:
-    channel = StoreChannel(socket_path, "operator", None, timeout_s, on_late=lambda _: None)
+def _ask(
+    socket_path: Path, build: Callable[[int], wire.Request], reply_type: type[R], timeout_s: float
+) -> R:
+    """Send the request that ``build`` makes from its seq and return the reply."""
+    channel = StoreChannel(socket_path, "operator", None, 0, timeout_s, on_late=lambda _: None)
     try:
-        yield channel
+        seq = channel.next_seq()
+        return channel.call(seq, build(seq), reply_type)
     except (OSError, ProtocolError) as error:
         message = f"the KV cache store on {socket_path} does not answer: {error}"
         raise StoreUnavailableError(message) from error

@@ -47,9 +47,9 @@ class StoreChannel:
         socket_path: Path,
         client_name: str,
         fingerprint: Fingerprint | None,
+        num_writers: int,
         timeout_s: float,
         on_late: Callable[[wire.Reply], None],
-        num_writers: int = 0,
     ) -> None:
         """Connect and greet.
 
@@ -208,13 +208,7 @@ class StoreLink:
     """Calls to the store that fail at once while it is unavailable. Not thread-safe.
 
     Args:
-        socket_path: Path of the socket on which the store listens.
-        fingerprint: Fingerprint of this client's blocks.
-        client_name: Name of the instance.
-        num_writers: Number of processes that each write their share of a slot; see
-            ``wire.ClientHello``.
-        timeout_s: Maximum wait for an answer, in seconds.
-        reconnect: True to connect again after the store was lost.
+        connect: Function that returns a new channel with the given ``on_late``.
         on_open: Callback after each greeting, with the welcome and the file descriptors of pool
             and board, which are closed afterwards.
         on_lost: Callback when the connection to the store is lost.
@@ -222,23 +216,13 @@ class StoreLink:
 
     def __init__(
         self,
-        socket_path: Path,
-        fingerprint: Fingerprint,
-        client_name: str,
+        connect: Callable[[Callable[[wire.Reply], None]], StoreChannel],
         *,
-        num_writers: int = 0,
-        timeout_s: float,
-        reconnect: bool,
         on_open: Callable[[wire.Welcome, int, int], None],
         on_lost: Callable[[], None],
     ) -> None:
         self.generation = 0
-        self._socket_path = socket_path
-        self._fingerprint = fingerprint
-        self._client_name = client_name
-        self._num_writers = num_writers
-        self._timeout_s = timeout_s
-        self._reconnect = reconnect
+        self._connect = connect
         self._on_open = on_open
         self._on_lost = on_lost
         self._channel: StoreChannel | None = None
@@ -264,14 +248,7 @@ class StoreLink:
         self._forget_parents_channel()
         if self._channel is not None:
             return
-        channel = StoreChannel(
-            self._socket_path,
-            self._client_name,
-            self._fingerprint,
-            self._timeout_s,
-            self._on_late,
-            self._num_writers,
-        )
+        channel = self._connect(self._on_late)
         try:
             self._on_open(channel.welcome, *channel.fds)
         except (OSError, ValueError) as error:
@@ -361,8 +338,6 @@ class StoreLink:
         return self._reopened() if channel is None else self._caught_up(channel)
 
     def _reopened(self) -> StoreChannel | None:
-        if self._was_greeted and not self._reconnect:
-            return None
         try:
             self.open()
         except StoreUnavailableError as error:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from banaserve.base.errors import StoreUnavailableError
 from banaserve.base.fail_points import FailPoint, reach
 from banaserve.kvstore import wire
-from banaserve.kvstore.client.channel import FIRST_RETRY_S, StoreLink
+from banaserve.kvstore.client.channel import FIRST_RETRY_S, StoreChannel, StoreLink
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.leases import Exchanged, Lease, Lookup, Slot
 from banaserve.kvstore.pool import BoardView, PoolView
@@ -37,7 +38,6 @@ class StoreClient:
         num_writers: Number of processes of the instance that each write their share of a slot; 0:
             one for each part of the fingerprint.
         timeout_s: Maximum wait for an answer, in seconds.
-        reconnect: True to connect again after the store was lost.
         populate: True to fill the page tables of the pool in a background thread.
         maps_pool: False for a client that reads and writes no block: it has no ``view``.
     """
@@ -50,7 +50,6 @@ class StoreClient:
         client_name: str,
         num_writers: int = 0,
         timeout_s: float = 1.0,
-        reconnect: bool = True,
         populate: bool = True,
         maps_pool: bool = True,
     ) -> None:
@@ -62,12 +61,9 @@ class StoreClient:
         self._view: PoolView | None = None
         self._board: BoardView | None = None
         self._link = StoreLink(
-            Path(socket_path),
-            fingerprint,
-            client_name,
-            num_writers=num_writers,
-            timeout_s=timeout_s,
-            reconnect=reconnect,
+            partial(
+                StoreChannel, Path(socket_path), client_name, fingerprint, num_writers, timeout_s
+            ),
             on_open=self._map,
             on_lost=self._unmap,
         )

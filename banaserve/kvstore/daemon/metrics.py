@@ -3,91 +3,28 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from banaserve.base.errors import StoreUnavailableError, UserError
 from banaserve.kvstore.client.admin import fetch_stats
-from banaserve.kvstore.stats import StoreStats
-
-_PREFIX = "banaserve_kvstore_"
-_COUNTERS = {
-    "hits": "Keys asked for by acquire that were readable.",
-    "misses": "Keys asked for by acquire that were not readable.",
-    "joined": "Keys asked for by acquire that were on their way up for somebody else.",
-    "evictions": "Blocks dropped to make room.",
-    "commits": "Blocks that clients made readable.",
-    "corrupt_blocks": "Blocks in memory whose checksum was wrong when they were asked for.",
-    "quota_evictions": "Evictions that a tenant at its quota did to itself.",
-    "quota_refusals": "Slots refused to a tenant at its quota.",
-    "refused_clients": "Connections refused because of their fingerprint.",
-    "layout_mismatches": "Connections whose layout differs from another of the same model.",
-    "protocol_errors": "Connections closed because of what they sent.",
-    "lent_blocks": "Blocks that stores of other machines have fetched.",
-    "lent_bytes": "Bytes of these blocks.",
-    "pushed_blocks": "Blocks offered to those stores while they were being written, and committed.",
-    "pushed_by_layer_blocks": "Of these, blocks whose first layers went before their last.",
-    "received_blocks": "Blocks that those stores have sent so.",
-}
-_GAUGES = {
-    "capacity_bytes": "Size of the pool.",
-    "used_bytes": "Bytes of slots in use.",
-    "num_slots": "Slots in the pool.",
-    "used_slots": "Slots that hold a block or are being written.",
-    "writing_slots": "Slots that clients are writing.",
-    "promoting_slots": "Slots that tiers fill or are about to fill.",
-    "leased_slots": "Slots that at least one lease or hold covers.",
-    "num_leases": "Leases held.",
-    "num_holds": "Prompts whose blocks are held until decode has read them.",
-    "held_slots": "Slots that hold blocks of these prompts.",
-    "quarantined_slots": "Slots being written whose client is gone while its process lives.",
-    "num_tenants": "Tenants that use at least one slot.",
-    "clients": "Connections that share blocks.",
-}
-
-
-_TIER_COUNTERS = {
-    "stores": "Blocks written.",
-    "stored_bytes": "Bytes of blocks written.",
-    "loads": "Blocks read.",
-    "loaded_bytes": "Bytes of blocks read.",
-    "evictions": "Blocks dropped to make room.",
-    "missing": "Loads of blocks that were not there.",
-    "corrupt": "Records that were wrong: skipped, never served.",
-    "failures": "Loads and stores that failed otherwise.",
-    "promoted": "Blocks copied into memory.",
-    "promotion_failures": "Copies into memory that did not succeed.",
-    "declined": "Blocks not fetched because computing was predicted cheaper.",
-    "predicted_fetch_s": "Seconds predicted for promoted blocks.",
-    "measured_fetch_s": "Seconds that these blocks took.",
-    "demoted": "Blocks written behind.",
-    "demotion_failures": "Writes that were not carried out.",
-    "dropped_before_demotion": "Blocks that left memory before they were written.",
-}
-_TIER_GAUGES = {
-    "available": "1 while the tier is in service.",
-    "capacity_bytes": "Its budget; 0 where it has none of its own.",
-    "used_bytes": "Bytes taken up.",
-    "num_blocks": "Blocks that a load could return.",
-    "in_flight": "Loads and stores under way.",
-    "load_bytes_per_s": "Measured lately.",
-    "store_bytes_per_s": "Measured lately.",
-    "promoting_slots": "Slots that it fills or is about to fill.",
-    "backlog_blocks": "Blocks waiting to be written.",
-}
+from banaserve.kvstore.measure import Measure, measures_of
+from banaserve.kvstore.stats import StoreStats, TierReport
+from banaserve.kvstore.tiers.interface import TierStats
 
 
 def prometheus_text(stats: StoreStats) -> str:
     """Return ``stats`` in Prometheus' text format."""
-    lines = []
-    for name, meaning in _COUNTERS.items():
-        lines += _series(f"{_PREFIX}{name}_total", "counter", meaning, stats, name)
-    for name, meaning in _GAUGES.items():
-        lines += _series(_PREFIX + name, "gauge", meaning, stats, name)
-    for name, meaning in _TIER_COUNTERS.items():
-        lines += _tier_series(f"{_PREFIX}tier_{name}_total", "counter", meaning, stats, name)
-    for name, meaning in _TIER_GAUGES.items():
-        lines += _tier_series(f"{_PREFIX}tier_{name}", "gauge", meaning, stats, name)
+    lines: list[str] = []
+    for name, measure in measures_of(StoreStats).items():
+        lines += _series(name, measure, [("", getattr(stats, name))])
+    for name, measure in measures_of(TierReport).items():
+        values = [(_label(tier), getattr(tier, name)) for tier in stats.tiers]
+        lines += _series(f"tier_{name}", measure, values)
+    for name, measure in measures_of(TierStats).items():
+        values = [(_label(tier), +getattr(tier.stats, name)) for tier in stats.tiers]
+        lines += _series(f"tier_{name}", measure, values)
     return "\n".join(lines) + "\n"
 
 
@@ -138,17 +75,14 @@ def _answer(handler: BaseHTTPRequestHandler, socket_path: Path) -> None:
     handler.wfile.write(body)
 
 
-def _head(name: str, kind: str, meaning: str) -> list[str]:
-    return [f"# HELP {name} {meaning}", f"# TYPE {name} {kind}"]
+def _label(tier: TierReport) -> str:
+    return f'{{tier="{tier.stats.name}"}}'
 
 
-def _series(name: str, kind: str, meaning: str, stats: StoreStats, field: str) -> list[str]:
-    return [*_head(name, kind, meaning), f"{name} {getattr(stats, field)}"]
-
-
-def _tier_series(name: str, kind: str, meaning: str, stats: StoreStats, field: str) -> list[str]:
-    lines = []
-    for tier in stats.tiers:
-        owner = tier if hasattr(tier, field) else tier.stats
-        lines.append(f'{name}{{tier="{tier.stats.name}"}} {+getattr(owner, field)}')
-    return [*_head(name, kind, meaning), *lines] if lines else []
+def _series(field: str, measure: Measure, values: Sequence[tuple[str, float]]) -> list[str]:
+    """Return the lines of a metric with the values of its labels; none without a value."""
+    if not values:
+        return []
+    name = f"banaserve_kvstore_{field}" + ("_total" if measure.kind == "counter" else "")
+    head = [f"# HELP {name} {measure.meaning}", f"# TYPE {name} {measure.kind}"]
+    return head + [f"{name}{label} {value}" for label, value in values]

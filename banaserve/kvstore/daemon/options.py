@@ -1,4 +1,4 @@
-"""Options of the store in human-readable units, and the daemon's configuration made of them."""
+"""Options of the store, in human-readable units."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 from banaserve.base.arguments import derived, option, options_of, values_of
 from banaserve.base.config import ServeConfig
 from banaserve.base.errors import UserError
-from banaserve.kvstore.daemon.server import DaemonConfig
 from banaserve.kvstore.peers.options import NO_PEERS, PeerOptions
 from banaserve.kvstore.sizes import parse_size
 from banaserve.kvstore.tiers.registry import TierSpec, distributed_spec
@@ -25,9 +24,13 @@ class StoreOptions:
     """Options common to ``banaserve kvstore``, ``banaserve serve`` and the daemon's command line.
 
     Attributes:
-        ssd: Folder of the SSD tier; None for no such tier.
+        size: Size of the memory for blocks.
+        ssd: Folder of the SSD tier; None for no such tier. The store runs without a tier that
+            cannot be opened.
         distributed: URL of a distributed tier; empty for no such tier.
         tenant_quota: Largest share of the memory's slots that one tenant may use; 1 sets no limit.
+        verify_memory: True to keep a checksum of each readable slot and check it at each lease, on
+            the store's thread.
         peers: Stores of other machines that share blocks with this one.
     """
 
@@ -80,10 +83,17 @@ class StoreOptions:
             specs.append(distributed_spec(self.distributed))
         return tuple(specs)
 
-    def config(
-        self, socket_path: Path, *, metrics_port: int = 0, die_with_parent: bool = False
-    ) -> DaemonConfig:
-        """Return the configuration of a daemon with these options.
+    @property
+    def pool_bytes(self) -> int:
+        """Size of the memory for blocks, which is allocated at start.
+
+        Raises:
+            UserError: The size is invalid.
+        """
+        return parse_size(self.size)
+
+    def check(self) -> None:
+        """Check the options.
 
         Raises:
             UserError: An option is invalid.
@@ -94,17 +104,8 @@ class StoreOptions:
                 "write a share of the memory, more than 0 and at most 1"
             )
         self.peers.check()
-        return DaemonConfig(
-            socket_path=socket_path,
-            pool_bytes=parse_size(self.size),
-            tiers=self.tiers(),
-            tenant_quota=self.tenant_quota,
-            verify_memory=self.verify_memory,
-            poison_free_slots=self.poison_free_slots,
-            metrics_port=metrics_port,
-            die_with_parent=die_with_parent,
-            peers=self.peers,
-        )
+        parse_size(self.size)
+        self.tiers()
 
     def arguments(self) -> list[str]:
         """Return the daemon's command-line arguments, which ``environment`` completes."""
@@ -151,11 +152,3 @@ class DaemonOptions(StoreOptions):
         "file descriptor that gets a line when clients can connect", None, int
     )
     die_with_parent: bool = option("stop when the starting process is gone", False)
-
-    def of_daemon(self) -> DaemonConfig:
-        """Return the daemon's configuration; see ``config``."""
-        return self.config(
-            self.socket_path,
-            metrics_port=self.metrics_port,
-            die_with_parent=self.die_with_parent,
-        )

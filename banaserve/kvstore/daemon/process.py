@@ -15,7 +15,7 @@ from banaserve.base.arguments import Parser, values_of
 from banaserve.base.errors import UserError
 from banaserve.base.plugins import PluginGroup, load_plugins
 from banaserve.kvstore.daemon.options import DaemonOptions
-from banaserve.kvstore.daemon.server import DaemonConfig, StoreServer
+from banaserve.kvstore.daemon.server import StoreServer
 from banaserve.kvstore.tiers.registry import TIERS
 
 if TYPE_CHECKING:
@@ -26,24 +26,26 @@ log = logging.getLogger(__name__)
 USER_ERROR_EXIT_CODE = 2
 
 
-def serve(config: DaemonConfig, on_ready: Callable[[], None] | None = None) -> None:
+def serve(options: DaemonOptions, on_ready: Callable[[], None] | None = None) -> None:
     """Run the store in this process until SIGTERM or SIGINT. Call it from the main thread.
 
     Args:
-        config: Configuration of the store.
+        options: Options of the store.
         on_ready: Callback once clients can connect and the memory is filled.
 
     Raises:
-        UserError: The socket or the memory is not available; one line says why.
+        UserError: An option is invalid, or the socket or the memory is not available; one line
+            says why.
     """
+    options.check()
     # Each connection takes two file descriptors or more; the usual soft limit suffices only for
     # some hundred connections.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with ExitStack() as stack:
-        if config.metrics_port:
-            stack.callback(_serve_metrics(config).close)
-        server = StoreServer(config)
+        if options.metrics_port:
+            stack.callback(_serve_metrics(options).close)
+        server = StoreServer(options)
         stack.callback(server.close)
         signal.set_wakeup_fd(server.wake_fd)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -53,11 +55,11 @@ def serve(config: DaemonConfig, on_ready: Callable[[], None] | None = None) -> N
         server.run()
 
 
-def _serve_metrics(config: DaemonConfig) -> MetricsServer:
+def _serve_metrics(options: DaemonOptions) -> MetricsServer:
     # Imported only here: the HTTP server's import would slow down every start without metrics.
     from banaserve.kvstore.daemon.metrics import MetricsServer
 
-    return MetricsServer(config.socket_path, config.metrics_port)
+    return MetricsServer(options.socket_path, options.metrics_port)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if plugin.problem:
             log.warning("%s", plugin)
     try:
-        serve(options.of_daemon(), lambda: announce_ready(options.ready_fd))
+        serve(options, lambda: announce_ready(options.ready_fd))
     except UserError as error:
         print(f"kvstore: {error}", file=sys.stderr)
         return USER_ERROR_EXIT_CODE

@@ -8,98 +8,67 @@ import selectors
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 
 from banaserve.base.errors import ProtocolError
 from banaserve.base.fail_points import FailPoint, reach
 from banaserve.base.net.addresses import host_and_port
 from banaserve.base.platform.linux import is_own, open_peer_pidfd, peer_of
 from banaserve.kvstore import wire
+from banaserve.kvstore.daemon.carved_pool import CarvedPool
 from banaserve.kvstore.daemon.connections.listener import Connection, StoreListener, make_way
+from banaserve.kvstore.daemon.connections.peer_server import PeerServer
 from banaserve.kvstore.daemon.connections.quarantine import Quarantine
+from banaserve.kvstore.daemon.options import DaemonOptions
+from banaserve.kvstore.daemon.pool_access import PoolAccess
 from banaserve.kvstore.daemon.pushes.pushing import Pushing
 from banaserve.kvstore.daemon.service import StoreService
-from banaserve.kvstore.daemon.threads.calls import DaemonCalls
-from banaserve.kvstore.daemon.threads.pool_access import PoolAccess
 from banaserve.kvstore.daemon.tiering.attached_tier import AttachedTier, attach
 from banaserve.kvstore.daemon.tiering.tiering import NOTE_EVERY_S, Tiering
 from banaserve.kvstore.daemon.watcher import PoolWatcher
 from banaserve.kvstore.mailbox import Mailbox
-from banaserve.kvstore.peers.options import NO_PEERS, PeerOptions
+from banaserve.kvstore.peers.options import PeerOptions
 from banaserve.kvstore.peers.push import Push, PushLink
-from banaserve.kvstore.peers.server import PeerServer
 from banaserve.kvstore.peers.tier import PeersTier
 from banaserve.kvstore.pool import Board, SlotPool
 from banaserve.kvstore.sizes import format_size
-from banaserve.kvstore.tiers.registry import TierSpec
 
 log = logging.getLogger(__name__)
 
 READ = selectors.EVENT_READ
 WRITE = selectors.EVENT_WRITE
+MAX_CONNECTIONS = 1024
+DRAIN_S = 3.0
+"""Maximum time to write blocks to tiers at the end, in seconds."""
 CLOSE_TIERS_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class DaemonConfig:
-    """Configuration of the store.
-
-    Attributes:
-        socket_path: Path of the socket to which clients connect; its folder must exist.
-        pool_bytes: Size of the memory for blocks, allocated at start.
-        max_connections: Maximum number of connections; further ones are refused.
-        tiers: Tiers below memory, fastest first. The store runs without a tier that cannot be
-            opened.
-        drain_s: Maximum time to write blocks to tiers at the end, in seconds.
-        verify_memory: True to keep a checksum of each readable slot and check it at each lease:
-            about 130 us on the store's thread for each MiB committed, fetched from a tier, or
-            leased.
-        tenant_quota: Largest share of the slots that one tenant may use; 1 sets no limit.
-        poison_free_slots: True to overwrite freed slots, to find reads of freed memory. Slow.
-        die_with_parent: True to stop when the process that started this one is gone.
-        metrics_port: Port on localhost for Prometheus metrics; 0 serves none.
-        peers: Stores of other machines that share blocks with this one.
-    """
-
-    socket_path: Path
-    pool_bytes: int
-    max_connections: int = 1024
-    tiers: tuple[TierSpec, ...] = ()
-    drain_s: float = 3.0
-    verify_memory: bool = False
-    tenant_quota: float = 1.0
-    poison_free_slots: bool = False
-    die_with_parent: bool = False
-    metrics_port: int = 0
-    peers: PeerOptions = NO_PEERS
 
 
 class StoreServer:
     """Server of one pool on one socket. ``run`` blocks; ``stop`` may be called from any thread."""
 
-    def __init__(self, config: DaemonConfig) -> None:
+    def __init__(self, options: DaemonOptions) -> None:
         """Allocate the memory and listen; clients that connect are served once ``run`` runs.
 
         Raises:
             UserError: The socket or the memory is not available; one line says why.
         """
-        self._config = config
-        make_way(config.socket_path)
-        self._pool = SlotPool(config.pool_bytes)
+        self._socket_path = options.socket_path
+        make_way(options.socket_path)
+        self._pool = SlotPool(options.pool_bytes)
         self._board = Board(self._pool.num_bytes)
         self._selector = selectors.DefaultSelector()
-        peers = PeersTier([], config.peers.secret) if config.peers.is_used else None
+        peers = PeersTier(options.peers.secret) if options.peers.is_used else None
         if peers is not None:
-            peers.set_addresses(_addresses(config.peers.peers))
-        self._tiering = Tiering(_attached_tiers(config, peers), self._selector)
+            peers.set_addresses(_addresses(options.peers.peers))
+        carved = CarvedPool(self._pool)
+        self._tiering = Tiering(_attached_tiers(options, peers), carved, self._selector)
         watcher = PoolWatcher(
+            carved,
             self._board,
             self._tiering,
-            poisons=config.poison_free_slots,
-            verifies=config.verify_memory,
+            poisons=options.poison_free_slots,
+            verifies=options.verify_memory,
         )
-        pushing = self._pushing = _pushing(config.peers, self._selector)
+        pushing = self._pushing = _pushing(options.peers, carved, self._selector)
 
         def set_peers(addresses: Sequence[str]) -> None:
             assert peers is not None
@@ -109,24 +78,23 @@ class StoreServer:
             pushing.set_peers(found)
 
         self._service = StoreService(
-            self._pool,
+            carved,
             self._tiering,
             watcher,
-            config.tenant_quota,
+            options.tenant_quota,
             pushing,
             set_peers if peers is not None else None,
         )
         self._quarantine = Quarantine(self._selector, self._service.drop)
         # Listen only now: filling the memory and reading the tiers' indexes take long, and a client
         # that connects is to be answered at once.
-        self._calls = DaemonCalls(self._selector)
+        self._access: PoolAccess | None = None
         self._peer_server: PeerServer | None = None
         try:
-            if config.peers.listen:
-                self._peer_server = _open_peer_server(
-                    config.peers, PoolAccess(self._service, self._calls)
-                )
-            self._listener = StoreListener(config.socket_path)
+            if options.peers.listen:
+                self._access = PoolAccess(self._service, self._selector)
+                self._peer_server = _open_peer_server(options.peers, self._access)
+            self._listener = StoreListener(options.socket_path)
         except BaseException:
             self._close_peers()
             self._tiering.close(CLOSE_TIERS_S)
@@ -140,7 +108,7 @@ class StoreServer:
         self._selector.register(self._wake_reader, READ, self._on_wake)
         self._selector.register(self._listener.sock, READ, self._on_accept)
         # A pidfd rather than PR_SET_PDEATHSIG, which fires when the parent's thread ends.
-        self._parent_pidfd = os.pidfd_open(os.getppid()) if config.die_with_parent else None
+        self._parent_pidfd = os.pidfd_open(os.getppid()) if options.die_with_parent else None
         if self._parent_pidfd is not None:
             self._selector.register(self._parent_pidfd, READ, self._on_parent_death)
 
@@ -152,7 +120,7 @@ class StoreServer:
     def run(self) -> None:
         """Serve until ``stop``."""
         size = format_size(self._pool.num_bytes)
-        log.info("store of %s on %s", size, self._config.socket_path)
+        log.info("store of %s on %s", size, self._socket_path)
         timeout_s = NOTE_EVERY_S if self._tiering.has_tiers else None
         while not self._stopping:
             for key, events in self._selector.select(timeout_s):
@@ -170,7 +138,7 @@ class StoreServer:
     def close(self) -> None:
         """Close every connection, write the remaining blocks to tiers, and free the memory.
 
-        This blocks for ``drain_s`` and a few seconds more at most.
+        This blocks for ``DRAIN_S`` and a few seconds more at most.
         """
         self._listener.close()
         self._close_peers()
@@ -180,7 +148,7 @@ class StoreServer:
             os.close(connection.pidfd)
         if self._parent_pidfd is not None:
             os.close(self._parent_pidfd)
-        if not self._tiering.drain(self._config.drain_s):
+        if not self._tiering.drain(DRAIN_S):
             log.warning("%d blocks were not written to tiers in time", self._tiering.num_pending)
         self._tiering.close(CLOSE_TIERS_S)
         self._selector.close()
@@ -191,17 +159,13 @@ class StoreServer:
         self._pool.close()
         self._board.close()
 
-    @property
-    def peer_port(self) -> int:
-        """Port where peers fetch blocks; 0 if they cannot."""
-        return self._peer_server.port if self._peer_server is not None else 0
-
     def _close_peers(self) -> None:
         if self._peer_server is not None:
             self._peer_server.close()
         if self._pushing is not None:
             self._pushing.close()
-        self._calls.close()
+        if self._access is not None:
+            self._access.close()
 
     def _on_wake(self, _events: int) -> None:
         self._wake_reader.recv(4096)
@@ -243,8 +207,8 @@ class StoreServer:
         if not is_own(peer):
             return f"it belongs to user {peer.uid}", None
         # Sessions in quarantine count too: each holds file descriptors like a connection.
-        if len(self._connections) + len(self._quarantine) >= self._config.max_connections:
-            return f"{self._config.max_connections} connections are open", None
+        if len(self._connections) + len(self._quarantine) >= MAX_CONNECTIONS:
+            return f"{MAX_CONNECTIONS} connections are open", None
         try:
             return "", open_peer_pidfd(sock)
         except OSError as error:
@@ -321,24 +285,29 @@ def _addresses(peers: Sequence[str]) -> list[tuple[str, int]]:
     return [host_and_port("--kv-store-peer", peer) for peer in peers]
 
 
-def _attached_tiers(config: DaemonConfig, peers: PeersTier | None) -> list[AttachedTier]:
+def _attached_tiers(options: DaemonOptions, peers: PeersTier | None) -> list[AttachedTier]:
     """Return the tiers, fastest first: local disk, memory of other machines, shared storage."""
-    found = [attach(spec) for spec in config.tiers]
+    specs = options.tiers()
+    found = [attach(spec) for spec in specs]
     if peers is not None:
-        num_local = sum(spec.name == "ssd" for spec in config.tiers)
+        num_local = sum(spec.name == "ssd" for spec in specs)
         found.insert(num_local, AttachedTier(peers.name, peers, takes_blocks=False))
     return found
 
 
 def _open_peer_server(options: PeerOptions, access: PoolAccess) -> PeerServer:
     host, port = host_and_port("--kv-store-listen", options.listen)
-    return PeerServer(host, port, options.secret, access, access)
+    return PeerServer(host, port, options.secret, access)
 
 
-def _pushing(options: PeerOptions, selector: selectors.BaseSelector) -> Pushing | None:
+def _pushing(
+    options: PeerOptions, carved: CarvedPool, selector: selectors.BaseSelector
+) -> Pushing | None:
     if not options.is_used:
         return None
     over: Mailbox[Push] = Mailbox()
-    pushing = Pushing(lambda address: PushLink(address, options.secret, over), over, selector)
+    pushing = Pushing(
+        lambda address: PushLink(address, options.secret, over), over, selector, carved
+    )
     pushing.set_peers(_addresses(options.peers))
     return pushing

@@ -8,10 +8,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from banaserve.base.errors import ProtocolError, UserError
 from banaserve.kvstore import wire
 from banaserve.kvstore.daemon.carved_pool import CarvedPool
-from banaserve.kvstore.daemon.pushes.pushing import Pushing, PushTerms
+from banaserve.kvstore.daemon.pushes.pushing import Pushing
 from banaserve.kvstore.daemon.pushes.receiving import Receiving
 from banaserve.kvstore.daemon.tiering.promoter import PromotionRequest, PromotionResult
 from banaserve.kvstore.daemon.tiering.tiering import Tiering
@@ -19,8 +21,6 @@ from banaserve.kvstore.daemon.watcher import PoolWatcher
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.index.index import BlockIndex
 from banaserve.kvstore.index.records import HOLD_S, IndexEntry
-from banaserve.kvstore.leases import Lookup
-from banaserve.kvstore.pool import SlotPool
 from banaserve.kvstore.sizes import format_size
 from banaserve.kvstore.stats import StoreStats
 from banaserve.kvstore.tiers.interface import BlockBytes
@@ -36,12 +36,10 @@ class LentBlock:
     """Block that is being sent to another machine's store; pinned in its slot meanwhile.
 
     Attributes:
-        index: Index of the pool geometry to which the block belongs.
         memory: Bytes of the block, ``[num_bytes]``.
     """
 
     entry: IndexEntry
-    index: BlockIndex
     memory: BlockBytes
 
 
@@ -64,7 +62,7 @@ class StoreService:
     """Index of the current pool and the clients that share it.
 
     Args:
-        pool: Memory of the blocks.
+        carved: Pool of the blocks, which this service cuts.
         tiering: Tiers below the pool.
         watcher: Watcher that applies slot changes to board, memory and tiers.
         tenant_quota: Largest share of the slots that one tenant may use; 1 sets no limit.
@@ -79,7 +77,7 @@ class StoreService:
 
     def __init__(
         self,
-        pool: SlotPool,
+        carved: CarvedPool,
         tiering: Tiering,
         watcher: PoolWatcher,
         tenant_quota: float = 1.0,
@@ -88,25 +86,27 @@ class StoreService:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
-        self.receiving = Receiving(tiering.promoter)
+        self.receiving = Receiving(carved, tiering.promoter)
         self._pushing = pushing
-        self.pool_bytes = pool.num_bytes
+        self.pool_bytes = carved.pool.num_bytes
         self.num_protocol_errors = 0
-        self._pool = pool
+        self._carved = carved
         self._tiering = tiering
         self._watcher = watcher
         self._tenant_quota = tenant_quota
         self._set_peers = set_peers
         self._sessions: dict[int, Session] = {}
         self._quarantined_ids: set[int] = set()
-        self._index = BlockIndex(0)
-        self._slot_bytes = 0
         self._generation = 0
         self._num_refused = 0
         self._num_layout_mismatches = 0
-        self._carved: CarvedPool | None = None
         self._num_loans = 0
         self._num_lent = self._lent_bytes = 0
+
+    @property
+    def index(self) -> BlockIndex:
+        """Index of the pool as it is cut at present."""
+        return self._carved.index
 
     def greet(self, session_id: int, hello: wire.ClientHello) -> wire.Welcome | wire.ClientRefused:
         """Accept or refuse a connection; an accepted one has a session until ``leave``.
@@ -137,7 +137,7 @@ class StoreService:
             num_writers = hello.num_writers or hello.fingerprint.num_parts
         session = Session(session_id, hello.client_name, hello.fingerprint, namespace, num_writers)
         self._sessions[session_id] = session
-        return wire.Welcome(hello.seq, self._generation, self.pool_bytes, self._slot_bytes)
+        return wire.Welcome(hello.seq, self._generation, self.pool_bytes, self._carved.slot_bytes)
 
     def answer(self, session_id: int, request: wire.Request) -> wire.Reply | None:
         """Execute a request and return its reply; None if the request has no reply.
@@ -152,8 +152,8 @@ class StoreService:
             case wire.GetStats():
                 return wire.Stats(request.seq, self.stats())
             case wire.Clear():
-                num_dropped_from_tiers = self._tiering.clear()
-                return wire.Cleared(request.seq, self._index.clear(), num_dropped_from_tiers)
+                from_tiers = sum(tier.clear() for tier in self._tiering.tiers)
+                return wire.Cleared(request.seq, self.index.clear(), from_tiers)
             case wire.SetPeers():
                 return wire.PeersSet(request.seq, self._peers_problem(request.peers))
         if session.fingerprint is None:
@@ -161,7 +161,7 @@ class StoreService:
         match request:
             case wire.LookupKeys():
                 keys = [session.namespace + key for key in request.keys]
-                states = self._index.lookup(keys)
+                states = self.index.lookup(keys)
                 if self._tiering.has_tiers:
                     self._tiering.promoter.lookup(keys, states)
                 return wire.LookupStates(request.seq, bytes(states))
@@ -176,11 +176,11 @@ class StoreService:
                 return wire.Committed(request.seq, self._commit(request))
             case wire.Abandon() if request.generation == self._generation:
                 for serial in request.serials:
-                    self._index.abandon(serial, request.part)
+                    self.index.abandon(serial, request.part)
             case wire.ReleaseLeases() if request.generation == self._generation:
-                self._index.release(request.lease_id)
+                self.index.release(request.lease_id)
             case wire.EndHold() if request.generation == self._generation:
-                self._index.end_hold(request.hold, request.reader)
+                self.index.end_hold(request.hold, request.reader)
                 if request.also and self._pushing is not None:
                     self._pushing.end_hold(request.also, request.hold, request.reader)
         return None
@@ -197,31 +197,23 @@ class StoreService:
 
     # ---- stores of other machines, whose keys include the namespace
 
-    def lendable(self, keys: Sequence[bytes]) -> list[Lookup]:
-        """Return which keys can be lent; not those in tiers, since each store has its own tiers."""
-        return self._index.lookup(keys)
-
     def lend(self, key: bytes, num_bytes: int) -> LentBlock | None:
         """Pin a block until ``take_back``; None if there is no such block of ``num_bytes``."""
-        entry = self._index.get(key)
-        if self._carved is None or num_bytes != self._slot_bytes:
+        entry = self.index.get(key)
+        if num_bytes != self._carved.slot_bytes:
             return None
-        if entry is None or not entry.ready or not self._index.verify(entry):
+        if entry is None or not entry.ready or not self.index.verify(entry):
             return None
-        self._index.pin(entry)
+        self.index.pin(entry)
         self._num_loans += 1
-        return LentBlock(entry, self._index, self._carved.bytes_of(entry))
-
-    def end_hold(self, hold: int, reader: int | None) -> None:
-        """End a hold for a decode leg at another store that has its blocks; None for all legs."""
-        self._index.end_hold(hold, reader)
+        return LentBlock(entry, self._carved.bytes_of(entry))
 
     def take_back(self, block: LentBlock) -> None:
         """Unpin a lent block."""
         self._num_loans -= 1
         self._num_lent += 1
         self._lent_bytes += block.memory.size
-        block.index.unpin(block.entry)
+        self.index.unpin(block.entry)
 
     def leave(self, session_id: int) -> str | None:
         """Forget a connection that is gone. Its leases and reservations stay until ``drop``.
@@ -230,7 +222,7 @@ class StoreService:
             Name of the client if the session still holds a lease or a reservation, else None.
         """
         session = self._sessions.pop(session_id, None)
-        if session is None or not self._index.owns_any(session_id):
+        if session is None or not self.index.owns_any(session_id):
             return None
         self._quarantined_ids.add(session_id)
         return session.client_name
@@ -238,7 +230,7 @@ class StoreService:
     def drop(self, session_id: int) -> None:
         """Take back a session's leases and reservations; its processes no longer use slots."""
         self._quarantined_ids.discard(session_id)
-        self._index.drop_owner(session_id)
+        self.index.drop_owner(session_id)
 
     def sessions_named(self, client_name: str) -> list[int]:
         """Return the ids of the connected sessions of one client."""
@@ -247,31 +239,16 @@ class StoreService:
 
     def stats(self) -> StoreStats:
         """Return the current counters and gauges."""
-        index = self._index
-        quarantined = sum(index.num_writing_of(owner) for owner in self._quarantined_ids)
+        of_index = self.index.stats()
+        quarantined = sum(self.index.num_writing_of(owner) for owner in self._quarantined_ids)
         return StoreStats(
             generation=self._generation,
             capacity_bytes=self.pool_bytes,
-            used_bytes=index.num_used * self._slot_bytes,
-            slot_bytes=self._slot_bytes,
-            num_slots=index.num_slots,
-            used_slots=index.num_used,
-            writing_slots=index.num_writing,
-            promoting_slots=index.num_promoting,
-            leased_slots=index.num_leased,
-            num_leases=index.num_leases,
-            num_holds=index.num_holds,
-            held_slots=index.num_held,
+            used_bytes=of_index.used_slots * self._carved.slot_bytes,
+            slot_bytes=self._carved.slot_bytes,
             quarantined_slots=quarantined,
-            hits=index.counters.hits,
-            misses=index.counters.misses,
             joined=self._tiering.promoter.num_joined,
-            evictions=index.counters.evictions,
-            commits=index.counters.commits,
             corrupt_blocks=self._watcher.num_corrupt,
-            num_tenants=index.num_tenants,
-            quota_evictions=index.counters.quota_evictions,
-            quota_refusals=index.counters.quota_refusals,
             clients=len(self._peers()),
             refused_clients=self._num_refused,
             layout_mismatches=self._num_layout_mismatches,
@@ -281,7 +258,8 @@ class StoreService:
             pushed_blocks=self._pushing.num_blocks if self._pushing is not None else 0,
             pushed_by_layer_blocks=self._pushing.num_by_layer if self._pushing is not None else 0,
             received_blocks=self.receiving.num_blocks,
-            tiers=self._tiering.reports(),
+            tiers=tuple(tier.report() for tier in self._tiering.tiers),
+            **msgspec.structs.asdict(of_index),
         )
 
     def _peers(self) -> list[tuple[str, Fingerprint]]:
@@ -304,11 +282,11 @@ class StoreService:
                     "same tokens differently and would never find each other's blocks. Start both "
                     "with the same PYTHONHASHSEED and prefix caching hash algorithm"
                 )
-        in_use = bool(self._peers()) or self._index.has_owners
-        if in_use and fingerprint.slot_bytes != self._slot_bytes:
+        in_use = bool(self._peers()) or self.index.has_owners
+        if in_use and fingerprint.slot_bytes != self._carved.slot_bytes:
             return (
                 f"{client_name} has blocks of {fingerprint.slot_bytes} bytes and the clients of "
-                f"this store have blocks of {self._slot_bytes}: give it a store of its own"
+                f"this store have blocks of {self._carved.slot_bytes}: give it a store of its own"
             )
         return None
 
@@ -325,7 +303,7 @@ class StoreService:
 
     def _carve(self, slot_bytes: int) -> bool:
         """Cut the pool into slots of ``slot_bytes``; False if the pool is in use."""
-        if slot_bytes == self._slot_bytes:
+        if slot_bytes == self._carved.slot_bytes:
             return True
         is_copied = self._pushing is not None and self._pushing.is_busy
         if self._num_loans or is_copied or self.receiving.is_busy:
@@ -333,20 +311,17 @@ class StoreService:
         if not self._tiering.settle(SETTLE_S):
             return False
         num_slots = self.pool_bytes // slot_bytes
-        self._slot_bytes = slot_bytes
         # 63 bits: a msgpack integer that every language reads; never 0, which means "no pool".
         self._generation = secrets.randbelow(2**63 - 1) + 1
-        self._index = BlockIndex(
+        self._carved.slot_bytes = slot_bytes
+        self._carved.index = BlockIndex(
             num_slots,
             self._watcher,
-            self._index.counters,
+            self.index.counters,
             self._tenant_quota,
             self._watcher.is_intact if self._watcher.verifies else None,
         )
-        carved = self._carved = CarvedPool(self._pool, self._index, slot_bytes)
-        self._watcher.carve(carved)
-        self._tiering.carve(carved)
-        self.receiving.carve(carved)
+        self._watcher.clear()
         log.info("%d slots of %s", num_slots, format_size(slot_bytes))
         return True
 
@@ -358,7 +333,7 @@ class StoreService:
         # Hold once before the reservations, so that these do not evict blocks of the same prompt.
         self._hold(request, (*keys, *to_write))
         reserved = [
-            self._index.reserve(
+            self.index.reserve(
                 key,
                 None if parent is None else namespace + parent,
                 session.id,
@@ -369,9 +344,9 @@ class StoreService:
         ]
         self._hold(request, to_write)
         num_refused = 0
-        if not self._index.is_at_quota(request.tenant):
+        if not self.index.is_at_quota(request.tenant):
             lacking = (key for key, one in zip(to_write, reserved, strict=True) if one is None)
-            num_refused = sum(self._index.get(key) is None for key in lacking)
+            num_refused = sum(self.index.get(key) is None for key in lacking)
         grant = promotion.grant
         return wire.SlotsGranted(
             request.seq,
@@ -384,20 +359,20 @@ class StoreService:
             promotion.num_declined,
             num_refused,
             request.hold,
-            self._index.num_held,
+            self.index.num_held,
             promotion.num_unfetched,
         )
 
     def _hold(self, request: wire.ExchangeSlots, keys: Sequence[bytes]) -> None:
         if request.hold:
             now_s = self._clock()
-            self._index.expire_holds(now_s)
-            self._index.hold(request.hold, keys, now_s + HOLD_S, request.num_readers)
+            self.index.expire_holds(now_s)
+            self.index.hold(request.hold, keys, now_s + HOLD_S, request.num_readers)
 
     def _acquire(
         self, keys: list[bytes], session: Session, request: wire.ExchangeSlots
     ) -> PromotionResult:
-        grant = self._index.acquire(keys, session.id)
+        grant = self.index.acquire(keys, session.id)
         promoter = self._tiering.promoter
         if not keys or not (self._tiering.has_tiers or promoter.expects_any):
             return PromotionResult(grant)
@@ -412,15 +387,14 @@ class StoreService:
         return promoter.promote(grant, wanted)
 
     def _push(self, session: Session, fingerprint: Fingerprint, request: wire.PushBlocks) -> None:
-        if self._pushing is None or self._carved is None:
+        if self._pushing is None:
             return
         keys = [session.namespace + key for key in request.keys]
-        terms = PushTerms(request.tenant, request.hold, request.num_readers)
-        if not self._pushing.begin(request.to, keys, terms, self._carved, fingerprint):
+        if not self._pushing.begin(request, keys, fingerprint):
             log.warning("%s pushes to %s, which is no peer", session.client_name, request.to)
 
     def _commit(self, request: wire.Commit) -> bool:
         if request.generation != self._generation:
             return False
-        accepted = [self._index.commit(serial, request.part) for serial in request.serials]
+        accepted = [self.index.commit(serial, request.part) for serial in request.serials]
         return all(accepted)

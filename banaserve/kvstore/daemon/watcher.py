@@ -18,6 +18,7 @@ class PoolWatcher:
     """Watcher that applies the index's decisions to memory, clients and tiers.
 
     Args:
+        carved: Pool of the blocks.
         board: Board that shows clients which slots are readable.
         tiering: Tiers to which readable blocks are written.
         poisons: True to overwrite freed slots.
@@ -25,20 +26,26 @@ class PoolWatcher:
     """
 
     def __init__(
-        self, board: Board, tiering: Tiering, *, poisons: bool = False, verifies: bool = False
+        self,
+        carved: CarvedPool,
+        board: Board,
+        tiering: Tiering,
+        *,
+        poisons: bool = False,
+        verifies: bool = False,
     ) -> None:
         self.num_corrupt = 0
         self.verifies = verifies
+        self._carved = carved
         self._board = board
         self._tiering = tiering
         self._poisons = poisons
 
-    def carve(self, carved: CarvedPool) -> None:
-        """Switch to a pool that was cut into slots of another size; every slot is free."""
-        self._carved = carved
+    def clear(self) -> None:
+        """Show that every slot is free, after the pool was cut into slots of another size."""
         self._board.clear()
         if self._poisons:
-            carved.pool.poison(0, carved.pool.num_bytes)
+            self._carved.pool.poison(0, self._carved.pool.num_bytes)
 
     def became_pending(self, entry: IndexEntry) -> None:
         """Show that a tier or a peer is about to fill the slot."""

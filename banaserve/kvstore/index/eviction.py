@@ -6,7 +6,7 @@ Blocks form chains: each block may name another as its parent. No I/O.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from heapq import heapify, heappop, heappush
 from typing import Generic, Protocol, TypeVar
 
@@ -15,17 +15,24 @@ from banaserve.kvstore.index.records import IndexEntry
 _FEW = 64
 
 
-class Child(Protocol):
-    """Entry with a key that may name another key as its parent."""
+class ChainEntry(Protocol):
+    """Entry of a key that may name another key as its parent.
 
-    @property
-    def parent(self) -> bytes | None: ...
+    Attributes:
+        last_used: Tick of the last use: of two evictable entries, that with the smaller one goes.
+        serial: Number of the entry, unique among all that were ever in one place.
+    """
+
+    key: bytes
+    parent: bytes | None
+    last_used: int
+    serial: int
 
 
-ChildT = TypeVar("ChildT", bound=Child)
+EntryT = TypeVar("EntryT", bound=ChainEntry)
 
 
-class Parents(Generic[ChildT]):
+class Parents(Generic[EntryT]):
     """Numbers of children by the parent's key, whether or not the parent has an entry.
 
     Therefore a parent that is added after its children is protected from its first moment on.
@@ -34,7 +41,7 @@ class Parents(Generic[ChildT]):
         entries: All entries by key; only read.
     """
 
-    def __init__(self, entries: Mapping[bytes, ChildT]) -> None:
+    def __init__(self, entries: Mapping[bytes, EntryT]) -> None:
         self.num_children: dict[bytes, int] = {}
         self._entries = entries
 
@@ -43,7 +50,7 @@ class Parents(Generic[ChildT]):
         if parent is not None:
             self.num_children[parent] = self.num_children.get(parent, 0) + 1
 
-    def unlink(self, parent: bytes | None) -> ChildT | None:
+    def unlink(self, parent: bytes | None) -> EntryT | None:
         """Count one child less; return the parent's entry if that was its last child."""
         if parent is None:
             return None
@@ -81,34 +88,37 @@ class Chains(Parents[IndexEntry]):
         )
 
 
-class EvictionQueue:
+class EvictionQueue(Generic[EntryT]):
     """Entries in the order of their last use.
 
     Every evictable entry is queued exactly once. An entry that was used again, or is no longer
     evictable, is corrected when it reaches the front; an entry that has left the index stays in
     the heap as a shell until shells are the majority, so the heap has at most about twice as many
     items as queued entries.
+
+    Args:
+        is_evictable: Function that returns whether an entry may be evicted now.
     """
 
-    def __init__(self, chains: Chains) -> None:
-        self._chains = chains
-        self._heap: list[tuple[int, int, IndexEntry]] = []
+    def __init__(self, is_evictable: Callable[[EntryT], bool]) -> None:
+        self._is_evictable = is_evictable
+        self._heap: list[tuple[int, int, EntryT]] = []
         self._queued: set[int] = set()
 
-    def offer(self, entry: IndexEntry) -> None:
+    def offer(self, entry: EntryT) -> None:
         """Queue ``entry`` if it is evictable."""
-        if entry.serial not in self._queued and self._chains.is_evictable(entry):
+        if entry.serial not in self._queued and self._is_evictable(entry):
             self._queued.add(entry.serial)
             heappush(self._heap, (entry.last_used, entry.serial, entry))
 
-    def forget(self, entry: IndexEntry) -> None:
-        """Remove ``entry``, which has left the index, from the queue."""
+    def forget(self, entry: EntryT) -> None:
+        """Remove ``entry``, which is gone, from the queue."""
         self._queued.discard(entry.serial)
         if len(self._heap) > 2 * len(self._queued) + _FEW:
             self._heap = [item for item in self._heap if item[1] in self._queued]
             heapify(self._heap)
 
-    def pop(self) -> IndexEntry | None:
+    def pop(self) -> EntryT | None:
         """Remove and return the evictable entry that was used longest ago; None if none is."""
         while self._heap:
             last_used, serial, entry = heappop(self._heap)
@@ -117,18 +127,17 @@ class EvictionQueue:
             self._queued.remove(serial)
             if entry.last_used != last_used:
                 self.offer(entry)
-            elif self._chains.is_evictable(entry):
+            elif self._is_evictable(entry):
                 return entry
         return None
 
-    def check(self, entries: Mapping[bytes, IndexEntry], tenant: bytes | None = None) -> None:
-        """Assert that all evictable entries are queued, and only entries of the index."""
+    def check(self, entries: Mapping[bytes, EntryT], offered: Iterable[EntryT]) -> None:
+        """Assert that only ``entries`` are queued, and all of ``offered`` that are evictable."""
         live = [item[2] for item in self._heap if item[1] in self._queued]
         assert len(live) == len(self._queued), "an entry is queued twice, or a shell is counted"
         assert all(entries.get(entry.key) is entry for entry in live)
-        for entry in entries.values():
-            if self._chains.is_evictable(entry) and tenant in (None, entry.tenant):
-                assert entry.serial in self._queued, "an evictable entry is not queued"
+        for entry in offered:
+            assert not self._is_evictable(entry) or entry.serial in self._queued, "not queued"
 
 
 class Tenants:
@@ -145,7 +154,7 @@ class Tenants:
         self.quota_slots = max(1, int(num_slots * quota_fraction)) if self.has_quota else num_slots
         self._chains = chains
         self._num_slots: dict[bytes, int] = {}
-        self._queues: dict[bytes, EvictionQueue] = {}
+        self._queues: dict[bytes, EvictionQueue[IndexEntry]] = {}
 
     def __len__(self) -> int:
         return len(self._num_slots)
@@ -158,7 +167,7 @@ class Tenants:
         """Count one more slot of ``tenant``."""
         self._num_slots[tenant] = self._num_slots.get(tenant, 0) + 1
         if self.has_quota and tenant not in self._queues:
-            self._queues[tenant] = EvictionQueue(self._chains)
+            self._queues[tenant] = EvictionQueue(self._chains.is_evictable)
 
     def remove(self, tenant: bytes) -> None:
         """Count one slot less of ``tenant``."""
@@ -187,4 +196,4 @@ class Tenants:
         assert all(number <= self.quota_slots for number in self._num_slots.values())
         assert set(self._queues) == (set(self._num_slots) if self.has_quota else set())
         for tenant, queue in self._queues.items():
-            queue.check(entries, tenant)
+            queue.check(entries, (one for one in entries.values() if one.tenant == tenant))

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
+
 from banaserve.kvstore.index.eviction import Chains, EvictionQueue, Tenants
 from banaserve.kvstore.index.records import (
     Grant,
     Hold,
+    IndexCounters,
     IndexEntry,
+    IndexStats,
     Owned,
     SlotWatcher,
-    StoreCounters,
 )
 from banaserve.kvstore.leases import Lookup
 
@@ -43,13 +46,13 @@ class BlockIndex:
         self,
         num_slots: int,
         watcher: SlotWatcher | None = None,
-        counters: StoreCounters | None = None,
+        counters: IndexCounters | None = None,
         tenant_quota: float = 1.0,
         is_intact: Callable[[IndexEntry], bool] | None = None,
     ) -> None:
         self.num_slots = num_slots
         self.num_promoting = 0
-        self.counters = counters or StoreCounters()
+        self.counters = counters or IndexCounters()
         self._watcher = watcher
         self._is_intact = is_intact
         self._free = list(range(num_slots - 1, -1, -1))
@@ -57,7 +60,7 @@ class BlockIndex:
         # Entries removed from ``_entries`` whose slot a lease or a copy still uses, by serial.
         self._dropped: dict[int, IndexEntry] = {}
         self._chains = Chains(self._entries)
-        self._queue = EvictionQueue(self._chains)
+        self._queue = EvictionQueue(self._chains.is_evictable)
         self._tenants = Tenants(self._chains, num_slots, tenant_quota)
         self._tick = 0
         self._last_serial = 0
@@ -70,34 +73,24 @@ class BlockIndex:
         self._last_lease_id = 0
 
     @property
-    def num_used(self) -> int:
-        """Number of slots that hold a block, are being filled, or are still read after a drop."""
-        return len(self._entries) + len(self._dropped)
-
-    @property
-    def num_tenants(self) -> int:
-        """Number of tenants that use at least one slot."""
-        return len(self._tenants)
-
-    @property
-    def num_writing(self) -> int:
-        """Number of slots that clients are writing."""
-        return len(self._writing)
-
-    @property
-    def num_leases(self) -> int:
-        """Number of leases."""
-        return len(self._leases)
-
-    @property
-    def num_holds(self) -> int:
-        """Number of prompts that are being handed over from prefill to decode."""
-        return len(self._holds)
-
-    @property
     def has_owners(self) -> bool:
         """Return whether any owner holds a lease or a reservation."""
         return bool(self._owned)
+
+    def stats(self) -> IndexStats:
+        """Return the current counters and gauges."""
+        return IndexStats(
+            num_slots=self.num_slots,
+            used_slots=len(self._entries) + len(self._dropped),
+            writing_slots=len(self._writing),
+            promoting_slots=self.num_promoting,
+            leased_slots=self.num_leased,
+            num_leases=len(self._leases),
+            num_holds=len(self._holds),
+            held_slots=self.num_held,
+            num_tenants=len(self._tenants),
+            **msgspec.structs.asdict(self.counters),
+        )
 
     def is_at_quota(self, tenant: bytes) -> bool:
         """Return whether ``tenant`` has reached its quota, even if slots are free."""
@@ -357,7 +350,7 @@ class BlockIndex:
         self._check_leases()
         self._check_owners()
         in_use = [*self._entries.values(), *self._dropped.values()]
-        self._queue.check(self._entries)
+        self._queue.check(self._entries, self._entries.values())
         self._tenants.check(self._entries, in_use)
 
     def _check_entries(self) -> None:

@@ -3,25 +3,51 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Annotated, Protocol
+
+import msgspec
+
+from banaserve.kvstore.measure import counter, gauge
 
 MAX_SERIAL = 2**60
 HOLD_S = 300.0
 """Time in seconds after which a hold ends by itself: the front door that would end it has died."""
 
 
-@dataclass(slots=True)
-class StoreCounters:
-    """Counters of events, which outlive the index of one pool geometry."""
+class IndexCounters(msgspec.Struct, kw_only=True):
+    """Counters of events, which outlive the index of one way to cut the pool."""
 
-    hits: int = 0
-    misses: int = 0
-    evictions: int = 0
-    commits: int = 0
-    quota_evictions: int = 0
-    quota_refusals: int = 0
+    hits: Annotated[int, counter("Keys asked for by acquire that were readable in memory.")] = 0
+    misses: Annotated[
+        int, counter("Keys asked for by acquire that were not readable in memory.")
+    ] = 0
+    evictions: Annotated[int, counter("Blocks dropped from memory to make room.")] = 0
+    commits: Annotated[int, counter("Blocks that clients made readable.")] = 0
+    quota_evictions: Annotated[
+        int, counter("Evictions of a tenant's own blocks because it was at its quota.")
+    ] = 0
+    quota_refusals: Annotated[
+        int, counter("Slots refused to a tenant at its quota with all its slots in use.")
+    ] = 0
 
 
+class IndexStats(IndexCounters, kw_only=True):
+    """Counters and gauges of the index."""
+
+    num_slots: Annotated[int, gauge("Slots in the pool.")]
+    used_slots: Annotated[
+        int, gauge("Slots that hold a block, are being filled, or are still read after a drop.")
+    ]
+    writing_slots: Annotated[int, gauge("Slots that clients are writing.")]
+    promoting_slots: Annotated[int, gauge("Slots that tiers or peers fill or are about to fill.")]
+    leased_slots: Annotated[int, gauge("Slots that at least one lease or hold covers.")]
+    num_leases: Annotated[int, gauge("Leases held.")]
+    num_holds: Annotated[int, gauge("Prompts held until decode has read their blocks.")] = 0
+    held_slots: Annotated[int, gauge("Slots with blocks of these prompts.")] = 0
+    num_tenants: Annotated[int, gauge("Tenants that use at least one slot.")]
+
+
+@dataclass(eq=False, slots=True)
 class IndexEntry:
     """Block of a key.
 
@@ -38,53 +64,23 @@ class IndexEntry:
         checksum: Checksum of the slot's bytes when it became READY, if the store keeps checksums.
     """
 
-    __slots__ = (
-        "checksum",
-        "dropped",
-        "ended_parts",
-        "failed",
-        "key",
-        "last_used",
-        "num_holds",
-        "num_leases",
-        "num_parts",
-        "num_pins",
-        "owner",
-        "parent",
-        "promoting",
-        "ready",
-        "serial",
-        "slot",
-        "tenant",
-    )
-
-    def __init__(
-        self,
-        key: bytes,
-        parent: bytes | None,
-        slot: int,
-        serial: int,
-        tenant: bytes,
-        owner: int = 0,
-        num_parts: int = 0,
-    ) -> None:
-        self.key = key
-        self.parent = parent
-        self.slot = slot
-        self.serial = serial
-        self.tenant = tenant
-        self.owner = owner
-        self.num_parts = num_parts
-        self.ended_parts = 0
-        self.failed = False
-        self.ready = False
-        self.promoting = False
-        self.dropped = False
-        self.checksum = 0
-        self.num_leases = 0
-        self.num_holds = 0
-        self.num_pins = 0
-        self.last_used = 0
+    key: bytes
+    parent: bytes | None
+    slot: int
+    serial: int
+    tenant: bytes
+    owner: int = 0
+    num_parts: int = 0
+    ended_parts: int = 0
+    failed: bool = False
+    ready: bool = False
+    promoting: bool = False
+    dropped: bool = False
+    checksum: int = 0
+    num_leases: int = 0
+    num_holds: int = 0
+    num_pins: int = 0
+    last_used: int = 0
 
 
 class SlotWatcher(Protocol):
@@ -146,11 +142,9 @@ class Hold:
     have_read: set[int] = field(default_factory=set)
 
 
+@dataclass(slots=True)
 class Owned:
     """Leases and reservations of one owner, which end with that owner."""
 
-    __slots__ = ("lease_ids", "serials")
-
-    def __init__(self) -> None:
-        self.lease_ids: set[int] = set()
-        self.serials: set[int] = set()
+    lease_ids: set[int] = field(default_factory=set)
+    serials: set[int] = field(default_factory=set)

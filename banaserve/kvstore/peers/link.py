@@ -60,7 +60,6 @@ class PeerLoad:
     key: bytes
     memory: BlockBytes
     link: PeerLink
-    began_s: float
     outcome: TierOutcome | None = None
 
 

@@ -13,13 +13,12 @@ import msgspec
 
 from banaserve.base.net.framing import decode
 from banaserve.kvstore.tiers.interface import BlockBytes
+from banaserve.kvstore.wire import Number, Reader, Readers, Tenant
 from banaserve.transport.interface import Message, Tensor
 
 VERSION = 3
 MAX_KEYS = 1024
 MAX_BLOCK_BYTES = 2**28
-MAX_TENANT_BYTES = 64
-MAX_READERS = 65536
 _MIN_KEY_BYTES, _MAX_KEY_BYTES = 32, 80
 
 BlockKey = Annotated[bytes, msgspec.Meta(min_length=_MIN_KEY_BYTES, max_length=_MAX_KEY_BYTES)]
@@ -48,8 +47,6 @@ class FetchBlock(_Said, frozen=True, tag="fetch"):
     num_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCK_BYTES)]
 
 
-_HoldId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-_PushId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _NumBytes = Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCK_BYTES)]
 _FirstByte = Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCK_BYTES)]
 _Numbers = Annotated[
@@ -71,13 +68,13 @@ class OfferPush(_Said, frozen=True, tag="offer"):
         num_readers: Number of decode legs that end the hold.
     """
 
-    push_id: _PushId
+    push_id: Number
     keys: Annotated[list[BlockKey], msgspec.Meta(min_length=1, max_length=MAX_KEYS)]
     first_parent: BlockKey | None
     num_bytes: _NumBytes
-    tenant: Annotated[bytes, msgspec.Meta(max_length=MAX_TENANT_BYTES)]
-    hold: _HoldId = 0
-    num_readers: Annotated[int, msgspec.Meta(ge=1, le=MAX_READERS)] = 1
+    tenant: Tenant
+    hold: Number = 0
+    num_readers: Readers = 1
 
 
 class PushRange(_Said, frozen=True, tag="range"):
@@ -86,7 +83,7 @@ class PushRange(_Said, frozen=True, tag="range"):
     The ranges of each block are sent in order, without gaps.
     """
 
-    push_id: _PushId
+    push_id: Number
     numbers: _Numbers
     first_byte: _FirstByte
 
@@ -94,7 +91,7 @@ class PushRange(_Said, frozen=True, tag="range"):
 class EndPush(_Said, frozen=True, tag="end"):
     """End of blocks: ``done`` are sent and may be read, ``failed`` will not arrive. No answer."""
 
-    push_id: _PushId
+    push_id: Number
     done: _Numbers
     failed: _Numbers
 
@@ -102,8 +99,8 @@ class EndPush(_Said, frozen=True, tag="end"):
 class HoldRead(_Said, frozen=True, tag="read"):
     """End of a hold for a decode leg, or for all legs if ``reader`` is None. No answer."""
 
-    hold: _HoldId
-    reader: Annotated[int, msgspec.Meta(ge=0, lt=MAX_READERS)] | None
+    hold: Number
+    reader: Reader | None
 
 
 class PeerAlive(_Said, frozen=True, tag="alive"):

@@ -6,9 +6,9 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from banaserve.base.errors import ProtocolError
 from banaserve.base.fail_points import FailPoint, InjectedError, reach
@@ -79,12 +79,6 @@ _Item = Push | _Range | _End | HoldRead | PeerAlive
 _ALIVE = PeerAlive()
 
 
-class _Held(NamedTuple):
-    """Item taken from the queue that is to be handled next."""
-
-    item: _Item | None
-
-
 class PushLink:
     """Link that pushes blocks to one store, in the order in which they are reported to be ready.
 
@@ -105,7 +99,7 @@ class PushLink:
         self._lock = threading.Lock()
         self._channel: StreamChannel | None = None
         self._active: set[Push] = set()
-        self._held: _Held | None = None
+        self._next_items: deque[_Item | None] = deque(maxlen=1)
         self._idle_s = 0.0
         self._retry_at_s = 0.0
         self._is_over = False
@@ -156,21 +150,20 @@ class PushLink:
         A link that lags behind sends runs of many layers at once: at 10 Gbit/s, the peer could not
         keep up with a message for each small layer.
         """
-        while self._held is None:
+        while not self._next_items:
             try:
-                held = self._items.get_nowait()
+                following = self._items.get_nowait()
             except queue.Empty:
                 break
-            if not isinstance(held, _Range) or not held.follows(item):
-                self._held = _Held(held)
-                break
-            item = replace(item, end_byte=held.end_byte)
+            if isinstance(following, _Range) and following.follows(item):
+                item = replace(item, end_byte=following.end_byte)
+            else:
+                self._next_items.append(following)
         return item
 
     def _next(self) -> _Item | None:
-        if self._held is not None:
-            held, self._held = self._held, None
-            return held.item
+        if self._next_items:
+            return self._next_items.popleft()
         try:
             return self._items.get(timeout=HEARTBEAT_S if self._channel is not None else None)
         except queue.Empty:

@@ -6,9 +6,8 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
-
-import msgspec
 
 from banaserve.kvstore.leases import Lookup
 from banaserve.kvstore.mailbox import Mailbox
@@ -46,6 +45,7 @@ class _Answer(NamedTuple):
     valid_until_s: float
 
 
+@dataclass(eq=False, slots=True)
 class _Question:
     """Answers about a key while peers are being asked.
 
@@ -54,21 +54,18 @@ class _Question:
         holders: Peers that have the block.
     """
 
-    __slots__ = ("holders", "open")
-
-    def __init__(self, peers: Sequence[PeerLink]) -> None:
-        self.open = set(peers)
-        self.holders: list[PeerLink] = []
+    open: set[PeerLink]
+    holders: list[PeerLink] = field(default_factory=list)
 
 
 class PeersTier:
     """Tier that reads blocks in the memory of other stores, and writes none.
 
-    Each peer is asked about every key that is looked up and not known, and answers are valid for a
-    short time. A peer that does not answer counts as having no blocks: they are computed again.
+    It begins without peers. Each is asked about every key that is looked up and not known, and
+    answers are valid for a short time. A peer that does not answer counts as having no blocks: they
+    are computed again.
 
     Args:
-        addresses: Host and port of each peer's server.
         key: Key that all stores know.
         clock: Monotonic clock, in seconds.
     """
@@ -77,7 +74,6 @@ class PeersTier:
 
     def __init__(
         self,
-        addresses: Sequence[tuple[str, int]],
         key: bytes,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -85,7 +81,7 @@ class PeersTier:
         self._clock = clock
         self._events: Mailbox[PeerEvent] = Mailbox()
         self._key = key
-        self._links = [PeerLink(host, port, key, self._events) for host, port in addresses]
+        self._links: list[PeerLink] = []
         self._closing: list[threading.Thread] = []
         self._is_closed = False
         self._tickets = itertools.count(1)
@@ -144,7 +140,7 @@ class PeersTier:
             elif question is not None:
                 found.append(Lookup.HIT if question.holders else Lookup.PENDING)
             elif len(self._questions) < _MAX_ASKED:
-                self._questions[key] = _Question(up)
+                self._questions[key] = _Question(set(up))
                 unknown.append(key)
                 found.append(Lookup.PENDING)
             else:
@@ -168,10 +164,10 @@ class PeersTier:
         link = min(holders, key=lambda one: one.queued_bytes)
         if sum(load.link is link for load in self._loads.values()) >= _MAX_LOADS:
             return None
-        load = PeerLoad(next(self._tickets), key, target, link, time.monotonic())
+        load = PeerLoad(next(self._tickets), key, target, link)
         self._loads[load.ticket] = load
         link.queued_bytes += target.size
-        self._counters.load_speed.begin(load.began_s)
+        self._counters.load_speed.begin(time.monotonic())
         link.load(load)
         return load.ticket
 
@@ -181,10 +177,6 @@ class PeersTier:
         self._take_events()
         completions, self._completions = self._completions, []
         return completions
-
-    def evict(self, key: bytes) -> bool:
-        """Return False: each peer evicts its own blocks."""
-        return False
 
     def clear(self) -> int:
         """Forget the peers' answers; their blocks stay. Return 0."""
@@ -196,15 +188,15 @@ class PeersTier:
         self._take_events()
         problems = [link.problem for link in self._links if link.problem]
         is_alone = bool(problems) and len(problems) == len(self._links)
-        stats = self._counters.stats(
+        return self._counters.stats(
             self.name,
+            available=not is_alone,
             problem="; ".join(problems) if is_alone else "",
             capacity_bytes=0,
             used_bytes=0,
             num_blocks=0,
             in_flight=len(self._loads),
         )
-        return msgspec.structs.replace(stats, available=not is_alone)
 
     def check(self) -> None:
         """Assert the invariants that hold between two calls."""
@@ -273,11 +265,10 @@ class PeersTier:
         assert load.outcome is not None
         del self._loads[load.ticket]
         load.link.queued_bytes -= load.memory.size
-        now_s, num_bytes = time.monotonic(), load.memory.size
-        completion = Completion(load.ticket, load.outcome, num_bytes, now_s - load.began_s)
-        self._completions.append(completion)
-        counters, is_done = self._counters, load.outcome is TierOutcome.DONE
-        counters.load_speed.end(now_s, num_bytes if is_done else 0)
+        self._completions.append(Completion(load.ticket, load.outcome))
+        counters, num_bytes = self._counters, load.memory.size
+        is_done = load.outcome is TierOutcome.DONE
+        counters.load_speed.end(time.monotonic(), num_bytes if is_done else 0)
         if is_done:
             counters.loads += 1
             counters.loaded_bytes += num_bytes

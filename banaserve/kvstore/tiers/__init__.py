@@ -1,4 +1,4 @@
 """Tiers below the pool: SSD, Mooncake, and those of other packages. In the store's process.
 
-Entries: ``registry.register``, ``interface``.
+Entries: ``registry.TIERS``, ``interface``.
 """

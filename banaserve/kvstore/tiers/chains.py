@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from heapq import heappop, heappush
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from banaserve.kvstore.index.eviction import Parents
+from banaserve.kvstore.index.eviction import EvictionQueue, Parents
 
 
+@dataclass(eq=False, slots=True)
 class ChainedBlock:
     """Entry of a block in ``ChainedBlocks``; subclasses add further attributes.
 
@@ -19,15 +20,11 @@ class ChainedBlock:
         num_users: Number of reads and writes under way; a block in use is never a victim.
     """
 
-    __slots__ = ("key", "last_used", "num_users", "parent", "queued", "serial")
-
-    def __init__(self, key: bytes, parent: bytes | None) -> None:
-        self.key = key
-        self.parent = parent
-        self.num_users = 0
-        self.last_used = 0
-        self.serial = 0
-        self.queued = False
+    key: bytes
+    parent: bytes | None
+    num_users: int = field(default=0, init=False)
+    last_used: int = field(default=0, init=False)
+    serial: int = field(default=0, init=False)
 
 
 BlockT = TypeVar("BlockT", bound=ChainedBlock)
@@ -39,9 +36,7 @@ class ChainedBlocks(Generic[BlockT]):
     def __init__(self) -> None:
         self._blocks: dict[bytes, BlockT] = {}
         self._parents = Parents(self._blocks)
-        # Every possible victim is queued exactly once. A block that was used again, or was removed,
-        # is corrected when it reaches the front.
-        self._queue: list[tuple[int, int, BlockT]] = []
+        self._queue: EvictionQueue[BlockT] = EvictionQueue(self._is_evictable)
         self._tick = 0
         self._last_serial = 0
 
@@ -65,7 +60,7 @@ class ChainedBlocks(Generic[BlockT]):
         block.serial = self._last_serial
         self._parents.link(block.parent)
         self.touch(block)
-        self._enqueue_if_evictable(block)
+        self._queue.offer(block)
 
     def touch(self, block: BlockT) -> None:
         """Make a block the most recently used one."""
@@ -80,33 +75,19 @@ class ChainedBlocks(Generic[BlockT]):
         """End one use; the block may have been removed meanwhile."""
         block.num_users -= 1
         if self._blocks.get(block.key) is block:
-            self._enqueue_if_evictable(block)
+            self._queue.offer(block)
 
     def remove(self, block: BlockT) -> None:
         """Remove a block, even if it has children or is in use."""
         del self._blocks[block.key]
+        self._queue.forget(block)
         if (parent := self._parents.unlink(block.parent)) is not None:
-            self._enqueue_if_evictable(parent)
-
-    def next_victim(self) -> BlockT | None:
-        """Return the next block to evict; None if each is in use or has a descendant in use."""
-        while self._queue:
-            last_used, _, block = self._queue[0]
-            here = self._blocks.get(block.key) is block
-            if here and block.last_used == last_used and self._is_evictable(block):
-                return block
-            heappop(self._queue)
-            block.queued = False
-            if here:
-                self._enqueue_if_evictable(block)
-        return None
+            self._queue.offer(parent)
 
     def pop_victim(self) -> BlockT | None:
-        """Remove and return the next block to evict; None as for ``next_victim``."""
-        block = self.next_victim()
+        """Remove and return the next block; None if each is in use or has a descendant in use."""
+        block = self._queue.pop()
         if block is not None:
-            heappop(self._queue)
-            block.queued = False
             self.remove(block)
         return block
 
@@ -117,15 +98,7 @@ class ChainedBlocks(Generic[BlockT]):
         parents = [block.parent for block in blocks.values() if block.parent is not None]
         assert Counter(parents) == self._parents.num_children
         assert all(block.num_users >= 0 for block in blocks.values())
-        queued = [block for _, _, block in self._queue]
-        assert all(block.queued for block in queued)
-        assert len(queued) == len(set(map(id, queued)))
-        assert all(block.queued for block in blocks.values() if self._is_evictable(block))
+        self._queue.check(blocks, blocks.values())
 
     def _is_evictable(self, block: BlockT) -> bool:
         return not block.num_users and block.key not in self._parents.num_children
-
-    def _enqueue_if_evictable(self, block: BlockT) -> None:
-        if not block.queued and self._is_evictable(block):
-            block.queued = True
-            heappush(self._queue, (block.last_used, block.serial, block))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import msgspec
 
-from banaserve.kvstore.tiers.interface import TierStats
+from banaserve.kvstore.tiers.interface import TierCounts, TierStats
 
 _WEIGHT_OF_THE_PAST = 0.95
 
@@ -37,47 +37,35 @@ class Throughput:
         self._since_s = now_s
 
 
-@dataclass(slots=True)
-class TierCounters:
-    """Counters of a tier since its start."""
+class TierCounters(TierCounts, kw_only=True):
+    """Counters and speeds of a tier since its start."""
 
-    stores: int = 0
-    stored_bytes: int = 0
-    loads: int = 0
-    loaded_bytes: int = 0
-    evictions: int = 0
-    missing: int = 0
-    corrupt: int = 0
-    failures: int = 0
-    load_speed: Throughput = field(default_factory=Throughput)
-    store_speed: Throughput = field(default_factory=Throughput)
+    load_speed: Throughput = msgspec.field(default_factory=Throughput)
+    store_speed: Throughput = msgspec.field(default_factory=Throughput)
 
     def stats(
         self,
         name: str,
         *,
+        available: bool = True,
         problem: str = "",
         capacity_bytes: int,
         used_bytes: int,
         num_blocks: int,
         in_flight: int,
+        keeps: str = "",
     ) -> TierStats:
         """Return the counters together with the given gauges."""
         return TierStats(
             name=name,
+            available=available,
             problem=problem,
             capacity_bytes=capacity_bytes,
             used_bytes=used_bytes,
             num_blocks=num_blocks,
-            stores=self.stores,
-            stored_bytes=self.stored_bytes,
-            loads=self.loads,
-            loaded_bytes=self.loaded_bytes,
-            evictions=self.evictions,
-            missing=self.missing,
-            corrupt=self.corrupt,
-            failures=self.failures,
             in_flight=in_flight,
             load_bytes_per_s=self.load_speed.bytes_per_s,
             store_bytes_per_s=self.store_speed.bytes_per_s,
+            keeps=keeps,
+            **{name: getattr(self, name) for name in TierCounts.__struct_fields__},
         )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Annotated, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from banaserve.kvstore.leases import Lookup
+from banaserve.kvstore.measure import counter, gauge
 
 BlockBytes = npt.NDArray[np.uint8]
 
@@ -41,61 +42,49 @@ class TierOutcome(Enum):
 
 
 class Completion(NamedTuple):
-    """End of a load or a store.
+    """End of a load or a store; bytes in a load's target are valid only after DONE.
 
     Attributes:
         ticket: Ticket that ``submit_load`` or ``submit_store`` returned.
-        outcome: Outcome; bytes in a load's target are valid only after DONE.
-        num_bytes: Size of the block.
-        seconds: Time from submission to completion.
     """
 
     ticket: int
     outcome: TierOutcome
-    num_bytes: int
-    seconds: float
 
 
-class TierStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters (since the daemon started) and gauges (now) of a tier.
+class TierCounts(msgspec.Struct, kw_only=True):
+    """Counters that every tier keeps."""
+
+    stores: Annotated[int, counter("Blocks written.")] = 0
+    stored_bytes: Annotated[int, counter("Total size of the blocks written.")] = 0
+    loads: Annotated[int, counter("Blocks read.")] = 0
+    loaded_bytes: Annotated[int, counter("Total size of the blocks read.")] = 0
+    evictions: Annotated[int, counter("Blocks dropped to make room.")] = 0
+    missing: Annotated[int, counter("Loads of blocks that were not in the tier (any more).")] = 0
+    corrupt: Annotated[
+        int, counter("Records with a wrong checksum or structure: skipped, never served.")
+    ] = 0
+    failures: Annotated[int, counter("Loads and stores that failed otherwise.")] = 0
+
+
+class TierStats(TierCounts, kw_only=True):
+    """Counters and gauges of a tier.
 
     Attributes:
         name: Name of the tier.
-        available: False while the tier is out of service; ``problem`` says why in one line.
-        capacity_bytes: Budget of the tier; 0 if it has no budget of its own.
-        used_bytes: Number of bytes used, including headers and dead records.
-        num_blocks: Number of blocks that a load could return.
-        stores: Number of blocks written.
-        stored_bytes: Total size of the blocks written.
-        loads: Number of blocks read.
-        loaded_bytes: Total size of the blocks read.
-        evictions: Number of blocks dropped to make room.
-        missing: Number of loads of blocks that were not in the tier (any more).
-        corrupt: Number of records with a wrong checksum or structure: skipped, never served.
-        failures: Number of loads and stores that failed otherwise.
-        in_flight: Number of loads and stores under way.
-        load_bytes_per_s: Recently measured speed of loads; 0 until the first load.
-        store_bytes_per_s: Recently measured speed of stores; 0 until the first store.
+        problem: Reason in one line why the tier is out of service, or stores nothing.
         keeps: Description of blocks that ``clear`` leaves for later loads; empty for none.
     """
 
     name: str
-    available: bool = True
+    available: Annotated[bool, gauge("1 while the tier is in service.")] = True
     problem: str = ""
-    capacity_bytes: int = 0
-    used_bytes: int = 0
-    num_blocks: int = 0
-    stores: int = 0
-    stored_bytes: int = 0
-    loads: int = 0
-    loaded_bytes: int = 0
-    evictions: int = 0
-    missing: int = 0
-    corrupt: int = 0
-    failures: int = 0
-    in_flight: int = 0
-    load_bytes_per_s: float = 0.0
-    store_bytes_per_s: float = 0.0
+    capacity_bytes: Annotated[int, gauge("Budget of the tier; 0 if it has none of its own.")] = 0
+    used_bytes: Annotated[int, gauge("Bytes used, including headers and dead records.")] = 0
+    num_blocks: Annotated[int, gauge("Blocks that a load could return.")] = 0
+    in_flight: Annotated[int, gauge("Loads and stores under way.")] = 0
+    load_bytes_per_s: Annotated[float, gauge("Recent speed of loads; 0 until the first.")] = 0.0
+    store_bytes_per_s: Annotated[float, gauge("Recent speed of stores; 0 until the first.")] = 0.0
     keeps: str = ""
 
 
@@ -149,10 +138,6 @@ class StoreTier(Protocol):
 
     def poll(self) -> list[Completion]:
         """Return the transfers that have ended since the last call, each exactly once."""
-        ...
-
-    def evict(self, key: bytes) -> bool:
-        """Forget a block; return False if it is absent or is being read or written."""
         ...
 
     def clear(self) -> int:

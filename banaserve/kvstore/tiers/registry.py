@@ -32,8 +32,8 @@ class TierEntry(NamedTuple):
 
     Attributes:
         open: Function that opens the tier; may raise any exception.
-        check_url: Check of a URL, for a tier that users choose as ``name://...``, see ``UrlTier``;
-            None for others.
+        check_url: Check of a URL, for a tier that users choose as ``name://...``, see ``UrlTier``:
+            raises ``UserError`` for an invalid URL, and connects to nothing. None for others.
     """
 
     open: Callable[[TierSpec], StoreTier]
@@ -52,26 +52,6 @@ def _check(name: str, found: object) -> TierEntry:
 OFFERED_BY = {"mooncake": "banaserve-mooncake"}
 """Packages to install for tiers that banaserve lacks without them."""
 TIERS: Registry[TierEntry] = Registry("tier", _check)
-
-
-def register(
-    name: str,
-    factory: Callable[[TierSpec], StoreTier],
-    *,
-    check_url: Callable[[str], object] | None = None,
-) -> None:
-    """Register a tier.
-
-    Args:
-        name: Name of the tier, short and stable.
-        factory: Function that opens the tier; may raise any exception.
-        check_url: Check of a URL, for a tier that users choose as ``name://...``: raises
-            ``UserError`` for an invalid URL, and connects to nothing. None for others.
-
-    Raises:
-        ValueError: The name is taken.
-    """
-    TIERS.add(name, TierEntry(factory, check_url))
 
 
 def open_tier(spec: TierSpec) -> StoreTier:
@@ -106,4 +86,4 @@ def _open_ssd(spec: TierSpec) -> StoreTier:
     return SsdTier(Path(spec.place), spec.capacity_bytes)
 
 
-register("ssd", _open_ssd)
+TIERS.add("ssd", TierEntry(_open_ssd))

@@ -26,8 +26,9 @@ from banaserve.migration.rpc.guest_channel import GuestChannel
 from banaserve.migration.rpc.tensors import TensorBundle
 from banaserve.migration.units.guest_unit import GuestServices, GuestUnit
 from banaserve.migration.units.registry import GuestUnits, decode_request
+from banaserve.transport.channels.channel import StreamChannel
 from banaserve.transport.errors import PeerGoneError, TransferTimeoutError, TransportError
-from banaserve.transport.interface import Channel, Message, Tensor, Transport
+from banaserve.transport.interface import Message, Tensor, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class GuestServer:
     def __init__(
         self,
         config: VllmConfig,
-        channel: Channel,
+        channel: StreamChannel,
         transport: Transport,
         token: str,
         gpu_transport: Callable[[], Transport] | None = None,

@@ -22,7 +22,7 @@ from banaserve.migration.kv.remote_kv import (
 from banaserve.migration.rpc.tensors import memory_of
 from banaserve.migration.time_hook import REAL_TIME, TimeHook
 from banaserve.transport.memory import Memory
-from banaserve.transport.regions.local_region import reserve
+from banaserve.transport.regions.offered_region import reserve
 
 if TYPE_CHECKING:
     from banaserve.migration.units.host_unit import (

@@ -41,8 +41,9 @@ from banaserve.migration.units.base import MigrationUnit, check_free
 from banaserve.migration.units.host_unit import HostEngine, HostUnit
 from banaserve.migration.units.registry import HostUnits
 from banaserve.migration.worker_api import GuestLinkStatus, LinkState
+from banaserve.transport.channels.channel import StreamChannel
 from banaserve.transport.errors import PeerGoneError, TransportError
-from banaserve.transport.interface import Channel, Transport
+from banaserve.transport.interface import Transport
 
 KEPT = 32
 """Number of ended moves that are kept for status requests."""
@@ -525,7 +526,7 @@ class Attaching:
             return str(refused)
         return ""
 
-    def _open_channel(self, deadline_s: float) -> Channel:
+    def _open_channel(self, deadline_s: float) -> StreamChannel:
         while True:
             try:
                 return self._address.connect(deadline_s - time.monotonic())

@@ -21,7 +21,7 @@ from banaserve.migration.kv.slabs import GpuSlab, PlainSlab, Slab, has_gpu_slabs
 from banaserve.migration.ranges import spans
 from banaserve.migration.rpc.messages import KvShape
 from banaserve.transport.memory import Memory
-from banaserve.transport.regions.local_region import reserve
+from banaserve.transport.regions.offered_region import reserve
 
 
 class DeviceKv:

@@ -18,8 +18,10 @@ from banaserve.migration.ranges import spans
 from banaserve.migration.rpc import messages
 from banaserve.migration.rpc.guest_client import GuestClient
 from banaserve.transport.errors import PeerGoneError, TransportError
-from banaserve.transport.interface import RegionDescriptor, Ticket, Transport
+from banaserve.transport.interface import Transport
 from banaserve.transport.memory import Memory
+from banaserve.transport.regions.descriptor import RegionDescriptor
+from banaserve.transport.regions.remote_region import Ticket
 
 OPEN_TIMEOUT_S = 5.0
 _SLOWEST_BYTES_PER_S = 50e6

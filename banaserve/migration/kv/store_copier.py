@@ -22,8 +22,8 @@ from banaserve.migration.kv.dirty_blocks import DirtyBlockTracker, RemoteBlocks
 from banaserve.migration.kv.host_kv import HostKv, KvRun
 from banaserve.migration.kv.remote_kv import RemoteKv, wait_all
 from banaserve.migration.rpc.messages import SlotCopies
-from banaserve.transport.interface import Ticket
 from banaserve.transport.memory import Memory
+from banaserve.transport.regions.remote_region import Ticket
 
 _NOTHING = torch.empty(0)
 WhereIs = Callable[[str], Sequence[tuple[KvRun, RemoteKv | None]]]

@@ -26,11 +26,11 @@ from banaserve.migration.rpc.tensors import (
 from banaserve.transport.channels.frames import ELSEWHERE
 from banaserve.transport.interface import (
     MAX_DIMENSIONS,
-    OfferedRegion,
-    RemoteRegion,
     Tensor,
     Transport,
 )
+from banaserve.transport.regions.offered_region import OfferedRegion
+from banaserve.transport.regions.remote_region import RemoteRegion
 
 LANE_BYTES = 256 * 2**20
 """Size of the region: each half holds two tensors of 8192 tokens of 4096 values in bfloat16."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from banaserve.transport.channels.channel import StreamChannel
 from banaserve.transport.errors import TransferTimeoutError
-from banaserve.transport.interface import Channel, Message
+from banaserve.transport.interface import Message
 
 _REPLY_TIMEOUT_S = 10.0
 _PART_TIMEOUT_S = 300.0
@@ -24,7 +25,7 @@ class GuestChannel:
     follow, and another sends the answers. Without parts no thread is used.
     """
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: StreamChannel) -> None:
         self._channel = channel
         self._reader = ThreadPoolExecutor(1, "parts-in")
         self._writer = ThreadPoolExecutor(1, "parts-out")

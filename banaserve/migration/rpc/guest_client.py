@@ -19,8 +19,9 @@ from banaserve.base.platform.processes import ProcessHandle, Pulse
 from banaserve.migration.rpc import messages
 from banaserve.migration.rpc.gpu_lane import HostLane
 from banaserve.migration.rpc.tensors import TensorBundle, from_wire
+from banaserve.transport.channels.channel import StreamChannel
 from banaserve.transport.errors import PeerGoneError, TransferTimeoutError, TransportError
-from banaserve.transport.interface import Channel, Message, Tensor, Transport
+from banaserve.transport.interface import Message, Tensor, Transport
 
 _FACTOR = 10.0
 _SMOOTHING = 0.2
@@ -82,7 +83,7 @@ class GuestClient:
     def __init__(
         self,
         guest_id: str,
-        channel: Channel,
+        channel: StreamChannel,
         transport: Transport,
         epoch: Callable[[], int],
         stall_s: float,

@@ -16,9 +16,11 @@ import msgspec
 from banaserve.base.errors import ProtocolError
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.transport.backends.cuda_ipc import CudaIpcTransport
+from banaserve.transport.channels.channel import StreamChannel
 from banaserve.transport.channels.connect import accept_tcp, connect, over_unix
 from banaserve.transport.errors import PeerGoneError, RefusedError, TransferTimeoutError
-from banaserve.transport.interface import Channel, RegionDescriptor, Transport, TransportOptions
+from banaserve.transport.interface import Transport, TransportOptions
+from banaserve.transport.regions.descriptor import RegionDescriptor
 from banaserve.transport.registry import NIXL, create
 
 _TCP = "tcp:"
@@ -79,7 +81,7 @@ class GuestAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         return create(NIXL, msgspec.structs.replace(options, in_gpu_memory=True))
 
-    def accept(self, timeout_s: float) -> Channel:
+    def accept(self, timeout_s: float) -> StreamChannel:
         """Wait for the host, on the guest's side.
 
         Another process that waits at the same path is an earlier start of this guest, whose order
@@ -114,7 +116,7 @@ class GuestAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             listener.close()
         return over_unix(sock)
 
-    def connect(self, timeout_s: float) -> Channel:
+    def connect(self, timeout_s: float) -> StreamChannel:
         """Connect to the guest, on the host's side.
 
         Raises:

@@ -5,16 +5,16 @@ A page of shared memory beside each region holds the epoch, as ``shm`` does, and
 
 from __future__ import annotations
 
-import os
 import struct
 
 import numpy as np
 
 from banaserve.transport.backends.shm import ShmTransport
 from banaserve.transport.errors import RefusedError
-from banaserve.transport.interface import RegionDescriptor, TransportOptions
-from banaserve.transport.memory import Memory, Plan, whole_pages
-from banaserve.transport.regions.gpu_memory import HANDLE_BYTES, CudaGpu, Gpu
+from banaserve.transport.interface import TransportOptions
+from banaserve.transport.memory import Memory, whole_pages
+from banaserve.transport.regions.descriptor import RegionDescriptor
+from banaserve.transport.regions.gpu_memory import HANDLE_BYTES, CudaGpu
 from banaserve.transport.regions.shared_file import SharedFile, new_file
 
 NAME = "cuda_ipc"
@@ -33,7 +33,7 @@ class CudaIpcTransport(ShmTransport):
 
     name = NAME
 
-    def __init__(self, options: TransportOptions, gpu: Gpu | None = None) -> None:
+    def __init__(self, options: TransportOptions, gpu: CudaGpu | None = None) -> None:
         super().__init__(options)
         self._gpu = gpu or CudaGpu(options.device)
 
@@ -45,11 +45,7 @@ class CudaIpcTransport(ShmTransport):
         return file
 
     def _take(self, fd: int, descriptor: RegionDescriptor) -> SharedFile:
-        try:
-            return GpuFile(fd, self._gpu, None, descriptor.num_bytes)
-        except BaseException:
-            os.close(fd)
-            raise
+        return GpuFile(fd, self._gpu, None, descriptor.num_bytes)
 
 
 class GpuFile(SharedFile):
@@ -64,8 +60,8 @@ class GpuFile(SharedFile):
         RefusedError: The file does not describe a region of this size, or it cannot be opened.
     """
 
-    def __init__(self, fd: int, gpu: Gpu, memory: Memory | None, num_bytes: int = 0) -> None:
-        super().__init__(fd, _RECORD.size)
+    def __init__(self, fd: int, gpu: CudaGpu, memory: Memory | None, num_bytes: int = 0) -> None:
+        super().__init__(fd, _RECORD.size, gpu.copy_runs)
         self.record = self.memory
         self._gpu = gpu
         if memory is None:
@@ -84,18 +80,6 @@ class GpuFile(SharedFile):
 
     def populate(self, first_byte: int, num_bytes: int) -> None:
         """Do nothing: memory of a GPU is backed."""
-
-    def copy(self, part: Plan) -> None:
-        """Copy the runs of a slice between GPUs, or between a GPU and the host."""
-        ours, theirs = part.local, self.memory
-        if part.writes:
-            self._gpu.copy_runs(
-                theirs, ours, part.remote_offsets, part.local_offsets, part.num_bytes
-            )
-        else:
-            self._gpu.copy_runs(
-                ours, theirs, part.local_offsets, part.remote_offsets, part.num_bytes
-            )
 
     def close(self) -> None:
         """Close the descriptor; the memory ends with its last user."""

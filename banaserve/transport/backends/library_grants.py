@@ -12,73 +12,36 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack
 
-import msgspec
-import numpy as np
-
 from banaserve.base.errors import ProtocolError
-from banaserve.base.net.framing import decode
-from banaserve.transport.backends.tcp_offering import ServedTransport
-from banaserve.transport.channels.authentication import Seal
-from banaserve.transport.channels.channel import StreamChannel
-from banaserve.transport.channels.stream import SocketStream
-from banaserve.transport.errors import (
-    PeerGoneError,
-    RefusedError,
-    StaleEpochError,
-    TransferTimeoutError,
+from banaserve.transport.backends.channel_served import (
+    FOREVER_S,
+    Begin,
+    ChannelRegion,
+    ChannelTransport,
+    End,
+    Granted,
+    answer,
+    ask,
+    checked_runs,
+    denial_of,
+    offsets_of,
+    request_in,
 )
-from banaserve.transport.interface import Message, RegionDescriptor, Tensor
+from banaserve.transport.channels.channel import StreamChannel
+from banaserve.transport.errors import RefusedError, TransferTimeoutError
+from banaserve.transport.interface import Message
 from banaserve.transport.memory import (
     SLICE_BYTES,
     CopyRuns,
     Memory,
     Plan,
-    Runs,
     copy_runs,
     gather,
     scatter,
 )
-from banaserve.transport.regions.argument_checks import check_offsets
-from banaserve.transport.regions.local_region import LocalRegion
-from banaserve.transport.regions.remote_region import PlannedRegion, PlanTicket
-
-# Only waiting for a ticket has a deadline; the connection itself has none.
-FOREVER_S = 1e6
-
-
-class _Struct(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
-    pass
-
-
-class Open(_Struct, frozen=True, tag="open"):
-    region_id: bytes
-
-
-class Begin(_Struct, frozen=True, tag="begin"):
-    """Request for the grant of a slice, whose offsets are the message's tensor."""
-
-    epoch: int
-    num_bytes: int
-    writes: bool
-
-
-class End(_Struct, frozen=True, tag="end"):
-    pass
-
-
-class Granted(_Struct, frozen=True, tag="granted"):
-    """Grant; ``data`` is the answer to an Open: the data that the library needs to connect."""
-
-    data: bytes = b""
-
-
-class Denied(_Struct, frozen=True, tag="denied"):
-    stale: bool
-    reason: str
-
-
-_requests: msgspec.msgpack.Decoder[Open | Begin | End] = msgspec.msgpack.Decoder(Open | Begin | End)
-_answers: msgspec.msgpack.Decoder[Granted | Denied] = msgspec.msgpack.Decoder(Granted | Denied)
+from banaserve.transport.regions.descriptor import RegionDescriptor
+from banaserve.transport.regions.offered_region import OfferedRegion
+from banaserve.transport.regions.remote_region import RemoteRegion, Ticket
 
 
 class Mover(ABC):
@@ -113,15 +76,15 @@ class Mover(ABC):
         """Close the library's connection."""
 
 
-class GrantedTransport(ServedTransport):
-    """Base of transports with grants, whose ``_accept`` and ``_join`` make the sides' movers."""
+class GrantedTransport(ChannelTransport):
+    """Base of transports with grants, whose ``_accept`` and ``_meet`` make the sides' movers."""
 
     @abstractmethod
-    def _accept(self, region: LocalRegion) -> tuple[Mover, bytes]:
+    def _accept(self, region: OfferedRegion) -> tuple[Mover, bytes]:
         """Return the offering side's mover, and the data that the peer needs to connect."""
 
     @abstractmethod
-    def _join(self, data: bytes, staging: Memory, check_peer: Callable[[], None]) -> Mover:
+    def _meet(self, data: bytes, staging: Memory, check_peer: Callable[[], None]) -> Mover:
         """Return the opening side's mover, which moves bytes between the peer and ``staging``.
 
         Args:
@@ -131,143 +94,87 @@ class GrantedTransport(ServedTransport):
                 TransferTimeoutError if connecting takes too long.
         """
 
-    def _open(
-        self, descriptor: RegionDescriptor, stream: SocketStream, seal: Seal, deadline: float
-    ) -> PlannedRegion:
-        channel = StreamChannel(stream, seal)
-        data = ask(channel, Open(descriptor.region_id))
-        staging = self._reserve(SLICE_BYTES)
+    def _join(
+        self, descriptor: RegionDescriptor, channel: StreamChannel, data: bytes, deadline: float
+    ) -> RemoteRegion:
+        staging = self._reserve_memory(SLICE_BYTES)
 
         def check_peer() -> None:
-            stream.check_peer()
+            channel.check_peer()
             if time.monotonic() > deadline:
                 raise TransferTimeoutError(f"{self.name} has not connected in time")
 
-        mover = self._join(data, staging, check_peer)
+        mover = self._meet(data, staging, check_peer)
         copy = copy_runs if self._gpu is None else self._gpu.copy_runs
-        return GrantedRemote(self, descriptor, stream, channel, mover, staging, copy)
+        return GrantedRemote(descriptor, self.forget_opened, channel, staging, mover, copy)
 
-    def _serve(self, stream: SocketStream, seal: Seal) -> None:
-        channel = StreamChannel(stream, seal)
-        request = channel.receive(FOREVER_S)
-        message = decode(_requests, request.body)
-        region = self._find(message.region_id) if isinstance(message, Open) else None
-        if region is None:
-            _answer(channel, request, Denied(False, "the peer does not offer this region any more"))
-            return
+    def _serve_region(
+        self, channel: StreamChannel, opening: Message, region: OfferedRegion
+    ) -> None:
         mover, data = self._accept(region)
         try:
-            _answer(channel, request, Granted(data))
-            mover.connect(stream.check_peer)
-            _give_grants(channel, stream, region, mover)
+            answer(channel, opening, Granted(data))
+            mover.connect(channel.check_peer)
+            _give_grants(channel, region, mover)
         finally:
             mover.close()
 
 
-class GrantedRemote(PlannedRegion):
-    """Region of a peer. Slices pass through ``staging``, which is given to the library once."""
+class GrantedRemote(ChannelRegion):
+    """Region of a peer, whose staging memory is given to the library once."""
 
     def __init__(
         self,
-        transport: GrantedTransport,
         descriptor: RegionDescriptor,
-        stream: SocketStream,
+        forget: Callable[[RemoteRegion], bool],
         channel: StreamChannel,
-        mover: Mover,
         staging: Memory,
+        mover: Mover,
         copy: CopyRuns,
     ) -> None:
-        self._transport = transport
-        self._stream = stream
-        self._channel = channel
         self._mover = mover
-        self._staging = staging
         self._copy = copy
-        self._broken = False
-        super().__init__(descriptor)
+        super().__init__(descriptor, forget, channel, staging)
 
-    def close(self) -> None:
-        if self._transport.forget(self):
-            super().close()
-            self._channel.close()
-            self._mover.close()
+    def _disconnect(self) -> None:
+        super()._disconnect()
+        self._mover.close()
 
     def _break_off(self) -> None:
-        self._stream.abort()
+        super()._break_off()
         self._mover.abort()
 
-    def _carry_out(self, ticket: PlanTicket) -> None:
-        if self._broken:
-            raise PeerGoneError("the connection was broken off: open the region again")
+    def _copy_slices(self, ticket: Ticket) -> None:
         staged = self._staging
-        try:
-            for part in ticket.plan.slices():
-                ticket.check()
-                begin = Begin(part.epoch, part.num_bytes, part.writes)
-                ask(self._channel, begin, part.remote_offsets)
-                if part.writes:
-                    gather(staged, part.local, part.local_offsets, part.num_bytes, self._copy)
-                self._mover.move(part, self._stream.check_peer)
-                ask(self._channel, End())
-                if not part.writes:
-                    scatter(part.local, part.local_offsets, staged, part.num_bytes, self._copy)
-        except (PeerGoneError, RuntimeError) as error:
-            self._broken = True
-            self._channel.close()
+        for part in ticket.plan.slices():
             ticket.check()
-            raise PeerGoneError(str(error)) from None
+            begin = Begin(part.epoch, part.num_bytes, part.writes)
+            ask(self._channel, begin, offsets_of(part))
+            if part.writes:
+                gather(staged, part.local, part.local_offsets, part.num_bytes, self._copy)
+            self._mover.move(part, self._channel.check_peer)
+            ask(self._channel, End())
+            if not part.writes:
+                scatter(part.local, part.local_offsets, staged, part.num_bytes, self._copy)
 
 
-def ask(channel: StreamChannel, request: Open | Begin | End, offsets: Runs | None = None) -> bytes:
-    """Send a request to the offering side and return the data of its grant.
-
-    Raises:
-        RefusedError: The request was denied; StaleEpochError if the epoch is the reason.
-        PeerGoneError: The peer is gone, or breaks the protocol.
-    """
-    tensors = () if offsets is None else (Tensor("int64", offsets.shape, offsets.view(np.uint8)),)
-    reply = channel.call(Message(msgspec.msgpack.encode(request), tensors), FOREVER_S)
-    try:
-        answer = decode(_answers, reply.body)
-    except ProtocolError as error:
-        raise PeerGoneError(f"the peer breaks the protocol: {error}") from None
-    if isinstance(answer, Denied):
-        raise (StaleEpochError if answer.stale else RefusedError)(answer.reason)
-    return answer.data
-
-
-def _give_grants(
-    channel: StreamChannel, stream: SocketStream, region: LocalRegion, mover: Mover
-) -> None:
+def _give_grants(channel: StreamChannel, region: OfferedRegion, mover: Mover) -> None:
     while True:
         request = channel.receive(FOREVER_S)
-        begin = decode(_requests, request.body)
+        begin = request_in(request)
         if not isinstance(begin, Begin) or len(request.tensors) != 1:
             raise ProtocolError("a grant begins with Begin")
         with ExitStack() as held:
             try:
-                part = _checked(begin, request.tensors[0], region)
-                held.enter_context(region.use(begin.epoch))
+                runs = checked_runs(begin, request.tensors[0], region)
+                held.enter_context(region.store.use(begin.epoch))
             except RefusedError as error:
-                _answer(channel, request, Denied(isinstance(error, StaleEpochError), str(error)))
+                answer(channel, request, denial_of(error))
                 continue
-            _answer(channel, request, Granted())
-            mover.move(part, stream.check_peer)
+            answer(channel, request, Granted())
+            part = Plan(region.memory, runs, runs, begin.num_bytes, begin.epoch, begin.writes)
+            mover.move(part, channel.check_peer)
             request = channel.receive(FOREVER_S)
-            if not isinstance(decode(_requests, request.body), End):
+            if not isinstance(request_in(request), End):
                 raise ProtocolError("a grant ends with End")
-        _answer(channel, request, Granted())
-
-
-def _checked(begin: Begin, offsets: Tensor, region: LocalRegion) -> Plan:
-    if offsets.dtype != "int64" or len(offsets.shape) != 1:
-        raise RefusedError("offsets are int64 of one dimension")
-    runs = offsets.data.view(np.int64)
-    if begin.num_bytes < 0 or begin.num_bytes * runs.size > SLICE_BYTES:
-        raise RefusedError("a slice is too large")
-    runs = check_offsets(runs, begin.num_bytes, region.descriptor.num_bytes, "the region")
-    return Plan(region.memory, runs, runs, begin.num_bytes, begin.epoch, begin.writes)
-
-
-def _answer(channel: StreamChannel, request: Message, answer: Granted | Denied) -> None:
-    channel.reply(request, Message(msgspec.msgpack.encode(answer)), FOREVER_S)
+        answer(channel, request, Granted())

@@ -21,8 +21,8 @@ from banaserve.transport.backends.library_grants import GrantedTransport, Mover
 from banaserve.transport.errors import PeerGoneError
 from banaserve.transport.interface import TransportOptions
 from banaserve.transport.memory import Memory, Plan, Runs
-from banaserve.transport.regions.gpu_memory import Gpu
-from banaserve.transport.regions.local_region import LocalRegion
+from banaserve.transport.regions.gpu_memory import CudaGpu
+from banaserve.transport.regions.offered_region import OfferedRegion
 
 NAME = "nixl"
 _SPINS = 200
@@ -52,7 +52,7 @@ class NixlTransport(GrantedTransport):
 
     name = NAME
 
-    def __init__(self, options: TransportOptions, gpu: Gpu | None = None) -> None:
+    def __init__(self, options: TransportOptions, gpu: CudaGpu | None = None) -> None:
         super().__init__(options, gpu)
         self._place = NixlMemory() if gpu is None else NixlMemory(gpu.nixl_kind, gpu.index)
         self._starting = threading.Lock()
@@ -64,11 +64,11 @@ class NixlTransport(GrantedTransport):
                 self._shared = Agent()
             return self._shared
 
-    def _accept(self, region: LocalRegion) -> tuple[Mover, bytes]:
+    def _accept(self, region: OfferedRegion) -> tuple[Mover, bytes]:
         owner = _Owner(self._agent(), region.memory, self._place)
         return owner, msgspec.msgpack.encode(owner.access)
 
-    def _join(self, data: bytes, staging: Memory, check_peer: Callable[[], None]) -> Mover:
+    def _meet(self, data: bytes, staging: Memory, check_peer: Callable[[], None]) -> Mover:
         try:
             access = msgspec.msgpack.decode(data, type=Access)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -3,65 +3,56 @@
 from __future__ import annotations
 
 import os
-import secrets
 import socket
-import threading
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 
 from banaserve.base.platform.linux import is_own, peer_of
+from banaserve.transport.backends.offering import REGION_ID_BYTES, OfferingTransport
 from banaserve.transport.channels.stream import SocketStream
-from banaserve.transport.channels.threaded_server import GREETING_S, Service, listen_unix
+from banaserve.transport.channels.threaded_server import GREETING_S, listen_unix
 from banaserve.transport.errors import PeerGoneError, RefusedError, TransferTimeoutError
-from banaserve.transport.interface import RegionDescriptor, TransportOptions
-from banaserve.transport.memory import SLICE_BYTES, Memory
-from banaserve.transport.regions.argument_checks import check_offer, check_range
-from banaserve.transport.regions.remote_region import PlannedRegion, PlanTicket
-from banaserve.transport.regions.shared_file import SharedFile
+from banaserve.transport.memory import SLICE_BYTES
+from banaserve.transport.regions.descriptor import RegionDescriptor
+from banaserve.transport.regions.offered_region import OfferedRegion
+from banaserve.transport.regions.remote_region import RemoteRegion, Ticket
+from banaserve.transport.regions.shared_file import SharedFile, new_file
 
 NAME = "shm"
-_ID_BYTES = 16
-_CLOSE_WAIT_S = 1.0
 _SLICE_BYTES = 4 * SLICE_BYTES
 """Size of a slice. It is large, because each slice takes the GIL about five times, in competition
 with an engine in the same process."""
 
 
-class ShmTransport:
+class ShmTransport(OfferingTransport):
     """Transport that passes memory files over a Unix socket to processes of this user only."""
 
     name = NAME
 
-    def __init__(self, options: TransportOptions) -> None:
-        self._folder = options.folder
-        self._lock = threading.Lock()
-        self._offered: dict[bytes, ShmOffer] = {}
-        self._opened: set[ShmRemote] = set()
-        self._service: Service | None = None
-        self._path: Path | None = None
+    def close(self) -> None:
+        super().close()
+        if self._address:
+            Path(self._address).unlink(missing_ok=True)
 
-    def offer(self, num_bytes: int, epoch: int) -> ShmOffer:
-        check_offer(num_bytes, epoch)
-        with self._lock:
-            if self._service is None:
-                listener, self._path = listen_unix(self._folder, self.name)
-                self._service = Service(f"transport-{self.name}", listener, self._hand_out)
-            region_id = secrets.token_bytes(_ID_BYTES)
-            descriptor = RegionDescriptor(self.name, region_id, num_bytes, epoch, str(self._path))
-            offer = ShmOffer(self, self._create(num_bytes, epoch), descriptor)
-            self._offered[region_id] = offer
-            return offer
+    def _listen(self) -> tuple[socket.socket, str]:
+        listener, path = listen_unix(self._options.folder, self.name)
+        return listener, str(path)
 
-    def open(self, descriptor: RegionDescriptor, timeout_s: float) -> ShmRemote:
-        if descriptor.transport != self.name:
-            raise RefusedError(
-                f"a region of transport {descriptor.transport!r} is not one of {self.name}"
-            )
+    def _reserve(self, descriptor: RegionDescriptor) -> OfferedRegion:
+        file = self._create(descriptor.num_bytes, descriptor.epoch)
+        return OfferedRegion(descriptor, file, self.forget_offered)
+
+    def _connect(self, descriptor: RegionDescriptor, timeout_s: float) -> ShmRemote:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.settimeout(timeout_s)
             fd = _ask_for_file(sock, descriptor)
-            remote = ShmRemote(self, descriptor, self._take(fd, descriptor), SocketStream(sock))
+            try:
+                file = self._take(fd, descriptor)
+            except BaseException:
+                os.close(fd)
+                raise
+            return ShmRemote(descriptor, self.forget_opened, file, SocketStream(sock))
         except TimeoutError:
             sock.close()
             raise TransferTimeoutError(
@@ -73,53 +64,25 @@ class ShmTransport:
         except BaseException:
             sock.close()
             raise
-        with self._lock:
-            self._opened.add(remote)
-        return remote
-
-    def close(self) -> None:
-        with self._lock:
-            service, self._service = self._service, None
-            offered, opened = list(self._offered.values()), list(self._opened)
-        for remote in opened:
-            remote.close()
-        for offer in offered:
-            offer.close()
-        if service is not None:
-            service.close()
-            assert self._path is not None
-            self._path.unlink(missing_ok=True)
-
-    def forget(self, region: ShmOffer | ShmRemote) -> bool:
-        """Remove a region from the table; return False if it was removed before."""
-        with self._lock:
-            if isinstance(region, ShmOffer):
-                return self._offered.pop(region.descriptor.region_id, None) is not None
-            known = region in self._opened
-            self._opened.discard(region)
-            return known
 
     def _create(self, num_bytes: int, epoch: int) -> SharedFile:
         """Return the file of a new region."""
-        return SharedFile.create(num_bytes, epoch)
+        return SharedFile(new_file(num_bytes, epoch), num_bytes)
 
     def _take(self, fd: int, descriptor: RegionDescriptor) -> SharedFile:
-        """Return a peer's file; ``fd`` is closed if the peer's file is refused."""
-        try:
-            return SharedFile(fd, descriptor.num_bytes)
-        except BaseException:
-            os.close(fd)
-            raise
+        """Return a peer's file, if it is one of a region."""
+        return SharedFile(fd, descriptor.num_bytes)
 
-    def _hand_out(self, sock: socket.socket) -> None:
+    def _serve(self, sock: socket.socket) -> None:
         if not is_own(peer_of(sock)):
             return
         sock.settimeout(GREETING_S)
-        region_id = sock.recv(_ID_BYTES, socket.MSG_WAITALL)
+        region_id = sock.recv(REGION_ID_BYTES, socket.MSG_WAITALL)
         with self._lock:
             offer = self._offered.get(region_id)
-            fd = offer.file.reopen() if offer is not None else -1
-        if offer is None:
+            # Under the lock: a region that is closed meanwhile closes its descriptor.
+            fd = offer.store.reopen() if offer and isinstance(offer.store, SharedFile) else -1
+        if fd < 0:
             sock.sendall(b"n")
             return
         try:
@@ -131,76 +94,31 @@ class ShmTransport:
         sock.recv(1)
 
 
-class ShmOffer:
-    """Memory file that this process offers."""
-
-    def __init__(
-        self, transport: ShmTransport, file: SharedFile, descriptor: RegionDescriptor
-    ) -> None:
-        self.file = file
-        self._transport = transport
-        self._descriptor = descriptor
-        self._epoch = descriptor.epoch
-
-    @property
-    def memory(self) -> Memory:
-        return self.file.memory
-
-    @property
-    def descriptor(self) -> RegionDescriptor:
-        return self._descriptor
-
-    @property
-    def epoch(self) -> int:
-        return self._epoch
-
-    def advance(self, epoch: int, timeout_s: float) -> None:
-        check_offer(self._descriptor.num_bytes, epoch)
-        if epoch < self._epoch:
-            raise RefusedError(f"epoch {epoch} lies before {self._epoch}")
-        self._epoch = epoch
-        self.file.advance(epoch, timeout_s)
-
-    def release(self, first_byte: int, num_bytes: int) -> int:
-        check_range(first_byte, num_bytes, self._descriptor.num_bytes)
-        return self.file.release(first_byte, num_bytes)
-
-    def close(self) -> None:
-        if self._transport.forget(self):
-            # A peer that hangs in a copy still writes to its own mapping, which harms no other.
-            with suppress(TransferTimeoutError):
-                self.file.retire(_CLOSE_WAIT_S)
-            self.file.close()
-
-
-class ShmRemote(PlannedRegion):
+class ShmRemote(RemoteRegion):
     """Memory file of a peer, mapped in this process."""
 
     never_waits_for_peer = True
 
     def __init__(
         self,
-        transport: ShmTransport,
         descriptor: RegionDescriptor,
+        forget: Callable[[RemoteRegion], bool],
         file: SharedFile,
         stream: SocketStream,
     ) -> None:
-        self._transport = transport
         self._file = file
         self._stream = stream
-        super().__init__(descriptor)
+        super().__init__(descriptor, forget)
 
     def warm(self, first_byte: int, num_bytes: int) -> None:
         super().warm(first_byte, num_bytes)
         self._file.populate(first_byte, num_bytes)
 
-    def close(self) -> None:
-        if self._transport.forget(self):
-            super().close()
-            self._stream.close()
-            self._file.close()
+    def _disconnect(self) -> None:
+        self._stream.close()
+        self._file.close()
 
-    def _carry_out(self, ticket: PlanTicket) -> None:
+    def _carry_out(self, ticket: Ticket) -> None:
         for part in ticket.plan.slices(_SLICE_BYTES):
             ticket.check()
             self._check_peer()

@@ -19,7 +19,7 @@ from banaserve.transport.backends.library_grants import GrantedTransport, Mover
 from banaserve.transport.errors import PeerGoneError
 from banaserve.transport.interface import TransportOptions
 from banaserve.transport.memory import SLICE_BYTES, Memory, Plan, gather, scatter
-from banaserve.transport.regions.local_region import LocalRegion, reserve
+from banaserve.transport.regions.offered_region import OfferedRegion, reserve
 
 NAME = "torch_distributed"
 _TIMEOUT = timedelta(seconds=10)
@@ -46,14 +46,14 @@ class TorchDistributedTransport(GrantedTransport):
         super().__init__(options)
         self._host = options.host
 
-    def _accept(self, region: LocalRegion) -> tuple[Mover, bytes]:
+    def _accept(self, region: OfferedRegion) -> tuple[Mover, bytes]:
         store = dist.TCPStore(
             self._host, 0, 2, is_master=True, timeout=_TIMEOUT, wait_for_workers=False
         )
         where = Rendezvous(self._host, store.port)
         return _Owner(store, self._host), msgspec.msgpack.encode(where)
 
-    def _join(self, data: bytes, staging: Memory, check_peer: Callable[[], None]) -> Mover:
+    def _meet(self, data: bytes, staging: Memory, check_peer: Callable[[], None]) -> Mover:
         try:
             where = msgspec.msgpack.decode(data, type=Rendezvous)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -42,7 +42,15 @@ sizes; a tensor is received into its memory if the size is the same."""
 
 
 class StreamChannel:
-    """Channel over ``stream``; see ``Channel``. Any thread may send while one other receives.
+    """Channel for ordered messages between two processes.
+
+    One thread receives or calls at a time; any other may send meanwhile. A message whose epoch is
+    below ``min_epoch`` is not delivered: a request of this kind is answered with StaleEpochError,
+    others are counted in ``num_refused``.
+
+    Attributes:
+        num_refused: Number of messages that arrived but were not delivered: duplicate, stale, late
+            reply.
 
     Args:
         stream: Stream connected to an authenticated peer; the channel owns it.
@@ -55,29 +63,49 @@ class StreamChannel:
         self._seal = seal
         self._sending = threading.Lock()
         self._last_sent = self._last_received = 0
-        self._num_refused = 0
+        self.num_refused = 0
         self._kept: deque[Message] = deque()
         self._broken: str | None = None
 
-    @property
-    def num_refused(self) -> int:
-        return self._num_refused
-
     def fileno(self) -> int:
+        """Return a file descriptor, readable when something has arrived or the peer is gone."""
         return self._stream.fileno()
 
     def has_pending(self) -> bool:
+        """Return whether arrived bytes or messages were already read from ``fileno``."""
         return bool(self._kept or self._stream.num_buffered())
 
+    def check_peer(self) -> None:
+        """Raise if the peer is gone; meant for times at which the peer sends nothing.
+
+        Raises:
+            PeerGoneError: The peer is gone.
+        """
+        self._stream.check_peer()
+
     def send(self, message: Message, timeout_s: float) -> None:
+        """Send a one-way message.
+
+        Raises:
+            RefusedError: The message is too large or not well-formed; nothing was sent.
+            TransferTimeoutError: The peer does not read. The channel is closed.
+            PeerGoneError: The peer has died or closed the connection.
+        """
         self._write(message, ONE_WAY, 0, time.monotonic() + timeout_s)
 
     def call(self, message: Message, timeout_s: float, into: Sequence[Bytes] = ()) -> Message:
-        """Send a request and wait for its reply, see ``Channel.call``.
+        """Send a request and wait for its reply. Messages that arrive before it are kept.
 
         Args:
             into: Memory for the reply's first tensors; each tensor is received into its memory if
                 the size is the same. After an error the content is undefined.
+
+        Raises:
+            RefusedError: The message is refused, see ``send``; StaleEpochError if the peer's epoch
+                is higher.
+            TransferTimeoutError: No reply arrived in time. The channel stays usable; the late reply
+                is dropped and counted.
+            PeerGoneError: The peer has died or closed the connection.
         """
         deadline = time.monotonic() + timeout_s
         token = self._write(message, REQUEST, 0, deadline)
@@ -90,7 +118,7 @@ class StreamChannel:
             if header.kind in (ONE_WAY, REQUEST):
                 self._keep(header, answer, deadline)
             elif header.token != token:
-                self._num_refused += 1
+                self.num_refused += 1
             elif header.kind == REFUSAL:
                 raise StaleEpochError(f"the peer is at epoch {header.epoch}, not {message.epoch}")
             elif header.epoch < self.min_epoch:
@@ -103,12 +131,16 @@ class StreamChannel:
         timeout_s: float,
         place: Callable[[bytes, Sequence[int]], Sequence[Bytes]] | None = None,
     ) -> Message:
-        """Return the next request or one-way message, see ``Channel.receive``.
+        """Return the next request or one-way message.
 
         Args:
             place: Function that returns memory for the first tensors, like ``into`` of ``call``, by
                 the message's body and the tensors' sizes. These are not checked yet: the memory
                 must not be used for anything else until the message is returned.
+
+        Raises:
+            TransferTimeoutError: Nothing arrived in time; the channel stays usable.
+            PeerGoneError: The peer has died, closed the connection, or broken the protocol.
         """
         deadline = time.monotonic() + timeout_s
 
@@ -122,21 +154,33 @@ class StreamChannel:
             if header.kind in (ONE_WAY, REQUEST):
                 self._keep(header, message, deadline)
             else:
-                self._num_refused += 1
+                self.num_refused += 1
         return self._kept.popleft()
 
     def reply(self, request: Message, answer: Message, timeout_s: float) -> None:
+        """Answer a request that was received.
+
+        Raises:
+            RefusedError: ``request`` is not a request, or ``answer`` is too large.
+            TransferTimeoutError: The peer does not read. The channel is closed.
+            PeerGoneError: The peer has died or closed the connection.
+        """
         if not request.token:
             raise RefusedError("a one-way message cannot be answered")
         self._write(answer, REPLY, request.token, time.monotonic() + timeout_s)
 
+    def abort(self) -> None:
+        """Make threads that wait on this channel fail, from any thread; ``close`` is needed too."""
+        self._stream.abort()
+
     def close(self) -> None:
+        """Close the connection; the peer notices at once."""
         self._broken = self._broken or "the channel is closed"
         self._stream.close()
 
     def _keep(self, header: FrameHeader, message: Message, deadline: float) -> None:
         if header.epoch < self.min_epoch:
-            self._num_refused += 1
+            self.num_refused += 1
             if header.kind == REQUEST:
                 refusal = Message(b"", epoch=self.min_epoch)
                 self._write(refusal, REFUSAL, header.seq, deadline)
@@ -169,7 +213,7 @@ class StreamChannel:
             except (ProtocolError, PeerGoneError) as error:
                 raise self._break(str(error)) from None
             if header.seq <= self._last_received:
-                self._num_refused += 1
+                self.num_refused += 1
                 continue
             if header.seq > self._last_received + 1:
                 raise self._break(f"message {self._last_received + 1} is missing")
@@ -203,7 +247,9 @@ class StreamChannel:
 
     def _read(self, num_bytes: int, deadline: float, code: FrameCode | None) -> bytearray:
         target = bytearray(num_bytes)
-        self._read_parts([memoryview(target)], deadline, code)
+        self._stream.read_into(memoryview(target), deadline)
+        if code is not None:
+            code.add(target)
         return target
 
     def _read_parts(

@@ -175,18 +175,14 @@ def listen_unix(folder: str, name: str) -> tuple[socket.socket, Path]:
     return sock, path
 
 
-def listen_tcp(host: str) -> socket.socket:
-    """Listen on a free port of ``host``.
+def listen_tcp(host: str, port: int = 0) -> socket.socket:
+    """Listen on a port of ``host``, 0 for a free one.
 
     Raises:
-        RefusedError: The address is not this machine's.
+        RefusedError: The address is not available.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        sock.bind((host, 0))
-        sock.listen(_BACKLOG)
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
-        sock.close()
-        raise RefusedError(f"cannot listen on {host}: {error}") from error
-    return sock
+        raise RefusedError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error

@@ -6,8 +6,13 @@ import numpy as np
 import numpy.typing as npt
 
 from banaserve.transport.errors import RefusedError
-from banaserve.transport.interface import MAX_EPOCH, MAX_REGION_BYTES, Offsets, RegionDescriptor
 from banaserve.transport.memory import Memory, Plan
+from banaserve.transport.regions.descriptor import (
+    MAX_EPOCH,
+    MAX_REGION_BYTES,
+    Offsets,
+    RegionDescriptor,
+)
 
 
 def make_plan(
@@ -16,8 +21,8 @@ def make_plan(
     local_offsets: Offsets,
     remote_offsets: Offsets,
     num_bytes: int,
-    *,
     epoch: int,
+    *,
     writes: bool,
 ) -> Plan:
     """Return a plan whose runs are within ``local`` and ``region``.

@@ -8,7 +8,7 @@ import re
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -21,63 +21,6 @@ _GRANULE_BYTES = 2 * 2**20
 _COPY_BY_ADDRESS = 4
 _LAZY_PEER_ACCESS = 1
 _NON_BLOCKING = 1
-
-
-class Gpu(Protocol):
-    """Memory of a GPU, reachable by address from this process. Any thread may call.
-
-    Attributes:
-        nixl_kind: NIXL's name of this kind of memory.
-        index: Index of the GPU among those that this process sees.
-    """
-
-    @property
-    def nixl_kind(self) -> Literal["DRAM", "VRAM"]: ...
-
-    @property
-    def index(self) -> int: ...
-
-    def reserve(self, num_bytes: int) -> Memory:
-        """Return zeroed memory, which is freed with its ``owner``.
-
-        Raises:
-            RefusedError: The GPU has too little memory.
-        """
-        ...
-
-    def share(self, memory: Memory) -> bytes:
-        """Return a handle, ``HANDLE_BYTES`` bytes, by which another process opens the memory.
-
-        Raises:
-            RefusedError: The GPU or the system does not allow it.
-        """
-        ...
-
-    def open(self, handle: bytes, num_bytes: int) -> Memory:
-        """Return the memory of another process on this machine, on whichever GPU it is.
-
-        Raises:
-            RefusedError: The memory is gone, or this process cannot reach it.
-        """
-        ...
-
-    def zero(self, memory: Memory, first_byte: int, num_bytes: int) -> None:
-        """Overwrite a range with zeros."""
-        ...
-
-    def copy_runs(
-        self,
-        target: Memory,
-        source: Memory,
-        target_offsets: Runs,
-        source_offsets: Runs,
-        run_bytes: int,
-    ) -> None:
-        """Copy runs of equal length within bounds; on return they are copied.
-
-        Either side may be memory of this GPU, of another, or of the host.
-        """
-        ...
 
 
 class RowCopy(NamedTuple):
@@ -126,6 +69,12 @@ class _Handle(ctypes.Structure):
 class CudaGpu:
     """One of the GPUs that this process sees; torch must have loaded CUDA's runtime before.
 
+    Any thread may call. Memory is reachable by address from this process.
+
+    Attributes:
+        nixl_kind: NIXL's name of this kind of memory.
+        index: Index of the GPU among those that this process sees.
+
     Raises:
         RefusedError: The process has no runtime of CUDA, or no such GPU.
     """
@@ -139,7 +88,11 @@ class CudaGpu:
         self._call("cudaStreamCreateWithFlags", ctypes.byref(self._stream), _NON_BLOCKING)
 
     def reserve(self, num_bytes: int) -> Memory:
-        """See ``Gpu``."""
+        """Return zeroed memory, which is freed with its ``owner``.
+
+        Raises:
+            RefusedError: The GPU has too little memory.
+        """
         address = ctypes.c_void_p()
         whole = -(-num_bytes // _GRANULE_BYTES) * _GRANULE_BYTES
         self._call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(whole))
@@ -148,14 +101,22 @@ class CudaGpu:
         return memory
 
     def share(self, memory: Memory) -> bytes:
-        """See ``Gpu``."""
+        """Return a handle, ``HANDLE_BYTES`` bytes, by which another process opens the memory.
+
+        Raises:
+            RefusedError: The GPU or the system does not allow it.
+        """
         handle = _Handle()
         address = ctypes.c_void_p(memory.address)
         self._call("cudaIpcGetMemHandle", ctypes.byref(handle), address)
         return bytes(handle)
 
     def open(self, handle: bytes, num_bytes: int) -> Memory:
-        """See ``Gpu``."""
+        """Return the memory of another process on this machine, on whichever GPU it is.
+
+        Raises:
+            RefusedError: The memory is gone, or this process cannot reach it.
+        """
         address = ctypes.c_void_p()
         self._call(
             "cudaIpcOpenMemHandle",
@@ -166,7 +127,7 @@ class CudaGpu:
         return self._owned(address, num_bytes, "cudaIpcCloseMemHandle")
 
     def zero(self, memory: Memory, first_byte: int, num_bytes: int) -> None:
-        """See ``Gpu``."""
+        """Overwrite a range with zeros."""
         start = ctypes.c_void_p(memory.address + first_byte)
         self._call("cudaMemsetAsync", start, 0, ctypes.c_size_t(num_bytes), self._stream)
         self._call("cudaStreamSynchronize", self._stream)
@@ -179,7 +140,10 @@ class CudaGpu:
         source_offsets: Runs,
         run_bytes: int,
     ) -> None:
-        """See ``Gpu``."""
+        """Copy runs of equal length within bounds; on return they are copied.
+
+        Either side may be memory of this GPU, of another, or of the host.
+        """
         for rows in rows_of(target_offsets, source_offsets, run_bytes):
             self._call(
                 "cudaMemcpy2DAsync",

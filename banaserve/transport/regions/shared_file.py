@@ -20,7 +20,7 @@ import numpy as np
 
 from banaserve.base.platform.linux import MADV_REMOVE, SEALS, madvise, populate
 from banaserve.transport.errors import RefusedError, StaleEpochError, TransferTimeoutError
-from banaserve.transport.memory import PAGE_BYTES, Memory, Plan, copy_runs, whole_pages
+from banaserve.transport.memory import PAGE_BYTES, CopyRuns, Memory, Plan, copy_runs, whole_pages
 
 _CLOSED = 2**64 - 1
 _DRAIN_POLL_S = 0.0005
@@ -33,13 +33,15 @@ class SharedFile:
         fd: File descriptor, closed by ``close``. Its open file description must not be shared with
             another process, because locks belong to the open file description.
         num_bytes: Size of the region.
+        copy: Function that copies runs between this process and the region.
 
     Raises:
         RefusedError: The file is not a sealed memory file of the right size.
     """
 
-    def __init__(self, fd: int, num_bytes: int) -> None:
+    def __init__(self, fd: int, num_bytes: int, copy: CopyRuns = copy_runs) -> None:
         self._fd = fd
+        self._copy_runs = copy
         self._locks = threading.Lock()
         size_bytes = file_bytes(num_bytes)
         if os.fstat(fd).st_size != size_bytes or not _is_sealed(fd):
@@ -48,15 +50,6 @@ class SharedFile:
         self._epoch = mapping[:8].view(np.uint64)
         data = mapping[PAGE_BYTES : PAGE_BYTES + num_bytes]
         self.memory = Memory.of(data)
-
-    @staticmethod
-    def create(num_bytes: int, epoch: int) -> SharedFile:
-        """Create a file of zeroes. It has no name and ends with its last user.
-
-        Raises:
-            RefusedError: The system cannot create the file.
-        """
-        return SharedFile(new_file(num_bytes, epoch), num_bytes)
 
     def reopen(self) -> int:
         """Return a new file descriptor with separate locks; the caller closes it."""
@@ -120,9 +113,9 @@ class SharedFile:
         """Copy the runs of a slice between this process and the region."""
         ours, theirs = part.local, self.memory
         if part.writes:
-            copy_runs(theirs, ours, part.remote_offsets, part.local_offsets, part.num_bytes)
+            self._copy_runs(theirs, ours, part.remote_offsets, part.local_offsets, part.num_bytes)
         else:
-            copy_runs(ours, theirs, part.local_offsets, part.remote_offsets, part.num_bytes)
+            self._copy_runs(ours, theirs, part.local_offsets, part.remote_offsets, part.num_bytes)
 
     def close(self) -> None:
         """Close the descriptor; the mapping ends with the last user of ``memory``."""

@@ -24,7 +24,6 @@ class MooncakeJob:
     key: bytes
     memory: BlockBytes
     is_store: bool
-    started_s: float
     deadline_s: float
     slot: int | None = None
     outcome: TierOutcome | None = None

@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import msgspec
-
 from banaserve.kvstore.leases import Lookup
 from banaserve.kvstore.tiers.counters import Throughput, TierCounters
 from banaserve.kvstore.tiers.interface import (
@@ -154,14 +152,6 @@ class MooncakeTier:
         completions, self._completions = self._completions, []
         return completions
 
-    def evict(self, key: bytes) -> bool:
-        """Remove a block known to this tier from the store; return whether it was removed."""
-        self._take_events()
-        if key in self._busy or not self._is_known(key):
-            return False
-        self._remove([key])
-        return True
-
     def clear(self) -> int:
         """Remove every block that is known to this tier and not in use; return their number."""
         self._take_events()
@@ -174,16 +164,16 @@ class MooncakeTier:
     def stats(self) -> TierStats:
         """Return the current counters and gauges."""
         self._take_events()
-        stats = self._counters.stats(
+        return self._counters.stats(
             self.name,
+            available=self._health.available,
             problem=self._health.problem,
             capacity_bytes=0,
             used_bytes=self._own_bytes,
             num_blocks=len(self._own),
             in_flight=len(self._jobs),
+            keeps="blocks that this store has not met since it started",
         )
-        keeps = "blocks that this store has not met since it started"
-        return msgspec.structs.replace(stats, available=self._health.available, keeps=keeps)
 
     def check(self) -> None:
         """Assert the invariants that hold between two calls."""
@@ -205,7 +195,7 @@ class MooncakeTier:
             return None
         ticket = next(self._tickets)
         now_s = time.monotonic()
-        job = MooncakeJob(ticket, key, memory, is_store, now_s, now_s + self._config.timeout_s)
+        job = MooncakeJob(ticket, key, memory, is_store, now_s + self._config.timeout_s)
         self._jobs[ticket] = job
         self._busy[key] = self._busy.get(key, 0) + 1
         self._speed(is_store).begin(now_s)
@@ -236,12 +226,10 @@ class MooncakeTier:
         self._busy[job.key] -= 1
         if not self._busy[job.key]:
             del self._busy[job.key]
-        now_s = time.monotonic()
         num_bytes = job.memory.size
-        seconds = now_s - job.started_s
-        self._completions.append(Completion(job.ticket, job.outcome, num_bytes, seconds))
+        self._completions.append(Completion(job.ticket, job.outcome))
         is_done = job.outcome is TierOutcome.DONE
-        self._speed(job.is_store).end(now_s, num_bytes if is_done else 0)
+        self._speed(job.is_store).end(time.monotonic(), num_bytes if is_done else 0)
         self._account(job, job.outcome, num_bytes)
 
     def _account(self, job: MooncakeJob, outcome: TierOutcome, num_bytes: int) -> None:

@@ -1,4 +1,5 @@
-"""Connections of clients: the Unix socket, and slots of connections that were lost.
+"""Connections of clients and of peers, and slots of connections that were lost.
 
-In the store's process. Entry: ``listener.StoreListener``.
+In the store's process. Entries: ``listener.StoreListener`` for clients,
+``peer_server.PeerServer`` for stores of other machines.
 """

@@ -37,20 +37,15 @@ class StoreListener:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        check_socket_path(path)
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            with _locked_folder(path.parent):
-                _remove_if_stale(path)
+            with _free_place(path):
                 # The file takes its mode from the socket, so that at no time other users can
                 # connect.
                 os.fchmod(self.sock.fileno(), 0o600)
                 self.sock.bind(str(path))
                 self.sock.listen(_BACKLOG)
                 self._inode = path.stat().st_ino
-        except OSError as error:
-            self.sock.close()
-            raise UserError(f"cannot listen on {path}: {error.strerror}") from error
         except UserError:
             self.sock.close()
             raise
@@ -70,10 +65,22 @@ def make_way(path: Path) -> None:
     Raises:
         UserError: ``path`` cannot be listened on; one line says why.
     """
+    with _free_place(path):
+        return
+
+
+@contextmanager
+def _free_place(path: Path) -> Iterator[None]:
+    """Lock the folder of a socket that is to be made, and remove the socket file of a dead daemon.
+
+    Raises:
+        UserError: ``path`` cannot be listened on, also by an OSError of the context.
+    """
     check_socket_path(path)
     try:
         with _locked_folder(path.parent):
             _remove_if_stale(path)
+            yield
     except OSError as error:
         raise UserError(f"cannot listen on {path}: {error.strerror}") from error
 

@@ -8,31 +8,15 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from banaserve.base.net.addresses import written
 from banaserve.kvstore.daemon.carved_pool import CarvedPool
 from banaserve.kvstore.fingerprint import Fingerprint
-from banaserve.kvstore.index.index import BlockIndex
 from banaserve.kvstore.index.records import IndexEntry
 from banaserve.kvstore.mailbox import Mailbox
 from banaserve.kvstore.peers.messages import MAX_KEYS, OfferPush
 from banaserve.kvstore.peers.push import Push, PushLink
-
-
-class PushTerms(NamedTuple):
-    """Conditions of a push.
-
-    Attributes:
-        tenant: Tenant that pays for the slots at the peer.
-        hold: Number of a hold under which the peer keeps all of the blocks, or takes none of them;
-            0 holds none.
-        num_readers: Number of decode legs that end the hold.
-    """
-
-    tenant: bytes = b""
-    hold: int = 0
-    num_readers: int = 1
+from banaserve.kvstore.wire import PushBlocks
 
 
 @dataclass(eq=False)
@@ -56,7 +40,6 @@ class _UnderWay:
     """Push under way.
 
     Attributes:
-        index: Index of the pool geometry to which the blocks belong.
         layer_bytes: Size of a layer of a block, over all parts.
         open: Blocks that are neither done nor failed, by their position in the offer.
         entries: Index entries of all blocks, pinned until the push is over.
@@ -64,7 +47,6 @@ class _UnderWay:
 
     push: Push
     link: PushLink
-    index: BlockIndex
     layer_bytes: int
     entries: list[IndexEntry]
     open: dict[int, _Block] = field(default_factory=dict)
@@ -81,6 +63,7 @@ class Pushing:
             pushes into ``over``.
         over: Mailbox into which the links put pushes that are over.
         selector: Selector of the calling thread.
+        carved: Pool of the blocks.
 
     Attributes:
         num_blocks: Number of blocks offered to peers and then committed, whether or not the peer
@@ -94,6 +77,7 @@ class Pushing:
         connect: Callable[[tuple[str, int]], PushLink],
         over: Mailbox[Push],
         selector: selectors.BaseSelector,
+        carved: CarvedPool,
     ) -> None:
         self.num_blocks = self.num_by_layer = 0
         self._connect = connect
@@ -101,6 +85,7 @@ class Pushing:
         self._closing: list[threading.Thread] = []
         self._over = over
         self._selector = selector
+        self._carved = carved
         self._ids = itertools.count()
         self._pushes: dict[Push, _UnderWay] = {}
         self._writing: dict[int, list[tuple[_UnderWay, int]]] = defaultdict(list)
@@ -136,37 +121,30 @@ class Pushing:
         for push in pushes:
             self._over.put(push)
 
-    def begin(
-        self,
-        to: str,
-        keys: Sequence[bytes],
-        terms: PushTerms,
-        carved: CarvedPool,
-        fingerprint: Fingerprint,
-    ) -> bool:
+    def begin(self, request: PushBlocks, keys: Sequence[bytes], fingerprint: Fingerprint) -> bool:
         """Push the blocks of a prompt as their bytes become final.
 
         Args:
-            to: ``HOST:PORT`` of the peer.
-            keys: Keys in the order of their chain, the first without a parent. From the first key
-                that is not in the index on, keys are left out.
+            request: Order of a client.
+            keys: Keys of ``request`` with their namespace, in the order of their chain, the first
+                without a parent. From the first key that is not in the index on, keys are left out.
 
         Returns:
-            False if the store at ``to`` is not a peer.
+            False if the store of the order is not a peer.
         """
-        link = self._links.get(to)
+        link = self._links.get(request.to)
         if link is None:
             return False
         entries: list[IndexEntry] = []
         for key in keys:
-            entry = carved.index.get(key)
+            entry = self._carved.index.get(key)
             if entry is None:
                 break
             entries.append(entry)
         for first in range(0, len(entries), MAX_KEYS):
             before = entries[first - 1].key if first else None
             some = entries[first : first + MAX_KEYS]
-            self._begin(link, some, before, terms, carved, fingerprint)
+            self._begin(link, some, before, request, fingerprint)
         return True
 
     def end_hold(self, to: str, hold: int, reader: int | None) -> None:
@@ -179,22 +157,23 @@ class Pushing:
         link: PushLink,
         entries: list[IndexEntry],
         first_parent: bytes | None,
-        terms: PushTerms,
-        carved: CarvedPool,
+        request: PushBlocks,
         fingerprint: Fingerprint,
     ) -> None:
         offer = OfferPush(
             next(self._ids),
             [entry.key for entry in entries],
             first_parent,
-            carved.slot_bytes,
-            *terms,
+            self._carved.slot_bytes,
+            request.tenant,
+            request.hold,
+            request.num_readers,
         )
-        push = Push(offer, [carved.bytes_of(entry) for entry in entries])
+        push = Push(offer, [self._carved.bytes_of(entry) for entry in entries])
         layer_bytes = fingerprint.page_bytes * fingerprint.num_parts
-        way = _UnderWay(push, link, carved.index, layer_bytes, entries)
+        way = _UnderWay(push, link, layer_bytes, entries)
         for number, entry in enumerate(entries):
-            carved.index.pin(entry)
+            self._carved.index.pin(entry)
             way.open[number] = _Block(entry, [0] * entry.num_parts)
             self._writing[entry.serial].append((way, number))
         self._pushes[push] = way
@@ -276,7 +255,7 @@ class Pushing:
             for number in list(way.open):
                 self._forget(way, number)
             for entry in way.entries:
-                way.index.unpin(entry)
+                self._carved.index.unpin(entry)
 
 
 def _tell(way: _UnderWay, ranges: dict[tuple[int, int], list[int]]) -> None:

@@ -5,13 +5,93 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from banaserve.base.errors import ProtocolError
 from banaserve.kvstore.daemon.carved_pool import CarvedPool
 from banaserve.kvstore.daemon.tiering.promoter import MAX_PROMOTING_FRACTION, Promoter
 from banaserve.kvstore.index.index import BlockIndex
 from banaserve.kvstore.index.records import HOLD_S, IndexEntry
-from banaserve.kvstore.peers.messages import OfferPush
-from banaserve.kvstore.peers.reception import Reception
+from banaserve.kvstore.peers.messages import OfferPush, PushRange
 from banaserve.kvstore.tiers.interface import BlockBytes
+from banaserve.transport.interface import Tensor
+
+
+class Reception:
+    """Reception of one push by the connection's thread; its blocks may not be read before it ends.
+
+    Args:
+        offer: Offer of the peer.
+        memory: Memory of each wanted block, by its position in the offer.
+        began_s: Time of the beginning on the clock of the store's thread, in seconds.
+    """
+
+    def __init__(self, offer: OfferPush, memory: dict[int, BlockBytes], began_s: float) -> None:
+        self.push_id = offer.push_id
+        self.num_bytes = offer.num_bytes
+        self.wanted = sorted(memory)
+        self._memory = memory
+        self._filled = dict.fromkeys(memory, 0)
+        self._began_s = began_s
+        self._total_bytes = len(memory) * offer.num_bytes
+        self._received_bytes = 0
+
+    @property
+    def open(self) -> list[int]:
+        """Blocks that have not ended."""
+        return list(self._memory)
+
+    def targets(self, message: PushRange, sizes: Sequence[int]) -> list[BlockBytes]:
+        """Return the memory for the bytes of a range.
+
+        Args:
+            sizes: Sizes of the message's tensors, in bytes.
+
+        Raises:
+            ProtocolError: The number of tensors is wrong, a block is not wanted, or this is not
+                the block's next range.
+        """
+        first = message.first_byte
+        if len(sizes) != len(message.numbers) or len(set(message.numbers)) != len(sizes):
+            raise ProtocolError("a range without its bytes")
+        for number, size in zip(message.numbers, sizes, strict=True):
+            if self._filled.get(number) != first or first + size > self.num_bytes:
+                raise ProtocolError(f"a range of block {number} is not the next one of it")
+        pairs = zip(message.numbers, sizes, strict=True)
+        return [self._memory[number][first : first + size] for number, size in pairs]
+
+    def received(self, message: PushRange, tensors: Sequence[Tensor]) -> None:
+        """Take in a range that has arrived and was checked.
+
+        Raises:
+            ProtocolError: The range is invalid, see ``targets``.
+        """
+        sizes = [tensor.data.size for tensor in tensors]
+        for target, tensor in zip(self.targets(message, sizes), tensors, strict=True):
+            if target.size and target.ctypes.data != tensor.data.ctypes.data:
+                target[:] = tensor.data
+        for number, size in zip(message.numbers, sizes, strict=True):
+            self._filled[number] += size
+            self._received_bytes += size
+
+    def ended(self, done: Sequence[int], failed: Sequence[int]) -> None:
+        """Remove blocks that have ended, complete (``done``) or not (``failed``).
+
+        Raises:
+            ProtocolError: A block is not wanted, has ended before, or is done but incomplete.
+        """
+        if any(self._filled.get(number) != self.num_bytes for number in done):
+            raise ProtocolError("a block has ended that has not come")
+        numbers = {*done, *failed}
+        if len(numbers) != len(done) + len(failed) or not numbers <= self._memory.keys():
+            raise ProtocolError("a block has ended that is not on its way")
+        for number in numbers:
+            del self._memory[number], self._filled[number]
+
+    def left_s(self, now_s: float) -> float:
+        """Return the seconds until all bytes have arrived, at the average speed until now."""
+        elapsed_s = now_s - self._began_s
+        if not self._received_bytes:
+            return elapsed_s
+        return elapsed_s * (self._total_bytes / self._received_bytes - 1.0)
 
 
 class Receiving:
@@ -21,6 +101,7 @@ class Receiving:
     once its sender has committed it and all of its bytes have arrived.
 
     Args:
+        carved: Pool of the blocks.
         promoter: Promoter, which predicts for readers how long to wait.
         clock: Monotonic clock, in seconds.
 
@@ -28,22 +109,22 @@ class Receiving:
         num_blocks: Number of blocks received.
     """
 
-    def __init__(self, promoter: Promoter, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        carved: CarvedPool,
+        promoter: Promoter,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.num_blocks = 0
         self._promoter = promoter
         self._clock = clock
-        self._carved: CarvedPool | None = None
+        self._carved = carved
         self._entries: dict[Reception, dict[int, IndexEntry]] = {}
 
     @property
     def is_busy(self) -> bool:
         """Return whether slots are being written by pushes."""
         return bool(self._entries)
-
-    def carve(self, carved: CarvedPool) -> None:
-        """Switch to another pool geometry. No push may be under way."""
-        assert not self._entries
-        self._carved = carved
 
     def accept(self, offer: OfferPush) -> Reception:
         """Give slots to those blocks of an offer that are not in the pool, if there is room.
@@ -52,13 +133,11 @@ class Receiving:
         had a part of the room, neither would ever get the rest.
         """
         entries = dict(self._promoted(offer))
-        if offer.hold and self._carved is not None and not self._hold(offer, self._carved.index):
+        if offer.hold and not self._hold(offer, self._carved.index):
             for entry in entries.values():
                 self._carved.index.end_promotion(entry, filled=False)
             entries = {}
-        memory: dict[int, BlockBytes] = {}
-        if self._carved is not None:
-            memory = {number: self._carved.bytes_of(entry) for number, entry in entries.items()}
+        memory = {number: self._carved.bytes_of(entry) for number, entry in entries.items()}
         reception = Reception(offer, memory, self._clock())
         if entries:
             self._entries[reception] = entries
@@ -67,10 +146,9 @@ class Receiving:
         return reception
 
     def _promoted(self, offer: OfferPush) -> list[tuple[int, IndexEntry]]:
-        carved, found = self._carved, []
-        if carved is None or offer.num_bytes != carved.slot_bytes:
+        index, parent, found = self._carved.index, offer.first_parent, []
+        if offer.num_bytes != self._carved.slot_bytes:
             return []
-        index, parent = carved.index, offer.first_parent
         most = max(1, int(index.num_slots * MAX_PROMOTING_FRACTION))
         for number, key in enumerate(offer.keys):
             if index.get(key) is None:
@@ -96,7 +174,7 @@ class Receiving:
     def end(self, reception: Reception, done: Sequence[int], failed: Sequence[int]) -> None:
         """Make the ``done`` blocks of a push readable, and drop the ``failed`` ones."""
         entries = self._entries.get(reception)
-        if entries is None or self._carved is None:
+        if entries is None:
             return
         for numbers, filled in ((done, True), (failed, False)):
             for number in numbers:

@@ -9,12 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import msgspec
+
 from banaserve.base.errors import UserError
 from banaserve.base.fail_points import FailPoint, reach
 from banaserve.kvstore.daemon.tiering.promotion_choice import TierSpeed
 from banaserve.kvstore.index.records import IndexEntry
 from banaserve.kvstore.leases import Lookup
-from banaserve.kvstore.stats import TierReport
+from banaserve.kvstore.stats import CopyCounters, TierReport
 from banaserve.kvstore.tiers.interface import (
     BlockBytes,
     BlockName,
@@ -45,20 +47,6 @@ class TierLoad:
     queued_bytes: int
     predicted_s: float
     taken_s: float = 0.0
-
-
-@dataclass(slots=True)
-class AttachedTierCounters:
-    """Counters of ``TierReport``."""
-
-    promoted: int = 0
-    promotion_failures: int = 0
-    declined: int = 0
-    predicted_fetch_s: float = 0.0
-    measured_fetch_s: float = 0.0
-    demoted: int = 0
-    demotion_failures: int = 0
-    dropped_before_demotion: int = 0
 
 
 def attach(spec: TierSpec) -> AttachedTier:
@@ -113,20 +101,18 @@ class AttachedTier:
         self.problem = problem
         self.takes_blocks = takes_blocks
         self.speed = TierSpeed()
-        self.counters = AttachedTierCounters()
+        self.counters = CopyCounters()
         self.waiting: deque[TierLoad] = deque()
         self.loading: dict[int, TierLoad] = {}
         self.storing: dict[int, IndexEntry] = {}
         self.backlog: dict[int, IndexEntry] = {}
         self.queued_bytes = 0
         self.last_load_s = 0.0
-        self.fd = -1
         self.is_faulty = False
         self._tier = tier
         self._faulty: StoreTier | None = None
         self._was_available = True
-        if tier is not None:
-            self.fd = self._guarded(lambda: tier.fd, -1)
+        self.fd = self._guarded(lambda tier: tier.fd, -1)
 
     @property
     def is_open(self) -> bool:
@@ -141,18 +127,14 @@ class AttachedTier:
     def lookup(self, keys: Sequence[bytes]) -> list[Lookup]:
         """Return the tier's state of each key; MISS for all while out of service."""
         misses = [Lookup.MISS] * len(keys)
-        tier = self._tier
-        if tier is None or not keys:
+        if not keys:
             return misses
-        return self._guarded(lambda: _of_length(len(keys), tier.lookup(keys)), misses)
+        return self._guarded(lambda tier: _of_length(len(keys), tier.lookup(keys)), misses)
 
     def submit_load(self, key: bytes, target: BlockBytes) -> int | None:
         """Submit a load to the tier, see ``StoreTier.submit_load``; None while out of service."""
-        tier = self._tier
-        if tier is None:
-            return None
 
-        def submit() -> int | None:
+        def submit(tier: StoreTier) -> int | None:
             reach(FailPoint.SSD_READ)
             return tier.submit_load(key, target)
 
@@ -160,11 +142,8 @@ class AttachedTier:
 
     def submit_store(self, block: BlockName, source: BlockBytes) -> int | None:
         """Submit a store to the tier, see ``StoreTier.submit_store``; None while out of service."""
-        tier = self._tier
-        if tier is None:
-            return None
 
-        def submit() -> int | None:
+        def submit(tier: StoreTier) -> int | None:
             reach(FailPoint.SSD_WRITE)
             return tier.submit_store(block, source)
 
@@ -172,14 +151,12 @@ class AttachedTier:
 
     def poll(self) -> list[Completion]:
         """Return the tier's completions, see ``StoreTier.poll``; none while out of service."""
-        tier = self._tier
-        return self._guarded(tier.poll, []) if tier is not None else []
+        return self._guarded(lambda tier: tier.poll(), [])
 
     def clear(self) -> int:
         """Drop the backlog and every block in the tier that is not in use; return their number."""
         self.backlog.clear()
-        tier = self._tier
-        return self._guarded(tier.clear, 0) if tier is not None else 0
+        return self._guarded(lambda tier: tier.clear(), 0)
 
     def forget(self, serial: int) -> None:
         """Drop a block that has left memory from the backlog; if it was there, count it."""
@@ -188,26 +165,17 @@ class AttachedTier:
 
     def report(self) -> TierReport:
         """Return the current counters and gauges."""
-        tier = self._tier
-        stats = self._guarded(tier.stats, None) if tier is not None else None
+        stats = self._guarded(lambda tier: tier.stats(), None)
         return TierReport(
             stats=stats or TierStats(name=self.name, available=False, problem=self.problem),
-            promoted=self.counters.promoted,
-            promotion_failures=self.counters.promotion_failures,
-            declined=self.counters.declined,
             promoting_slots=len(self.waiting) + len(self.loading),
-            predicted_fetch_s=self.counters.predicted_fetch_s,
-            measured_fetch_s=self.counters.measured_fetch_s,
-            demoted=self.counters.demoted,
-            demotion_failures=self.counters.demotion_failures,
-            dropped_before_demotion=self.counters.dropped_before_demotion,
             backlog_blocks=len(self.backlog),
+            **msgspec.structs.asdict(self.counters),
         )
 
     def note_state(self) -> None:
         """Log if the tier has gone out of service or come back since the last call."""
-        tier = self._tier
-        stats = self._guarded(tier.stats, None) if tier is not None else None
+        stats = self._guarded(lambda tier: tier.stats(), None)
         if stats is None or stats.available is self._was_available:
             return
         self._was_available = stats.available
@@ -251,9 +219,12 @@ class AttachedTier:
         self._faulty, self._tier = self._tier, None
         self.is_faulty = True
 
-    def _guarded(self, call: Callable[[], T], otherwise: T) -> T:
+    def _guarded(self, call: Callable[[StoreTier], T], otherwise: T) -> T:
+        """Call the tier; return ``otherwise`` if it raises, or is out of service already."""
+        if self._tier is None:
+            return otherwise
         try:
-            return call()
+            return call(self._tier)
         except Exception as error:
             self.give_up(describe(error))
             log.exception("going on without the %s tier: %s", self.name, self.problem)

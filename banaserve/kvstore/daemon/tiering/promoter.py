@@ -67,20 +67,19 @@ class Promoter:
 
     Args:
         tiers: Tiers, fastest first.
+        carved: Pool of the blocks.
         clock: Monotonic clock, in seconds.
     """
 
-    def __init__(self, tiers: Sequence[AttachedTier], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, tiers: Sequence[AttachedTier], carved: CarvedPool, clock: Callable[[], float]
+    ) -> None:
         self.num_joined = 0
         self._tiers = tiers
+        self._carved = carved
         self._clock = clock
         self._loads: dict[int, tuple[AttachedTier, TierLoad]] = {}
         self._expected: dict[int, Callable[[float], float]] = {}
-
-    def carve(self, carved: CarvedPool) -> None:
-        """Switch to another pool geometry. No promotion may be under way."""
-        assert not self._loads
-        self._carved = carved
 
     @property
     def expects_any(self) -> bool:
@@ -224,7 +223,7 @@ class Promoter:
         offers = [TierOffer(tier.speed, tier.queued_bytes) for tier in self._tiers]
         num_chosen = choose(
             sources, offers, self._carved.slot_bytes, request.compute_block_s, result.wait_s
-        ).num_blocks
+        )
         promoted = self._start(request, at, sources[:num_chosen], result)
         self._wait_for(result, promoted)
         result.num_unfetched = num_chosen - len(promoted)

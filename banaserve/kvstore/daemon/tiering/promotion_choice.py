@@ -69,20 +69,13 @@ class TierOffer(NamedTuple):
     queued_bytes: int
 
 
-class Choice(NamedTuple):
-    """Number of blocks of a run to fetch, and predicted seconds until the last has arrived."""
-
-    num_blocks: int
-    fetch_s: float
-
-
 def choose(
     sources: Sequence[int],
     offers: Sequence[TierOffer],
     block_bytes: int,
     compute_block_s: float,
     wait_s: float = 0.0,
-) -> Choice:
+) -> int:
     """Return the number of blocks from the front of a run whose fetching saves most time.
 
     Fetching n blocks saves computing n blocks and costs waiting for the slowest of their tiers;
@@ -96,12 +89,12 @@ def choose(
         wait_s: Time that the client waits anyway for blocks before the run, in seconds.
     """
     queued = [offer.queued_bytes for offer in offers]
-    best, best_saving_s = Choice(0, wait_s), 0.0
+    best, best_saving_s = 0, 0.0
     fetch_s = wait_s
     for number, source in enumerate(sources, 1):
         queued[source] += block_bytes
         fetch_s = max(fetch_s, offers[source].speed.predict_s(queued[source]))
         saving_s = number * compute_block_s - (fetch_s - wait_s)
         if saving_s > best_saving_s or not compute_block_s:
-            best, best_saving_s = Choice(number, fetch_s), saving_s
+            best, best_saving_s = number, saving_s
     return best

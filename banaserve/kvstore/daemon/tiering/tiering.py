@@ -1,21 +1,23 @@
-"""Tiers below the pool, attached to the daemon's loop: promotions and write-behind."""
+"""Tiers below the pool, attached to the daemon's loop: write-behind, and the end of promotions.
+
+Each block that becomes readable is written to every tier without it, by the tier's backlog.
+"""
 
 from __future__ import annotations
 
 import logging
-import os
 import selectors
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 
 from banaserve.kvstore.daemon.carved_pool import CarvedPool
 from banaserve.kvstore.daemon.tiering.attached_tier import AttachedTier
-from banaserve.kvstore.daemon.tiering.demoter import Demoter
 from banaserve.kvstore.daemon.tiering.promoter import Promoter
 from banaserve.kvstore.index.records import IndexEntry
-from banaserve.kvstore.stats import TierReport
+from banaserve.kvstore.leases import Lookup
+from banaserve.kvstore.mailbox import Mailbox
+from banaserve.kvstore.tiers.interface import BlockName, TierOutcome
 
 log = logging.getLogger(__name__)
 
@@ -26,37 +28,45 @@ instance at its start, may go unlogged."""
 HUNG_AFTER_S = 60.0
 """Duration of a load in seconds after which a tier counts as hung: far beyond its own timeouts."""
 
+MAX_BACKLOG_BLOCKS = 65536
+"""Maximum number of blocks waiting to be written to one tier; beyond it the oldest are dropped."""
+MAX_STORING_FRACTION = 0.125
+"""Maximum fraction of the slots that writes to one tier may keep from eviction at a time."""
+MAX_STORING_BYTES = 64 * 2**20
+"""Maximum total size of the blocks that one tier writes at a time."""
+
 
 class Tiering:
     """Promotions and demotions of one pool. One thread calls all methods.
 
     Args:
         tiers: Tiers, fastest first.
+        carved: Pool of the blocks.
         selector: Selector for the tiers' file descriptors; the data of its keys are functions that
             take the event mask.
         clock: Monotonic clock, in seconds.
 
     Attributes:
+        tiers: Tiers, fastest first.
         promoter: Promoter of blocks into the pool.
     """
 
     def __init__(
         self,
         tiers: Sequence[AttachedTier],
+        carved: CarvedPool,
         selector: selectors.BaseSelector,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.promoter = Promoter(tiers, clock)
-        self._demoter = Demoter(tiers)
-        self._tiers = tiers
+        self.promoter = Promoter(tiers, carved, clock)
+        self.tiers = tiers
         self._clock = clock
         self._selector = selector
-        self._carved: CarvedPool | None = None
+        self._carved = carved
         self._num_closing = 0
         self._note_at_s = clock() + NOTE_EVERY_S
-        self._closed: list[tuple[AttachedTier, bool]] = []
-        self._closed_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        selector.register(self._closed_fd, READ, self._on_closed)
+        self._closed: Mailbox[tuple[AttachedTier, bool]] = Mailbox()
+        selector.register(self._closed.fd, READ, self._on_closed)
         for tier in tiers:
             if tier.is_open:
                 selector.register(tier.fd, READ, partial(self._on_ended, tier))
@@ -64,72 +74,65 @@ class Tiering:
     @property
     def has_tiers(self) -> bool:
         """Return whether there is any tier, in service or not."""
-        return bool(self._tiers)
+        return bool(self.tiers)
 
     @property
     def num_pending(self) -> int:
         """Number of copies that are under way or waiting."""
         return sum(
             len(tier.waiting) + len(tier.loading) + len(tier.storing) + len(tier.backlog)
-            for tier in self._tiers
+            for tier in self.tiers
         )
 
-    def carve(self, carved: CarvedPool) -> None:
-        """Switch to another pool geometry. ``settle`` must have returned True before."""
-        self._carved = carved
-        self.promoter.carve(carved)
-        self._demoter.carve(carved)
-
     def became_ready(self, entry: IndexEntry) -> None:
-        """Queue a block that has become readable for the tiers that lack it."""
-        self._demoter.became_ready(entry, self.promoter.source_of(entry))
+        """Queue a block for every tier except the one that it was read from."""
+        source = self.promoter.source_of(entry)
+        for tier in self.tiers:
+            if tier is source or not tier.is_open or not tier.takes_blocks:
+                continue
+            tier.backlog[entry.serial] = entry
+            if len(tier.backlog) > MAX_BACKLOG_BLOCKS:
+                tier.forget(next(iter(tier.backlog)))
 
     def left_memory(self, entry: IndexEntry) -> None:
         """Remove a block whose bytes are gone from the backlogs."""
-        self._demoter.left_memory(entry)
+        for tier in self.tiers:
+            tier.forget(entry.serial)
 
     def pump(self) -> None:
         """Submit the transfers that the tiers accept now; cheap if there is nothing to do."""
-        for tier in self._tiers:
+        for tier in self.tiers:
             if tier.is_faulty:
                 self._desert(tier)
             if tier.waiting:
                 self.promoter.pump(tier)
             if tier.backlog:
-                self._demoter.pump(tier)
+                self._write_behind(tier)
 
         now_s = self._clock()
         if now_s >= self._note_at_s:
             self._note_at_s = now_s + NOTE_EVERY_S
-            for tier in self._tiers:
+            for tier in self.tiers:
                 tier.note_state()
                 self._watch(tier, now_s)
 
     def settle(self, timeout_s: float) -> bool:
         """Cancel copies that no tier has accepted, await the others; return whether all ended."""
-        for tier in self._tiers:
+        for tier in self.tiers:
             tier.backlog.clear()
         self.promoter.cancel_waiting()
-        return self._wait(lambda: not any(tier.is_busy for tier in self._tiers), timeout_s)
+        return self._wait(lambda: not any(tier.is_busy for tier in self.tiers), timeout_s)
 
     def drain(self, timeout_s: float) -> bool:
         """Write the backlogs to the tiers; return whether all was written in time."""
         self.promoter.cancel_waiting()
         return self._wait(lambda: not self.num_pending, timeout_s)
 
-    def clear(self) -> int:
-        """Drop all blocks in the tiers that are not being read or written; return their number."""
-        return sum(tier.clear() for tier in self._tiers)
-
-    def reports(self) -> tuple[TierReport, ...]:
-        """Return the current counters and gauges of each tier."""
-        return tuple(tier.report() for tier in self._tiers)
-
     def close(self, timeout_s: float) -> None:
         """Close every tier; do not wait longer than ``timeout_s`` for a tier that does not end."""
-        self._selector.unregister(self._closed_fd)
+        self._selector.unregister(self._closed.fd)
         threads = []
-        for tier in self._tiers:
+        for tier in self.tiers:
             if tier.is_open or tier.is_faulty:
                 self._unregister(tier)
                 threads.append(tier.close_in_background(lambda _: None))
@@ -139,13 +142,13 @@ class Tiering:
             if thread.is_alive():
                 log.error("left a tier behind that did not close in %g s", timeout_s)
         if not self._num_closing:
-            os.close(self._closed_fd)
+            self._closed.close()
 
     def _wait(self, is_over: Callable[[], bool], timeout_s: float) -> bool:
         deadline_s = self._clock() + timeout_s
         with selectors.DefaultSelector() as selector:
             for key in self._selector.get_map().values():
-                if key.fd == self._closed_fd or any(key.fd == t.fd for t in self._tiers):
+                if key.fd == self._closed.fd or any(key.fd == t.fd for t in self.tiers):
                     selector.register(key.fd, READ, key.data)
             self.pump()
             while not is_over() and (left_s := deadline_s - self._clock()) > 0:
@@ -159,7 +162,44 @@ class Tiering:
             if (load := tier.loading.pop(completion.ticket, None)) is not None:
                 self.promoter.end(tier, load, completion.outcome)
             elif (entry := tier.storing.pop(completion.ticket, None)) is not None:
-                self._demoter.end(tier, entry, completion.outcome)
+                self._end_store(tier, entry, completion.outcome)
+
+    def _write_behind(self, tier: AttachedTier) -> None:
+        """Submit the writes that ``tier`` accepts now, as far as promotions leave room for them."""
+        num_slots, slot_bytes = self._carved.index.num_slots, self._carved.slot_bytes
+        most = max(1, min(int(num_slots * MAX_STORING_FRACTION), MAX_STORING_BYTES // slot_bytes))
+        while tier.backlog and not tier.waiting and len(tier.storing) < most:
+            # While blocks are being promoted, one write at a time keeps the backlog moving.
+            if tier.loading and tier.storing:
+                return
+            if not self._submit_store(tier, *next(iter(tier.backlog.items()))):
+                return
+
+    def _submit_store(self, tier: AttachedTier, serial: int, entry: IndexEntry) -> bool:
+        """Submit a write; return whether to go on with the next block."""
+        if not self._carved.index.verify(entry):
+            return True
+        ticket = tier.submit_store(BlockName(entry.key, entry.parent), self._carved.bytes_of(entry))
+        if ticket is not None:
+            del tier.backlog[serial]
+            tier.storing[ticket] = entry
+            self._carved.index.pin(entry)
+            return True
+        if tier.lookup([entry.key]) == [Lookup.HIT]:
+            tier.backlog.pop(serial, None)
+            return True
+        if not tier.is_busy and serial in tier.backlog:
+            # The tier is idle, so its queue is not full: begin with another block next time.
+            tier.backlog[serial] = tier.backlog.pop(serial)
+        return False
+
+    def _end_store(self, tier: AttachedTier, entry: IndexEntry, outcome: TierOutcome) -> None:
+        """Finish a write that has ended and was removed from ``tier.storing``."""
+        if outcome is TierOutcome.DONE:
+            tier.counters.demoted += 1
+        else:
+            tier.counters.demotion_failures += 1
+        self._carved.index.unpin(entry)
 
     def _watch(self, tier: AttachedTier, now_s: float) -> None:
         oldest_s = tier.oldest_load_s()
@@ -172,24 +212,15 @@ class Tiering:
         self._unregister(tier)
         tier.backlog.clear()
         self.promoter.desert(tier)
-
         self._num_closing += 1
-
-        def on_closed(is_quiet: bool) -> None:
-            self._closed.append((tier, is_quiet))
-            os.eventfd_write(self._closed_fd, 1)
-
-        tier.close_in_background(on_closed)
+        tier.close_in_background(lambda is_quiet: self._closed.put((tier, is_quiet)))
 
     def _on_closed(self, _events: int) -> None:
-        # ``settle``, called by another event of the same round, may have read it already.
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._closed_fd)
-        while self._closed:
-            tier, is_quiet = self._closed.pop()
+        self._closed.calm()
+        for tier, is_quiet in self._closed.take():
             self._num_closing -= 1
             # A tier that may still be copying keeps its slots until the daemon ends.
-            if not is_quiet or self._carved is None:
+            if not is_quiet:
                 continue
             for load in tier.loading.values():
                 self._carved.index.end_promotion(load.entry, filled=False)

@@ -15,7 +15,7 @@ import numpy as np
 
 from banaserve.kvstore.tiers.chains import ChainedBlock
 from banaserve.kvstore.tiers.interface import BlockBytes, TierOutcome
-from banaserve.kvstore.tiers.ssd.folder import TEMPORARY, Folder, describe
+from banaserve.kvstore.tiers.ssd.folder import TEMPORARY, Folder, block_name, describe
 from banaserve.kvstore.tiers.ssd.record import (
     PAGE_BYTES,
     RecordHeader,
@@ -119,7 +119,7 @@ class BlockFiles:
 
     def path(self, block: DiskBlock) -> str:
         """Return the path of the file of a block."""
-        return self._folder.block_path(block.key, block.sequence)
+        return f"{self._folder.path}/{block_name(block.key, block.sequence)}"
 
     def drop(self, block: DiskBlock) -> None:
         """Leave the file of a forgotten block to be reused or deleted."""

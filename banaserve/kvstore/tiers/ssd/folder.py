@@ -72,14 +72,6 @@ class Folder:
             os.close(self._lock_fd)
             raise
 
-    def block_path(self, key: bytes, sequence: int) -> str:
-        """Return the path of the file of a block."""
-        return f"{self.path}/{block_name(key, sequence)}"
-
-    def cleared_sequence(self) -> int:
-        """Return the sequence up to which files are no longer valid."""
-        return read_cleared(self.path)
-
     def write_cleared(self, sequence: int) -> None:
         """Store that files up to ``sequence`` are no longer valid; survives this process."""
         self._replace(_CLEARED, b"%d\n" % sequence)

@@ -12,7 +12,13 @@ from dataclasses import dataclass, field
 import xxhash
 
 from banaserve.kvstore.tiers.ssd.files import DeadFile, DiskBlock
-from banaserve.kvstore.tiers.ssd.folder import BlockFile, Folder, block_files, block_name
+from banaserve.kvstore.tiers.ssd.folder import (
+    BlockFile,
+    Folder,
+    block_files,
+    block_name,
+    read_cleared,
+)
 from banaserve.kvstore.tiers.ssd.record import (
     PAGE_BYTES,
     RecordError,
@@ -53,7 +59,7 @@ def recover(folder: Folder, now: Callable[[], float] = time.monotonic) -> Recove
         OSError: A file cannot be read or deleted.
     """
     files = list(block_files(folder.path))
-    cleared = folder.cleared_sequence()
+    cleared = read_cleared(folder.path)
     recovered = Recovered(last_sequence=max([cleared, *(file.sequence for file in files)]))
     valid = newest_files(files, cleared)
     for file in files:

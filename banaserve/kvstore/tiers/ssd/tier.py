@@ -6,9 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
-
-import msgspec
 
 from banaserve.base.errors import UserError
 from banaserve.kvstore.leases import Lookup
@@ -34,14 +31,6 @@ MAX_QUEUE_DEPTH = 256
 # Maximum for each call: an eviction takes microseconds, and an event loop waits for the call.
 MAX_EVICTIONS = 64
 log = logging.getLogger(__name__)
-
-
-class DiskTransfer(NamedTuple):
-    """Load or store under way."""
-
-    ticket: int
-    began_s: float
-    block: DiskBlock
 
 
 class SsdTier:
@@ -85,8 +74,8 @@ class SsdTier:
         self._workers = Workers(queue_depth + 1)
         self._files = BlockFiles(self._folder, self._workers, capacity_bytes, now)
         self._adopt(recovered)
-        self._loads: dict[int, DiskTransfer] = {}
-        self._stores: dict[int, DiskTransfer] = {}
+        self._loads: dict[int, DiskBlock] = {}
+        self._stores: dict[int, DiskBlock] = {}
         self._ended: list[Completion] = []
         self._last_ticket = 0
         self._too_large = ""
@@ -129,11 +118,10 @@ class SsdTier:
         self._last_sequence += 1
         entry = DiskBlock(block.key, block.parent, source.nbytes, self._last_sequence)
         self._blocks.add(entry)
-        store = self._begin(entry)
-        self._stores[store.ticket] = store
-        self._counters.store_speed.begin(store.began_s)
-        self._files.write(entry, source, lambda error: self._end_store(store, error))
-        return store.ticket
+        ticket = self._begin(entry, self._stores)
+        self._counters.store_speed.begin(self._now())
+        self._files.write(entry, source, lambda error: self._end_store(ticket, error))
+        return ticket
 
     def submit_load(self, key: bytes, target: BlockBytes) -> int | None:
         """Begin to read a block; see ``StoreTier``."""
@@ -144,11 +132,10 @@ class SsdTier:
         if len(self._loads) + len(self._stores) >= self._queue_depth:
             return None
         self._blocks.touch(block)
-        load = self._begin(block)
-        self._loads[load.ticket] = load
-        self._counters.load_speed.begin(load.began_s)
-        self._files.read(block, target, lambda outcome: self._end_load(load, outcome))
-        return load.ticket
+        ticket = self._begin(block, self._loads)
+        self._counters.load_speed.begin(self._now())
+        self._files.read(block, target, lambda outcome: self._end_load(ticket, outcome))
+        return ticket
 
     def poll(self) -> list[Completion]:
         """Return the transfers that have ended since the last call."""
@@ -156,15 +143,6 @@ class SsdTier:
         self._step()
         ended, self._ended = self._ended, []
         return ended
-
-    def evict(self, key: bytes) -> bool:
-        """Forget a block, even if it has children; return whether it was forgotten."""
-        block = self._blocks.get(key)
-        if block is None or block.num_users:
-            return False
-        self._forget(block)
-        self._step()
-        return True
 
     def clear(self) -> int:
         """Forget all blocks not in use; return their number. A restart finds no old block."""
@@ -183,15 +161,15 @@ class SsdTier:
 
     def stats(self) -> TierStats:
         """Return the current counters and gauges."""
-        stats = self._counters.stats(
+        return self._counters.stats(
             self.name,
             problem=self._files.problem or self._too_large,
             capacity_bytes=self._files.capacity_bytes,
             used_bytes=self._files.used_bytes,
             num_blocks=len(self._blocks) - len(self._stores),
             in_flight=len(self._loads) + len(self._stores),
+            keeps=self._keeps,
         )
-        return msgspec.structs.replace(stats, keeps=self._keeps)
 
     def check(self) -> None:
         """Assert the invariants that hold between two calls."""
@@ -245,10 +223,11 @@ class SsdTier:
             return False
         return len(self._loads) + len(self._stores) < self._queue_depth
 
-    def _begin(self, block: DiskBlock) -> DiskTransfer:
+    def _begin(self, block: DiskBlock, transfers: dict[int, DiskBlock]) -> int:
         self._blocks.begin_use(block)
         self._last_ticket += 1
-        return DiskTransfer(self._last_ticket, self._now(), block)
+        transfers[self._last_ticket] = block
+        return self._last_ticket
 
     def _forget(self, block: DiskBlock) -> None:
         self._blocks.remove(block)
@@ -260,32 +239,30 @@ class SsdTier:
         if not block.num_users and self._blocks.get(block.key) is not block:
             self._files.drop(block)
 
-    def _end_store(self, store: DiskTransfer, error: OSError | None) -> None:
-        del self._stores[store.ticket]
-        block = store.block
-        done = error is None
+    def _end_store(self, ticket: int, error: OSError | None) -> None:
+        block = self._stores.pop(ticket)
+        num_stored, outcome = 0, TierOutcome.FAILED
         if error is None:
+            num_stored, outcome = block.num_bytes, TierOutcome.DONE
             block.ready = True
             self._blocks.touch(block)
             self._counters.stores += 1
-            self._counters.stored_bytes += block.num_bytes
+            self._counters.stored_bytes += num_stored
             self._files.clear_problem()
         else:
             self._counters.failures += 1
             self._blocks.remove(block)
             self._files.report(error)
         self._blocks.end_use(block)
-        now_s = self._now()
-        self._counters.store_speed.end(now_s, block.num_bytes if done else 0)
-        outcome = TierOutcome.DONE if done else TierOutcome.FAILED
-        self._complete(store.ticket, outcome, block, now_s - store.began_s)
+        self._counters.store_speed.end(self._now(), num_stored)
+        self._ended.append(Completion(ticket, outcome))
 
-    def _end_load(self, load: DiskTransfer, outcome: TierOutcome) -> None:
-        del self._loads[load.ticket]
-        block = load.block
+    def _end_load(self, ticket: int, outcome: TierOutcome) -> None:
+        block, num_loaded = self._loads.pop(ticket), 0
         if outcome is TierOutcome.DONE:
+            num_loaded = block.num_bytes
             self._counters.loads += 1
-            self._counters.loaded_bytes += block.num_bytes
+            self._counters.loaded_bytes += num_loaded
         elif outcome is TierOutcome.CORRUPT:
             self._counters.corrupt += 1
             if self._blocks.get(block.key) is block:
@@ -293,15 +270,8 @@ class SsdTier:
         else:
             self._counters.failures += 1
         self._end_use(block)
-        now_s = self._now()
-        num_bytes = block.num_bytes if outcome is TierOutcome.DONE else 0
-        self._counters.load_speed.end(now_s, num_bytes)
-        self._complete(load.ticket, outcome, block, now_s - load.began_s)
-
-    def _complete(
-        self, ticket: int, outcome: TierOutcome, block: DiskBlock, seconds: float
-    ) -> None:
-        self._ended.append(Completion(ticket, outcome, block.num_bytes, seconds))
+        self._counters.load_speed.end(self._now(), num_loaded)
+        self._ended.append(Completion(ticket, outcome))
 
     def _report_if_error(self, result: object) -> None:
         if isinstance(result, OSError):

@@ -7,15 +7,15 @@ import resource
 import socket
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, closing
-from typing import Protocol
+from contextlib import closing
 
 from banaserve.base.errors import BanaServeError, ProtocolError, UserError
 from banaserve.base.fail_points import FailPoint, reach
 from banaserve.base.net.descriptors import connections_within
 from banaserve.base.net.keep_alive import keep_alive
 from banaserve.base.net.refusal_log import RefusalLog
-from banaserve.kvstore.leases import Lookup
+from banaserve.kvstore.daemon.pool_access import PoolAccess
+from banaserve.kvstore.daemon.pushes.receiving import Reception
 from banaserve.kvstore.peers.messages import (
     VERSION,
     AskBlocks,
@@ -36,7 +36,6 @@ from banaserve.kvstore.peers.messages import (
     message_of,
     request_in,
 )
-from banaserve.kvstore.peers.reception import BlockSink, Reception
 from banaserve.kvstore.tiers.interface import BlockBytes
 from banaserve.transport.channels.channel import StreamChannel
 from banaserve.transport.channels.connect import over_tcp
@@ -45,7 +44,9 @@ from banaserve.transport.channels.threaded_server import (
     MAX_STRANGERS,
     ConnectionPlaces,
     Service,
+    listen_tcp,
 )
+from banaserve.transport.errors import RefusedError
 from banaserve.transport.interface import Message
 
 log = logging.getLogger(__name__)
@@ -58,24 +59,11 @@ block to send; the limit is short because readers may be waiting for the blocks.
 SEND_S = 30.0
 MAX_PUSHES = 256
 """Maximum number of pushes under way on one connection."""
-_BACKLOG = 64
 _MOST_CONNECTIONS = 8192
 """Maximum number of connections of peers. A peer has about five, so it suffices for 1,600 nodes;
 each connection takes a thread that mostly waits."""
 _RESERVED_DESCRIPTORS = 512
 """Number of file descriptors kept for clients, links to peers, and tiers."""
-
-
-class BlockSource(Protocol):
-    """Source of blocks for peers. Any thread may call; both methods raise if the store is busy."""
-
-    def states(self, keys: Sequence[bytes]) -> list[Lookup]:
-        """Return the state of each key."""
-        ...
-
-    def lent(self, key: bytes, num_bytes: int) -> AbstractContextManager[BlockBytes | None]:
-        """Lend the bytes of a block, which stay while the context lasts; None if it is absent."""
-        ...
 
 
 class PeerServer:
@@ -85,20 +73,19 @@ class PeerServer:
         host: Address to listen on.
         port: Port to listen on; 0 takes a free one.
         key: Key that peers have to know.
-        source: Source of the blocks that peers fetch.
-        sink: Receiver of the blocks that peers push.
+        access: Source of the blocks that peers fetch, and receiver of those that they push.
 
     Raises:
         UserError: The address is not available.
     """
 
-    def __init__(
-        self, host: str, port: int, key: bytes, source: BlockSource, sink: BlockSink
-    ) -> None:
+    def __init__(self, host: str, port: int, key: bytes, access: PoolAccess) -> None:
         self._key = key
-        self._source = source
-        self._sink = sink
-        listener = _listen(host, port)
+        self._access = access
+        try:
+            listener = listen_tcp(host, port)
+        except RefusedError as error:
+            raise UserError(f"--kv-store-listen: {error}") from error
         keep_alive(listener)
         self.port: int = listener.getsockname()[1]
         self._refusals = RefusalLog(log.warning)
@@ -125,7 +112,7 @@ class PeerServer:
             if not self._places.proved(sock):
                 return
             try:
-                _Visit(channel, self._source, self._sink).run()
+                _Visit(channel, self._access).run()
             except ProtocolError as error:
                 self._refusals.say("protocol", f"closed the connection to {name}: {error}")
 
@@ -133,10 +120,9 @@ class PeerServer:
 class _Visit:
     """Visit of a peer: one connection until its end."""
 
-    def __init__(self, channel: StreamChannel, source: BlockSource, sink: BlockSink) -> None:
+    def __init__(self, channel: StreamChannel, access: PoolAccess) -> None:
         self._channel = channel
-        self._source = source
-        self._sink = sink
+        self._access = access
         self._pushes: dict[int, Reception] = {}
 
     def run(self) -> None:
@@ -149,7 +135,7 @@ class _Visit:
         finally:
             # Blocks whose push has not ended will not arrive: notify their readers.
             for reception in self._pushes.values():
-                self._sink.end(reception, [], reception.open)
+                self._access.end(reception, [], reception.open)
 
     def _place(self, body: bytes, sizes: Sequence[int]) -> Sequence[BlockBytes]:
         try:
@@ -169,10 +155,10 @@ class _Visit:
                 if version != VERSION:
                     raise ProtocolError(f"it speaks version {version}, this store {VERSION}")
             case AskBlocks(keys):
-                states = self._source.states(keys) if keys else []
+                states = self._access.states(keys) if keys else []
                 self._reply(message, BlockStates(bytes(states)))
             case FetchBlock(key, num_bytes):
-                with self._source.lent(key, num_bytes) as block:
+                with self._access.lent(key, num_bytes) as block:
                     if block is None:
                         self._reply(message, BlockMissing())
                     else:
@@ -180,7 +166,7 @@ class _Visit:
             case OfferPush(push_id):
                 if push_id in self._pushes or len(self._pushes) >= MAX_PUSHES:
                     raise ProtocolError("a push that is under way, or one too many")
-                reception = self._sink.accept(request)
+                reception = self._access.accept(request)
                 if reception.open:
                     self._pushes[push_id] = reception
                 self._reply(message, PushWanted(reception.wanted))
@@ -191,9 +177,9 @@ class _Visit:
                 reception.ended(done, failed)
                 if not reception.open:
                     del self._pushes[push_id]
-                self._sink.end(reception, done, failed)
+                self._access.end(reception, done, failed)
             case HoldRead(hold, reader):
-                self._sink.end_hold(hold, reader)
+                self._access.end_hold(hold, reader)
             case PeerAlive():
                 return
 
@@ -204,14 +190,6 @@ class _Visit:
 
     def _reply(self, message: Message, said: PeerReply, *blocks: BlockBytes) -> None:
         self._channel.reply(message, message_of(said, *blocks), SEND_S)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except OSError as error:
-        raise UserError(f"--kv-store-listen {host}:{port}: {error.strerror or error}") from error
 
 
 def _name_of(sock: socket.socket) -> str:
