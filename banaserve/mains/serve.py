@@ -15,7 +15,7 @@ from argparse import Namespace
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.types import ASGIApp
 
@@ -77,7 +77,6 @@ from banaserve.serving.requests.prefix_lookup import PrefixLookup
 from banaserve.serving.requests.rebalancer import Rebalancer
 from banaserve.serving.requests.residency import Residency
 from banaserve.serving.requests.router import Router
-from banaserve.serving.requests.trace_collection import TraceCollector
 from banaserve.serving.restart.admission import Admission
 from banaserve.serving.restart.rolling import Make, RollingRestarts
 from banaserve.serving.roles.drain import Drains
@@ -86,10 +85,13 @@ from banaserve.serving.scaling.autoscaler import Autoscaler
 from banaserve.serving.scaling.factory import InstanceFactory
 from banaserve.serving.scaling.node_changes import NodeChanges
 from banaserve.serving.scaling.scaler import Scaler
-from banaserve.serving.tracing.http_call import RequestTracer
+from banaserve.serving.tracing.trace_collection import TraceCollector
 
 Say = Callable[[str], None]
 T = TypeVar("T")
+
+if TYPE_CHECKING:  # OpenTelemetry is imported only if it is used
+    from banaserve.serving.tracing.otlp import OtlpTracer
 
 logger = logging.getLogger(__name__)
 _ANSWER_S, _NUM_ASKED = 30.0, 10
@@ -270,13 +272,13 @@ async def _store(parts: Parts, say: Say) -> AsyncIterator[SupervisedStore]:
 
 
 @contextlib.asynccontextmanager
-async def _tracing(parts: Parts, collector: TraceCollector) -> AsyncIterator[RequestTracer | None]:
+async def _tracing(parts: Parts, collector: TraceCollector) -> AsyncIterator[OtlpTracer | None]:
     """Yield the tracer; None without ``--otlp-traces-endpoint``, and OpenTelemetry is not used."""
     endpoint = parts.args.otlp_traces_endpoint
     if endpoint is None:
         yield None
         return
-    from banaserve.serving.monitoring.otlp import OtlpTracer
+    from banaserve.serving.tracing.otlp import OtlpTracer
 
     try:
         exporter = get_span_exporter(endpoint)

@@ -20,7 +20,7 @@ from collections.abc import (
 )
 from contextvars import ContextVar
 from http import HTTPStatus
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from banaserve.base.access.cache_salt import own_prompt, own_salt
 from banaserve.base.access.tenants import tenant_terms
@@ -46,7 +46,6 @@ from banaserve.engine.compat.server import (
 )
 from banaserve.serving.cluster import Cluster
 from banaserve.serving.monitoring import metrics
-from banaserve.serving.monitoring.request_times import observe
 from banaserve.serving.requests.disagg_request import (
     DEAD,
     RequestContext,
@@ -60,8 +59,11 @@ from banaserve.serving.requests.router import Router
 from banaserve.serving.requests.sequences import run_sequences, sequences_of
 from banaserve.serving.requests.session_tokens import SessionTokens
 from banaserve.serving.requests.suspects import MAX_DEATHS, given_up
-from banaserve.serving.tracing.http_call import RequestTracer, http_call
+from banaserve.serving.tracing.http_call import HttpCall, http_call
 from banaserve.serving.tracing.request_log import RequestLog
+
+if TYPE_CHECKING:  # OpenTelemetry is imported only if it is used
+    from banaserve.serving.tracing.otlp import OtlpTracer
 
 logger = logging.getLogger(__name__)
 
@@ -124,8 +126,8 @@ class DisaggregatedClient(EngineClient):
         self._supported_tasks: tuple[Any, ...] = ()
         self._sequences: dict[int, Sequence[RequestContext]] = {}
         self._clock = WallClock()
-        self.requests = RequestLog(self._clock, on_end=observe)
-        self.tracer: RequestTracer | None = None
+        self.requests = RequestLog(self._clock)
+        self.tracer: OtlpTracer | None = None
 
     async def adopt_engine_facts(self) -> None:
         """Adopt the values that the engines chose at start: context length, cache size, tasks."""
@@ -152,11 +154,8 @@ class DisaggregatedClient(EngineClient):
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run the prefill leg, then the decode leg; see ``run_request``."""
-        call = http_call.get()
-        if call is None:
-            arrived_s, arrived_at_s = self._clock.now(), time.time()
-        else:
-            arrived_s, arrived_at_s = call.received_s, call.arrived_at_s
+        http = http_call.get()
+        call = http or HttpCall(self._clock.now(), time.time())
         if inspect.isasyncgen(prompt):
             session = self._streaming_input(prompt, sampling_params, request_id, options)
             async with contextlib.aclosing(session) as outputs:
@@ -168,9 +167,8 @@ class DisaggregatedClient(EngineClient):
         num_tokens, terms = len(request.prompt_token_ids or ()), tenant_terms.get()
         if terms is not None:
             terms.use_tokens(num_tokens)
-        arrived = (arrived_s, arrived_at_s, call)
-        with self.requests.following(request_id, num_tokens, *arrived) as notes:
-            if call is not None and self.tracer is not None:
+        with self.requests.following(request_id, num_tokens, call) as notes:
+            if http is not None and self.tracer is not None:
                 notes.span = self.tracer.begin(call, notes, sampling_params)
             notes.note(Prepared())
             deadline = asyncio.get_running_loop().time() + self._request_timeout_s

@@ -48,6 +48,7 @@ from banaserve.serving.requests.intake import Blockers
 from banaserve.serving.requests.lora import Adapters
 from banaserve.serving.requests.router import Router
 from banaserve.serving.service_state import ServiceState
+from banaserve.serving.tracing.http_call import HttpCall
 from banaserve.serving.tracing.request_log import RequestNotes
 
 MAX_MODEL_LEN = 16
@@ -103,7 +104,7 @@ async def prepared(of: Any, num_tokens: int, **options: Any) -> RequestContext:
     params = SamplingParams(temperature=0.0, max_tokens=100, **options)
     given, options = prompt(num_tokens), {"prompt_text": ""}
     request, text, blockers = await of._processed(given, params, "r", options)
-    notes = RequestNotes(WallClock(), "r", num_tokens, 0.0, 0.0)
+    notes = RequestNotes(WallClock(), "r", num_tokens, HttpCall(0.0, 0.0))
     return RequestContext(request, text, blockers, 0.0, notes)
 
 
@@ -366,7 +367,7 @@ async def test_a_request_that_cannot_be_split_is_not_whatever_the_policy_says(
     instances: Any = [_viewed("p0"), _viewed("d0")]
     router = router_of(instances, NamedPolicy(policy, "splitting"))
     asked = RequestView(RequestId("r"), 3, 2, 7, RequestLimits(ttft_s=0.5), blocker is None)
-    legs = await router.route(asked, blocker, RequestNotes(WallClock(), "r", 3, 0.0, 0.0))
+    legs = await router.route(asked, blocker, RequestNotes(WallClock(), "r", 3, HttpCall(0.0, 0.0)))
     assert (legs.prefill, legs.decode) == (None if blocker else instances[0], instances[1])
     assert policy.shown == [asked]
 
@@ -399,7 +400,7 @@ async def test_a_routing_policy_that_fails_is_answered_500_under_its_name(
     @app.post("/v1/x")
     async def ask() -> None:
         asked = RequestView(RequestId("r"), 2)
-        await router.route(asked, None, RequestNotes(WallClock(), "r", 2, 0.0, 0.0))
+        await router.route(asked, None, RequestNotes(WallClock(), "r", 2, HttpCall(0.0, 0.0)))
 
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://door") as door:

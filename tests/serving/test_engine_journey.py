@@ -38,6 +38,7 @@ from banaserve.serving.requests.prefix_lookup import HoldEnd, PrefixLookups
 from banaserve.serving.requests.router import RoutedLegs, WeightsReplacedError
 from banaserve.serving.requests.sequences import run_sequences, sequences_of
 from banaserve.serving.requests.suspects import EnginesDiedError
+from banaserve.serving.tracing.http_call import HttpCall
 from banaserve.serving.tracing.request_log import RequestNotes
 from banaserve.serving.tracing.spans import FRONT_DOOR, spans_of
 from waiting import until
@@ -172,7 +173,7 @@ def job(params: SamplingParams, name: str = "r", **more: Any) -> RequestContext:
         external_req_id=name,
     )
     deadline = asyncio.get_running_loop().time() + 60.0
-    notes = RequestNotes(WallClock(), name, 1, 0.0, 0.0)
+    notes = RequestNotes(WallClock(), name, 1, HttpCall(0.0, 0.0))
     blockers = Blockers(first_token=more.pop("first_token_blocker", None))
     return RequestContext(request, None, blockers, deadline, notes, **more)
 
