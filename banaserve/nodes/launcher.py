@@ -15,7 +15,6 @@ from banaserve.base.net.addresses import written
 from banaserve.base.types import Distance
 from banaserve.contracts.instances import NodeStatus
 from banaserve.kvstore.daemon.options import StoreOptions
-from banaserve.migration.rpc.messages import GuestAddress
 from banaserve.nodes import shim
 from banaserve.nodes.assignment import room
 from banaserve.nodes.client import NodeClient
@@ -25,6 +24,7 @@ from banaserve.nodes.places import Places
 from banaserve.nodes.pool import NodePool, NodeWork, OnPeers, PoolNode
 from banaserve.nodes.remote_process import SOCKET_NAMES
 from banaserve.serving.launch.launcher import GuestPlace, Launcher
+from banaserve.serving.launch.messages import Order, StartEngine, StartGuest
 from banaserve.transport.registry import SHARED_MEMORY, TCP
 
 LOOKUP_STORE_SIZE = "64MiB"
@@ -148,26 +148,25 @@ class NodesLauncher(Launcher):
     def _client_of(self, instance_id: str) -> NodeClient:
         return self._place[instance_id].client
 
-    async def start(
-        self,
-        instance_id: str,
-        handshake_address: str,
-        log_path: Path,
-        vllm_argv: tuple[str, ...] = (),
-    ) -> int:
-        handshake = handshake_address.removeprefix("ipc://")
+    async def start(self, order: Order) -> int:
+        if isinstance(order, StartEngine):
+            return await self._start_engine(order)
+        return await self._start_guest(order)
+
+    async def _start_engine(self, wanted: StartEngine) -> int:
+        instance_id = wanted.instance_id
+        handshake = wanted.handshake_address.removeprefix("ipc://")
         stem = handshake.removesuffix(f".{SOCKET_NAMES[0]}")
         targets = {name: f"{stem}.{name}" for name in SOCKET_NAMES}
-        digest = await self.pool.digest(vllm_argv)
         order = JoinSession(
             self._opened(instance_id).incarnation,
             instance_id,
             Path(stem).name,
-            vllm_argv=vllm_argv,
-            model_digest=digest,
+            vllm_argv=wanted.vllm_argv,
+            model_digest=await self.pool.digest(wanted.vllm_argv),
             instances=tuple(self._instances_of(self._place[instance_id])),
         )
-        return self._start_shim(instance_id, order, targets, log_path)
+        return self._start_shim(instance_id, order, targets, wanted.log_path)
 
     async def guest_place(
         self, host: str, target: str, guest_id: str, transport: str, sockets: Path
@@ -185,20 +184,17 @@ class NodesLauncher(Launcher):
         channel = f"tcp:{written(there.host, port)}"
         return GuestPlace(channel, crossing, folder, here.host, is_elsewhere=here is not there)
 
-    async def start_guest(
-        self, address: GuestAddress, log_path: Path, vllm_argv: tuple[str, ...] = ()
-    ) -> int:
-        opened = self._opened(address.target)
-        own = msgspec.structs.replace(
-            address, folder=opened.folder, listen_host=self._client_of(address.target).host
-        )
+    async def _start_guest(self, wanted: StartGuest) -> int:
+        target = wanted.address.target
+        opened, listen_host = self._opened(target), self._client_of(target).host
+        own = msgspec.structs.replace(wanted.address, folder=opened.folder, listen_host=listen_host)
         order = JoinSession(
             opened.incarnation,
             guest=msgspec.json.encode(own),
-            vllm_argv=vllm_argv,
-            model_digest=await self.pool.digest(vllm_argv),
+            vllm_argv=wanted.vllm_argv,
+            model_digest=await self.pool.digest(wanted.vllm_argv),
         )
-        return self._start_shim(address.target, order, {}, log_path)
+        return self._start_shim(target, order, {}, wanted.log_path)
 
     def _opened(self, instance_id: str) -> SessionOpened:
         client = self._client_of(instance_id)
@@ -209,12 +205,12 @@ class NodesLauncher(Launcher):
         return client.opened
 
     def _start_shim(
-        self, instance_id: str, order: JoinSession, targets: dict[str, str], log_path: Path
+        self, instance_id: str, order: JoinSession, targets: dict[str, str], log_path: str
     ) -> int:
         client = self._client_of(instance_id)
         launch = shim.ShimLaunch(client.place.host, client.place.port, self._key, order, targets)
         self._shims = [one for one in self._shims if one.poll() is None]
-        process = shim.start(launch, log_path)
+        process = shim.start(launch, Path(log_path))
         self._shims.append(process)
         return process.pid
 

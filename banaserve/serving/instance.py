@@ -42,9 +42,9 @@ from banaserve.engine.compat.engine_errors import last_error_in
 from banaserve.engine.kv_bytes import kv_token_bytes
 from banaserve.orchestrator.control.cluster_view import with_guests
 from banaserve.orchestrator.control.rebalancing import Stream
-from banaserve.serving.launch.budgets import Budgets
 from banaserve.serving.launch.engine_settings import EngineSettings, weights_of
 from banaserve.serving.launch.launcher import Launcher
+from banaserve.serving.launch.messages import StartEngine
 from banaserve.serving.monitoring import metrics
 from banaserve.serving.monitoring.engine_series import EngineSeries
 from banaserve.serving.monitoring.gpu_monitor import GpuMeter
@@ -176,13 +176,12 @@ class Instance:
         self,
         instance_id: InstanceId,
         role: Role,
-        config: VllmConfig,
+        settings: EngineSettings,
         launcher: Launcher,
         series: EngineSeries,
         run_dir: Path,
         socket_dir: Path,
         clock: Clock,
-        budgets: Budgets,
     ) -> None:
         self.id = instance_id
         self.role = self._made_for = role
@@ -192,7 +191,7 @@ class Instance:
         self.llm: compat.AsyncLLM | None = None
         self.service = ServiceState(instance_id)
         self.is_orphaned = False
-        self.settings = EngineSettings(config, budgets)
+        self.settings = settings
         self._movable: dict[int, MovableLeg] = {}
         self._given_back = asyncio.Event()
         self._given_back.set()
@@ -238,9 +237,9 @@ class Instance:
         handshake.setsockopt(zmq.SocketOption.LINGER, 0)
         try:
             handshake.bind(addresses["handshake"])
-            self.pid = await self._launcher.start(
-                self.id, addresses["handshake"], self.log_path, self.vllm_argv
-            )
+            argv = self.vllm_argv
+            order = StartEngine(self.id, addresses["handshake"], str(self.log_path), argv)
+            self.pid = await self._launcher.start(order)
             await self._until_ready(handshake, there, timeout_s)
         finally:
             handshake.close()

@@ -40,13 +40,10 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 
 def instance(folder: Path, connect: Callable[[object], object]) -> Any:
     full = SimpleNamespace(num_tokens=64)
-    parts: list[Any] = [
-        SimpleNamespace(),  # configuration and Prometheus: for the real client only
-        SpawnLauncher([], Devices({})),
-        SimpleNamespace(),
-        *(folder, folder, WallClock()),
-        SimpleNamespace(of_role=lambda _: full),
-    ]
+    budgets: Any = SimpleNamespace(of_role=lambda _: full)
+    nothing: Any = SimpleNamespace()  # configuration and Prometheus: for the real client only
+    settings = EngineSettings(nothing, budgets)
+    parts = (settings, SpawnLauncher([], Devices({})), nothing, folder, folder, WallClock())
     made: Any = Instance(InstanceId("x0"), Role.DECODE, *parts)
     made._connect = connect
     return made

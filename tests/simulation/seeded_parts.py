@@ -39,19 +39,9 @@ class Factory:
         nothing: Any = None
         launcher: Any = self._machine
         folder = Path("/nowhere")
-        made = UnmodelledInstance(
-            name,
-            role,
-            settings.config,
-            launcher,
-            nothing,
-            folder,
-            folder,
-            self._clock,
-            settings.budgets,
+        return UnmodelledInstance(
+            name, role, settings, launcher, nothing, folder, folder, self._clock
         )
-        made.settings = settings
-        return made
 
     def discard(self, _: InstanceId) -> None: ...
 

@@ -9,10 +9,11 @@ import logging
 import os
 import secrets
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from banaserve.base.config import LEAST_GUEST_SHARE
 from banaserve.base.errors import MigrationError
 from banaserve.base.platform import processes
 from banaserve.base.types import InstanceId
@@ -20,9 +21,9 @@ from banaserve.migration.ranks import check_devices
 from banaserve.migration.rpc.messages import GuestAddress
 from banaserve.migration.worker_api import LinkState
 from banaserve.serving.launch.launcher import Launcher
+from banaserve.serving.launch.messages import StartGuest
 from banaserve.serving.moves.host_client import HostClient
 from banaserve.serving.moves.process_stats import ProcessUsage
-from banaserve.serving.moves.shares import Shares
 from banaserve.serving.moves.timeouts import MoveStage, timeout_s
 
 logger = logging.getLogger(__name__)
@@ -99,12 +100,11 @@ class GuestPool:
         logs: Folder of the guests' logs.
         sockets: Private folder of the run, with a short path.
         transport: Transport that carries KV.
-        on_end: Callback when a guest's processes have ended, for any reason.
         share: Share of an instance's device that guests beside it may take, for instances that
             have no share of their own.
 
     Attributes:
-        shares: Bounds of the guests' shares.
+        has_lost_one: Event set when a guest's processes have ended, for any reason.
     """
 
     def __init__(
@@ -113,15 +113,15 @@ class GuestPool:
         logs: Path,
         sockets: Path,
         transport: str,
-        on_end: Callable[[GuestHandle], None],
         share: float = 1.0,
     ) -> None:
-        self.shares = Shares(share)
+        self.has_lost_one = asyncio.Event()
+        self._share = share
+        self._shares: dict[InstanceId, float] = {}
         self._launcher = launcher
         self._logs = logs
         self._sockets = sockets
         self._transport = transport
-        self._on_end = on_end
         self._secret = secrets.token_hex(32)
         self._numbers = itertools.count()
         self._guests: dict[str, GuestHandle] = {}
@@ -139,7 +139,27 @@ class GuestPool:
 
     def share_of(self, guest: GuestHandle) -> float:
         """Return the share of its target's device that a guest may take."""
-        return self.shares.bound(guest.target) / max(1, len(self.beside(guest.target)))
+        return self.bound(guest.target) / max(1, len(self.beside(guest.target)))
+
+    def bound(self, target: InstanceId) -> float:
+        """Return the share of the device of ``target`` that guests beside it may take together."""
+        return self._shares.get(target, self._share)
+
+    def set_bound(self, target: InstanceId, fraction: float) -> None:
+        """Bound the share of all guests beside ``target``, also of those that come later.
+
+        Raises:
+            MigrationError: The fraction is out of range.
+        """
+        if not LEAST_GUEST_SHARE <= fraction <= 1.0:
+            raise MigrationError(
+                f"guests take {LEAST_GUEST_SHARE:g} to 1 of a device, not {fraction:g}"
+            )
+        self._shares[target] = fraction
+
+    def forget_bound(self, target: InstanceId) -> None:
+        """Forget the bound of an instance that has been removed."""
+        self._shares.pop(target, None)
 
     def free_for(
         self, host: InstanceId, target: InstanceId, *, loads_weights: bool
@@ -167,8 +187,8 @@ class GuestPool:
         guest = GuestHandle(guest_id, host, target, (), moves={move_id})
         try:
             for address in addresses:
-                pid = await self._launcher.start_guest(address, log_path, link.vllm_argv)
-                guest.pids += (pid,)
+                order = StartGuest(address, str(log_path), link.vllm_argv)
+                guest.pids += (await self._launcher.start(order),)
         except BaseException:
             guest.kill()
             raise
@@ -261,7 +281,7 @@ class GuestPool:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(rendezvous)
         self._guests.pop(guest.id, None)
-        self._on_end(guest)
+        self.has_lost_one.set()
 
     async def stop(self) -> None:
         """Kill all guests."""

@@ -11,11 +11,9 @@ from banaserve.migration.worker_api import HostStatus, KvStatus
 from banaserve.serving.instance import Instance
 from banaserve.serving.moves.guest_pool import GuestPool
 from banaserve.serving.moves.host_client import HostClient
-from banaserve.serving.moves.planner import (
-    ModelFacts,
-    RemoteUnit,
-)
+from banaserve.serving.moves.move_plan import RemoteUnit
 from banaserve.serving.moves.process_stats import CoreWaits
+from banaserve.serving.moves.sizes import ModelFacts
 
 
 class HostState:
@@ -88,6 +86,10 @@ class HostState:
     def kv(self) -> KvStatus:
         assert self.status is not None
         return self.status.kv
+
+    def num_bytes(self, modules: MigrationUnit) -> int:
+        """Return the bytes of weights and KV that modules of this instance take elsewhere."""
+        return self._facts.num_bytes(modules, self.kv)
 
     def units(self, guests: GuestPool) -> list[RemoteUnit]:
         """Return the units that are away; the place of an unknown guest's unit is ``?``."""

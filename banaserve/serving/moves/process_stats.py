@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 _PROC = Path("/proc")
+_TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
+_FIELD = re.compile(r"^(\w+):\s+(\d+) kB$", re.MULTILINE)
 _LEAST_RUN_S = 0.01
 """Minimum run time for a meaningful measurement, in seconds."""
 
@@ -56,11 +58,6 @@ def _threads(pid: int) -> dict[str, _Spent]:
     return found
 
 
-_PROC_FS = Path("/proc")
-_TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
-_FIELD = re.compile(r"^(\w+):\s+(\d+) kB$", re.MULTILINE)
-
-
 class ProcessUsage(NamedTuple):
     """Resource use of one process.
 
@@ -82,7 +79,8 @@ def look(pid: int, last: ProcessUsage) -> ProcessUsage | None:
     """Read the kernel's accounts of a process; None if it has ended. Blocks for milliseconds."""
     try:
         fields = _stat(pid)
-        num_bytes = 1024 * (_rollup(pid) + _status_kb(pid, "RssShmem"))
+        private_kb = _kilobytes(pid, "smaps_rollup", "Pss_Anon")
+        num_bytes = 1024 * (private_kb + _kilobytes(pid, "status", "RssShmem"))
     except OSError:
         return None
     now_s, cpu_s = time.monotonic(), (int(fields[11]) + int(fields[12])) * _TICK_S
@@ -101,14 +99,9 @@ def is_stopped(pid: int) -> bool:
 
 def _stat(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat from the state on: the name before may hold any text."""
-    return (_PROC_FS / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
 
 
-def _rollup(pid: int) -> int:
-    found = dict(_FIELD.findall((_PROC_FS / str(pid) / "smaps_rollup").read_text()))
-    return int(found.get("Pss_Anon", 0))
-
-
-def _status_kb(pid: int, name: str) -> int:
-    found = dict(_FIELD.findall((_PROC_FS / str(pid) / "status").read_text()))
+def _kilobytes(pid: int, account: str, name: str) -> int:
+    found = dict(_FIELD.findall((_PROC / str(pid) / account).read_text()))
     return int(found.get(name, 0))

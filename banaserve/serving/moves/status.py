@@ -20,7 +20,6 @@ from banaserve.migration.units.registry import write_modules
 from banaserve.serving.moves.coordinator import Coordinator
 from banaserve.serving.moves.guest_sharing import sharing_of
 from banaserve.serving.moves.host_state import HostState
-from banaserve.serving.moves.planner import num_bytes
 
 
 async def placement_of(coordinator: Coordinator) -> ClusterPlacement:
@@ -78,12 +77,11 @@ async def _of(coordinator: Coordinator, host_state: HostState) -> InstancePlacem
 
 def _units(coordinator: Coordinator, host_state: HostState) -> list[UnitPlace]:
     assert host_state.status is not None
-    facts, kv = coordinator.facts, host_state.kv
 
     def bytes_of(modules: MigrationUnit, num_older_blocks: int | None) -> int:
         if num_older_blocks is not None:
-            return num_older_blocks * len(modules.layers) * kv.page_bytes
-        return num_bytes(modules, facts, kv)
+            return num_older_blocks * len(modules.layers) * host_state.kv.page_bytes
+        return host_state.num_bytes(modules)
 
     by_id = {unit.unit_id: unit for unit in host_state.status.units}
     return [

@@ -14,7 +14,7 @@ from banaserve.migration.worker_api import MoveReport
 from banaserve.serving.monitoring import metrics
 from banaserve.serving.moves.guest_pool import GuestHandle, GuestPool
 from banaserve.serving.moves.host_state import HostState
-from banaserve.serving.moves.planner import BringBack, MoveOut, Op
+from banaserve.serving.moves.move_plan import UnitMove
 from banaserve.serving.moves.timeouts import MoveStage, copies_again, timeout_s
 from banaserve.serving.operations import OperationAbortedError
 
@@ -28,7 +28,8 @@ class MigrationTask:
 
     Args:
         move: Status of the move, updated as the move goes on.
-        num_bytes: Number of bytes to transfer, for timeouts.
+        planned: Unit to move.
+        target: Instance that the unit moves to; None for home.
         is_aborted: Function that returns whether the move is aborted, called between two looks at
             the host until COMMIT.
         precopy: True to copy KV while the host serves.
@@ -43,9 +44,8 @@ class MigrationTask:
         host_state: HostState,
         guests: GuestPool,
         move: MoveStatus,
-        op: Op,
+        planned: UnitMove,
         target: InstanceId | None,
-        num_bytes: int,
         is_aborted: Callable[[], bool],
         precopy: bool = True,
         on_commit: Callable[[], None] = lambda: None,
@@ -55,9 +55,9 @@ class MigrationTask:
         self._link = host_state.link()
         self._guests = guests
         self._move = move
-        self._op = op
+        self._planned = planned
         self._target = target
-        self._num_bytes = num_bytes
+        self._num_bytes = host_state.num_bytes(planned.modules)
         self._is_aborted = is_aborted
         self._precopy = precopy
         self._on_commit = on_commit
@@ -89,23 +89,23 @@ class MigrationTask:
     # ---- before COMMIT
 
     async def _make_ready(self) -> None:
-        if isinstance(self._op, BringBack):
+        if self._target is None:
             async with self._phase("shrinking"):
-                await self._shrink(self._op.unit_id)
+                await self._shrink()
             return
-        assert self._target is not None
         async with self._phase("starting"):
             host = self._host_state.instance.id
-            loads_weights = self._op.modules.loads_weights
+            loads_weights = self._planned.modules.loads_weights
             guest = self._guests.free_for(host, self._target, loads_weights=loads_weights)
             if guest is None:
                 guest = await self._guests.start(host, self._target, self._link, self._move.move_id)
             guest.moves.add(self._move.move_id)
             self._guest = guest
 
-    async def _shrink(self, unit_id: str) -> None:
+    async def _shrink(self) -> None:
         """Remove the blocks from the pool that will have no memory once the unit is home."""
         host_state, loop = self._host_state, asyncio.get_running_loop()
+        unit_id = self._planned.unit_id
         await host_state.refresh()
         rest = [u.modules for u in host_state.units(self._guests) if u.unit_id != unit_id]
         target = host_state.pool_with(rest)
@@ -123,16 +123,16 @@ class MigrationTask:
         self.blocks_gained -= max(0, before - target)
 
     async def _prepare(self) -> None:
-        op, move = self._op, self._move
+        planned, move = self._planned, self._move
+        guest_id = self._guest.id if self._guest is not None else None
         async with self._phase("preparing"):
             self._check_abort()
             self._begun = True
-            if isinstance(op, MoveOut):
-                assert self._guest is not None
-                await self._link.prepare(move.move_id, op.modules, self._guest.id)
+            if planned.unit_id:
+                await self._link.move_on(move.move_id, planned.unit_id, guest_id)
             else:
-                guest_id = self._guest.id if self._guest is not None else None
-                await self._link.move_on(move.move_id, op.unit_id, guest_id)
+                assert guest_id is not None
+                await self._link.prepare(move.move_id, planned.modules, guest_id)
             await self._until(MovePhase.PREPARED, MoveStage.PREPARE)
 
     async def _copy(self) -> None:
@@ -198,7 +198,7 @@ class MigrationTask:
         with contextlib.suppress(BanaServeError):
             if self._begun:
                 await self._link.abort(self._move.move_id)
-        if isinstance(self._op, BringBack):
+        if self._target is None:
             with contextlib.suppress(BanaServeError):
                 self.blocks_gained += await self._host_state.grow_pool()
 

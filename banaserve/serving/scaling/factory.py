@@ -44,12 +44,10 @@ class InstanceFactory:
         by_role: Mapping[Role, RoleEngine] | None = None,
     ) -> None:
         self.series = EngineSeries(config)
-        self._config = config
         self._launcher = launcher
         self._logs = logs
         self._sockets = sockets
         self._clock = clock
-        self._budgets = budgets
         self._first = EngineSettings(config, budgets, by_role=by_role or {})
         self._instance_bytes = instance_bytes
 
@@ -92,19 +90,16 @@ class InstanceFactory:
         """
         self._launcher.reserve(instance_id)
         self.series.add(instance_id)
-        made = Instance(
+        return Instance(
             instance_id,
             role,
-            self._config,
+            settings or self._first,
             self._launcher,
             self.series,
             self._logs,
             self._sockets,
             self._clock,
-            self._budgets,
         )
-        made.settings = settings or self._first
-        return made
 
     def discard(self, instance_id: InstanceId) -> None:
         """Release the devices and metrics of an instance that has been removed."""

@@ -41,7 +41,6 @@ A step's end may be reported after the step's output has reached the front door.
 """
 
 Event = TypeVar("Event")
-Attribute = str | int | float | None
 
 
 class SpanName:
@@ -140,7 +139,7 @@ class _Timeline:
         end_s: float,
         process: str = FRONT_DOOR,
         parent: int = -1,
-        **attributes: Attribute,
+        **attributes: str | int | float | None,
     ) -> int:
         """Add a span and return its index; an attribute that is None is left out."""
         known = {key: value for key, value in attributes.items() if value is not None}
@@ -271,13 +270,15 @@ class _Timeline:
             parts.append(self._add(SpanName.QUEUE, start_s, queued_s, instance))
         if first_s is not None or not is_known:
             begins_s = first_s if first_s is not None else start_s
+            tokens, num_steps = _work(leg.steps("prompt"))
             gates = [gate.decision for _, gate in leg.all(GateDecided)]
             prefill = self._add(
                 SpanName.PREFILL,
                 begins_s,
                 until_s,
                 instance,
-                **_work(leg.steps("prompt")),
+                tokens=tokens,
+                steps=num_steps,
                 resumed_tokens=leg.event.resumed_tokens or None,
                 fetch_decision=gates[-1] if gates else None,
             )
@@ -286,12 +287,14 @@ class _Timeline:
 
     def _decode(self, leg: _Leg, start_s: float, end_s: float) -> int:
         steps = leg.steps("decode")
+        tokens, num_steps = _work(steps)
         return self._add(
             SpanName.DECODE,
             start_s,
             end_s,
             leg.event.instance,
-            **_work(steps),
+            tokens=tokens,
+            steps=num_steps,
             longest_gap_ms=max((1e3 * one.longest_gap_s for one in steps), default=None),
             saved_blocks=sum(one.saved_blocks for one in steps) or None,
         )
@@ -309,9 +312,15 @@ class _Timeline:
         for at_s, waited in leg.all(PromotionEnded):
             began_s = at_s - waited.wait_s
             parent = self._part_at(began_s, parts)
-            known: dict[str, Attribute] = {"outcome": waited.outcome}
-            known["blocks"] = waited.arrived_blocks
-            self._add(SpanName.PROMOTE, began_s, at_s, instance, parent, **known)
+            self._add(
+                SpanName.PROMOTE,
+                began_s,
+                at_s,
+                instance,
+                parent,
+                outcome=waited.outcome,
+                blocks=waited.arrived_blocks,
+            )
         planned_s = {steps.first_step: at_s for at_s, steps in reversed(leg.all(StepsPlanned))}
         for at_s, copied in leg.all(CopiesEnded):
             longest_s = max(copied.fetch_s, copied.save_s, copied.compute_s or 0.0)
@@ -344,7 +353,7 @@ class _Timeline:
                 )
 
 
-def _work(steps: Sequence[StepsPlanned]) -> dict[str, Attribute]:
-    """Return the attributes that count the tokens and the number of steps."""
+def _work(steps: Sequence[StepsPlanned]) -> tuple[int | None, int | None]:
+    """Return the number of tokens and the number of steps; None for none."""
     tokens, num_steps = sum(one.num_tokens for one in steps), sum(one.num_steps for one in steps)
-    return {"tokens": tokens or None, "steps": num_steps or None}
+    return tokens or None, num_steps or None
