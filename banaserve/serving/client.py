@@ -86,6 +86,13 @@ def _refusing(words: str) -> Callable[..., Coroutine[Any, Any, NoReturn]]:
     return refuse
 
 
+def _to_every_instance(method: str) -> Callable[..., Coroutine[Any, Any, None]]:
+    async def broadcast(client: DisaggregatedClient, *args: Any, **kwargs: Any) -> None:
+        await client._broadcast(method, *args, **kwargs)
+
+    return broadcast
+
+
 class DisaggregatedClient(EngineClient):
     """vLLM's ``EngineClient`` over all instances, called by vLLM's own API server.
 
@@ -300,17 +307,11 @@ class DisaggregatedClient(EngineClient):
         ids += [f"{one}-p" for one in ids]
         await self._broadcast("abort", ids)
 
-    async def start_profile(self, profile_prefix: str | None = None, **options: Any) -> None:
-        await self._broadcast("start_profile", profile_prefix, **options)
-
-    async def stop_profile(self) -> None:
-        await self._broadcast("stop_profile")
-
-    async def reset_mm_cache(self) -> None:
-        await self._broadcast("reset_mm_cache")
-
-    async def reset_encoder_cache(self) -> None:
-        await self._broadcast("reset_encoder_cache")
+    start_profile = _to_every_instance("start_profile")
+    stop_profile = _to_every_instance("stop_profile")
+    reset_mm_cache = _to_every_instance("reset_mm_cache")
+    reset_encoder_cache = _to_every_instance("reset_encoder_cache")
+    resume_generation = _to_every_instance("resume_generation")
 
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
@@ -351,9 +352,6 @@ class DisaggregatedClient(EngineClient):
         if clear_cache:
             self._router.forget_residency()
         await self._broadcast("pause_generation", mode=mode, clear_cache=clear_cache)
-
-    async def resume_generation(self) -> None:
-        await self._broadcast("resume_generation")
 
     async def is_paused(self) -> bool:
         return any(await self._broadcast("is_paused"))

@@ -99,7 +99,7 @@ class Engine:
         _: int,
         __: int,
         move: Callable[[str], None] | None = None,
-        is_prompt: bool = False,
+        starts_over: bool = False,
         moved_s: float | None = None,
     ) -> Any:
         self.move = None if move is None else functools.partial(move, DRAINED)

@@ -18,6 +18,7 @@ pytest.importorskip("vllm")
 import model_shapes
 from banaserve.base.clock import WallClock
 from banaserve.base.errors import InstanceDeadError
+from banaserve.base.platform.processes import in_daemon_thread
 from banaserve.base.types import InstanceId, Role
 from banaserve.serving import instance as instances
 from banaserve.serving.cluster import Cluster
@@ -55,10 +56,11 @@ async def test_an_engine_that_ends_before_it_is_connected_is_not_waited_for(
     never = threading.Event()
     made = instance(tmp_path, lambda _: never.wait())
     made.pid = process.pid
-    connecting = asyncio.create_task(made._connected({}))
+    connected = in_daemon_thread(lambda: made._connect({}))
+    connecting = asyncio.create_task(made._unless_ended(connected))
     await asyncio.sleep(0)
     process.kill()
-    with pytest.raises(InstanceDeadError, match="instance x0 has ended"):
+    with pytest.raises(InstanceDeadError, match="instance x0 ended while starting"):
         await asyncio.wait_for(connecting, 30.0)
     never.set()
     made.kill()  # its process id is no longer its own
@@ -97,7 +99,8 @@ async def test_one_that_is_given_up_while_it_connects_does_not_serve(
     async def launched(*_: object) -> int:
         return 0
 
-    async def connected(_: object) -> object:
+    async def settled(work: Any, _: float | None = None) -> object:
+        work.close() if asyncio.iscoroutine(work) else work.cancel()
         return llm
 
     monkeypatch.setattr(instances.processes, "in_daemon_thread", thread)
@@ -107,7 +110,7 @@ async def test_one_that_is_given_up_while_it_connects_does_not_serve(
         address_there=lambda _, address: address,
         has_lost_parent=lambda _: False,
     )
-    made._until_ready, made._connected = at_once, connected
+    made._unless_ended = settled
     made.settings = EngineSettings(made.settings.config, made.settings.budgets)
     made.take_budget = wait if awaited == "budget" else at_once
     starting = asyncio.create_task(made.start(1.0))

@@ -51,7 +51,8 @@ from banaserve.orchestrator.control.routing.named import NamedPolicy
 from banaserve.serving import instance as instances
 from banaserve.serving.client import DisaggregatedClient
 from banaserve.serving.cluster import Cluster
-from banaserve.serving.instance import Inflight, Instance, State
+from banaserve.serving.inflight import Inflight
+from banaserve.serving.instance import Instance, State
 from banaserve.serving.launch.budgets import Budgets
 from banaserve.serving.launch.engine_settings import EngineSettings
 from banaserve.serving.liveness import probe
@@ -593,7 +594,7 @@ class Server:
         for one in self.cluster.instances.values():
             assert one.state is State.READY
             assert one.inflight == Inflight(), f"{one.id} counts {one.inflight}"
-            assert one.num_movable == len(one._movable_prompts) == 0
+            assert not one._legs
             llm: Any = one.llm
             assert not llm.output_processor.request_states, f"{one.id} has front-end states"
             assert not llm.output_processor.external_req_ids

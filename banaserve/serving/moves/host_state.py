@@ -26,7 +26,6 @@ class HostState:
         status: Last status that the host reported; None before the first.
         since_s: Time at which each unit arrived at its present place, by unit id, on the event
             loop's clock.
-        changed_s: Time at which a unit last moved; None if none has moved.
         slow_down: Recent run time of the instance's threads relative to an idle device; None if
             they have hardly run.
         grown_blocks: Number of blocks that migration has added to the pool since the start.
@@ -39,7 +38,6 @@ class HostState:
         self.moving: dict[str, list[MigrationUnit]] = {}
         self.status: HostStatus | None = None
         self.since_s: dict[str, float] = {}
-        self.changed_s: float | None = None
         self.core_waits = CoreWaits()
         self.slow_down: float | None = None
         self.grown_blocks = 0

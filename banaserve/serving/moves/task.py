@@ -220,10 +220,10 @@ class MigrationTask:
             guest.units.discard(unit_id)
         if self._guest is not None:
             self._guest.units.add(unit_id)
-        now_s = asyncio.get_running_loop().time()
-        self._host_state.changed_s = self._host_state.since_s[unit_id] = now_s
         if self._target is None:
-            del self._host_state.since_s[unit_id]
+            self._host_state.since_s.pop(unit_id, None)
+        else:
+            self._host_state.since_s[unit_id] = asyncio.get_running_loop().time()
 
     # ---- reporting
 

@@ -339,7 +339,7 @@ async def prefill(
     prompt = context.prompt = StoredPrompt(instance, hold)
     to_compute, weights = legs.asked.to_compute_at(instance.id), instance.weights
     queue = LegOutputCollector(RequestOutputKind.FINAL_ONLY, f"{context.request.request_id}-p")
-    held = instance.holding(to_compute, context.num_prompt_tokens, queue.move, is_prompt=True)
+    held = instance.holding(to_compute, context.num_prompt_tokens, queue.move, starts_over=True)
     with router.decode_batching.coming(legs.decode), held:
         leg = prefill_leg(
             context.request,
@@ -422,7 +422,7 @@ async def decode(
     num_tokens = context.num_prompt_tokens + num_resumed
     handover = _handover_to_decode(context, legs)
     held = instance.holding(to_compute, num_tokens, queue.move, moved_s=moved_s)
-    with held as guard, queue.expiring(context.deadline):
+    with held as counted, queue.expiring(context.deadline):
         context.suspicion.num_beside = instance.inflight_requests
         try:
             is_sent = is_awaited = _begin(context, llm, queue)
@@ -448,7 +448,7 @@ async def decode(
                         await _send(llm, unsent, queue)
                         unsent = None
                 output = output or await queue.get()
-                guard.prefilled()
+                counted.prefilled()
                 assert isinstance(output, RequestOutput)
                 finished = output.finished
                 if is_awaited and context.num_output_tokens > num_before:
