@@ -75,7 +75,6 @@ from banaserve.serving.moves.coordinator import Coordinator
 from banaserve.serving.moves.guest_monitor import live_migration
 from banaserve.serving.requests.prefix_lookup import PrefixLookup
 from banaserve.serving.requests.rebalancer import Rebalancer
-from banaserve.serving.requests.residency import Residency
 from banaserve.serving.requests.router import Router
 from banaserve.serving.restart.admission import Admission
 from banaserve.serving.restart.rolling import Make, RollingRestarts
@@ -349,7 +348,7 @@ async def _connect(parts: Parts, router: Router) -> DisaggregatedClient:
     await _answered(client.adopt_engine_facts)
     cache = client.vllm_config.cache_config
     if router.policy.reads_resident_tokens and cache.enable_prefix_caching:
-        router.follow_residency(Residency(cache.block_size))
+        router.follow_residency(cache.block_size)
     if parts.config.kv_store:  # for colocated instances too: their roles may change
         asked = call(WorkerApi.banaserve_fingerprint)
         answers = await _answered(lambda: client.collective_rpc(asked.name))

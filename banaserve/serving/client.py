@@ -202,9 +202,9 @@ class DisaggregatedClient(EngineClient):
                         yield output
             finally:
                 self._sequences.pop(id(run), None)
-                notes.count_output()
+                num_output_tokens = notes.count_output()
                 if terms is not None:
-                    terms.use_tokens(notes.output_tokens)
+                    terms.use_tokens(num_output_tokens)
                 if notes.finish_reason in ("stop", "length"):
                     for one in sequences:
                         self._router.output_lengths.ended(one.num_output_tokens)
@@ -316,7 +316,7 @@ class DisaggregatedClient(EngineClient):
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        self._router.forget_residency()
+        self._router.residency.forget()
         answers = await self._broadcast(
             "reset_prefix_cache", reset_running_requests, reset_connector
         )
@@ -327,12 +327,12 @@ class DisaggregatedClient(EngineClient):
 
     async def sleep(self, level: int = 1, mode: Any = "abort") -> None:
         check_sleep(level)
-        self._router.forget_residency()
+        self._router.residency.forget()
         self._mark_all_aborted(mode)
         await self._broadcast("sleep", level, mode)
 
     async def release_kv_cache_memory(self) -> None:
-        self._router.forget_residency()
+        self._router.residency.forget()
         await self._broadcast("release_kv_cache_memory")
 
     async def wake_up(self, tags: list[str] | None = None) -> bool:
@@ -350,7 +350,7 @@ class DisaggregatedClient(EngineClient):
     async def pause_generation(self, *, mode: Any = "abort", clear_cache: bool = True) -> None:
         self._mark_all_aborted(mode)
         if clear_cache:
-            self._router.forget_residency()
+            self._router.residency.forget()
         await self._broadcast("pause_generation", mode=mode, clear_cache=clear_cache)
 
     async def is_paused(self) -> bool:

@@ -488,17 +488,17 @@ class Instance:
     @property
     def vllm_argv(self) -> tuple[str, ...]:
         """vLLM's options of the engine; empty for those that the launcher was made with."""
-        return self.settings.argv_for(self._made_for)
+        return self.settings.engine_for(self._made_for).argv
 
     @property
     def engine_config(self) -> VllmConfig:
         """vLLM's configuration that the engine was made with, or will be."""
-        return self.settings.config_for(self._made_for)
+        return self.settings.engine_for(self._made_for).config
 
     def is_of(self, settings: EngineSettings) -> bool:
         """Return whether an engine with these settings would equal the present one."""
-        is_same = settings.argv_for(self._made_for) == self.vllm_argv
-        return is_same and settings.weights == self.weights
+        argv = settings.engine_for(self._made_for).argv
+        return (argv, settings.weights) == (self.vllm_argv, self.weights)
 
     @property
     def takes_requests(self) -> bool:

@@ -107,7 +107,7 @@ class World:
             if error is not None:
                 raise error
             notes.note(FirstToken("decode"))
-            notes.output_tokens, notes.finish_reason = 3, "stop"
+            notes.tokens_so_far, notes.finish_reason = (lambda: 3), "stop"
 
 
 @pytest.fixture

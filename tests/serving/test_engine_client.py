@@ -89,7 +89,7 @@ def client(serving: list[Any] | None = None, **model: Any) -> Any:
         return list(made._cluster.serving())
 
     made._cluster = SimpleNamespace(serving=lambda: serving or [], taking=taking)
-    made._router = SimpleNamespace(forget_residency=lambda: None)
+    made._router = SimpleNamespace(residency=SimpleNamespace(forget=lambda: None))
     made._supported_tasks = ("generate",)
     made._has_store_peers = False
     made._request_timeout_s, made._lookup_above_tokens = 60.0, MAX_MODEL_LEN
@@ -141,7 +141,7 @@ async def test_the_router_forgets_what_the_engines_forget(
     method: str, arguments: dict[str, Any], is_lost: bool
 ) -> None:
     made, lost = client(), []
-    made._router.forget_residency = lambda: lost.append(method)
+    made._router.residency.forget = lambda: lost.append(method)
     await getattr(made, method)(**arguments)
     assert bool(lost) == is_lost
 

@@ -35,6 +35,7 @@ from banaserve.serving.requests.disagg_request import (
 )
 from banaserve.serving.requests.intake import Blockers
 from banaserve.serving.requests.prefix_lookup import HoldEnd, PrefixLookups
+from banaserve.serving.requests.residency import Residency
 from banaserve.serving.requests.router import RoutedLegs, WeightsReplacedError
 from banaserve.serving.requests.sequences import run_sequences, sequences_of
 from banaserve.serving.requests.suspects import EnginesDiedError
@@ -141,7 +142,7 @@ class Engines:
     """Sends each request to the next engine; two legs where ``prefill`` is given."""
 
     def __init__(self, *engines: Engine, prefill: Engine | None = None) -> None:
-        self.retry_turns, self.residency = asyncio.Lock(), None
+        self.retry_turns, self.residency = asyncio.Lock(), Residency()
         self.lookups = PrefixLookups(cast("Any", self))
         self.decode_batching = DecodeBatching(GATHER_S)
         self.cluster = self

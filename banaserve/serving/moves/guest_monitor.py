@@ -112,9 +112,6 @@ class GuestMonitor:
         self._count(host_state.id, status, host_state.link().incarnation)
 
     def _placements(self, host_state: HostState) -> tuple[ModulePlacement, ...]:
-        status = host_state.status
-        assert status is not None
-        epochs = {unit.unit_id: unit.epoch for unit in status.units}
         found = []
         for unit in host_state.units(self._guests):
             size = host_state.num_bytes(unit.modules)
@@ -125,7 +122,7 @@ class GuestMonitor:
                         part,
                         host=InstanceId(host_state.id),
                         guest=InstanceId(unit.at),
-                        epoch=epochs[unit.unit_id],
+                        epoch=unit.epoch,
                         since_s=host_state.since_s.get(unit.unit_id, 0.0),
                         guest_bytes=size // len(parts),
                     )

@@ -20,6 +20,7 @@ from banaserve.base.types import InstanceId
 from banaserve.migration.ranks import check_devices
 from banaserve.migration.rpc.messages import GuestAddress
 from banaserve.migration.worker_api import LinkState
+from banaserve.serving.instance import Instance
 from banaserve.serving.launch.launcher import Launcher
 from banaserve.serving.launch.messages import StartGuest
 from banaserve.serving.moves.host_client import HostClient
@@ -173,21 +174,22 @@ class GuestPool:
         return None
 
     async def start(
-        self, host: InstanceId, target: InstanceId, link: HostClient, move_id: str
+        self, instance: Instance, target: InstanceId, link: HostClient, move_id: str
     ) -> GuestHandle:
-        """Start a guest for a move and let its host connect to it.
+        """Start a guest for a move of ``instance``'s modules, and let its host connect to it.
 
         Raises:
             MigrationError: The guest could not be started or reached.
             InstanceDeadError: The host has ended, or the launcher's process has.
         """
+        host = instance.id
         guest_id = f"g{next(self._numbers)}-{host}-{target}"
-        addresses = await self._addresses(guest_id, host, target, link.num_ranks)
+        addresses = await self._addresses(guest_id, host, target, instance.num_ranks)
         log_path = self._logs / f"guest-{host}-{target}.log"
         guest = GuestHandle(guest_id, host, target, (), moves={move_id})
         try:
             for address in addresses:
-                order = StartGuest(address, str(log_path), link.vllm_argv)
+                order = StartGuest(address, str(log_path), instance.vllm_argv)
                 guest.pids += (await self._launcher.start(order),)
         except BaseException:
             guest.kill()

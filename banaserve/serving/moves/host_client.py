@@ -45,16 +45,6 @@ class HostClient:
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
-    def vllm_argv(self) -> tuple[str, ...]:
-        """Options of the engine; empty if they are the options that the launcher was made with."""
-        return self._instance.vllm_argv
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of tensor-parallel workers of the engine."""
-        return self._instance.num_ranks
-
-    @property
     def is_alive(self) -> bool:
         instance = self._instance
         return (

@@ -85,8 +85,14 @@ class HostState:
         assert self.status is not None
         return self.status.kv
 
-    def num_bytes(self, modules: MigrationUnit) -> int:
-        """Return the bytes of weights and KV that modules of this instance take elsewhere."""
+    def num_bytes(self, modules: MigrationUnit, num_older_blocks: int | None = None) -> int:
+        """Return the bytes of weights and KV that modules of this instance take elsewhere.
+
+        Args:
+            num_older_blocks: Number of KV blocks that have moved; None for all that may.
+        """
+        if num_older_blocks is not None:
+            return num_older_blocks * len(modules.layers) * self.kv.page_bytes
         return self._facts.num_bytes(modules, self.kv)
 
     def units(self, guests: GuestPool) -> list[RemoteUnit]:
@@ -97,7 +103,16 @@ class HostState:
         for unit in self.status.units:
             guest = guests.get(unit.guest_id)
             at = guest.target if guest is not None else "?"
-            found.append(RemoteUnit(unit.unit_id, unit.modules, at))
+            found.append(
+                RemoteUnit(
+                    unit.unit_id,
+                    unit.modules,
+                    at,
+                    unit.guest_id,
+                    unit.epoch,
+                    unit.num_older_blocks,
+                )
+            )
         return found
 
     # ---- the scheduler's pool

@@ -12,11 +12,14 @@ from banaserve.migration.units.base import MigrationUnit, layers_left, overlap
 
 @dataclass(frozen=True, slots=True)
 class RemoteUnit:
-    """Unit that runs beside another instance, ``at``."""
+    """Unit that runs beside another instance, ``at``; see ``UnitStatus``."""
 
     unit_id: str
     modules: MigrationUnit
     at: str
+    guest_id: str = ""
+    epoch: int = 0
+    num_older_blocks: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

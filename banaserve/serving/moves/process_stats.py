@@ -6,14 +6,14 @@ A guest is not asked, since its answer would cost its host a step.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import time
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 _PROC = Path("/proc")
-_TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 _FIELD = re.compile(r"^(\w+):\s+(\d+) kB$", re.MULTILINE)
 _LEAST_RUN_S = 0.01
 """Minimum run time for a meaningful measurement, in seconds."""
@@ -78,12 +78,12 @@ class ProcessUsage(NamedTuple):
 def look(pid: int, last: ProcessUsage) -> ProcessUsage | None:
     """Read the kernel's accounts of a process; None if it has ended. Blocks for milliseconds."""
     try:
-        fields = _stat(pid)
+        used = psutil.Process(pid).cpu_times()
         private_kb = _kilobytes(pid, "smaps_rollup", "Pss_Anon")
         num_bytes = 1024 * (private_kb + _kilobytes(pid, "status", "RssShmem"))
-    except OSError:
+    except (OSError, psutil.Error):
         return None
-    now_s, cpu_s = time.monotonic(), (int(fields[11]) + int(fields[12])) * _TICK_S
+    now_s, cpu_s = time.monotonic(), used.user + used.system
     elapsed_s = now_s - last.at_s
     busy = min(1.0, (cpu_s - last.cpu_s) / elapsed_s) if last.at_s and elapsed_s > 0 else 0.0
     return ProcessUsage(num_bytes, busy, cpu_s, now_s)
@@ -92,14 +92,10 @@ def look(pid: int, last: ProcessUsage) -> ProcessUsage | None:
 def is_stopped(pid: int) -> bool:
     """Return whether a signal or a debugger has stopped the process."""
     try:
-        return _stat(pid)[0] in ("T", "t")
-    except OSError:
+        status = psutil.Process(pid).status()
+    except psutil.Error:
         return False
-
-
-def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on: the name before may hold any text."""
-    return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    return status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 def _kilobytes(pid: int, account: str, name: str) -> int:

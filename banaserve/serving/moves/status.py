@@ -15,7 +15,6 @@ from banaserve.contracts.migration_api import (
     UnitModules,
     UnitPlace,
 )
-from banaserve.migration.units.base import MigrationUnit
 from banaserve.migration.units.registry import write_modules
 from banaserve.serving.moves.coordinator import Coordinator
 from banaserve.serving.moves.guest_sharing import sharing_of
@@ -76,22 +75,14 @@ async def _of(coordinator: Coordinator, host_state: HostState) -> InstancePlacem
 
 
 def _units(coordinator: Coordinator, host_state: HostState) -> list[UnitPlace]:
-    assert host_state.status is not None
-
-    def bytes_of(modules: MigrationUnit, num_older_blocks: int | None) -> int:
-        if num_older_blocks is not None:
-            return num_older_blocks * len(modules.layers) * host_state.kv.page_bytes
-        return host_state.num_bytes(modules)
-
-    by_id = {unit.unit_id: unit for unit in host_state.status.units}
     return [
         UnitPlace(
             unit.unit_id,
             msgspec.convert(write_modules(unit.modules), UnitModules),
             unit.at,
-            by_id[unit.unit_id].guest_id,
-            by_id[unit.unit_id].epoch,
-            bytes_of(unit.modules, by_id[unit.unit_id].num_older_blocks),
+            unit.guest_id,
+            unit.epoch,
+            host_state.num_bytes(unit.modules, unit.num_older_blocks),
             str(unit.modules),
             list(unit.modules.layers) if unit.modules.has_weights else [],
         )

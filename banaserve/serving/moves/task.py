@@ -94,12 +94,12 @@ class MigrationTask:
                 await self._shrink()
             return
         async with self._phase("starting"):
-            host = self._host_state.instance.id
+            host, target, move_id = self._host_state.instance, self._target, self._move.move_id
             loads_weights = self._planned.modules.loads_weights
-            guest = self._guests.free_for(host, self._target, loads_weights=loads_weights)
+            guest = self._guests.free_for(host.id, target, loads_weights=loads_weights)
             if guest is None:
-                guest = await self._guests.start(host, self._target, self._link, self._move.move_id)
-            guest.moves.add(self._move.move_id)
+                guest = await self._guests.start(host, target, self._link, move_id)
+            guest.moves.add(move_id)
             self._guest = guest
 
     async def _shrink(self) -> None:

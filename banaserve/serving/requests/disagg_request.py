@@ -290,8 +290,7 @@ async def run_request(
                 async with contextlib.aclosing(stream) as outputs:
                     async for output in outputs:
                         yield context.send(output)
-                if router.residency is not None:
-                    router.residency.computed(legs.decode, context.request, context.tokens_so_far)
+                router.residency.computed(legs.decode, context.request, context.tokens_so_far)
                 return
             except Exception as error:
                 retry = recover(context, router, retry, error, leg, legs)
@@ -311,7 +310,7 @@ async def choose(context: RequestContext, router: Router, retry: Retry) -> Route
         context.limits,
         context.blockers.split is None,
         context.blockers.first_token is not None,
-        router.resident_tokens(request),
+        router.residency.found(request),
     )
     suspicion = context.suspicion
     if suspicion.num_deaths and suspicion.must_wait(context.progress):
@@ -378,8 +377,7 @@ async def prefill(
     if finish_reason not in ("length", "stop"):
         raise InstanceDeadError(f"prefill on {instance.id} ended early")
     prompt.output, context.weights, context.is_prompt_counted = output, weights, True
-    if router.residency is not None:
-        router.residency.computed(instance, context.request)
+    router.residency.computed(instance, context.request)
     if context.suspicion.turn is not None:
         context.suspicion.has_progressed(context.progress)
 

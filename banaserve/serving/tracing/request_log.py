@@ -112,8 +112,7 @@ class RequestNotes:
         call: HTTP request, or other call, that the request came with.
 
     Attributes:
-        output_tokens: Number of tokens sent to the client; known when the request has ended.
-        tokens_so_far: Function that returns the number of tokens sent before that.
+        tokens_so_far: Function that returns the number of tokens sent to the client.
         num_dropped: Number of events beyond ``MAX_EVENTS``, which were dropped.
         span: Identity of the request's OpenTelemetry span; None if it is not traced.
     """
@@ -124,7 +123,6 @@ class RequestNotes:
         self.prompt_tokens = prompt_tokens
         self.arrived_s = call.received_s
         self.cached_tokens = 0
-        self.output_tokens = 0
         self.tokens_so_far: Callable[[], int] = lambda: 0
         self.legs: list[TracedLeg] = []
         self.num_dropped = 0
@@ -135,14 +133,15 @@ class RequestNotes:
         self.span: RequestSpan | None = None
         self._events: list[tuple[float, FrontEvent | SeenRoute, str]] = []
 
-    def count_output(self) -> None:
-        """Keep the number of tokens, and drop the function that has counted them so far.
+    def count_output(self) -> int:
+        """Keep and return the number of tokens, and drop the function that has counted them.
 
         Notes outlive their request by far: that function holds the request's detokenizer, and so
         the tokenizer of an engine's client that may be gone.
         """
-        counted = self.output_tokens = self.tokens_so_far()
+        counted = self.tokens_so_far()
         self.tokens_so_far = lambda: counted
+        return counted
 
     def note(self, event: FrontEvent | SeenRoute, leg_id: str = "", incarnation: int = 0) -> None:
         """Note an event that has just happened; it is dropped beyond ``MAX_EVENTS``.
@@ -167,7 +166,7 @@ class RequestNotes:
         The request's trace becomes the exemplar of its buckets.
         """
         ended_s = self._clock.now()
-        self.ended = (ended_s, RequestEnded(how, self.output_tokens, error))
+        self.ended = (ended_s, RequestEnded(how, self.tokens_so_far(), error))
         exemplar = self.span.exemplar if self.span is not None else None
         if self.first_token_s is not None:
             metrics.TTFT_S.observe(self.first_token_s - self.arrived_s, exemplar)
@@ -189,7 +188,7 @@ class RequestNotes:
             self.arrived_s,
             self.prompt_tokens,
             self.cached_tokens,
-            self.output_tokens if has_ended else self.tokens_so_far(),
+            self.tokens_so_far(),
             InstanceId(self.legs[-1].instance) if self.legs and not has_ended else None,
             self.first_token_s,
             self.ended[0] if self.ended is not None else None,
@@ -203,7 +202,7 @@ class RequestNotes:
             arrived_at_s=call.arrived_at_s,
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
-            output_tokens=self.output_tokens if self.ended is not None else self.tokens_so_far(),
+            output_tokens=self.tokens_so_far(),
             instances=list(dict.fromkeys(leg.instance for leg in self.legs)),
             ttft_s=None if first_s is None else first_s - self.arrived_s,
             took_s=ended_s - self.arrived_s,
