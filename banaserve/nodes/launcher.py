@@ -23,7 +23,7 @@ from banaserve.nodes.messages import JoinSession, SessionOpened
 from banaserve.nodes.places import Places
 from banaserve.nodes.pool import NodePool, NodeWork, OnPeers, PoolNode
 from banaserve.nodes.remote_process import SOCKET_NAMES
-from banaserve.serving.launch.launcher import GuestPlace, Launcher
+from banaserve.serving.launch.launcher import GuestPlace, InstancePlace, Launcher
 from banaserve.serving.launch.messages import Order, StartEngine, StartGuest
 from banaserve.transport.registry import SHARED_MEMORY, TCP
 
@@ -120,26 +120,16 @@ class NodesLauncher(Launcher):
 
     # ---- instances
 
-    def is_local(self, instance_id: str) -> bool:
-        return False
-
-    def node_of(self, instance_id: str) -> str:
-        node = self._place.get(instance_id)
-        return node.name if node is not None else ""
+    def place_of(self, instance_id: str) -> InstancePlace:
+        if (node := self._place.get(instance_id)) is None:
+            return InstancePlace(is_local=False, is_there=False)
+        return InstancePlace(node.name, node.store, is_local=False, is_there=node.client.is_ready)
 
     def distance(self, source: str, target: str) -> Distance | None:
-        return self.pool.ways.distance(self.node_of(source), self.node_of(target))
-
-    def store_of(self, instance_id: str) -> str:
-        node = self._place.get(instance_id)
-        return "" if node is None else node.store
-
-    def is_there(self, instance_id: str) -> bool:
-        node = self._place.get(instance_id)
-        return node is not None and node.client.is_ready
+        return self.pool.ways.distance(self.place_of(source).node, self.place_of(target).node)
 
     def has_lost_parent(self, instance_id: str) -> bool:
-        return not self.is_there(instance_id)
+        return not self.place_of(instance_id).is_there
 
     def address_there(self, instance_id: str, address: str) -> str:
         opened = self._opened(instance_id)

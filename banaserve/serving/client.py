@@ -46,15 +46,11 @@ from banaserve.engine.compat.server import (
 )
 from banaserve.serving.cluster import Cluster
 from banaserve.serving.monitoring import metrics
-from banaserve.serving.requests.disagg_request import (
-    DEAD,
-    RequestContext,
-    out_of_time,
-    run_request,
-)
+from banaserve.serving.requests.disagg_request import DEAD, out_of_time, run_request
 from banaserve.serving.requests.intake import Blockers, take_client_args, take_in
 from banaserve.serving.requests.leg_output import next_output
 from banaserve.serving.requests.lora import Adapters
+from banaserve.serving.requests.request_context import RequestContext
 from banaserve.serving.requests.router import Router
 from banaserve.serving.requests.sequences import run_sequences, sequences_of
 from banaserve.serving.requests.session_tokens import SessionTokens

@@ -42,7 +42,7 @@ from banaserve.orchestrator.control.cluster_view import with_guests
 from banaserve.orchestrator.control.rebalancing import Stream
 from banaserve.serving.inflight import Inflight, InflightLeg
 from banaserve.serving.launch.engine_settings import EngineSettings, weights_of
-from banaserve.serving.launch.launcher import Launcher
+from banaserve.serving.launch.launcher import InstancePlace, Launcher
 from banaserve.serving.launch.messages import StartEngine
 from banaserve.serving.monitoring import metrics
 from banaserve.serving.monitoring.engine_series import EngineSeries
@@ -449,35 +449,20 @@ class Instance:
         return self.state is State.READY and self.llm is not None and not self.llm.errored
 
     @property
-    def is_local(self) -> bool:
-        """True if the engine's process runs on this machine; False if a shim stands for it."""
-        return self._launcher.is_local(self.id)
-
-    @property
-    def node(self) -> str:
-        """Name of the machine that the engine runs on; empty for this machine."""
-        return self._launcher.node_of(self.id)
-
-    @property
-    def has_machine(self) -> bool:
-        """True if the machine that the engine is to run on is available."""
-        return self._launcher.is_there(self.id)
+    def place(self) -> InstancePlace:
+        """Machine that the engine runs on."""
+        return self._launcher.place_of(self.id)
 
     def distance_to(self, other: Instance) -> Distance | None:
         """Return the distance to another instance's machine; None if it was not measured."""
         return self._launcher.distance(self.id, other.id)
-
-    @property
-    def store(self) -> str:
-        """``HOST:PORT`` of the store on the instance's machine; empty for the front door's."""
-        return self._launcher.store_of(self.id)
 
     def store_beside(self, other: Instance) -> str:
         """Return ``HOST:PORT`` of another instance's store; empty if it is this one's, too.
 
         Also empty if this instance uses the front door's store.
         """
-        here, there = self.store, other.store
+        here, there = self.place.store, other.place.store
         return there if here and here != there else ""
 
     @property

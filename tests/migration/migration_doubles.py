@@ -16,7 +16,7 @@ from banaserve.contracts.migration_api import Migration, MoveLayers
 from banaserve.migration.kv.host_kv import blocks_gained
 from banaserve.migration.units.base import MigrationUnit
 from banaserve.migration.units.registry import AnyUnit
-from banaserve.serving.launch.launcher import Launcher
+from banaserve.serving.launch.launcher import InstancePlace, Launcher
 from banaserve.serving.launch.messages import Order, StartGuest
 from banaserve.serving.moves.coordinator import Coordinator
 from banaserve.serving.moves.guest_pool import GuestPool
@@ -243,7 +243,7 @@ class Instance:
         self.role = Role.DECODE
         self.incarnation = 1
         self.pid = 0
-        self.node, self.has_machine, self.num_ranks = "", True, 1
+        self.place, self.num_ranks = InstancePlace(), 1
         self.vllm_argv: tuple[str, ...] = ()
         self.engine = Engine(cannot)
         self.llm: Any = self.engine

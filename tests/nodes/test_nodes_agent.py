@@ -195,14 +195,14 @@ def test_a_node_that_comes_back_elsewhere_is_used_as_before(
             await launcher.open(lambda _: None)
             await until(lambda: launcher.distance("p0", "d0") is not None)
             await lost.end()
-            await until(lambda: not launcher.is_there("p0"))
+            await until(lambda: not launcher.place_of("p0").is_there)
             assert [launcher.has_lost_parent(name) for name in ("p0", "d0")] == [True, False]
             other = await start_node(tmp_path)
             places.moved = AgentPlace("127.0.0.1", other.port)
-            await until(lambda: launcher.is_there("p0"))
-            assert launcher.node_of("p0") == other.address
+            await until(lambda: launcher.place_of("p0").is_there)
+            assert launcher.place_of("p0").node == other.address
             launcher.reserve("p1")
-            assert launcher.node_of("p1") in (other.address, stays.address)
+            assert launcher.place_of("p1").node in (other.address, stays.address)
             await until(lambda: launcher.distance("p0", "d0") is not None)
             assert not [pair for pair in launcher.pool.ways._measured if lost.address in pair]
         finally:
@@ -254,7 +254,9 @@ def test_nodes_are_filled_in_the_order_in_which_they_were_given(
 
         monkeypatch.setattr(clients.NodeClient, "open", late)
         async with opened(*nodes) as launcher:
-            assert [launcher.node_of(name) for name in ("p0", "d0")] == [n.address for n in nodes]
+            assert [launcher.place_of(name).node for name in ("p0", "d0")] == [
+                n.address for n in nodes
+            ]
         for node in nodes:
             await node.end()
 

@@ -57,7 +57,7 @@ def test_a_node_that_joins_gets_the_next_instance(scripts: Scripts, tmp_path: Pa
                 other.address: ("ready", []),
             }
             launcher.reserve("d1")
-            assert launcher.node_of("d1") == other.address
+            assert launcher.place_of("d1").node == other.address
             assert launcher.distance("d0", "d1") is not None
             assert launcher.distance("d1", "p0") is not None
             await launcher.start(StartEngine("d1", front.address, str(front.log)))
@@ -144,7 +144,7 @@ def test_a_node_without_instances_is_given_back(scripts: Scripts, tmp_path: Path
             assert states(launcher)[other.address] == ("leaving", ["d0"])
             for name in ("d1", "d2"):
                 launcher.reserve(name)
-                assert launcher.node_of(name) == first.address
+                assert launcher.place_of(name).node == first.address
             launcher.release("d0")
             await launcher.remove_node(other.address)
             assert list(states(launcher)) == [first.address]

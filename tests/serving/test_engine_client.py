@@ -43,9 +43,9 @@ from banaserve.orchestrator.control.routing.named import NamedPolicy
 from banaserve.serving.client import DisaggregatedClient
 from banaserve.serving.cluster import Cluster
 from banaserve.serving.liveness.timeouts import ClusterTimeouts
-from banaserve.serving.requests.disagg_request import RequestContext
 from banaserve.serving.requests.intake import Blockers
 from banaserve.serving.requests.lora import Adapters
+from banaserve.serving.requests.request_context import RequestContext
 from banaserve.serving.requests.router import Router
 from banaserve.serving.service_state import ServiceState
 from banaserve.serving.tracing.http_call import HttpCall

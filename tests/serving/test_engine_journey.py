@@ -27,14 +27,12 @@ from banaserve.engine.compat import engine as compat
 from banaserve.engine.connector.handover import Handover
 from banaserve.engine.continuation import output_of, with_output
 from banaserve.serving.instance import DRAINED
+from banaserve.serving.launch.launcher import InstancePlace
 from banaserve.serving.requests.decode_batching import DecodeBatching
-from banaserve.serving.requests.disagg_request import (
-    Prediction,
-    RequestContext,
-    run_request,
-)
+from banaserve.serving.requests.disagg_request import run_request
 from banaserve.serving.requests.intake import Blockers
 from banaserve.serving.requests.prefix_lookup import HoldEnd, PrefixLookups
+from banaserve.serving.requests.request_context import Prediction, RequestContext
 from banaserve.serving.requests.residency import Residency
 from banaserve.serving.requests.router import RoutedLegs, WeightsReplacedError
 from banaserve.serving.requests.sequences import run_sequences, sequences_of
@@ -74,12 +72,12 @@ class Engine:
         self.aborted: list[str] = []
         self.given_back = asyncio.Event()
         self.given_back.set()
-        self.store = ""
+        self.place = InstancePlace()
         self.coming: set[object] = set()
         self.has_left_decode = False
 
     def store_beside(self, other: Engine) -> str:
-        return other.store if other.store != self.store else ""
+        return other.place.store if other.place != self.place else ""
 
     async def wait_given_back(self) -> None:
         await self.given_back.wait()
@@ -512,7 +510,7 @@ async def test_a_prefill_leg_and_its_decode_leg_name_each_others_store(
     here: str, there: str, pushed_to: str
 ) -> None:
     prefill, decode = Engine("p0"), Engine("d0")
-    prefill.store, decode.store = here, there
+    prefill.place, decode.place = InstancePlace(store=here), InstancePlace(store=there)
     engines, holds = Engines(decode, prefill=prefill), Holds()
     engines.lookups.by_weights["w"] = cast("Any", holds)
     reader = Reader(job(streamed()), engines)

@@ -25,7 +25,7 @@ from banaserve.serving.cluster import Cluster
 from banaserve.serving.instance import Instance, State
 from banaserve.serving.launch.devices import Devices
 from banaserve.serving.launch.engine_settings import EngineSettings
-from banaserve.serving.launch.launcher import SpawnLauncher
+from banaserve.serving.launch.launcher import InstancePlace, SpawnLauncher
 from banaserve.serving.liveness import probe, supervisor
 from banaserve.serving.liveness.timeouts import ClusterTimeouts
 from banaserve.serving.service_state import ServiceState
@@ -129,7 +129,7 @@ class Mortal:
         self.id, self.role, self.state = InstanceId("x1"), Role.DECODE, State.STARTING
         self.service, self.has_lost_client = ServiceState("x1"), False
         self.pid = self.num_kills = self.num_probes = 0
-        self.has_machine = self.is_local = True
+        self.place = InstancePlace()
         self.report: Any = None
         self.llm = object()
         self.dying, self.ended = asyncio.Event(), asyncio.Event()
@@ -340,7 +340,7 @@ async def test_an_instance_waits_for_its_machine_and_is_not_blamed() -> None:
         """Its machine goes with it, and comes back."""
 
         def kill(self) -> None:
-            self.has_machine = False
+            self.place = InstancePlace(is_there=False)
             super().kill()
 
     mortal = Lost(*[None] * 13)
@@ -351,7 +351,7 @@ async def test_an_instance_waits_for_its_machine_and_is_not_blamed() -> None:
         await until(lambda: mortal.state is State.FAILED)
         assert (cluster.has_failed, cluster.supervisor.failed.is_set()) == (False, False)
         assert len(mortal.starts_left) == left + 1
-        mortal.has_machine = True
+        mortal.place = InstancePlace()
         await until(lambda left=left: len(mortal.starts_left) == left)
         await until(lambda: mortal.state is State.READY)
     await cluster.stop()

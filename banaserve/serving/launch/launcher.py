@@ -34,6 +34,23 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 
 
+class InstancePlace(NamedTuple):
+    """Machine of an instance.
+
+    Attributes:
+        node: Name of the machine; empty for this machine.
+        store: ``HOST:PORT`` of the store on the machine, as its peers know it; empty if that is the
+            front door's store, or there is none.
+        is_local: True if the engine's process runs on this machine; False if a shim stands for it.
+        is_there: True if the machine is available, so that an engine can be started.
+    """
+
+    node: str = ""
+    store: str = ""
+    is_local: bool = True
+    is_there: bool = True
+
+
 class GuestPlace(NamedTuple):
     """Place at which a host reaches a guest; fields as in ``GuestAddress``."""
 
@@ -144,28 +161,13 @@ class Launcher(ABC):
         """
         _refuse_nodes()
 
-    def is_local(self, instance_id: str) -> bool:
-        """Return whether the engine's process runs on this machine, without a shim."""
-        return True
-
-    def node_of(self, instance_id: str) -> str:
-        """Return the name of the instance's machine; empty for this machine."""
-        return ""
+    def place_of(self, instance_id: str) -> InstancePlace:
+        """Return the instance's machine."""
+        return InstancePlace()
 
     def distance(self, source: str, target: str) -> Distance | None:
         """Return the distance between the machines of two instances; None if it is unknown."""
         return None
-
-    def store_of(self, instance_id: str) -> str:
-        """Return ``HOST:PORT`` of the store on the instance's machine, as its peers know it.
-
-        Empty if that is the front door's store, or there is none.
-        """
-        return ""
-
-    def is_there(self, instance_id: str) -> bool:
-        """Return whether the instance's machine is available, so that an engine can be started."""
-        return True
 
     def has_lost_parent(self, instance_id: str) -> bool:
         """Return whether the engine's parent or machine is gone, which ends the engine, too."""

@@ -313,8 +313,8 @@ class Coordinator(Operations[Migration]):
             move,
             planned,
             target,
+            precopy,
             is_aborted=lambda: self._is_aborting(migration),
-            precopy=precopy,
             on_commit=lambda: self._note_commit(migration, move),
         )
         try:

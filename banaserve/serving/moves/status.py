@@ -49,7 +49,7 @@ async def _of(coordinator: Coordinator, host_state: HostState) -> InstancePlacem
         num_blocks = (await host_state.link().pool_info()).num_blocks
     except BanaServeError as reason:
         return InstancePlacement(
-            host_state.id, instance.role.value, state, str(reason), node=instance.node
+            host_state.id, instance.role.value, state, str(reason), node=instance.place.node
         )
     facts = coordinator.facts
     return InstancePlacement(
@@ -68,7 +68,7 @@ async def _of(coordinator: Coordinator, host_state: HostState) -> InstancePlacem
         steps_lost=status.steps_lost,
         sharing=sharing_of(coordinator, host_state),
         overlap=msgspec.convert(status.overlap, Overlapping, from_attributes=True),
-        node=instance.node,
+        node=instance.place.node,
         graph_sizes=status.graph_sizes,
         graphs_captured=status.graphs_captured,
     )
