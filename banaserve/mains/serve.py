@@ -67,7 +67,7 @@ from banaserve.serving.cluster import Cluster
 from banaserve.serving.executor import MoveExecutor
 from banaserve.serving.instance import Instance
 from banaserve.serving.launch.budgets import Budgets
-from banaserve.serving.launch.engine_settings import RoleEngine
+from banaserve.serving.launch.engine_settings import EngineSettings, RoleEngine
 from banaserve.serving.launch.launcher import Launcher
 from banaserve.serving.liveness.timeouts import ClusterTimeouts
 from banaserve.serving.monitoring import metrics
@@ -169,8 +169,7 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[str], None]) -> None:
                 cluster,
                 parts.launcher,
                 parts.engine_config,
-                parts.run.logs,
-                parts.run.sockets,
+                parts.run,
                 parts.config.migration_guest_share,
                 parts.config.migration_transport,
             )
@@ -292,16 +291,9 @@ async def _tracing(parts: Parts, collector: TraceCollector) -> AsyncIterator[Otl
 
 
 def _factory(parts: Parts) -> InstanceFactory:
-    return InstanceFactory(
-        parts.engine_config,
-        parts.launcher,
-        parts.run.logs,
-        parts.run.sockets,
-        WallClock(),
-        Budgets.of(parts.config, parts.engine_config),
-        parts.instance_bytes,
-        parts.by_role,
-    )
+    budgets = Budgets.of(parts.config, parts.engine_config)
+    settings = EngineSettings(parts.engine_config, budgets, by_role=parts.by_role)
+    return InstanceFactory(settings, parts.launcher, parts.run, WallClock(), parts.instance_bytes)
 
 
 def _cluster(parts: Parts, factory: InstanceFactory) -> Cluster:

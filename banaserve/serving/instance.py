@@ -15,7 +15,6 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -25,6 +24,7 @@ import zmq.asyncio
 from banaserve.base.clock import Clock
 from banaserve.base.errors import InstanceDeadError
 from banaserve.base.platform import linux, processes
+from banaserve.base.run_dir import RunDir
 from banaserve.base.types import (
     NO_WAYS,
     Distance,
@@ -105,8 +105,7 @@ class Instance:
         settings: EngineSettings,
         launcher: Launcher,
         series: EngineSeries,
-        run_dir: Path,
-        socket_dir: Path,
+        run: RunDir,
         clock: Clock,
     ) -> None:
         self.id = instance_id
@@ -121,10 +120,10 @@ class Instance:
         self._legs: dict[int, InflightLeg] = {}
         self._given_back = asyncio.Event()
         self._given_back.set()
-        self.log_path = run_dir / f"{instance_id}.log"
+        self.log_path = run.logs / f"{instance_id}.log"
         self._launcher = launcher
         self._series = series
-        self._socket_dir = socket_dir
+        self._socket_dir = run.sockets
         self._clock = clock
         self._gpu = GpuMeter.open(launcher.devices_of(instance_id), clock)
         self._board = self._new_board()

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from banaserve.base.run_dir import RunDir
 from banaserve.base.types import InstanceId, ModulePlacement, Role
 from banaserve.contracts.migration_api import Migration, MoveLayers
 from banaserve.migration.kv.host_kv import blocks_gained
@@ -298,7 +299,7 @@ class Cluster:
             for name in ("d0", "p0", "p1", "x0")
         }
         self.launcher = SleepLauncher()
-        guests = GuestPool(self.launcher, folder, folder, "shm")
+        guests = GuestPool(self.launcher, RunDir(folder, folder), "shm")
         self.coordinator = Coordinator(self.instances, guests, FACTS, lambda name: available_bytes)
         self.d0 = self.instances[InstanceId("d0")]
         self.engine = self.d0.engine

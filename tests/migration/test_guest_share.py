@@ -16,6 +16,7 @@ pytest.importorskip("vllm")
 
 import migration_doubles as doubles
 from banaserve.base.errors import MigrationError, UserError
+from banaserve.base.run_dir import RunDir
 from banaserve.base.types import InstanceId
 from banaserve.contracts.migration_api import MoveLayers, ShareRequest
 from banaserve.migration.guest.throttle import ComputeThrottle
@@ -91,7 +92,7 @@ def test_a_share_out_of_range_changes_nothing(fraction: float) -> None:
 
 @pytest.mark.parametrize("fraction", [0.0, 0.049, 1.1, float("nan")])
 def test_a_bound_out_of_range_is_refused(fraction: float, tmp_path: Path) -> None:
-    guests = GuestPool(doubles.SleepLauncher(), tmp_path, tmp_path, "shm", 0.5)
+    guests = GuestPool(doubles.SleepLauncher(), RunDir(tmp_path, tmp_path), "shm", 0.5)
     with pytest.raises(MigrationError, match=r"0\.05 to 1"):
         guests.set_bound(InstanceId("p0"), fraction)
     assert guests.bound(InstanceId("p0")) == 0.5

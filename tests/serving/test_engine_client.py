@@ -42,6 +42,7 @@ from banaserve.frontdoor.app import vllm_app
 from banaserve.orchestrator.control.routing.named import NamedPolicy
 from banaserve.serving.client import DisaggregatedClient
 from banaserve.serving.cluster import Cluster
+from banaserve.serving.launch.launcher import InstancePlace
 from banaserve.serving.liveness.timeouts import ClusterTimeouts
 from banaserve.serving.requests.intake import Blockers
 from banaserve.serving.requests.lora import Adapters
@@ -380,7 +381,11 @@ def router_of(instances: list[Any], policy: NamedPolicy) -> Router:
 def _viewed(name: str) -> SimpleNamespace:
     view = InstanceView(InstanceId(name), Role.COLOCATED, True, None, 0, 0, 1.0)
     return SimpleNamespace(
-        id=view.id, view=lambda _: view, weights="w", service=ServiceState(view.id), node=""
+        id=view.id,
+        view=lambda _: view,
+        weights="w",
+        service=ServiceState(view.id),
+        place=InstancePlace(),
     )
 
 

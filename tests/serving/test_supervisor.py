@@ -19,6 +19,7 @@ import model_shapes
 from banaserve.base.clock import WallClock
 from banaserve.base.errors import InstanceDeadError
 from banaserve.base.platform.processes import in_daemon_thread
+from banaserve.base.run_dir import RunDir
 from banaserve.base.types import InstanceId, Role
 from banaserve.serving import instance as instances
 from banaserve.serving.cluster import Cluster
@@ -44,7 +45,8 @@ def instance(folder: Path, connect: Callable[[object], object]) -> Any:
     budgets: Any = SimpleNamespace(of_role=lambda _: full)
     nothing: Any = SimpleNamespace()  # configuration and Prometheus: for the real client only
     settings = EngineSettings(nothing, budgets)
-    parts = (settings, SpawnLauncher([], Devices({})), nothing, folder, folder, WallClock())
+    run = RunDir(folder, folder)
+    parts = (settings, SpawnLauncher([], Devices({})), nothing, run, WallClock())
     made: Any = Instance(InstanceId("x0"), Role.DECODE, *parts)
     made._connect = connect
     return made

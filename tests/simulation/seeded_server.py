@@ -26,6 +26,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from banaserve.base.config import Budget
 from banaserve.base.errors import BanaServeError, InstanceDeadError, MigrationError, UserError
+from banaserve.base.run_dir import RunDir
 from banaserve.base.types import InstanceId, Role
 from banaserve.contracts.migration_api import (
     MigrationRequest,
@@ -256,7 +257,7 @@ class Server:
             launcher: Any = self.machine
             await self._start()
             async with guest_monitor.live_migration(
-                self.cluster, launcher, nothing, _NOWHERE, _NOWHERE, 1.0, "shm"
+                self.cluster, launcher, nothing, RunDir(_NOWHERE, _NOWHERE), 1.0, "shm"
             ) as coordinator:
                 self._make_operators(coordinator)
                 await self._be_troubled()

@@ -9,9 +9,9 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 from banaserve.base.errors import BanaServeError, MigrationError
+from banaserve.base.run_dir import RunDir
 from banaserve.base.types import InstanceId, ModulePlacement
 from banaserve.engine.compat.config import VllmConfig
 from banaserve.migration.worker_api import HostStatus, LinkState
@@ -220,8 +220,7 @@ async def live_migration(
     cluster: Cluster,
     launcher: Launcher,
     config: VllmConfig,
-    logs: Path,
-    sockets: Path,
+    run: RunDir,
     guest_share: float,
     transport: str,
 ) -> AsyncIterator[Coordinator]:
@@ -231,7 +230,7 @@ async def live_migration(
         guest_share: Share of an instance's device that guests beside it may take.
         transport: Transport that carries KV and activations.
     """
-    guests = GuestPool(launcher, logs, sockets, transport, guest_share)
+    guests = GuestPool(launcher, run, transport, guest_share)
     facts = model_facts(config)
     coordinator = Coordinator(cluster.instances, guests, facts, machine_available_bytes)
     monitor = GuestMonitor(coordinator)

@@ -11,11 +11,11 @@ import secrets
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from banaserve.base.config import LEAST_GUEST_SHARE
 from banaserve.base.errors import MigrationError
 from banaserve.base.platform import processes
+from banaserve.base.run_dir import RunDir
 from banaserve.base.types import InstanceId
 from banaserve.migration.ranks import check_devices
 from banaserve.migration.rpc.messages import GuestAddress
@@ -98,8 +98,7 @@ class GuestPool:
 
     Args:
         launcher: Launcher that starts the guests.
-        logs: Folder of the guests' logs.
-        sockets: Private folder of the run, with a short path.
+        run: Folders of the run.
         transport: Transport that carries KV.
         share: Share of an instance's device that guests beside it may take, for instances that
             have no share of their own.
@@ -111,8 +110,7 @@ class GuestPool:
     def __init__(
         self,
         launcher: Launcher,
-        logs: Path,
-        sockets: Path,
+        run: RunDir,
         transport: str,
         share: float = 1.0,
     ) -> None:
@@ -120,8 +118,7 @@ class GuestPool:
         self._share = share
         self._shares: dict[InstanceId, float] = {}
         self._launcher = launcher
-        self._logs = logs
-        self._sockets = sockets
+        self._run = run
         self._transport = transport
         self._secret = secrets.token_hex(32)
         self._numbers = itertools.count()
@@ -185,7 +182,7 @@ class GuestPool:
         host = instance.id
         guest_id = f"g{next(self._numbers)}-{host}-{target}"
         addresses = await self._addresses(guest_id, host, target, instance.num_ranks)
-        log_path = self._logs / f"guest-{host}-{target}.log"
+        log_path = self._run.logs / f"guest-{host}-{target}.log"
         guest = GuestHandle(guest_id, host, target, (), moves={move_id})
         try:
             for address in addresses:
@@ -234,7 +231,8 @@ class GuestPool:
         self, guest_id: str, host: InstanceId, target: InstanceId, rank: int | None = None
     ) -> GuestAddress:
         name = guest_id if rank is None else f"{guest_id}.{rank}"
-        place = await self._launcher.guest_place(host, target, name, self._transport, self._sockets)
+        sockets, transport = self._run.sockets, self._transport
+        place = await self._launcher.guest_place(host, target, name, transport, sockets)
         return GuestAddress(
             guest_id=guest_id,
             channel=place.channel,
@@ -260,9 +258,9 @@ class GuestPool:
             is_lost = known is not None and known.state is LinkState.LOST
             if is_lost or guest.id not in self._guests:
                 reason = (known.reason if known is not None else "") or "it ended while it started"
-                raise MigrationError(f"guest beside {guest.target}: {reason}; see {self._logs}")
+                raise MigrationError(f"guest beside {guest.target}: {reason}; see {self._run.logs}")
             await asyncio.sleep(_POLL_S)
-        raise MigrationError(f"the guest beside {guest.target} did not start; see {self._logs}")
+        raise MigrationError(f"the guest beside {guest.target} did not start; see {self._run.logs}")
 
     async def _watch(self, guest: GuestHandle, rendezvous: str) -> None:
         """Kill a guest's other processes once one ends: they would wait for its partial sums."""

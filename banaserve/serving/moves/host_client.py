@@ -121,11 +121,11 @@ class HostClient:
 
     # ---- inside
 
-    async def _worker(self, asked: RemoteCall[T], timeout_s: float = CALL_TIMEOUT_S) -> T:
+    async def _worker(self, asked: RemoteCall[T], timeout_s: float | None = None) -> T:
         """Call a method on all workers of the engine, and return one reply for all of them."""
         made = self._llm().collective_rpc(asked.name, timeout=None, args=asked.args)
         what = asked.name.removeprefix("banaserve_migration_")
-        replies: list[object] = await self._within(made, timeout_s, what)
+        replies: list[object] = await self._within(made, timeout_s or CALL_TIMEOUT_S, what)
         return rank_reports.together(self._read_all(asked, replies))
 
     async def _core(self, asked: RemoteCall[T]) -> T:
